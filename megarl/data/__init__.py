@@ -1,10 +1,11 @@
-"""From files to tokens, and from tokens to balanced batches. Pure: no torch, no process group.
+"""Data: from files to tokens, and from tokens to balanced batches. Pure: no torch, no process group.
 
-Reading order: `rows` reads files of every kind, folders and the Hub's cache; `formats` knows in which fields whose data
-have what; `records` names the line of every fault; `problems` renders the prompts that reinforcement learning samples
-from; `conversations` renders the dialogues that fine-tuning imitates, with a mask of what the assistant said; `sampler`
-says which items belong to which step; `packing` spreads a step's sequences over data-parallel ranks and microbatches.
+Reading order: `rows` reads files of every kind, folders, and the Hub's cache. `formats` maps the field names of other
+programs to roles (prompt, answer). `records` checks each record and names the line of every error. `problems` renders
+the prompts for reinforcement learning. `conversations` renders the conversations for fine-tuning, with a mask of the
+assistant's tokens. `sampler` assigns items to steps. `packing` spreads a step's sequences over data-parallel ranks and
+microbatches.
 
-Invariants: nothing is cut or dropped in silence. The items of a step are a function of (seed, step), so a resumed run
-sees what the uninterrupted one would have seen.
+Invariants: nothing is truncated or dropped silently. The items of a step are a function of (seed, step), so a resumed
+run sees the same items as an uninterrupted one.
 """

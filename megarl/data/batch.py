@@ -1,7 +1,7 @@
-"""Sequences one after the other in flat arrays: what is trained on, and what a data-parallel replica is sent.
+"""Batches of sequences in flat arrays, as trained on and as sent to data-parallel replicas.
 
-Arrays are indexed by the token they speak of: entry t of a log-prob, weight or advantage belongs to predicting token t
-from the tokens before it, so a sequence's first entry is never trained.
+Entry t of a log-prob, weight or advantage belongs to predicting token t from the tokens before it. So the first entry
+of each sequence is never trained.
 """
 
 from __future__ import annotations
@@ -17,31 +17,35 @@ from megarl.types import PER_TOKEN, KeptSets, TrainingSequence
 
 @dataclass(slots=True)
 class TokenBatch:
-    """Sequences one after the other: all arrays [tokens] but `cu_seqlens` and `samples`.
+    """A batch of sequences, concatenated into flat arrays.
 
-    `loss_mask` is True where a token's prediction is trained. `cu_seqlens` [sequences + 1] are the sequences' borders,
-    from 0 to tokens. `per_token` has the float32 arrays that `types.PER_TOKEN` names.
+    `token_ids` and `loss_mask` are [tokens]; `loss_mask` is True where a token's prediction is trained. `cu_seqlens`
+    [sequences + 1] holds the sequence boundaries, from 0 to tokens. `per_token` holds the float32 arrays [tokens] named
+    in `types.PER_TOKEN`.
     """
 
     token_ids: NDArray[np.int64]
     loss_mask: NDArray[np.bool_]
     cu_seqlens: NDArray[np.int64]
     samples: NDArray[np.int64]
-    """[sequences]: the sample that each sequence is a segment of, numbers that do not fall. Losses and advantages take
-    a sample's segments together."""
+    """[sequences]: the sample number of each sequence, never decreasing. A sample has one or more sequences (segments),
+    handled together by losses and advantages."""
     per_token: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     experts: NDArray[np.int64] | None = None
-    """[sequences, 2]: `types.ExpertsHandle` of the experts that the engine sent each sequence's tokens to."""
+    """[sequences, 2]: for each sequence, the `types.ExpertsHandle` of the experts chosen by the engine. Used to route
+    the same way in training."""
     kept_sets: KeptSets | None = None
-    """The sets that policy and reference renormalise a token's log-prob over; None: all over the whole vocabulary."""
+    """The retained tokens (after top-p, top-k, min-p) over which policy and reference renormalise each log-prob. None:
+    the whole vocabulary for every token."""
     temperatures: NDArray[np.float64] | None = None
-    """[sequences]: the temperature that policy and reference take log-probs at; None: 1 for all."""
+    """[sequences]: the temperature of the log-probs of policy and reference. None: 1 for all."""
     taught: NDArray[np.int64] | None = None
-    """[sequences, 2]: the number of the teacher that a sequence is distilled from, and its own in the step."""
+    """[sequences, 2], for distillation: the number of the sequence's teacher, and the sequence's own number in the
+    step."""
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[TrainingSequence]) -> TokenBatch:
-        """Sequences that are a sample each. Those of one batch have the same optional arrays."""
+        """Return a batch with one sample per sequence. All sequences must have the same optional arrays."""
         return cls(
             token_ids=np.concatenate([sequence.token_ids for sequence in sequences]),
             loss_mask=np.concatenate([sequence.loss_mask for sequence in sequences]),
@@ -58,7 +62,7 @@ class TokenBatch:
 
     @property
     def lengths(self) -> NDArray[np.int64]:
-        """[sequences], in tokens."""
+        """Return the lengths of the sequences in tokens, [sequences]."""
         return np.diff(self.cu_seqlens)
 
     @property
@@ -67,28 +71,28 @@ class TokenBatch:
 
     @property
     def cu_samples(self) -> NDArray[np.int64]:
-        """[samples + 1]: the borders of the samples, all segments of each, from 0 to tokens."""
+        """Return the boundaries of the samples (each with all its segments), from 0 to tokens: [samples + 1]."""
         first_segments = np.flatnonzero(np.diff(self.samples, prepend=-1))
         return np.append(self.cu_seqlens[first_segments], self.cu_seqlens[-1])
 
     @property
     def num_segments(self) -> NDArray[np.int64]:
-        """[samples]: how many sequences each sample has."""
+        """Return the number of sequences of each sample: [samples]."""
         first_segments = np.flatnonzero(np.diff(self.samples, prepend=-1))
         return np.diff(np.append(first_segments, self.num_sequences))
 
     @property
     def last_segments(self) -> NDArray[np.int64]:
-        """[samples]: the number of each sample's last sequence."""
+        """Return the number of each sample's last sequence: [samples]."""
         return np.flatnonzero(np.diff(self.samples, append=-1))
 
     def tokens_of(self, sequences: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-        """The places [their tokens] of these sequences' tokens, in the given order."""
+        """Return the positions of these sequences' tokens, in the given order: [tokens of these sequences]."""
         chosen = np.asarray(sequences, np.int64)
         return ranges(self.cu_seqlens[chosen], self.lengths[chosen])
 
     def select(self, sequences: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
-        """A batch of these sequences, in the given order; segments of a sample stay side by side."""
+        """Return a batch of these sequences, in the given order. The segments of a sample must stay adjacent."""
         chosen = np.asarray(sequences, np.int64)
         places = self.tokens_of(chosen)
         return TokenBatch(
@@ -104,17 +108,17 @@ class TokenBatch:
         )
 
     def select_samples(self, samples: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
-        """A batch of these samples, by their places, with all segments of each, in the given order."""
+        """Return a batch of these samples (numbered by position) with all their segments, in the given order."""
         counts = self.num_segments
         first_segments = np.cumsum(counts) - counts
         chosen = np.asarray(samples, np.int64)
         selected = self.select(ranges(first_segments[chosen], counts[chosen]))
-        # Numbered anew: in another order the old numbers would fall.
+        # Renumber: in another order the old numbers could decrease, and adjacent equal numbers mark a sample.
         selected.samples = np.repeat(np.arange(len(chosen)), counts[chosen])
         return selected
 
     def with_arrays(self, names: Mapping[str, NDArray[np.float32]]) -> TokenBatch:
-        """The same sequences with these per-token arrays and no others; no teacher goes with them."""
+        """Return the same sequences with only these per-token arrays. The teacher numbers are dropped."""
         return TokenBatch(
             self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts, self.kept_sets,
             self.temperatures,
@@ -122,9 +126,13 @@ class TokenBatch:
 
 
 def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
-    """One batch of all sequences, the samples numbered on; the batches have the same per-token arrays."""
+    """Return one batch of all sequences, with the samples renumbered consecutively.
+
+    All batches must have the same per-token arrays.
+    """
     samples, starts, num_samples, num_tokens = [], [np.zeros(1, np.int64)], 0, 0
     for batch in batches:
+        # Sample numbers may have holes after `select`, so count their changes instead of using the numbers.
         samples.append(np.cumsum(np.diff(batch.samples, prepend=-1) != 0) - 1 + num_samples)
         starts.append(batch.cu_seqlens[1:] + num_tokens)
         num_samples += len(batch.cu_samples) - 1
@@ -143,13 +151,18 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
 def _join_temperatures(batches: Sequence[TokenBatch]) -> NDArray[np.float64] | None:
     if all(batch.temperatures is None for batch in batches):
         return None
+    # A batch without temperatures was sampled at 1.
     ones = [np.ones(batch.num_sequences) for batch in batches]
     found = [batch.temperatures for batch in batches]
     return np.concatenate([one if own is None else own for own, one in zip(found, ones, strict=True)])
 
 
 def select_sets(kept: KeptSets, places: NDArray[np.int64]) -> KeptSets:
-    """The sets of the tokens at these places, in the given order; an empty one, nothing cut off, at place -1."""
+    """Return the retained sets of the tokens at these positions, in the given order.
+
+    `places` is [tokens]. Position -1 yields an empty set: nothing was cut off there.
+    """
+    # The appended entry of size 0 is what place -1 selects.
     counts = np.append(kept.counts, np.int32(0))
     starts = np.cumsum(counts, dtype=np.int64) - counts
     chosen = counts[places]
@@ -157,7 +170,10 @@ def select_sets(kept: KeptSets, places: NDArray[np.int64]) -> KeptSets:
 
 
 def join_sets(parts: Sequence[tuple[int, KeptSets | None]]) -> KeptSets | None:
-    """The sets of parts, one after the other, each given with its number of tokens; None if no part has any."""
+    """Return the concatenated retained sets of several parts, or None if no part has sets.
+
+    Each part is (number of tokens, sets). A part without sets gets an empty set for each token.
+    """
     if all(kept is None for _, kept in parts):
         return None
     found = [kept or KeptSets(np.zeros(tokens, np.int32), np.zeros(0, np.int32)) for tokens, kept in parts]
@@ -165,11 +181,11 @@ def join_sets(parts: Sequence[tuple[int, KeptSets | None]]) -> KeptSets | None:
 
 
 def borders(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
-    """Cumulative lengths from 0: [sequences] to [sequences + 1]."""
+    """Return the cumulative lengths from 0: [sequences] to [sequences + 1]."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)
 
 
 def ranges(starts: NDArray[np.int64], sizes: NDArray[np.int64]) -> NDArray[np.int64]:
-    """The integers from each start on, so many as its size, one range after the other: [sum of sizes]."""
+    """Return the concatenated integer ranges start, start + 1, ..., start + size - 1: [sum of sizes]."""
     ends = np.cumsum(sizes)
     return np.repeat(starts - (ends - sizes), sizes) + np.arange(ends[-1] if len(ends) else 0)

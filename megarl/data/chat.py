@@ -1,7 +1,7 @@
-"""Conversations rendered through a tokenizer's own chat template, and encoded.
+"""Conversations rendered through the tokenizer's own chat template, and encoded.
 
-A special token written out in a message (`<|im_end|>` in a user's text) is text: only the template's own special tokens
-are control tokens. So the rendered text marks the former, and `encode` tells them apart.
+A special token inside a message (`<|im_end|>` in a user's text) is plain text: only the template's own special tokens
+are control tokens. So `render` puts marks around special tokens from messages, and `encode` treats marked ones as text.
 """
 
 from __future__ import annotations
@@ -26,15 +26,18 @@ if TYPE_CHECKING:
     from megarl.config import ModelConfig
 
 MARKS = "\ufdd0", "\ufdd1"
-"""Stand around a special token that a message wrote. Unicode keeps these two out of all text."""
+"""Marks placed around a special token from a message. Both are Unicode noncharacters, so they occur in no valid text.
+"""
 
 PREFIX_CHARACTERS = 4
-"""Characters for each allowed token that are encoded first of a long text."""
+"""Characters encoded first for each allowed token, when a text may be too long. Most texts have fewer characters per
+token."""
 BORDER_TOKENS = 16
-"""By how many tokens a cut at most changes the count of what is before it."""
+"""Upper bound of the change in token count caused by cutting a text at any character."""
 
 RENDER_SECONDS = 5.0
-"""Processor time that a chat template may take for one short message."""
+"""CPU seconds allowed to a chat template for one short message."""
+# 1 GiB: one short message needs far less, and a runaway template is stopped before it fills the machine.
 _RENDER_BYTES = 1 << 30
 
 
@@ -47,24 +50,25 @@ _PLAIN_TEMPLATE = (
 
 
 def tokenizer_of(model: ModelConfig) -> Tokenizer:
-    """The tokenizer of a recipe's model with its chat template. Errors as of `load_tokenizer`."""
+    """Return the tokenizer of a recipe's model, with its chat template. Raises the errors of `load_tokenizer`."""
     return load_tokenizer(model.folder, template=model.chat_template, defaults=model.chat_template_kwargs)
 
 
 def load_tokenizer(
     folder: str | Path, *, template: str | None = None, defaults: Mapping[str, Any] | None = None
 ) -> Tokenizer:
-    """The tokenizer of a Hugging Face model folder.
+    """Return the tokenizer of a Hugging Face model folder.
 
-    `template` is a Jinja file, or PLAIN, instead of its own chat template; `defaults` are values of the template's
-    variables. Raises DataError if the tokenizer is missing, broken, or has no chat template that renders messages;
-    ConfigError for a template that is not there and for variables that it does not read.
+    `template` is a Jinja file or PLAIN, and replaces the tokenizer's chat template. `defaults` are values for the
+    template's variables. Raises DataError if the tokenizer is missing or broken, or has no chat template able to render
+    messages. Raises ConfigError for a missing template file and for variables unused by the template.
     """
     from transformers import AutoTokenizer
 
+    # First, since transformers would wait forever for the writer of a named pipe.
     check_folder_of_files(Path(folder))
     config = Path(folder) / "config.json"
-    # transformers and vLLM choose their classes by it.
+    # transformers and vLLM 0.30 choose their classes by model_type.
     if config.is_file() and not isinstance(read_object(config).get("model_type"), str):
         raise DataError(f"{config}: model_type is missing; copy the model folder again")
     try:
@@ -86,10 +90,10 @@ def load_tokenizer(
 
 
 def template_text(model: ModelConfig) -> str | None:
-    """The chat template that a recipe's model is given or has in its folder, without a tokenizer being loaded.
+    """Return the chat template of a recipe's model without loading a tokenizer.
 
-    Of a tokenizer with several templates, all of them as JSON. None without one. Raises ConfigError for a template that
-    is not there, DataError for a broken tokenizer_config.json.
+    Several templates are returned together as JSON. Returns None if there is none. Raises ConfigError for a missing
+    template file, DataError for a broken tokenizer_config.json.
     """
     if model.chat_template is not None:
         return _template_of(model.chat_template)
@@ -115,7 +119,7 @@ def _template_of(name: str) -> str:
 
 
 def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
-    """A template whose variables have these values where they are not given."""
+    """Return the template with these values for variables not given by the caller."""
     from jinja2 import Environment, TemplateSyntaxError, meta
 
     if not isinstance(template, str):
@@ -123,22 +127,22 @@ def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
             "model.chat_template_kwargs: the tokenizer has several chat templates; give one as model.chat_template"
         )
     try:
-        # Only the names are wanted: `generation` blocks, which transformers knows, are plain text here.
+        # Only the names are wanted. Plain Jinja cannot parse `generation` blocks, an extension of transformers.
         known = meta.find_undeclared_variables(Environment().parse(_GENERATION.sub("", template)))
     except TemplateSyntaxError:
-        known = None  # a fault of the template, which is told as such
+        known = None  # `_check_template` reports the template's syntax error
     for name in defaults:
         if not name.isidentifier() or (known is not None and name not in known):
             read = ", ".join(sorted((known or set()) - _GIVEN_VARIABLES)) or "none of its own"
             raise ConfigError(
-                f"model.chat_template_kwargs.{name}: the chat template does not read it, so it would do nothing; it "
-                f"reads {read}"
+                f"model.chat_template_kwargs.{name}: the chat template does not read it, so it would do nothing; "
+                f"remove it. The template reads {read}"
             )
     settings = "".join(
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja(value)} %}}{{%- endif %}}"
         for name, value in defaults.items()
     )
-    # White space before the template's first tag is the template's own.
+    # The last tag ends without a dash, so that white space at the template's beginning stays.
     return f"{settings}{template}"
 
 
@@ -147,11 +151,11 @@ _GIVEN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token",
      "eos_token", "pad_token", "unk_token", "namespace"}
 )  # fmt: skip
-"""Variables of a template that are not for its users to set."""
+"""Template variables set by megarl or transformers, never by users."""
 
 
 def _jinja(value: Any) -> str:
-    """A JSON value as Jinja writes it."""
+    """Return a JSON value in Jinja's syntax."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, list):
@@ -168,11 +172,11 @@ def render(
     generation_prompt: bool,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> str:
-    """The text of a conversation; `generation_prompt` opens the assistant's next turn.
+    """Return the text of a conversation. `generation_prompt` opens the assistant's next turn.
 
-    `tools` are JSON schemas of what the assistant may call. Special tokens that the messages or the schemas wrote stand
-    between `MARKS`. Raises ValueError where the template fails on the conversation (an order of roles it does not know,
-    say).
+    `tools` are the JSON schemas of the tools that the assistant may call. Special tokens inside messages or schemas are
+    enclosed in `MARKS`. Raises ValueError if the template fails on the conversation, for example because of an
+    unsupported order of roles.
     """
     special = special_tokens(tokenizer)
     try:
@@ -180,56 +184,65 @@ def render(
             [_marked(message, special) for message in messages],
             tools=[_marked(tool, special) for tool in tools] or None,
             add_generation_prompt=generation_prompt,
+            # Text instead of ids: `encode` must see the marks before any special token is recognised.
             tokenize=False,
         )
-    except Exception as error:  # a template is a program of the model's author: it may raise anything
+    except Exception as error:  # a template is a program written by the model's author: it may raise anything
         raise ValueError(f"the chat template refuses this conversation: {_reason(error)}") from error
     assert isinstance(text, str)
     return text
 
 
 def encode(tokenizer: Tokenizer, text: str) -> list[int]:
-    """Token ids of rendered text; the template has already written every special token.
+    """Return the token ids of rendered text. No special tokens are added: the template has already written them.
 
-    Raises ValueError for a marked special token that the tokenizer cannot write as text.
+    Raises ValueError for a marked special token if the tokenizer cannot encode it as text.
     """
+    # No message contains a special token, so the tokenizer's own encoding is right.
     if not any(mark in text for mark in MARKS):
         return tokenizer.encode(text, add_special_tokens=False)
     return _literal_encoder(tokenizer).encode(text)
 
 
 def num_tokens(tokenizer: Tokenizer, text: str) -> int:
-    """How many tokens a text has in a message. Raises ValueError as `render` and `encode`."""
+    """Return the number of tokens of a text inside a message. Raises ValueError like `render` and `encode`."""
     return len(encode(tokenizer, _marked(text, special_tokens(tokenizer))))
 
 
 def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
-    """Whether rendered text has surely more than `max_tokens` tokens, told from as little of it as that takes."""
+    """Return whether rendered text certainly has more than `max_tokens` tokens.
+
+    Encodes only a prefix of the text, growing until it decides. False means: not certain.
+    """
     size = PREFIX_CHARACTERS * max_tokens
     while size < len(text):
         if len(tokenizer.encode(text[:size], add_special_tokens=False)) > max_tokens + BORDER_TOKENS:
             return True
+        # Doubling bounds the total work to twice that of one pass over the text.
         size *= 2
     return False
 
 
 @dataclass(frozen=True, slots=True)
 class _LiteralEncoder:
-    """A tokenizer whose special tokens are only what stands between marks; all else, their names too, is text.
+    """A tokenizer with special tokens recognised only between marks. Any other text, including a special token's name,
+    is plain text.
 
-    Everything else (normalizer, pre-tokenizer, merges, tokens that are added but not special) is the original's, so
-    the text around a control token is encoded as ever.
+    Normalizer, pre-tokenizer, merges, and added tokens without the special flag are those of the original tokenizer. So
+    the text around a control token is encoded as before.
     """
 
     backend: Backend
     special: re.Pattern[str]
     ids: Mapping[int, int]
-    """Ids of this tokenizer's added tokens -> the original's."""
+    """Maps ids of this tokenizer's added tokens to the original's ids."""
     special_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
-        """Token ids of rendered text."""
+        """Return the token ids of rendered text."""
         found = self.backend.encode(self._exchanged(text), add_special_tokens=False).ids
+        # Some tokenizers have the special token's name in their ordinary vocabulary too. Then text would become a
+        # control token.
         if forged := self.special_ids.intersection(found) - self.ids.keys():
             raise ValueError(
                 f"a message contains the special token {self.backend.id_to_token(min(forged))!r}, which this tokenizer "
@@ -238,7 +251,7 @@ class _LiteralEncoder:
         return [self.ids.get(token, token) for token in found]
 
     def _exchanged(self, text: str) -> str:
-        """The text with marks around the template's special tokens instead of the messages'."""
+        """Return the text with marks moved from the messages' special tokens to the template's."""
         opening, closing = MARKS
         pieces, start = [], 0
         for match in re.finditer(f"{opening}(?:{self.special.pattern}){closing}|{self.special.pattern}", text):
@@ -250,12 +263,15 @@ class _LiteralEncoder:
 
 
 def _unmarked(text: str) -> str:
-    """The text without marks, those included whose partner the template cut off."""
+    """Return the text without marks, including single ones left by a template that cut a text."""
     return text.replace(MARKS[0], "").replace(MARKS[1], "")
 
 
 def _marked(value: Any, special: re.Pattern[str] | None) -> Any:
-    """A message with marks around the special tokens in its texts and names. Raises ValueError for a mark in them."""
+    """Return a message with marks around the special tokens in its texts and names.
+
+    Raises ValueError if a text contains a mark already.
+    """
     if isinstance(value, Mapping):
         return {_marked(name, special): _marked(item, special) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -263,14 +279,15 @@ def _marked(value: Any, special: re.Pattern[str] | None) -> Any:
     if not isinstance(value, str):
         return value
     if any(mark in value for mark in MARKS):
-        raise ValueError("a message contains U+FDD0 or U+FDD1, which are no characters of Unicode; remove them")
+        raise ValueError("a message contains U+FDD0 or U+FDD1, which are not Unicode characters; remove them")
     return value if special is None else special.sub(lambda match: MARKS[0] + match.group() + MARKS[1], value)
 
 
 @lru_cache(maxsize=8)
 def special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """A pattern of the tokenizer's special added tokens, longer ones first; None if it has none."""
+    """Return a pattern of the tokenizer's special added tokens, longer ones first, or None if it has none."""
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content}
+    # A pattern takes its first alternative: a token that begins another must come after it.
     longest_first = sorted(names, key=lambda name: (-len(name), name))
     return re.compile("|".join(map(re.escape, longest_first))) if names else None
 
@@ -281,14 +298,17 @@ def _literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
 
     special = special_tokens(tokenizer)
     original = getattr(tokenizer, "backend_tokenizer", None)
+    # Tokenizers written in Python have no backend to rebuild.
     if special is None or original is None:
         raise ValueError("a message contains a special token, which this tokenizer cannot write as text; remove it")
     definition = json.loads(original.to_str())
     names: dict[str, int] = {}
     for token in definition["added_tokens"]:
         if token["special"]:
+            # The rebuilt tokenizer recognises a special token only between marks.
             token["content"] = MARKS[0] + token["content"] + MARKS[1]
         names[token["content"]] = token["id"]
+    # The template has written special tokens already, and lengths are checked elsewhere: nothing may add or cut tokens.
     definition |= {"post_processor": None, "truncation": None, "padding": None}
     backend = Backend.from_str(json.dumps(definition))
     ids = {number: names[name] for name in names if (number := backend.token_to_id(name)) is not None}
@@ -297,7 +317,7 @@ def _literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
 
 
 def _check_config(folder: str | Path) -> None:
-    """Raise DataError if config.json, which transformers reads before a tokenizer, is what it does not accept."""
+    """Raise DataError if transformers does not accept config.json, which it reads before loading a tokenizer."""
     from transformers import AutoConfig
 
     path = Path(folder) / "config.json"
@@ -308,23 +328,23 @@ def _check_config(folder: str | Path) -> None:
     except Exception as error:
         raise DataError(
             f"{path}: transformers does not accept it ({' '.join(str(error).split())}); "
-            "mend the field or copy the model folder again"
+            "correct the field, or copy the model folder again"
         ) from error
 
 
 def _check_template(folder: str | Path, tokenizer: Tokenizer) -> None:
-    """Raise DataError for a template that is no Jinja, is endless, or renders the same whatever a user says."""
+    """Raise DataError for a template that is not valid Jinja, does not end, or ignores the messages."""
     from jinja2 import TemplateSyntaxError
 
     greeting = [{"role": "user", "content": "first"}]
-    # A template is a program of the model's author: a few nested loops run for years.
+    # A template is a program: a few nested loops could run for years. So the first rendering has a time limit.
     if fault := fault_of(
         lambda: render(tokenizer, greeting, generation_prompt=True),
         seconds=RENDER_SECONDS,
         memory_bytes=_RENDER_BYTES,
     ):
         raise DataError(
-            f"{folder}: the chat template {fault} for one message; mend it in chat_template.jinja or "
+            f"{folder}: the chat template {fault} for one message; correct it in chat_template.jinja or "
             "tokenizer_config.json"
         )
     texts = []
@@ -335,19 +355,19 @@ def _check_template(folder: str | Path, tokenizer: Tokenizer) -> None:
             if isinstance(error.__cause__, TemplateSyntaxError):
                 cause = error.__cause__
                 raise DataError(
-                    f"{folder}: the chat template, line {cause.lineno}: {cause.message}; mend chat_template in "
+                    f"{folder}: the chat template, line {cause.lineno}: {cause.message}; correct chat_template in "
                     "chat_template.jinja or tokenizer_config.json"
                 ) from error
-            return  # it may want another conversation than this; a record's error will tell its line
+            return  # The template may need another kind of conversation. If not, a record's error names its line.
     if texts[0] == texts[1]:
         raise DataError(
-            f"{folder}: the chat template ignores the messages, it renders the same for different ones; mend it in "
-            "chat_template.jinja or tokenizer_config.json"
+            f"{folder}: the chat template ignores the messages: it renders the same text for different ones; correct "
+            "it in chat_template.jinja or tokenizer_config.json"
         )
 
 
 def _reason(error: Exception) -> str:
-    """An error on one line, with its type where the words alone do not tell."""
+    """Return an error on one line. Its type is added where the message alone is not clear."""
     from jinja2 import TemplateError
 
     text = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Dialogues for supervised fine-tuning."""
+"""Conversations for supervised fine-tuning."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def read_conversations(
     on_long: Callable[[TooLongError], object] | None = None,
     collect: Collect = in_memory,
 ) -> Sequence[TrainingSequence]:
-    """The conversations of a data source, with the assistant's tokens marked for training.
+    """Return the conversations of a data source, with the assistant's tokens marked for training.
 
-    A record has a conversation, or a prompt and a response, texts or messages (`data.formats`); assistant's messages
-    may have `tool_calls`, and the record the `tools` that it may call. Raises DataError, with the line, for a faulty
-    record, one without an assistant turn, and a chat template that rewrites earlier turns. One longer than `max_tokens`
-    is never cut: `on_long` is told of it, or it is an error.
+    A record has a conversation, or a prompt and a response; each is a text or messages (`data.formats`). Assistant
+    messages may have `tool_calls`, and the record may list its `tools`. Raises DataError, with the line, for an invalid
+    record, for a record without an assistant turn, and for a chat template that rewrites earlier turns. A conversation
+    longer than `max_tokens` is never truncated: `on_long` is called with the error, or without `on_long` it is raised.
     """
 
     def make(_: int, record: Record) -> TrainingSequence:
@@ -45,7 +45,10 @@ def read_conversations(
 def conversation_of(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int = 0
 ) -> TrainingSequence:
-    """A record's messages as `train_on_assistant` has them; DataError, with the line, where they are faulty or long."""
+    """Return a record's messages encoded by `train_on_assistant`.
+
+    Raises DataError, with the line, for invalid messages, and TooLongError above `max_tokens`.
+    """
     sequence = encoded(record, tokenizer, messages, max_tokens=max_tokens, first=first)
     if len(sequence) > max_tokens:
         raise _too_long(record, f"{len(sequence)} tokens", max_tokens)
@@ -55,9 +58,10 @@ def conversation_of(
 def encoded(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int
 ) -> TrainingSequence:
-    """A record's messages as `train_on_assistant` has them; DataError, with the line, where they are faulty.
+    """Return a record's messages encoded by `train_on_assistant`. Raises DataError, with the line, for invalid
+    messages.
 
-    One that is far longer than `max_tokens` is refused before it is encoded: that could take minutes.
+    A conversation far longer than `max_tokens` is refused (TooLongError) before encoding, which could take minutes.
     """
     tools = record.tools()
     try:
@@ -78,12 +82,13 @@ def _too_long(record: Record, size: str, max_tokens: int) -> DataError:
 
 
 def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
-    """A record's conversation: as it is, or a prompt and its response. Raises DataError."""
+    """Return a record's conversation: its messages, or its prompt followed by its response. Raises DataError."""
     if not first_of(record.fields, record.format.prompt):
         record.require("prompt", "response")
     prompt = record.prompt(system_prompt)
     if any(message["role"] == "assistant" for message in prompt) and record.value(record.format.response) is None:
         return prompt
+    # These names say that the field is a whole conversation. Without an assistant turn it fails later, naming its line.
     if record.field(record.format.prompt) in ("messages", "conversations"):
         return prompt
     record.require("response")
@@ -97,16 +102,18 @@ def train_on_assistant(
     first: int = 0,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> TrainingSequence:
-    """A conversation up to its last assistant turn; the mask covers what the assistant says and its end-of-turn token.
+    """Return a conversation up to its last assistant turn, with a mask of the assistant's tokens and end-of-turn
+    tokens.
 
-    Turns before message `first` are not trained. `tools` are JSON schemas of what the assistant may call.
+    Turns before message `first` are not trained. `tools` are JSON schemas of the tools that the assistant may call.
 
-    Each turn follows exactly the tokens that sampling would show the model, the messages before it with a generation
-    prompt; so prompt and turn are encoded apart, and no token spans their border. White space that the template puts
-    after the end of turn (a newline, in ChatML) belongs to the next prompt.
+    Each turn follows the exact tokens shown to the model in sampling: the earlier messages with a generation prompt. So
+    prompt and turn are encoded separately, and no token spans their border. White space written by the template after
+    the end of a turn (a newline in ChatML) belongs to the next prompt.
 
-    Raises ValueError if there is no assistant turn, or if the template renders earlier messages differently once more
-    follow (it drops old reasoning, say): then no single sequence shows every turn its own prompt.
+    Raises ValueError without an assistant turn. Raises ValueError if the template renders earlier messages differently
+    once more messages follow (for example, it drops old reasoning). Then no single sequence shows every turn its own
+    prompt.
     """
     text, tokens, mask = "", [], []
     for place, message in enumerate(messages):
@@ -117,13 +124,15 @@ def train_on_assistant(
         turn = _without_trailing_space(tokenizer, rendered)
         if not prompt.startswith(text) or not turn.startswith(prompt):
             raise ValueError(
-                f"the chat template rewrites what stands before messages[{place}] once that message is there; "
+                f"the chat template rewrites the text before messages[{place}] once that message follows; "
                 f"give each assistant turn a record of its own, or use a template that only appends"
             )
+        # Encoded apart, as in sampling: a token across the border would never have been sampled.
         for piece, trained in ((prompt[len(text) :], False), (turn[len(prompt) :], place >= first)):
             piece_tokens = encode(tokenizer, piece)
             tokens += piece_tokens
             mask += [trained] * len(piece_tokens)
+        # The next prompt must continue exactly this turn.
         text = turn
     if not any(mask):
         raise ValueError("no message is the assistant's; fine-tuning needs an answer to learn")
@@ -131,6 +140,6 @@ def train_on_assistant(
 
 
 def _without_trailing_space(tokenizer: Tokenizer, text: str) -> str:
-    """The text up to its end-of-turn token, where it has one."""
+    """Return the text up to its end-of-turn token. Without one, return it unchanged."""
     stripped = text.rstrip()
     return stripped if stripped.endswith(tuple(tokenizer.all_special_tokens)) else text

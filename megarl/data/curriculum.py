@@ -1,4 +1,4 @@
-"""Curricula: problems that are always or never solved are passed over most times."""
+"""Curricula: problems almost always or almost never solved are skipped most of the time."""
 
 from __future__ import annotations
 
@@ -12,23 +12,25 @@ from megarl.data.streamed import numbers_of, values_of
 from megarl.types import Problem
 
 METRICS = {
-    "curriculum/known": ("share", "problems that were tried, alone or by another of their bucket"),
-    "curriculum/below": ("share", "tried problems whose rate of solution is below the band"),
-    "curriculum/in_band": ("share", "tried problems whose rate of solution is in the band"),
-    "curriculum/above": ("share", "tried problems whose rate of solution is above the band"),
-    "curriculum/solve_rate": ("share", "rate of solution of tried problems, mean"),
+    "curriculum/known": ("share", "problems with a measured solve rate, their own or their bucket's"),
+    "curriculum/below": ("share", "tried problems with a solve rate below the band"),
+    "curriculum/in_band": ("share", "tried problems with a solve rate in the band"),
+    "curriculum/above": ("share", "tried problems with a solve rate above the band"),
+    "curriculum/solve_rate": ("share", "mean solve rate of tried problems"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 Rates = Mapping[str, float]
-"""Measured solve rates by bucket; buckets that were never tried are missing."""
+"""Measured solve rates by bucket. Buckets never tried are missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """The buckets of a source's problems, each with a solve rate, and how likely a problem is drawn.
+    """The curriculum of a data source: its problems in buckets with a shared solve rate, and the rule for skipping
+    problems.
 
-    `buckets` [problems]: a problem's own number, or the value of the record's field `config.by`; none without a band.
+    `buckets` [problems] holds for each problem its own number, or the value of the record field `config.by`. It is
+    empty without a band.
     """
 
     config: CurriculumConfig
@@ -36,7 +38,7 @@ class Curriculum:
 
     @classmethod
     def of(cls, problems: Sequence[Problem], config: CurriculumConfig) -> Curriculum:
-        """The curriculum of these problems, which have the record's field where the config names one."""
+        """Return the curriculum of these problems. If `config.by` names a record field, every problem must have it."""
         if config.band is None:
             return cls(config, ())
         if config.by is None:
@@ -44,24 +46,29 @@ class Curriculum:
         return cls(config, [str(value) for value in values_of(problems, config.by)])
 
     def draws(self, place: int, rates: Rates, seed: Sequence[int]) -> bool:
-        """Whether the problem at a place in the data is drawn now that it comes up; `seed` is that of this moment."""
+        """Return whether the problem at this position in the data is drawn now, rather than skipped.
+
+        `seed` must be unique to this draw.
+        """
         band = self.config.band
         rate = None if band is None else rates.get(self.buckets[place])
+        # A bucket without a measured rate is always drawn: otherwise it would never be measured.
         if band is None or rate is None or band[0] <= rate <= band[1]:
             return True
+        # Each draw has its own generator: a resumed run repeats it without replaying earlier draws.
         return bool(np.random.default_rng(seed).random() < self.config.outside)
 
     def observed(self, rates: Rates, place: int, solve_rate: float) -> Rates:
-        """The rates after a group of attempts at the problem at a place, of which this share was right.
+        """Return the rates after a group of attempts at the problem at this position. `solve_rate` is the share solved.
 
-        The new rate of its bucket is memory * rate + (1 - memory) * solve_rate, the first one the group's.
+        The bucket's new rate is memory * rate + (1 - memory) * solve_rate. The first rate is the group's own.
         """
         bucket, memory = self.buckets[place], self.config.memory
         before = rates.get(bucket, solve_rate)
         return {**rates, bucket: memory * before + (1 - memory) * solve_rate}
 
     def metrics(self, rates: Rates) -> dict[str, float]:
-        """Of the problems as they stand: METRICS, without `curriculum/`."""
+        """Return the values of METRICS for the current rates, by name without `curriculum/`."""
         if self.config.band is None:
             return {}
         known = np.array([rates[bucket] for bucket in self.buckets if bucket in rates])

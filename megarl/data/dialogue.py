@@ -1,4 +1,4 @@
-"""A conversation that grows turn by turn, as token ids: what stands there is never encoded again."""
+"""Conversations that grow turn by turn as token ids. Existing tokens are never encoded again."""
 
 from __future__ import annotations
 
@@ -21,70 +21,81 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
-"""JSON schemas in OpenAI's form, as `environments.Start` has them."""
+"""JSON schemas in OpenAI's form, as in `environments.Start`."""
 
 _TURN = "\ufdd2"
-"""Stands for an assistant's turn, or for the last argument of a call in it. Unicode keeps it out of all text."""
+"""A placeholder for an assistant's turn, or for the last argument of a call in it. A Unicode noncharacter, so it occurs
+in no valid text."""
 REASONING_OPENINGS = "<think>", "[THINK]"
 REASONING_TOKENS = 8
-"""Tokens of a prompt's end that tell whether it opens a block of reasoning."""
+"""Number of tokens, at the end of a prompt, searched for the opening of a reasoning block."""
+# Placed before a turn to render, because some templates refuse a conversation that begins with the assistant.
 _QUESTION = {"role": "user", "content": "."}
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """The tokens that a chat template writes around an assistant's sampled turns.
+    """The tokens written by a chat template around the assistant's sampled turns.
 
-    Contents of messages and schemas of tools become text, never special tokens (`data.chat`).
+    Message contents and tool schemas become plain text, never special tokens (`data.chat`).
     """
 
     tokenizer: Tokenizer
     tool_parser: str | None = None
-    """The format of tool calls, a key of `tool_calls.PARSERS`; None: that of the chat template."""
+    """The format of tool calls, a key of `tool_formats.PARSERS`. None: recognised from the chat template."""
 
     def opening(self, messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
-        """Token ids [prompt] of messages and tools up to the opening of the assistant's turn.
+        """Return the token ids [prompt] of messages and tools, up to the opening of the assistant's turn.
 
-        Raises ValueError where the template refuses them.
+        Raises ValueError if the template fails on them.
         """
         return self.encoded(self.rendered(messages, tools))
 
     def rendered(self, messages: Messages, tools: Tools = ()) -> str:
-        """The text of messages and tools up to the opening of the assistant's turn. Raises ValueError as `opening`."""
+        """Return the text of messages and tools, up to the opening of the assistant's turn. Raises ValueError like
+        `opening`.
+        """
         return render(self.tokenizer, messages, generation_prompt=True, tools=tools)
 
     def encoded(self, text: str) -> NDArray[np.int32]:
-        """Token ids [tokens] of rendered text."""
+        """Return the token ids of rendered text: [tokens]."""
         return np.array(encode(self.tokenizer, text), np.int32)
 
     def num_tokens(self, text: str) -> int:
-        """How many tokens a text has in a message. Raises ValueError where it cannot be written there."""
+        """Return the number of tokens of a text inside a message. Raises ValueError if the tokenizer cannot encode it
+        as text.
+        """
         return num_tokens(self.tokenizer, text)
 
     def written(self, token_ids: NDArray[np.int64]) -> str:
-        """The text of a sampled turn as a template writes it, with special tokens, but without the one that ends it."""
+        """Return the text of a sampled turn [tokens] as the template writes it: with special tokens, without a final
+        one.
+        """
         decoded = self.text_with_special_tokens(token_ids)
         special = special_tokens(self.tokenizer)
         last = None if special is None else [*special.finditer(decoded)][-1:]
         return decoded[: last[0].start()] if last and last[0].end() == len(decoded) else decoded
 
     def observation(self, token_ids: NDArray[np.int32], messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
-        """Token ids that follow `token_ids` [tokens], which end with an assistant's turn, when `messages` answer it.
+        """Return the token ids [new_tokens] of `messages` that answer the assistant's turn at the end of `token_ids`
+        [tokens].
 
-        They end with the opening of the next turn, and begin with the turn's end token where the turn, cut by its
-        length, has none. All messages are rendered together: a template may join the results of several calls.
-        Raises ValueError where the template does not write messages after a turn.
+        The result ends with the opening of the next turn. It begins with the turn's end token if `token_ids` lacks it,
+        because the turn was cut at its maximum length. All messages are rendered together: a template may join the
+        results of several calls. Raises ValueError if the template cannot write messages after a turn.
         """
+        # Templates render a turn with calls differently, so the turn before the answers must be rendered with calls.
         answers = list(takewhile(lambda message: message.get("role") == "tool", messages))
         following = self._after_calls(answers, messages, tools) if answers else None
         if following is None:
             following = self._after_turn(messages, tools)
         added = np.array(encode(self.tokenizer, following), np.int32)
+        # The template writes the end token of the turn; usually the policy has sampled it already.
         has_ended = len(token_ids) > 0 and len(added) > 0 and token_ids[-1] == added[0]
         return added[1:] if has_ended else added
 
     def text(self, token_ids: NDArray[np.int64]) -> str:
-        """The text of sampled tokens, without special tokens."""
+        """Return the text of sampled tokens [tokens], without special tokens."""
         decoded = self.tokenizer.decode(token_ids, skip_special_tokens=True)
         assert isinstance(decoded, str)
         return decoded
@@ -92,9 +103,10 @@ class Dialogue:
     def parsed(
         self, prompt_token_ids: NDArray[np.int32], token_ids: NDArray[np.int64], tools: Tools, *, turn: int
     ) -> ParsedTurn:
-        """The text, reasoning and calls of sampled tokens [new_tokens], which follow the prompt's [prompt].
+        """Return the text, reasoning and calls of sampled tokens [new_tokens] following the prompt's tokens [prompt].
 
-        `turn` is their turn's number. Raises ConfigError where no format is given and the template does not show it.
+        `turn` is the number of the turn. Raises ConfigError if no format is configured and the template does not reveal
+        it.
         """
         end_of_prompt = self.text_with_special_tokens(prompt_token_ids[-REASONING_TOKENS:]).rstrip()
         return parse(
@@ -102,37 +114,44 @@ class Dialogue:
             self.text_with_special_tokens(token_ids),
             tools,
             turn=turn,
+            # Some templates open the reasoning block in the prompt; then only its closing tag is sampled.
             in_reasoning=True if end_of_prompt.endswith(REASONING_OPENINGS) else None,
         )
 
     @property
     def call_format(self) -> str:
-        """The format of tool calls. Raises ConfigError where none is given and the template does not show it."""
+        """Return the format of tool calls.
+
+        Raises ConfigError if none is configured and the template does not reveal it.
+        """
         found = self.tool_parser or parser_of_template(str(self.tokenizer.chat_template))
         if found is None:
             raise ConfigError(
-                "rollout.tool_parser: the chat template does not show how it writes tool calls; give one of "
+                "rollout.tool_parser: the chat template does not reveal its format of tool calls; give one of "
                 + ", ".join(PARSERS)
             )
         return found
 
     def text_with_special_tokens(self, token_ids: NDArray[Any]) -> str:
-        """The text of token ids [tokens], special tokens by their names."""
+        """Return the text of token ids [tokens], with special tokens written by name."""
         decoded = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         assert isinstance(decoded, str)
         return decoded
 
     def _after_turn(self, messages: Messages, tools: Tools) -> str:
-        """The text that follows an assistant's turn without calls, its end token first."""
+        """Return the text that follows an assistant's turn without calls, beginning with its end token."""
         turn = (_QUESTION, {"role": "assistant", "content": _TURN})
         text = render(self.tokenizer, (*turn, *messages), generation_prompt=True, tools=tools)
         _, found, following = text.partition(_TURN)
         if not found or _TURN in following:
-            raise ValueError("the chat template does not write an assistant's turn once and as it is")
+            raise ValueError("the chat template does not write an assistant's turn exactly once and unchanged")
         return following
 
     def _after_calls(self, answers: Messages, messages: Messages, tools: Tools) -> str | None:
-        """The text that follows a turn whose calls the first messages answer; None: the template writes no calls."""
+        """Return the text that follows a turn with calls, answered by the first messages.
+
+        Returns None if the template does not write calls.
+        """
         refusal: ValueError | None = None
         for turn in _turns_with_calls(answers):
             try:
@@ -151,10 +170,10 @@ class Dialogue:
         raise refusal
 
     def _num_of_call(self, alone: str, following: str) -> int:
-        """How many characters of `following` belong to the call whose last argument stands before it.
+        """Return how many characters of `following` belong to the call whose last argument precedes it.
 
-        A turn ends with the token that ends one without calls, or with the first special token behind the call; else,
-        where only the next message's role ends it, where `alone`, the same turn at the end of a conversation, does.
+        The turn ends with the same token as a turn without calls, else with the first special token behind the call.
+        Without special tokens, it ends where `alone` ends: the same turn at the end of a conversation.
         """
         special = special_tokens(self.tokenizer)
         if special is None:
@@ -166,9 +185,10 @@ class Dialogue:
 
 
 def _turns_with_calls(answers: Messages) -> Iterator[Mapping[str, Any]]:
-    """Turns that make the calls which these messages answer, in the forms that templates take: most want the first.
+    """Yield turns with the calls answered by these messages, in the forms taken by templates. Most templates accept the
+    first form.
 
-    Some write one call a turn only, some want arguments as text.
+    Some templates write only one call a turn. Some need the arguments as text.
     """
     for last in (len(answers), 1):
         for form in (dict, _as_text):

@@ -1,4 +1,4 @@
-"""Formats of records: in which fields other programs' data have prompt, answer and the rest."""
+"""Formats of records: which fields of other programs' data hold the prompt, the answer, and so on."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ RESPONSES = ("response", "completion")
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """The fields of a record by what they hold, the first counts that a record has; dots reach into objects."""
+    """The field names of a record, by role. The first name present in a record counts. Dots reach into objects."""
 
     name: str
     prompt: tuple[str, ...] = PROMPTS
@@ -23,22 +23,22 @@ class RecordFormat:
     answer: tuple[str, ...] = ("gt_answer",)
     """The gold answer: text, or another JSON value."""
     response: tuple[str, ...] = RESPONSES
-    """The assistant's answer to learn from."""
+    """The assistant's answer to imitate."""
     chosen: tuple[str, ...] = ("chosen",)
     rejected: tuple[str, ...] = ("rejected",)
     label: tuple[str, ...] = ("label",)
     """Whether a response is good."""
     tools: tuple[str, ...] = ("tools",)
     input: tuple[str, ...] = ()
-    """A text that belongs to the prompt's: the user says both, an empty line between."""
+    """A text appended to the prompt's after an empty line, both in the user's message."""
     unread: tuple[str, ...] = ()
-    """Fields that would change the prompt and are not read: a record that has a value there is refused."""
+    """Fields that would change the prompt, but are not read. A record with a value there is refused."""
 
     def with_fields(self, fields: Mapping[str, str], answer_field: str | None = None) -> RecordFormat:
-        """The format with a user's own names of fields."""
+        """Return the format with a user's own field names."""
         own: dict[str, tuple[str, ...]] = {role: (name,) for role, name in fields.items()}
         if "prompt" in own:
-            # What belongs to the format's own prompt is no part of another.
+            # `input` and `unread` belong to the format's own prompt field, not to another one.
             own = {"input": (), "unread": (), **own}
         return replace(self, **own, **({"answer": (answer_field,)} if answer_field else {}))
 
@@ -63,11 +63,12 @@ FORMATS = {
             answer=("gt_answer", "answer", "label", "output"),
             response=("output", "response", "completion"),
             input=("input", "context"),
+            # Some data in alpaca's format have a system text and earlier turns here.
             unread=("system", "history"),
         ),
     )
 }
-"""Formats by the program whose they are; colossalrl is megarl's own too."""
+"""Formats by the name of their program. `colossalrl` is megarl's own format too."""
 
 
 _USUAL_NAMES: dict[str, tuple[str, ...]] = {
@@ -78,31 +79,34 @@ _USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "rejected": ("rejected", "dispreferred", "loser"),
     "label": ("label", "is_good", "correct"),
 }
-"""Names that data sets in use have for a role, the most likely first: for a remedy, never for reading."""
+"""Field names common in public data sets, by role, the most likely first. Used only to suggest a remedy, never to read.
+"""
 _UNKNOWN = "FIELD"
-"""Stands in a remedy for a name that cannot be guessed."""
+"""Placeholder in a remedy for a field name that cannot be guessed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """How a recipe names the fields of records: their format, None to recognise it, and names of the user's own."""
+    """A recipe's field names: the format (None: recognised from the first record), and the user's own names."""
 
     format: str | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
-    """Names of the user's own, by role."""
+    """The user's own field names, by role."""
     answer_field: str | None = None
+    """The user's own field name of the gold answer. None: the format's."""
     remedy: str = "'data.fields={}'"
-    """The text by which a person names the fields of these records; `{}` stands for the names by role."""
+    """The setting that names these fields, as a user writes it. `{}` is replaced by the names by role."""
 
     def of(self, first: Mapping[str, Any]) -> RecordFormat:
-        """The format of records whose first is this one."""
+        """Return the format of a source from its first record."""
         found = FORMATS[self.format] if self.format else recognised(first)
         return found.with_fields(self.fields, self.answer_field)
 
 
 def recognised(fields: Mapping[str, Any]) -> RecordFormat:
-    """The format of a record; one that fits none is taken for megarl's own."""
-    # By the names alone: a value may be missing in the first record.
+    """Return the format of a record, judged by its field names. Without a match, return megarl's own."""
+    # Use the names alone: a value may be empty in the first record. The order matters: specific names come before
+    # names shared by several formats.
     if "reward_model.ground_truth" in fields or value_at(fields, "reward_model.ground_truth") is not None:
         name = "verl"
     elif "instruction" in fields and not {"messages", "prompt", "conversations"} & fields.keys():
@@ -113,6 +117,7 @@ def recognised(fields: Mapping[str, Any]) -> RecordFormat:
         name = "openrlhf"
     elif "messages" in fields and "answer" in fields:
         name = "rl2"
+    # TRL's records for kto have these fields too, with a boolean label.
     elif "prompt" in fields and "label" in fields and not _is_judgement(fields):
         name = "slime"
     elif "prompt" in fields and {"completion", "answer", "solution", "ground_truth"} & fields.keys():
@@ -123,7 +128,7 @@ def recognised(fields: Mapping[str, Any]) -> RecordFormat:
 
 
 def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequence[str]) -> list[str]:
-    """The roles that no field of a record has, not even an empty one."""
+    """Return the roles without any field in the record. A field with an empty value counts as present."""
     return [
         role
         for role in roles
@@ -132,17 +137,17 @@ def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequen
 
 
 def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNames, missing: Sequence[str]) -> str:
-    """Why a record cannot be read: all roles without a field, the names that were looked for, the remedy to paste."""
+    """Return why a record cannot be read: the roles without a field, the names looked for, and a remedy to paste."""
     own = {**names.fields, **({"answer": names.answer_field} if names.answer_field else {})}
     tried = " and ".join(f"{' or '.join(getattr(format, role))} ({role})" for role in missing)
     if all(role in own for role in missing):
-        why = "which are the names given"
+        why = "the names given in the recipe"
     elif names.format is not None:
-        why = f"the names of the format {format.name}, which is given"
+        why = f"the names of the format {format.name}, given in the recipe"
     elif format.name == recognised({}).name and "gt_answer" not in record:
         why = f"the names of {format.name}, since the record fits none of {', '.join(FORMATS)}"
     else:
-        why = f"the names of {format.name}, which the first record's fields fit"
+        why = f"the names of {format.name}, recognised from the first record's fields"
     named = {role: name for role, name in own.items() if role not in missing}
     named |= _guessed({name: value for name, value in record.items() if name not in named.values()}, missing)
     remedy = names.remedy.replace("{}", "{" + ", ".join(f"{role}: {name}" for role, name in named.items()) + "}")
@@ -153,7 +158,7 @@ def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNa
 
 
 def _guessed(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:
-    """A field for each role: by its usual names, or the texts that are left, in order, where there are as many."""
+    """Return a field for each role: by its usual names, else the remaining texts in order, if the counts agree."""
     found: dict[str, str] = {}
     for role in roles:
         free = [name for name in _USUAL_NAMES.get(role, ()) if name in record and name not in found.values()]
@@ -161,26 +166,29 @@ def _guessed(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:
             found[role] = free[0]
     open_roles = [role for role in roles if role not in found]
     texts = [name for name, value in record.items() if isinstance(value, str) and name not in found.values()]
+    # With another number of texts any choice would be arbitrary, so the remedy shows placeholders.
     names = texts if len(texts) == len(open_roles) else [_UNKNOWN] * len(open_roles)
     found |= zip(open_roles, names, strict=True)
     return {role: found[role] for role in roles}
 
 
 def _listed(fields: Mapping[str, Any]) -> str:
-    """The first few of a record's fields."""
+    """Return the names of a record's first 20 fields, for an error message."""
     first = [repr(shortened(name)) for name in islice(fields, 20)]
     return ", ".join([*first, f"{len(fields) - 20} more"] if len(fields) > 20 else first) or "none at all"
 
 
 def _is_judgement(fields: Mapping[str, Any]) -> bool:
-    """Whether the label of a record says that its response is good, and is no answer; it may be empty."""
+    """Return whether the record's label judges its response (is not a gold answer). The label may be empty."""
     if fields["label"] is None:
         return any(name in fields for name in RESPONSES)
     return isinstance(fields["label"], bool)
 
 
 def value_at(fields: Mapping[str, Any], name: str) -> Any:
-    """The value of a field; of a dotted name, unless the record has it as it is, the value inside. None if absent."""
+    """Return the value of a field, or None. A dotted name reaches into objects, unless the record has the full name as
+    a key.
+    """
     if name in fields:
         return fields[name]
     value: Any = fields
@@ -190,5 +198,5 @@ def value_at(fields: Mapping[str, Any], name: str) -> Any:
 
 
 def first_of(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
-    """The first of these names that a record has a value of."""
+    """Return the first of these names with a value in the record, or None."""
     return next((name for name in names if value_at(fields, name) is not None), None)

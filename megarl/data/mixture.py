@@ -1,4 +1,6 @@
-"""Draws of problems from several sources by weight: a function of the seed and of positions, which a checkpoint has."""
+"""Draws of problems from several sources by weight. A draw is a function of the seed and of positions saved in
+checkpoints.
+"""
 
 from __future__ import annotations
 
@@ -14,18 +16,20 @@ from megarl.data.streamed import Places
 from megarl.types import MegarlError, Problem
 
 METRICS = {
-    "curriculum/passed": ("count", "problems that the curriculum passed over, since the run began"),
+    "curriculum/passed": ("count", "problems skipped by the curriculum since the run began"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
+# Bound of one search for a problem to draw: a narrow band with a tiny `outside` could otherwise search for hours.
 _MOST_PASSED = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """A source's position: `taken` problems of its stream were drawn or passed over, `passed` of them the latter.
+    """The position in one source's stream.
 
-    `credit` is how many draws it is owed by its weight; `rates` are the measured solve rates of its curriculum.
+    `taken` problems were drawn or skipped; `passed` of them were skipped by the curriculum. `credit` is the number of
+    draws due to the source by its weight. `rates` are the curriculum's measured solve rates.
     """
 
     taken: int = 0
@@ -40,7 +44,7 @@ Positions = Mapping[str, Position]
 
 @dataclass(slots=True)
 class SourceStream:
-    """A source's problems in their order, epoch after epoch."""
+    """The problems of one source in their order, epoch after epoch."""
 
     name: str
     weight: float
@@ -50,7 +54,7 @@ class SourceStream:
     _epoch: tuple[int, NDArray[np.int64]] | None = None
 
     def place(self, number: int) -> int:
-        """The place in the data of the problem with this number in the stream."""
+        """Return the position in the data of the problem with this number in the stream."""
         epoch, place = divmod(number, self.order.num_items)
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, self.order.epoch(epoch)
@@ -58,11 +62,11 @@ class SourceStream:
 
 
 class Mixture:
-    """Draws problems from sources by weight.
+    """A mixture of sources: draws problems by weight.
 
-    Each draw goes to the source that is owed most, so that after any number of draws each source has its share but for
-    one; where the shares begin is drawn from the seed. Each source has a stream of its own, which another source does
-    not change.
+    Each draw goes to the source with the largest credit. So after any number of draws, each source has its share of
+    draws, plus or minus one. The initial credits are drawn from the seed. Each source has its own stream, independent
+    of the other sources.
     """
 
     def __init__(self, streams: Sequence[SourceStream], seed: int) -> None:
@@ -74,10 +78,15 @@ class Mixture:
         total = sum(stream.weight for stream in streams)
         self._shares = {stream.name: stream.weight / total for stream in streams}
         random = np.random.default_rng([seed, 1])
+        # Random first credits: with equal ones, every run would begin with the same source, whatever its seed.
         self._first_credits = {name: float(random.random() * share) for name, share in self._shares.items()}
 
     def draw(self, positions: Positions) -> tuple[Problem, Positions]:
-        """The next problem, and the positions behind it. Sources that have no position begin; others are kept."""
+        """Return the next problem, and the positions after it.
+
+        Sources without a position start at their beginning. Positions of unknown sources stay unchanged. Raises
+        MegarlError if the curriculum skips 10 million problems in one draw.
+        """
         found = {name: positions.get(name, Position()) for name in self._streams}
         credits = {
             name: self._shares[name] + (self._first_credits[name] if at.credit is None else at.credit)
@@ -91,7 +100,7 @@ class Mixture:
             taken, passed = taken + 1, passed + 1
             if taken - at.taken > _MOST_PASSED:
                 raise MegarlError(
-                    f"data.curriculum: {_MOST_PASSED} problems of {name} were passed over for one; widen its band, or "
+                    f"data.curriculum: {_MOST_PASSED} problems of {name} were skipped in a row; widen its band, or "
                     "raise its outside"
                 )
         moved = {n: Position(a.taken, a.passed, credits[n], a.rates) for n, a in found.items()}
@@ -99,7 +108,7 @@ class Mixture:
         return stream.problems[stream.place(taken)], {**positions, **moved}
 
     def observe(self, positions: Positions, problem: Problem, solve_rate: float) -> Positions:
-        """The positions after a group of attempts at a problem, of which this share was right."""
+        """Return the positions after a group of attempts at a problem. `solve_rate` is the share solved."""
         stream, at = self._streams[problem.source], positions[problem.source]
         if stream.curriculum.config.band is None:
             return positions
@@ -109,13 +118,13 @@ class Mixture:
         return {**positions, problem.source: Position(at.taken, at.passed, at.credit, rates)}
 
     def epochs(self, positions: Positions) -> dict[str, float]:
-        """By source, how often its problems were drawn or passed over so far, as a multiple of their number."""
+        """Return, by source, the problems drawn or skipped so far, as a multiple of the source's size."""
         return {
             name: positions[name].taken / of.order.num_items for name, of in self._streams.items() if name in positions
         }
 
     def metrics(self, positions: Positions) -> dict[str, dict[str, float]]:
-        """By source, where it has a curriculum: those of `Curriculum.metrics`, and `passed`, problems passed over."""
+        """Return, for each source with a curriculum, `Curriculum.metrics` and `passed` (number of skipped problems)."""
         found = {name: positions[name] for name in self._streams if name in positions}
         made = {name: self._streams[name].curriculum.metrics(at.rates) for name, at in found.items()}
         return {name: one | {"passed": float(found[name].passed)} for name, one in made.items() if one}

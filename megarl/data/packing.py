@@ -1,8 +1,8 @@
-"""Sequences spread over data-parallel ranks and microbatches, balanced by the work they cost.
+"""Packing of sequences into microbatches of data-parallel ranks, balanced by compute cost.
 
-Data-parallel ranks meet at every microbatch where something is exchanged inside it (pipeline stages, experts), and at
-the end of the step in any case. So a row, the microbatches that the ranks run at the same time, lasts as long as its
-costliest member. What is kept small is first the number of rows, then the sum of these maxima.
+Data-parallel ranks synchronise at every microbatch with communication inside (pipeline stages, experts), and always at
+the end of the step. Microbatches run by the ranks at the same time form a row. A row lasts as long as its costliest
+microbatch. So packing minimises first the number of rows, then the sum of the rows' maximum costs.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ from megarl.families.shape import ModelShape
 
 Bins = list[list[int]]
 MOST_EXCHANGES = 70
-"""Exchanges tried for one packing. They bound its time; more bring next to nothing."""
+"""Exchanges of sequences tried for one packing. They bound its time; more improve the balance very little."""
 MOST_PARTNERS = 12
-"""Rows, those with the most slack, that are searched for an exchange."""
+"""Rows searched for an exchange: those with the most slack."""
 WORTH_ANOTHER_START = 0.0075
-"""Share of the ranks' time spent waiting above which a second packing is balanced too."""
+"""Share of the ranks' time spent waiting. Above it, a second packing is balanced too, and the better one is used."""
 
 
 def attention_ratio(shape: ModelShape) -> float:
-    """Length in tokens at which causal attention takes as many FLOPs as all matrix products, output head included."""
+    """Return the length in tokens at which causal attention costs as many FLOPs as all matrix products, output head
+    included.
+    """
     return matrix_flops(shape) / attention_flops(shape)
 
 
@@ -41,16 +43,17 @@ def pack(
     rows_multiple: int = 1,
     together: int | NDArray[np.int64] = 1,
 ) -> list[list[list[int]]]:
-    """Sequence indices by rank and microbatch: [num_ranks][num_microbatches][sequences].
+    """Return sequence indices by rank and microbatch: [num_ranks][num_microbatches][sequences].
 
-    Every sequence is in exactly one microbatch; every rank has the same number of microbatches, a multiple of
-    `rows_multiple`; no microbatch exceeds `max_tokens` after each length was rounded up to `multiple`; none is empty
-    while another holds two sequences. A sequence of l tokens, so rounded, costs l * (1 + l / attention_ratio). Of
-    `together` sequences, one after the other, none is parted from the others; an array [sets] has the number of each
-    set. The same arguments give the same packing.
+    Every sequence is in exactly one microbatch. Every rank has the same number of microbatches, a multiple of
+    `rows_multiple`. No microbatch exceeds `max_tokens`, with each length rounded up to `multiple`. No microbatch is
+    empty while another holds two sequences. A sequence of l tokens (rounded up) costs l * (1 + l / attention_ratio).
 
-    Raises ValueError for a sequence longer than `max_tokens`, and for a `rows_multiple` above 1 with fewer sequences
-    than it takes microbatches.
+    `together` keeps adjacent sequences in one microbatch: n for sets of n, or an array [sets] of set sizes. The same
+    arguments give the same packing.
+
+    Raises ValueError for a sequence longer than `max_tokens`. Raises ValueError if `rows_multiple` is above 1 and there
+    are fewer sequences than microbatches.
     """
     each = -(-np.asarray(lengths, dtype=np.int64) // multiple) * multiple
     sizes = np.full(len(each) // together, together) if isinstance(together, int) else together
@@ -61,10 +64,12 @@ def pack(
         longest = int(tokens.argmax())
         first, last = int(starts[longest]), int(starts[longest] + sizes[longest]) - 1
         what = f"sequence {first} takes" if first == last else f"sequences {first} to {last} take"
-        raise ValueError(f"{what} {tokens.max()} tokens, a microbatch holds at most {max_tokens}")
+        raise ValueError(f"{what} {tokens.max()} tokens; a microbatch holds at most {max_tokens}")
+    # Stable, so equal lengths keep their order and the packing is the same on every platform.
     longest_first = np.argsort(-tokens, kind="stable").tolist()
     tight = _fill_tightly(longest_first, tokens.tolist(), max_tokens)
     unit = num_ranks * rows_multiple
+    # Rounded up: all ranks run the same number of microbatches.
     num_bins = -(-max(1, len(tight)) // unit) * unit
     if rows_multiple > 1 and len(tokens) < num_bins:
         raise ValueError(
@@ -72,8 +77,10 @@ def pack(
             f"{num_ranks} ranks of a multiple of {rows_multiple} each; give more sequences"
         )
     rows, makespan = [], np.inf
+    # Filling evenly may fail if the bins must be nearly full. Then only the tight filling below fits.
     if bins := _fill_evenly(longest_first, tokens.tolist(), costs.tolist(), max_tokens, num_bins):
         rows, makespan = _balanced_rows(bins, tokens, costs, max_tokens, num_ranks)
+    # The left side is the time of all ranks, the right side their work; the rest is waiting.
     if makespan * num_ranks * (1 - WORTH_ANOTHER_START) > costs.sum():
         bins = _fill_alike(longest_first, tokens.tolist(), max_tokens, num_bins)
         rows, _ = min(
@@ -87,15 +94,17 @@ def pack(
 
 
 def _by(together: int | NDArray[np.int64]) -> str:
+    """Return how sequences are grouped into sets, for an error message."""
     if isinstance(together, int):
         return f" by {together}" if together > 1 else ""
     return f" in {len(together)} sets" if together.max(initial=1) > 1 else ""
 
 
 def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
-    """Each into the fullest bin with room for it, else into a new one: few bins (best-fit decreasing).
+    """Put each sequence into the fullest bin with enough space, else into a new bin. Gives few bins (best-fit
+    decreasing).
 
-    A sequence longer than `max_tokens` gets a bin for itself.
+    A sequence longer than `max_tokens` gets its own bin.
     """
     bins: Bins = []
     rooms: list[tuple[int, int]] = []
@@ -112,11 +121,12 @@ def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
 
 
 def _fill_alike(order: list[int], tokens: list[int], max_tokens: int, num_bins: int) -> Bins:
-    """Filled tightly up to about the lowest mark that takes no more than `num_bins` (MULTIFIT).
+    """Fill bins tightly up to a common level, about the lowest that needs at most `num_bins` bins (MULTIFIT).
 
-    Room is then left in all bins rather than in the last, and exchanges of sequences find it.
+    All bins then have free space, rather than only the last one. Later exchanges of sequences need it.
     """
     low, high, best = sum(tokens) // num_bins, max_tokens, None
+    # Five halvings find the level to 1/32 of its range; the exchanges even out the remainder.
     for _ in range(5):
         mark = (low + high) // 2
         bins = _fill_tightly(order, tokens, mark)
@@ -131,7 +141,9 @@ def _fill_alike(order: list[int], tokens: list[int], max_tokens: int, num_bins: 
 def _fill_evenly(
     order: list[int], tokens: list[int], costs: list[float], max_tokens: int, num_bins: int
 ) -> Bins | None:
-    """Each into the cheapest bin with room for it: like costs. None if one fits nowhere."""
+    """Put each sequence into the cheapest bin with enough space, for equal costs. Returns None if a sequence fits
+    nowhere.
+    """
     bins: Bins = [[] for _ in range(num_bins)]
     room = [max_tokens] * num_bins
     loads = [(0.0, bin) for bin in range(num_bins)]
@@ -153,12 +165,15 @@ def _fill_evenly(
 def _balanced_rows(
     bins: Bins, tokens: NDArray[np.int64], costs: NDArray[np.float64], max_tokens: int, num_ranks: int
 ) -> tuple[list[Bins], float]:
-    """Bins of like cost side by side, [rows][num_ranks], then evened out; and the sum of the rows' costliest."""
+    """Return bins grouped into rows of similar cost, [rows][num_ranks], balanced by exchanges; and the sum of the rows'
+    maxima.
+    """
+    # An empty microbatch wastes its rank's time in the row, so it gets a sequence from the bin with the most.
     for bin in bins:
         if not bin and len(donor := max(bins, key=len)) > 1:
             bin.append(donor.pop())
     bins = sorted(bins, key=lambda bin: -costs[bin].sum())
-    # After the sequences a nothing in every bin: what is exchanged for it moves.
+    # Add one empty item per bin after the sequences: exchanging a sequence for it moves the sequence.
     bin_of = np.arange(-len(tokens), len(bins))
     for index, bin in enumerate(bins):
         bin_of[bin] = index
@@ -168,6 +183,7 @@ def _balanced_rows(
     done = np.zeros(len(loads), dtype=bool)
     for _ in range(MOST_EXCHANGES):
         row = int(np.where(done, -1.0, loads.max(axis=1) - loads.mean(axis=1)).argmax())
+        # The worst row is within 0.1 % of its mean, so all rows are balanced.
         if done[row] or loads[row].max() - loads[row].mean() < 1e-3 * loads[row].max():
             break
         done[row] = not _relieve(row, bin_of, tokens, costs, loads, room)
@@ -186,9 +202,10 @@ def _relieve(
     loads: NDArray[np.float64],
     room: NDArray[np.int64],
 ) -> bool:
-    """Relieve a row's costliest bin by exchanging one sequence of it with any other's; False if none helps by 0.02 %.
+    """Exchange one sequence of a row's costliest bin for one of another bin. Returns False if no exchange saves 0.02 %.
 
-    Another row takes no more than makes the bin its costliest; in this one both bins end below where the costly began.
+    A bin of another row may grow only up to its row's maximum. In the same row, both bins must end below the old
+    maximum.
     """
     num_bins, num_ranks = loads.size, loads.shape[1]
     high = row * num_ranks + int(loads[row].argmax())
@@ -199,13 +216,15 @@ def _relieve(
     partners[np.argsort(-slack.max(axis=1))[:MOST_PARTNERS]] = True
     partners[row] = True
     theirs = np.flatnonzero(np.repeat(partners, num_ranks)[bin_of])
+    # A bin with a single sequence must get one back, or it would be empty: so the empty items are excluded.
     if len(mine) < 2:
         theirs = theirs[theirs < len(bin_of) - num_bins]
     target = bin_of[theirs]
     moved = costs[mine, None] - costs[theirs]
     grown = tokens[mine, None] - tokens[theirs]
+    # An exchange must relieve the costliest bin by 0.02 %: smaller ones cost time and gain nothing.
     fits = (moved > 2e-4 * top) & (moved < slack.ravel()[target]) & (grown <= room[target]) & (grown >= -room[high])
-    # Within the row the worse of the two bins counts; for another's sake little is gained below the row's mean.
+    # Within the row the costlier of the two bins counts. In another row, going below this row's mean gains little.
     after = np.maximum(top - moved, mean) + 1e-3 * moved
     own = target // num_ranks == row
     after[:, own] = np.maximum(after[:, own], loads.ravel()[target[own]] + moved[:, own])

@@ -1,4 +1,4 @@
-"""Pairs of answers, one of them preferred; and answers that were judged alone."""
+"""Preference pairs (a chosen and a rejected answer), and single answers judged good or bad."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Answers = tuple[TrainingSequence, ...]
-"""The chosen and the rejected conversation; or one that was judged, which has `desirable`."""
+"""The chosen and the rejected conversation; or one judged conversation, with `desirable`."""
 
 
 def read_preferences(
@@ -34,12 +34,13 @@ def read_preferences(
     collect: Collect = in_memory,
     is_scored: bool = False,
 ) -> Sequence[Answers]:
-    """The pairs of a data source, with the tokens of the two answers marked for training.
+    """Return the preference pairs of a data source, with the tokens of both answers marked for training.
 
-    A record has `chosen` and `rejected`: texts, or messages; and what both answer in `messages`, `prompt` or `context`,
-    unless both begin with it (`data.formats` knows other names). Raises DataError, with the line, for a faulty record
-    and two equal answers. A pair of more than `max_tokens` together is never parted, nor cut: `on_long` is told of it,
-    or it is an error. With `is_scored` the last place of each sequence alone counts (`scored`).
+    A record has `chosen` and `rejected`, each a text or messages. The shared prompt is in `messages`, `prompt` or
+    `context`, unless both answers begin with it (`data.formats` lists other names). Raises DataError, with the line,
+    for an invalid record and for two equal answers. A pair longer than `max_tokens` in total is never split or
+    truncated: `on_long` is called with the error, or without `on_long` it is raised. With `is_scored`, only the last
+    position of each sequence counts (`scored`).
     """
 
     def make(_: int, record: Record) -> Answers:
@@ -59,12 +60,12 @@ def read_judged(
     on_long: Callable[[TooLongError], object] | None = None,
     collect: Collect = in_memory,
 ) -> Sequence[Answers]:
-    """The judged answers of a data source, with the answer's tokens marked for training.
+    """Return the judged answers of a data source, with the answer's tokens marked for training.
 
-    A record has `response` (or `completion`), a text or messages, what it answers in `messages`, `prompt` or `context`,
-    and `label`, true for a good one (`data.formats` knows other names). Raises DataError, with the line, for a faulty
-    record and a source with answers of one kind only. A conversation of more than `max_tokens` is never cut: `on_long`
-    is told of it, or it is an error.
+    A record has `response` (or `completion`), a text or messages. Its prompt is in `messages`, `prompt` or `context`,
+    and `label` is true for a good answer (`data.formats` lists other names). Raises DataError, with the line, for an
+    invalid record, and for a source with answers of one kind only. A conversation longer than `max_tokens` is never
+    truncated: `on_long` is called with the error, or without `on_long` it is raised.
     """
     labels: set[bool] = set()
 
@@ -75,12 +76,12 @@ def read_judged(
 
     answers = collect(read_records(source, names), make, on_long)
     if len(labels) < 2:
-        raise DataError(f"{source}: all labels are the same; kto needs good and bad answers")
+        raise DataError(f"{source}: all labels are the same; add the other kind, as kto needs good and bad answers")
     return answers
 
 
 def pair_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
-    """A record's pair. Raises DataError, and TooLongError for one of more than `max_tokens`."""
+    """Return a record's pair. Raises DataError, and TooLongError for a pair longer than `max_tokens`."""
     record.require("chosen", "rejected", also=("prompt",))
     format = record.format
     chosen, rejected = (
@@ -88,6 +89,7 @@ def pair_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, 
     )
     if chosen == rejected:
         raise record.error("'chosen' and 'rejected' are the same; remove the line")
+    # Messages common to both answers are context, so they are not trained in either.
     shared = next(
         (place for place, (a, b) in enumerate(zip(chosen, rejected, strict=False)) if a != b),
         min(len(chosen), len(rejected)),
@@ -105,7 +107,7 @@ def pair_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, 
 
 
 def judged_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
-    """A record's judged answer. Raises DataError, and TooLongError for one of more than `max_tokens`."""
+    """Return a record's judged answer. Raises DataError, and TooLongError for one longer than `max_tokens`."""
     record.require("response", "label", also=("prompt",))
     label = record.value(record.format.label)
     if not isinstance(label, bool):
@@ -118,37 +120,40 @@ def judged_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None
 
 
 def scored(sequence: TrainingSequence) -> TrainingSequence:
-    """The sequence up to the end of its answer, and one more place: a value there is a score of all before it."""
+    """Return the sequence up to the end of its answer, and one more position: its value scores all tokens before it."""
     answer = sequence.loss_mask.nonzero()[0]
     length = int(answer[-1]) + 1 if len(answer) else len(sequence)
-    # No value depends on which token stands at the end.
+    # Entry t is predicted from the tokens before t, so any token can stand at the end: the first is at hand.
     tokens = np.append(sequence.token_ids[:length], sequence.token_ids[0])
     return TrainingSequence(tokens, np.arange(length + 1) == length)
 
 
 def with_score_places(batch: TokenBatch) -> TokenBatch:
-    """The sequences, each with one more place: a value there, of all tokens before it, is the sequence's score."""
+    """Return the sequences with one more position each. The value there, of all tokens before it, is the sequence's
+    score.
+    """
     lengths = batch.lengths + 1
     cu_seqlens = borders(lengths)
     is_token = np.ones(cu_seqlens[-1], np.bool_)
     is_token[cu_seqlens[1:] - 1] = False
     token_ids = np.empty(len(is_token), np.int64)
     token_ids[is_token] = batch.token_ids
-    # No value depends on which token stands at the end.
+    # Entry t is predicted from the tokens before t, so any token can stand at the end.
     token_ids[~is_token] = batch.token_ids[batch.cu_seqlens[:-1]]
     return TokenBatch(token_ids, ~is_token, cu_seqlens, batch.samples)
 
 
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
-    """The whole conversation that ends with one of the answers."""
+    """Return the whole conversation that ends with one of the answers."""
     given = first_of(record.fields, record.format.prompt)
     before = record.messages(system_prompt, field=given, role="user") if given else ()
     answer = record.messages(None if before else system_prompt, field=field, role="assistant")
     if not any(message["role"] in ("user", "tool") for message in (*before, *answer)):
         record.require("prompt")
-        raise record.error(f"what '{field}' answers is missing; give it in 'messages', 'prompt' or 'context'")
+        raise record.error(f"'{field}' has no prompt; give it in 'messages', 'prompt' or 'context'")
     if not before or answer[0]["role"] == "assistant":
         return (*before, *answer)
+    # The system prompt comes from the recipe, so an answer that repeats its prompt cannot contain it.
     start = record.messages(field=given, role="user") if given else ()
     if answer[: len(start)] != start:
         raise record.error(f"'{field}' neither continues '{given}' nor begins with it; give the answer alone")

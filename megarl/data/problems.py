@@ -1,4 +1,4 @@
-"""Prompts for reinforcement learning."""
+"""Problems for reinforcement learning: prompts with gold answers."""
 
 from __future__ import annotations
 
@@ -18,30 +18,30 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 MADE = "environment:"
-"""How a data source begins whose problems the environment makes."""
+"""Prefix of a data source of problems made by the environment."""
 MAX_MADE = 1_000_000
-"""Problems that an environment makes for one data set."""
+"""Maximum number of problems made by an environment for one data set."""
 FIRST_HELDOUT = 1_000_000_000
-"""Number of the first problem that an environment makes for validation: none of them is one of training."""
+"""Number of the first validation problem made by an environment. Training problems never reach this number."""
 
 
 def num_made(source: str) -> int | None:
-    """The count of a data source `environment:COUNT`; None for a file.
+    """Return the count of a data source `environment:COUNT`, or None for a file.
 
-    Raises ValueError where the count is none.
+    Raises ValueError for an invalid count.
     """
     if not source.startswith(MADE):
         return None
     count = source.removeprefix(MADE)
     if not re.fullmatch(r"[1-9]\d*", count) or int(count) > MAX_MADE:
-        raise ValueError(f"{count!r} is no count of problems; give one from 1 to {MAX_MADE}")
+        raise ValueError(f"{count!r} is not a valid count of problems; give one from 1 to {MAX_MADE}")
     return int(count)
 
 
 def made_problems(count: int, tokenizer: Tokenizer, *, system_prompt: str | None, is_heldout: bool) -> list[Problem]:
-    """Problems that the environment makes of their numbers, all alike but for these.
+    """Return problems made by the environment from their numbers. They differ only in these numbers.
 
-    `record` has the `split`, train or validation; the user's message stands for what the environment asks.
+    `record` has the `split`, train or validation. The user's message is a placeholder for the environment's own prompt.
     """
     messages: tuple[dict[str, str], ...] = ({"role": "user", "content": "(a problem of the environment)"},)
     if system_prompt is not None:
@@ -65,18 +65,18 @@ def read_problems(
     on_long: Callable[[TooLongError], object] | None = None,
     collect: Collect = in_memory,
 ) -> Sequence[Problem]:
-    """The problems of a data source, prompts rendered up to the opening of the assistant's turn.
+    """Return the problems of a data source. Prompts are rendered up to the opening of the assistant's turn.
 
-    Raises DataError, with the line, for a faulty record and a conversation that does not end with what must be
-    answered. A prompt longer than `max_prompt_tokens` is never cut: `on_long` is told of it, or it is an error. `name`
-    is that of the problems' `source`; `needed` is a field that each record must have, with `has_answers` beside a gold
-    answer; without, answers are empty.
+    Raises DataError, with the line, for an invalid record and for a conversation that ends with the assistant's turn. A
+    prompt longer than `max_prompt_tokens` is never truncated: `on_long` is called with the error, or without `on_long`
+    it is raised. `name` is the value of the problems' `source`. `needed` is a field required in each record. With
+    `has_answers` a gold answer is required too; otherwise answers are empty.
     """
 
     def make(index: int, record: Record) -> Problem:
         if needed is not None and needed not in record.fields:
             raise record.error(
-                f"has no field {needed!r} of data.curriculum.by; add it to every record, or name another"
+                f"has no field {needed!r}, named by data.curriculum.by; add it to every record, or name another field"
             )
         made = problem_of(
             record,
@@ -100,13 +100,14 @@ def problem_of(
     max_prompt_tokens: int,
     has_answer: bool = True,
 ) -> Problem:
-    """A record as a problem. Raises DataError, and TooLongError for a prompt longer than `max_prompt_tokens`."""
+    """Return a record as a problem. Raises DataError, and TooLongError for a prompt longer than `max_prompt_tokens`."""
     record.require("prompt", *(["answer"] if has_answer else []))
     answer, messages = record.answer() if has_answer else "", record.prompt(system_prompt)
     if messages[-1]["role"] not in ("user", "tool"):
         raise record.error(f"the last message has role '{messages[-1]['role']}'; end with the user's or a tool's")
     try:
         text = render(tokenizer, messages, generation_prompt=True)
+        # Encoding a text of megabytes takes minutes; `exceeds` refuses it after its beginning.
         is_long = exceeds(tokenizer, text, max_prompt_tokens)
         prompt = [] if is_long else encode(tokenizer, text)
     except ValueError as error:

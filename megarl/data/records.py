@@ -1,4 +1,4 @@
-"""Records of data sources, each fault named by file and line or row."""
+"""Records of data sources. Every error names the file and the line or row."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from megarl.types import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
 _ROLES_ELSEWHERE = {"human": "user", "gpt": "assistant"}
-"""Roles as ShareGPT writes them."""
+"""Role names of ShareGPT data, mapped to the usual ones."""
 
 _BY_FORMAT = FieldNames()
-"""The format of the first record says which fields hold what."""
+"""The default field names: recognised from the first record."""
 
 Made = TypeVar("Made")
 
@@ -38,43 +38,47 @@ class TooLongError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line or row of a data file: where it stands, what it says, and which of its fields hold what."""
+    """One line or row of a data file: its place, its fields, and its format (which field has which role)."""
 
     path: Path
     line: int
     fields: Mapping[str, Any]
     format: RecordFormat = FORMATS["colossalrl"]
     unit: str = "line"
-    """The unit that `line` counts."""
+    """The unit of `line`: line, row or record."""
     names: FieldNames = _BY_FORMAT
-    """How the recipe names the fields, for an error's remedy."""
+    """The recipe's field names, for the remedy in an error."""
 
     def error(self, problem: str, kind: type[DataError] = DataError) -> DataError:
-        """A DataError that names this line."""
+        """Return a DataError that names this line."""
         return kind(f"{self.path}, {self.unit} {self.line}: {problem}")
 
     def value(self, names: tuple[str, ...]) -> Any:
-        """The value of the first of these fields that the record has; None without one."""
+        """Return the value of the first of these fields present in the record, or None."""
         return next((found for name in names if (found := value_at(self.fields, name)) is not None), None)
 
     def field(self, names: tuple[str, ...]) -> str:
-        """The first of these fields that the record has, else the first."""
+        """Return the first of these field names present in the record, else the first name."""
         return first_of(self.fields, names) or names[0]
 
     def require(self, *roles: str, also: Sequence[str] = ()) -> None:
-        """Raise one DataError that names all of these roles (`RecordFormat`) that the record has no field for.
+        """Raise a DataError that names all of these roles (`RecordFormat`) without a field in the record.
 
-        Where one is missing, those of `also` that are missing are named too: roles that some records need not have.
+        If one is missing, the error also names the missing roles of `also`, which are optional.
         """
         if missing_roles(self.fields, self.format, roles):
             missing = missing_roles(self.fields, self.format, (*also, *roles))
             raise self.error(missing_text(self.fields, self.format, self.names, missing))
 
     def answer(self) -> Any:
-        """The gold answer: its text, where it is a number, or another JSON value, not null, true or false."""
+        """Return the gold answer: text (also for a number), or a JSON object or list.
+
+        Raises DataError for null, true, false, and empty values.
+        """
         self.require("answer")
         field = self.field(self.format.answer)
         value = value_at(self.fields, field)
+        # Refuse true and false: str() would turn them into the answers "True" and "False".
         if value is None or isinstance(value, bool):
             raise self.error(f"'{field}' is {shown(value)}; give the answer as a string")
         if isinstance(value, dict | list):
@@ -86,19 +90,19 @@ class Record:
         return text
 
     def prompt(self, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
-        """The conversation to answer, from a text, one message or a list of them."""
+        """Return the conversation to answer, from a text, one message, or a list of messages."""
         self.require("prompt")
         field = self.field(self.format.prompt)
-        # Only `messages` says in its name that it is none.
+        # A field named `messages` never holds a plain text; all other fields may.
         return self.messages(system_prompt, field=field, role=None if field == "messages" else "user")
 
     def messages(
         self, system_prompt: str | None = None, *, field: str | None = None, role: str | None = None
     ) -> tuple[Mapping[str, Any], ...]:
-        """The conversation of a field, `messages` unless named, from one message or a list of them.
+        """Return the conversation of a field (default `messages`), from one message or a list of messages.
 
-        With `role` a text stands for its message; to the prompt's the format's `input` is added. `system_prompt` goes
-        first unless one is there.
+        With `role`, a text stands for a message of this role. The format's `input` is appended to the prompt.
+        `system_prompt` comes first, unless the conversation has a system message.
         """
         field = field or "messages"
         value = value_at(self.fields, field)
@@ -121,11 +125,11 @@ class Record:
         return tuple(value)
 
     def _with_input(self, field: str, prompt: Any) -> Any:
-        """The prompt's value with that of the format's `input`, where the record has one."""
+        """Return the prompt with the format's `input` appended, if the record has one."""
         for name in self.format.unread:
             if value_at(self.fields, name):
                 raise self.error(
-                    f"'{name}' is {shown(value_at(self.fields, name))}, which is not read in records of the format "
+                    f"'{name}' is {shown(value_at(self.fields, name))}; it is not read in records of the format "
                     f"{self.format.name}; give the conversation in 'messages', or name the format in data.format"
                 )
         added = self.value(self.format.input)
@@ -153,7 +157,7 @@ class Record:
             raise self.error(f"{place} is a system message; only the first message may be one")
 
     def tools(self) -> tuple[Mapping[str, Any], ...]:
-        """The tools of a conversation: JSON schemas in OpenAI's form; none if the field is missing."""
+        """Return the tools of a conversation: JSON schemas in OpenAI's form, or none if the field is missing."""
         value = self.value(self.format.tools) or ()
         if not isinstance(value, Sequence) or isinstance(value, str):
             raise self.error(f"'{self.field(self.format.tools)}' is {shown(value)}; give a list of JSON schemas")
@@ -165,9 +169,7 @@ class Record:
 
     def _check_calls(self, place: str, message: Mapping[str, Any]) -> None:
         if not isinstance(message.get("content"), str | None):
-            raise self.error(
-                f"{place} has content {shown(message['content'])}; give a string, or null beside tool_calls"
-            )
+            raise self.error(f"{place} has content {shown(message['content'])}; give a string, or null with tool_calls")
         calls = message["tool_calls"]
         functions = (
             [call.get("function") for call in calls if isinstance(call, Mapping)] if isinstance(calls, list) else []
@@ -182,10 +184,10 @@ class Record:
 
 
 def read_records(source: str | Path, names: FieldNames | None = None) -> Iterator[Record]:
-    """The records of a data source in order (`data.rows`); blank lines are skipped.
+    """Yield the records of a data source in order (`data.rows`). Blank lines are skipped.
 
-    `names` says which fields hold what; without it the format is recognised from the first record. Raises DataError
-    where the source is missing, holds no record, or a row is not an object with fields.
+    `names` gives the field names. Without it, the format is recognised from the first record. Raises DataError if the
+    source is missing or empty, or if a row is not a JSON object.
     """
     format: RecordFormat | None = None
     for path in data_files(source):
@@ -194,17 +196,20 @@ def read_records(source: str | Path, names: FieldNames | None = None) -> Iterato
             format = record.format
             yield record
     if format is None:
-        raise DataError(f"{source}: holds no record; write one JSON object per line")
+        raise DataError(f"{source}: holds no records; write one JSON object per line")
 
 
 def record_of(path: Path, row: Row, names: FieldNames | None, format: RecordFormat | None) -> Record:
-    """The record of a row; `format` is that of the source's first record. Raises DataError for a row that is none."""
+    """Return the record of a row. Raises DataError for a row that is not a JSON object.
+
+    `format` is the format of the source's first record. None: this is the first record.
+    """
     if isinstance(row.value, DataError):
         raise row.value
     if not isinstance(row.value, dict):
         place = f"{path}, {row.unit} {row.number}"
         raise DataError(f"{place}: {shown(row.value)} is not a JSON object with fields")
-    # A field that is empty here may be the one that the others have.
+    # A field empty in this row may have values in other rows, so the columns count as field names too.
     format = format or (names or _BY_FORMAT).of({**dict.fromkeys(row.columns), **row.value})
     return Record(path, row.number, row.value, format, row.unit, names or _BY_FORMAT)
 
@@ -214,9 +219,9 @@ def made_of(
     make: Callable[[int, Record], Made],
     on_long: Callable[[TooLongError], object] | None = None,
 ) -> Iterator[Made]:
-    """The results of `make` for each record and its number, from 0; `on_long`, if given, is told of those too long.
+    """Yield the results of `make` for each record and its number, from 0.
 
-    Raises what `make` raises, TooLongError only without `on_long`.
+    `on_long`, if given, is called with the error of each record that is too long. Other errors of `make` are raised.
     """
     for index, record in enumerate(records):
         try:
@@ -230,7 +235,7 @@ def made_of(
 
 
 def _of_other_names(message: Any) -> Any:
-    """A message with `role` and `content`, also where it has `from` and `value` (ColossalChat, ShareGPT)."""
+    """Return a message with `role` and `content`, also if it has `from` and `value` (ColossalChat, ShareGPT)."""
     if not isinstance(message, Mapping) or "role" in message or "from" not in message:
         return message
     rest = {name: value for name, value in message.items() if name not in ("from", "value")}
@@ -240,5 +245,5 @@ def _of_other_names(message: Any) -> Any:
 
 
 def shown(value: Any) -> str:
-    """A value as an error message quotes it: as JSON, cut to a few words."""
+    """Return a value for an error message: as JSON, cut to 60 characters."""
     return shortened(json.dumps(value, ensure_ascii=False, default=repr))

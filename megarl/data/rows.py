@@ -1,7 +1,7 @@
-"""Rows of data sources: JSON lines, JSON, CSV, Parquet and Arrow; a file, a folder of them, a data set of the Hub.
+"""Rows of data sources: JSON lines, JSON, CSV, Parquet and Arrow; a file, a folder of files, or a data set of the Hub.
 
-A source is a path, a name on the Hub (OWNER/NAME or OWNER/NAME/FOLDER, found in its cache), or SPLIT@ before either.
-Rows come one after the other: no file but a JSON one is in memory as a whole.
+A source is a path or a name on the Hub (OWNER/NAME or OWNER/NAME/FOLDER, looked up in the local cache). SPLIT@ may
+stand before either. Rows are read one after another: only a JSON file is in memory as a whole.
 """
 
 from __future__ import annotations
@@ -25,48 +25,53 @@ from megarl.types import ConfigError, DataError
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "eval", "heldout")
 """Words that name a split: alone, or at the start or end of the name of a file or folder."""
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files beside data, as `datasets` writes them."""
+"""Files with metadata, written by `datasets` next to the data."""
 _SHARD = re.compile(r"[-_.](\d{5,7})-of-(\d{5,7}).*")
 _PART = re.compile(r"([-_.](part)?\d+)+$")
-"""The number of a file that has others beside it: `train-1`."""
+"""The number of a file among several: `train-1`."""
 _SEPARATORS = re.compile(r"[-_.]")
 _MADE_BESIDE = ("cache-", "tmp")
-"""How `datasets` begins the names of Arrow files with intermediate results."""
+"""Prefixes of Arrow files with intermediate results of `datasets`."""
 _ARROW_ROWS = 32
-"""Rows that are taken from a Parquet or Arrow file at once."""
+"""Rows taken from a Parquet or Arrow file at once. Few, because a row with long texts may have megabytes."""
+# Buffered reads of 1 MiB, so that pyarrow does not load whole column chunks.
 _ARROW_BUFFER_BYTES = 1 << 20
+# 128 Mi characters in a CSV cell; Python's default of 131,072 is shorter than many conversations.
 _LONGEST_CELL = 1 << 27
 
 
 class Row(NamedTuple):
-    """A row of a file: its number, from 1, in what `unit` counts, and its value; of a faulty one, behind which others
-    can be read, the DataError."""
+    """A row of a file: its number (from 1, in the unit `unit`) and its value.
+
+    The value of an invalid row is a DataError, if later rows can still be read.
+    """
 
     number: int
     unit: str
     value: Any
     columns: tuple[str, ...] = ()
-    """The fields that the file says its rows may have, those inside of objects by dotted names; none where it does
-    not."""
+    """The field names that the file declares for its rows; nested ones are dotted. Empty if the file declares none."""
 
 
 def data_files(source: str | Path) -> list[Path]:
-    """The files of a source, in the order of their names.
+    """Return the files of a source, sorted by name.
 
-    Raises DataError where there is none: with the command that downloads it for what may be a name on the Hub; for a
-    folder with several splits, configurations or kinds of files, of which none is named; and for one that lacks shards.
+    Raises DataError if there are none; for a possible name on the Hub, the error has the download command. Raises
+    DataError for a folder with several splits, configurations or kinds of files if none is named. Raises DataError if
+    shards are missing.
     """
     split, place = _parted(str(source))
     path = _found(place)
     if path.is_file():
         if split is not None:
-            raise DataError(f"{source}: {path} is one file, which has no splits; give it without {split}@")
+            raise DataError(f"{source}: {path} is one file, so it has no splits; give it without {split}@")
         return [path]
     inside = [
         file
         for file in sorted(path.rglob("*"))
         if file.suffix.lower() in READERS and file.name not in _DESCRIPTIONS and file.is_file()
     ]
+    # Hidden folders hold no data: `hf download --local-dir` puts its records into `.cache`.
     inside = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
     inside = [file for file in inside if not (file.suffix == ".arrow" and file.name.startswith(_MADE_BESIDE))]
     files = _of_split(source, {file: file.relative_to(path) for file in inside}, split, place)
@@ -74,7 +79,7 @@ def data_files(source: str | Path) -> list[Path]:
     _check_shards(source, files)
     inside = list(files)
     if not inside:
-        raise DataError(f"{source}: {path} holds no file of data; known are {', '.join(READERS)}")
+        raise DataError(f"{source}: {path} holds no file of data; add one of {', '.join(READERS)}")
     endings = sorted({file.suffix.lower() for file in inside})
     if len(endings) > 1:
         raise DataError(f"{source}: {path} holds files of several kinds, {', '.join(endings)}; give a folder of one")
@@ -82,24 +87,26 @@ def data_files(source: str | Path) -> list[Path]:
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """The rows of a file, by its ending; one of another ending is read as JSON lines. Raises DataError."""
+    """Yield the rows of a file, read by its extension. An unknown extension is read as JSON lines. Raises DataError."""
     yield from READERS.get(path.suffix.lower(), _json_lines)(path)
 
 
 def _parted(source: str) -> tuple[str | None, str]:
-    """Split and place of a source."""
+    """Return the split (None without one) and the place of a source."""
     split, at, place = source.partition("@")
+    # A path may contain an @ itself: an existing path is never split.
     if not at or Path(source).exists() or not re.fullmatch(r"[\w.-]+", split):
         return None, source
     return split, place
 
 
 def _found(place: str) -> Path:
-    """The file or folder of a place. Raises DataError where there is none."""
+    """Return the file or folder of a place. Raises DataError if there is none."""
     path = Path(place)
     if path.exists():
         return path
     name = "/".join(place.split("/")[:2])
+    # A path such as data/train.jsonl has the form of a Hub name too.
     if not is_hub_name(name) or path.suffix.lower() in READERS:
         raise DataError(f"{place}: no such file; check the path")
     folder = cached_folder(name, "dataset")
@@ -114,13 +121,13 @@ def _found(place: str) -> Path:
 
 
 def _of_split(source: str | Path, files: dict[Path, Path], split: str | None, place: str) -> dict[Path, Path]:
-    """The files, with their paths in the folder, that are of a split. Raises DataError where it is not one."""
+    """Return the files of a split, with their paths inside the folder. Raises DataError if there is no such split."""
     named = sorted({word for inside in files.values() for word in _words(inside)})
     if split is None:
         if len(named) > 1:
             raise DataError(f"{source}: has several splits, {', '.join(named)}; name one: {named[0]}@{place}")
         return files
-    # What has just this name is meant, also where the name is a word in others.
+    # An exact name wins over names that only contain the word: `test` is not `test_hard`.
     exact = {file: inside for file, inside in files.items() if split in (*inside.parts[:-1], inside.stem, _set(inside))}
     if exact:
         return exact
@@ -137,9 +144,9 @@ def _of_split(source: str | Path, files: dict[Path, Path], split: str | None, pl
 
 
 def _check_configurations(source: str | Path, files: dict[Path, Path], place: str, *, is_of_hub: bool) -> None:
-    """Raises DataError where the files of a split are in several folders, as those of a data set's configurations.
+    """Raise DataError if the files of a split are in several folders, as in a data set with several configurations.
 
-    Other files of a folder may be in folders of their own.
+    Without names of splits, a local folder may have files in several subfolders.
     """
     folders = {
         "/".join(part for part in inside.parts[:-1] if part not in SPLITS)
@@ -150,13 +157,13 @@ def _check_configurations(source: str | Path, files: dict[Path, Path], place: st
         return
     known = sorted(f"{place.rstrip('/')}/{folder}".rstrip("/") for folder in folders)
     raise DataError(
-        f"{source}: has files of a split in several folders, as of several configurations: {', '.join(known)}; give "
+        f"{source}: has files of one split in several folders, like several configurations: {', '.join(known)}; give "
         "one of the folders"
     )
 
 
 def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
-    """Raises DataError where a file says that there are others beside it, and there are not."""
+    """Raise DataError if shards are missing or doubled, judged by names like `-00000-of-00004`."""
     found: dict[Path, dict[str, set[int]]] = {}
     for inside in files.values():
         if match := _SHARD.search(inside.name):
@@ -167,7 +174,7 @@ def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
             several = ", ".join(f"-of-{count}" for count in counts)
             raise DataError(f"{source}: {name} is there several times, {several}; remove all but one")
         for count, numbers in counts.items():
-            # Some count from 1.
+            # Some programs number shards from 1.
             first = 1 if int(count) in numbers and 0 not in numbers else 0
             lacking = sorted({*range(first, int(count) + first)} - numbers)
             if lacking:
@@ -175,22 +182,24 @@ def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
                 more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
                 raise DataError(
                     f"{source}: of the {int(count)} files {name}-*-of-{count} these are missing: {told}{more}; "
-                    "download or copy it again, or give the files that are to be read in a folder under other names"
+                    "download or copy it again, or put the files to read into a folder under other names"
                 )
 
 
 def _names(path: Path) -> tuple[str, ...]:
-    """The names of a file in a folder that may say its split: those of its folders, and its own without a number."""
+    """Return the names that may contain a file's split: its own without a shard number, then its folders', inner ones
+    first.
+    """
     return (_set(path), *reversed(path.parts[:-1]))
 
 
 def _set(path: Path) -> str:
-    """The name of a file without that of its shard or part."""
+    """Return a file's name without the number of its shard or part."""
     return _PART.sub("", _SHARD.sub("", path.stem))
 
 
 def _words(path: Path) -> set[str]:
-    """The splits that the name of a file, or those of its folders, begin or end with."""
+    """Return the splits found at the start or end of the names of a file and its folders."""
     return {word for name in _names(path) for word in _words_of(name)}
 
 
@@ -211,8 +220,9 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """A list of objects, or JSON lines under this ending."""
+    """Yield the objects of a JSON list, or JSON lines in a file with this extension."""
     with path.open("rb") as file:
+        # Skip white space and a byte-order mark; lists begin with a bracket, lines with a brace.
         is_list = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
     if not is_list:
         yield from _json_lines(path)
@@ -226,9 +236,10 @@ def _json(path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    """Rows under a header; all values are text, and an empty cell is a field that is missing."""
-    # The limit is one for all of Python; prompts are longer than its default.
+    """Yield the rows under a header. All values are text, and an empty cell is a missing field."""
+    # The limit is global to the Python process, so it is only raised. Prompts are longer than its default.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
+    # Spreadsheet programs begin files with a byte-order mark. `newline=""` leaves line breaks inside cells unchanged.
     with path.open(newline="", encoding="utf-8-sig") as file:
         reader = csv.reader(file, strict=True)
         header: list[str] | None = None
@@ -237,7 +248,9 @@ def _csv(path: Path) -> Iterator[Row]:
                 if header is None:
                     header = cells
                     if len(set(header)) < len(header) or not all(header):
-                        raise DataError(f"{path}, line 1: the columns {header} have no name each, or one twice")
+                        raise DataError(
+                            f"{path}, line 1: the columns are {header}; give each column a name, and no name twice"
+                        )
                     continue
                 if not cells:
                     continue
@@ -255,16 +268,17 @@ def _csv(path: Path) -> Iterator[Row]:
 
 def _parquet(path: Path) -> Iterator[Row]:
     parquet = _arrow_module("parquet", path)
-    # Neither whole columns nor the whole file are to be in memory.
+    # Without these settings pyarrow reads whole columns of a row group ahead into memory.
     settings = {"buffer_size": _ARROW_BUFFER_BYTES, "pre_buffer": False}
     with _arrow_faults(path), parquet.ParquetFile(path, **settings) as file:
         yield from _rows_of_batches(file.iter_batches(batch_size=_ARROW_ROWS, use_threads=False))
 
 
 def _arrow(path: Path) -> Iterator[Row]:
-    """Arrow's file format, or its stream format, which `datasets` writes."""
+    """Yield the rows of Arrow's file format, or of its stream format (written by `datasets`)."""
     ipc = _arrow_module("ipc", path)
     with _arrow_faults(path), path.open("rb") as file:
+        # The file format begins with this magic number; the stream format has none.
         is_file = file.read(6) == b"ARROW1"
         file.seek(0)
         if is_file:
@@ -287,7 +301,7 @@ def _rows_of_batches(batches: Any) -> Iterator[Row]:
 
 
 def _columns(fields: Iterable[Any], within: str = "") -> Iterator[str]:
-    """The names of Arrow's fields, and of those inside of them."""
+    """Yield the names of Arrow's fields, and dotted names of nested fields."""
     for field in fields:
         yield (name := f"{within}{field.name}")
         if str(field.type).startswith("struct"):
@@ -295,13 +309,13 @@ def _columns(fields: Iterable[Any], within: str = "") -> Iterator[str]:
 
 
 def _arrow_module(name: str, path: Path) -> Any:
-    """A module of pyarrow, which takes a while to load and is needed by few runs."""
+    """Return a module of pyarrow, imported only when needed because it loads slowly."""
     try:
         return importlib.import_module(f"pyarrow.{name}")
     except ImportError:
         raise ConfigError(
-            f"{path}: pyarrow, which reads {path.suffix} files, is not installed; run launch/setup.sh, or give JSON "
-            "lines"
+            f"{path}: pyarrow is not installed, but needed to read {path.suffix} files; run launch/setup.sh, or give "
+            "JSON lines"
         ) from None
 
 
@@ -312,17 +326,18 @@ def _arrow_faults(path: Path) -> Iterator[None]:
         yield
     except DataError:
         raise
-    except (ValueError, OSError, NotImplementedError) as error:  # pyarrow's errors are among these
+    except (ValueError, OSError, NotImplementedError) as error:  # pyarrow's own errors are subclasses of these
         raise DataError(f"{path}: cannot be read ({' '.join(str(error).split())}); write the file again") from None
 
 
 def _plain(value: Any) -> Any:
-    """A value of Arrow as JSON has it: a null is a missing field, dates are text in ISO 8601, bytes in base64."""
+    """Return an Arrow value as JSON: null is a missing field, dates are ISO 8601 text, bytes are base64."""
     if isinstance(value, dict):
         plain = {name: _plain(item) for name, item in value.items()}
         return {name: item for name, item in plain.items() if item is not None}
     if isinstance(value, list | tuple):
         return [_plain(item) for item in value]
+    # JSON has no NaN and no infinities; pandas writes NaN for a missing number.
     if isinstance(value, float) and not math.isfinite(value):
         return None
     if isinstance(value, bytes):
@@ -341,4 +356,4 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".parquet": _parquet,
     ".arrow": _arrow,
 }
-"""How files are read, by their ending."""
+"""Readers of files, by file extension."""

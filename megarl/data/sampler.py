@@ -1,4 +1,4 @@
-"""Which items belong to which step."""
+"""The assignment of items to steps."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from numpy.typing import NDArray
 
 @dataclass(frozen=True, slots=True)
 class DataOrder:
-    """An endless stream of item indices, cut into equal batches; the batch of a step is a function of (seed, step).
+    """An endless stream of item indices, cut into equal batches. The batch of a step is a function of (seed, step).
 
-    The stream is one epoch after another, each holding every item once: in an order of its own with `shuffle`, else in
-    the file's. A batch that meets the end of an epoch goes on into the next, so nothing is dropped. The step count is
-    all the state there is.
+    The stream is one epoch after another; each epoch holds every item once. With `shuffle` each epoch has its own
+    order, otherwise the file's order. A batch at the end of an epoch continues into the next, so no item is dropped.
+    The step number is the only state.
     """
 
     num_items: int
@@ -23,20 +23,21 @@ class DataOrder:
     shuffle: bool = True
 
     def batch(self, step: int) -> list[int]:
-        """Item indices of a step, counted from 0: [batch_size]."""
+        """Return the item indices of a step, counted from 0: [batch_size]."""
         start = step * self.batch_size
         first = start // self.num_items
         last = (start + self.batch_size - 1) // self.num_items
         stream = np.concatenate([self.epoch(epoch) for epoch in range(first, last + 1)])
+        # `stream` begins with epoch `first`, so positions are relative to that epoch.
         start -= first * self.num_items
         return stream[start : start + self.batch_size].tolist()
 
     def epochs(self, step: int) -> float:
-        """Passes over the items by the end of a step, counted from 0."""
+        """Return the passes over the items completed by the end of a step, counted from 0."""
         return (step + 1) * self.batch_size / self.num_items
 
     def epoch(self, epoch: int) -> NDArray[np.int64]:
-        """The items of an epoch, from 0, in its order: [num_items]."""
+        """Return the item indices of an epoch, counted from 0, in its order: [num_items]."""
         if not self.shuffle:
             return np.arange(self.num_items)
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_items)

@@ -1,4 +1,4 @@
-"""Records that stay on disk: read once, checked, and made into what trains each time that they are drawn."""
+"""On-disk data sets. Records are validated once at the start, and rendered into sequences each time they are drawn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OnLong = Callable[[TooLongError], object]
 
 
 class Collect(Protocol):
-    """How the results of records are kept: all in memory, on disk, or only their number."""
+    """How the results of records are stored: in memory, on disk, or only counted."""
 
     def __call__(
         self, records: Iterable[Record], make: Callable[[int, Record], Any], on_long: OnLong | None
@@ -28,20 +28,20 @@ class Collect(Protocol):
 
 
 def in_memory(records: Iterable[Record], make: Callable[[int, Record], Made], on_long: OnLong | None) -> Sequence[Made]:
-    """All results in a list. Errors as of `made_of`."""
+    """Return all results in a list. Raises the errors of `made_of`."""
     return list(made_of(records, make, on_long))
 
 
 def counted(records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None) -> Sequence[int]:
-    """A sequence of as many numbers as there are results, none of which is kept. Errors as of `made_of`."""
+    """Return a sequence with the length of the results, without storing them. Raises the errors of `made_of`."""
     return range(sum(1 for _ in made_of(records, make, on_long)))
 
 
 class Streamed(Sequence[Made], Generic[Made]):
-    """Results of records that are made anew each time; the records are on disk, 16 bytes of each in memory.
+    """A sequence of results computed from records on disk at each access. Each record takes 16 bytes of memory.
 
-    They are copied, as JSON lines, into a file of a folder that has no name there and goes with this object: so those
-    of each kind of source can be read in any order, and a source may change meanwhile.
+    The records are copied as JSON lines into an unnamed temporary file, deleted with this object. So every kind of
+    source allows random access, and the source may change during the run.
     """
 
     def __init__(
@@ -52,7 +52,7 @@ class Streamed(Sequence[Made], Generic[Made]):
         *,
         folder: str | Path,
     ) -> None:
-        """Reads and checks all records. Errors as of `made_of`, and OSError."""
+        """Read and validate all records. Raises OSError and the errors of `made_of`."""
         self._make = make
         self._file = TemporaryFile(dir=folder, prefix=".records_")  # noqa: SIM115  (it is open as long as this lives)
         self._starts, self._numbers = array("q"), array("q")
@@ -62,8 +62,10 @@ class Streamed(Sequence[Made], Generic[Made]):
         def keep(index: int, record: Record) -> None:
             make(index, record)
             self._format = record.format
+            # Each path is stored once: records of a file follow each other.
             if not self._paths or self._paths[-1] != record.path:
                 self._paths.append(record.path)
+            # The place is saved too, so that an error while rendering names the record's line.
             place = len(self._paths) - 1, record.line, record.unit
             self._starts.append(self._file.tell())
             self._numbers.append(index)
@@ -88,7 +90,7 @@ class Streamed(Sequence[Made], Generic[Made]):
         return self._make(self._numbers[place], Record(self._paths[path], line, fields, self._format, unit))
 
     def values(self, field: str) -> Iterator[Any]:
-        """The value of a field of each record; nothing is made of the record for it. Raises KeyError without one."""
+        """Yield the value of a field of each record, without computing results. Raises KeyError for a missing field."""
         for start in self._starts:
             self._file.seek(start)
             _, fields = json.loads(self._file.readline())
@@ -96,33 +98,34 @@ class Streamed(Sequence[Made], Generic[Made]):
 
     @property
     def numbers(self) -> NDArray[np.int64]:
-        """The numbers of the records in their source, ascending: [records]."""
+        """Return the numbers of the records in their source, ascending: [records]."""
         return np.frombuffer(self._numbers, np.int64) if self._numbers else np.zeros(0, np.int64)
 
 
 def numbers_of(problems: Sequence[Problem]) -> NDArray[np.int64]:
-    """The `index` of each problem: [problems]; none of them is made for it."""
+    """Return the `index` of each problem: [problems]. On-disk problems are not rendered for this."""
     if isinstance(problems, Streamed):
         return problems.numbers
     return np.fromiter((problem.index for problem in problems), np.int64, len(problems))
 
 
 def values_of(problems: Sequence[Problem], field: str) -> Iterator[Any]:
-    """The value of a field of each problem's record; those on disk are not made into problems for it."""
+    """Yield the value of a field of each problem's record. On-disk problems are not rendered for this."""
     if isinstance(problems, Streamed):
         return problems.values(field)
     return (problem.record[field] for problem in problems)
 
 
 class Places:
-    """The places of problems in a sequence by their `index`."""
+    """The positions of problems in a sequence, looked up by their `index`."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self._numbers = numbers_of(problems)
+        # Binary search over two arrays takes 16 bytes a problem; a dict takes several times more.
         self._order = np.argsort(self._numbers, kind="stable")
 
     def get(self, index: int) -> int | None:
-        """The place of the problem with this index; None without one."""
+        """Return the position of the problem with this index, or None."""
         found = int(np.searchsorted(self._numbers, index, sorter=self._order))
         if found == len(self._numbers) or self._numbers[self._order[found]] != index:
             return None

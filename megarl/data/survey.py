@@ -1,4 +1,4 @@
-"""A look at a data source before anything is trained on it: faults, lengths, duplicates, overlap with other sources."""
+"""Survey of a data source before training: errors, lengths, duplicates, overlap with other sources."""
 
 from __future__ import annotations
 
@@ -25,23 +25,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Kind = Literal["problems", "conversations", "pairs", "judged"]
-"""The things that records are made into: for rl; for sft; for preference and reward_model; for preference with kto."""
+"""The training data made of records. problems: rl. conversations: sft. pairs: preference and reward_model. judged:
+preference with kto."""
+# A survey measures lengths, so no record may be refused as too long: 16 Mi tokens exceed every record.
 _NO_LIMIT = 1 << 24
 MOST_TOLD = 20
-"""Different faults, duplicates and overlaps that are listed; all are counted."""
+"""Number of different faults, of duplicates, and of overlaps listed at most. All are counted."""
 MOST_PLACES = 5
-"""Further records with the same fault that are listed."""
+"""Number of further records listed for the same fault."""
 
 
 @dataclass(slots=True)
 class Fault:
-    """A fault that one or several records have in the same words."""
+    """A fault with the same message in one or more records."""
 
     problem: str
     place: str
-    """The first record that has it: `train.jsonl, line 7`; empty for a fault of a whole file."""
+    """The first record with the fault: `train.jsonl, line 7`. Empty for a fault of a whole file."""
     further: list[str] = field(default_factory=list)
-    """The next few: `line 8`."""
+    """The next few records: `line 8`."""
     count: int = 1
 
     def __str__(self) -> str:
@@ -54,42 +56,43 @@ class Fault:
 
 @dataclass(slots=True)
 class Survey:
-    """The findings of a look at a source."""
+    """The results of a survey of one source."""
 
     source: str
     kind: Kind
     format: RecordFormat | None = None
     num_records: int = 0
-    """Records without a fault."""
+    """Number of records without a fault."""
     num_faults: int = 0
     faults: list[Fault] = field(default_factory=list)
-    """The first different ones; `num_faults` counts records."""
+    """The first different faults. `num_faults` counts the records with faults."""
     num_different_faults: int = 0
     lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Tokens of each prompt, conversation or pair, those of both answers; characters without a tokenizer."""
+    """Tokens of each prompt, conversation or pair (both answers together). Without a tokenizer: characters."""
     num_duplicates: int = 0
     duplicates: list[str] = field(default_factory=list)
-    """Records that are equal to an earlier one in all that trains: `line 7 (as line 3)`."""
+    """Records equal to an earlier one in everything used for training: `line 7 (as line 3)`."""
     num_overlaps: dict[str, int] = field(default_factory=dict)
-    """Records whose prompt is one of another source, by that source."""
+    """Number of records with the same prompt as a record of another source, by that source."""
     overlaps: list[str] = field(default_factory=list)
     first: list[tuple[str, bool]] = field(default_factory=list)
-    """The first record's text, in pieces that are trained or not."""
+    """The first record's text in pieces, each with whether it is trained."""
 
     @property
     def is_sound(self) -> bool:
-        """Whether a run could read the source."""
+        """Return whether a run could read the source."""
         return self.num_records > 0 and self.num_faults == 0
 
 
 def kind_of(fields: Mapping[str, Any], format: RecordFormat) -> Kind:
-    """The kind of sequences or problems that a record can be made into, by its fields."""
+    """Return the kind of training data for a record, judged by its fields."""
     if first_of(fields, format.chosen) and first_of(fields, format.rejected):
         return "pairs"
     label = first_of(fields, format.label)
     if label is not None and isinstance(value_at(fields, label), bool):
         return "judged"
     answer = first_of(fields, format.answer)
+    # A field with both roles (`output` of alpaca) is a response: the record is a conversation.
     if answer and answer not in format.response:
         return "problems"
     return "conversations"
@@ -105,11 +108,11 @@ def survey(
     others: Mapping[str, FieldNames | None] | None = None,
     has_answers: bool = True,
 ) -> Survey:
-    """Look at all records of a source: each is made into what trains, its faults are noted and the next is read.
+    """Return a survey of all records of a source. Every record is rendered; faults are noted, and the survey continues.
 
-    Without a tokenizer records are only read, and lengths are in characters. `others` are sources whose prompts this
-    one should not have, such as held-out sets, and the names of their fields. Without `has_answers` problems need no
-    gold answer. Raises DataError where a source is not there.
+    Without a tokenizer, records are only read, and lengths are in characters. `others` maps sources with prompts not
+    allowed here, for example held-out sets, to their field names. Without `has_answers`, problems need no gold answer.
+    Raises DataError for a missing source.
     """
     prompts = {other: _prompts_of(other, own, system_prompt) for other, own in (others or {}).items()}
     found: Survey | None = None
@@ -125,6 +128,7 @@ def survey(
             sequences = (
                 [] if tokenizer is None else _sequences(record, found.kind, tokenizer, system_prompt, has_answers)
             )
+            # Rendered before it is counted: a faulty record has no length and no duplicates.
             prompt = _digest(_prompt_messages(record, found.kind, system_prompt))
         except DataError as error:
             _note(faults, record.path, record.unit, record.line, error)
@@ -149,7 +153,7 @@ def survey(
 
 
 def _shown(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tuple[str, bool]]:
-    """The texts of a sequence's tokens, neighbours that are trained alike together, and whether they are trained."""
+    """Return the texts of a sequence in pieces, each with whether it is trained."""
     borders = [0, *(np.flatnonzero(np.diff(sequence.loss_mask)) + 1).tolist(), len(sequence)]
     return [
         (str(tokenizer.decode(sequence.token_ids[start:end].tolist())), bool(sequence.loss_mask[start]))
@@ -159,8 +163,9 @@ def _shown(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tuple[str, 
 
 
 def _note(faults: dict[str, Fault], path: Path, unit: str, line: int, error: DataError) -> None:
-    """Count a fault of a row by its words, which do not have the row's place."""
+    """Count a row's fault by its message, without the row's place."""
     place = f"{path}, {unit} {line}"
+    # Without the place, equal faults of many rows have equal messages and are counted together.
     problem = str(error).removeprefix(f"{place}: ")
     if (known := faults.setdefault(problem, Fault(problem, place))).place == place:
         return
@@ -169,7 +174,7 @@ def _note(faults: dict[str, Fault], path: Path, unit: str, line: int, error: Dat
 
 
 def _records(source: str, names: FieldNames | None, faults: dict[str, Fault]) -> Iterator[Record]:
-    """The records of a source; rows that are none are noted, and those of the rest of a file that cannot be read."""
+    """Yield the records of a source. Invalid rows, and files not readable to their end, are noted as faults."""
     format: RecordFormat | None = None
     for path in data_files(source):
         try:
@@ -182,11 +187,12 @@ def _records(source: str, names: FieldNames | None, faults: dict[str, Fault]) ->
                 format = record.format
                 yield record
         except DataError as error:
+            # The rows after this fault cannot be read, but the source's other files can.
             faults[str(error)] = Fault(str(error), "")
 
 
 def _prompts_of(source: str, names: FieldNames | None, system_prompt: str | None) -> dict[bytes, str]:
-    """The places of a source's prompts by their digests."""
+    """Return the places of a source's prompts, by their digests."""
     found: dict[bytes, str] = {}
     for record in _records(source, names, {}):
         kind = kind_of(record.fields, record.format)
@@ -198,7 +204,9 @@ def _prompts_of(source: str, names: FieldNames | None, system_prompt: str | None
 
 
 def _prompt_messages(record: Record, kind: Kind, system_prompt: str | None) -> list[Mapping[str, Any]]:
-    """The messages before the assistant's first: of a pair without a prompt of its own, those of both answers."""
+    """Return the messages before the assistant's first one. For a pair without a prompt field, they come from the
+    chosen answer.
+    """
     has_prompt = first_of(record.fields, record.format.prompt) is not None
     if not has_prompt and kind == "pairs":
         messages = record.messages(system_prompt, field=record.field(record.format.chosen), role="assistant")
@@ -209,7 +217,7 @@ def _prompt_messages(record: Record, kind: Kind, system_prompt: str | None) -> l
 
 
 def _trained_messages(record: Record, kind: Kind, system_prompt: str | None, has_answers: bool) -> list[Any]:
-    """All of a record that trains."""
+    """Return everything in a record that is used for training."""
     if kind == "problems":
         record.require("prompt", *(["answer"] if has_answers else []))
         return [*record.prompt(system_prompt), *([record.answer()] if has_answers else [])]
@@ -238,4 +246,5 @@ def _sequences(
 
 
 def _digest(value: Any) -> bytes:
+    """Return the digest of a JSON value: 16 bytes, so that millions of prompts fit in memory."""
     return blake2b(json.dumps(value, ensure_ascii=False, sort_keys=True).encode(), digest_size=16).digest()

@@ -1,8 +1,8 @@
-"""Trials of a chat template: how it treats earlier turns, in conversations of several kinds.
+"""Tests of a chat template: does it rewrite earlier turns? Tried on several kinds of conversations.
 
-A template rewrites history where it drops what was thought before a new question, closes a conversation with a token of
-its own, or writes a turn's beginning otherwise than it asks for it. Then a model that is shown the tokens as they were
-sampled reads another text than the template's.
+A template rewrites history if it drops reasoning before a new question, closes a conversation with its own token, or
+begins a turn differently from its generation prompt. Then a model shown the tokens as sampled reads a text different
+from the template's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ def _said(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 
 def _calling(*numbers: int, thought: str = "") -> dict[str, Any]:
+    """Return an assistant's message with one call for each number."""
     calls = [
+        # Nine letters and digits: Mistral's chat templates refuse any other id.
         {"id": f"call{number:05}", "type": "function", "function": {"name": "f", "arguments": {"x": number}}}
         for number in numbers
     ]
@@ -44,18 +46,19 @@ CONVERSATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "parallel tools": (_QUESTION, _calling(1, 2), _reply(1), _reply(2), _ANSWER),
     "tools, then user": (_QUESTION, _calling(1, thought="hm"), _reply(1), _THOUGHT, _NEXT, _LAST),
 }  # fmt: skip
-"""Conversations by kind."""
+"""Test conversations by kind."""
 
 
 REFUSES = "refuses"
-"""The fault of a template that raises."""
+"""The fault of a template that raises an error."""
 
 
 def history_faults(tokenizer: Tokenizer) -> dict[str, str]:
-    """Kinds of `CONVERSATIONS` that a chat template does not only append to, with how.
+    """Return the kinds of `CONVERSATIONS` with a fault of the chat template, and the fault.
 
-    An answer must follow the prompt that asked for it ("rewrites the answer"), and what was written up to an answer,
-    less trailing space, must begin every later prompt ("rewrites history"); "refuses" where the template raises.
+    "rewrites the answer": the rendered answer does not begin with the prompt that asked for it. "rewrites history": a
+    later prompt does not begin with the text up to an earlier answer (trailing space ignored). "refuses": the template
+    raises an error.
     """
     found = {kind: _faults(tokenizer, messages) for kind, messages in CONVERSATIONS.items()}
     return {kind: fault for kind, fault in found.items() if fault}
@@ -77,17 +80,17 @@ def _faults(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def history_notice(faults: Mapping[str, str], history: str) -> str:
-    """The meaning of `rollout.history` with a template of these faults, in a sentence for the start of a run."""
+    """Return a sentence for the start of a run: the effect of `rollout.history` with a template with these faults."""
     rewritten = {kind: fault for kind, fault in faults.items() if fault != REFUSES}
     refused = [kind for kind, fault in faults.items() if fault == REFUSES]
     beside = f" It refuses: {'; '.join(refused)}." if refused else ""
     if not rewritten:
-        return f"rollout.history = {history}: the chat template only appends, as tokens are kept.{beside}"
+        return f"rollout.history = {history}: the chat template only appends, as sampled tokens require.{beside}"
     told = "; ".join(f"{kind}: {fault}" for kind, fault in rewritten.items())
     meaning = (
         "each rewritten history is a training sequence of its own"
         if history == "render"
-        else "the policy is shown the tokens as they were sampled, not what the template writes; "
-        "rollout.history=render follows it"
+        else "the policy sees the tokens as sampled, not the template's text; "
+        "rollout.history=render follows the template"
     )
     return f"rollout.history = {history}: the chat template rewrites earlier turns ({told}), and {meaning}.{beside}"

@@ -1,8 +1,8 @@
 """Tool calls in the text of a sampled turn.
 
-The text is decoded with special tokens, since several formats mark their calls by them. Reasoning is cut off first: a
-call inside it was thought of, not made. Every call that was begun comes back, in order, with its arguments or with what
-is wrong with it; a broken one takes no other with it. `tool_formats` has the formats.
+The text is decoded with special tokens, because several formats mark calls with them. Reasoning is removed first: a
+call inside it was considered, not made. Every call that was begun is returned in order, with its arguments or an error.
+A broken call does not affect others. `tool_formats` defines the formats.
 """
 
 # ruff: noqa: RUF001 (DeepSeek's special tokens are written with wide bars)
@@ -20,7 +20,7 @@ END_TOKENS = (
     "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>", "<|user|>", "<|observation|>",
     "<｜end▁of▁sentence｜>", "<|eot|>", "<end_of_turn>",
 )  # fmt: skip
-"""Tokens that end a turn, in the families that megarl knows or may come to know."""
+"""Tokens that end a turn, in supported model families and in some that may follow."""
 
 _THINK = "<think>", "</think>"
 _MISTRAL_THINK = "[THINK]", "[/THINK]"
@@ -28,9 +28,9 @@ _MISTRAL_THINK = "[THINK]", "[/THINK]"
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """A turn as its parts: the text without reasoning, calls and end tokens; the reasoning, None where there is none.
+    """The parts of a turn. `text` excludes reasoning, calls and end tokens. `reasoning` is None if there is none.
 
-    Calls are in the order in which they were written.
+    `calls` are in the order written.
     """
 
     text: str
@@ -41,15 +41,15 @@ class ParsedTurn:
 def parse(
     name: str, text: str, tools: Sequence[ToolSchema], *, turn: int = 0, in_reasoning: bool | None = None
 ) -> ParsedTurn:
-    """The parts of a turn in the format `name`, a key of `PARSERS`; `text` is decoded with special tokens.
+    """Return the parts of a turn in the format `name`, a key of `PARSERS`. `text` is decoded with special tokens.
 
-    A call's arguments are checked against its tool's JSON schema. A call has an error and no arguments where its tool
-    is unknown, an argument is missing or of a wrong type, or its text is broken or cut off; the name is empty where
-    that cannot be read. Ids are those of turn number `turn` and the call's place in it: nine letters and digits, since
-    Mistral's chat templates take no other.
+    A call's arguments are checked against its tool's JSON schema. A call has an error and no arguments if its tool is
+    unknown, an argument is missing or has a wrong type, or its text is broken or cut off. Its name is empty if it
+    cannot be read. Ids consist of the turn number `turn` and the call's place in the turn. They have nine letters and
+    digits, because Mistral's chat templates accept no others.
 
-    `in_reasoning`: whether the prompt ended inside a block of reasoning; None: it did where the text closes one that it
-    did not open.
+    `in_reasoning`: whether the prompt ended inside a reasoning block. None: yes, if the text closes a block without
+    opening it.
     """
     body, reasoning = _without_end_tokens(text), None
     if name != "gpt_oss":
@@ -57,12 +57,14 @@ def parse(
     else:
         body, reasoning = harmony_reasoning(body)
     rest, written = PARSERS[name](body, tools)
+    # Modulo keeps the ids at nine characters in long conversations.
     calls = tuple(_checked(f"call{turn % 1000:03}{place % 100:02}", call, tools) for place, call in enumerate(written))
+    # White space around calls and reasoning belongs to the format; in a plain answer it belongs to the model.
     return ParsedTurn(rest.strip() if written or reasoning is not None else rest, reasoning, calls)
 
 
 def parser_of_template(template: str) -> str | None:
-    """The format that a chat template writes calls in, a key of `PARSERS`; None where the template does not show it."""
+    """Return the call format of a chat template, a key of `PARSERS`, or None if the template does not reveal it."""
     return next((name for name, marks in _TEMPLATE_MARKS if all(mark in template for mark in marks)), None)
 
 
@@ -75,10 +77,12 @@ _TEMPLATE_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hermes", ("<tool_call>",)),
     ("llama3_json", ("<|python_tag|>", '"parameters"')),
 )
-"""Texts that only the template of a format holds; the first that fits counts."""
+"""Texts that identify a template's call format. The first match counts, so specific formats come before general ones.
+"""
 
 
 def _without_end_tokens(text: str) -> str:
+    """Return the text without end tokens at its end. White space before them is retained."""
     stripped = text.rstrip()
     while stripped.endswith(END_TOKENS):
         token = next(token for token in END_TOKENS if stripped.endswith(token))
@@ -88,7 +92,7 @@ def _without_end_tokens(text: str) -> str:
 
 
 def _cut_reasoning(text: str, opening: str, closing: str, in_reasoning: bool | None) -> tuple[str, str | None]:
-    """Text after the first block of reasoning, and the reasoning."""
+    """Return the text after the first reasoning block, and the reasoning."""
     begins = text.lstrip().startswith(opening)
     if in_reasoning is None:
         before = text.partition(closing)[0]
@@ -101,7 +105,7 @@ def _cut_reasoning(text: str, opening: str, closing: str, in_reasoning: bool | N
 
 
 def _checked(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema]) -> ToolCall:
-    """The call with its arguments checked against its tool's schema."""
+    """Return the call with its arguments checked against its tool's schema."""
     if call.error is not None:
         return ToolCall(call_id, call.name, None, call.error)
     tool = tool_named(call.name, tools)
@@ -109,7 +113,7 @@ def _checked(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema]) -> To
         known = ", ".join(tool["function"]["name"] for tool in tools)
         return ToolCall(call_id, call.name, None, f"there is no tool {call.name!r:.80}; tools: {known}")
     arguments = call.arguments
-    if isinstance(arguments, str):  # some models write JSON within JSON
+    if isinstance(arguments, str):  # Some models write the arguments as JSON inside a JSON string.
         try:
             arguments = json.loads(arguments, parse_constant=no_constant)
         except (ValueError, RecursionError):

@@ -1,8 +1,8 @@
-"""The formats in which models write tool calls: a table, each read by one function.
+"""Formats of tool calls written by models: a table with one parsing function for each format.
 
-By the names that vLLM has for them: hermes (JSON between tags: Qwen2.5, Qwen3, Hermes), qwen3_coder (XML-like,
-Qwen3-Coder, Qwen3.5), llama3_json (bare JSON: Llama 3), pythonic (Llama 3.2, Llama 4, OLMo 3), mistral, glm45 (GLM 4.5
-to 4.7), deepseek_v3 (V3, R1, V3.1), gpt_oss (channels of Harmony).
+The names are vLLM's. hermes: JSON between tags (Qwen2.5, Qwen3, Hermes). qwen3_coder: like XML (Qwen3-Coder, Qwen3.5).
+llama3_json: bare JSON (Llama 3). pythonic: Python calls (Llama 3.2, Llama 4, OLMo 3). mistral. glm45 (GLM 4.5 to 4.7).
+deepseek_v3 (V3, R1, V3.1). gpt_oss: channels of Harmony.
 """
 
 # ruff: noqa: RUF001 (DeepSeek's special tokens are written with wide bars)
@@ -20,7 +20,7 @@ from megarl.data.tool_schemas import ToolSchema, properties
 
 @dataclass(frozen=True, slots=True)
 class WrittenCall:
-    """A call as it was written: the name, and arguments or what is wrong with them."""
+    """A call as written by the model: its name, and its arguments or an error."""
 
     name: str
     arguments: Any = None
@@ -28,26 +28,26 @@ class WrittenCall:
 
 
 _Read = tuple[str, list[WrittenCall]]
-"""The text beside the calls, and the calls."""
+"""The text outside the calls, and the calls."""
 
 
 class _CutOffError(ValueError):
-    """JSON ends before it is complete."""
+    """JSON that ends before it is complete."""
 
 
 def no_constant(name: str) -> Any:
-    """For `json`: NaN and the infinities are refused."""
-    raise ValueError(f"{name} is no JSON")
+    """Refuse NaN and infinities (`parse_constant` of `json`). Raises ValueError."""
+    raise ValueError(f"{name} is not valid JSON")
 
 
-# Models write line breaks inside strings as they are.
+# Not strict: models write line breaks inside strings without escaping them.
 _DECODER = json.JSONDecoder(strict=False, parse_constant=no_constant)
 
 
 def _json_at(text: str, start: int) -> tuple[Any, int]:
-    """The JSON value that begins at `start` or after white space there, and where it ends.
+    """Return the JSON value at `start` (or after white space there), and the position of its end.
 
-    Raises ValueError, _CutOffError where the text ends within it.
+    Raises ValueError for invalid JSON, _CutOffError if the text ends inside the value.
     """
     while start < len(text) and text[start].isspace():
         start += 1
@@ -56,6 +56,8 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
     try:
         return _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
+        # An error at the very end means that the turn stopped at its token limit; the policy then needs another
+        # message.
         is_cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
         if is_cut:
             raise _CutOffError("it is cut off") from error
@@ -65,9 +67,9 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
 
 
 def _of_object(value: Any, *argument_fields: str) -> WrittenCall:
-    """The call that a JSON object {"name": ..., "arguments": ...} is."""
+    """Return the call written as a JSON object {"name": ..., "arguments": ...}."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
-        return WrittenCall("", error='the call is no JSON object with a "name"')
+        return WrittenCall("", error='the call is not a JSON object with a "name"')
     field = next((field for field in argument_fields if field in value), None)
     if field is None:
         return WrittenCall(value["name"], error=f'the call has no "{argument_fields[0]}"')
@@ -75,13 +77,13 @@ def _of_object(value: Any, *argument_fields: str) -> WrittenCall:
 
 
 def _name_in(text: str) -> str:
-    """The name in JSON that may be broken; empty where there is none."""
+    """Return the name in JSON that may be broken, or an empty text."""
     found = re.search(r'"name"\s*:\s*"([^"\\]*)"', text)
     return found.group(1) if found else ""
 
 
 def _json_argument_text(name: str, text: str) -> WrittenCall:
-    """A call whose arguments are the JSON that the text begins with."""
+    """Return a call with the JSON at the beginning of the text as its arguments."""
     try:
         arguments, end = _json_at(text, 0)
     except ValueError as error:
@@ -92,7 +94,7 @@ def _json_argument_text(name: str, text: str) -> WrittenCall:
 
 
 def _value_of_text(text: str, name: str, tool: str, tools: Sequence[ToolSchema]) -> Any:
-    """An argument that was written as bare text: text where the schema says so, else JSON, if it is any."""
+    """Return an argument written as bare text: as text if the schema says so, else as JSON if it is valid."""
     schema = properties(tool, tools).get(name, {})
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     kinds = {kind} if isinstance(kind, str) else set(kind or ())
@@ -101,6 +103,7 @@ def _value_of_text(text: str, name: str, tool: str, tools: Sequence[ToolSchema])
     try:
         value, end = _json_at(text, 0)
     except ValueError:
+        # Templates of Qwen3-Coder print constants as Python does.
         return {"True": True, "False": False, "None": None}.get(text.strip(), text)
     if text[end:].strip() or ("string" in kinds and not isinstance(value, str) and value is not None):
         return text
@@ -108,7 +111,7 @@ def _value_of_text(text: str, name: str, tool: str, tools: Sequence[ToolSchema])
 
 
 def _hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
-    """`<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
+    """Read `<tool_call>{"name": ..., "arguments": {...}}</tool_call>`."""
     opening, closing = "<tool_call>", "</tool_call>"
     texts, calls, place = [], [], 0
     while (found := text.find(opening, place)) >= 0:
@@ -122,6 +125,7 @@ def _hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
             if text.startswith(closing, place):
                 place += len(closing)
         except ValueError as error:
+            # Skip to the nearer of this call's end and the next call's start, so that one broken call loses no other.
             ends = [end for end in (text.find(closing, start), text.find(opening, start)) if end >= 0]
             end = min(ends, default=len(text))
             body = text[start:end]
@@ -131,7 +135,7 @@ def _hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _tagged(text: str, opening: str, closing: str) -> tuple[str, list[tuple[str, bool]]]:
-    """Text outside of tags, and each body between them with whether it was closed."""
+    """Return the text outside the tags, and each text between them with whether its tag was closed."""
     texts, bodies, place = [], [], 0
     while (found := text.find(opening, place)) >= 0:
         texts.append(text[place:found])
@@ -143,7 +147,7 @@ def _tagged(text: str, opening: str, closing: str) -> tuple[str, list[tuple[str,
 
 
 def _qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _Read:
-    """`<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
+    """Read `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
     rest, bodies = _tagged(text, "<function=", "</function>")
     rest = rest.replace("<tool_call>", "").replace("</tool_call>", "")
     calls = []
@@ -157,6 +161,7 @@ def _qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _Read:
         _, parameters = _tagged(inner, "<parameter=", "</parameter>")
         for parameter, _ in parameters:
             key, _, value = parameter.partition(">")
+            # The format puts one line break before and after each value; further ones belong to the value.
             value = value.removeprefix("\n").removesuffix("\n")
             arguments[key.strip()] = _value_of_text(value, key.strip(), name, tools)
         calls.append(WrittenCall(name, arguments))
@@ -164,7 +169,7 @@ def _qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _glm45(text: str, tools: Sequence[ToolSchema]) -> _Read:
-    """`<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
+    """Read `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
     rest, bodies = _tagged(text, "<tool_call>", "</tool_call>")
     calls = []
     for body, is_closed in bodies:
@@ -180,11 +185,12 @@ def _glm45(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _llama3_json(text: str, tools: Sequence[ToolSchema]) -> _Read:
-    """`{"name": ..., "parameters": {...}}`, several after each other or parted by semicolons.
+    """Read `{"name": ..., "parameters": {...}}`; several calls follow each other or are separated by semicolons.
 
     An object without a name and parameters is text: an answer may be JSON.
     """
     texts, calls, place = [], [], 0
+    # Llama 3.1 writes this tag before some calls.
     text = text.replace("<|python_tag|>", "")
     for brace in re.finditer(r"\{", text):
         start = brace.start()
@@ -193,6 +199,7 @@ def _llama3_json(text: str, tools: Sequence[ToolSchema]) -> _Read:
         try:
             value, end = _json_at(text, start)
         except ValueError as error:
+            # Broken JSON that begins like a call is a broken call. Other braces are text.
             if re.match(r'\{\s*"name"\s*:', text[start:]):
                 texts.append(text[place:start])
                 following = re.search(r';\s*(?=\{\s*"name"\s*:)', text[start:])
@@ -208,7 +215,8 @@ def _llama3_json(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _pythonic(text: str, tools: Sequence[ToolSchema]) -> _Read:
-    """`[f(a=1), g(b="x")]`: calls with literal keyword arguments."""
+    """Read `[f(a=1), g(b="x")]`: calls with literal keyword arguments."""
+    # Llama 4 encloses calls in the first two tags, Llama 3.2 may begin with the third.
     inner = text.replace("<|python_start|>", "").replace("<|python_end|>", "").replace("<|python_tag|>", "").strip()
     if not re.match(r"\[\s*[A-Za-z_][\w.]*\(", inner):
         return text, []
@@ -217,7 +225,7 @@ def _pythonic(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _split_top_level(text: str) -> list[str]:
-    """Text up to the bracket that closes it, split at the commas that stand in no bracket and no string."""
+    """Return the text up to its closing bracket, split at commas outside of brackets and strings."""
     pieces, start, depth, quote, place = [], 0, 0, "", 0
     while place < len(text):
         sign = text[place]
@@ -242,16 +250,18 @@ def _split_top_level(text: str) -> list[str]:
 
 
 def _python_call(text: str) -> WrittenCall:
+    """Return the call written as a Python expression. It is parsed, never evaluated."""
     written = text.strip()
     named = re.match(r"([A-Za-z_][\w.]*)\(", written)
     name = named.group(1) if named else ""
     try:
         call = ast.parse(written, mode="eval").body
+    # `ast.parse` raises MemoryError for text nested too deeply.
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        problem = "it is no call" if written.endswith(")") else "it is cut off"
+        problem = "it is not a call" if written.endswith(")") else "it is cut off"
         return WrittenCall(name, error=f"the call cannot be read: {problem}")
     if not isinstance(call, ast.Call) or not name:
-        return WrittenCall(name, error="the call cannot be read: it is no call")
+        return WrittenCall(name, error="the call cannot be read: it is not a call")
     if call.args or any(keyword.arg is None for keyword in call.keywords):
         return WrittenCall(name, error="the arguments must have names: f(name=value)")
     try:
@@ -261,7 +271,7 @@ def _python_call(text: str) -> WrittenCall:
 
 
 def _literal(node: ast.expr) -> Any:
-    """The value of a literal; JSON's names of constants count too."""
+    """Return the value of a literal. JSON's constant names are accepted too."""
     constants = {"true": True, "false": False, "null": None}
     if isinstance(node, ast.Name) and node.id in constants:
         return constants[node.id]
@@ -274,7 +284,7 @@ def _literal(node: ast.expr) -> Any:
 
 
 def _mistral(text: str, tools: Sequence[ToolSchema]) -> _Read:
-    """`[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]NAME[ARGS]{...}` for each call."""
+    """Read `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]NAME[ARGS]{...}` for each call."""
     rest, *parts = text.split("[TOOL_CALLS]")
     calls: list[WrittenCall] = []
     for part in parts:
@@ -290,7 +300,7 @@ def _mistral(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _mistral_list(text: str) -> list[WrittenCall]:
-    """Calls of a JSON list whose objects are read one by one."""
+    """Return the calls in a JSON list, reading its objects one by one, so that a broken one loses no other."""
     calls, place = [], 1
     while True:
         place += len(text[place:]) - len(text[place:].lstrip(" \t\r\n,"))
@@ -300,6 +310,7 @@ def _mistral_list(text: str) -> list[WrittenCall]:
             value, place = _json_at(text, place)
             calls.append(_of_object(value, "arguments", "parameters"))
         except ValueError as error:
+            # Continue at the next object that begins like a call.
             following = re.search(r'\}\s*,\s*(?=\{\s*"(?:name|arguments|id)"\s*:)', text[place:])
             end = place + following.end() if following else len(text)
             calls.append(WrittenCall(_name_in(text[place:end]), error=f"the call cannot be read: {error}"))
@@ -307,9 +318,9 @@ def _mistral_list(text: str) -> list[WrittenCall]:
 
 
 def _deepseek_v3(text: str, tools: Sequence[ToolSchema]) -> _Read:
-    """`<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`.
+    """Read `<｜tool▁call▁begin｜>NAME<｜tool▁sep｜>{...}<｜tool▁call▁end｜>`.
 
-    V3 and R1 write the kind before the name, and the arguments in a fenced block.
+    V3 and R1 write the kind before the name, and put the arguments in a fenced block.
     """
     rest, bodies = _tagged(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
     rest = rest.replace("<｜tool▁calls▁begin｜>", "").replace("<｜tool▁calls▁end｜>", "")
@@ -331,10 +342,13 @@ _HARMONY_MESSAGE = re.compile(
 
 
 def harmony_reasoning(text: str) -> tuple[str, str | None]:
-    """The messages but those of the analysis channel, and these."""
+    """Return the text without messages of the analysis channel, and the text of these messages (None if there are
+    none).
+    """
     reasoning: list[str] = []
 
     def cut(message: re.Match[str]) -> str:
+        # A message to a function is a call in any channel, also in the analysis channel.
         if _is_call(message["head"]) or "analysis" not in message["head"]:
             return message.group()
         reasoning.append(message["body"].strip())
@@ -349,7 +363,9 @@ def _is_call(head: str) -> bool:
 
 
 def _gpt_oss(text: str, tools: Sequence[ToolSchema]) -> _Read:
-    """`<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`; else text."""
+    """Read `<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>{...}<|call|>`; other messages are
+    text.
+    """
     calls: list[WrittenCall] = []
 
     def read(message: re.Match[str]) -> str:
@@ -372,4 +388,4 @@ PARSERS: dict[str, Callable[[str, Sequence[ToolSchema]], _Read]] = {
     "deepseek_v3": _deepseek_v3,
     "gpt_oss": _gpt_oss,
 }
-"""The formats of tool calls."""
+"""Parsing functions by the name of the format."""

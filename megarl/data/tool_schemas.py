@@ -1,4 +1,4 @@
-"""The tools that a policy may call, as chat templates take them, and their JSON schemas."""
+"""Schemas of the tools that a policy may call, in the form used by chat templates."""
 
 from __future__ import annotations
 
@@ -8,11 +8,12 @@ from functools import lru_cache
 from typing import Any
 
 ToolSchema = Mapping[str, Any]
-"""A tool as chat templates take it: {"type": "function", "function": {"name", "description", "parameters"}}."""
+"""A tool in the form used by chat templates: {"type": "function", "function": {"name", "description", "parameters"}}.
+"""
 
 
 def check_tools(tools: Sequence[ToolSchema]) -> None:
-    """Raise ValueError for a tool without a name or with parameters that are no JSON schema, and for a name twice."""
+    """Raise ValueError for a tool without a name, for invalid JSON schemas as parameters, and for a repeated name."""
     from jsonschema import Draft202012Validator, SchemaError
 
     names: set[str] = set()
@@ -27,27 +28,27 @@ def check_tools(tools: Sequence[ToolSchema]) -> None:
         try:
             Draft202012Validator.check_schema(dict(parameters_of(tool)))
         except SchemaError as error:
-            raise ValueError(f"the parameters of tool {name!r} are no JSON schema: {error.message}") from error
+            raise ValueError(f"the parameters of tool {name!r} are not a JSON schema: {error.message}") from error
 
 
 def parameters_of(tool: ToolSchema) -> Mapping[str, Any]:
-    """The JSON schema of a tool's arguments; of one that names none, that of any object."""
+    """Return the JSON schema of a tool's arguments. Without parameters, any object is valid."""
     return tool["function"].get("parameters") or {"type": "object"}
 
 
 def tool_named(name: str, tools: Sequence[ToolSchema]) -> ToolSchema | None:
-    """The tool of that name; None where there is none."""
+    """Return the tool with this name, or None."""
     return next((tool for tool in tools if tool["function"]["name"] == name), None)
 
 
 def properties(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
-    """The schemas of a tool's arguments by their names; none of an unknown tool."""
+    """Return the schemas of a tool's arguments, by argument name. An unknown tool has none."""
     tool = tool_named(name, tools)
     return parameters_of(tool).get("properties", {}) if tool else {}
 
 
 def fault_of(arguments: Mapping[str, Any], tool: ToolSchema) -> str | None:
-    """A message on what does not fit the tool's JSON schema; None: all does."""
+    """Return an error message if the arguments violate the tool's JSON schema, else None."""
     from jsonschema.exceptions import best_match
 
     error = best_match(_validator(json.dumps(parameters_of(tool), sort_keys=True)).iter_errors(arguments))
@@ -59,7 +60,9 @@ def fault_of(arguments: Mapping[str, Any], tool: ToolSchema) -> str | None:
 
 @lru_cache(maxsize=256)
 def _validator(schema: str) -> Any:
+    """Return the validator of a schema, given as JSON text because the cache needs hashable keys."""
     from jsonschema import Draft202012Validator
     from referencing import Registry
 
-    return Draft202012Validator(json.loads(schema), registry=Registry())  # nothing is fetched for a $ref
+    # The empty registry stops the validator from downloading the target of a $ref.
+    return Draft202012Validator(json.loads(schema), registry=Registry())

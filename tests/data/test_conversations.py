@@ -63,7 +63,7 @@ def test_a_template_that_rewrites_history_is_refused_only_where_it_does(tokenize
     plain = [said("user", "a"), said("assistant", "b"), said("user", "c"), said("assistant", "think|d")]
     sequence = train_on_assistant(tokenizer, plain)
     assert tokenizer.decode(sequence.token_ids[sequence.loss_mask]) == "b<|im_end|>think|d<|im_end|>"
-    with pytest.raises(ValueError, match=r"rewrites what stands before messages\[3\]"):
+    with pytest.raises(ValueError, match=r"rewrites the text before messages\[3\]"):
         train_on_assistant(tokenizer, [said("user", "a"), said("assistant", "think|b"), *plain[2:]])
 
 

@@ -150,7 +150,7 @@ def test_splits_of_a_folder(tmp_path: Path) -> None:
             data_files(tmp_path / folder)
         with pytest.raises(DataError, match="has no split 'dev'; it has test, train"):
             data_files(f"dev@{tmp_path / folder}")
-    with pytest.raises(DataError, match="is one file, which has no splits"):
+    with pytest.raises(DataError, match="is one file, so it has no splits"):
         data_files(f"train@{tmp_path / 'named/data/train_sft.jsonl'}")
 
 

@@ -219,7 +219,7 @@ def test_faulty_tools_are_named() -> None:
     check_tools(TOOLS)
     with pytest.raises(ValueError, match="two tools have the name 'add'"):
         check_tools((ADD, ADD))
-    with pytest.raises(ValueError, match="'f' are no JSON schema"):
+    with pytest.raises(ValueError, match="'f' are not a JSON schema"):
         check_tools(({"type": "function", "function": {"name": "f", "parameters": {"type": "int"}}},))
     with pytest.raises(ValueError, match="give"):
         check_tools(({"name": "f"},))

@@ -104,7 +104,7 @@ def test_a_format_and_fields_may_be_named(recipe: Callable[..., Recipe], tmp_pat
     assert read(fields={"prompt": "q.text"}, answer_field="q") == ("2 + 3", {"text": "2 + 3"})
     with pytest.raises(DataError, match=r"line 1: no field for answer; .* the names of the format slime"):
         read(format="slime")
-    with pytest.raises(DataError, match=r"Looked for q\.none \(prompt\), which are the names given"):
+    with pytest.raises(DataError, match=r"Looked for q\.none \(prompt\), the names given in the recipe"):
         read(fields={"prompt": "q.none"})
 
 
@@ -208,7 +208,7 @@ def test_an_instruction_and_its_input_are_one_prompt(
     ("changed", "message"),
     [
         ({"history": [["1 + 1", "2"]]}, r"line 1: 'history' is \[\[.*not read in records of the format alpaca"),
-        ({"system": "Be brief."}, r"'system' is \"Be brief\.\", which is not read"),
+        ({"system": "Be brief."}, r"'system' is \"Be brief\.\"; it is not read"),
         ({"input": ["1", "2"]}, r"'instruction' is \"Add\.\" and 'input' is \[.*give texts"),
     ],
 )
