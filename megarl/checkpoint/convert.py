@@ -1,7 +1,7 @@
-"""Conversion of model folders to Megatron's distributed checkpoints and back, without the model in memory.
+"""Conversion of model folders to Megatron's distributed checkpoints and back, without the whole model in memory.
 
-Both sides are layouts in Hugging Face's coordinates. Files are written from front to back in slabs; each slab is the
-destination of a plan whose sources are the other side's storages. While a slab is written and hashed, the next is read.
+Both sides are layouts in Hugging Face's coordinates. Files are written from front to back in slabs. Each slab is the
+destination of a plan from the other side's storages. While one slab is written and hashed, the next is read.
 """
 
 from __future__ import annotations
@@ -51,17 +51,18 @@ from megarl.reshard.transport import Transport
 from megarl.tracking.earlier_run import EarlierRun, newest_checkpoint
 from megarl.types import ConfigError, DataError
 
+# 64 MiB. Bounds the memory of a conversion: one slab is filled while another is written.
 SLAB_BYTES = 1 << 26
 
 TRACKER, RELEASE, COMPANIONS = "latest_checkpointed_iteration.txt", "release", "hf"
 
 Source = FolderReader | CheckpointReader
-"""A reader of weights: pieces and dtypes by Hugging Face tensor, and the storages that pieces name."""
+"""A reader of weights: pieces and dtypes by Hugging Face tensor, and the storages named by the pieces."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The result of a conversion; `is_verified`: it was read back and compared."""
+    """The result of a conversion. `is_verified`: the result was read back and compared."""
 
     folder: Path
     num_tensors: int
@@ -81,10 +82,11 @@ def to_megatron(
     dtype: torch.dtype | None = None,
     verify: bool = False,
 ) -> Conversion:
-    """Convert a model folder to a `torch_dist` checkpoint, sharded for tp, pp, ep and etp; any layout can load it.
+    """Convert a model folder to a `torch_dist` checkpoint, sharded for tp, pp, ep and etp. Any layout can load it.
 
-    `out/release` is the checkpoint, `out/hf` keeps the folder's other files, `out/manifest.json` comes last. Raises
-    ConfigError for sizes that do not fit the model and if `out` exists, DataError naming a file that is cut short.
+    `out/release` is the checkpoint. `out/hf` has copies of the folder's other files. `out/manifest.json` is written
+    last. Raises ConfigError for parallel sizes that do not fit the model and if `out` exists. Raises DataError with the
+    name of a truncated file.
     """
     started = time.perf_counter()
     model = read_model_shape(hf)
@@ -119,10 +121,10 @@ def to_hf(
 ) -> Conversion:
     """Convert a `torch_dist` checkpoint of any layout to a model folder.
 
-    `megatron` is the checkpoint or a folder that `find_checkpoint` finds it in; `hf` has config.json, in which the
-    fields of `override` are changed (`config.override`), tokenizer and the other files, and is left out for a
-    checkpoint that `to_megatron` made. Tensors go to the files that its index names, else to files of `shard_bytes`.
-    Raises ConfigError if `out` exists, DataError naming a file that is cut short.
+    `megatron` is the checkpoint, or a folder searched by `find_checkpoint`. `hf` is a folder with config.json,
+    tokenizer and other files; it may be omitted for a checkpoint made by `to_megatron`. `override` changes fields of
+    config.json (`config.override`). Tensors go to the files of the folder's index, else to files of `shard_bytes`.
+    Raises ConfigError if `out` exists, DataError with the name of a truncated file.
     """
     started = time.perf_counter()
     checkpoint = find_checkpoint(megatron)
@@ -130,7 +132,7 @@ def to_hf(
     beside = hf or next((f for f in (checkpoint.parent / COMPANIONS, checkpoint / COMPANIONS) if f.is_dir()), None)
     if beside is None:
         raise ConfigError(
-            f"{checkpoint.parent}: has no folder {COMPANIONS} with a config.json; name a model folder with --hf."
+            f"{checkpoint.parent}: has no folder {COMPANIONS} with a config.json; give a model folder as --hf."
         )
     model = read_model_shape(beside, override)
     with new_folder(out) as manifest, _checked(root):
@@ -143,6 +145,7 @@ def to_hf(
         if files is not None:
             manifest.copy(beside / INDEX, INDEX)
         else:
+            # Sized by the widest dtype: tensors may differ, and a file must not exceed the limit.
             widest = max(kind.itemsize for kind in dtypes.values())
             packed = pack_files(hf_tensors(model), widest, shard_bytes or SHARD_BYTES)
             files = {file: list(tensors) for file, tensors in packed.items()}
@@ -158,7 +161,7 @@ def to_hf(
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """A contiguous box to fill: `pieces` of the storage "slab"; `write` takes the filled tensor."""
+    """A contiguous box to fill. Its `pieces` lie in the storage "slab"; `write` is called with the filled tensor."""
 
     pieces: Sequence[Piece]
     shape: tuple[int, ...]
@@ -167,7 +170,7 @@ class _Slab:
 
 
 def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
-    """Fill the slabs in order; one is written while the next is filled."""
+    """Fill the slabs in order. Each is written in the background while the next one is filled."""
     with ThreadPoolExecutor(1) as writer:
         writing = None
         for slab in slabs:
@@ -180,6 +183,8 @@ def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
 
 
 def _fill(source: Source, slab: _Slab) -> Tensor:
+    """Return the slab's elements read from the source, in the slab's shape and dtype."""
+    # Vocabulary padding is covered by no piece, and must be zero.
     is_covered = sum(piece.box.numel for piece in slab.pieces) == prod(slab.shape)
     target = (torch.empty if is_covered else torch.zeros)(slab.shape, dtype=slab.dtype)
     names = {piece.box.name for piece in slab.pieces}
@@ -188,12 +193,13 @@ def _fill(source: Source, slab: _Slab) -> Tensor:
     needed = {transfer.source.storage for bucket in plan.buckets for transfer in bucket.local}
     storages = {name: source.storage(name) for name in sorted(needed)}
     Transport(plan, storages, {"slab": target}, dtype=slab.dtype).reshard()
+    # Unmap after every slab: otherwise the mapped pages of the whole model add up in memory.
     source.release()
     return target
 
 
 def _write_chunks(source: Source, chunks: Sequence[StoredShard], manifest: ManifestWriter) -> list[Stored]:
-    """Write chunks to their ranks' files; returns the place of each."""
+    """Write chunks to their ranks' files. Returns the place of each chunk."""
     stored: list[Stored] = []
 
     def write(chunk: StoredShard, tensor: Tensor) -> None:
@@ -204,7 +210,7 @@ def _write_chunks(source: Source, chunks: Sequence[StoredShard], manifest: Manif
 
 
 def _save(manifest: ManifestWriter, file: str, value: Any) -> Stored:
-    """Append a value to a file, as torch.save writes it."""
+    """Append a value to a file in the format of torch.save."""
     name = f"{RELEASE}/{file}"
     start = manifest.sizes.get(name, 0)
     torch.save(value, manifest.stream(name))
@@ -218,7 +224,8 @@ def _write_records(
     chunks: Sequence[StoredShard],
     stored: Sequence[Stored],
 ) -> None:
-    """Write the records of a checkpoint beside its chunks: `.metadata`, `common.pt`, `metadata.json`."""
+    """Write the checkpoint's records: `.metadata`, `common.pt`, `metadata.json`."""
+    # All extra states are equal, so one stored `[None]` serves every key.
     objects = dict.fromkeys(extra_states(model), _save(manifest, stored[0].file, [None]))
     manifest.append(f"{RELEASE}/{METADATA}", metadata_bytes(list(zip(chunks, stored, strict=True)), objects))
     _save(manifest, COMMON, common_state(model, parallel))
@@ -236,7 +243,7 @@ def _write_files(
 ) -> None:
     """Write safetensors files from front to back."""
     shapes = hf_tensors(model)
-    # Wide types first, as the format's own writer does, so that every tensor is aligned.
+    # Widest dtypes first, like the writer of the safetensors library, so that every tensor is aligned.
     ordered = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in files.items()}
 
     def write(file: str, tensor: Tensor) -> None:
@@ -254,7 +261,7 @@ def _write_files(
 
 
 def _slices(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
-    """The boxes of a tensor from front to back, each at most SLAB_BYTES or one row."""
+    """Yield the boxes of a tensor from front to back, each at most SLAB_BYTES or one row."""
     rows = max(1, SLAB_BYTES // (dtype.itemsize * prod(shape[1:])))
     for low in range(0, shape[0], rows):
         yield Box(name, (low, *(0,) * (len(shape) - 1)), (min(low + rows, shape[0]), *shape[1:]))
@@ -265,21 +272,24 @@ def _slab(box: Box, dtype: torch.dtype, write: Callable[[Tensor], None]) -> _Sla
 
 
 def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path) -> None:
-    """Read a conversion back: compare hashes of files, bits of tensors. Raises DataError with the first difference."""
+    """Read a conversion back: compare hashes of files and bits of tensors. Raises DataError with the first
+    difference.
+    """
     with ThreadPoolExecutor(1) as reader:
         hashed = reader.submit(check_hashes, folder, check_sizes(folder))
         for name, shape in hf_tensors(model).items():
             for box in _slices(name, shape, result.dtypes[name]):
                 slab = _slab(box, result.dtypes[name], lambda tensor: None)
                 before, after = _fill(source, slab), _fill(result, slab)
+                # Compared as bytes: NaN differs from itself, and -0.0 equals 0.0.
                 if not torch.equal(before.view(-1).view(torch.uint8), after.view(-1).view(torch.uint8)):
-                    raise DataError(f"{folder}: {name} is not what was read. Convert again; check disk and memory.")
+                    raise DataError(f"{folder}: {name} differs from its source. Convert again; check disk and memory.")
         hashed.result()
 
 
 @contextmanager
 def _checked(folder: Path) -> Iterator[None]:
-    """Compare a folder with its manifest, if it has one: sizes at once, hashes while the body reads the files."""
+    """Compare a folder with its manifest, if it has one: sizes first, hashes in the background of the block."""
     expected = check_sizes(folder)
     with ThreadPoolExecutor(1) as reader:
         hashed = reader.submit(check_hashes, folder, expected)
@@ -288,6 +298,7 @@ def _checked(folder: Path) -> Iterator[None]:
 
 
 def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> ParallelConfig:
+    """Return the parallel sizes as a config. Raises ConfigError for sizes below 1, and for experts of a dense model."""
     for name, size in {"tp": tp, "pp": pp, "ep": ep, "etp": etp}.items():
         if size < 1:
             raise ConfigError(f"--{name} {size} must be at least 1.")
@@ -300,7 +311,9 @@ def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> Paralle
 
 
 def _files_of_index(folder: Path, tensors: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """The tensors of each file by a folder's index, in the model's order; None if they are not the model's."""
+    """Return the tensors of each file in a folder's index, in the model's order. None if they are not the model's
+    tensors.
+    """
     files = weight_files(folder)
     where = {name: file for file, names in files.items() for name in names}
     if where.keys() != tensors.keys():
@@ -315,7 +328,7 @@ def _copy_companions(
     dtype: torch.dtype | None,
     override: Mapping[str, Any] | None = None,
 ) -> None:
-    """Copy all files but the weights; config.json states `dtype`, if that is given, and the fields of `override`."""
+    """Copy all files except weights. config.json gets `dtype`, if given, and the fields of `override`."""
     for name, path in companions(source).items():
         if name == "config.json" and (dtype is not None or override):
             manifest.append(folder + name, changed_config(path, dtype, override=override))
@@ -324,9 +337,11 @@ def _copy_companions(
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """The checkpoint that a folder is, the one that Megatron's tracker file in it names, or the newest of a run.
+    """Return the checkpoint in a folder: the folder itself, the one named by Megatron's tracker file, or a run's
+    newest.
 
-    Raises ConfigError for a run, or its folder of checkpoints, without that checkpoint.
+    Raises ConfigError for a run, or its `checkpoints` folder, without checkpoints. Raises DataError for an invalid
+    tracker file.
     """
     if (folder / METADATA).exists():
         return folder
@@ -334,18 +349,20 @@ def find_checkpoint(folder: Path) -> Path:
         return _checkpoint_of_run(folder)
     text = (folder / TRACKER).read_text(encoding="utf-8").strip()
     if text != RELEASE and not text.isdecimal():
-        raise DataError(f"{folder / TRACKER}: names no checkpoint but {text[:40]!r}.")
+        raise DataError(
+            f"{folder / TRACKER}: names no checkpoint but {text[:40]!r}. Write an iteration's number, or release."
+        )
     return folder / (RELEASE if text == RELEASE else f"iter_{int(text):07}")
 
 
 def _checkpoint_of_run(folder: Path) -> Path:
-    """The newest checkpoint of a run; the folder itself where it is none of a run's."""
+    """Return the newest checkpoint of a run, or the folder itself if it does not belong to a run."""
     if (newest := newest_checkpoint(folder)) is not None:
         return newest
     if folder.is_dir() and folder.name == "checkpoints":
-        raise ConfigError(f"{folder}: has no checkpoint step_NNNNNN; the run saves one by checkpoint.every_steps")
+        raise ConfigError(f"{folder}: has no checkpoint step_NNNNNN; set checkpoint.every_steps so that the run saves")
     if not folder.exists() and (others := EarlierRun.read(folder.parent.parent).checkpoints):
-        raise ConfigError(f"{folder}: is not there; checkpoints are {', '.join(other.name for other in others)}")
+        raise ConfigError(f"{folder}: not found; the run's checkpoints are {', '.join(other.name for other in others)}")
     return folder
 
 

@@ -1,6 +1,7 @@
 """Manifests of folders: size and sha256 of every file, written with the folder and checked before it is used.
 
-`torch_dist` checkpoints and model folders have no checksums of their own: a changed weight would load unnoticed.
+`torch_dist` checkpoints and model folders have no checksums of their own. Without a manifest, a changed weight would
+load unnoticed.
 """
 
 from __future__ import annotations
@@ -22,12 +23,14 @@ from megarl.types import ConfigError, DataError
 
 MANIFEST = "manifest.json"
 
+# Files are copied in blocks of 4 MiB: large enough for full disk speed, without a whole file in memory.
 _BLOCK_BYTES = 1 << 22
+# Far below the usual limit of 1024 open files of a process.
 _MOST_OPEN = 256
 
 
 class ManifestWriter:
-    """Writes a folder and hashes every byte on its way."""
+    """A writer of a folder that hashes every byte written."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -37,9 +40,9 @@ class ManifestWriter:
         self._open: dict[str, IO[bytes]] = {}
 
     def append(self, name: str, data: bytes | memoryview) -> int:
-        """Append to a file, which is made if need be; returns the offset of the data in bytes."""
+        """Append data to a file, created if missing. Returns the offset of the data in bytes."""
         start = self.sizes.setdefault(name, 0)
-        # Disk and hash take turns at waiting: do both at once.
+        # Hashing takes CPU time and writing waits for the disk, so both run at once. sha256 releases the GIL.
         hashed = self._hasher.submit(self._hashes.setdefault(name, hashlib.sha256()).update, data)
         self._file(name).write(data)
         hashed.result()
@@ -47,7 +50,9 @@ class ManifestWriter:
         return start
 
     def _file(self, name: str) -> IO[bytes]:
-        """The file, which stays open: opening it for each write would take a file system many times longer."""
+        """Return the open file. It stays open: opening it for each write would be many times slower on a file
+        system.
+        """
         if name not in self._open:
             path = self.folder / name
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -57,11 +62,12 @@ class ManifestWriter:
         return self._open[name]
 
     def stream(self, name: str) -> IO[bytes]:
-        """A file object that appends to a file."""
+        """Return a file object that appends to a file."""
         return cast(IO[bytes], _Stream(self, name))
 
     def copy(self, source: Path, name: str) -> None:
         """Copy a file."""
+        # An empty file must be in the manifest too.
         self.append(name, b"")
         with source.open("rb") as file:
             while block := file.read(_BLOCK_BYTES):
@@ -69,16 +75,16 @@ class ManifestWriter:
 
     @property
     def files(self) -> dict[str, dict[str, Any]]:
-        """Size and sha256 of each file."""
+        """Return size and sha256 of each file."""
         return {name: {"size": size, "sha256": self._hashes[name].hexdigest()} for name, size in self.sizes.items()}
 
     def close(self, layout: Mapping[str, Any]) -> None:
-        """Write the manifest; see `write_manifest`."""
+        """Write the manifest (`write_manifest`)."""
         self.release()
         write_manifest(self.folder, self.files, layout)
 
     def release(self, *, durable: bool = False) -> None:
-        """Close all files, after fsync if `durable`."""
+        """Close all files; with `durable`, after fsync."""
         self._hasher.shutdown()
         while self._open:
             with self._open.popitem()[1] as file:
@@ -88,6 +94,8 @@ class ManifestWriter:
 
 
 class _Stream:
+    """A minimal file object over `ManifestWriter.append`, with the methods used by torch.save."""
+
     def __init__(self, manifest: ManifestWriter, name: str) -> None:
         self._manifest, self._name = manifest, name
 
@@ -102,7 +110,7 @@ class _Stream:
 
 
 def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout: Mapping[str, Any]) -> None:
-    """Write the manifest: the files' sizes and hashes, library versions, the caller's description of the layout."""
+    """Write the manifest: the files' sizes and hashes, library versions, and the caller's description of the layout."""
     manifest = {
         "files": dict(sorted(files.items())),
         "versions": {package: version(package) for package in ("megarl", "torch", "megatron-core", "safetensors")},
@@ -113,9 +121,11 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[ManifestWriter]:
-    """A new folder that appears only if the body raises nothing. Raises ConfigError if it exists."""
+    """Create a folder that appears only if the block raises nothing. Raises ConfigError if it exists and is not
+    empty.
+    """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise ConfigError(f"{folder}: is there already. Choose another --out, or remove it.")
+        raise ConfigError(f"{folder}: exists already. Choose another --out, or remove it.")
     partial = folder.absolute().with_name(f".{folder.absolute().name}.partial")
     shutil.rmtree(partial, ignore_errors=True)
     partial.mkdir(parents=True)
@@ -129,9 +139,9 @@ def new_folder(folder: Path) -> Iterator[ManifestWriter]:
 
 
 def check_sizes(folder: Path) -> dict[str, str]:
-    """The sha256 of each file by a folder's manifest, empty without one; compares the files' sizes.
+    """Compare the sizes of a folder's files with its manifest. Returns each file's sha256; empty without a manifest.
 
-    Raises DataError for a file that is missing or of another size, StorageError for one that cannot be read.
+    Raises DataError for a missing file or a wrong size, StorageError for an unreadable file.
     """
     path = folder / MANIFEST
     try:
@@ -144,8 +154,9 @@ def check_sizes(folder: Path) -> dict[str, str]:
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise DataError(f"{path}: cannot be read ({error}). Copy the folder again.") from None
     for name, (size, _) in expected.items():
+        # A manifest comes with a downloaded folder: it must not make megarl read other files.
         if PurePosixPath(name).is_absolute() or ".." in PurePosixPath(name).parts:
-            raise DataError(f"{path}: {name!r} is no file of this folder.")
+            raise DataError(f"{path}: {name!r} is not a file of this folder. Copy the folder again.")
         with storage_faults_named(folder / name):
             found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found is None:
@@ -156,9 +167,9 @@ def check_sizes(folder: Path) -> dict[str, str]:
 
 
 def check_hashes(folder: Path, expected: Mapping[str, str]) -> None:
-    """Read every file and compare its hash.
+    """Read every file and compare its hash with the expected one.
 
-    Raises DataError naming the first file that differs, StorageError for one that cannot be read.
+    Raises DataError with the first file that differs, StorageError for an unreadable file.
     """
     with storage_faults_named(folder), ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
         found = pool.map(lambda name: file_record(folder / name)["sha256"], expected)
@@ -170,11 +181,11 @@ def check_hashes(folder: Path, expected: Mapping[str, str]) -> None:
 
 
 def canonical_sha256(value: Mapping[str, Any]) -> str:
-    """The sha256 of a JSON object, independent of the order of its keys."""
+    """Return the sha256 of a JSON object, independent of the order of its keys."""
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
 
 
 def file_record(path: Path) -> dict[str, Any]:
-    """The manifest's record of a file: size and sha256."""
+    """Return a file's manifest record: size and sha256."""
     with path.open("rb") as file:
         return {"sha256": hashlib.file_digest(file, "sha256").hexdigest(), "size": file.tell()}

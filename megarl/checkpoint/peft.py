@@ -1,6 +1,7 @@
 """Export of LoRA adapters to a PEFT folder, by a plan from all ranks' shards.
 
-PEFT and vLLM read it. Adapters of single experts have vLLM's names: transformers' modules of experts are fused.
+PEFT and vLLM 0.30 can load the folder. Adapters of single experts have vLLM's names, because transformers fuses the
+experts of a layer into one module.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megarl.reshard.layouts.adapters import AdapterLayouts
 
 
 def adapter_config(layouts: AdapterLayouts, model: str, *, alpha: float, dropout: float) -> dict[str, Any]:
-    """PEFT's adapter_config.json; `model` is the base model's folder."""
+    """Return PEFT's adapter_config.json. `model` is the base model's folder."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
@@ -42,9 +43,10 @@ def export(
     dtype: torch.dtype,
     bucket_bytes: int,
 ) -> None:
-    """Export the adapters in all ranks' `parameters`, by Megatron's names. A collective.
+    """Export the adapters in all ranks' `parameters` to a PEFT folder. A collective.
 
-    Tensors are stored as `dtype`; a rank stages at most `bucket_bytes`. The folder is replaced atomically. Raises
+    `parameters` maps Megatron's parameter names to local tensors, A [rank, in features] and B [out features, rank].
+    Tensors are stored as `dtype`. A rank stages at most `bucket_bytes`. The folder is replaced atomically. Raises
     OSError if the disk is full.
     """
     shapes = {name: shape for rule in layouts.rules for name, shape in rule.tensors}

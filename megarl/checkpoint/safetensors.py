@@ -1,7 +1,7 @@
-"""Safetensors files as layouts: load and export are plans, executed on memory-mapped files.
+"""Safetensors files as layouts. Load and export are plans, executed on memory-mapped files.
 
-A load reads headers, then only the bytes of a rank's own boxes. On export every file has one writing rank, which
-receives the file's tensors in buckets; no rank has the whole model.
+A load reads the headers, then only the bytes of the rank's own boxes. In an export, each file is written by one rank,
+which receives the file's tensors in buckets. No rank holds the whole model.
 """
 
 from __future__ import annotations
@@ -34,14 +34,15 @@ from megarl.types import DataError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
+# The default file size of save_pretrained in transformers 4.
 SHARD_BYTES = 5_000_000_000
 
 
 class FolderReader:
-    """The tensors of a model folder, each a storage of that name, memory-mapped on demand.
+    """The tensors of a model folder. Each is a storage under its own name, memory-mapped on demand.
 
-    Raises DataError with the name of a file that is cut short or has a type that cannot be trained, and with the first
-    tensor's name for a folder that is not exactly the model's checkpoint.
+    Raises DataError for a truncated file, and for a dtype not accepted for training. Raises DataError for a tensor
+    missing, unknown or with a wrong shape. The error names the file or tensor.
     """
 
     def __init__(self, folder: str | Path, model: ModelShape) -> None:
@@ -55,13 +56,14 @@ class FolderReader:
         self.dtypes = {name: DTYPES[stored.code] for name, stored in found.items()}
 
     def storage(self, name: str) -> Tensor:
+        """Return a tensor's elements in the stored dtype, flat: [elements]."""
         path = self._files[name]
         if path not in self._open:
             self._open[path] = safe_open(path, "pt")
         return self._open[path].get_tensor(name).view(-1)
 
     def file_of(self, name: str) -> Path:
-        """The file that holds a tensor."""
+        """Return the path of the file with this tensor."""
         return self._files[name]
 
     def release(self) -> None:
@@ -76,42 +78,47 @@ def load(
     *,
     override: Mapping[str, Any] | None = None,
 ) -> None:
-    """Load a rank's parameters from a model folder: reads only the rank's boxes, casts to each parameter's dtype.
+    """Load a rank's parameters from a model folder. Only the rank's boxes are read, and cast to each parameter's dtype.
 
-    `layout` is the rank's of `megatron_layouts`, `parameters` its live tensors. A value head is left as it is where the
-    folder's model has none. `override` are fields of config.json with other values (`config.override`). Raises
-    DataError for a bad folder, and for a weight that is not finite.
+    `layout` is this rank's layout of `megatron_layouts`. `parameters` are its live Megatron shards, [rows, ...] each.
+    They are written in place. A value head keeps its values if the folder's model has none. `override` changes fields
+    of config.json (`config.override`). Raises DataError for an invalid folder, and for a weight that is not finite.
     """
     model = read_model_shape(folder, override)
     reader = FolderReader(folder, model)
     if not model.has_value_head:
         layout = tuple(piece for piece in layout if piece.box.name != VALUE_HEAD)
     available = tuple(piece for pieces in reader.pieces.values() for piece in pieces)
+    # Source and destination are on this rank, so nothing is staged and one bucket of any size (4 EiB) is enough.
     plan = make_plan([available], [layout], itemsize=4, bucket_bytes=1 << 62).for_rank(0)
     sources = {name: reader.storage(name) for name in sorted({piece.box.name for piece in layout})}
     Transport(plan, sources, parameters, dtype=torch.float32).reshard()
     for piece in layout:
         if not _is_finite(piece, parameters[piece.storage]):
             raise DataError(
-                f"{reader.file_of(piece.box.name)}: {piece.box.name} holds numbers that are not finite. Copy or "
-                "download the model again; a training that diverged left no weights to start from."
+                f"{reader.file_of(piece.box.name)}: {piece.box.name} has values that are not finite. Copy or "
+                "download the model again. If they come from a training that diverged, use an earlier checkpoint."
             )
 
 
 def head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | None = None) -> Tensor:
-    """The rows of these tokens of a language model's head, [rows, hidden_size], as the folder stores them.
+    """Return the rows of these tokens in a language model's output head, as stored: [rows, hidden_size].
 
-    `override` as in `load`. Raises DataError for a bad folder.
+    `override` as in `load`. Raises DataError for an invalid folder.
     """
     model = read_model_shape(folder, override)
     name = EMBEDDING if model.tie_word_embeddings else HEAD
     whole = FolderReader(folder, model).storage(name).view(-1, model.hidden_size)
+    # Cloned, so that the memory map of the whole file can be freed.
     return whole[rows.start : rows.stop].clone()
 
 
 @torch.no_grad()
 def _is_finite(piece: Piece, parameter: Tensor) -> bool:
-    """Whether all elements of a piece are finite, by its extremes: one pass without a copy."""
+    """Return whether all elements of a piece are finite.
+
+    Only the minimum and maximum are tested, since both are NaN if an element is NaN: one pass without a copy.
+    """
     numbers = parameter.as_strided(piece.box.shape, piece.strides, parameter.storage_offset() + piece.offset)
     return bool(torch.isfinite(torch.stack(numbers.aminmax())).all())
 
@@ -132,10 +139,11 @@ def export(
 ) -> None:
     """Export the model in all ranks' `parameters` to a Hugging Face folder. A collective.
 
-    `layouts` are all ranks'. Tensors are stored as `dtype`; all files but the weights are copied from the folder
-    `source`, config.json with the fields of `override` (`config.override`), but for `others`, texts by the names of
-    their files. A rank stages at most `bucket_bytes`, a file has at most `shard_bytes` unless one tensor is larger. The
-    folder is replaced atomically. Raises OSError if the disk is full.
+    `layouts` are the layouts of all ranks. `parameters` are this rank's shards, [local rows, ...] each. Tensors are
+    stored as `dtype`. All files except weights are copied from the folder `source`; config.json with the fields of
+    `override` changed (`config.override`). `others` maps names of further files to their texts, replacing copied ones.
+    A rank stages at most `bucket_bytes`. A file has at most `shard_bytes`, unless a single tensor is larger. The folder
+    is replaced atomically. Raises OSError if the disk is full.
     """
     files = pack_files(hf_tensors(model), dtype.itemsize, shard_bytes)
 
@@ -166,17 +174,19 @@ def write_folder(
     dtype: torch.dtype,
     bucket_bytes: int,
 ) -> None:
-    """Write `files` (name -> its tensors' shapes), each by one rank, from all ranks' `parameters`. A collective.
+    """Write `files` (name -> shapes of its tensors), each by one rank, from all ranks' `parameters`. A collective.
 
-    On rank 0, `write_others` adds the folder's other files. The folder is replaced atomically. Raises OSError if the
-    disk is full.
+    `parameters` are this rank's shards, [local rows, ...] each. On rank 0, `write_others` adds the folder's other
+    files. The folder is replaced atomically. Raises OSError if the disk is full.
     """
     folder = Path(folder)
+    # Written next to its final place, so that the last rename stays on one file system and is atomic.
     partial = folder.with_name(f".{folder.name}.partial")
     if rank == 0:
         shutil.rmtree(partial, ignore_errors=True)
         partial.mkdir(parents=True)
         write_others(partial)
+    # No rank may create its files before rank 0 has made the folder.
     _barrier()
     destinations: dict[str, Tensor] = {}
     written: list[list[Piece]] = [[] for _ in layouts]
@@ -189,6 +199,7 @@ def write_folder(
             destinations[file] = _create(partial / file, tensors, dtype)
     plan = make_plan(layouts, list(map(tuple, written)), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
     Transport(plan.for_rank(rank), parameters, destinations, dtype=dtype).reshard()
+    # All files must be complete before the rename, and the rename must be done before any rank returns.
     _barrier()
     if rank == 0:
         replace_folder(partial, folder)
@@ -198,7 +209,9 @@ def write_folder(
 def pack_files(
     tensors: Mapping[str, tuple[int, ...]], itemsize: int, shard_bytes: int
 ) -> dict[str, dict[str, tuple[int, ...]]]:
-    """Distribute tensors, in the model's order, over files of at most `shard_bytes`: file name -> its tensors."""
+    """Distribute tensors, in the model's order, over files of at most `shard_bytes`. Returns file name -> its
+    tensors.
+    """
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     filled = 0
     for name, shape in tensors.items():
@@ -214,7 +227,7 @@ def pack_files(
 
 
 def file_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
-    """The header of a safetensors file with these tensors in this order."""
+    """Return the header of a safetensors file with these tensors in this order."""
     codes = {dtype: code for code, dtype in DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
@@ -222,17 +235,21 @@ def file_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> b
         start, end = end, end + prod(shape) * dtype.itemsize
         header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The format pads the header so that the data begins at a multiple of 8 bytes.
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
 def _create(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Tensor:
-    """Create a safetensors file: its header written, its space reserved, its data mapped as one tensor for writing."""
+    """Create a safetensors file with its header, reserve its space, and return its data mapped as one tensor:
+    [elements].
+    """
     header = file_header({name: (dtype, shape) for name, shape in tensors.items()})
     with path.open("xb+") as file:
         file.write(header)
         file.flush()
-        # A full disk is an error here; found out later, while writing through the map, it would kill the process.
+        # Reserve the space now: a full disk raises OSError here. While writing through the map it would raise SIGBUS,
+        # which kills the process.
         os.posix_fallocate(file.fileno(), 0, len(header) + sum(map(prod, tensors.values())) * dtype.itemsize)
         return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=dtype, offset=len(header))
 
@@ -243,31 +260,35 @@ def changed_config(
     model: ModelShape | None = None,
     override: Mapping[str, Any] | None = None,
 ) -> bytes:
-    """The config.json at `path` with the exported dtype, in which transformers loads the weights.
+    """Return the config.json at `path` with the exported dtype, used by transformers to load the weights.
 
-    With `model`, the fields of its value head are added; those of `override` are changed (`config.override`).
+    With `model`, the fields of its value head are added. Fields of `override` are changed (`config.override`).
     """
     content = path.read_bytes()
     fields = json.loads(content)
+    # transformers 4 writes torch_dtype, transformers 5 writes dtype.
     name = "torch_dtype" if "torch_dtype" in fields else "dtype"
     changed = overridden(fields, override or {})
     if dtype is not None and name in fields:
         changed[name] = str(dtype).removeprefix("torch.")
     if model and model.has_value_head:
         changed |= value_head_fields(path.parent, model)
+    # An unchanged file keeps its bytes, so that its hash stays that of the source.
     if changed == fields:
         return content
     return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def index_text(files: Mapping[str, Iterable[str]], total_bytes: int) -> str:
-    """The index of several safetensors files: file of each tensor, bytes of all."""
+    """Return the index of several safetensors files: the file of each tensor, and the total bytes."""
     weight_map = {name: file for file, tensors in files.items() for name in tensors}
     return json.dumps({"metadata": {"total_size": total_bytes}, "weight_map": weight_map}, indent=2) + "\n"
 
 
 def replace_folder(partial: Path, folder: Path) -> None:
-    """Rename a complete folder to its name, in place of an older one."""
+    """Rename a complete folder to its final name, replacing an older one."""
+    # A folder with files cannot be renamed over, so the older one is moved away first. Its deletion is slow and comes
+    # last.
     replaced = folder.with_name(f".{folder.name}.replaced")
     shutil.rmtree(replaced, ignore_errors=True)
     if folder.exists():
@@ -277,5 +298,6 @@ def replace_folder(partial: Path, folder: Path) -> None:
 
 
 def _barrier() -> None:
+    """Wait for all ranks. Conversion and some tests run without a process group."""
     if dist.is_initialized():
         dist.barrier()

@@ -1,4 +1,4 @@
-"""The tensors of a model folder: file and dtype of each, read from the files' headers; no torch."""
+"""Tensors stored in a model folder: file and dtype of each, read from the files' headers. No torch."""
 
 from __future__ import annotations
 
@@ -12,29 +12,30 @@ from megarl.families.shape import ModelShape
 from megarl.files.model_folder import read_safetensors_header, weight_files
 
 CODES = ("F64", "F32", "F16", "BF16")
-"""Dtypes of safetensors files that can be trained."""
+"""Dtype codes of safetensors files accepted for training."""
 
+# Faults listed of each kind: a wrong config.json can cause one for every tensor.
 _NAMED = 5
 
 
 class Stored(NamedTuple):
-    """The file of a tensor and safetensors' code of its dtype."""
+    """The file of a tensor, and safetensors' code of its dtype."""
 
     path: Path
     code: str
 
 
 class Fault(NamedTuple):
-    """A fault of one tensor; `kind` is `extra`, `doubled`, `type`, `shape` or `missing`."""
+    """A fault of one tensor. `kind` is `extra`, `doubled`, `type`, `shape` or `missing`."""
 
     kind: str
     text: str
 
 
 def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Stored], list[Fault]]:
-    """The model's tensors in a folder's files, and faults of names, dtypes and shapes.
+    """Return the model's tensors found in a folder's files, and faults of their names, dtypes and shapes.
 
-    Raises DataError for a folder without safetensors and for a file that is cut short.
+    Raises DataError for a folder without safetensors and for a truncated file.
     """
     shapes = hf_tensors(model)
     found: dict[str, Stored] = {}
@@ -43,7 +44,8 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
         path = Path(folder) / file
         for name, (code, shape) in read_safetensors_header(path, expected).items():
             if name not in shapes:
-                # Old checkpoints store what is computed: rotary frequencies, and a tied head beside its embedding.
+                # Old checkpoints store redundant tensors: rotary frequencies (computed from config.json), and a tied
+                # head (equal to the embedding). Both are ignored.
                 is_tied_head = name == "lm_head.weight" and model.tie_word_embeddings
                 if not (name.endswith(".rotary_emb.inv_freq") or is_tied_head):
                     faults.append(Fault("extra", f"{path}: {name} has no place in a {model.family} model."))
@@ -66,9 +68,9 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
 
 
 def tensor_faults(folder: str | Path, model: ModelShape) -> Iterator[str]:
-    """Faults of a folder's tensors, a line each: of each kind the first few, and how many more there are.
+    """Yield the faults of a folder's tensors, one a line: the first few of each kind, and the number of others.
 
-    Raises DataError as `stored_tensors` does.
+    Raises DataError like `stored_tensors`.
     """
     by_kind: dict[str, list[str]] = defaultdict(list)
     for fault in stored_tensors(folder, model)[1]:

@@ -1,8 +1,9 @@
-"""Megatron-Core's distributed checkpoint (`torch_dist`) as a layout: global tensors in chunks, independent of tp, pp.
+"""Megatron-Core's distributed checkpoint (`torch_dist`) as a layout: global tensors in chunks, independent of tp and
+pp.
 
 A parameter of all layers (and experts) is one tensor under one key, with the layer (and expert) as leading dimensions.
-Its chunks are in `.distcp` files, each as torch.save wrote it; `.metadata` lists their places. A conversion writes the
-chunks that the ranks of a layout would have, so that each rank of it reads one file.
+Its chunks are in `.distcp` files, each in the format of torch.save. `.metadata` lists their places. A conversion writes
+the chunks that the ranks of a layout would write. So each rank of this layout later reads one file.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """A box of a global tensor. `pieces`, in a contiguous storage "slab", are all of it but vocabulary padding.
+    """A box of a global tensor, stored under each of `keys`.
 
-    It is stored under each of `keys`; `offset` and `shape` include the leading layer and expert; `rank` is the trainer
-    rank that has it.
+    `pieces`, in a contiguous storage "slab", cover the box except vocabulary padding. `offset` and `shape` include the
+    leading layer and expert. `rank` is the trainer rank with this box.
     """
 
     keys: tuple[str, ...]
@@ -58,7 +59,9 @@ class StoredShard:
 
 @dataclass(frozen=True, slots=True)
 class Parameter:
-    """A Megatron parameter of one layer (and expert), at index `leading` of the leading dimensions `leading_shape`."""
+    """A Megatron parameter of one layer (and expert). `leading` is its index in the leading dimensions
+    `leading_shape`.
+    """
 
     rule: Rule
     leading: tuple[int, ...]
@@ -66,23 +69,26 @@ class Parameter:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """The key in Transformer Engine's spec, and the local spec's where it differs."""
+        """Return the key in Transformer Engine's spec, and the local spec's key if it differs."""
         rule = self.rule
         name = rule.parameter if rule.is_expert else rule.transformer_engine or rule.parameter
         key = name.replace("{layer}.", "").replace(".local_experts.{expert}.", ".experts.")
         if key == "decoder.layers.pre_mlp_layernorm.weight":
-            # The local spec renames the norm before a router as if it were fused; Transformer Engine's does not.
+            # Megatron-Core 0.16.1: the local spec renames the norm before a router as if it were fused into linear_fc1.
+            # Transformer Engine's spec does not.
             return key, "decoder.layers.mlp.linear_fc1.layer_norm_weight"
         return (key,)
 
     def shape(self, padded_vocab: int) -> tuple[int, ...]:
-        """The shape of the parameter over all tensor-parallel ranks."""
+        """Return the shape of the parameter over all tensor-parallel ranks."""
         shape, dim = list(self.rule.tensors[0][1]), self.rule.dim or 0
         shape[dim] = padded_vocab if self.rule.padded else sum(s.stop - s.start for b in self.rule.blocks for s in b)
         return tuple(shape)
 
     def pieces(self, box: Box, storage: str) -> Iterator[Piece]:
-        """The pieces, in Hugging Face's coordinates, of a contiguous storage with `box`, a part of the parameter."""
+        """Yield the pieces, in Hugging Face's coordinates, of a contiguous storage with `box`, a part of the
+        parameter.
+        """
         dim = self.rule.dim or 0
         strides = contiguous_strides(box.shape)
         names = dict(zip(("layer", "expert"), self.leading, strict=False))
@@ -91,6 +97,7 @@ class Parameter:
             low = max(box.start[dim], position)
             high = min(box.stop[dim], position + segment.stop - segment.start)
             if low < high:
+                # From the parameter's coordinates to the Hugging Face tensor's, along the split dimension.
                 shift = segment.start - position
                 start = (*box.start[:dim], low + shift, *box.start[dim + 1 :])
                 stop = (*box.stop[:dim], high + shift, *box.stop[dim + 1 :])
@@ -100,7 +107,7 @@ class Parameter:
 
 
 def parameters(model: ModelShape) -> Iterator[Parameter]:
-    """All parameters in the order of the model. A tied output layer is stored once, as the embedding."""
+    """Yield all parameters in the order of the model. A tied output layer is stored once, as the embedding."""
     rules = [rule for rule in rules_of(model) if rule.place != "last_of_several_stages"]
     yield from (Parameter(rule, (), ()) for rule in rules if rule.place == "first_stage")
     for layer in range(model.num_layers):
@@ -114,10 +121,10 @@ def parameters(model: ModelShape) -> Iterator[Parameter]:
 def split(
     model: ModelShape, parallel: ParallelConfig, dtypes: Mapping[str, torch.dtype], chunk_bytes: int
 ) -> Iterator[StoredShard]:
-    """The chunks of a layout's ranks, none larger than `chunk_bytes` unless it is one row.
+    """Yield the chunks of a layout's ranks. None is larger than `chunk_bytes`, unless it is a single row.
 
-    `dtypes` are by Hugging Face tensor. Raises ConfigError if a parallel size does not divide the model, DataError if
-    tensors that are fused have different dtypes.
+    `dtypes` are by Hugging Face tensor. Raises ConfigError if a parallel size does not divide the model. Raises
+    DataError if tensors fused into one parameter have different dtypes.
     """
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
     layouts = MegatronLayouts(model, parallel, padded)
@@ -128,9 +135,12 @@ def split(
             name = piece.box.name
             dtype = stored_as.setdefault(parameter.keys, dtypes[name])
             if dtypes[name] != dtype:
-                raise DataError(f"{name} is {dtypes[name]}, other parts of {parameter.keys[0]} are {dtype}; cast them.")
+                raise DataError(
+                    f"{name} is {dtypes[name]}, other parts of {parameter.keys[0]} are {dtype}; cast them with --dtype."
+                )
         dtype = stored_as[parameter.keys]
         where = layouts.chunk(parameter.leading[0]) if parameter.leading else layouts.chunks_of(rule)[0]
+        # Expert parallelism gives each rank an equal, contiguous range of experts.
         ep = parameter.leading[1] * parallel.ep // model.num_experts if rule.is_expert else 0
         for part, box in _boxes(rule, shape, layouts, chunk_bytes // dtype.itemsize):
             ones = (1,) * len(parameter.leading)
@@ -146,7 +156,9 @@ def split(
 
 
 def _boxes(rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, limit: int) -> Iterator[tuple[int, Box]]:
-    """Tensor-parallel ranks with their boxes: equal parts of each block, in slices of at most `limit` elements."""
+    """Yield tensor-parallel ranks with their boxes: equal parts of each block, in slices of at most `limit`
+    elements.
+    """
     dim, base = rule.dim or 0, 0
     for length in layouts.cut(rule):
         for rank in range(layouts.splits(rule)):
@@ -159,9 +171,11 @@ def _boxes(rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, limit: 
 
 
 def extra_states(model: ModelShape) -> Iterator[str]:
-    """Keys of the extra states that linear layers expect beside their weights, each `[None]`."""
+    """Yield the keys of the extra states required by Megatron-Core's linear layers, each stored as `[None]`."""
     for parameter in parameters(model):
         module, _, kind = parameter.keys[0].rpartition(".")
+        # Linear layers of Megatron-Core 0.16.1 save an extra state with each weight (Transformer Engine: the FP8 state)
+        # and look for it when loading.
         if kind == "weight" and re.search(r"linear_(qkv|proj|fc1|fc2)$", module):
             place, of = (".".join(map(str, numbers)) for numbers in (parameter.leading, parameter.leading_shape))
             yield f"{module}._extra_state/shard_{place}_{of}"
@@ -177,7 +191,7 @@ class Stored:
 
 
 def metadata_bytes(chunks: Sequence[tuple[StoredShard, Stored]], objects: Mapping[str, Stored]) -> bytes:
-    """The contents of `.metadata`."""
+    """Return the contents of `.metadata`."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for chunk, stored in chunks:
@@ -190,11 +204,12 @@ def metadata_bytes(chunks: Sequence[tuple[StoredShard, Stored]], objects: Mappin
     for key, stored in objects.items():
         tensors[key] = BytesStorageMetadata()
         storage[MetadataIndex(key)] = _StorageInfo(stored.file, stored.start, stored.length)
+    # A fixed protocol, because the default depends on the Python version.
     return pickle.dumps(Metadata(tensors, None, storage, StorageMeta(), CURRENT_DCP_VERSION), protocol=4)
 
 
 def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
-    """The contents of `common.pt`, which Megatron-LM's `--load` and `--use-checkpoint-args` read."""
+    """Return the contents of `common.pt`, read by Megatron-LM's options `--load` and `--use-checkpoint-args`."""
     arguments = Namespace(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
@@ -202,6 +217,7 @@ def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
         expert_tensor_parallel_size=parallel.etp,
         world_size=parallel.world_size,
         data_parallel_size=parallel.dp,
+        # The checkpoint has weights only; Megatron-LM must not look for an optimizer or random states.
         no_save_optim=True,
         no_save_rng=True,
         num_layers=model.num_layers,

@@ -1,7 +1,7 @@
-"""A reader of `torch_dist` checkpoints from any Megatron that runs no code of theirs.
+"""A reader of `torch_dist` checkpoints written by any Megatron, without running code from them.
 
-`.metadata` is a pickle; its unpickler allows a short list of plain records and refuses all else. Chunks are read with
-`weights_only`.
+`.metadata` is a pickle. Its unpickler allows a short list of plain records and refuses everything else. Chunks are read
+with `weights_only`.
 """
 
 from __future__ import annotations
@@ -44,19 +44,19 @@ _ALLOWED = {
     }.items()
     for name in names.split()
 } | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
-"""The classes that a `.metadata` file may name beside torch's dtypes: plain records without behaviour."""
+"""The classes allowed in a `.metadata` file, in addition to torch's dtypes: plain records without behaviour."""
 
 
 _SECONDS, _BYTES_PER_SECOND = 10, 1_000_000
 _MEMORY = 1 << 30
-"""Limits of reading `.metadata`: seconds and bytes of memory, to which more is added for its size."""
+"""Limits of reading `.metadata`: seconds (plus 1 for each MB) and bytes of memory (plus 64 for each byte)."""
 
 
 class CheckpointReader:
     """A `torch_dist` checkpoint of a given model, in Hugging Face's coordinates.
 
-    `pieces` and `dtypes` are by Hugging Face tensor; `storage` memory-maps the chunk that a piece names. Raises
-    DataError naming the file for anything missing, cut short or not of this model.
+    `pieces` and `dtypes` are by Hugging Face tensor. Raises DataError naming the file for anything missing, truncated,
+    or of another model.
     """
 
     def __init__(self, folder: Path, model: ModelShape) -> None:
@@ -75,18 +75,21 @@ class CheckpointReader:
                 raise DataError(f"{folder / METADATA}: the checkpoint does not hold all of {name}. {_AGAIN}")
 
     def storage(self, name: str) -> Tensor:
+        """Return the elements of a chunk named by a piece, memory-mapped: [elements]."""
         place, shape, dtype = self._chunks[name]
         if name not in self._starts:
             self._starts[name] = place.start + self._locate(place, shape, dtype)
         path = self.folder / place.file
         if path not in self._maps:
             with path.open("rb") as file:
+                # Copy-on-write, because torch.frombuffer warns about read-only memory. Nothing is written.
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return torch.frombuffer(self._maps[path], dtype=dtype, count=prod(shape), offset=self._starts[name])
 
     def release(self) -> None:
-        """Unmap the files."""
+        """Free the memory of the mapped pages. The files stay mapped."""
         for mapped in self._maps.values():
+            # A map cannot be closed while tensors use it, but its pages can be dropped.
             mapped.madvise(mmap.MADV_DONTNEED)
 
     def _add(self, parameter: Parameter, stored: _Metadata) -> None:
@@ -97,6 +100,7 @@ class CheckpointReader:
             parameter.rule.padded and expected[0] < parameter.rule.tensors[0][1][0]
         ):
             raise DataError(f"{self.folder / METADATA}: {key} is {tensor.shape}, which does not fit config.json.")
+        # Missing chunks are found at the end, by the number of elements covered.
         for offset, shape, place in tensor.chunks.get(leading, ()):
             name = f"{key} {leading}{offset}"
             box = Box("", offset, tuple(a + n for a, n in zip(offset, shape, strict=True)))
@@ -106,9 +110,12 @@ class CheckpointReader:
                 self.dtypes[piece.box.name] = tensor.dtype
 
     def _locate(self, place: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """The offset of a chunk's elements in its file, in bytes; torch reads all but them."""
+        """Return the offset in bytes of a chunk's elements in its stored item. Only the pickle around the elements is
+        read.
+        """
         path = self.folder / place.file
         try:
+            # A fake tensor records the offset of its elements instead of reading them (torch 2.13).
             with path.open("rb") as file, FakeTensorMode():
                 view: Any = _create_file_view(file, place.start, place.length)
                 tensor = torch.load(view, map_location="cpu", weights_only=True)
@@ -127,7 +134,7 @@ _AGAIN = "Copy or convert the checkpoint again."
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """A global tensor of `.metadata`; `chunks`: leading indices -> offset, shape and place of each chunk there."""
+    """A global tensor of `.metadata`. `chunks` maps leading indices to offset, shape and place of each chunk."""
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -135,13 +142,14 @@ class _StoredTensor:
 
 
 def _check_backend(folder: Path) -> None:
+    """Raise DataError for a folder in another format than `torch_dist`."""
     path = folder / BACKEND
     try:
         backend = json.loads(path.read_text(encoding="utf-8"))["sharded_backend"]
     except FileNotFoundError:
         pickled = next(iter(sorted(folder.rglob("*.pt"))), folder)
         raise DataError(
-            f"{pickled}: not a torch_dist checkpoint ({path} is not there). Save with torch_dist."
+            f"{pickled}: not a torch_dist checkpoint ({path} is missing). Save it with --ckpt-format torch_dist."
         ) from None
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise DataError(f"{path}: cannot be read ({error}). {_AGAIN}") from None
@@ -150,6 +158,8 @@ def _check_backend(folder: Path) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
+    """An unpickler for `_ALLOWED` and torch's dtypes only, because other classes can run code."""
+
     def find_class(self, module_name: str, global_name: str) -> Any:
         if (module_name, global_name) in _ALLOWED:
             return super().find_class(module_name, global_name)
@@ -163,9 +173,10 @@ def _loads(content: bytes) -> Metadata:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """The contents of a `.metadata` file, whose pickle may name plain records only. Raises DataError, StorageError.
+    """Return the contents of a `.metadata` file. Its pickle may contain plain records only. Raises DataError,
+    StorageError.
 
-    A few bytes of pickle can take endless work, so it is first read in a process that can be killed.
+    A few bytes of pickle can take endless work. So it is first read in a child process with limits of time and memory.
     """
     with storage_faults_named(path):
         content = path.read_bytes() if path.exists() else None
@@ -183,10 +194,11 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def check_harmless(folder: Path) -> None:
-    """Read all that Megatron's own loader would unpickle, with `weights_only`; that loader may then be used.
+    """Read with `weights_only` everything that Megatron's own loader would unpickle. After that its loader is safe to
+    use.
 
-    Raises DataError naming the file that holds anything but numbers, texts and tensors, StorageError for one that
-    cannot be read.
+    Raises DataError naming the file with anything except numbers, texts and tensors. Raises StorageError for an
+    unreadable file.
     """
     metadata, path = read_metadata(folder / METADATA), folder / COMMON
     try:
@@ -194,12 +206,13 @@ def check_harmless(folder: Path) -> None:
         for index, place in metadata.storage_data.items():
             path = folder / place.relative_path
             if path.parent != folder or place.transform_descriptors or place.offset < 0:
-                raise ValueError("it is no plain file of this folder")
+                raise ValueError("it is not a plain file of this folder")
             if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
                 with path.open("rb") as file:
                     file.seek(place.offset)
                     torch.load(io.BytesIO(file.read(place.length)), map_location="cpu", weights_only=True)
-    except Exception as error:  # As above.
+    except Exception as error:  # A damaged pickle can raise anything.
+        # A missing file is a damaged checkpoint. Other system errors come from the storage.
         if isinstance(error, OSError) and error.errno not in (None, errno.ENOENT):
             with storage_faults_named(path):
                 raise
@@ -221,7 +234,7 @@ class _Metadata:
             raise DataError(f"{self._path}: cannot be read ({error}). {_AGAIN}") from None
 
     def find(self, parameter: Parameter) -> tuple[str, tuple[int, ...]]:
-        """A parameter's key and its leading indices; some checkpoints have the layer in the key instead."""
+        """Return a parameter's key and its leading indices. Some checkpoints have the layer in the key instead."""
         for key in parameter.keys:
             if key in self._records:
                 return key, parameter.leading
@@ -233,28 +246,35 @@ class _Metadata:
         raise DataError(f"{self._path}: lacks {parameter.keys[0]}. {_AGAIN}")
 
     def tensor(self, key: str, depth: int) -> _StoredTensor:
-        """The tensor of a key; its first `depth` dimensions are leading ones, which no chunk spans."""
+        """Return the tensor of a key. Its first `depth` dimensions are leading ones; no chunk spans several of their
+        indices.
+        """
         if key not in self._tensors:
             try:
                 self._tensors[key] = self._read(key, depth)
             except (AttributeError, KeyError, TypeError, ValueError) as error:
-                raise DataError(f"{self._path}: what it says of {key} cannot be used ({error}). {_AGAIN}") from None
+                raise DataError(f"{self._path}: the entry of {key} is not valid ({error}). {_AGAIN}") from None
         return self._tensors[key]
 
     def _read(self, key: str, depth: int) -> _StoredTensor:
         record = self._records[key]
         if not isinstance(record, TensorStorageMetadata):
-            raise DataError(f"{self._path}: {key} is no tensor. {_AGAIN}")
+            raise DataError(f"{self._path}: {key} is not a tensor. {_AGAIN}")
         chunks = defaultdict(list)
         for chunk in record.chunks:
             offset, shape = tuple(chunk.offsets), tuple(chunk.sizes)
             info = self._places[MetadataIndex(key, offset)]
+            # A downloaded checkpoint must not make megarl read files elsewhere.
             if Path(info.relative_path).name != info.relative_path:
                 raise DataError(
-                    f"{self._path}: {key} is said to be in {info.relative_path!r}, which is no file of this folder."
+                    f"{self._path}: {key} is said to be in {info.relative_path!r}, not a file of this folder. Copy "
+                    "or convert the checkpoint again."
                 )
             if info.transform_descriptors or shape[:depth] != (1,) * depth:
-                raise DataError(f"{self._path}: {key} is compressed or spans layers, which is not supported.")
+                raise DataError(
+                    f"{self._path}: {key} is compressed or spans layers. Save it again without compression, one layer "
+                    "a chunk."
+                )
             path, end = self._path.with_name(info.relative_path), info.offset + info.length
             if self._size(path) < end:
                 raise DataError(f"{path}: {self._size(path)} bytes, cut short: {key} ends at byte {end}. {_AGAIN}")
@@ -263,6 +283,7 @@ class _Metadata:
         return _StoredTensor(tuple(record.size), record.properties.dtype, chunks)
 
     def _size(self, path: Path) -> int:
+        """Return a file's size in bytes, cached: a file has thousands of chunks."""
         if path.name not in self._sizes:
             if not path.is_file():
                 raise DataError(f"{path}: not found. {_AGAIN}")

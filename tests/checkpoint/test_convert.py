@@ -52,7 +52,7 @@ def test_of_a_run_the_newest_checkpoint_is_taken(tmp_path: Path) -> None:
         assert convert.find_checkpoint(named) == home / "step_000010"
     to_hf(home, tmp_path / "hf", hf=source)
     assert_equal_bits(tensors_of(source), tensors_of(tmp_path / "hf"))
-    with pytest.raises(ConfigError, match="step_000003: is not there; checkpoints are step_000010, step_000002"):
+    with pytest.raises(ConfigError, match=r"step_000003: not found; .* step_000010, step_000002"):
         convert.find_checkpoint(home / "step_000003")
     (tmp_path / "other/checkpoints").mkdir(parents=True)
     with pytest.raises(ConfigError, match="other/checkpoints: has no checkpoint"):

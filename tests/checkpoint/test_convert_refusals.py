@@ -171,7 +171,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, tiny_model: Callab
         to_megatron(moe_folder(tmp_path / "moe"), tmp_path / "new", ep=3)
     (tmp_path / "full").mkdir()
     (tmp_path / "full" / "precious").touch()
-    with pytest.raises(ConfigError, match="full: is there already"):
+    with pytest.raises(ConfigError, match="full: exists already"):
         to_megatron(dense, tmp_path / "full")
     to_megatron(dense, tmp_path / "megatron")
     with pytest.raises(ConfigError, match="megatron: has no folder hf"):
@@ -211,5 +211,5 @@ def test_verification_names_the_tensor(tmp_path: Path) -> None:
     tensors = load_file(file)
     tensors[name].view(torch.int32)[-1, -1] ^= 1
     save_file(tensors, file)
-    with pytest.raises(DataError, match=f"changed: {name} is not what was read"):
+    with pytest.raises(DataError, match=f"changed: {name} differs from its source"):
         verify_copy(FolderReader(source, model), FolderReader(changed, model), model, changed)

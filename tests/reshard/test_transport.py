@@ -130,7 +130,7 @@ def test_a_weight_that_is_not_finite_is_named(tmp_path: Path, tensor: str, numbe
     weights[tensor].view(-1)[-1] = number
     save_file(weights, file)
     layouts, parameters, rank = shards_of(model, ParallelConfig(1, 1, 1, 1), torch.float32)
-    with pytest.raises(DataError, match=f"{file}: {tensor} holds numbers that are not finite"):
+    with pytest.raises(DataError, match=f"{file}: {tensor} has values that are not finite"):
         load(source, layouts[rank], parameters)
 
 
@@ -309,7 +309,7 @@ def test_folder_must_be_the_model(
         pytest.param(lambda f: (f / "b.safetensors").write_bytes(b"short"), "b.safetensors: cut short", id="truncated"),
         pytest.param(
             lambda f: (f / "model.safetensors.index.json").write_text('{"weight_map": {"t": "../a.safetensors"}}'),
-            "no file of this folder",
+            "not a file of this folder",
             id="outside",
         ),
         pytest.param(
