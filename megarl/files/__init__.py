@@ -1,4 +1,5 @@
-"""Files: written whole or not at all (`atomic`), JSON read strictly (`strict_json`), model folders (`model_folder`).
+"""Files: atomic writes (`atomic`), strict JSON (`strict_json`), model folders (`model_folder`), the Hub's cache
+(`hub`).
 
-Names that a user wrote: import paths (`import_path`), the nearest known name to one that is not known (`nearest`).
+Names written by users: import paths (`import_path`), and the nearest known name to an unknown one (`nearest`).
 """

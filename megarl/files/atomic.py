@@ -1,4 +1,4 @@
-"""Atomic writes of a run's files, and errors of the file system below them, named by path."""
+"""Atomic writes of a run's files, and storage errors that name the path."""
 
 from __future__ import annotations
 
@@ -10,21 +10,20 @@ from pathlib import Path
 
 from megarl.types import ConfigError, DiskFullError, EndedError, StoppedError, StorageError
 
-_MAKE_ROOM = (
-    "Make room, or choose another disk with runs_folder=FOLDER; fewer checkpoints are kept with checkpoint.keep."
-)
+_MAKE_ROOM = "Make room, choose another disk with runs_folder=FOLDER, or retain fewer checkpoints with checkpoint.keep."
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FAILED = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM)
-"""Faults of the storage only below the run folder: elsewhere a user's own file may be denied."""
+"""Error numbers of denied access. Storage faults only inside the run folder: elsewhere, access to a user's own file may
+be denied."""
 
 
 @contextmanager
 def storage_faults_named(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into StorageError, a full disk into DiskFullError; both name the path.
+    """Turn an OSError of the block into StorageError, or DiskFullError for a full disk. Both name the path.
 
-    `path` is named where the error itself names no file. Only file operations belong in the block: a lost connection
-    is an OSError too.
+    `path` is named if the error itself names no file. Put only file operations in the block: a lost connection is an
+    OSError too.
     """
     try:
         yield
@@ -47,22 +46,24 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """As `replace_text`, of bytes."""
+    """Replace a file like `replace_text`, with bytes."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
             file.write(content)
             file.flush()
+            # Before the rename: otherwise a power failure could leave the new name with empty contents.
             os.fsync(file.fileno())
         partial.replace(path)
     except OSError:
         partial.unlink(missing_ok=True)
         raise
+    # The rename itself is durable only after an fsync of the folder.
     sync(path.parent)
 
 
 def sync(path: Path) -> None:
-    """fsync a file, or a folder's list of names. Raises OSError."""
+    """Flush a file, or a folder's list of names, to disk (fsync). Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -71,7 +72,7 @@ def sync(path: Path) -> None:
 
 
 def disk_full(error: BaseException) -> DiskFullError | None:
-    """A DiskFullError, if a full disk is among the causes of an error; else None."""
+    """Return a DiskFullError if a full disk is among the causes of an error, else None."""
     if (cause := _os_error(error, _FULL)) is None:
         return None
     where = f"{cause.filename}: " if cause.filename else ""
@@ -79,7 +80,7 @@ def disk_full(error: BaseException) -> DiskFullError | None:
 
 
 def storage_error(folder: Path, error: BaseException) -> StorageError | None:
-    """A StorageError, if a fault of the run folder or of its disk is among the causes of an error; else None."""
+    """Return a StorageError if the run folder or its disk is among the causes of an error, else None."""
     if isinstance(error, StorageError):
         return error
     if not isinstance(error, Exception) or isinstance(error, ConfigError | StoppedError | EndedError):
@@ -103,7 +104,7 @@ def storage_error(folder: Path, error: BaseException) -> StorageError | None:
 
 
 def _is_below(folder: Path, name: object) -> bool:
-    """Return whether `name`, of an OSError, is a path in `folder` or the folder itself."""
+    """Return whether `name`, from an OSError, is the folder or a path inside it."""
     if not isinstance(name, str | bytes | os.PathLike):
         return False
     return Path(os.path.abspath(os.fsdecode(name))).is_relative_to(folder.absolute())
@@ -111,7 +112,7 @@ def _is_below(folder: Path, name: object) -> bool:
 
 @contextmanager
 def disk_full_named(folder: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn an error caused by a full disk into DiskFullError; `num_bytes` is the size of the write, if known."""
+    """Turn an error caused by a full disk into DiskFullError. `num_bytes` is the size of the write, if known."""
     try:
         yield
     except Exception as error:
@@ -121,7 +122,8 @@ def disk_full_named(folder: Path, num_bytes: int | None = None) -> Iterator[None
 
 
 def append_whole(path: Path, data: bytes) -> None:
-    """Append data to a file, all of it or none. Raises OSError."""
+    """Append data to a file completely or not at all. Raises OSError."""
+    # Unbuffered, so that an error appears in this call, not when the file is closed.
     with path.open("ab", buffering=0) as file:
         size = os.fstat(file.fileno()).st_size
         rest = memoryview(data)
@@ -134,7 +136,7 @@ def append_whole(path: Path, data: bytes) -> None:
 
 
 def check_space(folder: Path, num_bytes: int) -> None:
-    """Raise DiskFullError if the folder's file system has not so many bytes free."""
+    """Raise DiskFullError if the folder's file system has fewer than `num_bytes` free."""
     if num_bytes > _free_bytes(folder):
         raise _no_room(folder, num_bytes)
 
@@ -147,6 +149,7 @@ def _no_room(folder: Path, num_bytes: int | None) -> DiskFullError:
 
 
 def _free_bytes(folder: Path) -> int:
+    # A run folder may not exist yet; its nearest existing parent is on the same disk.
     while not folder.exists():
         folder = folder.parent
     status = os.statvfs(folder)
@@ -154,7 +157,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _os_error(error: BaseException, numbers: tuple[int, ...]) -> OSError | None:
-    """The first error with one of these numbers among an error and its causes."""
+    """Return the first OSError with one of these numbers among an error and its causes, or None."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in numbers:

@@ -1,4 +1,4 @@
-"""Models and data sets of the Hugging Face Hub in its cache on this machine. Nothing is downloaded here."""
+"""Models and data sets of the Hugging Face Hub in this machine's cache. Nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(text: str) -> bool:
-    """Whether a text has the form of a name on the Hub, OWNER/NAME; not whether there is one."""
+    """Return whether a text has the form OWNER/NAME of a name on the Hub. The name need not exist."""
     return _NAME.fullmatch(text) is not None and ".." not in text
 
 
 @lru_cache(maxsize=64)
 def cached_folder(name: str, kind: Kind) -> Path | None:
-    """The folder of a model or data set in the Hub's cache, of its main revision; None where it is not there."""
+    """Return the folder of a model or data set in the Hub's cache (main revision), or None if it is not cached."""
     if not is_hub_name(name):
         return None
+    # Imported here, because huggingface_hub loads slowly and most runs have local folders.
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
@@ -32,5 +33,5 @@ def cached_folder(name: str, kind: Kind) -> Path | None:
 
 
 def download_command(name: str, kind: Kind) -> str:
-    """The command that brings a model or data set into the cache."""
+    """Return the command that downloads a model or data set into the cache."""
     return f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")

@@ -1,4 +1,4 @@
-"""Objects that a recipe names: a member of a table, or the user's own at an import path.
+"""Objects named in a recipe: an entry of a table, or the user's own object at an import path.
 
 An import path is `package.module:name` or `path/to/file.py:name`.
 """
@@ -22,7 +22,7 @@ Kind = Literal["function", "class"]
 
 
 def is_import_path(name: str, *, takes_files: bool = True) -> bool:
-    """Whether a name has one of the two forms; not whether the object exists."""
+    """Return whether a name has one of the two forms. The object need not exist."""
     source, colon, attribute = name.rpartition(":")
     if not colon or not attribute.isidentifier():
         return False
@@ -33,17 +33,17 @@ def is_import_path(name: str, *, takes_files: bool = True) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices of a recipe's field: the keys of a table of import paths, or an import path."""
+    """The choices of a recipe field: the keys of a table of import paths, or a user's import path."""
 
     field: str
     noun: str
-    """The kind of object in error messages: a reward, a tracker."""
+    """The kind of object, for error messages: a reward, a tracker."""
     kind: Kind
     table: Mapping[str, str]
     takes_files: bool = True
 
     def locate(self, name: str) -> str:
-        """The import path that a name stands for; imports nothing. Raises ConfigError if it stands for none."""
+        """Return the import path of a name, without importing it. Raises ConfigError for an unknown name."""
         path = self.table.get(name, name)
         if is_import_path(path, takes_files=self.takes_files):
             return path
@@ -56,25 +56,27 @@ class Choices:
         )
 
     def load(self, name: str) -> Callable[..., Any]:
-        """The function or class of that name; errors as of `locate` and `import_object`."""
+        """Return the function or class of this name. Raises the errors of `locate` and `import_object`."""
         return import_object(self.locate(name), self.field, self.kind)
 
 
 def function_of(name: str, table: Mapping[str, Callable[..., Any]], field: str) -> Callable[..., Any]:
-    """The function of that name in a table of functions, or else the user's own; errors as of `import_object`."""
+    """Return the function of this name in a table of functions, or the user's own. Raises the errors of
+    `import_object`.
+    """
     return table[name] if name in table else import_object(name, field)
 
 
 def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..., Any]:
-    """The function or class at an import path; runs its module, once in a process.
+    """Return the function or class at an import path. Its module runs once in a process.
 
-    A file's path is relative to the current folder. Raises ConfigError, which begins with the `field` that names it, if
-    the module cannot be imported or has no such object.
+    A file's path is relative to the current folder. Raises ConfigError if the module cannot be imported or lacks the
+    object. The error begins with `field`, the recipe field with the path.
     """
     source, _, attribute = path.rpartition(":")
     try:
         module = _module_of_file(Path(source)) if source.endswith(".py") else importlib.import_module(source)
-    except Exception as error:  # a module of the recipe's author: it may raise anything
+    except Exception as error:  # The module is the user's own code: it may raise anything.
         cause = f"{type(error).__name__}: {error}"
         raise ConfigError(f"{field}: {path!r}: cannot import {source}: {cause}") from error
     found = getattr(module, attribute, None)
@@ -86,7 +88,7 @@ def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """The module of a Python file, under a name that no other file has."""
+    """Return the module of a Python file, under a name unique to its absolute path."""
     absolute = path.resolve()
     if not absolute.is_file():
         raise FileNotFoundError(f"no such file: {absolute}")
@@ -96,11 +98,12 @@ def _module_of_file(path: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(name, absolute)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses of the module look their annotations up here.
+    # Registered before it runs: dataclasses look up the module's annotations in sys.modules.
     sys.modules[name] = module
     try:
         spec.loader.exec_module(module)
     except BaseException:
+        # A later import must run the module again instead of finding it half initialised.
         del sys.modules[name]
         raise
     return module

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model folder and checks that they are complete. Reads headers, never weights."""
+"""The files of a Hugging Face model folder, and checks of their completeness. Reads headers, never weights."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ SINGLE = "model.safetensors"
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf")
-"""Endings of weight files, in any format."""
+"""File extensions of weights in any format."""
 
 
 def check_model_folder(folder: str | Path) -> list[str]:
-    """Faults of a folder's weights and tokenizer, a line each; those of config.json: `families.shape`."""
+    """Return the faults of a folder's weights and tokenizer, one a line. config.json is checked by `families.shape`."""
     folder = Path(folder)
     if not folder.is_dir():
         return [missing_folder(folder)]
@@ -47,26 +47,27 @@ def check_model_folder(folder: str | Path) -> list[str]:
 
 
 def found_folder(path: str) -> str:
-    """The folder of a model: the path, or for a name on the Hub (OWNER/NAME) that is no folder its place in the cache.
+    """Return the folder of a model: an existing path, or the cached folder of a name on the Hub (OWNER/NAME).
 
-    A path that is neither comes back as it is.
+    A path that is neither is returned unchanged.
     """
+    # A local folder comes first: OWNER/NAME is a relative path too.
     if Path(path).exists() or (cached := cached_folder(path, "model")) is None:
         return path
     return str(cached)
 
 
 _EXPORTED = re.compile(r"hf(_best|_step_\d+)?")
-"""Names of the folders to which a run exports its model."""
+"""Names of the folders for a run's exported models."""
 
 HUB_OWNERS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
-"""Owners on the Hugging Face Hub by the prefix of their models' names."""
+"""Owners on the Hugging Face Hub, by the prefix of their models' names."""
 
 
 def missing_folder(folder: Path, file: str = "") -> str:
     """Return the error message for a missing model folder: how to make it, or the command that downloads it.
 
-    With a `file` the command downloads that file alone. The Hub's name stands in it where it is known.
+    With `file`, the command downloads only this file. The command has the Hub's name if it is known.
     """
     if _EXPORTED.fullmatch(folder.name) and (run := folder.parent).name:
         is_there = (run / "config.yaml").is_file()
@@ -74,6 +75,7 @@ def missing_folder(folder: Path, file: str = "") -> str:
         return f"{folder}: model folder not found. The run {run.name} exports it at its end: {remedy}"
     name = folder.name or "NAME"
     owner = next((HUB_OWNERS[start] for start in HUB_OWNERS if name.lower().startswith(start)), None)
+    # A path of two parts may be a name on the Hub already.
     known = f"{owner}/{name}" if owner else str(folder) if len(folder.parts) == 2 else f"OWNER/{name}"
     wanted = f"{known} {file}".strip()
     enough = f"{file} is enough here, and" if file else "It"
@@ -85,16 +87,18 @@ def missing_folder(folder: Path, file: str = "") -> str:
 
 
 def weight_files(folder: str | Path) -> dict[str, set[str]]:
-    """The safetensors files of a model folder, each with the tensors that the index lists in it (none without index).
+    """Return the safetensors files of a model folder, each with its tensors by the index (an empty set without an
+    index).
 
-    Raises DataError for a folder without safetensors, and for an index that is broken or names a file elsewhere.
+    Raises DataError for a folder without safetensors. Raises DataError for an index that is invalid or names a file
+    outside the folder.
     """
     folder = Path(folder)
     if not (folder / INDEX).exists():
         if not (folder / SINGLE).exists():
             others = sorted(path for kind in ("bin", "pt", "pth", "ckpt", "pkl") for path in folder.glob(f"*.{kind}"))
             raise DataError(
-                f"{others[0] if others else folder}: neither {SINGLE} nor {INDEX} beside it. Weights are read from "
+                f"{others[0] if others else folder}: neither {SINGLE} nor {INDEX} found. Weights are read from "
                 "safetensors only; convert others with transformers' save_pretrained."
             )
         return {SINGLE: set()}
@@ -103,19 +107,25 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
     if not isinstance(weight_map, Mapping) or not weight_map:
         raise DataError(f"{folder / INDEX}: has no weight_map. {_COPY_AGAIN}")
     for tensor, shard in weight_map.items():
+        # A downloaded index must not make megarl read files elsewhere.
         if not isinstance(shard, str) or shard in ("", ".", "..") or Path(shard).name != shard:
-            raise DataError(f"{folder / INDEX}: {tensor} is said to be in {shard!r}, which is no file of this folder.")
+            raise DataError(
+                f"{folder / INDEX}: {tensor} is said to be in {shard!r}, not a file of this folder. Copy or "
+                "download the file again."
+            )
         files.setdefault(shard, set()).add(tensor)
     return files
 
 
 def largest_token(folder: str | Path) -> tuple[str, int]:
-    """The token of a folder's tokenizer.json with the largest id. Raises DataError for a file that is broken."""
+    """Return the token with the largest id in a folder's tokenizer.json, and its id. Raises DataError for an invalid
+    file.
+    """
     path = Path(folder) / TOKENIZER[0]
     tokenizer = read_object(path)
     try:
         vocabulary = tokenizer["model"]["vocab"]
-        if isinstance(vocabulary, list):  # Unigram: tokens and their scores, in the order of ids
+        if isinstance(vocabulary, list):  # A Unigram tokenizer lists tokens and their scores, in the order of ids.
             tokens = [(len(vocabulary) - 1, str(vocabulary[-1][0]))] if vocabulary else []
         else:
             tokens = [(int(number), str(token)) for token, number in vocabulary.items()]
@@ -127,7 +137,10 @@ def largest_token(folder: str | Path) -> tuple[str, int]:
 
 
 def companions(folder: str | Path) -> dict[str, Path]:
-    """The files of a model folder but its weights and their index, by their names inside it."""
+    """Return all files of a model folder except weights, their index and manifests, by relative path.
+
+    Files in hidden folders are left out.
+    """
     paths = {path.relative_to(folder).as_posix(): path for path in sorted(Path(folder).rglob("*")) if path.is_file()}
     return {
         name: path
@@ -138,17 +151,20 @@ def companions(folder: str | Path) -> dict[str, Path]:
 
 
 def read_safetensors_header(path: Path, expected: Collection[str] = ()) -> dict[str, tuple[str, tuple[int, ...]]]:
-    """Type and shape of a file's tensors, by name. Raises DataError if it is cut short or lacks an expected tensor."""
+    """Return dtype and shape of a file's tensors, by name. Raises DataError for a truncated file or a missing
+    tensor.
+    """
     try:
+        # The numpy framework needs no torch; only the header is read.
         with safe_open(path, "np") as file:
             slices = {name: file.get_slice(name) for name in file.keys()}  # noqa: SIM118
             header = {name: (part.get_dtype(), tuple(part.get_shape())) for name, part in slices.items()}
     except FileNotFoundError:
         raise DataError(f"{path}: not found. {_COPY_AGAIN}") from None
     except (OSError, SafetensorError) as error:
-        raise DataError(f"{path}: cut short or no safetensors file ({error}). {_COPY_AGAIN}") from None
+        raise DataError(f"{path}: cut short or not a safetensors file ({error}). {_COPY_AGAIN}") from None
     if absent := set(expected) - header.keys():
-        raise DataError(f"{path}: lacks {min(absent)}, which {INDEX} says it holds. {_COPY_AGAIN}")
+        raise DataError(f"{path}: lacks {min(absent)}, listed for it in {INDEX}. {_COPY_AGAIN}")
     return header
 
 
@@ -164,5 +180,5 @@ def read_object(path: Path) -> dict[str, Any]:
     except (OSError, ValueError) as error:
         raise DataError(f"{path}: cannot be read ({error}). {_COPY_AGAIN}") from None
     if not isinstance(value, dict):
-        raise DataError(f"{path}: holds no JSON object. {_COPY_AGAIN}")
+        raise DataError(f"{path}: is not a JSON object. {_COPY_AGAIN}")
     return value

@@ -1,4 +1,4 @@
-"""The nearest known name to one that is not known."""
+"""The nearest known name to an unknown one, for "did you mean"."""
 
 from __future__ import annotations
 
@@ -6,10 +6,9 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """The choice that takes the fewest edits, or None if each takes more than a third of the word's letters.
+    """Return the choice with the fewest edits. Returns None if it needs more edits than a third of the word's letters.
 
-    An edit inserts, removes or replaces a letter, or swaps two neighbours. Case, dashes and underscores make no
-    difference.
+    An edit inserts, removes or replaces a letter, or swaps two neighbours. Case, dashes and underscores are ignored.
     """
     plain = _plain(word)
     found = min(((_edits(plain, _plain(choice)), choice) for choice in choices), default=None, key=lambda pair: pair[0])
@@ -21,7 +20,7 @@ def _plain(word: str) -> str:
 
 
 def _edits(one: str, other: str) -> int:
-    """The distance of two words by Levenshtein and Damerau, each letter edited at most once."""
+    """Return the edit distance of two words: Levenshtein with swaps (Damerau), each letter edited at most once."""
     before: list[int] = []
     current = list(range(len(other) + 1))
     for row, letter in enumerate(one, 1):

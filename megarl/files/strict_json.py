@@ -8,16 +8,17 @@ from collections import Counter
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
-"""The deepest nesting of objects and lists: code that copies or writes a value recurses as deep."""
+"""Maximum nesting of objects and lists. Code that copies or writes a value recurses to the same depth."""
 
 
 def parse(content: bytes) -> Any:
-    """The value of a JSON text in UTF-8.
+    """Return the value of a JSON text in UTF-8.
 
-    Raises ValueError, on one line, also for what Python's `json` accepts: a repeated key, NaN and infinite numbers, a
-    lone surrogate (which UTF-8 cannot encode), and a value nested deeper than MAX_DEPTH.
+    Raises ValueError with a message on one line. Also refuses some texts accepted by Python's `json`: repeated keys,
+    NaN and infinite numbers, lone surrogates (UTF-8 cannot encode them), and nesting deeper than MAX_DEPTH.
     """
     try:
+        # Editors on Windows begin files with a byte-order mark.
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"byte {error.start} is not UTF-8") from None
@@ -27,7 +28,7 @@ def parse(content: bytes) -> Any:
         )
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
-    # Looked for only where it can be: most texts have few brackets and no escaped surrogate.
+    # Skip the slow checks where they cannot fail: most texts have few brackets and no escaped surrogate.
     if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     if "\\ud" in text or "\\uD" in text:
@@ -36,7 +37,7 @@ def parse(content: bytes) -> Any:
 
 
 def shortened(text: str) -> str:
-    """The beginning of a text, for an error message."""
+    """Return the beginning of a text (at most 60 characters), for an error message."""
     return text if len(text) <= 60 else text[:57] + "..."
 
 
@@ -49,7 +50,7 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _refuse_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is no JSON number")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def _finite_number(text: str) -> float:
@@ -60,7 +61,8 @@ def _finite_number(text: str) -> float:
 
 
 def _is_deeper(value: Any, levels: int) -> bool:
-    """Whether lists and objects are nested deeper than `levels`."""
+    """Return whether lists and objects are nested deeper than `levels`."""
+    # Level by level instead of recursively: recursion could overflow on the very values looked for.
     layer = [value]
     for _ in range(levels):
         layer = [
@@ -79,4 +81,4 @@ def _refuse_surrogates(value: Any) -> None:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:
         half = ord(error.object[error.start])
-        raise ValueError(f"\\u{half:04x} is half of a surrogate pair, which is no character") from None
+        raise ValueError(f"\\u{half:04x} is half of a surrogate pair, not a character") from None

@@ -69,7 +69,7 @@ def corrupt_header(path: Path) -> None:
         pytest.param(lambda f: (f / "one.safetensors").unlink(), "one.safetensors", "not found", id="missing shard"),
         pytest.param(lambda f: reindex(f, d="two.safetensors"), "two.safetensors", "lacks d", id="missing tensor"),
         pytest.param(
-            lambda f: reindex(f, d="../two.safetensors"), INDEX, "no file of this folder", id="path traversal"
+            lambda f: reindex(f, d="../two.safetensors"), INDEX, "not a file of this folder", id="path traversal"
         ),
         pytest.param(lambda f: cut(f / INDEX, 20), INDEX, "cannot be read", id="broken index"),
         pytest.param(lambda f: (f / INDEX).write_text("{}"), INDEX, "no weight_map", id="empty index"),
@@ -111,7 +111,7 @@ def test_a_hub_name_is_answered_with_the_download_command(tmp_path: Path) -> Non
 def test_a_header_is_never_allocated_beyond_the_file(tmp_path: Path) -> None:
     path = tmp_path / "x.safetensors"
     path.write_bytes((2**62).to_bytes(8, "little") + b"{}")
-    with pytest.raises(DataError, match="cut short or no safetensors file"):
+    with pytest.raises(DataError, match="cut short or not a safetensors file"):
         read_safetensors_header(path)
 
 
@@ -121,7 +121,7 @@ def test_a_header_is_never_allocated_beyond_the_file(tmp_path: Path) -> None:
         pytest.param({"hidden_size": "64"}, "hidden_size is '64'", id="text for a number"),
         pytest.param({"hidden_size": True}, "hidden_size is True", id="true for a number"),
         pytest.param({"num_attention_heads": 0}, "num_attention_heads is 0", id="no heads"),
-        pytest.param({"num_key_value_heads": 3}, "is no multiple of num_key_value_heads 3", id="heads"),
+        pytest.param({"num_key_value_heads": 3}, "is not a multiple of num_key_value_heads 3", id="heads"),
         pytest.param({"vocab_size": None}, "vocab_size is missing", id="null"),
         pytest.param({"rms_norm_eps": "1e-6"}, "rms_norm_eps is '1e-6'", id="text for a fraction"),
         pytest.param({"rms_norm_eps": None}, "rms_norm_eps", id="null for a fraction"),

@@ -26,8 +26,8 @@ def test_sound_texts(content: bytes, value: object) -> None:
     ("content", "told"),
     [
         pytest.param(b'{"a": 1, "b": {"x": 1, "x": 2}}', 'the key "x" is given twice', id="key twice"),
-        pytest.param(b'{"a": NaN}', "NaN is no JSON number", id="NaN"),
-        pytest.param(b"[-Infinity]", "-Infinity is no JSON number", id="infinite"),
+        pytest.param(b'{"a": NaN}', "NaN is not a JSON number", id="NaN"),
+        pytest.param(b"[-Infinity]", "-Infinity is not a JSON number", id="infinite"),
         pytest.param(b"1e999", "the number 1e999 is too large", id="too large"),
         pytest.param(rb'{"a": "\ud800"}', r"\\ud800 is half of a surrogate pair", id="half a pair"),
         pytest.param(rb'{"\uDFFF": 1}', r"\\udfff is half of a surrogate pair", id="half a pair in a key"),
