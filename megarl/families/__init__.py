@@ -1,8 +1,8 @@
-"""Model families, a page each: architecture in config.json, Megatron parameters and their Hugging Face tensors.
+"""Model families, one page each: the architecture in config.json, Megatron parameters and their Hugging Face tensors.
 
-`rules.py` defines the tables' rules, which are used in both directions: to load, to export, and to reshard into the
-engine. `family.py` is the type of a page, `shape.py` reads the sizes. A new family is one file and one line of
-FAMILIES.
+`rules.py` defines the rules in a family's table. They are used in both directions: to load, to export, and to reshard
+into the engine. `family.py` defines the type of a page. `shape.py` reads a model's sizes. A new family is one file and
+one line of FAMILIES.
 """
 
 from __future__ import annotations
@@ -26,39 +26,43 @@ FAMILIES: dict[str, Family] = {
     "qwen3": qwen3.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
 }
-"""The families by the `model_type` of config.json."""
+"""Families by the `model_type` of config.json."""
 
 
 def rules_of(model: ModelShape) -> tuple[Rule, ...]:
-    """The rules of a model's family. Raises ValueError if two rules describe the same Megatron parameter."""
+    """Return the rules of a model's family. Raises ValueError if two rules describe the same Megatron parameter."""
     rules = FAMILIES[model.family].rules(model)
     names = [rule.parameter for rule in rules]
+    # A later rule would silently replace an earlier one in tables by name.
     if doubled := sorted({name for name in names if names.count(name) > 1}):
         raise ValueError(f"family {model.family} has two rules for {', '.join(doubled)}")
     return rules
 
 
 def templates_of(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Shapes of the checkpoint's tensors by template: a name with `{layer}` and `{expert}` for the numbers."""
+    """Return shapes of the checkpoint's tensors by template. A template is a name with `{layer}` and `{expert}` for
+    numbers.
+    """
     return {name: shape for rule in rules_of(model) for name, shape in rule.tensors}
 
 
 def tensors_of(model: ModelShape) -> tuple[TensorName, ...]:
-    """Every tensor of the model's checkpoint, in the order of a plan."""
+    """Return every tensor of the model's checkpoint, in the order of a plan."""
     return numbered(templates_of(model), model)
 
 
 def numbered(templates: Iterable[str], model: ModelShape) -> tuple[TensorName, ...]:
-    """The tensors of these templates in all layers and experts, in order."""
+    """Return the tensors of these templates in all layers and experts, in order."""
     return in_order(
         TensorName(template, layer, expert)
         for template in templates
+        # -1 sorts tensors outside of layers before the first layer.
         for layer in (range(model.num_layers) if "{layer}" in template else (-1,))
         for expert in (range(model.num_experts) if "{expert}" in template else (0,))
     )
 
 
 def hf_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Shapes of all tensors of the model's checkpoint, by name."""
+    """Return the shapes of all tensors of the model's checkpoint, by name."""
     shapes = templates_of(model)
     return {tensor.name: shapes[tensor.template] for tensor in tensors_of(model)}

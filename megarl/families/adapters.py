@@ -1,6 +1,7 @@
-"""LoRA adapters in PEFT's names, derived from the rules of the linears that they belong to.
+"""LoRA adapters under PEFT's names, derived from the rules of their linear layers.
 
-A fused linear has one adapter. Its A is shared by the Hugging Face projections in it; its B is split like the weight.
+A fused linear layer has one adapter. Its Hugging Face projections share the matrix A. Its matrix B is split like the
+weight.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ from megarl.families.rules import Rule, Segment
 from megarl.families.shape import ModelShape
 
 LINEARS = {"qkv_proj": "linear_qkv", "o_proj": "linear_proj", "gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
-"""Megatron's linears by the recipe's `lora.targets`."""
+"""Megatron's linear layers by the values of the recipe's `lora.targets`."""
 
 
 def adapter_rules(model: ModelShape, targets: Collection[str], rank: int) -> tuple[Rule, ...]:
-    """The rules of all adapters of a model; `rank` is LoRA's."""
+    """Return the rules of all adapters of a model. `rank` is the LoRA rank."""
     endings = tuple(f".{LINEARS[target]}.weight" for target in targets)
     return tuple(
         made for rule in rules_of(model) if rule.parameter.endswith(endings) for made in _of_linear(rule, rank)
@@ -25,17 +26,20 @@ def adapter_rules(model: ModelShape, targets: Collection[str], rank: int) -> tup
 
 
 def projections(rules: Collection[Rule]) -> list[str]:
-    """The last parts of the names of the Hugging Face modules that adapters belong to."""
+    """Return the last name parts of the Hugging Face modules with adapters, sorted: `target_modules` of PEFT."""
+    # Names end in MODULE.lora_A.weight or MODULE.lora_B.weight.
     return sorted({name.split(".")[-3] for rule in rules for name, _ in rule.tensors})
 
 
 def _of_linear(rule: Rule, rank: int) -> tuple[Rule, ...]:
+    """Return the rules of the A and B matrices of one linear layer's adapter."""
     stem = rule.parameter.removesuffix("weight") + "adapter."
     a, b = ({name: _name(name, letter) for name, _ in rule.tensors} for letter in "AB")
     shape_a = tuple((a[name], (rank, shape[1])) for name, shape in rule.tensors)
     shape_b = tuple((b[name], (shape[0], rank)) for name, shape in rule.tensors)
 
     def split(parameter: str, tensors: tuple[tuple[str, tuple[int, ...]], ...], names: dict[str, str]) -> Rule:
+        # Adapters are megarl's own modules, with the same names in both specs: so no name of Transformer Engine.
         blocks = tuple(tuple(replace(part, tensor=names[part.tensor]) for part in block) for block in rule.blocks)
         return replace(rule, parameter=stem + parameter, tensors=tensors, blocks=blocks, transformer_engine=None)
 
@@ -44,6 +48,7 @@ def _of_linear(rule: Rule, rank: int) -> tuple[Rule, ...]:
         made = replace(rule, parameter=stem + parameter, tensors=((name, shape),), dim=None, blocks=(block,))
         return replace(made, transformer_engine=None)
 
+    # A column-split weight splits its outputs: B is split and A replicated. A row-split weight is the reverse.
     if rule.dim == 0:
         return (*(copied("a", name, shape) for name, shape in shape_a), split("b", shape_b, b))
     return (split("a", shape_a, a), *(copied("b", name, shape) for name, shape in shape_b))

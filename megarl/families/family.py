@@ -1,4 +1,4 @@
-"""A model family: its architecture in config.json, its differences from Llama, the tensors of its parameters."""
+"""The type of a model family's page: architecture in config.json, differences from Llama, tensors of its parameters."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ if TYPE_CHECKING:
 
 
 def switched_on(config: Mapping[str, Any]) -> bool:
-    """Whether config.json enables sliding-window attention by `use_sliding_window`, as Qwen's does."""
+    """Return whether config.json enables sliding-window attention by `use_sliding_window`, as in Qwen's."""
     return bool(config.get("use_sliding_window"))
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family, defined on its page; `families.FAMILIES` lists it under the `model_type` of config.json."""
+    """One family, defined on its page. `families.FAMILIES` lists it under the `model_type` of config.json."""
 
     architecture: str
-    """The architecture of its language models, such as `Qwen3ForCausalLM`; `shape` derives the reward models'."""
+    """The architecture of the family's language models, for example `Qwen3ForCausalLM`. `shape` derives the name for
+    reward models."""
     rules: Callable[[ModelShape], tuple[Rule, ...]]
-    """Megatron's parameters of a model of this shape, and the Hugging Face tensors that each is made of."""
+    """Function from a model's shape to the rules of its Megatron parameters, each with its Hugging Face tensors."""
     qkv_bias: bool = False
     """Whether the query, key and value projections have biases."""
     qk_norm: bool = False
@@ -31,8 +32,9 @@ class Family:
     has_experts: bool = False
     """Whether every feed-forward layer is a mixture of experts."""
     ignored_fields: frozenset[str] = frozenset()
-    """Fields of config.json that are refused in other families and have no effect in this one."""
+    """Fields of config.json without effect in this family. In other families they are refused."""
     is_quantisable: bool = False
-    """Whether `rollout.quantization` is known to write what vLLM makes of its weights (tests/reshard/layouts)."""
+    """Whether `rollout.quantization` is tested with this family: vLLM's quantised weights are written correctly
+    (tests/reshard/layouts)."""
     has_windows: Callable[[Mapping[str, Any]], bool] = switched_on
-    """Whether a config.json asks for sliding-window attention, which is not supported."""
+    """Function of config.json: whether it asks for sliding-window attention, not supported here."""

@@ -1,4 +1,4 @@
-"""Llama: pre-norm blocks of grouped-query attention and a gated feed-forward layer. Other families extend it."""
+"""Llama: pre-norm blocks with grouped-query attention and a gated feed-forward layer. Other families extend it."""
 
 from __future__ import annotations
 
@@ -18,10 +18,14 @@ DECODER = "decoder.layers.{layer}."
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """The rules of a Llama. A tied output layer is a copy of the embedding on the last of several pipeline stages."""
+    """Return the rules of a Llama model. A tied output layer is a copy of the embedding on the last of several
+    stages.
+    """
     hidden, feed_forward = model.hidden_size, model.intermediate_size
     attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
     q, k, v = (f"{attention}{letter}_proj.weight" for letter in "qkv")
+    # A value head replaces the output layer. It has one row, so it is replicated. With a single stage, a tied output
+    # layer is the embedding itself.
     if model.has_value_head:
         head = replicated("value_head.weight", VALUE_HEAD, (1, hidden), "last_stage")
     elif model.tie_word_embeddings:
@@ -30,6 +34,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
         head = vocabulary("output_layer.weight", HEAD, model, "last_stage")
     return (
         vocabulary("embedding.word_embeddings.weight", EMBEDDING, model, "first_stage"),
+        # Transformer Engine fuses each norm into the linear layer after it.
         replicated(
             DECODER + "input_layernorm.weight",
             LAYER + "input_layernorm.weight",

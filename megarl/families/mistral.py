@@ -1,4 +1,4 @@
-"""Mistral: Llama's tensors; its attention has a sliding window unless `sliding_window` is null."""
+"""Mistral: Llama's tensors. Its attention has a sliding window unless `sliding_window` is null."""
 
 from __future__ import annotations
 
@@ -9,5 +9,6 @@ FAMILY = Family(
     "MistralForCausalLM",
     llama.rules,
     is_quantisable=True,
+    # 4096 is transformers' default for a missing field.
     has_windows=lambda config: bool(config.get("sliding_window", 4096)),
 )

@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 
 class TensorName(NamedTuple):
-    """The name of a checkpoint's tensor; layer is -1 and expert 0 where the template has no such number."""
+    """The name of a checkpoint's tensor. Without such a number in the template, layer is -1 and expert is 0."""
 
     template: str
     layer: int = -1
@@ -23,9 +23,10 @@ class TensorName(NamedTuple):
 
 @cache
 def parse_name(name: str) -> TensorName:
-    """Split a name: the first number after `layers.` is the layer, the first after `experts.` the expert."""
+    """Split a name. The first number after `layers.` is the layer, the first after `experts.` is the expert."""
     layer, expert = re.search(r"\blayers\.(\d+)", name), re.search(r"\bexperts\.(\d+)", name)
     template = name
+    # From the right: replacing the layer first would shift the expert's position.
     for found, field in ((expert, "{expert}"), (layer, "{layer}")):
         if found:
             template = template[: found.start(1)] + field + template[found.end(1) :]
@@ -33,5 +34,5 @@ def parse_name(name: str) -> TensorName:
 
 
 def in_order(tensors: Iterable[TensorName]) -> tuple[TensorName, ...]:
-    """Tensors sorted by layer, template and expert: the order of a plan."""
+    """Return tensors sorted by layer, template and expert: the order of a plan."""
     return tuple(sorted(tensors, key=attrgetter("layer", "template", "expert")))

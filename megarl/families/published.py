@@ -1,6 +1,6 @@
-"""Fields of config.json that a shape needs, of published models: a plan of these needs no download.
+"""Fields of config.json of published models, so that a plan for them needs no download.
 
-They are those of the models that recipes in `launch/recipes/` name. All other models are read from their folders.
+These are the models named by recipes in `launch/recipes/`. All other models are read from their folders.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Any
 
+# Copied from the config.json files on the Hub: the fields read by `shape_from_config`.
 _QWEN3 = {
     "head_dim": 128,
     "vocab_size": 151936,
@@ -52,9 +53,9 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_attention_heads": 64,
     },
 }
-"""Fields by the name on the Hugging Face Hub."""
+"""Fields of config.json, by the name on the Hugging Face Hub."""
 
 
 def published_name(folder: str | Path) -> str | None:
-    """The Hub's name of a published model with the folder's last name, `models/Qwen3-14B` say; None if it has none."""
+    """Return the Hub's name of a published model with the folder's last name (`models/Qwen3-14B`), or None."""
     return next((name for name in PUBLISHED if name.partition("/")[2] == Path(folder).name), None)

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """The rules of a Qwen2."""
+    """Return the rules of a Qwen2 model."""
     q, k, v = (f"{llama.LAYER}self_attn.{letter}_proj.bias" for letter in "qkv")
     return (*llama.rules(model), query_groups(llama.DECODER + "self_attention.linear_qkv.bias", q, k, v, model, ()))
 
@@ -22,6 +22,7 @@ FAMILY = Family(
     "Qwen2ForCausalLM",
     rules,
     qkv_bias=True,
+    # transformers' Qwen2 does not read these fields: it always has QKV biases and never others.
     ignored_fields=frozenset({"attention_bias", "mlp_bias"}),
     is_quantisable=True,
 )

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """The rules of a Qwen2-MoE. Without a shared expert there is no gate either."""
+    """Return the rules of a Qwen2-MoE model. Without a shared expert there is no gate for it either."""
     routed = with_experts(qwen2.rules(model), model)
     hidden, shared = model.hidden_size, model.shared_intermediate_size
     if not shared:
@@ -23,6 +23,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     gate, up, down = (f"{there}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
     return (
         *routed,
+        # The shared expert's gate is a single row, replicated by Megatron-Core 0.16.1 on all ranks.
         replicated(here + "gate_weight", there + "_gate.weight", (1, hidden)),
         gate_up(here + "linear_fc1.weight", gate, up, (shared, hidden)),
         row(here + "linear_fc2.weight", down, (hidden, shared)),

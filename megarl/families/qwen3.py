@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """The rules of a dense Qwen3."""
+    """Return the rules of a dense Qwen3 model."""
     return (
         *llama.rules(model),
         *(

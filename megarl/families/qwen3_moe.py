@@ -13,7 +13,7 @@ if TYPE_CHECKING:
 
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
-    """The rules of a Qwen3-MoE."""
+    """Return the rules of a Qwen3-MoE model."""
     return with_experts(qwen3.rules(model), model)
 
 

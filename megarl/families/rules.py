@@ -1,9 +1,11 @@
-"""Rules of a family's page: how a Megatron parameter is made of Hugging Face tensors.
+"""Rules of a family's page: how a Megatron parameter is composed of Hugging Face tensors.
 
-A Megatron parameter is a sequence of blocks, a block a sequence of segments, a segment a range of one Hugging Face
-tensor along the split dimension. Tensor parallelism splits every block into equal contiguous parts; a rank stores its
-parts one after another. This covers column, row and vocabulary splits, Megatron's interleaved query groups (one block,
-also where a rank's part ends inside a group or a head) and its gate and up halves (two blocks).
+A Megatron parameter is a sequence of blocks. A block is a sequence of segments. A segment is a range of one Hugging
+Face tensor along the split dimension. Tensor parallelism splits every block into equal contiguous parts. A rank stores
+its parts one after another.
+
+This covers column, row and vocabulary splits. Megatron's interleaved query groups are one block, even if a rank's part
+ends inside a group or a head. Its gate and up halves are two blocks.
 """
 
 from __future__ import annotations
@@ -15,12 +17,12 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 Place = Literal["first_stage", "every_layer", "last_stage", "last_of_several_stages"]
-"""The pipeline stages that have a parameter."""
+"""The pipeline stages with the parameter. `last_of_several_stages`: the last stage, only if there are several."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """Indices `start` to `stop` of one Hugging Face tensor along the split dimension."""
+    """A range of indices, `start` to `stop`, of one Hugging Face tensor along the split dimension."""
 
     tensor: str
     start: int
@@ -29,13 +31,13 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A Megatron parameter and its tensors; `{layer}` and `{expert}` are local in `parameter`, global in `tensors`.
+    """A Megatron parameter and its Hugging Face tensors.
 
-    `tensors` are the Hugging Face names and shapes; `dim` is the dimension that tensor parallelism splits, None for a
-    parameter that is replicated; `padded` marks a vocabulary whose last rows belong to no Hugging Face tensor;
-    `transformer_engine` is the parameter's name in Transformer Engine's layers where it differs: norms fused into the
-    linear layer after them, experts in one module. With `is_expert`, expert parallelism distributes the experts and
-    expert-tensor parallelism splits each.
+    `{layer}` and `{expert}` are local numbers in `parameter`, global numbers in `tensors`. `tensors` are Hugging Face
+    names and shapes. `dim` is the dimension split by tensor parallelism, None for a replicated parameter. `padded`
+    marks a vocabulary whose last rows belong to no Hugging Face tensor. `transformer_engine` is the parameter's name in
+    Transformer Engine's layers if it differs: norms are fused into the following linear layer, experts are in one
+    module. With `is_expert`, expert parallelism distributes the experts, and expert-tensor parallelism splits each.
     """
 
     parameter: str
@@ -59,32 +61,34 @@ def replicated(
     place: Place = "every_layer",
     transformer_engine: str | None = None,
 ) -> Rule:
-    """A parameter that is replicated on all tensor-parallel ranks."""
+    """Return the rule of a parameter replicated on all tensor-parallel ranks."""
     return Rule(parameter, place, ((tensor, shape),), None, (_whole(tensor, shape, 0),), False, transformer_engine)
 
 
 def row(parameter: str, tensor: str, shape: tuple[int, int]) -> Rule:
-    """A weight that is split over its input features (Megatron's RowParallelLinear)."""
+    """Return the rule of a weight split over its input features (Megatron's RowParallelLinear)."""
     return Rule(parameter, "every_layer", ((tensor, shape),), 1, (_whole(tensor, shape, 1),))
 
 
 def vocabulary(parameter: str, tensor: str, model: ModelShape, place: Place) -> Rule:
-    """A weight that is split over the vocabulary, which is padded at its end."""
+    """Return the rule of a weight split over the vocabulary, padded at its end."""
     shape = (model.vocab_size, model.hidden_size)
     return Rule(parameter, place, ((tensor, shape),), 0, (_whole(tensor, shape, 0),), padded=True)
 
 
 def gate_up(parameter: str, gate: str, up: str, shape: tuple[int, int]) -> Rule:
-    """The fused weight of a gated layer, split over output features; a rank's gate rows precede its up rows."""
+    """Return the rule of a gated layer's fused weight, split over output features. A rank's gate rows precede its up
+    rows.
+    """
     return Rule(
         parameter, "every_layer", ((gate, shape), (up, shape)), 0, (_whole(gate, shape, 0), _whole(up, shape, 0))
     )
 
 
 def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, features: tuple[int, ...]) -> Rule:
-    """Megatron's fused QKV projection: for each key-value head its query heads, its key, its value.
+    """Return the rule of Megatron's fused QKV projection: for each key-value head its query heads, its key, its value.
 
-    `features` is `(hidden_size,)` for the weight, `()` for the bias. The whole is split into equal parts: with fewer
+    `features` is `(hidden_size,)` for the weight, `()` for the bias. The whole is split into equal parts. With fewer
     key-value heads than ranks, a part may begin or end inside a head.
     """
     width = model.head_dim
@@ -104,10 +108,10 @@ def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, feat
 
 
 def with_experts(dense: tuple[Rule, ...], model: ModelShape) -> tuple[Rule, ...]:
-    """A dense family's rules with a router and experts in place of the feed-forward layer.
+    """Return a dense family's rules with a router and experts in place of the feed-forward layer.
 
-    Each expert is a parameter of its own, in the local spec's sequence of experts as in Transformer Engine's grouped
-    layers. The norm before a router is never fused.
+    Each expert is a parameter of its own, both in the local spec's sequence of experts and in Transformer Engine's
+    grouped layers. The norm before a router is never fused.
     """
     mlp, theirs = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
     hidden, channels = model.hidden_size, model.moe_intermediate_size
@@ -119,6 +123,7 @@ def with_experts(dense: tuple[Rule, ...], model: ModelShape) -> tuple[Rule, ...]
     first, second = (f"{mlp}experts.local_experts.{{expert}}.linear_fc{i}.weight" for i in (1, 2))
     return (
         *(
+            # A router reads the norm's output too, so no linear layer can absorb the norm.
             replace(rule, transformer_engine=None) if "pre_mlp_layernorm" in rule.parameter else rule
             for rule in dense
             if not rule.parameter.startswith(mlp)

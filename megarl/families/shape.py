@@ -1,4 +1,4 @@
-"""A model's sizes, read from a Hugging Face config.json; no torch."""
+"""A model's sizes, read from a Hugging Face config.json. No torch."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ DTYPES = ("float32", "bfloat16", "float16", "float64")
 VALUE_HEAD = "ForSequenceClassification"
 
 _LARGEST_SIZE = 1 << 24
-"""An upper bound of all sizes: 64 times the largest vocabularies."""
+"""Upper bound of all sizes: 16 Mi, 64 times the largest vocabularies."""
 
 LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Parameters of llama3 RoPE scaling that Megatron-Core has as constants."""
+"""Parameters of llama3 RoPE scaling that are constants in Megatron-Core 0.16.1."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """Sizes of a model."""
+    """A model's sizes and architectural options."""
 
     family: str
     hidden_size: int
@@ -44,11 +44,11 @@ class ModelShape:
     norm_epsilon: float
     rope_theta: float
     rope_scaling: dict[str, Any] | None
-    """`rope_type` and its parameters; None: unscaled rotary embeddings."""
+    """`rope_type` and its parameters. None: rotary embeddings without scaling."""
     max_position_embeddings: int
     initializer_range: float
     num_experts: int = 0
-    """Routed experts per layer; 0: a dense model."""
+    """Routed experts per layer. 0: a dense model."""
     top_k: int = 0
     """Experts per token."""
     norm_topk_prob: bool = False
@@ -56,17 +56,18 @@ class ModelShape:
     moe_intermediate_size: int = 0
     """Intermediate size of a routed expert."""
     shared_intermediate_size: int = 0
-    """Intermediate size of the shared expert; 0: there is none."""
+    """Intermediate size of the shared expert. 0: no shared expert."""
     has_value_head: bool = False
     """Whether a value head (critic, reward model) replaces the output layer."""
 
     def with_value_head(self) -> ModelShape:
-        """The same backbone with a value head."""
+        """Return the same backbone with a value head."""
+        # A value head has no vocabulary, so it cannot be tied to the embedding.
         return replace(self, has_value_head=True, tie_word_embeddings=False)
 
 
 def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | None = None) -> ModelShape:
-    """The shape of the model in a folder, with these fields of config.json changed (`config.override`).
+    """Return the shape of the model in a folder. `override` changes fields of config.json (`config.override`).
 
     Raises DataError for a missing, broken or unsupported config.json.
     """
@@ -77,9 +78,10 @@ def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | Non
 
 
 def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None = None) -> ModelShape:
-    """The shape of a model for a plan: as `read_model_shape`, and where there is no folder that of `PUBLISHED`.
+    """Return a model's shape for a plan. Without a folder, use the published models of `PUBLISHED`.
 
-    Raises DataError as there; for a missing folder it names the command that downloads config.json alone.
+    Raises DataError like `read_model_shape`. For a missing folder, the error has the command that downloads config.json
+    alone.
     """
     if Path(model_folder).is_dir():
         return read_model_shape(model_folder, override)
@@ -89,7 +91,7 @@ def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None =
 
 
 def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any] | None) -> ModelShape:
-    """The shape in a config.json with changed fields; errors name its path."""
+    """Return the shape in a config.json with changed fields. Errors name its path."""
     named = path if not override else f"{path} with model.override_config = {override!r:.80}"
     try:
         shape = shape_from_config(overridden(config, override or {}))
@@ -98,15 +100,16 @@ def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any]
         raise DataError(f"{path}: field {error} is missing. {_COPY_AGAIN}") from None
     except DataError as error:
         raise DataError(f"{named}: {error}") from None
+    # transformers and vLLM choose their classes by model_type, megarl by the architecture: they must agree.
     if (model_type := config.get("model_type", shape.family)) != shape.family:
         raise DataError(f'{path}: model_type is {_shown(model_type)}; its architecture has "{shape.family}".')
     return shape
 
 
 def shape_from_config(config: dict[str, Any]) -> ModelShape:
-    """The shape in a config.json of transformers 4 or 5.
+    """Return the shape in a config.json of transformers 4 or 5.
 
-    Raises DataError for what is wrong or not supported, KeyError for a missing field.
+    Raises DataError for invalid or unsupported values, KeyError for a missing field.
     """
     architecture = _architecture(config)
     has_value_head = architecture.endswith(VALUE_HEAD)
@@ -118,16 +121,18 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     num_kv_heads = _size(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise DataError(
-            f"num_attention_heads {num_heads} is no multiple of num_key_value_heads {num_kv_heads}. {_COPY_AGAIN}"
+            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}. {_COPY_AGAIN}"
         )
     experts = _expert_sizes(config) if family.has_experts else _ExpertSizes()
     shape = ModelShape(
         family=name,
         hidden_size=_size(config, "hidden_size"),
+        # Missing fields below have the defaults of transformers' configuration classes.
         intermediate_size=_size(config, "intermediate_size"),
         num_layers=_size(config, "num_hidden_layers"),
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
+        # Older config.json files have no head_dim.
         head_dim=_size(config, "head_dim", _size(config, "hidden_size") // num_heads),
         vocab_size=_size(config, "vocab_size"),
         tie_word_embeddings=_flag(config, "tie_word_embeddings"),
@@ -148,14 +153,16 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
 
 
 def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:
-    """Raise DataError for a changed field that this model does not read."""
+    """Raise DataError for a changed field not read by this model."""
     idle = [name for name in ("num_experts_per_tok", "norm_topk_prob") if name in override]
     if idle and not shape.num_experts:
         raise DataError(f"{idle[0]} does nothing in a dense model; leave it out.")
 
 
 def sizes_of(model: ModelShape, tensor: str) -> str:
-    """The sizes of a Hugging Face tensor's shape, by their fields of config.json: `intermediate_size 17408`."""
+    """Return the config.json fields and values that set a Hugging Face tensor's shape, for messages: `intermediate_size
+    17408`.
+    """
     names = {
         "self_attn": {"num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads},
         "shared_expert": {"shared_expert_intermediate_size": model.shared_intermediate_size},
@@ -167,9 +174,10 @@ def sizes_of(model: ModelShape, tensor: str) -> str:
 
 
 def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
-    """Fields of a reward model's config.json that differ from the backbone's: architecture, one label, padding token.
+    """Return the fields of a reward model's config.json that differ from its backbone's: architecture, one label,
+    padding token.
 
-    transformers scores the last token before the padding; `folder` has the tokenizer.
+    transformers scores the last token before the padding. `folder` has the tokenizer.
     """
     padding = read_object(Path(folder) / "tokenizer_config.json").get("pad_token")
     text = padding.get("content") if isinstance(padding, dict) else padding
@@ -178,6 +186,7 @@ def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
     ids = [("pad_token_id", token["id"]) for token in added if token["content"] == text]
     fields = {
         "architectures": [language_model.replace("ForCausalLM", VALUE_HEAD)],
+        # One label makes transformers build a head with one output.
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
     }
@@ -185,9 +194,10 @@ def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
 
 
 def padded_vocab_size(vocab_size: int, tp: int) -> int:
-    """The padded vocabulary size: rows of Megatron's embedding over all tensor-parallel ranks.
+    """Return the padded vocabulary size: rows of Megatron's embedding over all tensor-parallel ranks.
 
-    vLLM pads to a multiple of 64 too: at equal tp both split the vocabulary alike, and a reshard sends none of it.
+    vLLM 0.30 pads to a multiple of 64 too. So at equal tp both split the vocabulary alike, and a reshard need not send
+    it between ranks.
     """
     multiple = lcm(64, tp)
     return -(-vocab_size // multiple) * multiple
@@ -199,14 +209,14 @@ def _architecture(config: Mapping[str, Any]) -> str:
         raise DataError(f'architectures is {_shown(architectures)}; give a list with one name, ["Qwen3ForCausalLM"].')
     if config.get("quantization_config") is not None:
         raise DataError(
-            "quantization_config: the weights are quantised, which cannot be trained; take the model's bfloat16 "
-            "weights, or dequantise them and remove the field."
+            "quantization_config: quantised weights cannot be trained; use the model's bfloat16 weights, or dequantise "
+            "them and remove the field."
         )
     return architectures[0]
 
 
 def _family_name(architecture: str) -> str:
-    """The family of a language model's or a reward model's architecture."""
+    """Return the family of a language model's or a reward model's architecture."""
     names = {family.architecture: name for name, family in FAMILIES.items()}
     name = names.get(architecture.replace(VALUE_HEAD, "ForCausalLM"))
     if name is None:
@@ -217,6 +227,7 @@ def _family_name(architecture: str) -> str:
 def _check_supported(config: Mapping[str, Any], family_name: str, architecture: str) -> None:
     """Raise DataError for a config whose model would be computed differently here."""
     family = FAMILIES[family_name]
+    # transformers defaults to two labels.
     labels = len(_mapping(config, "id2label")) or 2
     if architecture.endswith(VALUE_HEAD) and labels != 1:
         raise DataError(f"{architecture} with {labels} labels is not supported; a reward model has one.")
@@ -238,7 +249,7 @@ def _check_supported(config: Mapping[str, Any], family_name: str, architecture: 
 
 
 def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """The base of the rotary embeddings (RoPE) and their llama3 scaling, if any. Raises DataError."""
+    """Return the base of the rotary embeddings (RoPE), and their llama3 scaling if any. Raises DataError."""
     # transformers 5 keeps the rotary settings in rope_parameters, transformers 4 in two fields.
     rope = dict(_mapping(config, "rope_parameters") or _mapping(config, "rope_scaling"))
     theta = _positive({"rope_theta": rope.pop("rope_theta", None) or config.get("rope_theta")}, "rope_theta", 10000.0)
@@ -254,7 +265,7 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 class _ExpertSizes(NamedTuple):
-    """Sizes of a mixture of experts; the defaults are a dense model's."""
+    """Sizes of a mixture of experts. The defaults are a dense model's."""
 
     num_experts: int = 0
     top_k: int = 0
@@ -264,8 +275,10 @@ class _ExpertSizes(NamedTuple):
 
 
 def _expert_sizes(config: Mapping[str, Any]) -> _ExpertSizes:
+    # A family's rules place the same kind of feed-forward layer in every layer.
     if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
         raise DataError("mlp_only_layers and decoder_sparse_step are not supported; every layer must have experts.")
+    # Qwen2-MoE's rules always have QKV biases; transformers makes them optional by this field.
     if config.get("qkv_bias") is False:
         raise DataError("qkv_bias false is not supported.")
     # transformers 5 writes num_local_experts for num_experts.
@@ -285,12 +298,13 @@ _COPY_AGAIN = "Copy the model folder again."
 
 
 def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """A positive integer field; with `default` it may be absent, null or, where that is its default, 0."""
+    """Return a positive integer field. With `default` it may be missing, null, or 0 if the default is 0."""
     value = config[field] if default is None else config.get(field)
     if value is None and default is not None:
         return default
     if default == 0 and value == 0:
         return 0
+    # Not isinstance: True is an instance of int.
     if type(value) is not int or not 0 < value <= _LARGEST_SIZE:
         raise DataError(
             f"{field} is {_shown(value)}; it must be a whole number from 1 to {_LARGEST_SIZE}. {_COPY_AGAIN}"
