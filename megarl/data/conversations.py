@@ -32,8 +32,9 @@ def read_conversations(
 
     A record has a conversation, or a prompt and a response; each is a text or messages (`data.formats`). Assistant
     messages may have `tool_calls`, and the record may list its `tools`. Raises DataError, with the line, for an invalid
-    record, for a record without an assistant turn, and for a chat template that rewrites earlier turns. A conversation
-    longer than `max_tokens` is never truncated: `on_long` is called with the error, or without `on_long` it is raised.
+    record or one without an assistant turn. It is also raised if the chat template rewrites earlier turns. A
+    conversation longer than `max_tokens` is never truncated: `on_long` is called with the error, or without `on_long`
+    it is raised.
     """
 
     def make(_: int, record: Record) -> TrainingSequence:

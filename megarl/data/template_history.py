@@ -1,8 +1,8 @@
 """Tests of a chat template: does it rewrite earlier turns? Tried on several kinds of conversations.
 
-A template rewrites history if it drops reasoning before a new question, closes a conversation with its own token, or
-begins a turn differently from its generation prompt. Then a model shown the tokens as sampled reads a text different
-from the template's.
+Templates rewrite history in three ways. They drop reasoning before a new question, close a conversation with their own
+token, or begin a turn differently from the generation prompt. Then a model shown the tokens as sampled reads a text
+different from the template's.
 """
 
 from __future__ import annotations

@@ -43,10 +43,10 @@ def parse(
 ) -> ParsedTurn:
     """Return the parts of a turn in the format `name`, a key of `PARSERS`. `text` is decoded with special tokens.
 
-    A call's arguments are checked against its tool's JSON schema. A call has an error and no arguments if its tool is
-    unknown, an argument is missing or has a wrong type, or its text is broken or cut off. Its name is empty if it
-    cannot be read. Ids consist of the turn number `turn` and the call's place in the turn. They have nine letters and
-    digits, because Mistral's chat templates accept no others.
+    A call's arguments are checked against its tool's JSON schema. Invalid calls have an error and no arguments: unknown
+    tools, missing or mistyped arguments, broken text, text cut off. A call's name is empty if it cannot be read. Ids
+    consist of the turn number `turn` and the call's place in the turn. They have nine letters and digits, because
+    Mistral's chat templates accept no others.
 
     `in_reasoning`: whether the prompt ended inside a reasoning block. None: yes, if the text closes a block without
     opening it.
