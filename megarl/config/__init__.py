@@ -1,7 +1,7 @@
-"""The recipe's schema: every field, its default and its meaning. Frozen, strict about keys, no torch.
+"""Recipe schema: every field, its default and its meaning. Frozen, strict about keys, free of torch.
 
-What one field can tell is checked here; what several fields, the model folder or the data decide is checked by
-`preflight.check`; both end in the same one-page error.
+Checks of a single field are here. Checks of several fields, the model folder or the data are in `preflight.check`. Both
+report on the same one-page error.
 """
 
 from __future__ import annotations
@@ -59,73 +59,80 @@ OverrideConfig = Annotated[dict[str, JsonValue], AfterValidator(_overrides)]
 
 
 class ModelConfig(Section):
+    """Policy model: its folder, type, overrides and chat template."""
+
     path: str
-    """Folder of the Hugging Face model that training starts from: config.json, safetensors, tokenizer. Or its name on
-    the Hub, OWNER/NAME, where its cache has it (hf download OWNER/NAME); nothing is downloaded by a run."""
+    """Folder of the initial Hugging Face model: config.json, safetensors, tokenizer. Or its name on the Hub,
+    OWNER/NAME, if its cache has it (hf download OWNER/NAME). A run downloads nothing."""
     dtype: Literal["float32", "bfloat16"] = "bfloat16"
-    """Type of the weights and of the matrix products, in the trainer and in the engine alike."""
+    """Type of weights and matrix products, in trainer and engine. Default: bfloat16."""
     override_config: OverrideConfig = Field(default_factory=dict)
-    """Fields of config.json with other values, in trainer and engine alike and in the exported model's config.json:
-    rope_theta, rope_scaling or rope_parameters, max_position_embeddings, rms_norm_eps, num_experts_per_tok and
-    norm_topk_prob, which leave the weights' shapes alone. Of this folder's model; a critic's or reward model's own
-    folder has its own."""
+    """Changed fields of config.json, in trainer, engine and exported model: rope_theta, rope_scaling or
+    rope_parameters, max_position_embeddings, rms_norm_eps, num_experts_per_tok, norm_topk_prob. Weight shapes do not
+    depend on them. Applies to this folder only; a critic's or reward model's folder has its own."""
     chat_template: str | None = None
-    """Chat template instead of the tokenizer's: a Jinja file, or `plain`, which writes the messages' contents alone, as
-    base models read them (the end-of-sequence token follows an assistant's). It is exported with the model."""
+    """Chat template replacing the tokenizer's: a Jinja file; or `plain`, the messages' contents alone, as base models
+    read them (with the end-of-sequence token after an assistant's). Exported with the model."""
     chat_template_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
-    """Values of the chat template's own variables, such as {enable_thinking: false} of Qwen3, wherever it is applied.
-    The exported model's template has them as defaults."""
+    """Values of the chat template's own variables, for example {enable_thinking: false} for Qwen3, wherever it is
+    applied. The exported model's template has them as defaults."""
 
     @property
     def folder(self) -> str:
-        """The model's folder: `path`, or its place in the Hub's cache."""
+        """Return the model's folder: `path`, or its place in the Hub's cache."""
         return found_folder(self.path)
 
 
 class DataConfig(Section):
+    # Records by loop: {"messages": {...} or [...]} with "gt_answer" (rl, distillation); with an assistant's turn, or
+    # "prompt" and "response" (sft); "chosen" and "rejected" (preference, reward_model); "response" and "label" (kto).
+    # data.format has the formats of other programs. SPLIT@ stands before a folder or name: train@data/gsm8k takes the
+    # files of one split. `environment:COUNT` is for rl and distillation. Each such problem is a function of its number.
+    """Training and validation data, their format, order and limits."""
+
+    # "messages" is {...} or [...]. sft also takes "prompt" and "response", kto takes "response" and "label". A Hub data
+    # set may be OWNER/NAME/FOLDER and comes from `hf download OWNER/NAME --repo-type dataset`. Example of a split:
+    # train@data/gsm8k. `environment:COUNT` (rl, distillation): n problems made by rollout.environment, each a function
+    # of its number.
     train: TrainingData
-    """Training records: {"messages": {...} or [...]} with "gt_answer" (rl, distillation), an assistant's turn (sft; or
-    "prompt" and "response"), "chosen" and "rejected" (preference, reward_model), "response" and "label" (kto), or other
-    programs' (data.format). A JSON-lines, JSON, CSV, Parquet or Arrow file; a folder of files of one kind; or a data
-    set of the Hugging Face Hub, OWNER/NAME or OWNER/NAME/FOLDER, that is in its cache (hf download OWNER/NAME
-    --repo-type dataset). SPLIT@ before a folder or name takes the files of one split, such as train@data/gsm8k. Or
-    `environment:COUNT` (rl, distillation): so many problems that rollout.environment makes itself, each a function of
-    its number."""
+    """Training data: a JSON-lines, JSON, CSV, Parquet or Arrow file, a folder of one kind, or OWNER/NAME in the Hub's
+    cache; SPLIT@ before it takes one split. Or `environment:COUNT`. Records: "messages" with "gt_answer" (rl,
+    distillation) or an assistant's turn (sft); "chosen" and "rejected" (preference, reward_model); or data.format's."""
     validation: dict[Name, DataSet] = Field(default_factory=dict)
-    """Validation sets by name, as data.train; or {path: ..., fields: ...} with format, fields and answer_field of its
-    own. Problems, or pairs (preference, reward_model); or `environment:COUNT`, problems of other numbers than those of
+    """Validation sets by name: paths as in data.train, or {path: ..., fields: ...} with own format, fields,
+    answer_field. Problems, or pairs (preference, reward_model); `environment:COUNT` makes problems not used in
     training. Metric: val/NAME/accuracy."""
     validation_conversations: dict[Name, DataSet] = Field(default_factory=dict)
-    """Validation sets of conversations (sft) by name, as data.validation. Metric: val/NAME/loss, nats a token."""
+    """Validation sets of conversations (sft) by name, written as in data.validation. Metric: val/NAME/loss, in nats per
+    token."""
     ptx: OptionalDataSet = None
-    """Conversations for the supervised term of PPO-ptx (algorithm.ptx_coefficient), as a set of data.validation."""
+    """Conversations for the supervised term of PPO-ptx (algorithm.ptx_coefficient), written as in data.validation."""
     format: Format | None = None
-    """Whose names the fields of records have (megarl.data.formats); left out: as recognised in the first record of each
-    source, which a start tells. All fields are in `record`, which reward functions get."""
+    """Program with this naming of record fields (megarl.data.formats). Default: recognised from each source's first
+    record and reported at the start. Reward functions get all fields of a record in `record`."""
     fields: dict[Role, str] = Field(default_factory=dict)
-    """Names of your own for fields of the records, such as {prompt: question, answer: solution}; dots reach into
-    objects. `input`: a text that is added to that of the prompt, an empty line between (alpaca). They hold for all sets
-    that do not name their own."""
+    """Your names of record fields, for example {prompt: question, answer: solution}; dots reach into objects. `input`
+    is a text appended to the prompt after an empty line (alpaca). Used for every set without its own names."""
     answer_field: str | None = None
-    """Field with the gold answer, another way to write fields.answer: text, a number, an object or a list; dots reach
-    into objects. Left out: the format's, gt_answer in megarl's own."""
+    """Field of the gold answer, short for fields.answer: text, a number, an object or a list; dots reach into objects.
+    Default: the format's field, gt_answer in megarl's own."""
     system_prompt: str | None = None
-    """System message put before each conversation that has none; `default`: that of the first of reward.functions whose
-    format needs one (boxed, think_answer_tags, code); `none` or left out: no message."""
+    """System message for conversations without one. `default`: the message needed by the first of reward.functions with
+    a format (boxed, think_answer_tags, code). `none` (or no value): no message."""
     max_prompt_tokens: PositiveInt = 1024
-    """Maximum length of a prompt in tokens, chat template included. Prompts are never cut: see data.overlong."""
+    """Limit of prompt tokens, chat template included. Prompts are never cut: see data.overlong."""
     overlong: Literal["refuse", "drop"] = "refuse"
-    """A prompt of more than data.max_prompt_tokens, or a conversation or pair that does not fit in
-    trainer.max_tokens_per_microbatch: an error that names its line (refuse), or left out before the run, which a start
-    tells and data/dropped counts (drop)."""
+    """Treatment of a prompt above data.max_prompt_tokens, or a conversation or pair above
+    trainer.max_tokens_per_microbatch. refuse (default): an error naming its line. drop: left out before the run,
+    reported at the start. Metric: data/dropped."""
     streaming: bool = False
-    """Keep training records on disk, for data that do not fit in memory: they are read and checked once before the
-    start, copied into an unnamed file of the run's folder, and made into prompts or sequences when they are drawn.
-    Order, shuffling, curricula and resume are the same."""
+    """Keep training records on disk, for data larger than memory. They are read and checked once at the start, copied
+    to an unnamed file in the run's folder, and tokenised when drawn. Order, shuffling, curricula and resume do not
+    change."""
     shuffle: bool = True
-    """Shuffle the records anew each epoch, by the run's seed."""
+    """Shuffle the records again in each epoch, by the run's seed. Default: true."""
     curriculum: CurriculumConfig = CurriculumConfig()
-    """Which problems are drawn more often (rl, distillation)."""
+    """Choice of problems by their solve rates (rl, distillation)."""
 
     @model_validator(mode="after")
     def _one_answer(self) -> Self:
@@ -134,128 +141,138 @@ class DataConfig(Section):
 
 
 class TrainConfig(Section):
+    """Batch sizes, length of the run, and its stop conditions."""
+
     steps: NonNegativeInt = 100
-    """Number of steps: rollouts in `rl` and `distillation`, optimizer updates in other loops; 0: only evaluate the
+    """Number of steps: rollouts in `rl` and `distillation`, optimizer updates in other loops. 0: only evaluate the
     validation sets."""
     epochs: PositiveFloat | None = None
-    """Passes over the training data, instead of `steps`: their number is that of the records times this over
-    prompts_per_step, rounded up. Dynamic sampling draws further prompts."""
+    """Passes over the training data, instead of `steps`: steps = number of records * epochs / prompts_per_step, rounded
+    up. Dynamic sampling draws further prompts."""
     prompts_per_step: PositiveInt = 32
     """Batch size of a step: prompts in rl and distillation, conversations in sft, pairs in preference and
     reward_model."""
     samples_per_prompt: PositiveInt = 8
     """Group size: completions per prompt (rl, distillation)."""
     updates_per_step: PositiveInt = 1
-    """Minibatches, one optimizer update each, that the samples of an rl step are split into."""
+    """Number of minibatches in an rl step. Each is one optimizer update."""
     epochs_per_step: PositiveInt = 1
-    """Epochs over the samples of an rl step, each of `updates_per_step` minibatches, shuffled from the second epoch on.
-    Those of the critic: `critic.updates_per_step`."""
+    """Epochs over the samples of an rl step, each of `updates_per_step` minibatches; shuffled from the second epoch on.
+    For the critic see `critic.updates_per_step`."""
     profile_steps: tuple[PositiveInt, ...] = ()
-    """Steps whose time is recorded, by the spans of driver and ranks, in the run's profiles/step_NNNNNN.json: a Chrome
-    trace, which ui.perfetto.dev opens. Under weights.overlap such a step begins once all weights have arrived."""
+    """Steps to profile: spans of driver and ranks are written to the run's profiles/step_NNNNNN.json, a Chrome trace
+    (open with ui.perfetto.dev). With weights.overlap such a step begins only after all weights have arrived."""
     max_logprob_gap: PositiveFloat | None = None
-    """Largest mean distance of the trainer's log-probs from the engine's in nats (logprob_gap/mean) that the policy is
-    updated with (rl, distillation). Beyond it the step's further updates are left out, all of them where the gap is
-    known before (train/gap_exceeded); default: no limit."""
+    """Limit in nats of the mean distance between trainer and engine log-probs (logprob_gap/mean) for updates of the
+    policy (rl, distillation). Above it the step's further updates are skipped, all of them if it is known before the
+    first. Default: none. Metric: train/gap_exceeded."""
     on_logprob_gap: Literal["stop", "skip"] = "stop"
-    """After a step whose gap was too large: save and end the run with exit code 70, or go on with the next step."""
+    """Action after a step above max_logprob_gap. stop (default): save and end the run with exit code 70. skip: continue
+    with the next step."""
     on_unhealthy: Literal["warn", "stop"] = "warn"
-    """When a rule of `health` is broken for the first time: warn, or warn, save a checkpoint and end the run with exit
-    code 79."""
+    """Action when a rule of `health` is first broken. warn (default): only warn. stop: warn, save a checkpoint and end
+    the run with exit code 79."""
 
     @property
     def num_updates(self) -> int:
-        """The policy's optimizer updates in one rl step."""
+        """Return the number of the policy's optimizer updates in one rl step."""
         return self.epochs_per_step * self.updates_per_step
 
 
 class EvaluationConfig(Section):
+    """When and how the validation sets are evaluated."""
+
     every_steps: NonNegativeInt = 0
-    """Evaluate the validation sets every so many steps, besides before the first and after the last; 0: only those."""
+    """Evaluate the validation sets every n steps, in addition to before the first and after the last. 0 (default): only
+    before the first and after the last."""
     at_start: bool = True
-    """Evaluate before the first step. A run of no steps does in any case."""
+    """Evaluate before the first step. A run of 0 steps always does."""
     max_problems: PositiveInt | None = None
-    """Evaluate only the first so many records of each set; default: all."""
+    """Evaluate only the first n records of each set. Default: all."""
     samples_per_prompt: Annotated[int, Field(ge=1, le=1024)] = 1
-    """Attempts at each problem, n. Accuracy is their mean, avg@n."""
+    """Number n of attempts at each problem. Accuracy is their mean, avg@n."""
     k: tuple[PositiveInt, ...] = ()
-    """Numbers of attempts that pass@k and majority@k are estimated for (val/SET/pass_at_4, majority_at_4), without bias
-    from all sets of k of the n; default: n, where there are several. A majority is that of the final answers, where a
-    reward function reads one (boxed, think_answer_tags, gsm8k, math_competition, multiple_choice, reasoning_gym)."""
+    """Values of k for pass@k and majority@k, estimated without bias from the n attempts. Default: n, if above 1. A
+    majority needs a reward function reading final answers (boxed, think_answer_tags, gsm8k, math_competition,
+    multiple_choice, reasoning_gym). Metrics: val/SET/pass_at_4, majority_at_4."""
     sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
     """Sampling parameters of evaluation."""
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """The numbers of attempts that pass@k is estimated for."""
+        """Return the values of k for pass@k."""
         return self.k or ((self.samples_per_prompt,) if self.samples_per_prompt > 1 else ())
 
 
 class WeightsConfig(Section):
+    """Reshard: the copy of weights from the trainer into the engines."""
+
     bucket_mib: PositiveInt = 256
-    """Size of a reshard bucket in MiB; at most two are in memory."""
+    """Size of a reshard bucket in MiB. At most two buckets are in memory."""
+    # With max_staleness 0 the next step needs the new weights first. Engines pause for the whole transfer in any case.
+    # The trainer waits for a running transfer before the next reshard, before an evaluation, after the last step, and
+    # after a replica came back.
     overlap: bool = False
-    """Send the weights from a copy while the trainer goes on with the next step, where engines sample ahead (placement
-    separate, max_staleness above 0; else the next step needs them first): the trainer waits for the copy alone, and
-    before the next reshard for what is still under way. Engines pause as ever. The copy takes as much memory as the
-    weights of a trainer's rank (`megarl plan`). The trainer waits as ever before an evaluation, after the last step and
-    where a replica has come back. Metrics: time/reshard_hidden_seconds, time/reshard_waited_seconds."""
+    """Send weights from a copy during the next step, so the trainer waits only for the copy (placement separate,
+    max_staleness above 0). Needs memory for one more copy of a trainer rank's weights (see `megarl plan`). Default:
+    false. Metrics: time/reshard_hidden_seconds, time/reshard_waited_seconds."""
     verify_every: NonNegativeInt = 50
-    """Compare the engine's weights with the trainer's before training and after each so many steps' reshard: checksums
-    of the live parameters, or log-probs of a prompt where the engine converts its weights. 0: only before training."""
+    """Compare engine and trainer weights before training and after the reshard of every n-th step: by checksums of live
+    parameters, or by log-probs of a prompt if the engine converts its weights. 0: only before training."""
     probe_tolerance: PositiveFloat | None = None
-    """Largest mean distance of these log-probs in nats (reshard/probe_gap); left out, 0.001 in float32 and 0.1 in
-    bfloat16. An engine that quantizes its weights may need more."""
+    """Limit of the mean distance of these log-probs in nats (reshard/probe_gap). Default: 0.001 in float32, 0.1 in
+    bfloat16. An engine with quantised weights may need more."""
 
 
 class CheckpointConfig(Section):
+    """Checkpoints and exports during a run."""
+
     every_steps: NonNegativeInt = 0
-    """Save a checkpoint every so many steps and after the last, for `megarl train --resume`; 0: never."""
+    """Save a checkpoint every n steps and after the last, for `megarl train --resume`. 0 (default): never."""
     keep: PositiveInt = 2
-    """Number of checkpoints to keep, the newest; older ones are removed once a newer one is complete."""
+    """Number of newest checkpoints to retain. An older one is removed after a newer one is complete."""
     asynchronous: bool = True
-    """Write checkpoints while training goes on, from a copy in host memory."""
+    """Write checkpoints during training, from a copy in host memory. Default: true."""
     export_every_steps: NonNegativeInt = 0
-    """Export the model as a Hugging Face folder hf_step_NNNNNN every so many steps; 0: only at the end."""
+    """Export the model as a Hugging Face folder hf_step_NNNNNN every n steps. 0 (default): only at the end."""
     best: str | None = None
-    """Metric of an evaluation, such as val/SET/accuracy or val/SET/pass_at_4: the model of the evaluated step at which
-    it was best is kept in hf_best/, with step and value in its best.json, and the checkpoint of that step, if there is
-    one, beyond `keep`. The largest value is best, of a metric that ends with /loss the smallest; of equal ones the
-    first; of the trained steps, not of the beginning."""
+    """Evaluation metric, for example val/SET/accuracy or val/SET/pass_at_4. The best step's model is exported to
+    hf_best/ (step and value in best.json), and its checkpoint, if any, is retained in addition to `keep`. Best is the
+    largest value (smallest for names ending with /loss), the first of equal ones, among trained steps."""
 
 
 class Recipe(Section):
-    """One run."""
+    """Recipe of one run: all sections, and values derived from several of them."""
 
     name: Name
     """Name of the run and of its folder."""
     loop: Literal["rl", "sft", "preference", "reward_model", "distillation"]
-    """Training loop: reinforcement learning, supervised fine-tuning, preference optimization (DPO and the like),
-    reward model training, or distillation of a teacher on what the policy samples."""
+    """Training loop: rl (reinforcement learning), sft (supervised fine-tuning), preference (DPO and similar),
+    reward_model, or distillation (of a teacher, on samples of the policy)."""
     seed: NonNegativeInt = 0
     """Random seed of data order, sampling and initialisation."""
     runs_folder: str = "runs"
-    """Parent folder of run folders; paths are relative to the current folder."""
+    """Parent folder of run folders. Paths are relative to the current folder."""
     trackers: tuple[str, ...] = ("tensorboard",)
-    """Where metrics and samples go beside metrics.jsonl and samples/ of the run folder: names of
-    `tracking.trackers.TRACKERS`, or package.module:Class of your own."""
+    """Destinations of metrics and samples, in addition to metrics.jsonl and samples/ in the run folder: names of
+    `tracking.trackers.TRACKERS` (default: tensorboard), or your own package.module:Class."""
     samples_every_steps: PositiveInt = 1
-    """Write prompts, completions and rewards to samples/ every so many steps (rl, distillation)."""
+    """Write prompts, completions and rewards to samples/ every n steps (rl, distillation)."""
+    # The forward pass is needed only where the step computes no trainer log-probs before its update.
     samples_with_tokens: Annotated[int, Field(ge=0, le=64)] = 4
-    """Number of these steps' samples that are written token by token to tokens/ too, those of the highest and of the
-    lowest advantages: log-probs of engine and trainer, advantages, weight versions, for `megarl report` (rl,
-    distillation of sampled tokens). Where the step needs no log-probs of the trainer before its update, this is a
-    forward pass of these samples; 0: none."""
+    """Number of these steps' samples also written token by token to tokens/, for `megarl report`: the highest and
+    lowest advantages, log-probs of engine and trainer, weight versions (rl, distillation of sampled tokens). May cost a
+    forward pass of these samples. 0: none."""
     model: ModelConfig
-    """The model."""
+    """Policy model."""
     data: DataConfig
-    """The data."""
+    """Training and validation data."""
     mixture: dict[Name, SourceConfig] = Field(default_factory=dict)
-    """Several sources of problems in one run, by name (rl, distillation): each has a `weight` and what differs for it
-    from data, rollout, reward, distillation and evaluation, in sections of these names. Groups never cross sources.
-    Metrics of each: environment/NAME/, val/SET/."""
+    """Several sources of problems in one run, by name (rl, distillation). Each has a `weight` and its own values for
+    data, rollout, reward, distillation and evaluation, in sections of these names. Groups never mix sources. Metrics
+    per source: environment/NAME/, val/SET/."""
     cluster: ClusterConfig = ClusterConfig()
-    """Nodes, ranks and how they are started."""
+    """Nodes, ranks and their launcher."""
     trainer: TrainerConfig = TrainerConfig()
     """Megatron: parallel sizes and memory."""
     lora: LoraConfig = LoraConfig()
@@ -263,17 +280,17 @@ class Recipe(Section):
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning-rate schedule."""
     rollout: RolloutConfig = RolloutConfig()
-    """vLLM: parallel size and sampling."""
+    """vLLM engines: parallel size, sampling, environments, asynchrony."""
     reward: RewardConfig = RewardConfig()
     """Reward functions and reward model."""
     sandbox: SandboxConfig = SandboxConfig()
-    """Programs of the policy: where they run, and their limits (reward code, environment python)."""
+    """Isolated execution of the policy's programs (reward code, environment python), and its limits."""
     algorithm: AlgorithmConfig = AlgorithmConfig()
     """Advantage estimator, policy loss, KL and their settings (rl, distillation)."""
     critic: CriticConfig = CriticConfig()
-    """The critic (rl with advantage gae)."""
+    """Critic (rl with advantage gae)."""
     preference: PreferenceConfig = PreferenceConfig()
-    """Loss (preference, reward_model)."""
+    """Loss on pairs or judged answers (preference, reward_model)."""
     distillation: DistillationConfig = DistillationConfig()
     """Teachers and loss (distillation)."""
     train: TrainConfig = TrainConfig()
@@ -285,24 +302,26 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and exports during a run."""
     health: HealthConfig = HealthConfig()
-    """Thresholds of the rules that warn of a run which cannot learn (train.on_unhealthy)."""
+    """Thresholds of the rules warning of a run without learning (train.on_unhealthy)."""
 
+    # Private attributes, not fields: they are never validated or written as part of the recipe.
     _references: dict[Place, str] = PrivateAttr(default_factory=dict)
     _notices: tuple[str, ...] = PrivateAttr(default=())
 
     @model_validator(mode="wrap")
     @classmethod
     def _complete(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Checked with its sources, and with the preset's share of the longest completion in tokens."""
+        """Validate the recipe with its sources, then set the preset's overlong_buffer."""
         filled = with_first_train(given)
         made = validate(filled)
         if filled is not given:
+            # The user gave it to a source only. As a given field it would be reported as overridden by all sources.
             made.data.model_fields_set.discard("train")
         check_sources(made)
         return made.with_overlong_buffer()
 
     def with_overlong_buffer(self) -> Self:
-        """The recipe with the preset's share of its longest completion in tokens, where it has a share."""
+        """Return the recipe with the preset's overlong_buffer (a share of max_new_tokens), if the preset has one."""
         algorithm = self.algorithm
         parts = OVERLONG_PARTS.get(algorithm.preset or "")
         if parts is None or "overlong_buffer" in algorithm.model_fields_set:
@@ -310,50 +329,51 @@ class Recipe(Section):
         resolved = algorithm.model_copy(
             update={"overlong_buffer": max(1, self.rollout.sampling.max_new_tokens // parts)}
         )
+        # The value comes from the preset. A source with another max_new_tokens computes its own.
         resolved.model_fields_set.discard("overlong_buffer")
         return self.model_copy(update={"algorithm": resolved})
 
     @property
     def references(self) -> Mapping[Place, str]:
-        """The text of each value that was read from the environment, such as `${oc.env:HF_TOKEN}`."""
+        """Return the text of each value read from the environment, for example `${oc.env:HF_TOKEN}`."""
         return self._references
 
     def with_references(self, references: Mapping[Place, str]) -> Self:
-        """The recipe, which is to be written with these texts in place of what they were read as."""
+        """Return a copy of the recipe. Writing it shows these texts instead of the values read from them."""
         copy = self.model_copy()
         copy._references = dict(references)
         return copy
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """A line for each reason for which values of the file were dropped when the recipe was read."""
+        """Return one line per reason for dropping values of the file while reading the recipe."""
         return self._notices
 
     def with_notices(self, notices: Sequence[str]) -> Self:
-        """The recipe, with these lines about how it was read."""
+        """Return a copy of the recipe with these lines about its reading."""
         copy = self.model_copy()
         copy._notices = tuple(notices)
         return copy
 
     def override_of(self, folder: str) -> Mapping[str, Any]:
-        """`model.override_config` where a folder is the model's; nothing for a model of another folder."""
+        """Return `model.override_config` if `folder` is the policy's, else nothing."""
         return self.model.override_config if folder == self.model.folder else {}
 
     @property
     def has_reference(self) -> bool:
-        """Whether the loss compares with the model that training starts from."""
+        """Return whether the loss compares with the initial model."""
         if self.loop == "rl":
             return self.algorithm.kl_coefficient > 0
         return self.loop == "preference" and self.preference.loss in ("dpo", "ipo", "kto")
 
     @property
     def has_critic(self) -> bool:
-        """Whether a critic is trained beside the policy."""
+        """Return whether a critic is trained with the policy."""
         return self.loop == "rl" and self.algorithm.advantage == "gae"
 
     @property
     def further_models(self) -> dict[str, str]:
-        """Folders of the models beside the policy's, by the fields that name them; a run of no steps has no teacher."""
+        """Return the folders of all models except the policy's, by recipe field. A run of 0 steps has no teacher."""
         folders = {
             "critic.path": self.critic.path if self.has_critic else None,
             "reward.model": self.reward.model if self.loop == "rl" else None,
@@ -364,20 +384,21 @@ class Recipe(Section):
 
     @property
     def teachers(self) -> dict[str, str]:
-        """Folders of the teachers, each once, by the names that the ranks have for them: teacher0 and so on."""
+        """Return the distinct teacher folders by their names on the ranks: teacher0, teacher1 and so on."""
         found = (folder for field, folder in self.further_models.items() if field.endswith("distillation.teacher"))
         return {f"teacher{number}": folder for number, folder in enumerate(dict.fromkeys(found))}
 
     @property
     def teacher_of_source(self) -> dict[str, int]:
-        """The number of each source's teacher."""
+        """Return the number of each source's teacher."""
         numbers = {folder: number for number, folder in enumerate(self.teachers.values())}
         given = {source.name: found_folder(source.recipe.distillation.teacher or "") for source in self.sources}
         return {name: numbers[folder] for name, folder in given.items() if folder in numbers}
 
+    # dp follows from the other sizes. Sequence parallelism needs tp > 1, so with tp 1 it returns to its default.
     @property
     def for_teachers(self) -> Self:
-        """The recipe with the teachers' parallel sizes in place of the trainer's."""
+        """Return the recipe with the teachers' parallel sizes instead of the trainer's."""
         if not (own := self.distillation.sizes):
             return self
         changed = own | {"dp": None, "vpp": 1, "rank_order": "tp-cp-ep-dp-pp"}
@@ -388,32 +409,33 @@ class Recipe(Section):
 
     @property
     def is_on_policy(self) -> bool:
-        """Whether the policy samples what it is trained on."""
+        """Return whether the policy samples its own training data."""
         return self.loop in ("rl", "distillation")
 
     @property
     def has_advantages(self) -> bool:
-        """Whether the loss weighs sampled tokens by advantages."""
+        """Return whether the loss weighs sampled tokens by advantages."""
         return self.loop == "rl" or (self.loop == "distillation" and self.distillation.loss == "sampled_token")
 
     @property
     def frozen_steps(self) -> int:
-        """First steps in which the policy is not trained."""
+        """Return the number of first steps without policy updates."""
         return self.critic.warmup_steps if self.has_critic else 0
 
     @property
     def sequences_per_example(self) -> int:
-        """Sequences that share a row because the loss compares them."""
+        """Return how many sequences share a row because the loss compares them."""
         return 2 if self.loop == "reward_model" or (self.loop == "preference" and self.preference.loss != "kto") else 1
 
     @property
     def has_engine(self) -> bool:
-        """Whether anything is sampled."""
+        """Return whether the run samples anything."""
         return self.is_on_policy or (self.loop == "sft" and bool(self.data.validation))
 
     @property
     def separate_ranks(self) -> int:
-        """Ranks that only sample: `rollout.ranks` of a separate placement, or the engines' nodes' own; else 0."""
+        """Return the number of ranks for sampling only: `rollout.ranks`, or all ranks of the engines' nodes. Colocated:
+        0."""
         if not self.has_engine or self.rollout.placement != "separate":
             return 0
         engines = self.cluster.groups.engines
@@ -421,48 +443,49 @@ class Recipe(Section):
 
     @property
     def trainer_ranks(self) -> int:
-        """Ranks that train."""
+        """Return the number of training ranks."""
         own = self.cluster.nodes * self.cluster.ranks_per_node
         return own if self.cluster.groups.engines is not None else own - self.separate_ranks
 
     @property
     def validation_sets(self) -> tuple[str, ...]:
-        """Names of all sets that are evaluated."""
+        """Return the names of all evaluated sets."""
         of_sources = [name for source in self.sources for name in source.recipe.data.validation]
         return tuple(dict.fromkeys([*of_sources, *self.data.validation_conversations]))
 
     def evaluates_at(self, step: int) -> bool:
-        """Whether a step ends with an evaluation: every `evaluation.every_steps`, and the last."""
+        """Return whether a step ends with an evaluation: every `evaluation.every_steps` steps, and the last."""
         every = self.evaluation.every_steps
         return bool(self.validation_sets) and (step == self.train.steps or (every > 0 and step % every == 0))
 
     def overlaps_at(self, step: int) -> bool:
-        """Whether a step's reshard goes on beside the next step: `weights.overlap`, where that trains next."""
+        """Return whether a step's reshard overlaps the next step: with `weights.overlap`, if another step follows
+        directly."""
         return self.weights.overlap and step < self.train.steps and not self.evaluates_at(step)
 
     def reshards_at(self, step: int) -> bool:
-        """Whether a step ends with a reshard: every `rollout.sync_every`, and where it evaluates."""
+        """Return whether a step ends with a reshard: every `rollout.sync_every` steps, and before an evaluation."""
         return step % self.rollout.sync_every == 0 or self.evaluates_at(step)
 
     @property
     def sources(self) -> tuple[SourceRecipe, ...]:
-        """The sources of problems: those of the mixture, or the recipe's one."""
+        """Return the sources of problems: the mixture's, or the recipe as the only one."""
         return sources(self)
 
     @property
     def context_tokens(self) -> int:
-        """Tokens of the longest sequence that is sampled: prompt, completions, observations."""
+        """Return the tokens of the longest sampled sequence: prompt, completions, observations."""
         return max(source.recipe._context_tokens for source in self.sources)
 
     @property
     def trained_tokens(self) -> int:
-        """Tokens of the longest sequence that is trained on."""
+        """Return the tokens of the longest trained sequence."""
         recipes = [source.recipe for source in self.sources]
         return max(recipe.data.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens for recipe in recipes)
 
     @property
     def longest_trajectory(self) -> int:
-        """Tokens that the policy samples at most in an attempt of training, in all its turns together."""
+        """Return the limit of tokens sampled in one training attempt, in all its turns together."""
         return max(source.recipe._longest_trajectory for source in self.sources)
 
     @property
@@ -472,7 +495,8 @@ class Recipe(Section):
         if rollout.turns_of_attempt == 1:
             return longest
         if rollout.history == "append" and rollout.environment != "command":
-            # All turns are in one sequence. Rendered histories, and those of programs, are sequences of their own.
+            # All turns are in one sequence, so together they fit in the context. Rendered histories and the calls of
+            # a program are separate sequences, each with its own room.
             longest = min(longest, self.data.max_prompt_tokens + rollout.sampling.max_new_tokens)
         return min(longest, rollout.budget.sampled_tokens or longest)
 
@@ -483,7 +507,7 @@ class Recipe(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
-        """`evaluation.sampling` without its repetition penalty, and from `rollout.sampling` what it leaves out."""
+        """Return `evaluation.sampling` without its repetition penalty, completed from `rollout.sampling`."""
         own = self.evaluation.sampling.model_dump(exclude_none=True, exclude={"repetition_penalty"})
         own["temperature_schedule"] = "constant"
         if self.evaluation.samples_per_prompt == 1:

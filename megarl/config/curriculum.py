@@ -1,4 +1,4 @@
-"""Curricula: which problems are drawn more often, by how often they are solved."""
+"""Recipe section `data.curriculum`: draw problems by their solve rates."""
 
 from __future__ import annotations
 
@@ -13,17 +13,19 @@ Share = Annotated[float, Field(ge=0.0, le=1.0)]
 
 
 class CurriculumConfig(Section):
+    """Choice of problems by their solve rates."""
+
     band: tuple[Share, Share] | None = None
-    """Solve rates, [lowest, highest], of problems that are drawn whenever they come up, as those never tried are. A
-    problem that is solved less or more often is passed over most times, and tried again now and then. Left out: every
-    problem is drawn once an epoch. Metrics: curriculum/."""
+    """Solve rates, [lowest, highest], of the problems to train on. Untried problems are always drawn. Problems outside
+    the band are mostly skipped. Default: every problem is drawn once per epoch. Metrics: curriculum/."""
+    # Above 0, because a skipped problem could never return to the band as the policy changes.
     outside: Annotated[float, Field(gt=0.0, le=1.0)] = 0.1
-    """Probability with which a problem outside the band is drawn when it comes up, once an epoch."""
+    """Probability of drawing a problem outside the band when its turn comes, once per epoch."""
     memory: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.5
-    """Weight of a problem's earlier solve rate beside that of its newest group; 0: only the newest counts."""
+    """Weight of a problem's earlier solve rate against its newest group. 0: only the newest group counts."""
     by: str | None = None
-    """Field of the records, such as a level of difficulty: problems of equal values have one solve rate together. Left
-    out: each problem has its own."""
+    """Record field (a difficulty level, say) grouping problems: equal values share one solve rate. Default: one solve
+    rate per problem."""
 
     @model_validator(mode="after")
     def _is_ordered(self) -> Self:

@@ -1,4 +1,4 @@
-"""Data sets of a recipe: a path, or a path with names of its records' fields."""
+"""Data sets of a recipe: a path, or a path with the names of its records' fields."""
 
 from __future__ import annotations
 
@@ -11,56 +11,58 @@ from pydantic_core import PydanticCustomError
 from megarl.config.section import Section
 
 Format = Literal["colossalrl", "rl2", "verl", "trl", "slime", "openrlhf", "alpaca"]
-"""Formats of records, by the program that writes them (`megarl.data.formats`)."""
+"""Formats of records, named after the writing program (`megarl.data.formats`)."""
 Role = Literal["prompt", "answer", "input", "response", "chosen", "rejected", "label", "tools"]
 """Roles of a record's fields (`megarl.data.formats.RecordFormat`)."""
 
+# A union of str and DataSetConfig would report both branches for one mistake; this is one message.
 _FORMS = "must be a path, or {path: ..., format: ..., fields: {ROLE: NAME, ...}, answer_field: ...}"
 
 
 class DataSetConfig(Section):
-    """A data set whose fields have names of their own. Then none of data.format, fields and answer_field holds."""
+    """Data set with its own field names. It ignores data.format, data.fields and data.answer_field."""
 
     path: str
-    """As data.train."""
+    """Path of the data set, written like data.train."""
     format: Format | None = None
-    """As data.format."""
+    """Format of this data set, see data.format."""
     fields: dict[Role, str] = Field(default_factory=dict)
-    """As data.fields."""
+    """Names of this data set's fields, see data.fields."""
     answer_field: str | None = None
-    """As data.answer_field."""
+    """Field of the gold answer, see data.answer_field."""
 
     @model_validator(mode="after")
     def _one_answer(self) -> Self:
         refuse_two_answers(self.fields, self.answer_field)
         return self
 
+    # Only given fields are written: a default written out would count as given and override `data` on reading.
     @model_serializer(mode="wrap")
     def _short(self, dump: Callable[[Self], dict[str, Any]]) -> str | dict[str, Any]:
-        """The path where that says all; else what is given, since a name that is not has a meaning of its own."""
+        """Serialise as the path alone if nothing else is given, else as the given fields."""
         given = {name: value for name, value in dump(self).items() if name in self.model_fields_set}
         return given if self.has_own_names else self.path
 
     @property
     def has_own_names(self) -> bool:
-        """Whether it gives any name: with a path alone, it has those of `data`."""
+        """Return whether any field name is given. A path alone uses the names in `data`."""
         return bool(self.model_fields_set - {"path"})
 
 
 def refuse_two_answers(fields: Mapping[Role, str], answer_field: str | None) -> None:
-    """Raise PydanticCustomError where two names are given for the gold answer."""
+    """Raise PydanticCustomError if two different names are given for the gold answer."""
     if answer_field is not None and fields.get("answer", answer_field) != answer_field:
-        text = "fields.answer {} and answer_field {} both name the gold answer; leave one out"
+        text = "fields.answer {} and answer_field {} both name the gold answer; remove one"
         raise PydanticCustomError("two_answers", text.format(fields["answer"], answer_field))  # pyright: ignore
 
 
 def path_of(data_set: str | DataSetConfig) -> str:
-    """The path of a data set."""
+    """Return the path of a data set."""
     return data_set if isinstance(data_set, str) else data_set.path
 
 
 def _of_forms(given: Any) -> Any:
-    """A path as it is, an object as a DataSetConfig; so errors of an object stand at its fields."""
+    """Return a path unchanged and a mapping as DataSetConfig, so that errors name the mapping's own fields."""
     if isinstance(given, str | DataSetConfig) or given is None:
         return given
     if not isinstance(given, Mapping) or "path" not in given or given.keys() - DataSetConfig.model_fields.keys():

@@ -1,6 +1,6 @@
-"""Fields of Megatron-Core's and vLLM's own configs that other fields of a recipe decide, and which those are.
+"""Fields of Megatron-Core's and vLLM's configs derived from other recipe fields.
 
-They cannot be set through `trainer.megatron` and `rollout.vllm`.
+`trainer.megatron` and `rollout.vllm` cannot set them. The tables name the deciding fields for the error.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ ENGINE_FIELDS = {
     "hf_overrides": "model.override_config",
     "max_model_len": "data.max_prompt_tokens and rollout.sampling.max_new_tokens",
 }
-"""Of vLLM's EngineArgs."""
+"""Fields of vLLM's EngineArgs."""
 
 _MODEL = "the model's config.json"
 
@@ -46,7 +46,7 @@ TRANSFORMER_FIELDS = {
     "deallocate_pipeline_outputs": "trainer.pp",
     "calculate_per_token_loss": "the token weights of the loss",
 }  # fmt: skip
-"""Of Megatron-Core's TransformerConfig, for every model."""
+"""Fields of Megatron-Core's TransformerConfig, for every model."""
 
 EXPERT_FIELDS = {
     **dict.fromkeys(
@@ -62,12 +62,14 @@ EXPERT_FIELDS = {
     "moe_enable_routing_replay": "trainer.router_replay",
     **dict.fromkeys(("moe_flex_dispatcher_backend", "moe_enable_deepep"), "trainer.moe_dispatcher"),
 }  # fmt: skip
-"""Of the TransformerConfig of a mixture of experts."""
+"""Fields of the TransformerConfig of a mixture of experts."""
 
+# With `trainer.recompute: none` users may set these through trainer.megatron.
 RECOMPUTE_FIELDS = dict.fromkeys(
     ("recompute_granularity", "recompute_modules", "recompute_method", "recompute_num_layers"), "trainer.recompute"
 )
-"""Of the TransformerConfig where `trainer.recompute` is not `none`."""
+"""Fields of the TransformerConfig if `trainer.recompute` is not `none`."""
 
+# With `trainer.fp8: none` users may choose another FP8 recipe through trainer.megatron.
 FP8_FIELDS = dict.fromkeys(("fp8", "fp8_recipe", "fp8_param"), "trainer.fp8")
-"""Of the TransformerConfig where `trainer.fp8` is not `none`."""
+"""Fields of the TransformerConfig if `trainer.fp8` is not `none`."""

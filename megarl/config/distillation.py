@@ -1,4 +1,4 @@
-"""The section of a recipe about distillation."""
+"""Recipe section `distillation`: teachers, their parallel sizes and the loss."""
 
 from __future__ import annotations
 
@@ -11,13 +11,15 @@ from megarl.config.section import Section
 
 
 class DistillationConfig(Section):
+    """Teachers and loss of a distillation."""
+
     teacher: str | None = None
-    """Folder of the teacher, or its name in the Hub's cache: a language model with the policy's tokenizer. Rows of its
-    vocabulary beyond the policy's, and the other way round, are padding and left out. In a mixture each source may have
-    its own: mixture.NAME.distillation.teacher."""
+    """Folder of the teacher, or its name in the Hub's cache: a language model with the policy's tokenizer. Vocabulary
+    rows present in only one of the models are padding and ignored. In a mixture each source may have its own
+    (mixture.NAME.distillation.teacher)."""
     tp: PositiveInt | None = None
-    """Tensor-parallel size of the teachers. Where none of the teachers' sizes is given, all are the
-    trainer's, else those left out are 1."""
+    """Tensor-parallel size of the teachers. Default: 1 if another of the teachers' sizes is given; if none is, all are
+    the trainer's."""
     pp: PositiveInt | None = None
     """Pipeline-parallel size of the teachers."""
     cp: PositiveInt | None = None
@@ -27,32 +29,31 @@ class DistillationConfig(Section):
     etp: PositiveInt | None = None
     """Expert-tensor-parallel size of the teachers."""
     loss: Literal["sampled_token", "top_k", "full_vocabulary"] = "sampled_token"
-    """Loss on the tokens that the policy sampled: the policy gradient of the reverse KL estimated at the sampled token
-    (sampled_token, an advantage of teacher minus policy log-prob, by algorithm.policy_loss); or the gradient of a
-    divergence of the two distributions, over the teacher's most likely tokens (top_k) or all (full_vocabulary)."""
+    """Loss on the policy's sampled tokens. sampled_token (default): policy gradient (algorithm.policy_loss), advantage
+    = teacher minus policy log-prob, an estimate of the reverse KL. top_k, full_vocabulary: gradient of a divergence of
+    both distributions, over the teacher's most likely tokens or all."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Discount factor, per token, of the log-ratios of later tokens in a token's advantage: 0 for each token's own,
-    1 for the gradient of the reverse KL of whole sequences (MiniLLM, arXiv 2306.08543, eq. 2)."""
+    """Discount factor per token of later tokens' log-ratios in a token's advantage. 0 (default): only its own. 1:
+    gradient of the reverse KL of whole sequences (MiniLLM, arXiv 2306.08543, eq. 2)."""
     max_log_ratio: PositiveFloat | None = None
-    """Clip the log-ratio of a token to between minus and plus this, in nats; default: no bound."""
+    """Clip a token's log-ratio to [-x, x], in nats. Default: no bound."""
     divergence: Divergence = "reverse_kl"
-    """Divergence of top_k and full_vocabulary (`algorithms.divergences`): KL(policy || teacher) (reverse_kl),
-    KL(teacher || policy) (forward_kl), or the generalised Jensen-Shannon divergence between them (jsd; GKD, arXiv
-    2306.13649, eq. 1)."""
+    """Divergence of top_k and full_vocabulary (`algorithms.divergences`): reverse_kl (default) = KL(policy || teacher),
+    forward_kl = KL(teacher || policy), jsd = generalised Jensen-Shannon (GKD, arXiv 2306.13649, eq. 1)."""
     jsd_beta: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
-    """The teacher's share in the mixture of both that the Jensen-Shannon divergence is taken to."""
+    """Weight of the teacher in the mixture distribution of the Jensen-Shannon divergence."""
     temperature: PositiveFloat = 1.0
-    """Temperature of both distributions in a divergence; sampled_token takes rollout.sampling.temperature, at which the
-    policy sampled."""
+    """Temperature of both distributions in a divergence. sampled_token uses rollout.sampling.temperature instead, the
+    temperature of the samples."""
     top_k: PositiveInt = 64
-    """Number of the teacher's most likely tokens that a divergence is taken over."""
+    """Number of the teacher's most likely tokens in a divergence (loss top_k)."""
     tail: Literal["bucket", "renormalize"] = "bucket"
-    """All other tokens under top_k: together one outcome more (bucket, a lower bound of the divergence over all), or
-    left out, and both distributions renormalised over the teacher's tokens (renormalize, which ignores what the
-    policy gives to others)."""
+    """Treatment of all other tokens (loss top_k). bucket (default): one more outcome, a lower bound of the full
+    divergence. renormalize: ignored, and both distributions renormalised over the teacher's tokens; blind to the
+    policy's probability of other tokens."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """The teachers' parallel sizes; empty: those of the trainer."""
+        """Return the teachers' parallel sizes. Empty: the trainer's sizes."""
         given = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
         return {name: size or 1 for name, size in given.items()} if any(given.values()) else {}

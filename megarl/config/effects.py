@@ -1,12 +1,12 @@
-"""Where each field of a recipe has an effect: under which loop, algorithm or other field.
+"""Effects of recipe fields: the loop, algorithm or other field under which each field does something.
 
-The schema is one model with this table, not a union of models that pydantic would choose by `loop`. Under a union a
-misspelt `loop` hides all other errors, names of fields get the union's tags in front, a condition on the algorithm
-(gae, clipped, kto) would need a model for each combination, and every room that reads `recipe.algorithm` would have to
-narrow the type first. With a table the error says why a field does nothing, and rooms go on reading what is there.
+The schema is one model with this table, not a union of models chosen by `loop`. A union has four faults. A misspelt
+`loop` hides all other errors. Field names get the union's tags as a prefix. A condition on the algorithm (gae, clipped,
+kto) needs a model per combination. Every reader of `recipe.algorithm` must narrow the type first. With a table the
+error explains why a field does nothing.
 
-Only what a recipe gives counts as an error: defaults and a preset's values may lie idle. How the machines are described
-(`cluster.*`) is never idle, since one recipe runs under any launcher.
+Only given fields are errors: defaults and a preset's values may have no effect. Descriptions of machines (`cluster.*`)
+are always accepted, because one recipe runs under any launcher.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """A condition on a recipe: `remedy` makes it true, `fields` are those that decide it."""
+    """Condition on a recipe. `remedy` makes it true; `fields` decide it."""
 
     fields: tuple[str, ...]
     remedy: str
     holds: Callable[[Recipe], bool]
     is_alternative: bool = False
-    """The deciding field says the same in another way: an override of either replaces the other in the file."""
+    """Both fields express the same setting: an override of one replaces the other in the file."""
 
     def state(self, recipe: Recipe) -> str:
-        """The deciding fields as they are: `under loop=sft`, `without reward.model`."""
+        """Return the deciding fields and values in words: `under loop=sft`, `without reward.model`."""
         values = {field: value_at(recipe, field) for field in self.fields}
         absent = [field for field, value in values.items() if value is None or value == {}]
         shown = {name: ", ".join(value) if isinstance(value, dict) else value for name, value in values.items()}
@@ -43,7 +43,7 @@ class Needs:
 
 
 def value_at(recipe: Recipe, field: str) -> Any:
-    """The value of a field by its dotted name."""
+    """Return the value of a field by its dotted name."""
     value: Any = recipe
     for part in field.split("."):
         value = getattr(value, part)
@@ -71,7 +71,7 @@ def _above_zero(field: str) -> Needs:
 
 
 def _takes(field: str, keyword: str) -> Needs:
-    """The formula that a field names takes a keyword. The user's own may take any: see `preflight.keywords`."""
+    """Require a formula with this keyword. A user's own formula may take any keyword: see `preflight.keywords`."""
 
     def holds(recipe: Recipe) -> bool:
         name = value_at(recipe, field)
@@ -124,9 +124,10 @@ _UNPACED = Needs(
     "set rollout.max_staleness to 0",
     lambda recipe: not recipe.rollout.is_paced,
 )
+# Only engines ahead of the trainer have requests in flight during a reshard.
 _PACED = Needs(
     ("rollout.placement", "rollout.max_staleness"),
-    "set rollout.placement to separate and rollout.max_staleness to 1 at least: else no request is under way then",
+    "set rollout.placement to separate and rollout.max_staleness to at least 1; otherwise no request is in flight then",
     lambda recipe: recipe.rollout.is_paced,
 )
 _SURPLUS = (
@@ -143,12 +144,12 @@ _TURNS = (
     _RL,
     Needs(
         ("algorithm.advantage",),
-        "set algorithm.advantage to one that compares rewards: gae has algorithm.gamma, pass_at_k counts passes",
+        "set algorithm.advantage to an estimator comparing rewards: gae has algorithm.gamma, pass_at_k counts passes",
         lambda recipe: recipe.algorithm.advantage not in ("gae", "pass_at_k"),
     ),
     Needs(
         ("rollout.environment",),
-        "set rollout.environment to one of several turns",
+        "set rollout.environment to one with several turns",
         lambda recipe: recipe.rollout.environment != "single_turn",
     ),
     Needs(
@@ -163,7 +164,7 @@ _NOT_SINGLE_TURN = Needs(
     lambda recipe: recipe.rollout.environment != "single_turn",
 )
 _AGENTS = ("command", "verifiers")
-"""Environments that make attempts by themselves. One's own may too, which is known only when it is imported."""
+"""Environments with their own agent loop. A user's environment may have one too, unknown until it is imported."""
 _AGENT = Needs(
     ("rollout.environment",),
     f"set rollout.environment to {either(_AGENTS)}",
@@ -184,9 +185,11 @@ _SANDBOX = Needs(
     "put code, or a function of your own, into reward.functions, or set rollout.environment to python",
     lambda recipe: any(_runs_programs(source.recipe) for source in recipe.sources),
 )
+# A SandboxFusion server has its own isolation and packages.
 _HERE = Needs(("sandbox.url",), "leave sandbox.url out", lambda recipe: recipe.sandbox.url is None)
 _MOVING_TEMPERATURE = _one_of("rollout.sampling.temperature_schedule", "linear", "cosine")
-_NOT_OWN = Needs(("mixture",), "take it out of a source, each of which has its own", lambda recipe: False)
+# Reported where every source of a mixture overrides the field, so the recipe's value is never used.
+_NOT_OWN = Needs(("mixture",), "remove it from a source; now every source overrides it", lambda recipe: False)
 _CURRICULUM = (_ON_POLICY, _given("data.curriculum.band"))
 _CORRECTION = (*_ADVANTAGES, _given("algorithm.importance_sampling"))
 _MARGIN = Needs(
@@ -197,7 +200,7 @@ _MARGIN = Needs(
 
 
 def _runs_programs(recipe: Recipe) -> bool:
-    """Whether a recipe's rewards or environment may run programs of the policy: those of the user's own may, too."""
+    """Return whether rewards or environment may run programs of the policy. A user's own code may, too."""
     names = [function.name for function in recipe.reward.functions]
     return any(name == "code" or ":" in name for name in names) or (
         recipe.rollout.environment == "python" or ":" in recipe.rollout.environment
@@ -362,7 +365,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
         _one_of("algorithm.advantage", "grpo"),
         Needs(
             ("algorithm.normalize_by_std",),
-            "set algorithm.normalize_by_std to true: without the deviation both orders are one",
+            "set algorithm.normalize_by_std to true: without the deviation both orders are equal",
             lambda recipe: recipe.algorithm.normalize_by_std,
         ),
     ),
@@ -460,11 +463,11 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "weights.probe_tolerance": _ENGINE,
     "checkpoint": _ALWAYS,
 }
-"""A field, or a section whose fields all do alike, to what it needs; all must hold."""
+"""Field, or section with uniform conditions, to its conditions. All must hold."""
 
 
 def conditions(field: str) -> tuple[Needs, ...]:
-    """The conditions of a field, or of the section around it."""
+    """Return the conditions of a field, or of the section around it."""
     name = field
     while name not in EFFECTS and "." in name:
         name = name.rpartition(".")[0]
@@ -472,11 +475,11 @@ def conditions(field: str) -> tuple[Needs, ...]:
 
 
 def unmet(recipe: Recipe, field: str) -> Needs | None:
-    """The first condition of a field that does not hold: the field does nothing. None: it has an effect.
+    """Return the first unmet condition of a field (the field does nothing), or None if it has an effect.
 
-    In a mixture it has one if it has for any source that does not have its own.
+    In a mixture one source using the recipe's value is enough for an effect.
     """
-    # A source's recipe has no mixture of its own.
+    # A source's recipe has an empty mixture, so a condition on the mixture is checked on the whole recipe.
     if (need := next((need for need in conditions(field) if need.fields == ("mixture",)), None)) and recipe.mixture:
         return need
     found = [unmet_in(source.recipe, field) for source in recipe.sources if source.place(field) == field]
@@ -484,11 +487,11 @@ def unmet(recipe: Recipe, field: str) -> Needs | None:
 
 
 def unmet_in(recipe: Recipe, field: str) -> Needs | None:
-    """As `unmet`, of a source's recipe."""
+    """Return the first unmet condition of a field in a source's recipe, or None."""
     return next((need for need in conditions(field) if not need.holds(recipe)), None)
 
 
 def may_be_idle(recipe: Recipe, field: str) -> bool:
-    """Whether a field is a keyword of a function of the user's own, which may not take it."""
+    """Return whether a field is a keyword of a user's own formula, so its use is unknown."""
     owners = (owner for owner, keywords in FIELDS.items() if field in keywords.values())
     return any(is_import_path(value_at(recipe, owner) or "") for owner in owners)

@@ -1,4 +1,4 @@
-"""One line for each thing that is wrong with a recipe: field, value as it may be written, what is wrong, remedy."""
+"""Error lines of a recipe. Each has the field, its printable value, the fault and a remedy."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from megarl.files.nearest import nearest
 
 
 def error_page(title: str | Path, problems: Sequence[str]) -> str:
-    """All problems under one title, a line each."""
+    """Return all problems under one title, one per line."""
     return f"{title}: {len(problems)} error{'s' if len(problems) > 1 else ''}\n" + textwrap.indent(
         "\n".join(problems), "  "
     )
 
 
 def explained(kind: str, loc: tuple[int | str, ...], value: Any, message: str, references: Mapping[Place, str]) -> str:
-    """The line, or lines, for an error of pydantic: its type, place, input and message."""
+    """Return the line or lines for a pydantic error, given its type, place, input and message."""
     is_key = loc[-1:] == ("[key]",)
     place = ".".join(str(part) for part in (loc[:-1] if is_key else loc))
     written = reference_around(loc, references) or printable(value, loc, references)
@@ -55,7 +55,8 @@ def _children(place: str) -> list[str]:
 
 
 def _wrong_value(kind: str, place: str, value: Any, message: str) -> str:
-    """The fault of a value, the nearest valid one or how to remove it, and the field's description."""
+    """Return the fault of a value, the nearest valid value or the way to remove it, and the field's description."""
+    # The texts are pydantic's: this makes them sentences about a recipe.
     wrong = message.replace("Input should be", "must be").replace("a valid tuple", "a list, such as [a, b]")
     field = field_at(place)
     if kind in ("literal_error", "formula") and (near := nearest_value(place, value)):
@@ -68,14 +69,15 @@ def _wrong_value(kind: str, place: str, value: Any, message: str) -> str:
 
 
 def _around(place: str) -> str:
-    """The description of the field that a place is, or is inside of; empty for a place in no field."""
+    """Return the description of the field at or around a place. Empty if there is none."""
     parts = place.split(".")
     found = (field_at(".".join(parts[:end])) for end in range(len(parts), 1, -1))
     return next((description(field) for field in found if field is not None), "")
 
 
+# A misspelt section gets one line. A foreign section gets a line per value, since each has another counterpart.
 def _unknown(place: str, value: Any) -> Iterator[str]:
-    """A line for an unknown key, or for each value in a section that the recipe does not have."""
+    """Yield one line for an unknown key, or one per value of an unknown section."""
     leaves = [(f"{place}{rest}", item) for rest, item in leaves_of(value)]
     is_misspelt = nearest(place.rpartition(".")[2], _siblings(place)) is not None
     is_foreign = any(counterpart(name) for name, _ in leaves)
@@ -85,10 +87,10 @@ def _unknown(place: str, value: Any) -> Iterator[str]:
 
 
 def key_hint(place: str) -> str:
-    """Where an unknown key may have been meant to stand, or what another program's option is called here."""
+    """Return the likely place of an unknown key, or the counterpart of another program's option."""
     from megarl.config.mixture import SourceConfig
 
-    # Items of a list have their own fields, which no other section could take.
+    # Fields of list items exist nowhere else, so other sections are not searched for them.
     found, short = [] if _is_in_item(place) else _elsewhere(place), of_short_option(place)
     if foreign := counterpart(place) or (None if found else short):
         return str(foreign)
@@ -106,13 +108,13 @@ def key_hint(place: str) -> str:
 
 
 def _is_in_item(place: str) -> bool:
-    """Whether a key stands in an item of a list, or an entry of a mapping, of sections."""
+    """Return whether a key is in an item of a list of sections, or an entry of a mapping of sections."""
     parent = place.rpartition(".")[0]
     return parent not in {"", *all_fields()} and section_at(parent) is not None
 
 
 def _nearest_field(place: str) -> str | None:
-    """The fields whose name is nearest to an unknown key's, in its own section first, as `a or b`."""
+    """Return the fields with the most similar name, as `a or b`. The key's own section is searched first."""
     key = place.rpartition(".")[2]
     siblings = _siblings(place)
     if (near := nearest(key, siblings)) is not None:
@@ -123,7 +125,7 @@ def _nearest_field(place: str) -> str | None:
 
 
 def _siblings(place: str) -> dict[str, str]:
-    """The fields of the section that a key stands in: dotted names by name."""
+    """Return the fields of a key's section: dotted names by name."""
     parent = place.rpartition(".")[0]
     section = section_at(parent)
     prefix = f"{parent}." if parent else ""
@@ -131,13 +133,13 @@ def _siblings(place: str) -> dict[str, str]:
 
 
 def _elsewhere(place: str) -> list[str]:
-    """The fields of exactly this name in other sections."""
+    """Return the fields with exactly this name in other sections."""
     key = place.rpartition(".")[2]
     return [name for name in all_fields() if name.rpartition(".")[2] == key]
 
 
 def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
-    """The answer to an option that a command does not have, such as `--steps 5`; `options` are the command's own."""
+    """Return the answer to an unknown command-line option, for example `--steps 5`. `options` are the command's own."""
     name, known = option.lstrip("-").replace("-", "_"), all_fields()
     own = [name] if name in known else _elsewhere(name)
     is_own = option.startswith("--") and bool(own)
@@ -157,7 +159,7 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
 
 
 def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """A section's values by what follows its dotted name; a value that is not a section by ``."""
+    """Yield a section's values, each with the rest of its dotted name. A plain value has the rest ``."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from ((f".{name}{rest}", leaf) for rest, leaf in leaves_of(item))
@@ -166,12 +168,12 @@ def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def shortened(value: Any) -> str:
-    """A value on one line of at most 80 characters."""
+    """Return a value on one line of at most 80 characters."""
     return textwrap.shorten(repr(value), 80)
 
 
 def printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
-    """A value as it may be written: references as they stand, secrets hidden."""
+    """Return a value for printing: references unresolved, secrets hidden."""
     if place in references:
         return references[place]
     if hasattr(value, "model_dump"):
@@ -181,11 +183,11 @@ def printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
     if isinstance(value, list | tuple):
         return [printable(item, (*place, index), references) for index, item in enumerate(value)]
     if isinstance(value, str):
-        # `load` would take a bare ${...} for a reference.
+        # Escaped, because `load` would resolve a bare ${...} as a reference.
         return "<hidden>" if holds_secret(place, value) else value.replace("${", "\\${")
     return value
 
 
 def reference_around(place: Place, references: Mapping[Place, str]) -> str | None:
-    """The reference that a value, or a section around it, was read by."""
+    """Return the reference from which a value, or a section around it, was read; else None."""
     return next((references[place[:end]] for end in range(len(place), 0, -1) if place[:end] in references), None)

@@ -1,7 +1,8 @@
-"""Names and keyword arguments of the formulas in `megarl.algorithms`, read from their source.
+"""Names and keyword arguments of the formulas in `megarl.algorithms`, read from their source code.
 
-A recipe is checked and printed without torch, which an import of the formulas would take. What stands in a table of
-`megarl.algorithms` is a value of the recipe's field and its keywords are settings, without another line here.
+Recipes are checked and printed without torch, but importing the formulas needs it. So the source is parsed instead. An
+entry of a table in `megarl.algorithms` becomes a value of the recipe's field, and its keywords become settings. No
+second registration is needed.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "preference.loss": ("preference_losses", "PREFERENCE_LOSSES", ()),
     "distillation.divergence": ("divergences", "DIVERGENCES", ()),
 }
-"""Field of the recipe to module, table, and functions that it names beside those of the table."""
+"""Recipe field to (module, table, further functions accepted by the field)."""
 
 FIELDS: dict[str, dict[str, str]] = {
     "algorithm.advantage": {
@@ -51,7 +52,7 @@ FIELDS: dict[str, dict[str, str]] = {
     },
     "distillation.divergence": {"beta": "distillation.jsd_beta"},
 }
-"""Keywords that have a field of their own in the recipe."""
+"""Keywords with their own recipe field."""
 
 KWARGS = {
     "algorithm.advantage": "algorithm.advantage_kwargs",
@@ -59,18 +60,18 @@ KWARGS = {
     "algorithm.importance_sampling": "algorithm.importance_sampling_kwargs",
     "preference.loss": "preference.loss_kwargs",
 }
-"""The field that takes all other keywords."""
+"""Recipe field for all other keywords."""
 
 MEASURED: dict[str, tuple[str, ...]] = {
     "algorithm.advantage": ("lengths", "passes", "mask"),
     "preference.loss": ("kl",),
 }
-"""Keywords that the run gives, from what it has sampled."""
+"""Keywords filled in by the run from its samples."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keyword:
-    """A keyword argument; `annotation` is None where it has none."""
+    """A keyword argument. `annotation` is None if it has none."""
 
     annotation: ast.expr | None
     is_required: bool
@@ -79,9 +80,10 @@ class Keyword:
 Keywords = Mapping[str, Keyword]
 
 
+# The tables are dict literals of names by convention, so parsing finds them without running the module.
 @cache
 def formulas(field: str) -> dict[str, Keywords]:
-    """The functions that a field of the recipe may name, and their keyword arguments."""
+    """Return the functions accepted by a recipe field, with their keyword arguments."""
     module, table, further = TABLES[field]
     body = ast.parse((_ALGORITHMS / f"{module}.py").read_text(encoding="utf-8")).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
@@ -96,12 +98,12 @@ def formulas(field: str) -> dict[str, Keywords]:
 
 
 def taking(field: str, keyword: str) -> list[str]:
-    """The functions that a field may name and that take a keyword."""
+    """Return the functions accepted by a field with this keyword."""
     return [name for name, keywords in formulas(field).items() if keyword in keywords]
 
 
 def either(choices: Sequence[object]) -> str:
-    """The choices in words, at least one: `a, b or c`."""
+    """Return the choices (at least one) in words: `a, b or c`."""
     *others, last = map(str, choices)
     return f"{', '.join(others)} or {last}" if others else last
 

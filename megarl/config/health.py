@@ -1,4 +1,4 @@
-"""The recipe's section `health`: thresholds of the rules that warn of a run that cannot learn."""
+"""Recipe section `health`: thresholds of the rules warning of a run without learning."""
 
 from __future__ import annotations
 
@@ -18,32 +18,34 @@ RuleName = Literal[
 
 
 class HealthConfig(Section):
+    """Thresholds of the health rules (`megarl.tracking.health`)."""
+
     off: tuple[RuleName, ...] = ()
-    """Rules of `megarl.tracking.health` that do not warn."""
+    """Names of disabled rules of `megarl.tracking.health`."""
     window: PositiveInt = 3
-    """Logged steps in a row that must show a fault before its rule warns. Rules about a rise compare the median of the
-    last steps with that of as many first ones."""
+    """Number of consecutive logged steps with a fault before its rule warns. Rules about a rise compare the median of
+    the last n steps with that of the first n."""
     truncated: Share = 0.95
-    """Share of attempts that end at the length limit (rollout/truncated) from which on the rule truncated warns."""
+    """Share of attempts ending at the length limit (rollout/truncated) from which the rule truncated warns."""
     entropy_low: NonNegativeFloat = 1e-3
-    """Entropy in nats a token (train/entropy) below which the rule entropy_collapsed warns."""
+    """Entropy in nats per token (train/entropy) below which the rule entropy_collapsed warns."""
     entropy_rise: Factor = 5.0
-    """Factor by which the entropy must rise, to at least entropy_high, before entropy_exploding warns."""
+    """Factor of an entropy rise (to at least entropy_high) from which entropy_exploding warns."""
     entropy_high: NonNegativeFloat = 1.0
-    """Entropy in nats a token below which entropy_exploding does not warn."""
+    """Entropy in nats per token below which entropy_exploding does not warn."""
     grad_norm_rise: Factor = 10.0
-    """Factor by which train/grad_norm must rise before grad_norm_rising warns."""
+    """Factor of a rise of train/grad_norm from which grad_norm_rising warns."""
     logprob_gap_rise: Factor = 10.0
-    """Factor by which logprob_gap/mean must rise, to at least logprob_gap_high, before mismatch_rising warns."""
+    """Factor of a rise of logprob_gap/mean (to at least logprob_gap_high) from which mismatch_rising warns."""
     logprob_gap_high: NonNegativeFloat = 0.01
-    """Mean distance of trainer and engine in nats a token below which mismatch_rising does not warn."""
+    """Mean distance of trainer and engine in nats per token below which mismatch_rising does not warn."""
     validation_drop: Share = 0.05
-    """Fall of val/SET/accuracy below its best, at two evaluations in a row, from which on validation_falling warns."""
+    """Fall of val/SET/accuracy below its best, in two consecutive evaluations, from which validation_falling warns."""
     reward_rise: PositiveFloat = 0.05
-    """Rise of reward/mean since that best evaluation, in units of the reward, that validation_falling asks for."""
+    """Rise of reward/mean since the best evaluation needed by validation_falling, in units of the reward."""
     learning_rate: tuple[PositiveFloat, PositiveFloat] | None = None
-    """Lowest and highest usual optimizer.learning_rate. Default, for Adam: 1e-8 to 1 over the model's hidden size, ten
-    times as much with LoRA."""
+    """Usual range of optimizer.learning_rate, [lowest, highest]. Default (Adam): 1e-8 to 1 / the model's hidden size;
+    ten times these with LoRA."""
 
     @model_validator(mode="after")
     def _is_ordered(self) -> Self:

@@ -1,6 +1,6 @@
-"""Given fields that do nothing: those of the file that overrides leave without effect are dropped, others are errors.
+"""Given fields without effect: dropped if an override made them so, an error otherwise.
 
-`config.effects` says where each field has an effect.
+`config.effects` defines the effects.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Where a recipe's values come from: a file, and overrides that set or remove values.
+    """Origin of a recipe's values: a file, and overrides setting or removing values.
 
-    `overridden` are the values that overrides set, by dotted name; `unread` are fields without a value.
-    `is_of_run`: the file is a run's config.yaml, which has all fields, so that one without effect is not the user's.
+    `overridden` has the dotted names of values set by overrides; `unread` the fields without a value. `is_of_run`: the
+    file is a run's config.yaml. It has all fields, so a field without effect is not the user's mistake.
     """
 
     path: Path
@@ -36,20 +36,23 @@ class Given:
     is_of_run: bool
 
     def by_override(self, field: str) -> bool:
-        """Whether an override gives a field, a value in it or the section around it."""
+        """Return whether an override sets a field, a value inside it, or its section."""
         return any(f"{field}.".startswith(f"{key}.") or f"{key}.".startswith(f"{field}.") for key in self.overridden)
 
 
+# Dropping a value can make others idle (a mixture's data, say), so this repeats until nothing changes.
 def drop_superseded(recipe: Recipe, merged: Merged, given: Given) -> tuple[Recipe, list[str], list[str]]:
-    """The recipe without the file's values that overrides leave without effect, a notice for each reason, and faults.
+    """Drop the file's values left without effect by overrides. Returns the recipe, notices (one per reason), and
+    faults.
 
-    The values and references of `merged` are dropped there too. A fault is a value that is missing without them, such
-    as the data of a mixture; its field is added to `given.unread`.
+    Also removes values and references from `merged`. A fault is a value missing after the drop, for example the data of
+    a mixture; its field is added to `given.unread`.
     """
     notices: list[str] = []
     faults: list[str] = []
     while found := _superseded(recipe, merged.references, given):
         dropped = {field for field in found if take_value(merged.values, field.split("."))}
+        # No found field is among the file's values, so another pass would find the same fields.
         if not dropped:
             break
         reasons = dict.fromkeys(reason for field, (_, reason) in found.items() if field in dropped)
@@ -68,8 +71,9 @@ def _is_within(place: Place, field: str) -> bool:
     return f"{'.'.join(map(str, place))}.".startswith(f"{field}.")
 
 
+# A value idle in the file alone is the user's mistake and stays an error; only overrides excuse it.
 def _superseded(recipe: Recipe, references: Mapping[Place, str], given: Given) -> dict[str, tuple[str, str]]:
-    """Fields of the file that overrides leave without effect: the value as written, and the reason."""
+    """Return the file's fields left without effect by overrides: value as written, and reason."""
     found: dict[str, tuple[str, str]] = {}
     of_file: list[Idle] = []
     for idle in _readable(idle_fields(recipe), given.unread):
@@ -91,14 +95,14 @@ def _superseded(recipe: Recipe, references: Mapping[Place, str], given: Given) -
 
 
 def _idle_without_overrides(path: Path) -> set[str]:
-    """Fields that do nothing in the file as it stands."""
+    """Return the fields without effect in the file alone."""
     merged = merge(path, ())
     recipe, _, unread = validated(merged.values, merged.references)
     return {idle.place for idle in _readable(idle_fields(recipe), unread | merged.unread)}
 
 
 def idle_lines(recipe: Recipe, references: Mapping[Place, str], given: Given) -> Iterator[str]:
-    """A line for each given field that does nothing: its value, the reason and the remedy."""
+    """Yield one line per given field without effect: value, reason and remedy."""
     known = all_fields()
     for place, name, of_source, need in _readable(idle_fields(recipe), given.unread):
         is_override = given.by_override(place)
@@ -110,14 +114,14 @@ def idle_lines(recipe: Recipe, references: Mapping[Place, str], given: Given) ->
 
 
 def _assignment(recipe: Recipe, field: str, place: str, references: Mapping[Place, str]) -> str:
-    """`field = value`, as it may be written."""
+    """Return `field = value`, with secrets hidden and references unresolved."""
     where: Any = tuple(place.split("."))
     value = reference_around(where, references) or printable(value_at(recipe, field), where, references)
     return f"{place} = {shortened(value)}"
 
 
 def given_fields(section: Section, prefix: str = "") -> Iterator[str]:
-    """The fields that a recipe gives, by dotted name; not those that a preset sets."""
+    """Yield the dotted names of fields given by the recipe. A preset's fields are excluded."""
     for name, field in type(section).model_fields.items():
         if name in section.model_fields_set:
             if section_of(field) is not None:
@@ -127,7 +131,7 @@ def given_fields(section: Section, prefix: str = "") -> Iterator[str]:
 
 
 class Idle(NamedTuple):
-    """A given field that does nothing in a recipe, a source's where it is in a mixture, and the condition."""
+    """A given field without effect, the recipe (or a source's recipe) it is in, and the unmet condition."""
 
     place: str
     field: str
@@ -136,7 +140,7 @@ class Idle(NamedTuple):
 
 
 def idle_fields(recipe: Recipe) -> Iterator[Idle]:
-    """Each given field that does nothing, a source's own too."""
+    """Yield each given field without effect, also of sources."""
     for field in given_fields(recipe):
         if (need := unmet(recipe, field)) is not None:
             yield Idle(field, field, recipe, need)
@@ -147,5 +151,5 @@ def idle_fields(recipe: Recipe) -> Iterator[Idle]:
 
 
 def _readable(found: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
-    """Those whose value, and what decides on its effect, could be read."""
+    """Yield the idle fields with a readable value and readable deciding fields."""
     return (idle for idle in found if idle.place not in unread and not unread & {*idle.need.fields, "loop"})

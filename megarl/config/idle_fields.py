@@ -1,10 +1,11 @@
-"""Settings of `trainer.megatron` that Megatron-Core takes, and that nothing would read."""
+"""Settings of `trainer.megatron` accepted by Megatron-Core but read by nothing in megarl."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+# Megatron-Core 0.16.1 accepts these silently; a user would believe that they act.
 _UNREAD = {
     "attention_dropout": "attention over packed rows drops nothing; use hidden_dropout",
     "masked_softmax_fusion": "attention over packed rows has kernels of its own",
@@ -23,7 +24,7 @@ _UNBALANCED = ("none", "sinkhorn")
 
 
 def without_effect(settings: Mapping[str, Any], *, has_experts: bool) -> Iterator[str]:
-    """One error for each setting that changes nothing in a model with or without experts."""
+    """Yield one error per setting without effect in a model with or without experts."""
     for name, value in settings.items():
         shown = f"trainer.megatron.{name} = {value!r}"
         if name in _UNREAD and value:
@@ -35,7 +36,7 @@ def without_effect(settings: Mapping[str, Any], *, has_experts: bool) -> Iterato
 
 
 def _unbalanced(settings: Mapping[str, Any]) -> Iterator[str]:
-    """A type of balancing whose coefficient is zero, or a coefficient without a type."""
+    """Yield an error for a balancing type with coefficient zero, or a coefficient without a type."""
     kinds, coefficient = settings.get(_BALANCING), settings.get(_COEFFICIENT)
     if kinds is None:
         return

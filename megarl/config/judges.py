@@ -1,7 +1,8 @@
-"""Who judges the answer: accuracy, pass@k and majority@k count the verdicts of these functions and environments alone.
+"""Judges: reward functions and environments with a verdict on the answer. Accuracy, pass@k and majority@k count
+verdicts only.
 
-A reward is not a verdict. A function for brevity or format pays for a wrong answer too, so its score says nothing about
-the answer unless the recipe or the function says so.
+A reward is not a verdict. A function for brevity or format also rewards wrong answers. So its score counts as a verdict
+only if the recipe or the function says so.
 """
 
 from __future__ import annotations
@@ -14,40 +15,40 @@ if TYPE_CHECKING:
     from megarl.config.rewards import RewardFunctionConfig
 
 Judging = Literal["declared", "by_value", "none"]
-"""declared: the verdict is known for each answer. by_value: a score of 1 means right and 0 wrong, and the first other
-score shows that it is not a verdict. none: there is no verdict."""
+"""How answers are judged. declared: the verdict is known for each answer. by_value: score 1 means right and 0 wrong;
+the first other score proves the contrary. none: there is no verdict."""
 
 JUDGES = frozenset(
     {"boxed", "think_answer_tags", "gsm8k", "math_competition", "multiple_choice", "code", "reasoning_gym"}
 )
-"""Built-in reward functions that compare the answer with the gold answer, or test it."""
+"""Built-in reward functions comparing the answer with the gold answer, or testing it."""
 SCORERS = frozenset({"format", "length"})
-"""Built-in reward functions that do not look at the answer."""
+"""Built-in reward functions blind to the answer's content."""
 
 SCORED_BY_FUNCTIONS = frozenset({"single_turn", "calculator", "python", "search"})
-"""Environments without rewards of their own: `reward.functions` score their attempts."""
+"""Environments without own rewards. `reward.functions` score their attempts."""
 JUDGING_ENVIRONMENTS = frozenset({"countdown", "guess_number", "mastermind", "reasoning_gym", "gem"})
-"""Environments that give a verdict with their last reward."""
+"""Environments giving a verdict with their last reward."""
 
-REMEDY = "set judges_answer: true on the function of reward.functions whose score says whether the answer is right"
+REMEDY = "set judges_answer: true on the function of reward.functions scoring whether the answer is right"
 
 
 def judging(functions: Sequence[RewardFunctionConfig]) -> dict[str, Judging]:
-    """How each reward function judges the answer, by its name in the recipe."""
+    """Return how each reward function judges the answer, by its name in the recipe."""
     return {function.name: _judging_of(function, is_only=len(functions) == 1) for function in functions}
 
 
 def judges_answers(recipe: Recipe) -> Judging:
-    """How the attempts of a recipe of one source are judged, as far as this is known before a start."""
+    """Return how the attempts of a recipe of one source are judged, as far as known before a start."""
     if recipe.rollout.environment in JUDGING_ENVIRONMENTS:
         return "declared"
     if recipe.rollout.environment not in SCORED_BY_FUNCTIONS:
-        return "by_value"  # An environment of the user's may score its attempts itself, with or without verdicts.
+        return "by_value"  # A user's environment may score its attempts, with or without verdicts.
     return strongest(judging(recipe.reward.functions).values())
 
 
 def accuracy_needs(recipe: Recipe) -> list[str]:
-    """The fields of a recipe of one source, `FIELD = VALUE`, that cannot work without verdicts in training."""
+    """Return the training fields, as `FIELD = VALUE`, of a recipe of one source that cannot work without verdicts."""
     if recipe.loop != "rl":
         return _curriculum_need(recipe) if recipe.loop == "distillation" else []
     algorithm = recipe.algorithm
@@ -68,7 +69,7 @@ def _curriculum_need(recipe: Recipe) -> list[str]:
 
 
 def strongest(found: Iterable[Judging]) -> Judging:
-    """How several functions judge together: one verdict is enough."""
+    """Return how several functions judge together: one verdict is enough."""
     kinds = set(found)
     return "declared" if "declared" in kinds else "by_value" if "by_value" in kinds else "none"
 
@@ -79,11 +80,12 @@ def _judging_of(function: RewardFunctionConfig, *, is_only: bool) -> Judging:
     kind = function.name.partition(".")[0] if ":" not in function.name else function.name
     if kind in JUDGES or _is_judging_server(kind, function):
         return "declared"
+    # With several functions nobody can say which of their scores judges the answer.
     return "by_value" if is_only and kind not in SCORERS else "none"
 
 
 def _is_judging_server(kind: str, function: RewardFunctionConfig) -> bool:
-    """Whether a server's score is a verdict: by a threshold, or by the choices CORRECT and INCORRECT of a judge."""
+    """Return whether a server's score is a verdict: by a threshold, or by a judge's choices CORRECT and INCORRECT."""
     if kind not in ("judge", "remote"):
         return False
     kwargs = function.kwargs

@@ -1,6 +1,6 @@
-"""A recipe's file and the overrides on top of it as plain values, before the schema checks them.
+"""A recipe's file and its overrides as plain values, before the schema checks them.
 
-OmegaConf is imported where it is used, so that `megarl --help` does not wait for it.
+OmegaConf is imported where it is used, so that `megarl --help` is fast.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """File and overrides as plain values, references resolved.
+    """File and overrides as plain values, with references resolved.
 
-    `references` are the texts of values that read the environment; `unread` are fields whose references cannot be
-    resolved and which are left out; `overridden` are the dotted names of the values that overrides give.
+    `references`: texts of values read from the environment. `unread`: fields left out because their references cannot
+    be resolved. `overridden`: dotted names of values set by overrides.
     """
 
     values: dict[str, Any]
@@ -35,7 +35,8 @@ class Merged:
 
 
 def merge(path: Path, overrides: Sequence[str]) -> Merged:
-    """Read a file and apply overrides in turn. Raises ConfigError for a file that is no YAML of sections and fields."""
+    """Read a file and apply overrides in turn. Raises ConfigError if the file is not a YAML mapping of sections and
+    fields."""
     tree, problems = _tree_of_file(path)
     merging = _Merging(tree, problems)
     for override in overrides:
@@ -61,24 +62,24 @@ def _tree_of_file(path: Path) -> tuple[Any, list[str]]:
         raise ConfigError(f"{path}: recipe not found. Give the path of a YAML file.") from None
     except yaml.MarkedYAMLError as error:
         line = error.problem_mark.line + 1 if error.problem_mark else 1
-        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}. Mend this line.") from None
+        raise ConfigError(f"{path}:{line}: not valid YAML: {error.problem}. Fix this line.") from None
     except (OSError, UnicodeDecodeError, OmegaConfBaseException, yaml.YAMLError) as error:
         raise ConfigError(f"{path}: recipe cannot be read ({_one_line(error)}).") from None
     if not OmegaConf.is_dict(tree):
-        raise ConfigError(f"{path}: a recipe is made of `section:` and `field: value` lines; this is a list.")
+        raise ConfigError(f"{path}: this is a list, but a recipe consists of `section:` and `field: value` lines.")
     return tree, problems
 
 
 @dataclass(slots=True)
 class _Merging:
-    """A tree of OmegaConf that overrides change, one after the other; later ones win."""
+    """An OmegaConf tree changed by overrides, one after the other. Later ones win."""
 
     tree: Any
     problems: list[str]
     overridden: set[str] = field(default_factory=set)
 
     def apply(self, override: str) -> None:
-        """Set or remove what `section.field=value`, `section.field=default` or `~section.field` names."""
+        """Set or remove the value named by `section.field=value`, `section.field=default` or `~section.field`."""
         import yaml
         from omegaconf.errors import OmegaConfBaseException
 
@@ -93,7 +94,7 @@ class _Merging:
             try:
                 self._set(key, value)
             except (OmegaConfBaseException, TypeError, yaml.YAMLError) as error:
-                fault = f"{_one_line(error)}; give a value in YAML, text with signs in quotes"
+                fault = f"{_one_line(error)}; write the value as YAML, text with special characters in quotes"
                 self.problems.append(f"{override!r}: {fault}")
 
     def _set(self, key: str, text: str) -> None:
@@ -110,14 +111,14 @@ class _Merging:
             self._set_in_list(of_list, key, value)
             return
         if value == {}:
-            # Merged into what is there it would do nothing.
+            # Merging an empty mapping changes nothing, so {} replaces the section.
             OmegaConf.update(self.tree, key, {}, merge=False, force_add=True)
         else:
             self.tree = OmegaConf.merge(self.tree, OmegaConf.from_dotlist([f"{key}={text}"]))
         self.overridden |= {key + rest for rest, _ in leaves_of(value)}
 
     def _list_around(self, key: str) -> str | None:
-        """The dotted name of the list in which a key names an item by its number; None elsewhere."""
+        """Return the dotted name of the list if a key addresses an item by number, else None."""
         from omegaconf import OmegaConf
 
         parts = key.split(".")
@@ -139,7 +140,7 @@ class _Merging:
             return None
 
     def _set_in_list(self, place: str, key: str, value: Any) -> None:
-        """Set an item of a list, or a value in it; a list that nobody has given is the recipe's own or the default."""
+        """Set an item of a list, or a value in it. If the list is not given, start from the recipe's or the default."""
         from omegaconf import OmegaConf
 
         found = self._at(place)
@@ -152,7 +153,7 @@ class _Merging:
             return
         if rest:
             item = items[int(number)]
-            # A reward function is written as its bare name where that says all.
+            # A reward function may be a bare name. To set one of its fields, it becomes a mapping.
             item = {"name": item} if isinstance(item, str) and section_at(f"{place}.{number}") is not None else item
             node = OmegaConf.create({"item": item})
             OmegaConf.update(node, f"item.{rest}", value, merge=value != {}, force_add=True)
@@ -162,7 +163,7 @@ class _Merging:
         self.overridden.add(place)
 
     def _remove(self, key: str) -> None:
-        """Remove a value, a section, or an item of a list; what is not there needs no removal if it is a field."""
+        """Remove a value, a section or an item of a list. A field without a value needs no removal."""
         from omegaconf import OmegaConf
 
         parent, _, name = key.rpartition(".")
@@ -179,14 +180,14 @@ class _Merging:
 
 
 def _plain(tree: Any) -> Any:
-    """A tree as plain values, references as they stand."""
+    """Return a tree as plain values with unresolved references."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(tree, resolve=False)
 
 
 def _form_fault(override: str) -> str | None:
-    """The fault of an override's form, with what to write; None for one that can be read."""
+    """Return the fault of an override's form with a remedy, or None if it can be read."""
     key, equals, value = override.partition("=")
     if key.startswith("+"):
         return f"a field is set without the +; write {override.lstrip('+')}"
@@ -199,7 +200,7 @@ def _form_fault(override: str) -> str | None:
 
 
 def _default_list(place: str) -> list[Any] | None:
-    """The default of a field that is a list, as plain values."""
+    """Return the default of a list field as plain values, or None."""
     found = field_at(place)
     default = found.default if found is not None else None
     if not isinstance(default, tuple):
@@ -208,7 +209,7 @@ def _default_list(place: str) -> list[Any] | None:
 
 
 def _resolved(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any], dict[Place, str], set[str]]:
-    """The values of a tree, references to the environment by place, and fields that are left out as unresolvable."""
+    """Return the values of a tree, environment references by place, and fields with unresolvable references."""
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -228,12 +229,14 @@ def _resolved(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any
             parent = OmegaConf.select(tree, section) if section else tree
             if not OmegaConf.is_dict(parent) or name not in parent:
                 raise ConfigError(error_page(path, problems)) from None
+            # OmegaConf stops at the first unresolvable value. Without it the next one is found.
             del parent[name]
             unread.add(place)
 
 
+# The resolver is replaced for the walk: OmegaConf does not report whether a value came from the environment.
 def _environment_references(tree: Any) -> dict[Place, str]:
-    """The text of each value whose resolving reads the environment, also by way of another field."""
+    """Return the text of each value read from the environment, directly or through another field."""
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 

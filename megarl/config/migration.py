@@ -1,7 +1,7 @@
-"""Options of verl, TRL, slime, NeMo-RL, OpenRLHF, AReaL, prime-rl and ColossalRL, and the recipe's fields for the same.
+"""Options of verl, TRL, slime, NeMo-RL, OpenRLHF, AReaL, prime-rl and ColossalRL, with the recipe's fields.
 
-The error of a recipe that names one of them names its counterpart. Names are matched from their end: `rollout.n` also
-stands for `actor_rollout_ref.rollout.n`; case, dashes and underscores make no difference.
+The error for an unknown recipe key names its counterpart. Names are matched from their end: `rollout.n` also matches
+`actor_rollout_ref.rollout.n`. Case, dashes and underscores make no difference.
 """
 
 from __future__ import annotations
@@ -11,22 +11,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Counterpart:
-    """Options of other programs that mean the same."""
+    """Options of other programs with one meaning."""
 
     names: tuple[str, ...]
     fields: tuple[str, ...] = ()
-    """Fields of the recipe; none where there is no counterpart."""
+    """Corresponding recipe fields. Empty: there is no counterpart."""
     note: str = ""
-    """The difference in meaning, or why there is no counterpart."""
+    """Difference in meaning, or the reason why there is no counterpart."""
 
     def __str__(self) -> str:
-        """`here it is train.samples_per_prompt`."""
+        """Return, for example, `here it is train.samples_per_prompt`."""
         note = f" ({self.note})" if self.note and self.fields else self.note
         return f"here it is {' and '.join(self.fields)}{note}" if self.fields else f"has no counterpart: {note}"
 
 
 def counterpart(name: str) -> Counterpart | None:
-    """The recipe's counterpart of a dotted name; None for one that is not listed."""
+    """Return the recipe's counterpart of a dotted name, or None if it is not listed."""
     parts = _plain(name).split(".")
     tails = (".".join(parts[start:]) for start in range(len(parts)))
     return next((_BY_NAME[tail] for tail in tails if tail in _BY_NAME), None)
@@ -48,15 +48,15 @@ COUNTERPARTS = (
                 note="the tokenizer is the one in the folder model.path"),
     Counterpart(("use_liger_kernel", "use_flash_attn", "use_flash_attention_2", "attn_implementation"),
                 note="Megatron-Core and vLLM choose their kernels; trainer.megatron and rollout.vllm change them"),
-    Counterpart(("trust_remote_code",), note="code of a model folder is never run; take a model that needs none"),
-    Counterpart(("ref_model", "reference_model"), note="the reference is what training starts from, model.path"),
+    Counterpart(("trust_remote_code",), note="code of a model folder is never run; use a model without code"),
+    Counterpart(("ref_model", "reference_model"), note="the reference is the initial model, model.path"),
     Counterpart(("sync_ref_model", "ref_model_sync_steps", "ref_update_steps", "ref_update_interval"),
                 ("algorithm.reference_update_steps",)),
     Counterpart(("ref_model_mixup_alpha",), ("algorithm.reference_mixing",)),
     Counterpart(
         ("override_config", "hf_config_overrides", "hf_overrides", "rope_scaling", "rope_theta", "rotary_base"),
         ("model.override_config",),
-        "what leaves the weights' shapes alone",
+        "fields without influence on the weights' shapes",
     ),
     # Data
     Counterpart(
@@ -75,7 +75,7 @@ COUNTERPARTS = (
     Counterpart(
         ("apply_chat_template", "return_raw_chat"),
         ("model.chat_template",),
-        "plain writes no more than the contents",
+        "plain writes only the contents",
     ),
     Counterpart(
         ("max_prompt_length", "prompt_max_len", "rollout_max_prompt_len", "max_input_seq_length"),
@@ -84,7 +84,7 @@ COUNTERPARTS = (
     Counterpart(
         ("filter_overlong_prompts", "data.truncation"), ("data.overlong",), "prompts are never cut"
     ),
-    Counterpart(("test_ratio",), note="hold records out in a file of their own and name it in data.validation"),
+    Counterpart(("test_ratio",), note="put held-out records into a separate file and name it in data.validation"),
     Counterpart(("pretrain_data", "ptx_dataset"), ("data.ptx",)),
     Counterpart(("disable_loss_mask",), note="sft trains on the assistant's tokens alone"),
     Counterpart(("shuffle_dataset", "rollout_shuffle"), ("data.shuffle",)),
@@ -109,8 +109,8 @@ COUNTERPARTS = (
     ),
     Counterpart(
         ("train_minibatch_size",),
-        note="prompts of one forward batch change no update; trainer.max_tokens_per_microbatch bounds what a forward "
-        "pass holds",
+        note="prompts of one forward batch change no update; trainer.max_tokens_per_microbatch limits a forward "
+        "pass",
     ),
     Counterpart(("num_collect_steps", "experience_batch_size"), ("train.prompts_per_step",),
                 "the two multiplied, over all ranks"),
@@ -120,14 +120,14 @@ COUNTERPARTS = (
     Counterpart(("update_per_rollout",), ("train.updates_per_step",)),
     Counterpart(("ptx_batch_size",), ("algorithm.ptx_conversations",), "of a step"),
     Counterpart(("accumulation_steps",), ("trainer.max_tokens_per_microbatch",),
-                "how many microbatches there are follows"),
+                "the number of microbatches follows"),
     Counterpart(("max_length_per_device", "max_inference_length_per_device"), ("trainer.max_tokens_per_microbatch",),
                 "of a data-parallel rank"),
     Counterpart(("gen_batch_size", "over_sampling_batch_size"), ("algorithm.oversampling",), "over prompts a step"),
     Counterpart(
         ("partial_rollout", "rollout.partial_rollout", "async_training.partial_rollout"),
         ("rollout.stragglers", "algorithm.oversampling"),
-        "park, and how many prompts more are sampled",
+        "park, and the ratio of further prompts",
     ),
     Counterpart(
         ("rollout.n", "num_generations", "n_samples_per_prompt", "num_generations_per_prompt", "responses_per_prompt",
@@ -140,7 +140,7 @@ COUNTERPARTS = (
             "num_mini_batches", "steps_per_generation", "num_steps_per_rollout",
         ),
         ("train.updates_per_step",),
-        "how many updates a step's samples are split into",
+        "number of updates per step",
     ),
     Counterpart(("ppo_epochs", "num_ppo_epochs", "num_iterations"), ("train.epochs_per_step",)),
     Counterpart(
@@ -157,7 +157,7 @@ COUNTERPARTS = (
     Counterpart(
         ("per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size"),
         ("train.prompts_per_step", "trainer.max_tokens_per_microbatch"),
-        "a step's prompts over all ranks; how many microbatches they make follows",
+        "a step's prompts over all ranks; the number of microbatches follows",
     ),
     Counterpart(
         ("use_dynamic_bsz", "use_dynamic_batch_size", "use_remove_padding", "packing", "packing_samples",
@@ -303,12 +303,12 @@ COUNTERPARTS = (
     Counterpart(
         ("trigger_parameter_sync_step", "update_weights_interval"),
         ("rollout.sync_every",),
-        "in steps; rollout.max_staleness is that less 1 at least",
+        "in steps n; rollout.max_staleness must be at least n - 1",
     ),
     Counterpart(
         ("recompute_kv_cache_after_weight_updates", "clear_cache", "flush_cache"),
         ("rollout.recompute_kv",),
-        "of the requests that a reshard interrupts; later ones never find old keys and values",
+        "of requests interrupted by a reshard; later ones never find old keys and values",
     ),
     Counterpart(("use_decoupled_loss",), ("algorithm.importance_sampling",), "with old_logprobs trainer"),
     # Critic and pairs
@@ -361,7 +361,7 @@ COUNTERPARTS = (
         ("evaluation.sampling",),
     ),
     Counterpart(("env_path", "agentic_type"), ("rollout.environment",), "a name, or path/to/file.py:function"),
-    Counterpart(("custom_tools",), ("rollout.environment",), "which has its tools"),
+    Counterpart(("custom_tools",), ("rollout.environment",), "an environment has its tools"),
     Counterpart(("rollout_temperature",), ("rollout.sampling.temperature",)),
     Counterpart(
         ("temp_scheduler", "temp_scheduler.type", "temperature_anneal"),
@@ -376,11 +376,11 @@ COUNTERPARTS = (
     Counterpart(
         ("rollout.sampling.repetition_penalty", "rollout.sampling.frequency_penalty",
          "rollout.sampling.presence_penalty"),
-        note="the trainer could not repeat a distribution that depends on the tokens before; "
-        "evaluation.sampling.repetition_penalty is that of evaluations",
+        note="the trainer could not repeat a distribution depending on earlier tokens; for evaluations use "
+        "evaluation.sampling.repetition_penalty",
     ),
     Counterpart(("repetition_penalty",), ("evaluation.sampling.repetition_penalty",),
-                "of evaluations alone: the trainer could not repeat a distribution that depends on the tokens before"),
+                "in evaluations only: the trainer could not repeat a distribution depending on earlier tokens"),
     Counterpart(("rollout_stop", "stop_strings"), ("rollout.sampling.stop",)),
     Counterpart(("rollout_stop_token_ids",), ("rollout.sampling.stop_token_ids",)),
     Counterpart(("val_kwargs", "eval_temperature", "val_kwargs.temperature"), ("evaluation.sampling",)),
@@ -399,7 +399,7 @@ COUNTERPARTS = (
         ("rollout.tp",),
     ),
     Counterpart(("producer_data_parallel_size",),
-                note="how many engines there are follows from rollout.tp and the ranks that sample"),
+                note="the number of engines follows from rollout.tp and the sampling ranks"),
     Counterpart(("max_num_seqs", "sglang_server_concurrency"), ("rollout.max_concurrent_requests",)),
     Counterpart(("inference_microbatch_size",), ("rollout.max_concurrent_requests",), "imbs * num_generations"),
     Counterpart(
@@ -412,7 +412,7 @@ COUNTERPARTS = (
     Counterpart(("kv_cache_dtype",), ("rollout.kv_cache_dtype",)),
     Counterpart(
         ("use_vllm", "backend", "rollout.name", "free_cache_engine", "vllm_enable_sleep", "enable_sleep_mode"),
-        note="vLLM samples; where it shares the ranks with the trainer it sleeps while that works",
+        note="vLLM samples; on ranks shared with the trainer it sleeps during training",
     ),
     Counterpart(
         ("vllm_mode", "colocate", "colocate_all_models", "colocate_all"),
@@ -475,7 +475,7 @@ COUNTERPARTS = (
     ),
     Counterpart(
         ("overlap_param_gather",),
-        note="weights are gathered at the end of each update: the engine wants them before the next forward pass",
+        note="weights are gathered at the end of each update: the engine needs them before the next forward pass",
     ),
     Counterpart(
         ("moe_token_dispatcher_type", "moe_enable_deepep", "moe_flex_dispatcher_backend", "enable_deepep"),
@@ -491,7 +491,7 @@ COUNTERPARTS = (
     Counterpart(("lora_dropout", "linear_lora_dropout"), ("lora.dropout",)),
     Counterpart(("lora_config",), ("lora.rank", "lora.alpha", "lora.dropout", "lora.targets")),
     Counterpart(("embedding_lora_dropout", "lora_train_bias", "lora_initialization_method"),
-                note="adapters are on lora.targets alone, have no biases and begin as LoRA's paper has them"),
+                note="adapters are on lora.targets only, have no biases and are initialised as in LoRA's paper"),
     Counterpart(("lora_target_modules", "target_modules"), ("lora.targets",)),
     # Rewards
     Counterpart(
@@ -521,7 +521,7 @@ COUNTERPARTS = (
         ("cluster.ranks_per_node",),
     ),
     Counterpart(("nnodes", "num_nodes", "actor_num_nodes"), ("cluster.nodes",)),
-    Counterpart(("num_trainers",), ("cluster.ranks_per_node",), "all ranks, of which rollout.ranks may only sample"),
+    Counterpart(("num_trainers",), ("cluster.ranks_per_node",), "all ranks, rollout.ranks of them for sampling only"),
     Counterpart(("experiment_name", "run_name", "exp_name"), ("name",)),
     Counterpart(("project", "project_name", "wandb_project"), ("name",),
                 "of the run and its folder; the variable WANDB_PROJECT names a project"),
@@ -555,9 +555,9 @@ COUNTERPARTS = (
     ),
     Counterpart(("logging_steps",), note="every step is logged"),
     Counterpart(("data_actor_buffer_size_limit",), ("rollout.max_staleness",),
-                "which bounds how far engines sample ahead"),
+                "it limits how far engines sample ahead"),
     Counterpart(("freeze_steps",), ("critic.warmup_steps",)),
 )  # fmt: skip
-"""One entry a meaning."""
+"""One entry per meaning."""
 
 _BY_NAME = {name: entry for entry in COUNTERPARTS for name in entry.names}

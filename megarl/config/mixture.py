@@ -1,4 +1,4 @@
-"""Mixtures: several sources of problems in one run, each a recipe of its own but for what all of them share."""
+"""Mixtures: several sources of problems in one run. A source may override some recipe fields; all others are shared."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from megarl.config.section import Section
 if TYPE_CHECKING:
     from megarl.config import Recipe
 
+# All other fields describe the ranks, the models or the batch, and these are shared by all sources.
 OWN = {
     "data": (
         "train", "validation", "format", "fields", "answer_field", "system_prompt", "max_prompt_tokens", "overlong",
@@ -27,39 +28,40 @@ OWN = {
     "distillation": ("teacher",),
     "evaluation": ("max_problems", "samples_per_prompt", "k", "sampling"),
 }  # fmt: skip
-"""The fields that a source may have for itself, by section."""
+"""Fields a source may override, by section."""
 
 
 class SourceConfig(Section):
-    """A source of problems in a mixture. Fields that it does not give are the recipe's own."""
+    """Source of problems in a mixture. A field not given here is the recipe's."""
 
     weight: PositiveFloat = 1.0
-    """Share of the prompts that are drawn from this source, over the sum of all weights."""
+    """Share of prompts from this source, relative to the sum of all weights."""
     data: dict[str, JsonValue] = Field(default_factory=dict)
-    """Its own fields of `data`: train, validation, format, fields, answer_field, system_prompt, max_prompt_tokens,
-    overlong, streaming, shuffle, curriculum."""
+    """Fields of `data` for this source: train, validation, format, fields, answer_field, system_prompt,
+    max_prompt_tokens, overlong, streaming, shuffle, curriculum."""
     rollout: dict[str, JsonValue] = Field(default_factory=dict)
-    """Its own fields of `rollout`: sampling, environment, environment_kwargs, tool_parser, agent, max_turns,
+    """Fields of `rollout` for this source: sampling, environment, environment_kwargs, tool_parser, agent, max_turns,
     truncated_turn, history, budget."""
     reward: dict[str, JsonValue] = Field(default_factory=dict)
-    """Its own fields of `reward`: functions, correct_score, num_workers, timeout_seconds, wall_timeout_seconds."""
+    """Fields of `reward` for this source: functions, correct_score, num_workers, timeout_seconds,
+    wall_timeout_seconds."""
     distillation: dict[str, JsonValue] = Field(default_factory=dict)
-    """Its own field of `distillation`: teacher."""
+    """Fields of `distillation` for this source: teacher."""
     evaluation: dict[str, JsonValue] = Field(default_factory=dict)
-    """Its own fields of `evaluation`: max_problems, samples_per_prompt, k, sampling."""
+    """Fields of `evaluation` for this source: max_problems, samples_per_prompt, k, sampling."""
 
     @model_serializer
     def _short(self) -> dict[str, Any]:
-        """Without sections that it leaves to the recipe."""
+        """Serialise the weight and the sections given for this source."""
         sections = {name: getattr(self, name) for name in OWN if getattr(self, name)}
         return {"weight": self.weight, **sections}
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRecipe:
-    """A source of a mixture as a recipe of one source; `own` are its own fields by dotted name.
+    """One source of a mixture as a complete recipe. `own` has its overridden fields by dotted name.
 
-    Without a mixture the one source is the recipe, named after its environment.
+    Without a mixture the only source is the recipe itself, named after its environment.
     """
 
     name: str
@@ -68,31 +70,32 @@ class SourceRecipe:
     own: frozenset[str] = frozenset()
 
     def place(self, field: str) -> str:
-        """The dotted name under which the recipe gives the source a field."""
+        """Return the dotted name under which the user's recipe gives this source a field."""
         is_own = any(f"{field}.".startswith(f"{own}.") for own in self.own)
         return f"mixture.{self.name}.{field}" if is_own else field
 
 
 def sources(recipe: Recipe) -> tuple[SourceRecipe, ...]:
-    """The sources of a recipe's problems."""
+    """Return the sources of a recipe's problems."""
     if not recipe.mixture:
         return (SourceRecipe(recipe.rollout.environment, 1.0, recipe),)
     return tuple(_source(recipe, name, entry) for name, entry in recipe.mixture.items())
 
 
+# All faults are collected first, because a user should see every error of a recipe at once.
 def check_sources(recipe: Recipe) -> None:
     """Raise a ValidationError with the faults of all sources, at their places in the recipe."""
     found: list[InitErrorDetails] = []
     sets: dict[str, str] = {}
     if recipe.mixture and recipe.data.validation:
-        text = "is of no source, whose environment would be tried with it: move it to mixture.NAME.data.validation"
+        text = "does not belong to a source, so its environment is unknown; move it to mixture.NAME.data.validation"
         found.append(_fault(text, ("data", "validation"), recipe.data.validation))
     for name, entry in recipe.mixture.items():
         for section, known in OWN.items():
             own: Mapping[str, Any] = getattr(entry, section)
             for key in own:
                 if key not in known:
-                    text = f"is not a source's own, and holds for the whole run; a source has {', '.join(known)}"
+                    text = f"cannot differ by source; set it for the whole run. A source may set {', '.join(known)}"
                     found.append(_fault(text, ("mixture", name, section, key), own[key]))
             fitting = {key: value for key, value in own.items() if key in known}
             try:
@@ -102,14 +105,15 @@ def check_sources(recipe: Recipe) -> None:
                 continue
             for set_name in getattr(made, "validation", ()):
                 if (other := sets.setdefault(set_name, name)) != name:
-                    text = f"source {other} has a validation set of this name; give it another"
+                    text = f"source {other} has a validation set with this name; rename one"
                     found.append(_fault(text, ("mixture", name, "data", "validation"), set_name))
     if found:
         raise ValidationError.from_exception_data("mixture", found)
 
 
+# data.train is a required field, so a recipe with data in its sources only would not validate.
 def with_first_train(given: Any) -> Any:
-    """Values of a recipe whose data.train is that of its first source, where only sources have one."""
+    """Return recipe values with the first source's data.train as data.train, if only sources have one."""
     if not isinstance(given, Mapping) or not isinstance(given.get("mixture"), Mapping):
         return given
     data = given.get("data", {})
@@ -135,10 +139,11 @@ def _source(recipe: Recipe, name: str, entry: SourceConfig) -> SourceRecipe:
 
 
 def _merged(section: Section, changes: Mapping[str, Any]) -> Section:
-    """A section with other values of some fields; of sections in it too. Raises ValidationError."""
+    """Return a section with some values changed, also in nested sections. Raises ValidationError."""
     return type(section).model_validate(_values(section, changes))
 
 
+# Only set fields are dumped: a default would count as given in the merged section (`config.effects`).
 def _values(section: Section, changes: Mapping[str, Any]) -> dict[str, Any]:
     values = section.model_dump(exclude_unset=True)
     for name, value in changes.items():
@@ -150,7 +155,7 @@ def _values(section: Section, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(section: Section, changes: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """The dotted names of the fields that are changed."""
+    """Yield the dotted names of the changed fields."""
     for name, value in changes.items():
         current = getattr(section, name, None)
         if isinstance(current, Section) and isinstance(value, Mapping):
@@ -160,7 +165,7 @@ def _fields(section: Section, changes: Mapping[str, Any], prefix: str) -> Iterat
 
 
 def _within(error: ValidationError, place: Sequence[str]) -> list[InitErrorDetails]:
-    """The faults of a section, told where a source has it."""
+    """Return a section's faults, placed under the source."""
     return [
         InitErrorDetails(
             type=PydanticCustomError(fault["type"], fault["msg"]),  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Fields of a model's config.json that a recipe may change (`model.override_config`), and the one place that does."""
+"""Overrides of a model's config.json (`model.override_config`): the permitted fields, and their only application."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 OVERRIDABLE = (*_ROPE, "max_position_embeddings", "rms_norm_eps", "num_experts_per_tok", "norm_topk_prob")
-"""The fields that a recipe may change: a model with other values has the same weights."""
+"""Permitted fields. Other values change the model but fit the same weights."""
 
 _SHAPES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -15,30 +15,30 @@ _SHAPES = (
     "shared_expert_intermediate_size",
 )  # fmt: skip
 _REASONS = {
-    **dict.fromkeys(_SHAPES, "it says what shapes the folder's weights have"),
+    **dict.fromkeys(_SHAPES, "it determines the shapes of the folder's weights"),
     **dict.fromkeys(
         ("architectures", "model_type", "quantization_config", "auto_map", "id2label"),
-        "it says which model the folder's weights are of",
+        "it identifies the model of the folder's weights",
     ),
     **dict.fromkeys(("dtype", "torch_dtype"), "set model.dtype instead"),
 }
 
 
 def override_fault(override: Mapping[str, Any]) -> str | None:
-    """The first fault of the fields that a recipe changes, or None. Whether they are supported says the shape."""
+    """Return the first fault of the overrides, or None. The model's shape checks later whether they are supported."""
     for name, value in override.items():
         if name not in OVERRIDABLE:
-            reason = _REASONS.get(name, "it is none of those that change the model and leave its weights as they are")
-            return f"{name} cannot be changed: {reason}; those are {', '.join(OVERRIDABLE)}"
+            reason = _REASONS.get(name, "it is not a permitted field")
+            return f"{name} cannot be changed: {reason}; permitted are {', '.join(OVERRIDABLE)}"
         if fault := _value_fault(name, value):
             return f"{name} is {value!r:.60}; give {fault}"
     if override.keys() >= {"rope_scaling", "rope_parameters"}:
-        return "rope_scaling and rope_parameters are two names of one thing; leave one out"
+        return "rope_scaling and rope_parameters are two names of one thing; remove one"
     return None
 
 
 def _value_fault(name: str, value: Any) -> str | None:
-    """The values that a field may have, if this is none; else None."""
+    """Return the permitted values of a field if the given one is not among them, else None."""
     if name in ("rope_scaling", "rope_parameters"):
         return None if value is None or isinstance(value, Mapping) else "rope_type and its parameters, or null"
     if name == "norm_topk_prob":
@@ -50,10 +50,11 @@ def _value_fault(name: str, value: Any) -> str | None:
 
 
 def overridden(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """The fields of a config.json with those that a recipe changes.
+    """Return the fields of a config.json with the overrides.
 
-    Rotary embeddings stay in the form that the file has them in: rope_parameters (transformers 5), or rope_theta and
-    rope_scaling (transformers 4). A recipe's rope_theta changes the base alone, its rope_scaling all but the base.
+    Rotary embeddings keep the file's form: rope_parameters (transformers 5), or rope_theta and rope_scaling
+    (transformers 4). An override of rope_theta changes only the base. An override of rope_scaling changes everything
+    except the base.
     """
     changed = {**config, **{name: value for name, value in override.items() if name not in _ROPE}}
     if not override.keys() & set(_ROPE):
@@ -67,19 +68,21 @@ def overridden(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[s
     if "rope_parameters" in config:
         return changed | {"rope_parameters": rope}
     scaling = {name: value for name, value in rope.items() if name != "rope_theta"}
+    # transformers 4 writes null instead of a default rope_scaling.
     is_plain = scaling["rope_type"] == "default"
     return changed | {"rope_theta": rope["rope_theta"], "rope_scaling": None if is_plain else scaling}
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings of the rotary embeddings in a config.json as transformers 5 has them: rope_theta, rope_type, ..."""
+    """Return the rotary settings of a config.json in the form of transformers 5: rope_theta, rope_type, ..."""
     rope = _scaling(config.get("rope_parameters") or config.get("rope_scaling"))
+    # 10000 is transformers' default base.
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
     return {"rope_theta": theta, **rope}
 
 
 def engine_overrides(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """The changes to a config.json as vLLM takes them (`hf_overrides`): it puts a field in the place of the whole."""
+    """Return the overrides for vLLM's `hf_overrides`. vLLM replaces a field as a whole, so RoPE is merged here."""
     plain = {name: value for name, value in override.items() if name not in _ROPE}
     if len(plain) == len(override):
         return plain
@@ -87,7 +90,7 @@ def engine_overrides(config: Mapping[str, Any], override: Mapping[str, Any]) -> 
 
 
 def _scaling(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Parameters of RoPE with their rope_type, which older files call type."""
+    """Return RoPE parameters with rope_type. Older files call it type."""
     scaling = dict(given or {})
     older = scaling.pop("type", "default")
     return {"rope_type": older, **scaling}

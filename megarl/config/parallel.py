@@ -1,6 +1,6 @@
-"""Which rank plays which part: integers only.
+"""Positions of ranks in the parallel grid: integers only.
 
-Megatron numbers its ranks by an order of its axes, the first fastest; experts have axes of their own over the same
+Megatron numbers its ranks by an order of its axes, the fastest axis first. Experts have their own axes over the same
 ranks. vLLM's tensor-parallel groups are contiguous ranks.
 """
 
@@ -12,15 +12,15 @@ from itertools import product
 from math import prod
 
 FP8_BLOCK = 128
-"""A rank's tokens and hidden channels are multiples of this where products are in FP8, scaled by blocks."""
+"""A rank's tokens and hidden channels are multiples of this if products are in FP8, scaled by blocks."""
 
 RANK_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
-"""Megatron's own, and the one that makes all stages of a replica neighbours."""
+"""Megatron's default order, and the order with adjacent stages of a replica."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Where one rank stands in the trainer's grid; `etp`, `ep`, `edp` are its place among the holders of experts."""
+    """Position of one rank in the trainer's grid. `etp`, `ep` and `edp` are its position in the expert grid."""
 
     tp: int
     dp: int
@@ -33,13 +33,14 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Sizes of the trainer's grid, and of the engines over the same ranks or over `rollout_ranks` of their own.
+    """Sizes of the trainer's grid and of the engines, on shared ranks or on `rollout_ranks` separate ones.
 
-    The trainer's ranks are the first, engines' own ones the last of the run's; `rollout_ranks` 0: they share.
-    `vpp` is the number of model chunks of a pipeline stage; `etp` and `ep` split experts; `rollout_ep` says that
-    engines deal experts out instead of splitting each. `order` is Megatron's. `rank_permutation` is `(a, b)`: in each
-    block of a * b ranks, rank i * b + j plays the part that the order gives to j * a + i, so that neighbours hold far
-    parts; (1, 1) changes nothing.
+    The trainer has the run's first ranks and separate engines have the last; `rollout_ranks` 0 means shared ranks.
+    `vpp` is the number of model chunks per pipeline stage. `etp` and `ep` split experts. `rollout_ep`: engines
+    distribute experts over ranks instead of splitting each. `order` is Megatron's rank order.
+
+    `rank_permutation` is `(a, b)`: in each block of a * b ranks, rank i * b + j takes part j * a + i of the order. So
+    neighbouring ranks hold distant parts. (1, 1) changes nothing.
     """
 
     tp: int
@@ -56,7 +57,7 @@ class ParallelConfig:
     rank_permutation: tuple[int, int] = (1, 1)
 
     def __str__(self) -> str:
-        """`4 ranks: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas`."""
+        """Return, for example, `4 ranks: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas`."""
         axes = ("tp", "pp", "dp", "cp") if self.cp > 1 else ("tp", "pp", "dp")
         trainer = " * ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
         for axis in ("vpp", "ep", "etp"):
@@ -77,21 +78,21 @@ class ParallelConfig:
 
     @property
     def world_size(self) -> int:
-        """The trainer's ranks."""
+        """Return the number of the trainer's ranks."""
         return self.tp * self.pp * self.dp * self.cp
 
     @property
     def is_separate(self) -> bool:
-        """Whether the engines have ranks of their own."""
+        """Return whether the engines have separate ranks."""
         return self.rollout_ranks > 0
 
     @property
     def num_ranks(self) -> int:
-        """All ranks of the run."""
+        """Return the number of all ranks of the run."""
         return self.world_size + self.rollout_ranks
 
     def coordinates(self, rank: int) -> Coordinates:
-        """The trainer coordinates of a rank."""
+        """Return the trainer coordinates of a rank."""
         at = self._place(self._dense, self.part(rank))
         expert = self._place(self._expert, self.part(rank))
         return Coordinates(
@@ -99,48 +100,52 @@ class ParallelConfig:
         )
 
     def rank(self, tp: int, dp: int, pp: int, cp: int = 0) -> int:
-        """The rank at these trainer coordinates."""
+        """Return the rank at these trainer coordinates."""
         at, part, step = {"tp": tp, "dp": dp, "pp": pp, "cp": cp, "ep": 0}, 0, 1
         for axis in self.order.split("-"):
             part += at[axis] * step
             step *= self._dense[axis]
+        # Inverse of `part`.
         a, b = self.rank_permutation
         block, place = divmod(part, a * b)
         return block * a * b + place % a * b + place // a
 
     def part(self, rank: int) -> int:
-        """The number that the trainer's order gives to a rank."""
+        """Return the number of a rank in the trainer's order."""
         a, b = self.rank_permutation
         block, place = divmod(rank, a * b)
         return block * a * b + place % b * a + place // b
 
     @property
     def rank_of_part(self) -> tuple[int, ...]:
-        """Which rank plays each part of the trainer's order."""
+        """Return the rank for each part of the trainer's order."""
         return tuple(sorted(range(self.world_size), key=self.part))
 
     def replica_ranks(self, dp: int) -> tuple[int, ...]:
-        """The ranks of one data-parallel replica, tp * pp * cp of them; the first is its tp 0, cp 0, pp 0."""
+        """Return the tp * pp * cp ranks of one data-parallel replica. The first has tp 0, cp 0, pp 0."""
+        # A permutation may give tp 0 a higher number than its peers, so the first rank is placed explicitly.
         first = self.rank(tp=0, dp=dp, pp=0)
         places = product(range(self.tp), range(self.pp), range(self.cp))
         others = {self.rank(tp=tp, dp=dp, pp=pp, cp=cp) for tp, pp, cp in places} - {first}
         return (first, *sorted(others))
 
     def leaders(self) -> tuple[int, ...]:
-        """The ranks that own an engine's scheduler: the first of each vLLM group."""
+        """Return the ranks owning an engine's scheduler: the first of each vLLM group."""
         first = self.world_size if self.is_separate else 0
         return tuple(range(first, self.num_ranks, self.rollout_tp))
 
+    # Zigzag context parallelism gives each rank one early and one late chunk, to balance causal attention.
     @property
     def sequence_multiple(self) -> int:
-        """A sequence is padded to a multiple of this: two chunks for each context-parallel rank."""
+        """Return the padding multiple of a sequence: two chunks for each context-parallel rank."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def rows_multiple(self) -> int:
-        """The interleaved schedule takes so many microbatches at a time."""
+        """Return the number of microbatches taken at once by the interleaved schedule."""
         return self.pp if self.vpp > 1 else 1
 
+    # ep has size 1 here: the dense weights do not know it, but Megatron's order strings name it.
     @property
     def _dense(self) -> dict[str, int]:
         return {"tp": self.tp, "cp": self.cp, "ep": 1, "dp": self.dp, "pp": self.pp}
@@ -151,7 +156,7 @@ class ParallelConfig:
         return {"tp": self.etp, "cp": 1, "ep": self.ep, "dp": same, "pp": self.pp}
 
     def _place(self, sizes: Mapping[str, int], part: int) -> dict[str, int]:
-        """The part's digits in the number system that the order of the axes makes."""
+        """Return the part's digits in the mixed-radix number system given by the order of the axes."""
         assert prod(sizes.values()) == self.world_size, f"{sizes} do not make {self.world_size} ranks"
         at = {}
         for axis in self.order.split("-"):

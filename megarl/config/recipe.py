@@ -1,6 +1,6 @@
 """Reading and printing of recipes: a YAML file, overrides from the command line, one page of errors.
 
-OmegaConf and pydantic are imported where they are used, so that `megarl --help` waits for neither.
+OmegaConf and pydantic are imported where they are used, so that `megarl --help` is fast.
 """
 
 from __future__ import annotations
@@ -24,29 +24,32 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A recipe as far as it can be read, and what is wrong with it."""
+    """A recipe read as far as possible, with its errors."""
 
     path: Path
     recipe: Recipe
-    """Unknown keys are left out, fields of `unread` are at their defaults."""
+    """Recipe without unknown keys. Fields in `unread` have their defaults."""
     problems: tuple[str, ...]
-    """A line each: field, value, what is wrong, remedy."""
+    """One line per error: field, value, fault, remedy."""
     unread: frozenset[str]
-    """Fields whose values are missing or cannot be used, by dotted name."""
+    """Dotted names of fields with missing or unusable values."""
 
     def error(self, further: Sequence[str] = ()) -> ConfigError:
-        """One page of all problems, with those that other checks have found; values that were dropped come last."""
+        """Return one error with all problems, further ones from other checks, and last the notices of dropped
+        values."""
         notices = [f"\n  notice: {notice}" for notice in self.recipe.notices]
         return ConfigError(error_page(self.path, [*self.problems, *further]) + "".join(notices))
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """The recipe of a YAML file with overrides on top: `section.field=value`; `~section.field` removes a value.
+    """Return the recipe of a YAML file with overrides: `section.field=value` sets, `~section.field` removes a value.
 
-    Values may refer to each other (`${model.path}`) and to the environment (`${oc.env:HOME}`), which the recipe
-    remembers (`Recipe.references`); `???` is a value that an override must give. A value of the file that an override
-    leaves without effect is dropped, with a notice (`Recipe.notices`). Raises one ConfigError that lists all that is
-    wrong; a secret in clear is, and so is a field that does nothing (`config.effects`).
+    Values may refer to each other (`${model.path}`) and to the environment (`${oc.env:HOME}`). `Recipe.references`
+    keeps the texts of the latter. An override must replace `???`. If an override leaves a value of the file without
+    effect, the value is dropped with a notice (`Recipe.notices`).
+
+    Raises one ConfigError listing all errors. A secret in clear text is an error, and so is a field without effect
+    (`config.effects`).
     """
     draft = read(path, overrides)
     if draft.problems:
@@ -55,10 +58,10 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = False) -> Draft:
-    """As `load`, but a recipe with faults is read on, so that whoever checks more can tell all at once.
+    """Return the recipe like `load`, but with its errors, so that later checks can add theirs.
 
-    `is_of_run`: the file is a run's config.yaml, which has all fields; those that overrides leave without an effect are
-    no faults. Raises ConfigError only for a file that is no YAML of sections and fields.
+    `is_of_run`: the file is a run's config.yaml. It has all fields, so fields without effect under the overrides are no
+    errors. Raises ConfigError only if the file is not a YAML mapping of sections and fields.
     """
     from megarl.config.idle import Given, drop_superseded, idle_lines
     from megarl.config.secrets import literal_secrets
@@ -75,10 +78,10 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
 
 
 def to_yaml(recipe: Recipe, comments: bool = False) -> str:
-    """The recipe as YAML that `load` reads back: all fields that have an effect under its loop and algorithm.
+    """Return the recipe as YAML for `load`, with all fields effective under its loop and algorithm.
 
-    What was read from the environment stays a reference to it; a secret in clear is hidden. With `comments` each field
-    comes after its description.
+    Values read from the environment are written as references; a secret in clear text is hidden. `comments` puts each
+    field's description above it.
     """
     from megarl.config.effects import may_be_idle, unmet
     from megarl.config.idle import given_fields
@@ -93,10 +96,8 @@ def to_yaml(recipe: Recipe, comments: bool = False) -> str:
 
 
 def written_value(recipe: Recipe, field: str) -> Any:
-    """The value of a field, by dotted name, as it may be written: references as they stand, secrets hidden.
-
-    Plain values, as YAML and JSON have them.
-    """
+    """Return a field's value, by dotted name, as plain YAML or JSON. References are not resolved; secrets are
+    hidden."""
     from megarl.config.effects import value_at
 
     place, references = tuple(field.split(".")), recipe.references
@@ -104,10 +105,10 @@ def written_value(recipe: Recipe, field: str) -> Any:
 
 
 def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
-    """`field: old -> new` for each field whose value is not what it was in an earlier recipe, read from its YAML.
+    """Return `field: old -> new` for each field changed since an earlier recipe of the same run (its YAML, parsed).
 
-    A field that the earlier recipe does not have, since it was not known or did nothing, counts as its default. Both
-    are of one run, so that another `runs_folder` is another way to write where that is.
+    A field missing in the earlier recipe counts as its default: it was unknown or had no effect. `runs_folder` is
+    ignored, because both recipes belong to one run and only its spelling can differ.
     """
     import yaml
 
@@ -119,6 +120,7 @@ def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
     known = _settings(defaults.model_dump(mode="json"))
     before = {field: value for field, value in known.items() if field in now} | _settings(earlier)
     absent = "(not set)"
+    # dict.fromkeys keeps the order of the schema, with removed fields last.
     return [
         f"{field}: {before.get(field, absent)} -> {now.get(field, absent)}"
         for field in dict.fromkeys((*now, *before))
@@ -127,7 +129,7 @@ def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """The values of a recipe by their dotted names; a list is one value."""
+    """Return the values of a recipe by dotted name. A list is one value."""
     return {rest[1:]: value for rest, value in leaves_of(recipe) if value != {}}
 
 
@@ -148,6 +150,7 @@ def _section_yaml(
             text = f"{name}:\n{textwrap.indent(inner, '  ')}" if inner else ""
         elif section_of(field) is not None or has_effect(own):
             plain = {name: printable(value, own, references)}
+            # Without a large width YAML folds long values over several lines.
             text = yaml.safe_dump(plain, sort_keys=False, allow_unicode=True, width=10**6)
         else:
             text = ""

@@ -1,4 +1,4 @@
-"""The recipe's section `rollout`: engines, sampling, environments, the endpoint, asynchrony."""
+"""Recipe section `rollout`: engines, sampling, environments, the endpoint, asynchrony."""
 
 from __future__ import annotations
 
@@ -11,25 +11,27 @@ from megarl.config.sampling import SamplingConfig
 from megarl.config.section import Section
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-"""Addresses that only this machine reaches."""
+"""Addresses reachable from this machine only."""
 
 MIN_TOKEN_CHARACTERS = 16
-"""A token on a public interface: 16 random letters and digits have 95 bits, too many to guess over a network."""
+"""Shortest token on a public interface. 16 random letters and digits have 95 bits: unguessable over a network."""
 
 
 class EndpointConfig(Section):
+    """OpenAI-compatible server for agent programs."""
+
     host: str = "127.0.0.1"
-    """Address to listen on. Any but a loopback address needs a token."""
+    """Address to listen on. An address other than loopback needs a token."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port to listen on; 0: any that is free."""
+    """Port to listen on. 0 (default): any free port."""
     token: str | None = None
-    """Token of this run, which a client without a session needs: ${oc.env:NAME}. Sessions have secrets of their own.
-    At least 16 characters where `host` is not a loopback address."""
+    """Token of this run, for clients without a session: ${oc.env:NAME}. Sessions have their own secrets. At least 16
+    characters if `host` is not a loopback address."""
     max_connections: PositiveInt = 1000
-    """Connections of clients at once; further ones get the status 503, those that are there notice nothing."""
+    """Limit of client connections. Further ones get status 503; existing ones are not affected."""
     hold_seconds: PositiveFloat = 540.0
-    """Seconds that a request waits for its answer, while engines are busy or being updated; then it gets the status
-    503 and is told to come back, and its retry finds the same call. OpenAI's clients wait for 600 seconds."""
+    """Seconds a request waits for its answer while engines are busy or updating. Then it gets status 503 with a request
+    to retry, and the retry finds the same call. OpenAI's clients wait for 600 seconds."""
 
     @model_validator(mode="after")
     def _is_guarded(self) -> Self:
@@ -43,174 +45,179 @@ class EndpointConfig(Section):
 
 
 class AgentConfig(Section):
+    """Program of the environment `command`: one process per attempt."""
+
     command: tuple[str, ...] = ()
-    """The program of an attempt and its arguments, a list that no shell reads. It finds OPENAI_BASE_URL and
-    OPENAI_API_KEY in its environment and the problem as JSON on its standard input (megarl.serving.agents)."""
+    """Program of an attempt and its arguments, a list (no shell reads it). It gets OPENAI_BASE_URL and OPENAI_API_KEY
+    in its environment, and the problem as JSON on standard input (megarl.serving.agents)."""
     timeout_seconds: PositiveFloat = 600.0
-    """Seconds that the program may take for an attempt, those not counted in which the engines are held for an update
-    (rollout.stragglers); beyond, its process group is killed, and the attempt ended with an error."""
+    """Seconds the program may take for an attempt, without pauses of the engines for an update (rollout.stragglers).
+    Beyond it the process group is killed and the attempt ends with an error."""
     max_processes: PositiveInt = 64
-    """Programs that run at once on the driver's machine."""
+    """Limit of programs running at once on the driver's machine."""
     environment: tuple[str, ...] = ()
-    """Names of variables that the program gets from the driver's environment, such as a search service's key. It gets
-    PATH, HOME, the locale and Python's own in any case. Keys of megarl, trackers, judges and hubs are refused."""
+    """Names of the driver's environment variables passed to the program, for example a search service's key. PATH,
+    HOME, locale and Python variables are always passed. Keys of megarl, trackers, judges and hubs are refused."""
 
 
 class BudgetConfig(Section):
-    """Limits of an attempt of several turns beside `rollout.max_turns`, which environments may spend in any order."""
+    """Limits of one attempt with several turns, in addition to `rollout.max_turns`. Environments spend them in any
+    order."""
 
     sampled_tokens: PositiveInt | None = None
-    """Tokens that the policy samples in an attempt, in all turns together; then it has ended with `length`. Default:
-    what fits beside prompts and observations."""
+    """Limit of tokens sampled by the policy in all turns of an attempt. The attempt then ends with `length`. Default:
+    the room left by prompts and observations."""
     tool_calls: PositiveInt | None = None
-    """Tool calls of an attempt; at the turn that makes more, it has ended with `calls`."""
+    """Limit of tool calls in an attempt. A turn exceeding it ends the attempt with `calls`. Default: none."""
     invalid_calls: PositiveInt = 8
-    """Tool calls in a row that cannot be read, are of no tool or have wrong arguments; then the attempt has ended with
-    `invalid_calls`. Each is replied to with its error. One that the limit of its turn's length cut does not count."""
+    """Limit of consecutive invalid tool calls: unreadable, unknown tool or wrong arguments. Each gets its error as
+    reply. At the limit the attempt ends with `invalid_calls`. A call cut by its turn's length limit does not count."""
     reply_tokens: Annotated[int, Field(ge=64)] | None = None
-    """Tokens of a tool's reply (a message of role `tool`), 64 at least; a longer one loses its middle, where it says
-    how much is left out. Counted in tools/shortened. Default: no limit but the environment's own, in characters."""
+    """Limit of tokens of a tool's reply (a message of role `tool`), at least 64. A longer reply loses its middle,
+    replaced by the number of omitted tokens. Default: only the environment's own limit, in characters. Metric:
+    tools/shortened."""
     step_seconds: PositiveFloat | None = 600.0
-    """Seconds that the environment may take to begin or to answer a turn; then the attempt has ended with `error`,
-    without a reward, and is counted in rollout/errors/Timeout. null: no limit."""
+    """Seconds the environment may take to begin or to answer a turn. Beyond it the attempt ends with `error`, without a
+    reward. null: no limit. Metric: rollout/errors/Timeout."""
     seconds: PositiveFloat | None = None
-    """Seconds of an attempt by the clock, waiting for engines included, but not while they are held for an update
-    (rollout.stragglers); then it has ended with `seconds`, and what it has until then is scored. Which attempts that
-    hits differs from run to run."""
+    """Wall-clock seconds of an attempt, waiting for engines included, pauses for an update excluded
+    (rollout.stragglers). At the limit it ends with `seconds` and is scored as it is. Default: none. The affected
+    attempts differ between runs."""
     attempts: PositiveInt = 1
-    """How often an attempt is begun at most where its environment raises EnvironmentUnavailableError
-    (megarl.environments): a fault that is not the policy's. Counted in rollout/restarted."""
+    """Limit of starts of one attempt if its environment raises EnvironmentUnavailableError (megarl.environments), a
+    fault not caused by the policy. Default: 1, no retry. Metric: rollout/restarted."""
 
 
 class RolloutConfig(Section):
+    """Engines, sampling, environments and asynchrony."""
+
     placement: Literal["colocated", "separate"] = "colocated"
-    """Ranks of the engines: those of the trainer, in turn with it (colocated); or `rollout.ranks` of their own, which
-    the weights reach shard to shard and which keep their memory (separate). Each replica is then a group of processes
-    of its own."""
+    """colocated (default): engines and trainer share ranks and alternate. separate: engines own `rollout.ranks` ranks
+    and keep their memory; weights arrive shard to shard. Each replica is then its own group of processes."""
     ranks: PositiveInt | None = None
-    """Ranks that only sample (separate): the last of cluster.nodes * cluster.ranks_per_node; the trainer has the
-    others. Default: those of cluster.groups.engines."""
+    """Number of ranks for sampling only (separate): the last of cluster.nodes * cluster.ranks_per_node. The trainer
+    gets the others. Default: the ranks of cluster.groups.engines."""
     tp: PositiveInt = 1
-    """Tensor-parallel size of each vLLM engine; there are ranks / tp replicas."""
+    """Tensor-parallel size of each vLLM engine. There are ranks / tp replicas."""
     sampling: SamplingConfig = SamplingConfig()
     """Sampling parameters of training."""
     max_concurrent_requests: PositiveInt = 256
-    """Completions that one engine decodes concurrently."""
+    """Limit of completions decoded at once by one engine."""
+    # vLLM 0.30 has no async scheduling on CPUs or with a drafter on the host (vllm.speculative_config). With top_p,
+    # top_k or min_p the older model runner records the kept tokens, and that undoes the gain. A call of the engine ends
+    # only after all started steps are read: weight versions stay right and tokens are equal up to rounding. The
+    # rounding then depends on when calls end, so false is needed for a bit-equal resume of single turns. A completion
+    # ending before its limit costs one more token, which is dropped.
     async_scheduling: bool | None = None
-    """Begin an engine's step before the one before it is read, so that a GPU does not wait for the host between them.
-    All that was begun is read before a call of the engine ends: versions are right, and tokens the same but for
-    rounding, which then depends on when calls end (false: a resumed run of one turn is bit-equal, see environment). A
-    completion that ends before its limit costs a token more, which is dropped. Left out: on where vLLM has it, which is
-    not on CPUs, nor with a drafter that works on the host (vllm.speculative_config); and off with top_p, top_k or min_p
-    under vLLM's older model runner, where recording what they kept undoes the gain. true: an error where vLLM has it
-    not. Metric: perf/steps_ahead."""
+    """Start an engine's next step before reading the previous one, so the GPU does not wait for the host. Default: on
+    where vLLM supports it; off with top_p, top_k or min_p under vLLM's older model runner. true: an error where
+    unsupported. Metric: perf/steps_ahead."""
+    # Resume: a run is bit-equal in float32 if its loss reads no engine log-probs (algorithm.old_logprobs trainer, no
+    # importance_sampling). Otherwise it is bit-equal only while all requests of a step fit in the engines at once and
+    # async_scheduling is off, because an engine's rounding depends on the requests decoded together. Base classes of
+    # your own: megarl.environments.Environment, megarl.environments.tools.ToolEnvironment; for interact see
+    # megarl.environments.interact.
     environment: str = "single_turn"
-    """Environment of the attempts: single_turn (one answer to the problem), calculator and search (tools), countdown,
-    guess_number and mastermind (games), reasoning_gym, gem, openenv and verifiers (other libraries'), command (a
-    program of yours that speaks to rollout.endpoint), or your own as package.module:Class or path/to/file.py:Class
-    (megarl.environments.Environment, megarl.environments.tools.ToolEnvironment), or path/to/file.py:interact (RL2's
-    function, megarl.environments.interact). Resume: a run whose loss reads no engine log-probs (algorithm.old_logprobs
-    trainer, no importance_sampling) goes on bit-equal in float32; one whose loss reads them does so while all requests
-    of a step fit in the engines at once and async_scheduling is off, else up to rounding, since engines round by what
-    they decode together."""
+    """Environment: single_turn (default), calculator, search, python, countdown, guess_number, mastermind,
+    reasoning_gym, gem, openenv, verifiers or command (your program, using rollout.endpoint). For your own:
+    package.module:Class, path/to/file.py:Class (megarl.environments), or path/to/file.py:interact (RL2's function)."""
     environment_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Settings of the environment: keyword arguments of its class's constructor."""
+    # A process can be killed when its attempt hangs; code in the driver cannot.
     environment_processes: NonNegativeInt | None = None
-    """Processes that the environment's attempts run in, at most one attempt in each at a time, others wait for a free
-    one: killed where they hang or end (environment/process_killed), under Ray on all nodes. 0: in the driver. Default:
-    0 where methods, tools or function are all `async def`, else 4 for each CPU of the driver's machine, at most 64."""
+    """Number of processes for the environment's attempts, one attempt in each at a time; others wait. Under Ray on all
+    nodes. 0: in the driver. Default: 0 if all methods, tools or the function are `async def`, else 4 per CPU of the
+    driver's machine, at most 64. Metric: environment/process_killed."""
     environment_memory_gib: PositiveFloat = 4.0
-    """Memory that an environment may take in such a process, in GiB of address space."""
+    """Memory limit of the environment in each process, in GiB of address space."""
     tool_parser: (
         Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "glm45", "deepseek_v3", "gpt_oss"] | None
     ) = None
-    """How the policy writes tool calls, for environments with tools (megarl.data.tool_calls); left out: as the chat
-    template writes them, where it shows that."""
+    """Format of the policy's tool calls, for environments with tools (megarl.data.tool_calls). Default: recognised from
+    the chat template, where possible."""
     agent: AgentConfig = AgentConfig()
-    """The program of the environment `command`."""
+    """Program of the environment `command`."""
     endpoint: EndpointConfig = EndpointConfig()
-    """The OpenAI-compatible server that it speaks to."""
+    """OpenAI-compatible server used by the program."""
     max_turns: PositiveInt = 16
-    """Completions of one attempt at most. All its tokens together have room for data.max_prompt_tokens +
+    """Limit of completions in one attempt. All its tokens together must fit in data.max_prompt_tokens +
     rollout.sampling.max_new_tokens."""
     truncated_turn: Literal["end", "close"] = "end"
-    """A completion that meets the limit of its length, before the attempt has used its room, ends the attempt, or is
-    closed with the end of turn, untrained, and the attempt goes on."""
+    """Effect of a completion cut at its length limit while the attempt still has room. end (default): the attempt ends.
+    close: an untrained end of turn is added and the attempt continues."""
     history: Literal["append", "render", "refuse"] = "append"
-    """Prompt of a later turn, where the chat template rewrites earlier ones (drops what was thought, say): the tokens
-    as they were sampled and what was observed (append); what the template writes, which makes a training sequence of
-    its own of each rewritten history (render); or such a template is an error (refuse). Told at the start."""
+    """Prompt of a later turn if the chat template rewrites earlier ones (drops thoughts, say). append (default): tokens
+    as sampled and observed. render: the template's text; each rewritten history is a training sequence. refuse: an
+    error. Reported at the start."""
     budget: BudgetConfig = BudgetConfig()
-    """Limits of an attempt of several turns."""
+    """Limits of an attempt with several turns."""
+    # park is partial rollouts: requests pause with their tokens while the engines sleep, and environments continue
+    # meanwhile. The pauses depend on the clock, so two runs differ; a checkpoint contains all paused groups. A resumed
+    # attempt replays its turns. If its environment then differs from the recorded one, the attempt starts again
+    # (rollout/restarted).
     stragglers: Literal["wait", "park", "abort"] = "wait"
-    """Groups that are not complete when a step has its train.prompts_per_step of algorithm.oversampling times as many:
-    the step waits for all; or partial rollouts (park): it trains on the first that are complete, the others' requests
-    are parked with their tokens while the engines sleep and go on under the new weights, environments run meanwhile; or
-    they are given up, tokens lost (abort: biased to short answers). Under park groups train late
-    (rollout.max_staleness) and need algorithm.importance_sampling, or old_logprobs rollout and a loss that clips. What
-    is parked when depends on the clock, so two runs differ; a checkpoint has all of it. A resumed attempt is given its
-    turns anew, and begins again where its environment then is not where it was (rollout/restarted)."""
+    """Groups still incomplete when a step has its train.prompts_per_step groups (algorithm.oversampling starts more).
+    wait (default): wait for all. park: pause them, keep their tokens and continue under the new weights. abort: drop
+    them (biased to short answers). park needs a correction, see rollout.max_staleness."""
+    # Step n trains weights of version n, whether or not engines ever received them. Placement separate: engines sample
+    # ahead during updates. Groups start in the order they were drawn, and only if they can be trained within the limit.
+    # park with 1: a step waits for groups at the limit. A run resumed with a lower limit drops older groups.
     max_staleness: NonNegativeInt | None = None
-    """Versions at most between the weights that sampled a group's oldest token and those that it trains. The weights
-    that step n trains are version n, whether or not engines ever had them: so this counts steps. 0: synchronous, a step
-    trains on what its own weights sampled. Placement separate, left out 0: engines sample ahead while the trainer
-    trains, and groups start only as far ahead as they can be trained in time, in the order in which they were drawn; 1
-    is one step off. Stragglers park, left out 1: a step waits for groups that may grow no older. Above 0 it needs
-    algorithm.importance_sampling, or old_logprobs rollout and a loss that clips; a written importance_sampling none is
-    let through with a warning. A resumed run with a lower bound drops what is older (staleness/dropped)."""
+    """Limit in steps between the weights of a group's oldest token and the weights it trains. 0: synchronous (default
+    of wait and separate). 1: one step off (default of park). Above 0 needs algorithm.importance_sampling (an explicit
+    none warns), or old_logprobs rollout with a clipping loss. Metric: staleness/dropped."""
     sync_every: PositiveInt = 1
-    """Reshard after every so many steps only, and before an evaluation and a resumed run's first step (placement
-    separate). In between engines keep their version and samples are up to sync_every - 1 versions older: set
-    max_staleness to that at least."""
+    """Reshard only every n steps, before an evaluation and before a resumed run's first step (placement separate).
+    Samples are up to n - 1 versions older in between: set max_staleness to at least n - 1."""
+    # With a retained cache, later tokens come from new weights over old keys and values. Recorded log-probs are those
+    # of the draw but belong to no version, so the trainer's log-probs of that version differ by more than rounding.
+    # Corrections and weight versions of tokens do not change, and later requests never share the retained cache. A
+    # checkpoint has no tokens of an unfinished completion: a resume samples it again, as other replicas do when its
+    # engine is lost.
     recompute_kv: bool = True
-    """Keys and values of the requests that a reshard interrupts, where engines sample ahead (placement separate):
-    computed anew with the new weights, so that each token is sampled as its weight version would (true); or kept
-    (false), which spares a prefill of all of them at each reshard. Then later tokens come from the new weights over
-    what the old ones left: recorded log-probs are those of the draw, but no version's, and the trainer's under the same
-    version are not within rounding of them (logprob_gap/, logprob_gap/mean/age_0). Corrections and weight versions of
-    tokens are as ever; requests that begin later share nothing with them. A checkpoint has no tokens of a completion
-    under way: a resume samples it anew, as others do where its engine is lost."""
+    """Recompute the KV cache of interrupted requests after a weight update (placement separate, engines ahead), default
+    true. false: keep it, which saves a prefill. Then log-probs drift from the trainer's (logprob_gap/mean/age_0)."""
     on_stale: Literal["wait", "drop"] = "wait"
-    """A group that may grow no older and is not complete (park): the step waits for it, or it is dropped one step later
-    and another prompt drawn (staleness/dropped; starves problems with long answers)."""
+    """Treatment of an incomplete group at the staleness limit (park). wait (default): the step waits for it. drop: drop
+    it one step later and draw another prompt (starves problems with long answers). Metric: staleness/dropped."""
     kv_cache_gib: PositiveFloat = 1.0
-    """KV cache of one rank in GiB. Default on GPUs: what `megarl plan` finds left of a GPU's memory, less 8 GiB; on
-    CPUs 1. A run's config.yaml has the value, which a resumed run keeps."""
+    """KV cache of one rank in GiB. Default on GPUs: the free memory found by `megarl plan`, minus 8 GiB; on CPUs: 1. A
+    run's config.yaml records the value, and a resumed run keeps it."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
-    """Instead of kv_cache_gib, in vLLM's sense: share of a GPU's memory that weights, a step and KV cache of the engine
-    take together while it samples. What the trainer does not offload (trainer.offload) must fit beside it."""
+    """Share of a GPU's memory for the sampling engine: weights, a step and KV cache together (vLLM's meaning). Replaces
+    kv_cache_gib. Trainer states not in trainer.offload must fit in the remaining memory."""
+    # Embeddings, head, norms, routers and biases stay in model.dtype. A reshard moves bfloat16 weights and each rank
+    # quantises its own part, with the result vLLM has for the exported model. See also logprob_gap/ess, and
+    # importance/cut for the effect of a correction (tis; icepop for experts).
     quantization: Literal["none", "fp8", "fp8_per_channel"] = "none"
-    """Weights of the engine's linear layers and experts in FP8 (e4m3): with a scale for each block of 128 x 128 (fp8),
-    or for each output channel (fp8_per_channel). Embeddings, head, norms, routers and biases stay in model.dtype, which
-    must be bfloat16. A reshard moves weights in bfloat16; each rank of an engine quantises its own part, to what vLLM
-    makes of the exported model. The engine then samples from another distribution than the trainer trains: see
-    logprob_gap/mean and logprob_gap/ess, correct it by algorithm.importance_sampling (tis; icepop for experts), see
-    what that cuts in importance/cut, and bound the gap by train.max_logprob_gap."""
+    """FP8 (e4m3) weights of the engine's linear layers and experts. fp8: a scale per block of 128 x 128.
+    fp8_per_channel: a scale per output channel. Default: none. Needs model.dtype bfloat16. Sampling then differs from
+    training: watch logprob_gap/, correct with algorithm.importance_sampling, limit with train.max_logprob_gap."""
     kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
-    """Type of the KV cache: that of the model (auto), or FP8 with the scale 1 (fp8: e4m3), for twice the tokens. It
-    widens the same gap."""
+    """Type of the KV cache. auto (default): the model's. fp8 (= fp8_e4m3) or fp8_e5m2: FP8 with scale 1, for twice the
+    tokens. Increases logprob_gap/."""
     vllm: dict[str, Any] = Field(default_factory=dict)
-    """Further fields of vLLM's EngineArgs, by their own names. The drafter of a speculative_config must have no weights
-    (method ngram, ngram_gpu, suffix or custom_class), and needs GPUs."""
+    """Further fields of vLLM's EngineArgs, by their own names. A speculative_config needs GPUs and a drafter without
+    weights (method ngram, ngram_gpu, suffix or custom_class)."""
 
     @property
     def turns_of_attempt(self) -> int:
-        """Turns that an attempt may take."""
+        """Return the limit of turns in an attempt."""
         return 1 if self.environment == "single_turn" else self.max_turns
 
     @property
     def staleness_bound(self) -> int:
-        """Versions at most between the weights that sampled a group's oldest token and those that it trains."""
+        """Return the limit of versions between the weights of a group's oldest token and the weights it trains."""
         if self.max_staleness is None:
             return 1 if self.stragglers == "park" else 0
         return self.max_staleness
 
     @property
     def is_paced(self) -> bool:
-        """Whether engines sample ahead of the trainer, as far as the bound of staleness allows."""
+        """Return whether engines sample ahead of the trainer, up to the staleness limit."""
         return self.placement == "separate" and self.staleness_bound > 0
 
     @property
     def carries_groups(self) -> bool:
-        """Whether groups that were started in one step may be trained in a later one, or given up there."""
+        """Return whether a later step may train or drop groups started in an earlier one."""
         return self.is_paced or self.stragglers != "wait"

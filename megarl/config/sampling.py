@@ -1,4 +1,4 @@
-"""Sampling parameters of training and evaluation."""
+"""Recipe sections `rollout.sampling` and `evaluation.sampling`: sampling parameters."""
 
 from __future__ import annotations
 
@@ -15,42 +15,44 @@ StopString = Annotated[str, Field(min_length=1)]
 
 
 class SamplingConfig(Section):
+    """Sampling parameters of training."""
+
     max_new_tokens: PositiveInt = 1024
-    """Maximum length of a completion in tokens."""
+    """Limit of a completion's length in tokens."""
     temperature: Temperature = 1.0
-    """Sampling temperature, at most 2; that of the first step where it has a schedule; 0 is greedy. The trainer takes
-    log-probs of a completion at the temperature that it was sampled at, however late it trains. Metric:
-    rollout/temperature."""
+    """Sampling temperature, at most 2; 0: greedy. With a schedule: the temperature of the first step. The trainer uses
+    the temperature of the sampling for log-probs, however late it trains. Metric: rollout/temperature."""
     temperature_schedule: Literal["constant", "linear", "cosine"] = "constant"
-    """How the temperature goes from `temperature` to `end_temperature`; then it stays there."""
+    """Change of the temperature from `temperature` to `end_temperature`, where it then stays. Default: constant."""
     end_temperature: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
     """Temperature from step `temperature_steps` on (linear, cosine)."""
     temperature_steps: PositiveInt | None = None
-    """Step that is the first at `end_temperature` (linear, cosine); default: train.steps, the last."""
+    """First step at `end_temperature` (linear, cosine). Default: train.steps, the last."""
+    # The reference is renormalised too. Otherwise a policy equal to its reference would have a KL above 0.
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus sampling (top-p); 1 keeps all tokens. In loop rl it is replayed: the engine records which tokens were
-    kept, and log-probs and entropy of policy and reference are renormalised over them at the weights of each. (The
-    reference's too: renormalised alone, the policy would have a KL to an equal reference.)"""
+    """Nucleus sampling (top-p). 1 (default): all tokens. In loop rl the engine records the allowed tokens, and
+    log-probs and entropies of policy and reference are renormalised over them."""
     top_k: NonNegativeInt = 0
-    """Top-k sampling; 0 keeps all tokens. In loop rl it is replayed as top_p is."""
+    """Top-k sampling. 0 (default): all tokens. In loop rl treated like top_p."""
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Min-p sampling: keeps the tokens at least min_p times as probable as the most probable one, before top-p and
-    top-k; 0 keeps all tokens. In loop rl it is replayed as top_p is."""
+    """Min-p sampling: drop tokens with less than min_p times the most probable token's probability, before top-p and
+    top-k. 0 (default): all tokens. In loop rl treated like top_p."""
     stop: tuple[StopString, ...] = ()
-    """Stop strings; they stay part of the completion."""
+    """Stop strings. They stay part of the completion."""
     stop_token_ids: tuple[NonNegativeInt, ...] = ()
-    """Token ids that end a completion beside the model's own end of sequence; they stay part of it."""
+    """Token ids ending a completion, in addition to the model's end of sequence. They stay part of the completion."""
 
     @property
     def is_truncated(self) -> bool:
-        """Whether top-p, top-k or min-p cuts tokens off."""
+        """Return whether top-p, top-k or min-p excludes tokens."""
         return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
 
     def temperature_at(self, step: int, num_steps: int) -> float:
-        """The temperature of a step, from 1, of a run of so many."""
+        """Return the temperature of a step (counted from 1) in a run of `num_steps` steps."""
         if self.temperature_schedule == "constant":
             return self.temperature
         last = self.temperature_steps or num_steps
+        # Step 1 has `temperature` and step `last` has `end_temperature`; max avoids a division by zero for last = 1.
         progress = min(1.0, (step - 1) / max(1, last - 1))
         if self.temperature_schedule == "cosine":
             progress = (1 - math.cos(math.pi * progress)) / 2
@@ -58,22 +60,25 @@ class SamplingConfig(Section):
 
 
 class EvaluationSamplingConfig(Section):
+    """Sampling parameters of evaluation."""
+
     max_new_tokens: PositiveInt | None = None
-    """Maximum length of a completion in tokens; default: that of `rollout.sampling`."""
+    """Limit of a completion's length in tokens. Default: `rollout.sampling`'s."""
     temperature: Temperature | None = None
-    """Sampling temperature, at most 2; 0 is greedy. Default: 0 for one attempt at each problem, that of
-    `rollout.sampling` for several (evaluation.samples_per_prompt)."""
+    """Sampling temperature, at most 2; 0: greedy. Default: 0 for one attempt per problem, `rollout.sampling`'s for
+    several (evaluation.samples_per_prompt)."""
     top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
-    """Nucleus sampling (top-p); 1 keeps all tokens."""
+    """Nucleus sampling (top-p). 1 (default): all tokens."""
     top_k: NonNegativeInt = 0
-    """Top-k sampling; 0 keeps all tokens."""
+    """Top-k sampling. 0 (default): all tokens."""
     min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Min-p sampling: keeps the tokens at least min_p times as probable as the most probable one; 0 keeps all."""
+    """Min-p sampling: drop tokens with less than min_p times the most probable token's probability. 0 (default): all
+    tokens."""
+    # The penalty makes the distribution depend on earlier tokens, and the trainer could not repeat that in training.
     repetition_penalty: PositiveFloat = 1.0
-    """Divides the logits above zero of tokens that prompt or completion have already, and multiplies those below; 1:
-    no penalty. In evaluation alone: it makes the distribution depend on the tokens before, which the trainer could not
-    repeat."""
+    """Penalty of tokens already in prompt or completion: divides their positive logits and multiplies negative ones. 1:
+    none. Evaluation only."""
     stop: tuple[StopString, ...] | None = None
-    """Stop strings; default: those of `rollout.sampling`."""
+    """Stop strings. Default: `rollout.sampling`'s."""
     stop_token_ids: tuple[NonNegativeInt, ...] | None = None
-    """Token ids that end a completion; default: those of `rollout.sampling`."""
+    """Token ids ending a completion. Default: `rollout.sampling`'s."""

@@ -1,4 +1,4 @@
-"""The sandbox of a recipe: where programs of the policy run, and their limits."""
+"""Recipe section `sandbox`: isolated execution of the policy's programs, and its limits."""
 
 from __future__ import annotations
 
@@ -10,6 +10,8 @@ from megarl.config.section import Section
 
 
 class SandboxConfig(Section):
+    """Isolation and limits of programs written by the policy."""
+
     require: tuple[Literal["namespaces", "landlock", "seccomp", "limits", "unprivileged"], ...] = (
         "namespaces",
         "landlock",
@@ -17,20 +19,20 @@ class SandboxConfig(Section):
         "limits",
         "unprivileged",
     )
-    """Layers that a machine must have to run programs (`megarl sandbox check` shows them); without one a run does not
-    start. A shorter list lets programs run with less where a machine lacks the others, which a start says."""
+    """Isolation layers required to run programs (see `megarl sandbox check`). A run does not start without them. Remove
+    a layer if the machine lacks it; the start then reports the weaker isolation."""
     url: str | None = None
-    """Address of a SandboxFusion server that runs programs instead, such as http://127.0.0.1:8080."""
+    """Address of a SandboxFusion server to run the programs instead, for example http://127.0.0.1:8080."""
     timeout_seconds: PositiveFloat = 4.0
-    """CPU seconds of a run: a test, or a call of the Python tool."""
+    """CPU seconds of one run: a test, or a call of the Python tool."""
     wall_timeout_seconds: PositiveFloat | None = None
-    """Seconds of a run by the clock, for programs that wait; left out, ten times timeout_seconds, at least 30. One that
-    computes, or waits for a CPU on a busy machine, gets that time on top, up to three times as long in all."""
+    """Wall-clock seconds of one run, for waiting programs. Default: ten times timeout_seconds, at least 30. Time spent
+    computing, or waiting for a busy CPU, is added, up to three times as long in all."""
     total_timeout_seconds: PositiveFloat = 20.0
-    """CPU seconds of all tests of a completion together, beside reward.timeout_seconds."""
+    """CPU seconds of all tests of a completion together, in addition to reward.timeout_seconds."""
     memory_mib: Annotated[int, Field(ge=64)] = 512
-    """Memory of a run, beside 64 MiB for files in its /tmp."""
+    """Memory of one run in MiB, in addition to 64 MiB for files in its /tmp."""
     output_kib: Annotated[int, Field(ge=1)] = 64
-    """Standard output of a run; a test whose expected output is longer allows as much more."""
+    """Limit of a run's standard output in KiB. A test with a longer expected output gets that much more."""
     packages: tuple[str, ...] = ("numpy",)
-    """Installed packages that programs may import, beside Python's library."""
+    """Installed packages available to programs, in addition to Python's standard library."""

@@ -1,4 +1,4 @@
-"""Fields of the recipe by dotted name: in sections, in items of lists of sections, in sources of a mixture."""
+"""Recipe fields by dotted name: in sections, in items of lists of sections, and in sources of a mixture."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ if TYPE_CHECKING:
     from megarl.config.section import Section
 
 
+# Imports of the schema are inside functions, because the schema's modules import this one.
 @cache
 def all_fields() -> dict[str, FieldInfo]:
-    """Every field of the recipe by dotted name, sections included, items of lists not."""
+    """Return every field of the recipe by dotted name. Includes sections, excludes items of lists."""
     from megarl.config import Recipe
 
     return dict(_fields(Recipe, ""))
@@ -29,7 +30,7 @@ def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInf
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """The section that a field is, if it is one."""
+    """Return the section type of a field, or None if the field is not a section."""
     return _as_section(field.annotation)
 
 
@@ -40,13 +41,13 @@ def _as_section(kind: Any) -> type[Section] | None:
 
 
 def recipe_field(place: str) -> str:
-    """The dotted name of a field; the recipe's own field for one that a source of a mixture has for itself."""
+    """Return the dotted name of a field. A field in a source of a mixture returns the recipe's field."""
     parts = place.split(".")
     return ".".join(parts[2:]) if parts[0] == "mixture" and len(parts) > 3 else place
 
 
 def section_at(place: str) -> type[Section] | None:
-    """The section with this dotted name: `optimizer`, `reward.functions.0`, `mixture.NAME`; `` is the recipe."""
+    """Return the section at a dotted name (`optimizer`, `reward.functions.0`, `mixture.NAME`). Empty: the recipe."""
     from megarl.config import Recipe
 
     section: type[Section] = Recipe
@@ -56,7 +57,7 @@ def section_at(place: str) -> type[Section] | None:
         if field is None:
             return None
         inner = section_of(field) or _among(field, (Union, UnionType))
-        if inner is None and next(parts, None) is not None:  # the number of an item, or the name of an entry
+        if inner is None and next(parts, None) is not None:  # skips the number of an item, or the name of an entry
             inner = _among(field, (tuple, dict))
         if inner is None:
             return None
@@ -65,33 +66,33 @@ def section_at(place: str) -> type[Section] | None:
 
 
 def _among(field: FieldInfo, origins: tuple[Any, ...]) -> type[Section] | None:
-    """The section among the arguments of a field's type, where that is a union, or a list or mapping of sections."""
+    """Return the section among the arguments of a field's union, list or mapping type."""
     arguments = get_args(field.annotation) if get_origin(field.annotation) in origins else ()
     return next((section for kind in arguments if (section := _as_section(kind))), None)
 
 
 def field_at(place: str) -> FieldInfo | None:
-    """The field with this dotted name; None for what is not a field, such as a key of `rollout.vllm`."""
+    """Return the field at a dotted name. None for anything else, for example a key inside `rollout.vllm`."""
     parent, _, name = recipe_field(place).rpartition(".")
     section = section_at(parent)
     return None if section is None else section.model_fields.get(name)
 
 
 def description(field: FieldInfo) -> str:
-    """The text under a field, as one line."""
+    """Return a field's description as one line."""
     return " ".join((field.description or "").split())
 
 
 _DEFAULT_IS_A_VALUE = ("data.system_prompt",)
-"""Fields that `FIELD=default` sets, since they take this text; `~FIELD` removes them."""
+"""Fields with `default` as a regular value: `FIELD=default` sets it, and only `~FIELD` removes it."""
 
 
 def default_removes(place: str) -> bool:
-    """Whether the override `PLACE=default` removes a value: that of a field, not of a name inside one."""
+    """Return whether the override `PLACE=default` removes a value. True for fields, false for names inside a field."""
     field = field_at(place)
     return field is not None and not field.is_required() and recipe_field(place) not in _DEFAULT_IS_A_VALUE
 
 
 def removal(place: str) -> str:
-    """The override that removes a value."""
+    """Return the override to remove a value."""
     return f"{place}=default" if default_removes(place) else f"~{place}"

@@ -1,4 +1,4 @@
-"""The base of all sections of a recipe."""
+"""Base class of all recipe sections."""
 
 from __future__ import annotations
 
@@ -9,8 +9,10 @@ from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
-    """A part of the recipe: immutable, and a key it does not know is an error."""
+    """Part of the recipe: immutable. An unknown key is an error."""
 
+    # extra: a misspelt key must be an error, not ignored. allow_inf_nan: NaN passes no comparison with a limit.
+    # protected_namespaces: some versions of pydantic warn about names like reward.model_weight (prefix model_).
     model_config = ConfigDict(
         frozen=True, extra="forbid", allow_inf_nan=False, use_attribute_docstrings=True, protected_namespaces=()
     )
@@ -18,15 +20,15 @@ class Section(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _not_a_number(cls, value: Any, info: ValidationInfo) -> Any:
-        """true and false are not the numbers 1 and 0, which pydantic would make of them."""
+        """Refuse true and false in number fields. pydantic would convert them to 1 and 0."""
         given = value if isinstance(value, list | tuple) else [value]
         if any(isinstance(item, bool) for item in given) and not _takes_bool(
             cls.model_fields[info.field_name or ""].annotation
         ):
-            raise PydanticCustomError("boolean", "is true or false, which this field does not take")
+            raise PydanticCustomError("boolean", "is true or false, but this field takes neither")
         return value
 
 
 def _takes_bool(annotation: Any) -> bool:
-    """Whether true and false are among the values of a type."""
+    """Return whether true and false are values of a type."""
     return annotation in (bool, Any) or any(map(_takes_bool, get_args(annotation)))

@@ -1,6 +1,6 @@
-"""Options of one or a few letters, which stand alone: `-tbs` of ColossalRL, `r` of a LoRA configuration.
+"""Options of one or a few letters, used without a section: ColossalRL's `-tbs`, `r` of a LoRA configuration.
 
-As tails of longer names they could mean anything, so that `migration.counterpart` does not know them.
+As endings of longer names they are ambiguous, so `migration.counterpart` does not know them.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ _LONG = {
     "esd": "eval_save_dir", "rsd": "rollout_save_dir", "gmu": "gpu_memory_utilization", "m": "model_name_or_path",
     "cp": "checkpoint_path", "pdp": "producer_data_parallel_size", "ct": "custom_tools", "r": "lora_r",
 }  # fmt: skip
-"""The long form of each, which has a counterpart. `tMbs` and `tmbs` differ."""
+"""Long form of each short option, with a counterpart. `tMbs` and `tmbs` differ."""
 
 _FIELDS = {
     "temp": "rollout.sampling.temperature", "topk": "rollout.sampling.top_k", "topp": "rollout.sampling.top_p",
     "s": "data.system_prompt", "mnt": "rollout.sampling.max_new_tokens", "mpt": "data.max_prompt_tokens",
     "sp": "trainer.cp",
 }  # fmt: skip
-"""The recipe's field for each whose long form is the field's own name."""
+"""Recipe field of each short option without a foreign long form."""
 
 
 def of_short_option(name: str) -> Counterpart | None:
-    """The recipe's counterpart of a short option, without its dash; None for one that is not listed."""
+    """Return the recipe's counterpart of a short option (without dash), or None if it is not listed."""
     if name in _FIELDS:
         return Counterpart((name,), (_FIELDS[name],))
     return counterpart(_LONG[name]) if name in _LONG else None

@@ -1,4 +1,4 @@
-"""Values that YAML 1.1 reads otherwise than they look, found in a text before it is parsed."""
+"""Values with a surprising meaning in YAML 1.1, found in a text before it is parsed."""
 
 from __future__ import annotations
 
@@ -8,10 +8,10 @@ from collections.abc import Iterator
 import yaml
 
 MAX_DEPTH = 32
-"""Sections and lists inside each other; recipes have four."""
+"""Limit of nested sections and lists. Recipes have four."""
 
 MAX_VALUES = 100_000
-"""Values in a recipe, each alias counted with all that it stands for: nine levels of ten aliases are a billion."""
+"""Limit of values in a recipe; an alias counts as all its values. Nine levels of ten aliases are a billion."""
 
 TOO_LARGE = f"holds more than {MAX_VALUES} values, aliases counted each time"
 
@@ -23,12 +23,13 @@ OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
 def problems(text: str, field: str = "") -> list[str]:
-    """A line for each value of a YAML text that is not what a reader takes it for: field, value as written, remedy.
+    """Return one line per misleading value of a YAML text: field, value as written, remedy.
 
-    Numbers to the base 60 (`1:30`) and 8 (`010`), yes, no, on and off, halves of surrogate pairs, and nesting deeper
-    than MAX_DEPTH; nothing else of a text with more than MAX_VALUES values. `field` is the place of the text's own
-    value. Raises yaml.YAMLError for a text that is not YAML.
+    Finds numbers to the base 60 (`1:30`) and 8 (`010`); yes, no, on and off; halves of surrogate pairs; and nesting
+    deeper than MAX_DEPTH. A text with more than MAX_VALUES values gets only the line about that. `field` is the place
+    of the text's own value. Raises yaml.YAMLError if the text is not YAML.
     """
+    # compose keeps the text and quotes of every value. load would already have converted 1:30 to 90.
     try:
         root = yaml.compose(text, Loader=yaml.SafeLoader)
     except RecursionError:
@@ -41,9 +42,9 @@ def problems(text: str, field: str = "") -> list[str]:
 
 
 def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return how many values a node stands for, each alias with all of its own. A node inside itself counts once.
+    """Return the number of values of a node, with aliases expanded. A node containing itself counts once.
 
-    `known` has the counts of nodes by id, so that a node is visited once however many aliases it has.
+    `known` holds the counts of nodes by id, so that each node is visited once, however many aliases it has.
     """
     if id(node) not in known:
         known[id(node)] = 1
@@ -72,7 +73,7 @@ def _problems(node: yaml.Node, field: str, depth: int) -> Iterator[str]:
 def _problems_of_scalar(node: yaml.ScalarNode, field: str) -> Iterator[str]:
     written = node.value if len(node.value) <= 60 else node.value[:57] + "..."
     if any("\ud800" <= character <= "\udfff" for character in node.value):
-        yield f"{field} = {written!a}: half of a surrogate pair or a broken byte, no character; remove it"
+        yield f"{field} = {written!a}: half of a surrogate pair or a broken byte, not a character; remove it"
     is_plain = node.style is None
     if is_plain and node.tag in NUMBERS and (":" in node.value or OCTAL.fullmatch(node.value)):
         base = 60 if ":" in node.value else 8

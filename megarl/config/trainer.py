@@ -1,4 +1,4 @@
-"""The recipe's section `trainer`: parallel sizes, memory, precision."""
+"""Recipe section `trainer`: parallel sizes, memory, precision."""
 
 from __future__ import annotations
 
@@ -12,66 +12,70 @@ RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "s
 
 
 class TrainerConfig(Section):
+    """Parallel sizes, memory and precision of the Megatron trainer."""
+
     tp: PositiveInt = 1
-    """Tensor-parallel size: attention heads, feed-forward channels and vocabulary are split over this many ranks."""
+    """Tensor-parallel size: attention heads, feed-forward channels and vocabulary are split over n ranks."""
     pp: PositiveInt = 1
-    """Pipeline-parallel size: the layers are split over this many stages."""
+    """Pipeline-parallel size: the layers are split over n stages."""
     dp: PositiveInt | None = None
     """Data-parallel size; default: ranks / (tp * pp * cp)."""
     vpp: PositiveInt = 1
-    """Virtual pipeline size: model chunks of each pipeline stage (interleaved schedule)."""
+    """Virtual pipeline size: model chunks per pipeline stage (interleaved schedule)."""
     cp: PositiveInt = 1
-    """Context-parallel size: the tokens of a sequence are split over this many ranks."""
+    """Context-parallel size: the tokens of a sequence are split over n ranks."""
     ep: PositiveInt = 1
-    """Expert-parallel size: the experts are distributed over this many ranks."""
+    """Expert-parallel size: the experts are distributed over n ranks."""
     etp: PositiveInt = 1
-    """Expert-tensor-parallel size: each expert is split over this many ranks."""
+    """Expert-tensor-parallel size: each expert is split over n ranks."""
     rank_order: Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"] = "tp-cp-ep-dp-pp"
-    """Megatron's rank order, the first axis fastest. With dp last, the stages of a replica are adjacent ranks: weights
-    cross fewer nodes in a reshard (`megarl plan` counts that), gradients more in an update."""
+    """Megatron's rank order, fastest axis first. With dp last, the stages of a replica are adjacent ranks: a reshard
+    sends fewer weights between nodes (counted by `megarl plan`), an update more gradients."""
     align_ranks: bool = True
-    """Permute the trainer's ranks where that saves bytes between nodes in a reshard."""
+    """Permute the trainer's ranks if this saves bytes between nodes in a reshard. Default: true."""
     sequence_parallel: bool | None = None
-    """Sequence parallelism: split the activations of norms and residuals over the tensor-parallel ranks; default: tp >
-    1."""
+    """Sequence parallelism: split the activations of norms and residuals over the tensor-parallel ranks. Default: on if
+    tp > 1."""
     distributed_optimizer: bool = True
     """Shard the optimizer state over the data-parallel ranks (ZeRO 1)."""
+    # Weights are not gathered during the next forward pass, because the engine needs them first.
     overlap_grad_reduce: bool | None = None
-    """Reduce gradients over the data-parallel ranks in buckets while the backward pass of an update's last microbatch
-    goes on; default: where these ranks are on several nodes. Weights are not gathered beside the next forward pass: the
-    engine wants them first."""
+    """Reduce gradients over the data-parallel ranks in buckets during the backward pass of an update's last microbatch.
+    Default: on if these ranks are on several nodes."""
     router_replay: bool = False
-    """Router replay (mixture of experts): train with the experts that the engine routed each token to."""
+    """Router replay (mixture of experts): train each token with the experts chosen by the engine."""
     moe_dispatcher: Literal["alltoall", "flex"] = "alltoall"
-    """How tokens reach their experts on other ranks (mixture of experts): by all-to-all collectives, or by DeepEP's
-    kernels (flex), faster across nodes, which need GPUs, the package deep_ep in the environment, and etp * ep > 1."""
+    """Transport of tokens to experts on other ranks (mixture of experts). alltoall (default): collectives. flex:
+    DeepEP's kernels, faster across nodes; needs GPUs, the package deep_ep and etp * ep > 1."""
     recompute: Literal["none", "selective", "full"] = "none"
-    """Activation recomputation in the backward pass: of trainer.recompute_modules (selective) or of whole layers
-    (full)."""
+    """Activation recomputation in the backward pass: none (default), selective (trainer.recompute_modules) or full
+    (whole layers)."""
+    # core_attn saves almost nothing if attention is a flash kernel. With Transformer Engine only the norm before
+    # experts is a module of its own. The other norms are part of the next linear layer, so layernorm saves nothing in a
+    # dense model.
     recompute_modules: tuple[RecomputedModule, ...] = ("core_attn",)
-    """Parts of a layer that `recompute: selective` computes anew, by Megatron-Core's names: core_attn (next to nothing
-    is saved where attention is a flash kernel), layernorm (with Transformer Engine that before experts only: the others
-    are part of the linear layers behind them, so that a dense model saves nothing by it), mlp (of dense layers, most of
-    their activations), moe (routing and experts), moe_act (the experts' activation; needs Transformer Engine),
-    shared_experts."""
+    """Parts of a layer recomputed by `recompute: selective`, by Megatron-Core's names: core_attn (default), layernorm,
+    mlp (dense layers, most of their activations), moe (routing and experts), moe_act (the experts' activation; needs
+    Transformer Engine), shared_experts."""
+    # Weights, gradients, norms, attention and the head keep their types. Each layer stores its weights in FP8 twice.
+    # Critic, reference, reward model and teachers compute like the policy.
     fp8: Literal["none", "blockwise"] = "none"
-    """Matrix products of the layers in FP8 (E4M3), with a scale for each block of 128 or 128 x 128 numbers; weights,
-    gradients, norms, attention and the head stay as they are. Needs Hopper GPUs or newer, Transformer Engine 2.3,
-    CUDA 12.9 and bfloat16; the engine's products are not in FP8, so watch logprob_gap/. Each layer keeps its weights in
-    FP8 twice. Critic, reference, reward model and teachers compute like the policy."""
+    """blockwise: matrix products of the layers in FP8 (E4M3), one scale per block of 128 or 128 x 128 numbers. Needs
+    Hopper GPUs or newer, Transformer Engine 2.3, CUDA 12.9 and bfloat16. The engine's products are not in FP8: watch
+    logprob_gap/. Default: none."""
     offload: tuple[Literal["optimizer", "gradients", "parameters"], ...] = ()
-    """States moved to host memory while the engine samples; default: none."""
+    """States moved to host memory while the engine samples. Default: none."""
+    # Host memory per parameter: 16 bytes (with the gradients) for the rank's share, and 2 for each parameter of the
+    # rank, offloaded or not, as copies on their way back. Checkpoints do not depend on the fraction.
     optimizer_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
-    """Fraction of the parameters whose main weights and moments are in host memory all the time, where Adam steps on
-    the CPU: 12 bytes a parameter of the rank's share less on the GPU, 16 more in host memory (with the gradients), and
-    2 there for each parameter of the rank, whosever share it is: copies on their way back. A step of the optimizer then
-    takes seconds a billion parameters and rank. With Adam, bfloat16 and the distributed optimizer, without LoRA.
-    Checkpoints are those of any other fraction."""
+    """Fraction of the parameters with main weights and moments always in host memory; Adam then steps on the CPU. Saves
+    12 bytes per parameter of the rank's share on the GPU, but a step takes seconds per billion parameters and rank.
+    Needs Adam, bfloat16, the distributed optimizer and no LoRA. Default: 0."""
     max_tokens_per_microbatch: PositiveInt = 8192
-    """Largest number of tokens, padding included, of one packed microbatch of a data-parallel rank."""
+    """Limit of tokens, padding included, in one packed microbatch of a data-parallel rank."""
     logprob_chunk_tokens: PositiveInt = 1024
-    """Tokens whose logits are in memory at once when log-probs are computed."""
+    """Number of tokens with logits in memory at once while log-probs are computed."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Further fields of Megatron-Core's TransformerConfig, by their own names. Balancing losses of experts are means
-    over an update's tokens: `aux_loss` and `global_aux_loss` over all of them (one more forward pass counts each
-    expert's tokens), `seq_aux_loss` within each sequence."""
+    over tokens: of a whole update (`aux_loss`, `global_aux_loss`; one more forward pass counts each expert's tokens) or
+    of each sequence (`seq_aux_loss`)."""

@@ -1,4 +1,4 @@
-"""The recipe of plain values, as far as they can be used."""
+"""Validation of plain values as a recipe, with as many usable values as possible."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ if TYPE_CHECKING:
 
 
 def validated(values: dict[str, Any], references: Mapping[Place, str]) -> tuple[Recipe, list[str], set[str]]:
-    """The recipe of plain values, what is wrong with them, and the fields that are left out for it.
+    """Return the recipe of plain values, its errors, and the fields left out because of them.
 
-    The values are changed: what is wrong is taken out, and what is missing gets its own name in angle brackets.
+    Changes `values`: removes wrong values, and fills missing ones with the field's name in angle brackets.
     """
     from pydantic import ValidationError
 
@@ -24,6 +24,7 @@ def validated(values: dict[str, Any], references: Mapping[Place, str]) -> tuple[
 
     problems: list[str] = []
     unread: set[str] = set()
+    # Checks of several fields run only after all single fields are valid, so one pass does not find every error.
     while True:
         try:
             return Recipe.model_validate(values), problems, unread
@@ -35,19 +36,19 @@ def validated(values: dict[str, Any], references: Mapping[Place, str]) -> tuple[
 
 
 def _take_out(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown: bool) -> set[str]:
-    """Remove what an error of pydantic is about, or put a name in its place where it is required; the fields' names."""
+    """Remove the value of a pydantic error, or replace a required one by a placeholder. Returns the affected fields."""
     known = all_fields()
     parts = [str(part) for part in loc]
     while not is_unknown and recipe_field(".".join(parts)) not in known:
-        parts.pop()  # an item of a list, a key of a mapping, a member of a union
+        parts.pop()  # skips an item of a list, a key of a mapping, a member of a union
     name = ".".join(parts)
     if take_value(values, parts) and is_unknown:
         return set()
     while recipe_field(".".join(parts)) not in known:
-        parts.pop()  # the list or mapping around it is taken out already
+        parts.pop()  # an earlier error has removed the list or mapping around it
     name = ".".join(parts)
     if name == "mixture" and isinstance(data := values.setdefault("data", {}), dict):
-        data.setdefault("train", "<data.train>")  # only sources had it
+        data.setdefault("train", "<data.train>")  # only sources had a data.train
     if (field := recipe_field(name)) != name:
         if known[field].is_required():
             _put(values, parts, f"<{field}>")
@@ -60,7 +61,7 @@ def _take_out(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown:
 
 
 def take_value(values: Any, parts: Sequence[str]) -> bool:
-    """Remove the value at a place of nested mappings and lists. False: there is none."""
+    """Remove the value at a place of nested mappings and lists. Returns False if there is none."""
     for part in parts[:-1]:
         if isinstance(values, list) and part.isdecimal() and int(part) < len(values):
             values = values[int(part)]
@@ -80,5 +81,6 @@ def _put(values: dict[str, Any], parts: Sequence[str], value: Any) -> None:
     values[parts[-1]] = value
 
 
+# These two fields refuse a placeholder in angle brackets: name has a pattern, loop a fixed list of words.
 _PLACEHOLDERS = {"name": "unnamed", "loop": "rl"}
-"""Values of required fields that a recipe does not give, until its errors are reported."""
+"""Values of required fields missing in a recipe, until its errors are reported."""

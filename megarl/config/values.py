@@ -1,4 +1,4 @@
-"""Values that other programs write, by the recipe's field and in lower case, and the recipe's own value for each."""
+"""Values of other programs by recipe field, in lower case, with the recipe's own value for each."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ VALUES: dict[str, dict[str, str]] = {
         "grpo": "rl", "ppo": "rl", "dapo": "rl", "rlhf": "rl", "dpo": "preference", "kto": "preference",
         "simpo": "preference", "orpo": "preference", "rm": "reward_model", "opd": "distillation", "gkd": "distillation",
     },
-    # Float16 has no counterpart: bfloat16 is as large and does not overflow.
+    # float16 is not supported. bfloat16 has the same size and, unlike float16, does not overflow.
     "model.dtype": {
         "bf16": "bfloat16", "fp16": "bfloat16", "float16": "bfloat16", "half": "bfloat16", "fp32": "float32",
         "float": "float32",
@@ -37,10 +37,11 @@ VALUES: dict[str, dict[str, str]] = {
         "seq_mean_token_sum": "sequence_mean_token_sum", "seq_mean_token_sum_norm": "constant_length",
     },
 }  # fmt: skip
+"""Recipe field to {foreign value: own value}."""
 
 
 def nearest_value(place: str, value: object) -> str | None:
-    """The value of a field, by dotted name, that a refused one was probably meant to be."""
+    """Return the probably intended value for a refused one, or None."""
     if not isinstance(value, str):
         return None
     field, known = recipe_field(place), _choices(place)
@@ -49,7 +50,7 @@ def nearest_value(place: str, value: object) -> str | None:
 
 
 def _choices(place: str) -> list[str]:
-    """The words that a field takes, or that each item of a list takes."""
+    """Return the words accepted by a field, or by each item of a list."""
     name = recipe_field(place)
     if name in TABLES:
         return list(formulas(name))
