@@ -246,7 +246,7 @@ def test_starts_that_do_not_fit_what_the_folder_holds_are_refused(recipe: Path) 
         ([recipe, "--resume=must", "name=smal"], "smal has no checkpoint to go on from"),
         ([recipe, "--resume=never"], "--resume"),
         ([recipe, "--resume", "--restart"], "--resume and --restart: give one of them"),
-        ([run], f"go on with: megarl train {run} --resume"),
+        ([run], f"megarl train {run} --resume"),
         ([recipe.parent], "is a folder; give the YAML file of a recipe"),
     ):
         done = megarl("train", *arguments)

@@ -1,4 +1,4 @@
-"""The command `megarl`. Heavy modules are imported inside the commands, so that help and config errors come at once."""
+"""The command `megarl`. Commands import heavy modules themselves, so that help and config errors are immediate."""
 
 from __future__ import annotations
 
@@ -29,8 +29,10 @@ app = typer.Typer(
     name="megarl",
     help="Reinforcement learning for large language models: Megatron-Core trainers and vLLM engines in one process.",
     no_args_is_help=True,
+    # Brackets in help texts are literal, and help needs no rich.
     rich_markup_mode=None,
     add_completion=False,
+    # `main` prints tracebacks itself, without escape sequences.
     pretty_exceptions_enable=False,
 )
 for group in (sandbox, data, slurm, convert):
@@ -54,8 +56,10 @@ def _program(
     pass
 
 
+# typer has no options with an optional value, so a bare --resume is rewritten before parsing.
 class _TrainCommand(RecipeCommand):
-    """`--resume` may come alone or with a value behind an equals sign; the next argument is never taken for one."""
+    """Train command with an optional value of `--resume`, after an equals sign only. The next argument is never its
+    value."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, ["--resume=if-any" if text == "--resume" else text for text in args])
@@ -65,51 +69,60 @@ class _TrainCommand(RecipeCommand):
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the sizes, stop.")] = False,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the sizes, then stop.")] = False,
     resume: Annotated[
         Literal["if-any", "must"] | None,
         typer.Option(
             "--resume",
             metavar="[=must]",
-            help="Go on from the run's newest checkpoint, if there is one; --resume=must: fail where there is none. "
+            help="Continue from the run's newest checkpoint, if any; --resume=must: fail without one. "
             "RECIPE may be the run's folder.",
             show_default=False,
         ),
     ] = None,
     restart: Annotated[
-        bool, typer.Option("--restart", help="Begin anew; what the run's folder holds is moved to earlier/ in it.")
+        bool,
+        typer.Option(
+            "--restart", help="Start again; the content of the run's folder is moved to its subfolder earlier/."
+        ),
     ] = False,
 ) -> None:
-    """Check a recipe, its model and its data; then train."""
+    """Check a recipe, its model and its data, then train."""
     from megarl.platform.imports import uncollected
     from megarl.tracking.display import Display
     from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
 
     if resume and restart:
-        raise ConfigError("--resume and --restart: give one of them; --resume goes on, --restart begins anew")
+        raise ConfigError(
+            "--resume and --restart: give one of them; --resume continues the run, --restart starts it again"
+        )
     path, given = Path(recipe), list(overrides or ())
     is_of_run = path.is_dir()
     if is_of_run:
         if not resume and not restart:
             raise ConfigError(_folder_hint(path))
         for checkpoint in EarlierRun.read(path).checkpoints[:1] if resume else ():
-            # Before config.yaml is read: another schema's fields have other names.
+            # Checked before config.yaml is read: fields of another schema would be reported as unknown keys.
             refuse_other_schema(checkpoint)
+        # A run's folder may have been moved or renamed since its config.yaml was written. JSON quotes the values.
         given = [f"{name}={json.dumps(value)}" for name, value in _place_of(path).items()] + given
         path /= "config.yaml"
     display = Display()
+    # Imports create many objects, and collections during them only take time.
     with uncollected():
         with checking(display):
             from megarl.preflight import load, with_cache, with_steps
 
             loaded = with_steps(load(path, given, is_start=not dry_run, is_of_run=is_of_run))
             loaded = with_cache(loaded, is_start=not dry_run)
+        # Before the data are read: a finished run needs neither its data nor its model.
         if not dry_run and not restart and not _has_work(loaded, resume):
             return
         layout, records, dropped, kept = checked(loaded, display, is_start=not dry_run)
         print_sizes(loaded, layout, records, dropped)
         if dry_run:
             return
+        # torch, Megatron-Core and vLLM take seconds to import, so the terminal shows a phase for it.
         with display.phase("loading libraries"), display.live():
             from megarl.loops.run import run
     asyncio.run(run(loaded, layout, resume=resume, restart=restart, kept=kept, display=display))
@@ -117,20 +130,21 @@ def train(
 
 def _folder_hint(path: Path) -> str:
     if (path / "config.yaml").exists():
-        return f"{path}: is the folder of a run; go on with: megarl train {path} --resume"
+        return f"{path}: is the folder of a run; continue it with: megarl train {path} --resume"
     return f"{path}: is a folder; give the YAML file of a recipe"
 
 
 def _place_of(run_folder: Path) -> dict[str, str]:
-    """Where a run's folder is, as a recipe says it."""
+    """Return the location of a run's folder as recipe fields."""
     absolute = run_folder.absolute()
     return {"runs_folder": str(absolute.parent), "name": absolute.name}
 
 
 def _has_work(recipe: Recipe, resume: str | None) -> bool:
-    """Whether there is anything to train: a finished run is told of, before anything is started or changed.
+    """Return whether anything is left to train. Prints a message for a finished run, before anything is started or
+    changed.
 
-    Raises ConfigError where the run's folder does not fit what is asked.
+    Raises ConfigError if the run's folder does not fit the options.
     """
     from megarl.config.recipe import recipe_changes
     from megarl.tracking.earlier_run import EarlierRun
@@ -159,24 +173,24 @@ def evaluate(
     ],
     overrides: Overrides = None,
     n: Annotated[
-        int | None, typer.Option("--n", min=1, help="Attempts at each problem: evaluation.samples_per_prompt.")
+        int | None, typer.Option("--n", min=1, help="Attempts per problem (evaluation.samples_per_prompt).")
     ] = None,
     k: Annotated[
-        str | None, typer.Option("--k", metavar="K,K...", help="Of pass@k and majority@k: evaluation.k.")
+        str | None, typer.Option("--k", metavar="K,K...", help="Values of k for pass@k and majority@k (evaluation.k).")
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="evaluation.sampling.temperature; 0: greedy.")
+        float | None, typer.Option(min=0.0, help="Sampling temperature (evaluation.sampling.temperature); 0: greedy.")
     ] = None,
     of_set: Annotated[
-        list[str] | None, typer.Option("--set", help="A validation set by name; repeatable; left out: all.")
+        list[str] | None, typer.Option("--set", help="Name of a validation set; repeatable. Default: all.")
     ] = None,
-    best: Annotated[bool, typer.Option("--best", help="Of a run the model of its best evaluation, hf_best.")] = False,
+    best: Annotated[bool, typer.Option("--best", help="Use the run's best model, hf_best.")] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder to write; left out: a new one in evaluations/.", show_default=False),
+        typer.Option(help="Folder to write. Default: a new one in evaluations/.", show_default=False),
     ] = None,
 ) -> None:
-    """Evaluate a model on a recipe's validation sets: accuracy, pass@k, majority@k, all answers; no trainer starts."""
+    """Evaluate a model on a recipe's validation sets: accuracy, pass@k, majority@k, all answers. No trainer starts."""
     options: dict[str, Any] = {"samples_per_prompt": n, "k": k and _numbers(k), "sampling.temperature": temperature}
     chosen = {name: value for name, value in options.items() if value is not None}
     from megarl.console import print_evaluation
@@ -188,11 +202,11 @@ def evaluate(
 
 
 def _numbers(text: str) -> list[int]:
-    """The whole numbers of `--k`. Raises ConfigError for what is none."""
+    """Return the whole numbers of `--k`. Raises ConfigError if one is not a whole number."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--k {text}: is no list of whole numbers; write 1,4,16, say") from None
+        raise ConfigError(f"--k {text}: is not a list of whole numbers; write 1,4,16, for example") from None
 
 
 @app.command(cls=RecipeCommand)
@@ -201,9 +215,9 @@ def plan(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
 ) -> None:
-    """Compute memory by phase, whether it fits, and what a reshard will move. It reads config.json, and starts nothing.
+    """Predict memory by phase, whether it fits, and the bytes moved by a reshard. Reads config.json and starts nothing.
 
-    Exit code 2: it does not fit. Models that recipes of launch/recipes name need no download.
+    Exit code 2: it does not fit. Models named by recipes in launch/recipes need no download.
     """
     from megarl.config.recipe import load
     from megarl.preflight import (
@@ -226,7 +240,9 @@ def plan(
     if not as_json:
         print_memory(loaded, memory)
         if loaded is not as_written:
-            print_lines([f"rollout.kv_cache_gib = {loaded.rollout.kv_cache_gib:g} by default: what a GPU has left"])
+            print_lines(
+                [f"rollout.kv_cache_gib = {loaded.rollout.kv_cache_gib:g} by default: the remaining memory of a GPU"]
+            )
     layout = aligned(loaded, shape, layout)
     counted = forecast(
         shape,
@@ -235,6 +251,7 @@ def plan(
         engine_ranks_per_node=engines.ranks_per_node if (engines := loaded.cluster.groups.engines) else None,
         itemsize=2 if loaded.model.dtype == "bfloat16" else 4,
         bucket_bytes=loaded.weights.bucket_mib << 20,
+        # Without a known kind the times are for an H200, and the output says "assumed".
         gpu=kind or "h200",
     )
     if as_json:
@@ -245,13 +262,14 @@ def plan(
     else:
         print_plan(loaded, layout, counted, is_assumed=kind is None)
         print_lines([*not_downloaded(loaded), *(f"warning: {text}" for text in small_cache(memory)), *found.lines])
+    # None: the GPUs' memory is unknown, and nothing is refused then.
     if found.fits is False:
         raise typer.Exit(ConfigError.exit_code)
 
 
 @app.command(cls=RecipeCommand)
 def show_config(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Print a recipe in full: each field and its meaning."""
+    """Print a recipe in full: each field with its description."""
     from megarl.config.recipe import load, to_yaml
     from megarl.preflight import with_cache
 
@@ -263,17 +281,18 @@ def show_config(recipe: RecipePath, overrides: Overrides = None) -> None:
 def doctor(
     recipe: Annotated[
         str | None,
-        typer.Argument(metavar="[RECIPE]", help="Look at all nodes that its launcher gives, and their links."),
+        typer.Argument(metavar="[RECIPE]", help="Examine all nodes of its launcher, and their links."),
     ] = None,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
 ) -> None:
-    """Show whether this environment's parts fit each other, and what will be used and why."""
+    """Show whether this environment's parts fit together, and what megarl will use and why."""
     from megarl.cluster.doctor import differences, examine, examine_nodes
     from megarl.config.recipe import error_page, load
     from megarl.preflight import planned_host_bytes
     from megarl.preflight.sizes import machines
 
+    # Without a recipe only this machine is examined, so no ranks start.
     if recipe is None:
         found, notices = {"here": examine()}, []
     else:
@@ -294,19 +313,19 @@ def doctor(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs, such as runs/NAME, or of evaluations."),
+        typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs (runs/NAME) or of evaluations."),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
-            help="File to write; left out: report.html in the run's folder, of several runs in this one.",
+            help="File to write. Default: report.html in the run's folder; for several runs in the current one.",
             show_default=False,
         ),
     ] = None,
 ) -> None:
-    """Write one HTML page of a run, or of several side by side: curves, times, samples, faults. It needs no network.
+    """Write one HTML page about a run, or several side by side: curves, times, samples, faults. Needs no network.
 
-    Of evaluations: accuracies, the paired difference from the first with its interval, answers that changed.
+    For evaluations: accuracies, paired difference from the first with its interval, changed answers.
     """
     from megarl.console import print_report
     from megarl.report.page import write_report
@@ -317,11 +336,14 @@ def report(
 @app.command()
 def metrics(
     name: Annotated[
-        str, typer.Argument(metavar="[TEXT]", help="Only those with this in the name, or of a metric as logged.")
+        str,
+        typer.Argument(
+            metavar="[TEXT]", help="Show only metrics with this text in the name, or the metric with this logged name."
+        ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
 ) -> None:
-    """Print the table of all metrics: name, unit, meaning; in JSON also the module that makes each."""
+    """Print the table of all metrics: name, unit, meaning. JSON also has the module computing each."""
     from megarl.console import print_metrics
     from megarl.tracking.table import find, rows
 
@@ -329,7 +351,7 @@ def metrics(
     if not found and (row := find(name)) is not None:
         found = [row]
     if not found:
-        raise ConfigError(f"{name}: no metric's name has this in it; megarl metrics prints them all")
+        raise ConfigError(f"{name}: no metric has this text in its name; megarl metrics prints all")
     if as_json:
         print(json.dumps({row.name: {"unit": row.unit, "meaning": row.meaning, "module": row.module} for row in found}))
     else:
@@ -338,23 +360,24 @@ def metrics(
 
 @app.command()
 def samples(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run, such as runs/NAME, or an evaluation.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME) or of an evaluation.")],
     step: Annotated[
-        int | None, typer.Option(min=0, help="Samples of this step; left out: the newest.", show_default=False)
+        int | None, typer.Option(min=0, help="Step of the samples. Default: the newest.", show_default=False)
     ] = None,
     order: Annotated[
-        Literal["file", "best", "worst"], typer.Option("--sort", help="As recorded, or by reward.")
+        Literal["file", "best", "worst"], typer.Option("--sort", help="Order: as recorded (file), or by reward.")
     ] = "file",
     of_set: Annotated[
-        str | None, typer.Option("--set", help="A validation set by name; train: of training.", show_default=False)
+        str | None, typer.Option("--set", help="Name of a validation set; train: training samples.", show_default=False)
     ] = None,
-    search: Annotated[str, typer.Option(help="Only those with this text; without --step of all steps.")] = "",
-    limit: Annotated[int, typer.Option(min=1, help="Most that are printed where there is no terminal.")] = 10,
+    search: Annotated[str, typer.Option(help="Show only samples with this text; without --step from all steps.")] = "",
+    limit: Annotated[int, typer.Option(min=1, help="Limit of printed samples without a terminal.")] = 10,
 ) -> None:
-    """Look at samples of a run, or answers of an evaluation: one at a time on a terminal, elsewhere printed."""
+    """Look at samples of a run, or answers of an evaluation. On a terminal one at a time, otherwise printed."""
     from megarl.report.browse import Selection, browse
     from megarl.terminal import Terminal
 
+    # Browsing asks for keys, so both ends must be a terminal. Piped output is printed up to the limit.
     is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
     console = Terminal(highlight=False, soft_wrap=True, markup=False)
     browse(run, Selection(step, order, of_set, search), console, limit=limit, ask=input if is_terminal else None)
@@ -364,35 +387,38 @@ def samples(
 def serve(
     path: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or of a model.")],
     host: Annotated[
-        str, typer.Option(help="Address to listen on; any but a loopback address needs a token.")
+        str, typer.Option(help="Address to listen on; an address other than loopback needs a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any that is free.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8000,
     token_variable: Annotated[
-        str, typer.Option(help="Environment variable with the token that clients need, if it is set.")
+        str, typer.Option(help="Environment variable with the token required from clients, if set.")
     ] = "MEGARL_SERVE_TOKEN",
-    tp: Annotated[int, typer.Option(min=1, help="Tensor-parallel size of the engine.")] = 1,
+    tp: Annotated[int, typer.Option(min=1, help="Size of the engine's tensor parallelism.")] = 1,
     kv_cache_gib: Annotated[float, typer.Option(min=0.01, help="KV cache of one rank in GiB.")] = 1.0,
 ) -> None:
-    """Serve a trained model as OpenAI's API does, until SIGINT or SIGTERM."""
+    """Serve a trained model with OpenAI's API, until SIGINT or SIGTERM."""
     from megarl.config import RolloutConfig
     from megarl.config.rollout import LOOPBACK, MIN_TOKEN_CHARACTERS, EndpointConfig
     from megarl.serving.local_model import serve
 
+    # From the environment: an argument would be visible in the list of processes.
     token = os.environ.get(token_variable) or None
     if host not in LOOPBACK and len(token or "") < MIN_TOKEN_CHARACTERS:
         raise ConfigError(
             f"--host {host}: is not a loopback address; set {token_variable} to a token of at least "
-            f"{MIN_TOKEN_CHARACTERS} characters, which clients then need"
+            f"{MIN_TOKEN_CHARACTERS} characters, then required from clients"
         )
     config = EndpointConfig(host=host, port=port, token=token)
     asyncio.run(serve(path, config, RolloutConfig(tp=tp, kv_cache_gib=kv_cache_gib), print))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """The console script: one message and an exit code for a foreseen error, a traceback and 70 for any other."""
+    """Run the console script. An expected error prints one message and sets its exit code; any other prints a
+    traceback, code 70."""
     if not sys.warnoptions:
-        # What other libraries deprecate is nothing that the person at the terminal could mend.
+        # Deprecations of other libraries are not the user's to fix, and they would hide real messages.
         warnings.simplefilter("ignore")
+    # Libraries log texts of data and models, and these must not send escape sequences.
     guard_logging()
     try:
         app(arguments)
@@ -400,6 +426,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         print_error(error)
         _leave(error.exit_code)
     except Exception as error:
+        # A full disk surfaces as an OSError of any library, so it is recognised here and not where it happens.
         from megarl.files.atomic import disk_full
 
         if (full := disk_full(error)) is not None:
@@ -411,11 +438,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process with this code, also where its output can no longer be written (a full disk, no terminal)."""
+    """End the process with this code, even if its output cannot be written (full disk, closed terminal)."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()
         except OSError:
-            # At its end Python would flush again, fail again and change the code.
+            # Python flushes again at exit. A second failure would replace the exit code by 120.
             os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
     sys.exit(code)

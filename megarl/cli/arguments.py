@@ -1,4 +1,4 @@
-"""Arguments that several commands take."""
+"""Arguments shared by several commands."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SECTION.FIELD=VALUE",
-        help="Values on top of the file's; {} empties, SECTION.FIELD=default or ~SECTION.FIELD removes.",
+        help="Values replacing the file's; {} empties, SECTION.FIELD=default or ~SECTION.FIELD removes.",
         show_default=False,
     ),
 ]
 
 
 class RecipeCommand(TyperCommand):
-    """A command that takes a recipe and overrides: an unknown option is answered with the recipe's field for it."""
+    """Command with a recipe and overrides. Its error for an unknown option names the recipe's field."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Raises ConfigError that names what each unknown option is in a recipe."""
-        # Unknown options are then among the arguments, in order.
+        """Parse the arguments. Raises ConfigError naming the recipe field of each unknown option."""
+        # click's own error names no recipe field. With this setting unknown options stay among the arguments, in order.
         ctx.ignore_unknown_options = True
         rest = super().parse_args(ctx, args)
         arguments = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
@@ -38,22 +38,23 @@ class RecipeCommand(TyperCommand):
 
 
 def _given(ctx: Any, argument: Any) -> list[str]:
-    """The texts of an argument."""
+    """Return the texts of an argument."""
     value = ctx.params.get(argument.name)
     return [] if value is None else [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
 
 
 def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """The options among arguments, each with its value: what follows an equals sign, or the next argument."""
+    """Yield the options among arguments, each with its value: the text after an equals sign, or the next argument."""
     for argument, following in zip_longest(arguments, arguments[1:]):
         if argument.startswith("-"):
             option, equals, value = argument.partition("=")
+            # A dash begins the next option, so it is never a value.
             is_value = following is not None and not following.startswith("-")
             yield option, value if equals else following if is_value else None
 
 
 def _unknown_option(option: str, value: str | None, parameters: Sequence[Any]) -> str:
-    """A line such as `--steps: unknown option; write train.steps=5`."""
+    """Return a line like `--steps: unknown option; write train.steps=5`."""
     from megarl.config.explaining import option_hint
 
     known = [name for parameter in parameters for name in parameter.opts if name.startswith("--")]

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def checking(display: Display) -> Iterator[None]:
-    """Within, a terminal shows that a recipe is checked."""
+    """Show on the terminal that a recipe is being checked, while the context is active."""
     with display.phase("checking the recipe"), display.live():
         yield
 
@@ -24,9 +24,9 @@ def checking(display: Display) -> Iterator[None]:
 def checked(
     recipe: Recipe, display: Display, *, is_start: bool
 ) -> tuple[ParallelConfig, dict[str, int], Dropped, Kept]:
-    """The layout of a recipe, all of which was checked, its records by data source, those too long and kept; it warns.
+    """Check a recipe completely and print its warnings.
 
-    `is_start` as in `preflight.check`.
+    Returns its layout, records per data source, too long ones, and retained records. `is_start`: see `preflight.check`.
     """
     from megarl.preflight import check, check_rewards, count_records, resource_warnings
     from megarl.terminal import Terminal
@@ -37,6 +37,7 @@ def checked(
         layout = check(recipe, is_start=is_start)
         records = count_records(recipe, dropped, kept)
         check_rewards(recipe, is_start=is_start)
+    # On stderr, so that stdout stays the command's result. Texts of a recipe are not rich markup.
     console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
     with_notices_shown(recipe)
     for text in resource_warnings(recipe, layout):
@@ -45,7 +46,7 @@ def checked(
 
 
 def with_notices_shown(recipe: Recipe) -> Recipe:
-    """The recipe, once a terminal has shown which values of its file were dropped when it was read."""
+    """Print the notices about values dropped while reading the recipe. Returns the recipe."""
     from megarl.terminal import Terminal
 
     console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)

@@ -17,10 +17,10 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-OutFolder = Annotated[Path, typer.Option("--out", help="Folder to write; must not be there yet.")]
+OutFolder = Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.")]
 CastTo = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
-    typer.Option("--dtype", help="Type to cast to; left out: kept.", show_default=False),
+    typer.Option("--dtype", help="Type to cast to. Default: unchanged.", show_default=False),
 ]
 Verify = Annotated[bool, typer.Option("--verify", help="Read everything back and compare every tensor.")]
 
@@ -29,14 +29,14 @@ Verify = Annotated[bool, typer.Option("--verify", help="Read everything back and
 def to_megatron(
     hf: Annotated[Path, typer.Option(help="Hugging Face model folder.")],
     out: OutFolder,
-    tp: Annotated[int, typer.Option(help="Tensor-parallel size to chunk for.")] = 1,
-    pp: Annotated[int, typer.Option(help="Pipeline-parallel size to chunk for.")] = 1,
-    ep: Annotated[int, typer.Option(help="Expert-parallel size to chunk for.")] = 1,
-    etp: Annotated[int, typer.Option(help="Tensor-parallel size of experts to chunk for.")] = 1,
+    tp: Annotated[int, typer.Option(help="Size of tensor parallelism to chunk for.")] = 1,
+    pp: Annotated[int, typer.Option(help="Size of pipeline parallelism to chunk for.")] = 1,
+    ep: Annotated[int, typer.Option(help="Size of expert parallelism to chunk for.")] = 1,
+    etp: Annotated[int, typer.Option(help="Size of the experts' tensor parallelism to chunk for.")] = 1,
     dtype: CastTo = None,
     verify: Verify = False,
 ) -> None:
-    """Write a model folder as a checkpoint that Megatron loads at any parallel sizes, fastest at these."""
+    """Write a model folder as a checkpoint. Megatron loads it at any parallel sizes, fastest at these."""
     import torch
 
     from megarl.checkpoint import convert
@@ -49,17 +49,17 @@ def to_megatron(
 def to_hf(
     megatron: Annotated[
         Path,
-        typer.Option(help="Checkpoint; or a run, whose newest is taken, or a folder with Megatron's tracker file."),
+        typer.Option(help="Checkpoint; or a run (its newest checkpoint); or a folder with Megatron's tracker file."),
     ],
     out: OutFolder,
     hf: Annotated[
         Path | None,
-        typer.Option(help="Model folder with config.json and tokenizer, for a checkpoint that does not carry them."),
+        typer.Option(help="Model folder with config.json and tokenizer, for a checkpoint without them."),
     ] = None,
     dtype: CastTo = None,
     shard_gb: Annotated[
         float | None,
-        typer.Option(help="Largest file in gigabytes; left out: files as before, or of 5.", show_default=False),
+        typer.Option(help="Largest file in gigabytes. Default: as in the original model, or 5.", show_default=False),
     ] = None,
     verify: Verify = False,
 ) -> None:
@@ -69,11 +69,14 @@ def to_hf(
     from megarl.checkpoint import convert
 
     cast = None if dtype is None else getattr(torch, dtype)
+    # Decimal gigabytes, as the Hub and transformers count file sizes.
     size = None if shard_gb is None else int(shard_gb * 1e9)
     override: Mapping[str, Any] = {}
     checkpoint = convert.find_checkpoint(megatron)
+    # The user named a run or a folder of checkpoints, so the choice is printed.
     if checkpoint != megatron:
         print(f"converting {checkpoint}")
+    # A run's model.override_config changed config.json, so the converted folder needs it too.
     if hf is None and (of_run := _model_of_run(checkpoint)) is not None:
         hf, override = of_run
     print_conversion(
@@ -82,10 +85,7 @@ def to_hf(
 
 
 def _model_of_run(checkpoint: Path) -> tuple[Path, Mapping[str, Any]] | None:
-    """The model folder that a run's recipe names and its model.override_config, of a checkpoint in a run folder.
-
-    None elsewhere.
-    """
+    """Return the model folder and model.override_config of the run containing a checkpoint, or None outside a run."""
     from megarl.config.recipe import load
 
     folder = checkpoint.absolute()

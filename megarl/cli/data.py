@@ -1,4 +1,4 @@
-"""`megarl data`: look at data before they are trained on."""
+"""`megarl data`: examine data before training."""
 
 from __future__ import annotations
 
@@ -25,44 +25,45 @@ def check_data(
         str | None,
         typer.Argument(
             metavar="[SOURCE]",
-            help="File, folder or name on the Hub, as data.train takes it; left out: all data sets of --recipe.",
+            help="File, folder or name on the Hub, see data.train. Default: all data sets of --recipe.",
             show_default=False,
         ),
     ] = None,
     recipe: Annotated[
         Path | None,
         typer.Option(
-            help="YAML file of a recipe whose model, names of fields and system prompt hold; SOURCE is read as its "
+            help="YAML file of a recipe with model, field names and system prompt; SOURCE is read as its "
             "training data.",
             show_default=False,
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Model folder, or its name on the Hub, whose tokens count.", show_default=False)
+        str | None, typer.Option(help="Folder or Hub name of a model, to count its tokens.", show_default=False)
     ] = None,
     heldout: Annotated[
         list[str] | None,
-        typer.Option(help="A source whose prompts this one should not have; repeatable.", show_default=False),
+        typer.Option(help="Source with prompts that must not be in this one; repeatable.", show_default=False),
     ] = None,
     kind: Annotated[
         Literal["problems", "conversations", "pairs", "judged"] | None,
         typer.Option(
-            help="For rl, sft, preference and reward_model, kto; left out: by the first record's fields.",
+            help="Records for rl; sft; preference and reward_model; kto. Default: by the first record's fields.",
             show_default=False,
         ),
     ] = None,
     data_format: Annotated[
-        str | None, typer.Option("--format", help="As data.format; left out: recognised.", show_default=False)
+        str | None, typer.Option("--format", help="See data.format. Default: recognised.", show_default=False)
     ] = None,
     fields: Annotated[
         str | None,
-        typer.Option(help="As data.fields: '{prompt: question, answer: solution}'.", show_default=False),
+        typer.Option(help="See data.fields, for example '{prompt: question, answer: solution}'.", show_default=False),
     ] = None,
-    answer_field: Annotated[str | None, typer.Option(help="As data.answer_field.", show_default=False)] = None,
-    chat_template: Annotated[str | None, typer.Option(help="As model.chat_template.", show_default=False)] = None,
-    system_prompt: Annotated[str | None, typer.Option(help="As data.system_prompt.", show_default=False)] = None,
+    answer_field: Annotated[str | None, typer.Option(help="See data.answer_field.", show_default=False)] = None,
+    chat_template: Annotated[str | None, typer.Option(help="See model.chat_template.", show_default=False)] = None,
+    system_prompt: Annotated[str | None, typer.Option(help="See data.system_prompt.", show_default=False)] = None,
 ) -> None:
-    """Read all of a data source: faults by line, lengths, duplicates, overlap with held-out data, the first record."""
+    """Read a whole data source. Print faults by line, lengths, duplicates, overlap with held-out data, the first
+    record."""
     if recipe is not None:
         given = {
             "--model": model, "--kind": kind, "--format": data_format, "--fields": fields,
@@ -93,23 +94,27 @@ def check_data(
 
 
 def _names(data_format: str | None, fields: str | None, answer_field: str | None) -> FieldNames:
-    """The names of fields that options give. Raises ConfigError for values that a recipe would refuse too."""
+    """Return the field names given by options. Raises ConfigError for values refused in a recipe too."""
     import yaml
     from pydantic import ValidationError
 
     from megarl.config.data_sets import DataSetConfig
     from megarl.data.formats import FieldNames
 
+    # YAML, because a recipe writes data.fields the same way.
     try:
         by_name = yaml.safe_load(fields or "{}")
     except yaml.YAMLError:
         by_name = None
     if not isinstance(by_name, dict):
-        raise ConfigError(f"--fields {fields}: gives no names; write '{{prompt: question, answer: solution}}'")
+        raise ConfigError(
+            f"--fields {fields}: is not a mapping of names; write '{{prompt: question, answer: solution}}'"
+        )
     try:
         given = {"format": data_format, "fields": by_name, "answer_field": answer_field}
         made = DataSetConfig.model_validate({"path": "", **given})
     except ValidationError as error:
+        # The first fault is enough here, unlike in a recipe: there are only three options.
         first = error.errors(include_url=False)[0]
         option = f"--{str(first['loc'][0]).replace('_', '-')} " if first["loc"] else ""
         known = first["msg"].replace("Input should be", "known are").replace("'", "")
@@ -119,14 +124,15 @@ def _names(data_format: str | None, fields: str | None, answer_field: str | None
 
 
 def _check_of_recipe(path: Path, source: str | None, heldout: list[str], others: list[str]) -> None:
-    """Look at the data sets of a recipe, or at `source` as its training data, compared with `heldout`."""
+    """Check the data sets of a recipe; or `source` as its training data, compared with `heldout`."""
     from megarl.config.recipe import load
     from megarl.preflight.surveys import survey_as_training, surveys
 
+    # An option would silently contradict the recipe, so both together are refused.
     if others:
-        raise ConfigError(f"{others[0]}: --recipe says what it is; leave one of them out")
+        raise ConfigError(f"{others[0]}: --recipe sets this already; remove one of the two options")
     if heldout and source is None:
-        raise ConfigError("--heldout: without SOURCE, --recipe compares with its data.validation; leave it out")
+        raise ConfigError("--heldout: without SOURCE, --recipe compares with its data.validation; remove this option")
     recipe = load(path)
     tokenizer = _tokenizer(recipe)
     is_sound = True
@@ -143,10 +149,10 @@ def _check_of_recipe(path: Path, source: str | None, heldout: list[str], others:
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer | None:
-    """The tokenizer of the recipe's model; a notice and None where the model is not here."""
+    """Return the tokenizer of the recipe's model. If the model is missing, print a notice and return None."""
     from megarl.data.chat import tokenizer_of
 
     if Path(recipe.model.folder).is_dir():
         return tokenizer_of(recipe.model)
-    print(f"model.path = {recipe.model.path}: is not here, so lengths are in characters")
+    print(f"model.path = {recipe.model.path}: not found, so lengths are in characters")
     return None

@@ -1,4 +1,4 @@
-"""`megarl sandbox`: what this machine's sandbox can do."""
+"""`megarl sandbox`: the isolation available on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.types import ConfigError
 
 app = typer.Typer(
     name="sandbox",
-    help="Programs that the policy writes, run where they can do no harm.",
+    help="Isolated execution of programs written by the policy.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -26,9 +26,9 @@ def _sandbox() -> None:
 def check_sandbox(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
 ) -> None:
-    """Show which layers of the sandbox this machine has, and what to do for those that it lacks.
+    """Show the isolation layers of this machine, and remedies for missing ones.
 
-    The exit code is 0 where it has all of them, else 2.
+    Exit code 0: all layers are there, else 2.
     """
     from megarl.console import print_layers
     from megarl.sandbox.check import examine

@@ -24,17 +24,18 @@ def submit(
     recipe: RecipePath,
     overrides: Overrides = None,
     option: Annotated[
-        list[str] | None, typer.Option("--sbatch", help="An option for sbatch; repeatable.", show_default=False)
+        list[str] | None, typer.Option("--sbatch", help="Option for sbatch; repeatable.", show_default=False)
     ] = None,
 ) -> None:
-    """Submit a recipe's job, after the checks of a dry run, and after sbatch has found that it could run."""
+    """Submit a recipe's job after the checks of a dry run and a test by sbatch."""
     from megarl.cluster.sbatch import submit
     from megarl.preflight import load, with_cache, with_steps
     from megarl.tracking.display import Display
 
     given = list(overrides or ())
+    # Loaded twice: first to learn the launcher, then with the launcher set by the batch script.
     loaded = load(recipe, given, is_start=False)
-    # What the batch script sets: a recipe without a launcher of its own is run by Slurm.
+    # The batch script sets the launcher to slurm, unless the recipe uses ray. The checks must see the same.
     by_slurm = [] if loaded.cluster.launcher == "ray" else ["cluster.launcher=slurm"]
     checked(with_cache(with_steps(load(recipe, [*given, *by_slurm]))), Display(), is_start=False)
     print(submit(_batch_script(recipe, given), option or ()))
