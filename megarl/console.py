@@ -1,4 +1,4 @@
-"""Printed output of the commands: tables of sizes, plans, findings; the error that ended a command."""
+"""Printed output of the commands: tables of sizes, plans and findings, and the error ending a command."""
 
 from __future__ import annotations
 
@@ -26,21 +26,23 @@ if TYPE_CHECKING:
 
 
 def print_error(error: MegarlError) -> None:
-    """Print the error that ended a command; before it the stacks or logs, where it is no mistake of the user's."""
+    """Print the error ending a command. Stacks or logs come first, unless the user made the mistake."""
     from rich.text import Text
 
     from megarl.terminal import Terminal
 
     console = Terminal(stderr=True, soft_wrap=True, highlight=False)
+    # Notes are stacks and logs of ranks. Other exit codes are mistakes in a recipe or data, and stacks explain nothing.
     if error.exit_code in (MegarlError.exit_code, PeerLostError.exit_code):
         for note in getattr(error, "__notes__", ()):
             console.print(Text(printable(note), style="dim"))
+    # The terminal may be gone, or the disk behind stderr full. The exit code must not change because of it.
     with contextlib.suppress(OSError):
         console.print(Text("error: ", style="bold red") + Text(printable(str(error))))
 
 
 def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int], dropped: Mapping[str, int]) -> None:
-    """Print the sizes that follow from a recipe, what its data are taken for, and what it trains with."""
+    """Print the sizes following from a recipe, the recognised data formats, and the training settings."""
     from rich.table import Table
 
     from megarl.preflight import overview, shortened_warmups, told_formats, uncorrected
@@ -58,6 +60,7 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
         ("trainer.tp", layout.tp, nodes, size),
         ("rollout.tp", layout.rollout_tp, engines.nodes, engines.ranks_per_node),
     )
+    # A tensor-parallel group crosses nodes if a node's ranks are not a multiple of its size.
     spread = [f"{field} {tp}" for field, tp, nodes, size in parts if nodes > 1 and size % tp]
     rows = {
         "model": f"{recipe.model.path}, {recipe.model.dtype}",
@@ -75,7 +78,7 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
         "run folder": f"{recipe.runs_folder}/{recipe.name}",
     }
     if dropped:
-        rows["left out"] = ", ".join(f"{count} too long of {source}" for source, count in dropped.items())
+        rows["left out"] = ", ".join(f"{count} too long from {source}" for source, count in dropped.items())
     unusual = learning_rate_finding(recipe)
     if warnings := [*shortened_warmups(recipe), *uncorrected(recipe), *([unusual.text] if unusual else [])]:
         rows["warning"] = "; ".join(warnings)
@@ -86,7 +89,7 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
 
 
 def _epochs(recipe: Recipe, records: Mapping[str, int]) -> str:
-    """Epochs of the training data; of a mixture those of each source, by its weight."""
+    """Return the epochs of the training data; in a mixture for each source, by its weight."""
     drawn = recipe.train.steps * recipe.train.prompts_per_step
     if not recipe.mixture:
         return f"{drawn / records['train']:.2f}"
@@ -96,13 +99,15 @@ def _epochs(recipe: Recipe, records: Mapping[str, int]) -> str:
 
 
 def size_text(num_bytes: float, sign: str = "") -> str:
-    """Bytes in the unit that fits them: `470.2 GB`, `81.9 KB`, `0 bytes`; `sign` "+" shows that of a difference."""
+    """Return bytes in a suitable unit: `470.2 GB`, `81.9 KB`, `0 bytes`. `sign` "+" always shows a sign."""
+    # Decimal units, as network and disk sizes are given.
     units = ("bytes", "KB", "MB", "GB", "TB")
     power = sum(abs(num_bytes) >= 1000**power for power in range(1, 5))
     return f"{num_bytes / 1000**power:{sign}.{1 if power else 0}f} {units[power]}"
 
 
 def print_conversion(done: Conversion) -> None:
+    """Print the written folder, its size and the time of a conversion."""
     verified = ", verified" if done.is_verified else ""
     print(
         f"wrote {done.folder}: {done.num_tensors} tensors, {size_text(done.weight_bytes)} "
@@ -111,7 +116,7 @@ def print_conversion(done: Conversion) -> None:
 
 
 def print_report(page: Path, num_bytes: int, found: Sequence[RecordedRun] | Sequence[RecordedEvaluation]) -> None:
-    """Print what a page of runs or evaluations shows in short, and where it is."""
+    """Print a summary of a page about runs or evaluations, and its path."""
     from megarl.report.evaluations import RecordedEvaluation
 
     evaluations = [one for one in found if isinstance(one, RecordedEvaluation)]
@@ -124,7 +129,7 @@ def print_report(page: Path, num_bytes: int, found: Sequence[RecordedRun] | Sequ
 
 
 def _accuracies(evaluation: RecordedEvaluation, first: RecordedEvaluation | None) -> Iterator[str]:
-    """A line for each set: its accuracy, and its difference from the first evaluation, with 95 % intervals."""
+    """Yield one line per set: accuracy, and difference from the first evaluation, with 95 % intervals."""
     from megarl.report.evaluations import differences
 
     compared = {} if first is None else {of_set.name: of_set for of_set in differences(first, evaluation)}
@@ -141,14 +146,14 @@ def _accuracies(evaluation: RecordedEvaluation, first: RecordedEvaluation | None
 
 
 def _percent(measure: Measure, *, signed: bool = False) -> str:
-    """A measure in per cent with its 95 % interval."""
+    """Return a measure in per cent with its 95 % interval."""
     sign = "+" if signed else ""
     value, low, high = (f"{100 * number:{sign}.1f}" for number in (measure.value, measure.low, measure.high))
     return f"{value} ({low} to {high})"
 
 
 def print_evaluation(found: Sequence[EvaluatedSet], folder: Path) -> None:
-    """Print the measures of each set, and of each data source of a set that has several, with 95 % intervals."""
+    """Print the measures of each set, and of each data source if there are several, with 95 % intervals."""
     from rich.table import Table
 
     from megarl.terminal import Console
@@ -164,6 +169,7 @@ def print_evaluation(found: Sequence[EvaluatedSet], folder: Path) -> None:
             table.add_row(*first, measure, f"{100 * of.value:.1f}", bounds, of.interval)
 
     for done in found:
+        # Trajectories are attempts, so problems are trajectories / n.
         n = done.samples_per_prompt
         count = f"{len(done.trajectories) // n} x {n}, T {done.temperature:g}"
         add(done.name, count, done.measures)
@@ -177,17 +183,18 @@ def print_evaluation(found: Sequence[EvaluatedSet], folder: Path) -> None:
 
 
 def print_metrics(rows: Sequence[Row]) -> None:
-    """Print rows of the table of metrics, parted by tabs where there is no terminal."""
+    """Print rows of the table of metrics. Without a terminal the columns are separated by tabs."""
     from rich.table import Table
 
     from megarl.terminal import Console
 
+    # Tabs without a terminal, so that cut and awk can read the table.
     console = Console(highlight=False, markup=False)
     if not console.is_terminal:
         for row in rows:
             console.print(row.name, row.unit, row.meaning, sep="\t", soft_wrap=True)
         return
-    table = Table(title="parts in capitals stand for any name", title_justify="left", box=None, padding=(0, 2, 0, 0))
+    table = Table(title="words in capitals are placeholders", title_justify="left", box=None, padding=(0, 2, 0, 0))
     table.add_column("metric", no_wrap=True)
     table.add_column("unit", no_wrap=True)
     table.add_column("meaning")
@@ -197,6 +204,7 @@ def print_metrics(rows: Sequence[Row]) -> None:
 
 
 def print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str], *, with_nodes: bool) -> None:
+    """Print the doctor's findings as a table, then the notices."""
     from rich.table import Table
     from rich.text import Text
 
@@ -212,6 +220,7 @@ def print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str], 
 
 
 def print_layers(found: Examination) -> None:
+    """Print the sandbox layers of this machine, with remedies for missing ones."""
     from rich.table import Table
     from rich.text import Text
 
@@ -230,7 +239,7 @@ def print_layers(found: Examination) -> None:
 
 
 def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], *, is_assumed: bool) -> None:
-    """Print what a reshard moves, and its time on a GPU; `is_assumed`: nothing says of which kind the GPUs are."""
+    """Print the bytes moved by a reshard, and its time on a GPU. `is_assumed`: the kind of GPU is unknown."""
     from rich.table import Table
 
     from megarl.terminal import Console
@@ -246,9 +255,11 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], 
     for link, name in (("local", "from itself"), ("same_node", "from its node"), ("other_node", "from other nodes")):
         gathered = reshard["gathered_bytes"].get(link)
         table.add_row(name, *size(reshard["received_bytes"][link]), size(gathered)[0] if gathered else "")
+    # The lower bound is what a rank lacks: no plan can receive less.
     table.add_row("least from others", *size(reshard["lower_bound_bytes"]))
     table.add_row("staged at once", *size(reshard["staging_bytes"]))
     console = Console(soft_wrap=True, highlight=False)
+    # The times are limits of the hardware, so the kind of GPU must be visible.
     gpu = counted["gpu"].upper() + " (assumed)" * is_assumed
     console.print(f"{layout}; nodes: {_nodes_named(recipe)}")
     console.print(table)
@@ -271,21 +282,21 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], 
 
 
 def print_lines(lines: Sequence[str]) -> None:
-    """Print lines as they are; one is never broken."""
+    """Print lines unchanged, without breaking them."""
     from megarl.terminal import Console
 
     Console(soft_wrap=True, highlight=False, markup=False).print("\n".join(lines))
 
 
 def _nodes_named(recipe: Recipe) -> str:
-    """The nodes and their ranks, in words."""
+    """Return the nodes and their ranks in words."""
     cluster, engines = recipe.cluster, recipe.cluster.groups.engines
     own = f"{cluster.nodes} of {cluster.ranks_per_node} ranks"
     return own if engines is None else f"{own}, {engines.nodes} of {engines.ranks_per_node} for engines"
 
 
 def print_memory(recipe: Recipe, table: MemoryTable) -> None:
-    """Print what each kind of memory takes in each phase, in GiB; host memory behind a +."""
+    """Print the memory of each kind in each phase, in GiB. Host memory follows a +."""
     from rich.table import Table
 
     from megarl.memory.nodes import fullest_node
@@ -311,7 +322,7 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
     printed.add_row("rank", *(f"{phase.part} {phase.rank}".strip() for phase in table.phases))
     console = Console(soft_wrap=True, highlight=False)
     if not console.is_terminal:
-        # Nobody's lines are broken by a table that is wider than a terminal is taken to be.
+        # Without a terminal rich assumes 80 columns and would break the rows. Files and pipes have no width.
         console.width = max(
             console.width, console.measure(printed, options=console.options.update(max_width=500)).maximum
         )
@@ -324,12 +335,13 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
         console.print(str(table.cache))
 
 
+# A histogram of 12 lines and 40 characters fits a terminal of 80 columns with its numbers.
 _BARS = 12
 _BAR_WIDTH = 40
 
 
 def print_survey(found: Survey, *, unit: str) -> None:
-    """Print a look at a data source; trained tokens are green, or in double brackets where there is no colour."""
+    """Print the examination of a data source. Trained tokens are green, or in double brackets without colour."""
     from rich.text import Text
 
     from megarl.terminal import Console
@@ -340,7 +352,7 @@ def print_survey(found: Survey, *, unit: str) -> None:
     for fault in found.faults:
         console.print(f"  {fault}")
     if found.num_different_faults > len(found.faults):
-        console.print(f"  and {found.num_different_faults - len(found.faults)} more faults in other words")
+        console.print(f"  and {found.num_different_faults - len(found.faults)} further different faults")
     console.print(f"duplicates: {found.num_duplicates}{_list(found.duplicates, found.num_duplicates)}")
     for other, count in found.num_overlaps.items():
         console.print(f"prompts that are in {other} too: {count}")
@@ -351,9 +363,10 @@ def print_survey(found: Survey, *, unit: str) -> None:
     if found.first:
         shown = Text()
         for token, is_trained in found.first:
+            # Double brackets remain visible in a file or a pipe.
             plain = f"[[{token}]]" if is_trained and not console.is_terminal else token
             shown.append(plain, style="bold green" if is_trained else "dim")
-        console.print("the first record; what is trained is green, or in double brackets:")
+        console.print("the first record; trained tokens are green, or in double brackets:")
         console.print(shown)
 
 
@@ -363,11 +376,12 @@ def _list(places: Sequence[str], count: int) -> str:
 
 
 def _histogram(lengths: Sequence[int], unit: str) -> list[str]:
-    """Lines of a histogram with bins of equal width, and of the quantiles that limits are chosen by."""
+    """Return the lines of a histogram with equal bins, and of the quantiles useful for limits."""
     if not lengths:
         return []
     ordered = sorted(lengths)
     least, most = ordered[0], ordered[-1]
+    # -(-a // b) rounds up, so that the last bin includes the largest length.
     width = max(1, -(-(most - least + 1) // _BARS))
     counts = [0] * ((most - least) // width + 1)
     for length in ordered:

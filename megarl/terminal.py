@@ -1,4 +1,5 @@
-"""The terminal: texts of data, models and ranks cannot send it escape sequences; a run survives its closing."""
+"""Terminal output: texts of data, models and ranks cannot send escape sequences, and a run survives a closed
+terminal."""
 
 from __future__ import annotations
 
@@ -13,6 +14,8 @@ import rich.console
 from rich.console import ConsoleOptions, ConsoleRenderable, RenderHook, RenderResult
 from rich.segment import Segment
 
+# Escape sequences in a sample could retitle the terminal, write its clipboard or hide text. Both forms, with ESC and
+# with 8-bit controls (C1), are removed.
 _SEQUENCE = re.compile(
     r"(?:\x1b\]|\x9d)[^\x07\x1b\x9c]*(?:\x07|\x1b\\|\x9c)"  # OSC: titles, links, the clipboard
     r"|(?:\x1b[PX^_]|[\x90\x98\x9e\x9f])[^\x1b\x9c]*(?:\x1b\\|\x9c)"  # DCS, SOS, PM, APC
@@ -20,34 +23,35 @@ _SEQUENCE = re.compile(
     r"|\x1b[ -/]*[0-~]?"
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters but tab and line feed, bidirectional controls, lone surrogates."""
+"""Control characters except tab and line feed, bidirectional controls, lone surrogates."""
 
 _GONE = (errno.EIO, errno.EPIPE, errno.EBADF)
-"""Errors of a terminal that was closed, or of a pipe whose reader has left."""
+"""Errors of a closed terminal, or of a pipe without a reader."""
 
 
 def printable(text: str) -> str:
-    """The text without escape sequences and control characters; line ends and tabs stay."""
+    """Return the text without escape sequences and control characters. Line ends and tabs stay."""
     return _CONTROL.sub("", _SEQUENCE.sub("", text.replace("\r\n", "\n")))
 
 
 class Console(rich.console.Console):
-    """A rich console that writes no escape sequences but its own styles."""
+    """Rich console writing no escape sequences except its own styles."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
         self.push_render_hook(_PrintableOnly())
 
     def print(self, *objects: Any, **settings: Any) -> None:
-        # Before rich highlights parts of a text, and so cuts through escape sequences.
+        # Cleaned before rich highlights parts of a text: that would split an escape sequence, and the filter would
+        # miss it.
         super().print(*(printable(shown) if isinstance(shown, str) else shown for shown in objects), **settings)
 
 
 class Terminal(Console):
-    """A console that stops printing, without an error, once its terminal or its pipe's reader is gone."""
+    """Console that silently stops printing once its terminal, or the reader of its pipe, is gone."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """See `Console.print`."""
+        """Print like `Console`. After the terminal is gone this does nothing."""
         try:
             super().print(*objects, **options)
         except OSError as error:
@@ -56,7 +60,7 @@ class Terminal(Console):
             self.on_broken_pipe()
 
     def __exit__(self, *raised: Any) -> None:
-        """See `Console.print`: what a live line writes is written here."""
+        """Write the last state of a live line. After the terminal is gone this does nothing."""
         try:
             super().__exit__(*raised)
         except OSError as error:
@@ -65,38 +69,40 @@ class Terminal(Console):
             self.on_broken_pipe()
 
     def show_cursor(self, show: bool = True) -> bool:
-        """The cursor stays under a live line: a process that is killed could not bring it back."""
+        """Never hide the cursor. A killed process could not show it again."""
         return False
 
     def on_broken_pipe(self) -> None:
-        """Discard all further output of the process; rich would end it."""
+        """Discard all further output of the process. Rich would end the process instead."""
         self.quiet = True
+        # The descriptor itself is redirected, because libraries and child processes write to it too.
         devnull = os.open(os.devnull, os.O_WRONLY)
         os.dup2(devnull, self.file.fileno())
         os.close(devnull)
 
 
 class FirstOfEachKind:
-    """Shows the first text of each kind; who tells of things counts them all where they happen."""
+    """Notices shown once per kind. Callers count repeated events themselves."""
 
     def __init__(self, show: Callable[[str], object]) -> None:
         self._show = show
         self._kinds: set[str] = set()
 
     def tell(self, kind: str, text: str) -> None:
-        """Show a text, unless one of its kind was shown."""
+        """Show a text if it is the first of its kind."""
         if kind not in self._kinds:
             self._kinds.add(kind)
             self._show(text)
 
 
 def guard_logging() -> None:
-    """Make log records without a handler of their own, which go to the terminal, printable."""
+    """Make log records without their own handler printable. They go to the terminal."""
     if logging.lastResort is not None:
         logging.lastResort.addFilter(_printable_record)
 
 
 def _printable_record(record: logging.LogRecord) -> bool:
+    # The arguments are already in the message, and formatting it twice would fail on a % sign.
     record.msg, record.args = printable(record.getMessage()), ()
     return True
 
@@ -107,7 +113,7 @@ class _PrintableOnly(RenderHook):
 
 
 class _Printable:
-    """A renderable whose segments have printable texts."""
+    """Renderable with printable texts in its segments."""
 
     def __init__(self, shown: ConsoleRenderable) -> None:
         self._shown = shown
@@ -115,4 +121,5 @@ class _Printable:
     def __rich_console__(self, console: rich.console.Console, options: ConsoleOptions) -> RenderResult:
         segments: Iterable[Segment] = console.render(self._shown, options)
         for segment in segments:
+            # Control segments are rich's own, for a live line.
             yield segment if segment.control else Segment(printable(segment.text), segment.style)

@@ -1,4 +1,4 @@
-"""Functions on real gloo ranks."""
+"""Functions run on real gloo ranks, for tests and tools."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from megarl.platform.imports import uncollected
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import Store
 
+# Imports of torch, Megatron-Core and vLLM on a busy machine with cold files.
 _LOAD_SECONDS = 600.0
 _ENDS_OF_WORLD = (
     ("vllm.distributed.parallel_state", "destroy_model_parallel"),
@@ -33,16 +34,17 @@ _ENDS_OF_WORLD = (
 
 
 class RankPool(AbstractContextManager["RankPool"]):
-    """`world_size` processes that run one function after the other, each in a fresh gloo world. A context.
+    """Pool of `world_size` processes running one function after another, each in a fresh gloo world. A context manager.
 
-    Starts at the first `run`, and anew after a failure. What functions leave in module globals stays; no process is
-    left behind.
+    Processes start at the first `run`, and again after a failure. Module globals set by a function stay. Closing the
+    pool ends every process.
     """
 
     def __init__(
         self, world_size: int, *, environment: Mapping[str, str] | None = None, imports: Sequence[str] | None = None
     ) -> None:
-        """`imports`: modules that are imported once, before the processes fork; left out, those of a run's ranks."""
+        """Set up the pool. `imports` are imported once, before the processes fork. Default: the modules of a run's
+        ranks."""
         self.world_size = world_size
         self._imports = device.forkable_imports("megarl.worker.colocated") if imports is None else imports
         self._environment = {**device.rank_environment(world_size), "OMP_NUM_THREADS": "1", **(environment or {})}
@@ -53,13 +55,16 @@ class RankPool(AbstractContextManager["RankPool"]):
     def run(
         self, function: Callable[..., Any], *args: Any, timeout_seconds: float = 600.0, world_size: int | None = None
     ) -> list[Any]:
-        """Call `function(*args)` on the first `world_size` ranks, or all; results by rank.
+        """Call `function(*args)` on the first `world_size` ranks (default: all). Returns the results by rank.
 
-        The function is one of a module's own (it travels as file and name); arguments and results are picklable.
-        Errors are those of `WorkerGroup.call`, a time-out among them.
+        The function must be at the top level of a module, because it is sent as file and name. Arguments and results
+        must be picklable. Raises the errors of `WorkerGroup.call`, including a timeout. Raises ValueError for a local
+        function.
         """
         if "<" in function.__qualname__:
-            raise ValueError(f"{function.__qualname__} is local: ranks can only run functions of a module's own")
+            raise ValueError(
+                f"{function.__qualname__} is local: ranks can only run functions at the top level of a module"
+            )
         file = os.path.abspath(inspect.getfile(inspect.unwrap(function)))
         address = (function.__module__, file, function.__qualname__)
         return self._runner.run(self._run(address, args, timeout_seconds, world_size or self.world_size))
@@ -79,13 +84,14 @@ class RankPool(AbstractContextManager["RankPool"]):
             await self._group.call("load", *address)
             self._group.deadlines = Deadlines.same(timeout_seconds)
             return (await self._group.call("run", args, timeout_seconds, world_size))[:world_size]
+        # Ranks are in an unknown state after a failure, also after Ctrl-C, so the next run starts new ones.
         except BaseException:
             await self._group.close()
             self._group = None
             raise
 
     def close(self) -> None:
-        """End the processes; may be called again."""
+        """End the processes. May be called again."""
         if self._group is not None:
             self._runner.run(self._group.close())
             self._group = None
@@ -97,14 +103,15 @@ class RankPool(AbstractContextManager["RankPool"]):
 
 
 class FunctionRunner:
-    """The worker of a `RankPool`."""
+    """Worker of a `RankPool`."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._rank, self._num_runs = rank, 0
         self._store = rendezvous.store(world_size, _LOAD_SECONDS)
 
     def load(self, module_name: str, file: str, qualname: str) -> None:
-        """Import the function's file under the name it has in the driver, so that its classes pickle both ways."""
+        """Import the function's file under the driver's module name, so that its classes pickle both ways."""
+        # The worker has its own __main__, so the driver's script gets another name.
         module_name = "driver_main" if module_name == "__main__" else module_name
         if module_name not in sys.modules:
             spec = importlib.util.spec_from_file_location(module_name, file)
@@ -115,7 +122,7 @@ class FunctionRunner:
         self._function: Any = operator.attrgetter(qualname)(sys.modules[module_name])
 
     def run(self, args: Sequence[Any], timeout_seconds: float, world_size: int) -> Any:
-        """Call the loaded function in a gloo world of its own, of the first `world_size` ranks."""
+        """Call the loaded function in its own gloo world of the first `world_size` ranks."""
         import torch
         import torch.distributed as dist
         from torch.distributed import PrefixStore  # pyright: ignore[reportPrivateImportUsage]
@@ -123,7 +130,9 @@ class FunctionRunner:
         self._num_runs += 1
         if self._rank >= world_size:
             return None
+        # Every run starts from the same random state, whatever ran before in this process.
         torch.manual_seed(0)
+        # A prefix per run: keys of an earlier world in the same store would be taken for this one's.
         store = PrefixStore(f"run{self._num_runs}", self._store)
         dist.init_process_group(
             "gloo",
@@ -132,10 +141,12 @@ class FunctionRunner:
             world_size=world_size,
             timeout=datetime.timedelta(seconds=timeout_seconds),
         )
-        gc.freeze()  # libraries stay, and need not be gone through below
+        # Libraries stay in memory, so the search for groups below skips them.
+        gc.freeze()
         with _no_freezing():
             result = self._function(*args)
         _meet(store, self._rank, world_size)
+        # Only libraries imported by the function have groups to destroy.
         for name, verb in _ENDS_OF_WORLD:
             if name in sys.modules:
                 getattr(sys.modules[name], verb)()
@@ -146,11 +157,10 @@ class FunctionRunner:
 
 
 def _meet(store: Store, rank: int, world_size: int) -> None:
-    """Wait until all ranks have come here.
+    """Wait until all ranks have arrived here.
 
-    A rank that ended its world at once would close connections that others still make: a group is there for a rank as
-    soon as its peers have dialled, not when they have noticed that they are through. By the store, since a function may
-    have ended its groups itself.
+    A group exists for a rank once its peers have connected, not once they know about it. A rank ending its world early
+    would close connections still being made by others. Uses the store, because the function may have ended its groups.
     """
     store.set(f"ended on rank {rank}", "")
     store.wait([f"ended on rank {other}" for other in range(world_size)])
@@ -158,7 +168,7 @@ def _meet(store: Store, rank: int, world_size: int) -> None:
 
 @contextmanager
 def _no_freezing() -> Iterator[None]:
-    """Have vLLM, which does that at its start, keep nothing from the collector."""
+    """Turn off gc.freeze in the context. vLLM calls it at its start, and would hide its objects from the collector."""
     freeze = gc.freeze
     gc.freeze = lambda: None
     try:
@@ -168,10 +178,10 @@ def _no_freezing() -> Iterator[None]:
 
 
 def _let_go_of_groups() -> None:
-    """Free the process groups of a function that has ended: each of gloo has threads that wake again and again.
+    """Free the process groups of a finished function. Each gloo group has threads that wake up periodically.
 
-    Megarl's and Megatron's models hold them beyond the function's end: in cycles through autograd's hooks, which the
-    collector does not see, and in a cache of Megatron's rotary embedding. So their attributes are emptied.
+    Models of megarl and Megatron keep groups alive after the function: in cycles through autograd's hooks, invisible to
+    the collector, and in a cache of Megatron's rotary embedding. So attributes holding a group are set to None.
     """
     from torch.distributed import ProcessGroup
 

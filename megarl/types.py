@@ -1,8 +1,8 @@
-"""Types that driver and workers exchange: requests, completions, trajectories, sequences, errors.
+"""Types exchanged between driver and workers: requests, completions, trajectories, sequences, errors.
 
 They are plain data (tuples, numpy arrays), small enough for a control connection. Arrays of a sequence are indexed by
-the predicted token: entry t of a log-prob, weight or advantage belongs to predicting token t from the tokens before it,
-so entry 0 is never trained.
+the predicted token. Entry t of a log-prob, weight or advantage belongs to the prediction of token t from the tokens
+before it. So entry 0 is never trained.
 """
 
 from __future__ import annotations
@@ -18,24 +18,27 @@ if TYPE_CHECKING:
 
 FinishReason = Literal["stop", "length", "abort", "error"]
 Ended = Literal["done", "length", "turns", "calls", "invalid_calls", "seconds", "error"]
-"""Why a trajectory ended: the environment was done; the limit of tokens, of turns, of tool calls, of invalid calls in a
-row or of time was reached; the environment raised or hung, or the engine refused a request."""
+"""Reason for a trajectory's end. done: the environment finished. length, turns, calls, invalid_calls, seconds: a limit
+of tokens, turns, tool calls, consecutive invalid calls or time. error: the environment raised or hung, or the engine
+refused a request."""
 
 
+# Exit codes follow sysexits.h where it has a fitting one: 65 data, 70 internal, 73 cannot create, 74 I/O, 75 try again.
 class MegarlError(Exception):
-    """An error for the user: one message with field or file, value and remedy; `exit_code` is the process's."""
+    """Error for the user: one message with field or file, value and remedy. `exit_code` becomes the process's exit
+    code."""
 
     exit_code = 70
 
 
 class ConfigError(MegarlError):
-    """The recipe cannot be run as it is written."""
+    """The recipe cannot run as written."""
 
     exit_code = 2
 
 
 class DataError(MegarlError):
-    """A data file or model folder is missing, broken or does not fit."""
+    """A data file or model folder is missing, broken or unsuitable."""
 
     exit_code = 65
 
@@ -57,19 +60,20 @@ class DiskFullError(StorageError):
 
 
 class StoppedError(MegarlError):
-    """The run was asked to stop, saved and stopped; --resume continues it."""
+    """The run was asked to stop, saved a checkpoint and stopped. --resume continues it."""
 
     exit_code = 75
 
 
 class UnhealthyError(MegarlError):
-    """A rule of `tracking.health` was broken under train.on_unhealthy stop; the run saved and ended."""
+    """A rule of `tracking.health` was broken with train.on_unhealthy=stop. The run saved a checkpoint and ended."""
 
     exit_code = 79
 
 
+# 130 is the shell's code for a process ended by SIGINT (128 + 2).
 class EndedError(MegarlError):
-    """The run was stopped by a signal, without a save."""
+    """A signal ended the run without a checkpoint."""
 
     exit_code = 130
 
@@ -82,10 +86,10 @@ class PeerLostError(MegarlError):
 
 @dataclass(frozen=True, slots=True)
 class Problem:
-    """A record of an RL data set, with its prompt rendered to tokens.
+    """Record of an RL data set, with its prompt as tokens.
 
-    `index` is its index in the data (the same in every epoch), `answer` the gold answer, a text or another JSON value,
-    `record` the parsed line.
+    `index` is its index in the data, equal in every epoch. `answer` is the gold answer: a text or another JSON value.
+    `record` is the parsed line.
     """
 
     index: int
@@ -94,15 +98,15 @@ class Problem:
     answer: Any
     record: Mapping[str, Any] = field(default_factory=dict)
     source: str = ""
-    """The source that it is from, by its name in the recipe's mixture; without one, the name of the environment."""
+    """Name of its source in the recipe's mixture. Without a mixture: the environment's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class SamplingSettings:
     """Sampling parameters of a completion.
 
-    `temperature` 0 is greedy; `top_k` 0, `top_p` 1 and `min_p` 0 disable truncation. A `repetition_penalty` other than
-    1 is for completions that are not trained on.
+    `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 disable truncation. A `repetition_penalty` other than
+    1 is only for completions outside training.
     """
 
     max_new_tokens: int
@@ -115,11 +119,12 @@ class SamplingSettings:
     stop_token_ids: tuple[int, ...] = ()
 
 
+# eq=False: comparing arrays has no single truth value. Requests are compared by identity.
 @dataclass(frozen=True, slots=True, eq=False)
 class Request:
-    """A completion to sample from exactly these prompt tokens, int32 [prompt], with a seed of its own.
+    """Request to sample a completion from exactly these prompt tokens, int32 [prompt], with its own seed.
 
-    The last `num_kept` tokens of the prompt are the beginning of the completion, sampled before it was parked: a stop
+    The last `num_kept` prompt tokens belong to the completion. They were sampled before it was paused, and a stop
     string may begin in them.
     """
 
@@ -130,8 +135,9 @@ class Request:
     num_kept: int = 0
 
 
+# Routed experts are large, so only their reference travels over the control connection.
 class ExpertsHandle(NamedTuple):
-    """A handle of the routed experts of a completion, which stay on the rank that sampled it, under a number."""
+    """Reference to the routed experts of a completion. They stay on the rank of its engine, under a number."""
 
     rank: int
     number: int
@@ -139,10 +145,10 @@ class ExpertsHandle(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class KeptSets:
-    """The tokens that top-p, top-k and min-p left to sample from, for each token of a completion, sequence or batch.
+    """Sampling sets: the tokens left by top-p, top-k and min-p, for each token of a completion, sequence or batch.
 
-    `counts` int32 [tokens] are the sizes of the sets, 0 where nothing was cut off or nothing was sampled; `token_ids`
-    int32 [sum of counts] the sets, one after the other.
+    `counts` int32 [tokens] are the sizes of the sets; 0 if nothing was excluded or nothing sampled. `token_ids` int32
+    [sum of counts] are the sets, one after another.
     """
 
     counts: NDArray[np.int32]
@@ -150,20 +156,22 @@ class KeptSets:
 
     @property
     def nbytes(self) -> int:
+        """Return the memory of both arrays in bytes."""
         return self.counts.nbytes + self.token_ids.nbytes
 
 
 @dataclass(frozen=True, slots=True)
 class Completion:
-    """The completion of a request.
+    """Completion of a request.
 
-    Shapes: `token_ids`, `rollout_logprobs` and `weight_versions` are [new_tokens]; log-probs, in nats, are those of the
-    sampled tokens under the sampling distribution (after temperature, min-p, top-p and top-k). The end-of-sequence
-    token, if sampled, is the last token. `weight_versions` are the numbers of reshards before a token was sampled; they
-    differ where the completion was parked over a reshard. `kept_sets`, where these cut anything off in training, are
-    those of the new tokens. `routed_experts`, if requested, are those of every token that the model read: prompt and
-    new tokens but the last. A refused request has no tokens, the finish reason `error`, and the engine's message in
-    `error`.
+    `token_ids`, `rollout_logprobs` and `weight_versions` are [new_tokens]. Log-probs, in nats, are those of the sampled
+    tokens under the sampling distribution (after temperature, min-p, top-p and top-k). A sampled end-of-sequence token
+    is the last token.
+
+    `weight_versions` count the reshards before each token. They differ within a completion paused during a reshard.
+    `kept_sets` are the sampling sets of the new tokens, in training with truncation only. `routed_experts`, if
+    requested, cover every token read by the model: the prompt and all new tokens except the last. A refused request has
+    no tokens, finish reason `error`, and the engine's message in `error`.
     """
 
     request_id: str
@@ -175,14 +183,14 @@ class Completion:
     kept_sets: KeptSets | None = None
     error: str | None = None
     num_cached: int = 0
-    """Tokens of the prompt whose keys and values the engine had in its prefix cache."""
+    """Number of prompt tokens with keys and values in the engine's prefix cache."""
 
 
 @dataclass(frozen=True, slots=True)
 class ToolCall:
-    """A call of a tool that a completion makes. One that cannot be carried out has no arguments, and an `error`.
+    """Tool call in a completion. An invalid call has no arguments, but an `error`.
 
-    `id` names the call in the messages that answer it; each call gets exactly one answer.
+    `id` names the call in the message answering it. Each call gets exactly one answer.
     """
 
     id: str
@@ -193,28 +201,28 @@ class ToolCall:
 
 @dataclass(frozen=True, slots=True)
 class Reward:
-    """The reward of a completion: the score that is trained on, and two flags whose rates are logged.
+    """Reward of a completion: the trained score, and two flags with logged rates.
 
-    A reward function returns one, with the first three fields and perhaps `metrics`; the sum over functions has each
-    one's own score too, and their metrics as FUNCTION/NAME. `answer_correct` None: nothing judged the answer.
+    A reward function returns the first three fields, and optionally `metrics`. The sum over functions also has each
+    function's own score, and their metrics as FUNCTION/NAME. `answer_correct` is None if nothing judged the answer.
     """
 
     score: float
     format_valid: bool
     answer_correct: bool | None
     scores: Mapping[str, float | None] = field(default_factory=dict)
-    """Score of each function by its name in metrics, without its weight; None where it has no opinion."""
+    """Unweighted score of each function, by its name in metrics. None: the function has no opinion."""
     metrics: Mapping[str, float] = field(default_factory=dict)
-    """A function's own numbers, each logged as reward/FUNCTION/NAME: its mean over the samples that have it."""
+    """Numbers of a function. Each is logged as reward/FUNCTION/NAME, a mean over the samples with a value."""
 
 
 @dataclass(frozen=True, slots=True)
 class Segment:
-    """A sequence of a trajectory's tokens: prompt, completions and the observations between them.
+    """Token sequence of a trajectory: prompt, completions and the observations between them.
 
-    All arrays are [tokens]. `loss_mask` is True where a token was sampled, and not in an earlier segment, of which this
-    one begins with a copy. `weight_versions` are the numbers of reshards before a token was sampled, `turns` the index
-    of the model call that sampled it.
+    All arrays are [tokens]. `loss_mask` is True for tokens sampled in this segment. A segment may begin with a copy of
+    an earlier one; the mask is False there. `weight_versions` count the reshards before a token was sampled. `turns`
+    are the indices of the model calls sampling them.
     """
 
     token_ids: NDArray[np.int64]
@@ -222,17 +230,17 @@ class Segment:
     rollout_logprobs: NDArray[np.float32]
     """Log-probs of the sampled tokens under the sampling distribution, in nats; 0 elsewhere."""
     weight_versions: NDArray[np.int32]
-    """-1 where not trained."""
+    """-1 for untrained tokens."""
     turns: NDArray[np.int16]
-    """-1 where not trained."""
+    """-1 for untrained tokens."""
     old_logprobs: NDArray[np.float32] | None = None
-    """The trainer's log-probs under the weights that sampled, in nats; 0 where not sampled; None: not computed."""
+    """Log-probs of the trainer with the sampling weights, in nats; 0 for tokens not sampled. None: not computed."""
     entropies: NDArray[np.float32] | None = None
-    """The trainer's entropies under the weights that sampled, in nats; 0 where not sampled; None: not computed."""
+    """Entropies of the trainer with the sampling weights, in nats; 0 for tokens not sampled. None: not computed."""
     routed_experts: ExpertsHandle | None = None
-    """Those of the segment's last completion, whose prompt is the rest of the segment: so of all tokens."""
+    """Routed experts of the last completion. Its prompt is the rest of the segment, so all tokens are covered."""
     kept_sets: KeptSets | None = None
-    """The sets that the tokens were sampled from, where top-p, top-k or min-p cut anything off."""
+    """Sampling sets of the tokens, if top-p, top-k or min-p excluded any."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -240,10 +248,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Trajectory:
-    """An attempt at a problem: sampled segments and their reward.
+    """Attempt at a problem: sampled segments and their reward.
 
-    `group` is the index of the prompt in the step, `number` that of the attempt in its group. `turn_rewards` are pairs
-    of the model call's index and its reward, `metrics` the environment's own.
+    `group` is the index of the prompt in the step, and `number` the index of the attempt in its group. `turn_rewards`
+    are pairs (index of the model call, reward). `metrics` are the environment's own.
     """
 
     environment: str
@@ -252,36 +260,36 @@ class Trajectory:
     number: int
     segments: tuple[Segment, ...]
     reward: Reward | None
-    """None: not scored; then it is left out of its group's statistics, and its tokens are not trained."""
+    """Reward, or None if not scored. Then the group's statistics exclude it, and its tokens are not trained."""
     failure: str | None = None
-    """Why the reward functions gave no reward, `error`, `timeout` or `parse_error` (`reward` is zero or None then); or
-    the error that ended the attempt: its kind, a colon and its text."""
+    """Reason for a missing score: `error`, `timeout` or `parse_error` of the reward functions (`reward` is then zero or
+    None). Or the error ending the attempt: its kind, a colon and its text."""
     texts: tuple[str, ...] = ()
-    """The completions as text, without special tokens, one for each model call."""
+    """Completions as text without special tokens, one per model call."""
     messages: tuple[tuple[Mapping[str, Any], ...], ...] = ()
-    """The messages that were new before each completion, and those after the last: JSON values, for people to read.
-    The first are the prompt; of one that does not go on from the completion before, all that it answers."""
+    """New messages before each completion, and messages after the last: JSON values for people to read. The first entry
+    is the prompt. A completion not continuing the previous one has all messages it answers."""
     ended: Ended = "done"
     turn_rewards: tuple[tuple[int, float], ...] = ()
     metrics: Mapping[str, float] = field(default_factory=dict)
     restarts: int = 0
-    """How often the attempt was begun anew, since the environment could not be had."""
+    """Number of restarts of the attempt because its environment was unavailable."""
     temperature: float = 1.0
-    """The temperature that all of its tokens were sampled at."""
+    """Sampling temperature of all its tokens."""
     engine_seconds: float = 0.0
-    """How long its completions were waited for, but for the time in which the engines were held."""
+    """Seconds spent waiting for its completions, without pauses of the engines."""
     environment_seconds: float = 0.0
-    """How long its environment was waited for, tools and the wait for a free process included; of an agent's attempt
-    the time in which no completion was waited for."""
+    """Seconds spent waiting for its environment, including tools and the wait for a free process. For an agent: the
+    time without a pending completion."""
 
     @property
     def text(self) -> str:
-        """The completions as text, an empty line between two."""
+        """Return the completions as text, separated by empty lines."""
         return "\n\n".join(self.texts)
 
     @property
     def first_prompt(self) -> NDArray[np.int64] | None:
-        """Tokens of the first model call's prompt, [tokens]; None where nothing was sampled."""
+        """Return the prompt of the first model call, int64 [tokens]. None if nothing was sampled."""
         if not self.segments or not self.segments[0].loss_mask.any():
             return None
         first = self.segments[0]
@@ -289,40 +297,41 @@ class Trajectory:
 
     @property
     def num_sampled(self) -> int:
-        """Number of sampled tokens."""
+        """Return the number of sampled tokens."""
         return sum(int(segment.loss_mask.sum()) for segment in self.segments)
 
+    # Counted between the first and the last sampled token of each segment.
     @property
     def num_observed(self) -> int:
-        """Number of tokens between two completions: what environment and tools said, as the chat template writes it.
+        """Return the number of tokens between completions: the text of environment and tools, in the chat template.
 
-        What a segment begins with is not among them, in a fork neither: there it is not told from the history.
+        Excludes each segment's prefix, because a fork cannot separate it from the history.
         """
         places = [segment.loss_mask.nonzero()[0] for segment in self.segments]
         return sum(int(found[-1] - found[0]) + 1 - len(found) for found in places if len(found))
 
     @property
     def num_turns(self) -> int:
-        """Number of completions, one per model call."""
+        """Return the number of completions, one per model call."""
         return max((int(segment.turns.max()) + 1 for segment in self.segments), default=0)
 
     @property
     def turn_tokens(self) -> list[int]:
-        """Number of tokens of each completion that has any."""
+        """Return the token counts of all non-empty completions."""
         turns = [segment.turns[segment.loss_mask].tolist() for segment in self.segments]
         return list(Counter(turn for of_segment in turns for turn in of_segment).values())
 
     @property
     def oldest_version(self) -> int:
-        """The weight version of the oldest sampled token. Raises ValueError if none was sampled."""
+        """Return the weight version of the oldest sampled token. Raises ValueError if none was sampled."""
         sampled = [segment.weight_versions[segment.loss_mask] for segment in self.segments]
         return min(int(versions.min()) for versions in sampled if len(versions))
 
     def record(self) -> dict[str, object]:
-        """The trajectory as a JSON object of the run folder's samples/.
+        """Return the trajectory as a JSON object for samples/ in the run folder.
 
-        One of several turns has them in `turns`, in place of `completion`: of each its completion, its reward, the
-        messages that answered it.
+        With several turns `turns` replaces `completion`. Each turn has its completion, its reward and the messages
+        answering it.
         """
         rewards = dict(self.turn_rewards)
         observations = dict(enumerate(self.messages[1:]))
@@ -348,10 +357,10 @@ class Trajectory:
 
 @dataclass(frozen=True, slots=True)
 class TrainingSequence:
-    """A sequence to train on, with optional values per token (indexed as the module docstring says).
+    """Sequence to train on, with optional values per token (indexed as in the module docstring).
 
-    All arrays are [tokens]; `loss_mask` is True where a token's prediction is trained. `token_weights` are the
-    weights of the global batch (`algorithms.reduction.token_weights`), zero where the mask is False.
+    All arrays are [tokens]. `loss_mask` is True for tokens with a trained prediction. `token_weights` are the weights
+    in the global batch (`algorithms.reduction.token_weights`); they are zero for masked tokens.
     """
 
     token_ids: NDArray[np.int64]
@@ -359,25 +368,25 @@ class TrainingSequence:
     token_weights: NDArray[np.float32] | None = None
     advantages: NDArray[np.float32] | None = None
     old_logprobs: NDArray[np.float32] | None = None
-    """Denominator of the policy ratio, in nats. NaN, or None for all: log-probs of the update's own forward pass."""
+    """Denominator of the policy ratio, in nats. NaN (or None for all tokens): use the update's own forward pass."""
     rollout_logprobs: NDArray[np.float32] | None = None
-    """The engine's log-probs. NaN where the trainer's log-probs under the same weights are not available."""
+    """Log-probs of the engine, in nats. NaN if the trainer's, with the same weights, are not available."""
     reference_logprobs: NDArray[np.float32] | None = None
     importance_weights: NDArray[np.float32] | None = None
-    """Factors of the policy loss: importance-sampling weights between trainer and engine (`algorithms.importance`);
-    zero where only tokens of higher entropy learn from the reward (`algorithms.entropy_share`)."""
+    """Factors of the policy loss: importance-sampling weights between trainer and engine (`algorithms.importance`).
+    Zero for tokens excluded by `algorithms.entropy_share`: only high-entropy tokens learn from the reward."""
     values: NDArray[np.float32] | None = None
-    """The critic's values before the update, of the state before each token."""
+    """Values of the critic before the update, for the state before each token."""
     returns: NDArray[np.float32] | None = None
     """Returns: the targets of the critic's values."""
     desirable: NDArray[np.float32] | None = None
-    """1 on the trained tokens of desirable answers (KTO), else 0."""
+    """1 for trained tokens of desirable answers (KTO), else 0."""
     supervised: NDArray[np.float32] | None = None
-    """1 on tokens that are trained by likelihood beside the policy loss (ptx), else 0."""
+    """1 for tokens trained by likelihood, next to the policy loss (ptx), else 0."""
     kept_sets: KeptSets | None = None
-    """The sets that log-probs are renormalised over; None: all of them over the whole vocabulary."""
+    """Sampling sets to renormalise log-probs over. None: the whole vocabulary for all tokens."""
     temperature: float = 1.0
-    """The temperature that log-probs are taken at."""
+    """Temperature of log-probs."""
 
     def __len__(self) -> int:
         return len(self.token_ids)
@@ -387,4 +396,4 @@ PER_TOKEN = (
     "token_weights", "advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs", "importance_weights",
     "values", "returns", "desirable", "supervised",
 )  # fmt: skip
-"""The optional arrays [tokens] of a TrainingSequence."""
+"""Names of the optional [tokens] arrays of a TrainingSequence."""
