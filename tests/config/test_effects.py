@@ -64,7 +64,7 @@ from tests.config.refusals import faults
             ["algorithm.turn_discount=0.9"],
             "algorithm.turn_discount = 0.9",
             "under rollout.environment=single_turn",
-            "rollout.environment to one of several turns",
+            "rollout.environment to one with several turns",
             id="turn discount of one turn",
         ),
         pytest.param(
@@ -127,7 +127,7 @@ from tests.config.refusals import faults
             ["rollout.recompute_kv=false", "rollout.placement=separate"],
             "rollout.recompute_kv = False",
             "under rollout.placement=separate",
-            "rollout.max_staleness to 1 at least",
+            "rollout.max_staleness to at least 1",
             id="keys and values of requests that no reshard interrupts",
         ),
         pytest.param(
@@ -141,7 +141,7 @@ from tests.config.refusals import faults
             ["weights.overlap=true", "rollout.placement=separate", "rollout.max_staleness=0"],
             "weights.overlap = True",
             "under rollout.placement=separate and rollout.max_staleness=0",
-            "rollout.max_staleness to 1 at least",
+            "rollout.max_staleness to at least 1",
             id="weights that the next step's samples wait for",
         ),
         pytest.param(

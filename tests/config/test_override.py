@@ -81,11 +81,11 @@ def test_the_engine_is_given_whole_fields() -> None:
     [
         (
             {"hidden_size": 16},
-            "hidden_size cannot be changed: it says what shapes the folder's weights have; those are",
+            "hidden_size cannot be changed: it determines the shapes of the folder's weights; permitted are",
         ),
-        ({"architectures": ["X"]}, "architectures cannot be changed: it says which model the folder's weights are of"),
+        ({"architectures": ["X"]}, "architectures cannot be changed: it identifies the model"),
         ({"dtype": "float16"}, "dtype cannot be changed: set model.dtype instead"),
-        ({"rope_thta": 1e6}, "rope_thta cannot be changed: it is none of those"),
+        ({"rope_thta": 1e6}, "rope_thta cannot be changed: it is not a permitted field"),
         ({"rope_theta": "5e6"}, "rope_theta is '5e6'; give a number above 0"),
         ({"rope_theta": True}, "rope_theta is True; give a number above 0"),
         ({"rope_scaling": 8}, "rope_scaling is 8; give rope_type and its parameters, or null"),
@@ -101,7 +101,7 @@ def test_what_cannot_be_changed_is_refused_with_the_reason(override: dict[str, A
 
 def test_the_recipe_names_the_field(small: Path) -> None:
     (line,) = faults(small, "model.override_config.hidden_size=16")
-    assert line.startswith("  model.override_config = {'hidden_size': 16}: hidden_size cannot be changed: it says what")
+    assert line.startswith("  model.override_config = {'hidden_size': 16}: hidden_size cannot be changed: it determines")
     recipe = load(small, ["model.override_config.rope_theta=5.0e6"])
     assert recipe.model.override_config == {"rope_theta": 5e6}
     assert recipe.override_of(recipe.model.folder) == {"rope_theta": 5e6} and recipe.override_of("other") == {}

@@ -108,7 +108,7 @@ def test_an_unknown_key_says_where_it_may_belong(small: Path, override: str, hin
             id="empty stop string of an evaluation",
         ),
         pytest.param("data.validation.a/b=x", "data.validation.a/b: bad name 'a/b'; use letters", id="validation name"),
-        pytest.param("train.steps=true", "train.steps = True: is true or false, which this field", id="true as number"),
+        pytest.param("train.steps=true", "train.steps = True: is true or false", id="true as number"),
         pytest.param("optimizer.betas=[true, 0.9]", "optimizer.betas = [True, 0.9]: is true or false", id="in a list"),
         pytest.param("train.steps=1:30", "train.steps = 1:30: YAML reads this as 90 (base 60); write 90", id="base 60"),
         pytest.param("train.steps=010", "train.steps = 010: YAML reads this as 8 (base 8); write 8", id="octal"),

@@ -49,7 +49,7 @@ EXPECTED = {
     "runs_folder": "Set it here or as runs_folder=VALUE",
     "rollout.vllm.hf_token = <hidden>": "refer to it by the name of an environment variable",
     "name": "missing; add it",
-    "seed = True": "true or false, which this field does not take",
+    "seed = True": "is true or false",
     "model.dtype = 'float16'": "must be 'float32' or 'bfloat16'",
     "data.validation.a/b": "use letters, digits",
     "data.train_batch_size = 256": "here it is train.prompts_per_step",
