@@ -207,7 +207,7 @@ def test_an_error_is_one_message_and_its_exit_code(recipe: Path, arguments: list
 def test_numbers_of_attempts_that_are_none_are_refused_at_once(recipe: Path) -> None:
     done = megarl("eval", "absent", recipe, "--k", "1;4")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: --k 1;4: is no list of whole numbers; write 1,4,16")
+    assert done.stderr.startswith("error: --k 1;4: is not a list of whole numbers")
 
 
 def test_wrong_usage_exits_2() -> None:

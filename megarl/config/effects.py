@@ -189,7 +189,7 @@ _SANDBOX = Needs(
 _HERE = Needs(("sandbox.url",), "leave sandbox.url out", lambda recipe: recipe.sandbox.url is None)
 _MOVING_TEMPERATURE = _one_of("rollout.sampling.temperature_schedule", "linear", "cosine")
 # Reported where every source of a mixture overrides the field, so the recipe's value is never used.
-_NOT_OWN = Needs(("mixture",), "remove it from a source; now every source overrides it", lambda recipe: False)
+_NOT_OWN = Needs(("mixture",), "remove it from a source; every source has its own", lambda recipe: False)
 _CURRICULUM = (_ON_POLICY, _given("data.curriculum.band"))
 _CORRECTION = (*_ADVANTAGES, _given("algorithm.importance_sampling"))
 _MARGIN = Needs(

@@ -105,7 +105,7 @@ def check_sources(recipe: Recipe) -> None:
                 continue
             for set_name in getattr(made, "validation", ()):
                 if (other := sets.setdefault(set_name, name)) != name:
-                    text = f"source {other} has a validation set with this name; rename one"
+                    text = f"source {other} has a validation set with this name; choose another"
                     found.append(_fault(text, ("mixture", name, "data", "validation"), set_name))
     if found:
         raise ValidationError.from_exception_data("mixture", found)
