@@ -1,6 +1,6 @@
-"""Boxes and pieces: which part of a Hugging Face tensor is where in a local storage.
+"""Boxes and pieces: index ranges of Hugging Face tensors, and their places in a local storage.
 
-Integers and names only, no torch: layouts can be computed, intersected and checked on any machine.
+This module uses integers and names only, no torch. Layouts can be computed, intersected and checked on any machine.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from math import prod
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """A half-open index range of a Hugging Face tensor."""
+    """A half-open index range of the Hugging Face tensor `name`. Raises ValueError if it is empty."""
 
     name: str
     start: tuple[int, ...]
@@ -22,7 +22,7 @@ class Box:
         if len(self.start) != len(self.stop) or any(
             a >= b or a < 0 for a, b in zip(self.start, self.stop, strict=True)
         ):
-            raise ValueError(f"box of {self.name}: start {self.start} and stop {self.stop} enclose nothing")
+            raise ValueError(f"box of {self.name}: start {self.start} and stop {self.stop} enclose no elements")
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -37,8 +37,8 @@ class Box:
 class Piece:
     """A box and the place of its elements in a local storage.
 
-    `storage` names a local parameter (or file); element (i, j, ...) of the box lies at
-    `offset + i * strides[0] + j * strides[1] + ...`, in elements from the parameter's first element.
+    `storage` names a local parameter or a file. Element (i, j, ...) of the box lies at `offset + i * strides[0] + j *
+    strides[1] + ...`, counted in elements from the parameter's first element.
     """
 
     box: Box
@@ -52,11 +52,11 @@ Layout = tuple[Piece, ...]
 
 
 def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
-    """Row-major strides of a contiguous tensor of this shape, in elements."""
+    """Return the row-major strides, in elements, of a contiguous tensor of this shape."""
     sizes = tuple(shape)
     return tuple(prod(sizes[dim + 1 :]) for dim in range(len(sizes)))
 
 
 def dense_piece(name: str, shape: tuple[int, ...], storage: str, offset: int) -> Piece:
-    """The piece of a whole tensor that is contiguous in a storage, from `offset` on."""
+    """Return the piece of a whole tensor stored contiguously from `offset` on."""
     return Piece(Box(name, (0,) * len(shape), shape), storage, offset, contiguous_strides(shape))

@@ -1,4 +1,4 @@
-"""The cost model of a plan, before any rank is started: bytes per link, copies, messages, memory, time on a GPU."""
+"""The cost model of a plan, computed without starting a rank: bytes per link, copies, messages, memory and GPU time."""
 
 from __future__ import annotations
 
@@ -22,23 +22,25 @@ from megarl.reshard.plan import Plan, make_plan
 
 
 class Speeds(NamedTuple):
-    """Bandwidths of a GPU in bytes per second."""
+    """The bandwidths of a GPU in bytes per second."""
 
     nvlink: float
-    """NVLink, each direction."""
+    """NVLink, in each direction."""
     infiniband: float
-    """Network, each direction."""
+    """Network, in each direction."""
     memory: float
-    """Device memory, reads and writes together."""
+    """Device memory, reads plus writes."""
 
 
 SPEEDS = {
-    # Device copies on an H200 were measured at 4.3 of the data sheet's 4.8 TB/s. The others: the same share of theirs.
+    # NVLink and network: data sheet values. Memory: device copies on an H200 were measured at 4.3 of the data sheet's
+    # 4.8 TB/s. The other GPUs are assumed to reach the same share of theirs.
     "h100": Speeds(450e9, 50e9, 3.0e12),
     "h200": Speeds(450e9, 50e9, 4.3e12),
     "b200": Speeds(900e9, 50e9, 7.2e12),
 }
-"""By kind of GPU. Source: NVIDIA's data sheets of the SXM modules, and ConnectX-7 at 400 Gb/s for each GPU."""
+"""Bandwidths by kind of GPU. Source: NVIDIA's data sheets of the SXM modules, and ConnectX-7 at 400 Gb/s for each
+GPU."""
 
 TIERS = ("local", "same_node", "other_node")
 
@@ -47,38 +49,41 @@ _Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Traffic:
-    """Bytes of a plan. Shapes: `received` and `sent` [tier, rank] in the order of TIERS, the other arrays [rank]."""
+    """The bytes that a plan moves, by rank.
+
+    `received` and `sent` are [tier, rank] in the order of TIERS; other arrays are [rank].
+    """
 
     received: _Bytes
     sent: _Bytes
     lower_bound: _Bytes
-    """The least that each rank must receive: the part of its engine shard that its trainer shard lacks."""
+    """The least bytes that each rank must receive: the part of its engine shard missing from its trainer shard."""
     gathered: _Bytes
-    """Received by each rank if full tensors were gathered first."""
+    """Bytes received by each rank if full tensors were gathered first. [tier, rank]."""
     copies: _Bytes
-    """Strided copies of each rank: local ones, packing and unpacking."""
+    """The number of strided copies on each rank: local copies, packing and unpacking."""
     messages: int
-    """Pairs of ranks that exchange something, summed over buckets."""
+    """The number of pairs of ranks exchanging data, summed over buckets."""
     buckets: int
     staging: _Bytes
     """The staging memory of each rank: its largest bucket."""
     wire_seconds: float
-    """Time of the exchanges at the bandwidths of NVLink and InfiniBand, each bucket as long as its busiest rank."""
+    """Seconds of all exchanges at NVLink and InfiniBand bandwidth. Each bucket takes as long as its busiest rank."""
     speeds: Speeds
 
     @property
     def ratio(self) -> float:
-        """Bytes received from other ranks over their lower bound."""
+        """Return the bytes received from other ranks divided by their lower bound; 1.0 if nothing must be sent."""
         least = int(self.lower_bound.sum())
         return int(self.received[1:].sum()) / least if least else 1.0
 
     def summary(self) -> dict[str, Any]:
-        """JSON values: means, maxima and sums over the ranks."""
+        """Return JSON values: means, maxima and sums over the ranks."""
 
         def over_ranks(values: _Bytes) -> dict[str, float]:
             return {"mean": float(values.mean()), "max": int(values.max())}
 
-        # The busiest rank reads and writes what it copies, packs and unpacks.
+        # Every copied, packed or unpacked byte is read once and written once, hence the factor 2.
         moved_bytes = float(2 * (self.received.sum(0) + self.sent[1:].sum(0)).max())
         memory_seconds = moved_bytes / self.speeds.memory
         return {
@@ -93,7 +98,8 @@ class Traffic:
             "staging_bytes": over_ranks(self.staging),
             "wire_seconds": self.wire_seconds,
             "memory_seconds": memory_seconds,
-            # Copies run while the next bucket travels: the slower of the two decides. Launches are not counted.
+            # Copies overlap with the exchange of the next bucket, so the slower of the two decides. Kernel launches are
+            # not counted.
             "seconds": max(self.wire_seconds, memory_seconds),
             "gathered_seconds": _wire_seconds(self.gathered, self.speeds),
         }
@@ -109,9 +115,10 @@ def forecast(
     bucket_bytes: int,
     gpu: str = "h200",
 ) -> dict[str, Any]:
-    """JSON values: the cost of the live reshard and of other rank orders, and the assumed bandwidths.
+    """Return the cost of the live reshard, the cost with other rank orders, and the assumed bandwidths, as JSON values.
 
-    `engine_ranks_per_node`: as of `reshard_plan`. `gpu` is a key of SPEEDS.
+    `engine_ranks_per_node` is set only for separate engines on nodes of another size (see `reshard_plan`). `gpu` is a
+    key of SPEEDS.
     """
     speeds = SPEEDS[gpu]
     planned = partial(
@@ -124,6 +131,7 @@ def forecast(
     )
     started = time.process_time()
     plan = planned(parallel)
+    # The planning time of a real rank includes its own part of the plan. A middle rank stands for all of them.
     plan.for_rank(parallel.num_ranks // 2)
     plan_seconds = time.process_time() - started
     return {
@@ -142,10 +150,11 @@ def forecast(
 
 
 def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
-    """The traffic of a plan over all its ranks, counted once per kind of tensor."""
+    """Return the traffic of a plan over all its ranks. Each kind of tensor is counted once and reused."""
     num = plan.num_ranks
     received, sent = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64)
     lower_bound, gathered, copies = np.zeros(num, np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
+    # Rows 0 and 1 count receives on the same node and on other nodes, rows 2 and 3 the sends.
     in_bucket = np.zeros((len(plan.exchanged), 4, num), np.float32)
     pairs: list[list[NDArray[np.int64]]] = [[] for _ in plan.exchanged]
     turn_of = cache(partial(_turn, plan))
@@ -171,6 +180,8 @@ def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
         messages=sum(_count_distinct(codes, num) for codes in pairs),
         buckets=len(plan.exchanged),
         staging=np.ceil(in_bucket.sum(1).max(0)).astype(np.int64) * size,
+        # Links carry both directions at once, so the larger of receives and sends counts. Indices [0, 0, 1] insert a
+        # row for the local tier. Its time is never read.
         wire_seconds=sum(_wire_seconds(size * np.maximum(b[:2], b[2:])[[0, 0, 1]], speeds) for b in in_bucket),
         speeds=speeds,
     )
@@ -185,9 +196,9 @@ def reshard_plan(
     itemsize: int,
     bucket_bytes: int,
 ) -> Plan:
-    """The plan of the live reshard from the model's shape: Megatron's layouts to vLLM's, both computed.
+    """Return the plan of the live reshard, from Megatron's to vLLM's layouts, both computed from the model's shape.
 
-    `engine_ranks_per_node` is given where separate engines have nodes of their own kind.
+    `engine_ranks_per_node` is given if separate engines run on nodes with another number of GPUs.
     """
     ends = reshard_ends(model, parallel, parallel.num_ranks)
     return make_plan(
@@ -200,20 +211,25 @@ def reshard_plan(
 
 
 def _topology(parallel: ParallelConfig, ranks_per_node: int, engine_ranks_per_node: int | None) -> list[tuple[int]]:
-    """The node of each rank."""
+    """Return the node of each rank."""
     if engine_ranks_per_node is None:
         return [(rank // ranks_per_node,) for rank in range(parallel.num_ranks)]
     trainers = [(rank // ranks_per_node,) for rank in range(parallel.world_size)]
+    # Trainers fill their nodes first. Engine nodes are numbered after the last trainer node.
     first = trainers[-1][0] + 1
     return trainers + [(first + rank // engine_ranks_per_node,) for rank in range(parallel.rollout_ranks)]
 
 
 def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -> ParallelConfig:
-    """The layout with the rank permutation whose reshard sends the least; unpermuted where none saves anything."""
+    """Return the layout with the rank permutation needing the fewest sent bytes.
+
+    Returns `parallel` itself for separate engines and where no permutation exists.
+    """
     if parallel.is_separate:
         return parallel
 
     def moved(layout: ParallelConfig) -> int:
+        # Only the bytes count here. One huge bucket avoids the work of slicing tensors.
         plan = reshard_plan(model, layout, ranks_per_node=ranks_per_node, itemsize=1, bucket_bytes=1 << 62)
         missing = cache(lambda overlap: int(_lower_bound(plan, overlap).sum()))
         return sum(missing(overlap) for _, overlap, _, _ in plan.steps)
@@ -222,17 +238,20 @@ def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -
         dataclasses.replace(parallel, rank_permutation=rank_permutation)
         for rank_permutation in _rank_permutations(model, parallel)
     ]
+    # The identity comes first in the list, and `min` keeps the first of equals: no permutation without a saving.
     return min(layouts, key=moved) if len(layouts) > 1 else parallel
 
 
 def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[str, ParallelConfig]]:
-    """Other orders of the trainer's ranks with their names: Megatron's other order, and permutations.
+    """Yield other orders of the trainer's ranks with their names: Megatron's other order, and rank permutations.
 
-    Separate engines receive all that they hold, whatever the order.
+    Yields nothing for separate engines: they receive their whole shard in any order.
     """
     if parallel.is_separate:
         return
     experts = parallel.etp * parallel.ep if model.num_experts else parallel.tp
+    # With pp > 1 the orders differ only in the places of pp and dp. Megatron-Core 0.16.1 accepts the other order only
+    # if tp * cp equals etp * ep: dense and expert ranks then have the same pipeline groups.
     if parallel.pp > 1 and parallel.dp > 1 and parallel.tp * parallel.cp == experts:
         for order in RANK_ORDERS:
             if order != parallel.order:
@@ -246,7 +265,7 @@ def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[s
 
 
 def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tuple[int, int]]:
-    """The identity, then permutations that give the ranks of an engine neighbouring trainer coordinates."""
+    """Return the identity, then permutations giving the ranks of one engine neighbouring trainer coordinates."""
     found = [(1, 1)]
     for size in sorted({parallel.tp, parallel.etp * parallel.ep if model.num_experts else parallel.tp}):
         small, large = sorted((size, parallel.rollout_tp))
@@ -256,6 +275,11 @@ def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tupl
 
 
 class _Turn(NamedTuple):
+    """The elements and copies of one tensor for one choice among its replicas: [tier, rank] or [rank].
+
+    `pairs` encodes each remote (source, destination) pair as `source * num_ranks + destination`.
+    """
+
     received: _Bytes
     sent: _Bytes
     copies: _Bytes
@@ -263,13 +287,14 @@ class _Turn(NamedTuple):
 
 
 def _turn(plan: Plan, overlap: Overlap, turn: int, num_slices: int) -> _Turn:
-    """Elements and copies of one tensor, per rank."""
+    """Return the elements and copies of one tensor, per rank."""
     num = plan.num_ranks
     received, sent, copies = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
     pairs = []
     for index, route in enumerate(overlap.routes):
         takers, source = np.asarray(route.takers), plan.chosen(route.holders, route.takers, turn + index)
         numel = sum(region.numel for region in route.regions)
+        # 0, 1 and 2 are the indices of TIERS: local, same_node, other_node.
         kind = np.where(source == takers, 0, np.where(plan.nodes[source] == plan.nodes[takers], 1, 2))
         copy_templates = sum(map(len, route.copy_templates(int(source[0]), num_slices)))
         np.add.at(received, (kind, takers), numel)
@@ -281,6 +306,7 @@ def _turn(plan: Plan, overlap: Overlap, turn: int, num_slices: int) -> _Turn:
 
 
 def _lower_bound(plan: Plan, overlap: Overlap) -> _Bytes:
+    """Return the elements [ranks] that each rank needs and does not hold itself."""
     missing = np.zeros(plan.num_ranks, np.int64)
     for route in overlap.routes:
         takers = np.asarray(route.takers)
@@ -289,6 +315,7 @@ def _lower_bound(plan: Plan, overlap: Overlap) -> _Bytes:
 
 
 def _gathered(plan: Plan, overlap: Overlap) -> _Bytes:
+    """Return the elements [tier, rank] received if every rank gathered the full tensor."""
     gathered = np.zeros((3, plan.num_ranks), np.int64)
     for numel, holders in overlap.cells:
         ranks = np.asarray(holders)
@@ -299,6 +326,7 @@ def _gathered(plan: Plan, overlap: Overlap) -> _Bytes:
 
 
 def _count_distinct(codes: list[NDArray[np.int64]], num_ranks: int) -> int:
+    """Return the number of distinct pair codes. A flag per possible pair is faster than sorting the codes."""
     seen = np.zeros(num_ranks * num_ranks, dtype=bool)
     for part in codes:
         seen[part] = True
@@ -306,5 +334,5 @@ def _count_distinct(codes: list[NDArray[np.int64]], num_ranks: int) -> int:
 
 
 def _wire_seconds(by_link: NDArray[Any], speeds: Speeds) -> float:
-    """Seconds of the busiest rank, NVLink and InfiniBand in parallel; `by_link` bytes [tier, rank]."""
+    """Return the seconds of the busiest rank, NVLink and InfiniBand in parallel; `by_link` is bytes [tier, rank]."""
     return float(max(by_link[1].max() / speeds.nvlink, by_link[2].max() / speeds.infiniband))

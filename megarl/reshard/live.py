@@ -1,8 +1,8 @@
-"""The live reshard: from the trainer's parameters into the engine's, planned once and carried out every step.
+"""The live reshard: a copy of the trainer's parameters into the engine's, planned once and executed at every step.
 
-`Reshard` writes an engine's live parameters in place; of modules that quantise, it hands each to vLLM's own quantiser
-once all its weights are there. Where an engine keeps its weights in yet another form than the checkpoint's,
-`GatheredReshard` hands full tensors to vLLM's own loader instead.
+`Reshard` writes an engine's live parameters in place. For modules that quantise, it collects all weights of a module,
+then calls vLLM's own quantiser. `GatheredReshard` passes full tensors to vLLM's own loader. It is used for engines with
+any other converted form of the weights.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from megarl.reshard.verify import checksum, verify
 from megarl.types import MegarlError
 
 LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
-"""vLLM's loader of full checkpoint tensors."""
+"""vLLM's loader of full checkpoint tensors: pairs of a name and a tensor."""
 
 
 def record(
     model: nn.Module | None, shape: ModelShape, dtype: torch.dtype, group: dist.ProcessGroup | None = None
 ) -> tuple[Layout | None, str]:
-    """The recorded layout of this rank's engine; or None, and why some rank's engine cannot be written in place.
+    """Return the recorded layout of this rank's engine and "", or None and the reason why direct writes are impossible.
 
-    Without a `model` the rank has no engine: its layout is empty. A collective over the group, or the world: all ranks
-    write in place, or none does.
+    A rank without `model` has no engine: its layout is empty. A collective over `group` (default: the world). If one
+    rank's engine cannot be written in place, no rank writes in place.
     """
     recorded: Layout | None = ()
     refusal = ""
@@ -56,12 +56,14 @@ def record(
 
 
 class Reshard:
-    """The plan between two layouts over a group of ranks, bound to this rank's parameters and its engine's.
+    """The plan between two layouts over a group of ranks, bound to this rank's trainer and engine parameters.
 
-    A rank that only trains has no `engine`, one that only samples no `parameters`. Without a `group` it is the world.
-    `sources` and `destinations` are all ranks' layouts, computed; `recorded` is the layout of this rank's engine. Where
-    it equals the computed one on every rank, only digests of the plan are exchanged; else the recorded layouts are, and
-    replace the computed ones. The constructor is a collective. Raises RuntimeError if ranks make different plans.
+    A rank that only trains has no `engine`; a rank that only samples has no `parameters`. Without `group`, the world is
+    used. `sources` and `destinations` are the computed layouts of all ranks. `recorded` is the recorded layout of this
+    rank's engine. If both agree on every rank, only digests of the plan are exchanged. Otherwise the recorded layouts
+    are exchanged and replace the computed ones.
+
+    The constructor is a collective. Raises RuntimeError if ranks make different plans.
     """
 
     def __init__(
@@ -83,7 +85,7 @@ class Reshard:
         wanted = destinations if self.is_computed and destinations is not None else gathered(recorded, group)
         modules = quantised_modules(engine)
         self.quantises = any(gathered(bool(modules), group))
-        """Whether some rank's engine makes FP8 weights of what arrives."""
+        """Whether some rank's engine converts arriving weights to FP8."""
         plan = make_plan(
             sources,
             wanted,
@@ -92,13 +94,17 @@ class Reshard:
             topology=topology,
             bounds_local=self.quantises,
         )
+        # Different plans would deadlock or mix up weights. A digest costs 64 bytes per rank.
         digests = gathered(plan.digest(), group)
         if len(set(digests)) > 1:
-            raise RuntimeError(f"the ranks made different reshard plans: {digests}")
+            raise RuntimeError(f"the ranks made different reshard plans: {digests}. Please report this.")
         self._engine = engine
         self._live = dict(engine.named_parameters()) if engine is not None else {}
         self._dtype, self._group = dtype, group
         here = device_of([*parameters.values(), *self._live.values()])
+        # The quantiser of vLLM 0.30 runs collectives over the engine's own ranks. `in_own_world` marks their failures,
+        # so a failed engine is not mistaken for a lost peer of the reshard. Without `group` all ranks share one world,
+        # and no mark is needed.
         self._room = WaitingRoom(
             modules,
             plan,
@@ -108,10 +114,12 @@ class Reshard:
             collective=nullcontext if group is None else in_own_world,
         )
         made = {name for module in modules for name in module.live}
+        # Quantised parameters are not written directly: the quantiser makes them from the buffer's weights.
         plain = {name: parameter for name, parameter in self._live.items() if name not in made}
         self._plan = plan.for_rank(rank)
         self._bound: Any = (self._plan, parameters, plain | self._room.destinations)
         arrived = self._room.arrived if modules else None
+        # `Transport` keeps views of the buffer, so the buffer needs memory while it binds.
         with self._room.opened():
             self._transport = Transport(*self._bound, dtype=dtype, group=group, arrived=arrived)
 
@@ -125,9 +133,9 @@ class Reshard:
 
     @torch.no_grad()
     def verify(self) -> None:
-        """Compare checksums of live parameters with the trainer's. Raises MegarlError with the first that differs.
+        """Compare checksums of the live parameters with the trainer's. Raises MegarlError naming the first difference.
 
-        Weights that engines quantise are sent once more, and quantised to be compared.
+        Quantised weights cannot be compared directly. They are sent and quantised once more, then compared.
         """
         taken: dict[Transfer, Tensor] = {}
         differing: list[str] = []
@@ -136,7 +144,10 @@ class Reshard:
         verify(*self._bound, dtype=self._dtype, group=self._group, taken=taken, differing=differing)
 
     def _compare(self, taken: dict[Transfer, Tensor], differing: list[str]) -> None:
-        """Send all weights again; `taken` gets the checksums at this rank, `differing` the names of live parameters."""
+        """Send all weights again without writing live parameters of quantised modules.
+
+        `taken` receives the checksums at this rank, `differing` the names of differing live parameters.
+        """
         _, _, destinations = self._bound
         waiting: dict[str, list[Transfer]] = defaultdict(list)
 
@@ -150,7 +161,7 @@ class Reshard:
                 if transfer.destination.storage in self._room.destinations:
                     waiting[transfer.destination.storage].append(transfer)
                 else:
-                    # Before it is written again.
+                    # This checksum must precede the second reshard below: that one writes the parameter again.
                     take(transfer)
 
         def compare(module: QuantisedModule, weights: Mapping[str, Tensor]) -> None:
@@ -164,7 +175,7 @@ class Reshard:
 
     @torch.no_grad()
     def self_test(self) -> dict[str, float]:
-        """Fill the engine's parameters with NaN, reshard, compare. Raises MegarlError with the first that differs.
+        """Fill the engine's parameters with NaN, reshard, compare. Raises MegarlError naming the first difference.
 
         Returns the reshard's seconds and bytes, and the comparison's `verify_seconds`.
         """
@@ -174,10 +185,12 @@ class Reshard:
         started = time.perf_counter()
         self.verify()
         report["verify_seconds"] = time.perf_counter() - started
+        # Checksums cover planned copies only. A NaN left behind reveals an element without any copy.
         for name, parameter in self._live.items():
             if is_spoilt(parameter):
                 raise MegarlError(
-                    f"rank {rank_in(self._group)}: no reshard reaches all of the engine's parameter {name}."
+                    f"rank {rank_in(self._group)}: the reshard does not write all of the engine's parameter {name}. "
+                    "Please report this with the recipe."
                 )
         return report
 
@@ -185,10 +198,9 @@ class Reshard:
 class GatheredReshard:
     """A reshard through full tensors and vLLM's loader `load`, for engines that convert their weights.
 
-    The engine's weights are converted, so that no bytes can be compared: `reshard.probe` compares log-probs instead.
-
-    A rank without `load` has no engine and only sends. `sources` are all ranks' layouts; ranks from `first_engine` on
-    have engines. Memory beside the staging: full tensors of `bucket_bytes`, at least one tensor.
+    Converted weights have no bytes to compare: `reshard.probe` compares log-probs instead. A rank without `load` has no
+    engine and only sends. `sources` are the layouts of all ranks; ranks from `first_engine` on have engines. Memory in
+    addition to the staging buffers: full tensors of `bucket_bytes`, at least one tensor.
     """
 
     def __init__(
@@ -207,6 +219,7 @@ class GatheredReshard:
         self._parameters, self._load, self._dtype, self._group = parameters, load, dtype, group
         num_engines = len(topology) - first_engine
         groups: list[dict[str, tuple[int, ...]]] = []
+        # A full first group makes the loop open a new group for the first tensor.
         filled = bucket_bytes
         for name, size in hf_tensors(shape).items():
             if filled + prod(size) * dtype.itemsize > bucket_bytes:
@@ -229,6 +242,7 @@ class GatheredReshard:
         if self._load is not None:
             self._load(self._gathered(report))
         else:
+            # A rank without an engine must still run the generator: its transports are collectives.
             deque(self._gathered(report), maxlen=0)
         return report
 
@@ -237,6 +251,7 @@ class GatheredReshard:
         return self.run()
 
     def _gathered(self, report: dict[str, float]) -> Iterator[tuple[str, Tensor]]:
+        """Yield every full tensor with its name, group by group; add seconds and bytes to `report`."""
         here = device_of(list(self._parameters.values()))
         for tensors, plan in self._groups:
             wanted = tensors if self._load is not None else {}

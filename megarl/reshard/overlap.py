@@ -1,6 +1,6 @@
-"""The overlap of source and destination holdings: the copies of one kind of tensor, before source ranks are chosen.
+"""The overlap of sources and destinations: all copies of one kind of tensor, before source ranks are chosen.
 
-Computed once for all tensors that are held alike; a plan then fills in ranks, layers and experts.
+An overlap is computed once for all tensors with equal holdings. The plan then fills in ranks, layers and experts.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.reshard.world import Holding, StorageSlot
 
 
 class CopyTemplate(NamedTuple):
-    """A copy of `shape` elements from a strided view of one place to a strided view of another."""
+    """A copy of `shape` elements from a strided view of one storage slot to a strided view of another."""
 
     shape: tuple[int, ...]
     source: StorageSlot
@@ -29,7 +29,7 @@ class CopyTemplate(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A part of a tensor that one destination needs and that each of `sources`, one per kind of holder, has."""
+    """A part of a tensor needed by one destination. Each entry of `sources`, one per kind of holder, has all of it."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -41,7 +41,7 @@ class Region(NamedTuple):
         return prod(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     def staged(self, num_slices: int) -> int:
-        """Elements of the largest of `num_slices` slices along the first dimension."""
+        """Return the elements of the largest of `num_slices` slices along the first dimension."""
         rows = self.stop[0] - self.start[0]
         return self.numel // rows * -(-rows // num_slices)
 
@@ -50,7 +50,7 @@ class Region(NamedTuple):
 class Route:
     """All regions with the same source ranks `holders` and destination ranks `takers`, both ascending.
 
-    A taker receives all of them from one holder.
+    A taker receives all these regions from one holder. `made` caches the results of `copy_templates`.
     """
 
     holders: Sequence[int]
@@ -59,7 +59,8 @@ class Route:
     made: dict[tuple[int, ...], list[list[CopyTemplate]]] = field(default_factory=dict)
 
     def copy_templates(self, source: int, num_slices: int) -> list[list[CopyTemplate]]:
-        """The copies from rank `source` to any taker, by slice, series merged."""
+        """Return the copies from rank `source` to any taker, by slice, with series merged."""
+        # Holders with the same kind of holding need the same copies, so the cache key names kinds instead of ranks.
         kinds = tuple(next(i for i, h in enumerate(r.sources) if source in h.ranks) for r in self.regions)
         key = (num_slices, *kinds)
         if key not in self.made:
@@ -72,9 +73,9 @@ class Route:
 
 
 class Overlap:
-    """The routes of one kind of tensor. Raises ValueError if `tensor`, one of the kind, has an element without source.
+    """The routes of one kind of tensor, with `tensor` as its example. Raises ValueError if an element has no source.
 
-    Sources with the same part are merged into one with all their ranks; overlapping parts are split first.
+    Sources holding the same part are merged into one with all their ranks. Overlapping parts are split first.
     """
 
     def __init__(self, tensor: TensorName, sources: Sequence[Holding], destinations: Sequence[Holding]) -> None:
@@ -95,19 +96,22 @@ class Overlap:
                 raise ValueError(f"no source holds all of {tensor.name} from {wanted.start} to {wanted.stop}")
         self.routes = tuple(routes.values())
         self.cells = tuple((prod(b - a for a, b in zip(*c[:2], strict=True)), c[3]) for c in cells)
-        """Number of elements and holders of each disjoint part of the tensor."""
+        """The number of elements and the holders of each disjoint part of the tensor."""
         self.turns = max((len(route.holders) for route in self.routes), default=1)
-        """The period, in tensors, of the choice among replicas."""
+        """The period, in tensors, of the rotating choice among replicas."""
         self.longest = max((r.stop[0] - r.start[0] for route in self.routes for r in route.regions), default=1)
-        """The largest useful number of slices."""
+        """The largest useful number of slices: the rows of the longest region."""
 
     def roles(self, rank: int) -> tuple[tuple[int, Route], ...]:
-        """The routes in which a rank sends or receives, with their indices."""
+        """Return the routes used by a rank as sender or receiver, with their indices."""
         return tuple((i, k) for i, k in enumerate(self.routes) if rank in k.takers or rank in k.holders)
 
 
 def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
-    """Merge equal copies at constant steps into one with one more dimension (the groups of a fused projection)."""
+    """Merge equal copies at constant steps into one copy with one more dimension (the groups of a fused projection).
+
+    Fewer and larger copies mean fewer kernel launches. Merged copies are merged again until nothing changes.
+    """
     if len(copy_templates) < 2:
         return copy_templates
 
@@ -120,7 +124,7 @@ def merge_series(copy_templates: list[CopyTemplate]) -> list[CopyTemplate]:
     ):
         run: list[CopyTemplate] = []
         for copy_template in group:
-            # A view cannot step backwards, so a descending series stays apart.
+            # torch's strides cannot be negative, so a descending series stays unmerged.
             if run and (
                 _step(run[-1], copy_template)[0] < 0
                 or (len(run) > 1 and _step(run[-1], copy_template) != _step(*run[:2]))
@@ -149,6 +153,8 @@ def _stacked(run: list[CopyTemplate]) -> CopyTemplate:
 
 
 def _copy_template(region: Region, source: Holding) -> CopyTemplate:
+    """Return the copy of a region from one of its sources."""
+
     def offset(holding: Holding) -> int:
         steps = zip(region.start, holding.start, holding.strides, strict=True)
         return holding.offset + sum((a - b) * s for a, b, s in steps)
@@ -159,7 +165,7 @@ def _copy_template(region: Region, source: Holding) -> CopyTemplate:
 
 
 def _slices(copy_template: CopyTemplate, num_slices: int) -> Iterator[tuple[int, CopyTemplate]]:
-    """Even slices of a copy along its first dimension, with their indices; empty slices are left out."""
+    """Yield even slices of a copy along its first dimension, with their indices. Empty slices are omitted."""
     if num_slices == 1:
         yield 0, copy_template
         return
@@ -181,8 +187,9 @@ _Cell = tuple[tuple[int, ...], tuple[int, ...], tuple[Holding, ...]]
 
 
 def _cells(holdings: Sequence[Holding]) -> list[_Cell]:
-    """A partition of the holdings' union into disjoint boxes, each with all the holdings that contain it."""
+    """Return disjoint boxes covering the holdings' union, each with all holdings containing it."""
     corners = [corner for holding in holdings for corner in (holding.start, holding.stop)]
+    # Cutting at every edge of every holding makes each cell lie wholly inside or outside each holding.
     cuts = [sorted(set(edges)) for edges in zip(*corners, strict=True)]
     cells = []
     for ranges in product(*map(pairwise, cuts)):

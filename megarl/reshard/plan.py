@@ -1,8 +1,9 @@
 """The plan: which rank copies which elements to which rank, in which order and bucket. Integers and names, no torch.
 
-A plan is a function of the sources' and the destinations' layouts; each rank computes its own part, consistently with
-its peers. The source of a piece is the rank itself, else a holder on its node, else one under the same switch, else
-any; takers are spread evenly over equally near holders, in a rotation that differs from tensor to tensor.
+A plan is a function of the source and destination layouts. Each rank computes its own part, consistently with its
+peers. The source of a piece is the rank itself if possible. Otherwise it is a holder on the same node, then one under
+the same switch, then any holder. Takers are spread evenly over equally near holders. This rotation differs from tensor
+to tensor.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from megarl.reshard.overlap import CopyTemplate, Overlap
 from megarl.reshard.world import Layouts, ListedLayouts
 
 RankTopology = Sequence[Sequence[int | str]]
-"""Each rank's node and the switches above it, nearest first, the same number for each rank."""
+"""The node of each rank and the switches above it, nearest first. All ranks list the same number."""
 
 
 class View(NamedTuple):
@@ -35,7 +36,7 @@ class View(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One copy: `shape` elements of tensor `name` from a view on one rank to a view on another (or the same)."""
+    """One copy of `shape` elements of tensor `name`, from a view on one rank to a view on another or the same rank."""
 
     source_rank: int
     destination_rank: int
@@ -51,9 +52,9 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankBucket:
-    """A rank's part of a bucket. Sends are sorted by receiving rank, receives by sending rank.
+    """One rank's part of a bucket. Sends are sorted by receiving rank, receives by sending rank.
 
-    `is_exchanged` says whether any two ranks may exchange something in this bucket: then all ranks take part.
+    `is_exchanged` is true if any two ranks exchange data in this bucket. All ranks then take part.
     """
 
     local: tuple[Transfer, ...]
@@ -64,7 +65,7 @@ class RankBucket:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """A rank's transfers by bucket; all ranks have the same number of buckets."""
+    """The transfers of one rank by bucket. All ranks have the same number of buckets."""
 
     rank: int
     num_ranks: int
@@ -73,19 +74,19 @@ class RankPlan:
 
     @property
     def staging_numel(self) -> int:
-        """Elements of this rank's largest bucket, sent and received."""
+        """Return the elements of this rank's largest bucket, sends plus receives."""
         return max((sum(t.numel for t in (*b.sends, *b.receives)) for b in self.buckets), default=0)
 
 
 _Copies = tuple[CopyTemplate, list[tuple[int, int]]]
-"""A copy template and the pairs (source rank, destination rank) that use it."""
+"""A copy template and the pairs (source rank, destination rank) using it."""
 
 NOTHING: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 """The staged elements of a tensor that no rank sends."""
 
 
 class _Loads(NamedTuple):
-    """The elements that each rank stages of each slice of a tensor, int64 [ranks] or `NOTHING`."""
+    """The elements staged by each rank for each slice of a tensor: int64 [ranks], or `NOTHING`."""
 
     of_slice: NDArray[np.int64]
     num_slices: int
@@ -102,7 +103,10 @@ class Step(NamedTuple):
 
 
 class Plan:
-    """All transfers from source to destination layouts in execution order, in buckets; made by `make_plan`."""
+    """All transfers from source to destination layouts in execution order, divided into buckets.
+
+    `make_plan` creates it.
+    """
 
     def __init__(
         self,
@@ -128,11 +132,11 @@ class Plan:
 
     @property
     def nodes(self) -> NDArray[np.int64]:
-        """The node of each rank, by number."""
+        """Return the node number of each rank: int64 [ranks]."""
         return self._near[0]
 
     def for_rank(self, rank: int) -> RankPlan:
-        """The part of the plan that one rank executes; its cost grows with the rank's own pieces only."""
+        """Return the part of the plan executed by one rank. Its cost grows with the rank's own pieces only."""
         own: list[tuple[list[Transfer], list[Transfer], list[Transfer]]] = [([], [], []) for _ in self.exchanged]
         copies_of = cache(partial(self._copies, rank))
         for tensor, overlap, turn, buckets in self.steps:
@@ -149,6 +153,8 @@ class Plan:
                     for source, taker in pairs:
                         transfer = Transfer(source, taker, name, m.shape, source_view, destination_view)
                         (local if source == taker else sends if source == rank else receives).append(transfer)
+        # Peers must agree on the order of elements in a message. Sorting is stable, so both keep the order of the
+        # steps.
         buckets = tuple(
             RankBucket(
                 tuple(local),
@@ -161,28 +167,32 @@ class Plan:
         return RankPlan(rank, self.num_ranks, self.itemsize, buckets)
 
     def digest(self) -> str:
-        """A hash of all that the plan is made from, to be compared over ranks."""
+        """Return a hash of the plan's inputs and bucket boundaries, for a comparison between ranks."""
         digest = hashlib.sha256(repr((self._near.tolist(), self.itemsize, self.bucket_bytes, len(self.steps))).encode())
         digest.update(repr([step.buckets for step in self.steps]).encode())
         digest.update(f"{self.sources!r} -> {self.destinations!r}".encode())
         return digest.hexdigest()
 
     def chosen(self, holders: Sequence[int], takers: Sequence[int], turn: int) -> NDArray[np.int64]:
-        """The source rank of each taker: int64 [takers]."""
+        """Return the source rank of each taker: int64 [takers]."""
         key = (holders, takers, turn)
         if key not in self._chosen:
             ranks, who = np.asarray(holders), np.asarray(takers)
             place, found = np.arange(len(who)) + turn, np.where(np.isin(who, ranks), who, -1)
             for at in self._near:
+                # Levels run from the nearest link to the farthest. A taker keeps the first source found (-1 means none
+                # yet).
                 order = np.argsort(at[ranks], kind="stable")
                 first, last = (np.searchsorted(at[ranks[order]], at[who], side) for side in ("left", "right"))
+                # `first` to `last` are the holders at this distance. The place of the taker, shifted by the turn, picks
+                # one of them.
                 index = first + place % np.maximum(last - first, 1)
                 found = np.where((found < 0) & (last > first), ranks[order[index % len(ranks)]], found)
             self._chosen[key] = found
         return self._chosen[key]
 
     def _copies(self, rank: int, overlap: Overlap, turn: int, num_slices: int) -> list[list[_Copies]]:
-        """A rank's copies of one tensor by slice; empty if it takes no part."""
+        """Return a rank's copies of one tensor by slice; empty if the rank takes no part."""
         slices: list[list[_Copies]] = [[] for _ in range(num_slices)]
         for index, route in overlap.roles(rank):
             takers, chosen = np.asarray(route.takers), self.chosen(route.holders, route.takers, turn + index)
@@ -196,16 +206,17 @@ class Plan:
         return slices if any(slices) else []
 
     def _make_steps(self, limit: int) -> None:
-        """Distribute the tensors over buckets so that no rank stages more than `limit` elements in one.
+        """Distribute the tensors over buckets such that no rank stages more than `limit` elements in one.
 
-        The first tensor of each group of holders comes first, then each second one: all ranks send at the same time,
-        not one pipeline stage or one expert's holders after the other.
+        The first tensor of each group of holders comes first, then each second one, and so on. Thus all ranks send at
+        the same time, instead of one pipeline stage or expert rank after another.
         """
         rounds: dict[tuple[int, str], list[tuple[TensorName, Overlap, _Loads]]] = {}
         overlaps: dict[tuple[int, int], tuple[Overlap, _Loads]] = {}
         count: dict[int, int] = {}
         for tensor in self.destinations.tensors:
             held, wanted = self.sources.holdings(tensor), self.destinations.holdings(tensor)
+            # Holdings are one object for all tensors of a kind, so their ids identify the kind.
             key = (id(held), id(wanted))
             if key not in overlaps:
                 overlap = Overlap(tensor, held, wanted)
@@ -215,6 +226,8 @@ class Plan:
         staged = np.zeros(self.num_ranks, dtype=np.int64)
         for _, group in sorted(rounds.items(), key=lambda item: item[0]):
             buckets: list[list[int]] = [[] for _ in group]
+            # Slice i of every tensor in the group precedes slice i + 1 of any, so that all holders fill a bucket
+            # together.
             for index in range(max(loads.num_slices for _, _, loads in group)):
                 for (_, _, loads), own in zip(group, buckets, strict=True):
                     if index < loads.num_slices:
@@ -232,7 +245,7 @@ class Plan:
                 self.steps.append(Step(tensor, overlap, turn, tuple(own)))
 
     def _fit(self, overlap: Overlap, limit: int) -> _Loads:
-        """Upper bounds of the elements that each rank stages in each slice of a tensor."""
+        """Return upper bounds of the elements staged by each rank per slice of a tensor, and the number of slices."""
         reach = [self._reach(route.holders, route.takers) for route in overlap.routes]
         if not any(reach) and not self._bounds_local:
             return _Loads(NOTHING, 1, is_exchanged=False)
@@ -245,16 +258,18 @@ class Plan:
                     load[np.asarray(route.holders)] += most * numel
                     load[np.asarray(route.takers)] += numel
             largest = int(load.max())
-            # Slices of half a bucket leave room for other tensors' beside them.
+            # A slice of at most half a bucket leaves space for slices of other tensors in the same bucket.
             if largest * 2 <= limit or num_slices >= overlap.longest:
                 return _Loads(load, num_slices, is_exchanged=any(reach))
+            # Jump to the number of slices that would fit if all slices were equal; uneven slices need another round.
             num_slices = min(max(num_slices + 1, -(-2 * largest * num_slices // limit)), overlap.longest)
 
     def _reach(self, holders: Sequence[int], takers: Sequence[int]) -> int:
-        """The most takers that a holder sends to, over all turns; 0 if every taker is a holder."""
+        """Return the largest number of takers served by one holder, over all turns; 0 if every taker is a holder."""
         who, source = np.asarray(takers), self.chosen(holders, takers, 0)
         most, is_left = 0, source != who
-        # A turn shifts the choices of each distance among their own holders, so that all maxima may meet.
+        # A turn shifts the choices at each distance among holders at this distance. The maxima of all distances may
+        # therefore meet on one holder, so they are added.
         for at in self._near:
             is_near = is_left & (at[source] == at[who])
             most += int(np.bincount(source[is_near]).max()) if is_near.any() else 0
@@ -263,7 +278,10 @@ class Plan:
 
 
 def _numbered(topology: RankTopology) -> NDArray[np.int64]:
-    """Groups of ranks by class of link, nearest first: int64 [classes, ranks], equal where such a link joins ranks."""
+    """Return group numbers of ranks by link class, nearest first: int64 [classes, ranks].
+
+    Two ranks have the same number where a link of this class joins them.
+    """
     rows = []
     for level in range(len(topology[0]) + 1):
         numbers: dict[tuple[int | str, ...], int] = {}
@@ -280,15 +298,16 @@ def make_plan(
     topology: RankTopology | None = None,
     bounds_local: bool = False,
 ) -> Plan:
-    """The plan from source to destination layouts, both by rank (an empty layout for a rank that takes no part).
+    """Return the plan from source to destination layouts, both listed by rank (empty for a rank without tensors).
 
-    `itemsize` is the size of a sent element in bytes, `bucket_bytes` bounds what a rank stages at once, sent and
-    received together; `topology` names each rank's node and the switches above it, nearest first (left out: one node).
-    With `bounds_local` the bound counts what a rank copies from itself too. Raises ValueError with the tensor's name if
-    a destination element has no source.
+    `itemsize` is the size of a sent element in bytes. `bucket_bytes` limits the bytes staged by a rank at once, sends
+    plus receives. `topology` names each rank's node and the switches above it, nearest first (default: one node). With
+    `bounds_local`, copies within a rank count towards the limit too.
+
+    Raises ValueError naming the tensor if a destination element has no source.
     """
     if len(sources) != len(destinations):
-        raise ValueError(f"{len(sources)} source layouts, {len(destinations)} destination layouts")
+        raise ValueError(f"{len(sources)} source layouts but {len(destinations)} destination layouts")
     return Plan(
         sources if isinstance(sources, Layouts) else ListedLayouts(sources),
         destinations if isinstance(destinations, Layouts) else ListedLayouts(destinations),

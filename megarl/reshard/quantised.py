@@ -1,4 +1,4 @@
-"""Where weights wait until all pieces of a module are there and can be quantised: a buffer that modules use in turn."""
+"""A shared buffer for incoming weights of quantised modules: each module waits there until all its pieces arrived."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from megarl.reshard.layouts.vllm_quantised import QuantisedModule
 from megarl.reshard.plan import Plan
 
 Take = Callable[[QuantisedModule, Mapping[str, Tensor]], None]
-"""Done with a module's weights, by name, once they are complete."""
+"""Callback for a module and its complete weights by name."""
 
 
 class WaitingRoom:
-    """The weights that quantised modules load, from a bucket's first piece of a module to its last.
+    """The buffer holding a quantised module's weights from its first piece to its last.
 
-    `destinations` are these weights by name: views of one buffer, in which a module has a place from its first bucket
-    to its last. It has memory within `opened` only. Which buckets those are follows from the plan, and so is the same
-    on all ranks of an engine, which quantise together.
+    `destinations` maps names to these weights. They are views of one buffer; a module owns its place from its first
+    bucket to its last. The buffer has memory only within `opened`. The buckets follow from the plan and are the same on
+    all ranks of an engine, so its ranks quantise together.
     """
 
     def __init__(
@@ -36,7 +36,10 @@ class WaitingRoom:
         device: torch.device,
         collective: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """`layout` is this rank's; `collective` is entered where the ranks of an engine exchange maxima."""
+        """Allocate places for `modules`. `layout` belongs to this rank.
+
+        `collective` is entered around each quantisation, because an engine's ranks exchange maxima there.
+        """
         self._collective = collective
         spans = spans_of({module.name: module.shapes for module in modules}, plan, layout)
         places, self.numel = shared_places(
@@ -54,7 +57,11 @@ class WaitingRoom:
 
     @contextmanager
     def opened(self, take: Take | None = None) -> Iterator[None]:
-        """Within it there is memory for what arrives, and `take` has each module whose weights are complete."""
+        """Give the buffer memory within the context, and release it at the end.
+
+        `take` is called with each module once its weights are complete.
+        """
+        # Resizing the storage frees the memory and keeps all views valid: the transport has bound them.
         storage = self._buffer.untyped_storage()
         storage.resize_(self.numel * self._buffer.itemsize)
         self._take = take
@@ -65,7 +72,7 @@ class WaitingRoom:
             storage.resize_(0)
 
     def arrived(self, bucket: int) -> None:
-        """All pieces of a bucket are in place: take the modules of which it is the last."""
+        """Call `take` for each module completed by this bucket. All pieces of the bucket must be in place."""
         assert self._take is not None
         for module in self._due.get(bucket, ()):
             with self._collective():
@@ -73,9 +80,9 @@ class WaitingRoom:
 
 
 def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout) -> dict[str, tuple[int, int]]:
-    """The first and the last bucket of each module's pieces in a rank's layout; `modules` are names of storages.
+    """Return the first and the last bucket of each module's pieces in a rank's layout; `modules` map to storage names.
 
-    Raises ValueError for a module without any.
+    Raises ValueError for a module without pieces.
     """
     owners = {name: module for module, names in modules.items() for name in names}
     of_tensor: dict[str, set[str]] = defaultdict(set)
@@ -87,14 +94,15 @@ def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout)
         for owner in of_tensor.get(step.tensor.name, ()):
             found[owner] += step.buckets
     if missing := [module for module in modules if module not in found]:
-        raise ValueError(f"no tensor of the plan reaches {missing[0]}")
+        raise ValueError(f"the plan has no tensor for module {missing[0]}")
     return {module: (min(buckets), max(buckets)) for module, buckets in found.items()}
 
 
 def shared_places(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Where each of `spans`, a first bucket, a last one and a size, begins in one buffer; and the buffer's size.
+    """Return the start of each span in one buffer, and the buffer's size.
 
-    First fit. A place is free again two buckets after its last: a bucket is unpacked while the next one is copied.
+    `spans` lists (first bucket, last bucket, size) of each module. The search is first fit. A place is free again two
+    buckets after its last: a bucket is unpacked while the next one is copied.
     """
     taken: list[tuple[int, int, int]] = []
     places = [0] * len(spans)

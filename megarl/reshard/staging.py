@@ -1,7 +1,7 @@
-"""Staging memory of the transport: two slots that buckets use in turn, private or shared on one machine.
+"""Staging memory of the transport: two slots used by buckets in turn, private or shared on one machine.
 
-An exchange is: `claim` the slot, pack into it, `depart` (send), `arrive` (wait for what the others sent), unpack,
-`release`. An exchange arrives at the latest after the next one departs.
+An exchange calls `claim` (wait for the slot), packs, calls `depart` (send) and `arrive` (wait for the peers' data),
+unpacks, and calls `release`. An exchange arrives at the latest after the next one departs.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ from megarl.reshard.plan import RankBucket, RankPlan
 Value = TypeVar("Value")
 
 _END_MILLISECONDS = 1000
-"""From the end of a process's files to its own."""
+"""Time limit between the end of a process's files and the end of the process."""
 
 
 class OwnSlots:
-    """Two private slots, each for all that a rank sends and receives in a bucket."""
+    """Two private slots, each for all elements sent and received by a rank in one bucket."""
 
     def __init__(
         self, plan: RankPlan, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
@@ -45,12 +45,14 @@ class OwnSlots:
         self._travelling: deque[dist.Work] = deque()
 
     def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """The views of an exchange: elements to send, and those received from each rank."""
+        """Return the slot views of an exchange: elements to send [sent], and the received elements [received] of each
+        rank.
+        """
         outgoing, incoming = self._parts(exchange)
         return outgoing, incoming.split(self._splits[exchange][1])
 
     def claim(self, exchange: int) -> None:
-        """Nothing to wait for: the slot's earlier exchange has arrived on all ranks."""
+        """Return at once: `arrive` has already waited for the slot's earlier exchange."""
 
     def depart(self, exchange: int) -> None:
         sent, received = self._splits[exchange]
@@ -62,21 +64,23 @@ class OwnSlots:
         bridge.wait(self._travelling.popleft(), self._group, is_on_host=self._slots[0].is_cpu)
 
     def release(self) -> None:
-        """Nothing to tell: the slot is private."""
+        """Return at once: no peer reads a private slot."""
 
     def _parts(self, exchange: int) -> tuple[Tensor, Tensor]:
-        """The parts of a slot: elements sent in an exchange, then elements received."""
+        """Return the parts of a slot: elements [sent], then elements [received]."""
         sent, received = map(sum, self._splits[exchange])
         slot = self._slots[exchange % 2]
         return slot.narrow(0, 0, sent), slot.narrow(0, sent, received)
 
 
 class SharedSlots:
-    """Two shared slots for what a rank sends in a bucket; its peers map them and unpack from there.
+    """Two shared-memory slots for the elements sent by a rank. Its peers map the memory and unpack from there.
 
-    Beside the slots: exchanges that the rank has packed, exchanges that it has read, and 1 once it has left.
+    A head page stores three int64 counters: exchanges packed by the rank, exchanges read by it, and 1 after it left.
     """
 
+    # A whole page keeps the slots aligned. The limit of half an hour is far above any exchange: a dead peer is noticed
+    # sooner through its pidfd.
     _HEAD_BYTES = mmap.PAGESIZE
     _PATIENCE_SECONDS = 1800.0
 
@@ -86,12 +90,14 @@ class SharedSlots:
         self._sent, self._received = zip(*(splits(plan, bucket) for bucket in exchanged), strict=True)
         numel = max(map(sum, self._sent))
         self._ended = select.poll()
+        # A memfd has no name, so no file remains after a crash. Peers open it through /proc/PID/fd, before it is
+        # closed.
         file = os.memfd_create("megarl-reshard")
         try:
             os.ftruncate(file, self._HEAD_BYTES + 2 * numel * dtype.itemsize)
             peers = gathered((os.getpid(), file, numel, self._sent), group)
             maps = self._map([(process, number) for process, number, *_ in peers])
-            gathered(None, group)  # all have mapped it
+            gathered(None, group)  # A barrier: all peers must have mapped the file before it is closed.
         finally:
             os.close(file)
         self._counts = [torch.frombuffer(m, dtype=torch.int64, count=3).numpy() for m in maps]
@@ -106,7 +112,10 @@ class SharedSlots:
         self._nothing = torch.empty(0, dtype=dtype)
 
     def _map(self, files: Sequence[tuple[int, int]]) -> list[mmap.mmap]:
-        """Map the peers' files, each a process and its descriptor; from now on `_ended` tells of a peer's end."""
+        """Map the peers' files, each given as process id and file descriptor.
+
+        `_ended` signals a peer's end from then on.
+        """
         watched: list[int] = []
         weakref.finalize(self, _close_all, watched)
         try:
@@ -117,13 +126,16 @@ class SharedSlots:
         except (FileNotFoundError, ProcessLookupError) as error:
             raise PeerGoneError(f"a rank of the reshard has ended or left: {error}") from error
         except PermissionError as error:
-            # What has just ended, and is not yet waited for, belongs to root.
+            # Linux gives the /proc files of a zombie process to root, so a peer that just died looks like a refused
+            # permission.
             if self._ended.poll(_END_MILLISECONDS):
                 raise PeerGoneError("a rank of the reshard has ended") from error
             raise
 
     def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """The views of an exchange: elements to send, and those of each rank's slot for this rank."""
+        """Return the views of an exchange: elements to send [sent], and each rank's elements for this one
+        [received].
+        """
         messages = [self._nothing] * len(self._slots)
         for rank, numel in enumerate(self._received[exchange]):
             if numel:
@@ -132,9 +144,10 @@ class SharedSlots:
         return self._slots[self._rank][exchange % 2][:sent] if sent else self._nothing, messages
 
     def claim(self, exchange: int) -> None:
-        """Wait until all readers of the slot's earlier exchange have read it."""
+        """Wait until all readers have read the slot's earlier exchange."""
         packed = self._counts[self._rank][0]
-        # The last exchange before may have been in either slot.
+        # A later exchange may leave the one before unread: it is in the other slot. The first of a reshard may not,
+        # because the last exchange of the reshard before may have used either slot.
         self._wait(self._readers, lambda rank: self._counts[rank][1] >= packed - (exchange > 0))
 
     def depart(self, exchange: int) -> None:
@@ -152,9 +165,12 @@ class SharedSlots:
         for rank in ranks:
             while not is_ready(rank):
                 time.sleep(nap)
+                # The first check does not sleep at all. After it, 50 microseconds keep the latency low without a busy
+                # loop.
                 nap = 5e-5
                 if self._ended.poll(0):
                     raise PeerGoneError("a rank of the reshard has ended")
+                # A peer may leave after its last exchange is complete, so readiness is checked again.
                 if self._counts[rank][2] and not is_ready(rank):
                     raise PeerGoneError(f"rank {rank} has left the reshard")
                 bridge.check(self._group)
@@ -163,6 +179,7 @@ class SharedSlots:
 
 
 def _tell_left(counts: NDArray[np.int64]) -> None:
+    """Mark in the shared counters that this rank left."""
     counts[2] = 1
 
 
@@ -177,7 +194,10 @@ def _mapped(file: Path) -> mmap.mmap:
 
 
 def is_one_machine(is_willing: bool, group: dist.ProcessGroup | None) -> bool:
-    """Whether all ranks are willing, and one user's on one machine that keeps the order of stores. A collective."""
+    """Return whether all ranks are willing and run on one machine for one user. A collective.
+
+    Shared slots need x86-64: it makes stores visible in program order, so the counters need no memory fence.
+    """
     is_ordered = platform.machine() in ("x86_64", "AMD64")
     names = Path("/proc/sys/kernel/random/boot_id").read_text(), os.readlink("/proc/self/ns/pid"), os.getuid()
     machines = set(gathered(names if is_willing and is_ordered else None, group))
@@ -185,12 +205,12 @@ def is_one_machine(is_willing: bool, group: dist.ProcessGroup | None) -> bool:
 
 
 def gathered(value: Value, group: dist.ProcessGroup | None = None) -> list[Value]:
-    """Every rank's value, by rank. A collective."""
+    """Return every rank's value, by rank. A collective."""
     return signed.gather(value, group, purpose="weights")
 
 
 def splits(plan: RankPlan, bucket: RankBucket) -> tuple[list[int], list[int]]:
-    """Elements sent to and received from each rank."""
+    """Return the elements sent to and received from each rank."""
     sent, received = [0] * plan.num_ranks, [0] * plan.num_ranks
     for t in bucket.sends:
         sent[t.destination_rank] += t.numel

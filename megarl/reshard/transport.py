@@ -1,8 +1,9 @@
 """The transport: executes a rank's part of a plan on live tensors, any number of times.
 
-Per bucket: remote elements are packed and sent in one exchange; meanwhile local elements are copied in place and the
-bucket before is unpacked. CPU ranks of one machine pack into shared memory, from which their peers unpack. Destinations
-are written in place and never rebound, since CUDA graphs have their addresses. Staging memory: two buckets.
+For each bucket, remote elements are packed and sent in one exchange. Meanwhile local elements are copied in place and
+the previous bucket is unpacked. CPU ranks on one machine pack into shared memory, and their peers unpack from there.
+Destinations are written in place and never rebound, because CUDA graphs hold their addresses. Staging memory: two
+buckets.
 """
 
 from __future__ import annotations
@@ -23,24 +24,25 @@ from megarl.reshard.plan import RankPlan, Transfer, View
 from megarl.reshard.staging import OwnSlots, SharedSlots, is_one_machine
 
 _SMALL_BYTES = 1 << 20
-"""Copies smaller than this are launched together: on a GPU the launch takes longer than the copy."""
+"""Copies smaller than this share one launch: on a GPU the launch takes longer than the copy."""
 _BITS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 @dataclass(slots=True)
 class _Copies:
-    """Destination views and the source views that fill them, pair by pair."""
+    """Destination views paired with the source views copied into them."""
 
     tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Pairs that are copied by one launch."""
+    """Pairs copied together by one launch."""
     on_cpu: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, destination: Tensor, source: Tensor) -> None:
         if destination.dtype != source.dtype:
             self.tensors.append((destination, source))
             return
-        # A strided copy moves element by element: the wider the elements, the fewer.
+        # A strided copy moves element by element: the wider the elements, the fewer. Views as int64 fail (RuntimeError)
+        # if a stride or offset is not a multiple of 8 bytes.
         bits = next(b for b in _BITS if b.itemsize == destination.itemsize)
         destination, source = destination.view(bits), source.view(bits)
         with suppress(RuntimeError):
@@ -53,14 +55,15 @@ class _Copies:
         (self.small if is_small else self.tensors).append((destination, source))
 
     def run(self) -> None:
-        # The C library's copy of long rows does not read what it overwrites, as torch's does: nearly twice as fast.
-        # Arrays live no longer than the copy: storages are emptied and filled again elsewhere when memory is lent.
+        # numpy's copy of long rows is nearly twice as fast: unlike torch's, it does not first read the memory it
+        # overwrites. The arrays must not outlive the copy: storages are emptied and refilled elsewhere when memory is
+        # lent.
         for destination, source in self.on_cpu:
             np.copyto(np.from_dlpack(destination), np.from_dlpack(source))
         for pairs in (self.tensors, self.small):
             if pairs:
                 destinations, sources = zip(*pairs, strict=True)
-                # torch has no public name for it.
+                # torch 2.13 has no public function for many copies in one launch.
                 torch._foreach_copy_(destinations, sources)  # pyright: ignore[reportPrivateImportUsage]
 
 
@@ -72,17 +75,18 @@ class _Step:
     pack: _Copies
     unpack: _Copies
     exchange: int | None
-    """Its index among the exchanges of a reshard; None: no rank sends anything."""
+    """Its index among the exchanges of a reshard. None if no rank sends anything."""
 
 
 class Transport:
-    """A rank's plan bound to its storages: `reshard` moves the weights.
+    """A rank's plan bound to its storages; `reshard` moves the weights.
 
-    `sources` and `destinations` are contiguous tensors by storage name, read and written in place; they must keep
-    their memory. `dtype` is the type of sent elements, of the plan's item size and the same on all ranks; values are
-    cast where a storage has another. Rank i of the plan is rank i of `group`. The constructor is a collective where
-    ranks exchange anything; `shared_memory` lets CPU ranks of one machine exchange through it. Raises ValueError for a
-    storage that is missing or too small.
+    `sources` and `destinations` map storage names to contiguous tensors. They are read and written in place and must
+    keep their memory. `dtype` is the type of sent elements. It has the plan's item size and is the same on all ranks.
+    Values are cast where a storage has another type. Rank i of the plan is rank i of `group`.
+
+    The constructor is a collective if ranks exchange anything. `shared_memory` allows exchanges through shared memory
+    between CPU ranks of one machine. Raises ValueError for a storage that is missing or too small.
     """
 
     def __init__(
@@ -96,12 +100,15 @@ class Transport:
         shared_memory: bool = True,
         arrived: Callable[[int], None] | None = None,
     ) -> None:
-        """`arrived` is called with each bucket, in order, once all its elements that this rank takes are in place."""
+        """Bind the plan.
+
+        `arrived` is called with each bucket, in order, once all its elements for this rank are in place.
+        """
         if dtype.itemsize != plan.itemsize:
-            raise ValueError(f"the plan counts {plan.itemsize} bytes an element, {dtype} has {dtype.itemsize}")
+            raise ValueError(f"the plan expects {plan.itemsize} bytes per element, but {dtype} has {dtype.itemsize}")
         is_exchanged = any(b.is_exchanged for b in plan.buckets)
         if is_exchanged and dist.get_world_size(group) != plan.num_ranks:
-            raise ValueError(f"the plan is for {plan.num_ranks} ranks, the group has {dist.get_world_size(group)}")
+            raise ValueError(f"the plan is for {plan.num_ranks} ranks, but the group has {dist.get_world_size(group)}")
         self._arrived, self._group = arrived, group
         self._device = device_of([*sources.values(), *destinations.values()])
         is_shared = is_exchanged and is_one_machine(shared_memory and self._device.type == "cpu", group)
@@ -118,9 +125,9 @@ class Transport:
     def reshard(self) -> dict[str, float]:
         """Move all weights, in lockstep with the other ranks.
 
-        Returns seconds spent packing, waiting for the wire, copying locally and unpacking (`pack_seconds`,
-        `wire_seconds`, `local_seconds`, `unpack_seconds`), their wall time `total_seconds`, and bytes `local`,
-        `sent`, `received`. With `arrived` also seconds spent there, `quantise_seconds`.
+        Returns the seconds spent packing, waiting for the wire, copying locally and unpacking (`pack_seconds`,
+        `wire_seconds`, `local_seconds`, `unpack_seconds`). Also returns their wall time `total_seconds`, and the bytes
+        `local_bytes`, `sent_bytes` and `received_bytes`. With `arrived`, `quantise_seconds` is the time spent there.
         """
         clock = _Clock(self._device)
         travelling: _Step | None = None
@@ -136,6 +143,7 @@ class Transport:
                 step.local.run()
             self._unpack(travelling, clock)
             travelling = step if step.exchange is not None else None
+            # The call trails one bucket behind: remote elements of the previous bucket were unpacked only now.
             self._tell_arrived(number - 1, clock)
         self._unpack(travelling, clock)
         self._tell_arrived(len(self._steps) - 1, clock)
@@ -144,6 +152,7 @@ class Transport:
         return seconds | self._bytes
 
     def _tell_arrived(self, bucket: int, clock: _Clock) -> None:
+        """Call `arrived` for a bucket and time the call."""
         if self._arrived is not None:
             with clock.stage("quantise"):
                 self._arrived(bucket)
@@ -158,17 +167,21 @@ class Transport:
 
 
 def device_of(storages: Sequence[Tensor]) -> torch.device:
-    """The device of a rank's exchanges: its accelerator if a storage is there.
+    """Return the device of a rank's exchanges: the accelerator holding one of its storages [*shape], else the CPU.
 
-    A rank without storages takes `platform.device.current()`, so that it joins the collectives of the other ranks: the
-    name of the world's backend does not tell which device they use.
+    A rank without storages uses `platform.device.current()`. It thus joins the collectives of the other ranks on the
+    right device: the name of the world's backend does not determine the device.
     """
     others = torch.device("cpu") if storages else device.current()
     return next((storage.device for storage in storages if storage.is_cuda), others)
 
 
 def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -> Tensor:
-    """The tensor of a plan's view, sharing the storage's memory. Raises ValueError for a storage that does not fit."""
+    """Return the tensor [*shape] of a plan's view, sharing the memory of `storage` [*any].
+
+    Raises ValueError if the view exceeds the storage, or if the storage is not contiguous.
+    """
+    # `as_strided` itself checks no bounds of the parameter: it would read the neighbouring memory of a shared storage.
     last = view.offset + sum((n - 1) * s for n, s in zip(shape, view.strides, strict=True))
     if not storage.is_contiguous() or last >= storage.numel():
         raise ValueError(
@@ -181,6 +194,8 @@ def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -
 def _bind(
     plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], slots: OwnSlots | SharedSlots
 ) -> Iterator[_Step]:
+    """Yield each bucket with views of its storages and slots."""
+
     def source(t: Transfer) -> Tensor:
         return strided_view(_storage(sources, t.source.storage), t.source, t.shape, t.name)
 
@@ -200,6 +215,7 @@ def _bind(
         for t in bucket.sends:
             pack.add(outgoing.narrow(0, start, t.numel).view(t.shape), source(t))
             start += t.numel
+        # The elements of one sender follow each other in the order of the plan, on both sides.
         starts = [0] * plan.num_ranks
         for t in bucket.receives:
             start = starts[t.source_rank]
@@ -211,12 +227,12 @@ def _bind(
 
 def _storage(storages: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in storages:
-        raise ValueError(f"the plan needs storage {name}, which this rank does not have")
+        raise ValueError(f"the plan needs storage {name}, but this rank does not have it")
     return storages[name]
 
 
 class _Clock:
-    """Seconds by stage: of the host on a CPU, of the stream on CUDA, where launches are asynchronous."""
+    """Seconds by stage: host time on a CPU, stream time on CUDA, because CUDA launches are asynchronous."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
@@ -239,7 +255,8 @@ class _Clock:
 
     def seconds(self) -> dict[str, float]:
         if self._device.type == "cuda":
-            # What others work at on the device meanwhile is not waited for.
+            # Synchronise this stream only: other streams may do unrelated work, and waiting for it would distort the
+            # times.
             torch.cuda.current_stream(self._device).synchronize()
         for name, start, stop in self._events:
             self._host[name] += start.elapsed_time(stop) / 1000

@@ -1,8 +1,8 @@
-"""Verification of a reshard: checksums of the trainers' live parameters against those of the engines'.
+"""Verification of a reshard: checksums of the trainers' live parameters, compared with the engines' live parameters.
 
-The source rank of a copy computes the checksum of its elements and sends it; the destination rank computes its own from
-the live parameter. No weights are sent again, but for those that an engine quantises: it takes their checksums as they
-arrive, and compares what it makes of them with the live ones.
+The source rank of a copy computes the checksum of its elements and sends it. The destination rank computes its own
+checksum from the live parameter. Only weights quantised by an engine are sent again. The engine takes their checksums
+on arrival, quantises them again and compares the result with its live parameters.
 """
 
 from __future__ import annotations
@@ -19,6 +19,8 @@ from megarl.reshard.plan import RankPlan, Transfer
 from megarl.reshard.transport import device_of, strided_view
 from megarl.types import MegarlError
 
+# Checksums need int64 copies of the elements: chunks of 1 Mi elements limit this to 16 MiB. The radix is Knuth's
+# multiplier of the MMIX linear congruential generator: odd, so multiplication loses no bits.
 _CHUNK = 1 << 20
 _RADIX = 6364136223846793005
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -34,11 +36,12 @@ def verify(
     taken: Mapping[Transfer, Tensor] | None = None,
     differing: Sequence[str] = (),
 ) -> None:
-    """Compare every copy of a rank's plan with its source. A collective.
+    """Compare every copy [*shape] of a rank's plan with its source. A collective.
 
-    `sources`, `destinations`, `dtype` and `group` are those of the plan's `Transport`. `taken` are checksums of copies
-    to this rank that are no longer where they arrived, `differing` the live parameters that are not what is made of
-    them. Raises MegarlError, on all ranks the same, with the first live parameter that differs.
+    `sources`, `destinations`, `dtype` and `group` are the arguments of the plan's `Transport`. `taken` maps copies to
+    this rank to checksums taken earlier, for elements no longer at their destination. `differing` lists live parameters
+    found different from the quantised weights. Raises MegarlError on all ranks, naming the first live parameter that
+    differs.
     """
 
     copies, expected, found = copy_checksums(plan, sources, destinations, dtype=dtype, group=group, taken=taken)
@@ -67,9 +70,10 @@ def copy_checksums(
     group: dist.ProcessGroup | None = None,
     taken: Mapping[Transfer, Tensor] | None = None,
 ) -> tuple[list[Transfer], Tensor, Tensor]:
-    """The copies to this rank, with the checksums of their sources and of their destinations. A collective.
+    """Return the copies to this rank, the checksums of their sources, and those of their destinations. A collective.
 
-    Both are int64 [copies], on the device of this rank's tensors; those in `taken` are not computed.
+    Both checksum tensors are int64 [copies], on the device of this rank's tensors. Checksums found in `taken` are not
+    computed again.
     """
 
     def at_source(t: Transfer) -> Tensor:
@@ -82,7 +86,8 @@ def copy_checksums(
 
     device = device_of([*sources.values(), *destinations.values()])
     local = [t for bucket in plan.buckets for t in bucket.local]
-    # Buckets list the copies between two ranks in the same order on both, and so does a stable sort of all buckets.
+    # Checksums travel without names, so both ranks must order them alike. Buckets list the copies between two ranks in
+    # the same order on both, and a stable sort keeps this order.
     sends = sorted((t for bucket in plan.buckets for t in bucket.sends), key=lambda t: t.destination_rank)
     receives = sorted((t for bucket in plan.buckets for t in bucket.receives), key=lambda t: t.source_rank)
     incoming = _exchange(plan, sends, receives, _stacked(map(at_source, sends), device), group)
@@ -91,11 +96,14 @@ def copy_checksums(
 
 
 def checksum(values: Tensor, dtype: torch.dtype) -> Tensor:
-    """A 64-bit checksum, int64 [], of the elements cast to `dtype`, sensitive to each element and to their order."""
+    """Return a 64-bit checksum, int64 scalar, of `values` [*shape] cast to `dtype`.
+
+    It is sensitive to each element and to the order of the elements.
+    """
     bits = values.to(dtype).contiguous().flatten().view(_INTEGERS[dtype.itemsize])
     total = torch.zeros((), dtype=torch.int64, device=values.device)
     for part in bits.split(_CHUNK):
-        # Integer overflow wraps; odd multipliers make every element count in all 64 bits.
+        # Integer overflow wraps around. Odd multipliers make every element count in all 64 bits.
         multipliers = _multipliers(values.device).narrow(0, 0, len(part))
         total = total * _RADIX + (part.to(torch.int64) * multipliers).sum()
     return total
@@ -103,6 +111,7 @@ def checksum(values: Tensor, dtype: torch.dtype) -> Tensor:
 
 @cache
 def _multipliers(device: torch.device) -> Tensor:
+    # The odd numbers, times the radix in hexadecimal, spread small differences over all 64 bits.
     return torch.arange(1, 2 * _CHUNK, 2, device=device) * 0x5851F42D4C957F2D
 
 
@@ -113,7 +122,7 @@ def _exchange(
     outgoing: Tensor,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """The sources' checksums of the copies that this rank received: int64 [receives]."""
+    """Return the sources' checksums of the copies received by this rank: int64 [receives]."""
     if plan.num_ranks == 1:
         return outgoing
     counts = [[0] * plan.num_ranks, [0] * plan.num_ranks]
@@ -121,7 +130,7 @@ def _exchange(
         counts[0][t.destination_rank] += 1
     for t in receives:
         counts[1][t.source_rank] += 1
-    # A rank without copies takes part too, and its empty tensors decide which backend it takes part in.
+    # A rank without copies must take part too. The device of its empty tensors selects the backend (gloo or NCCL).
     incoming = torch.empty(len(receives), dtype=torch.int64, device=outgoing.device)
     work = dist.all_to_all_single(incoming, outgoing, counts[1], counts[0], group, async_op=True)
     bridge.finish(work, group, is_on_host=incoming.is_cpu)
@@ -129,6 +138,6 @@ def _exchange(
 
 
 def _stacked(checksums: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Checksums as int64 [number of checksums], also of none."""
+    """Return checksums as int64 [num_checksums], also for none."""
     stacked = list(checksums)
     return torch.stack(stacked).to(device) if stacked else torch.zeros(0, dtype=torch.int64, device=device)

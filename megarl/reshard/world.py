@@ -1,7 +1,7 @@
 """The layouts of all ranks, stored once per kind of tensor instead of once per rank.
 
-Tensors of one kind are held alike by the same ranks; only their layer and expert numbers differ. The cost of a plan
-made over kinds is that of one rank's own pieces, whatever the number of ranks.
+Tensors of one kind are held alike by the same ranks; only their layer and expert numbers differ. Planning by kind costs
+no more than one rank's own pieces, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from megarl.reshard.boxes import Box, Layout, Piece
 
 
 class StorageSlot(NamedTuple):
-    """The storages of a kind of tensor: a name with `{layer}` and `{expert}`, numbered from the rank's first ones."""
+    """The storages of one kind of tensor: a name with `{layer}` and `{expert}`, numbered from the rank's first ones."""
 
     storage: str
     first_layer: int = 0
     first_expert: int = 0
     expert_step: int = 0
-    """Elements from one expert to the next in a storage that stacks experts."""
+    """Elements from one expert to the next, in a storage stacking experts."""
 
     def of(self, tensor: TensorName) -> tuple[str, int]:
-        """The name of a tensor's storage, and what its expert adds to an offset."""
+        """Return the name of a tensor's storage, and the offset added for its expert."""
         expert = tensor.expert - self.first_expert
         return self.storage.format(layer=tensor.layer - self.first_layer, expert=expert), expert * self.expert_step
 
 
 class Holding(NamedTuple):
-    """Indices `start` to `stop` of a tensor and the ranks (ascending) that have them, all at the same place."""
+    """Indices `start` to `stop` of a tensor, and the ranks (ascending) storing them, all at the same place."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -46,21 +46,21 @@ class Holding(NamedTuple):
 
 
 class Layouts(Sequence[Layout]):
-    """All ranks' layouts: a sequence by rank, made on demand, and the holdings by tensor.
+    """The layouts of all ranks: a sequence by rank, made on demand, with the holdings by tensor.
 
-    Layouts with an equal `repr` are equal.
+    Layouts with an equal `repr` are equal: `Plan.digest` relies on it.
     """
 
     @cached_property
     def tensors(self) -> Sequence[TensorName]:
-        """Every tensor that some rank holds, by layer, template and expert."""
+        """Return every tensor held by some rank, by layer, template and expert."""
         raise NotImplementedError
 
     @abstractmethod
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
-        """The holdings of a tensor: the same object for all tensors of a kind."""
+        """Return the holdings of a tensor. All tensors of a kind share one object."""
 
-    # Nobody takes a slice of all ranks' layouts.
+    # `Sequence` also declares slices; no caller takes a slice of all ranks' layouts.
     def __getitem__(self, rank: int) -> Layout:  # pyright: ignore[reportIncompatibleMethodOverride]
         if not 0 <= rank < len(self):
             raise IndexError(rank)
@@ -73,12 +73,12 @@ class Layouts(Sequence[Layout]):
 
 
 class PlacedLayouts(Layouts):
-    """Layouts of consecutive ranks, the first of which is rank `first` of `num_ranks`; the others hold nothing."""
+    """Layouts of consecutive ranks, starting at rank `first` of `num_ranks`. All other ranks hold nothing."""
 
     def __init__(self, layouts: Layouts, first: int, num_ranks: int) -> None:
-        assert first + len(layouts) <= num_ranks, f"{len(layouts)} ranks from {first} on are not among {num_ranks}"
+        assert first + len(layouts) <= num_ranks, f"{len(layouts)} ranks from rank {first} on exceed {num_ranks} ranks"
         self._layouts, self._first, self._num_ranks = layouts, first, num_ranks
-        # The holdings of a kind of tensor are one object; it is kept, so that its id stays its own.
+        # All tensors of a kind share one holdings object. It is retained here, so that its id is not reused.
         self._placed: dict[int, tuple[tuple[Holding, ...], tuple[Holding, ...]]] = {}
 
     @cached_property
@@ -106,7 +106,7 @@ def _moved(ranks: Sequence[int], by: int) -> Sequence[int]:
 
 
 class ListedLayouts(Layouts):
-    """Layouts given as lists of pieces, recorded or read."""
+    """Layouts given as lists of pieces, recorded from a live model or read from files."""
 
     def __init__(self, layouts: Sequence[Layout]) -> None:
         self._num_ranks = len(layouts)

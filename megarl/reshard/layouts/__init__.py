@@ -1,5 +1,5 @@
-"""Layouts of live parameters: which boxes of which Hugging Face tensors a rank has.
+"""Layouts of live parameters: the boxes of Hugging Face tensors held by each rank.
 
-Trainers: `megatron`, computed from sizes and coordinates. Engines: `vllm`, recorded from vLLM's own
-loader, and `vllm_computed`, the same without a vLLM. Layouts of files are in `megarl.checkpoint`.
+Trainers: `megatron`, computed from sizes and coordinates. Engines: `vllm`, recorded from vLLM's own loader, and
+`vllm_computed`, computed without a vLLM. Layouts of files are in `megarl.checkpoint`.
 """

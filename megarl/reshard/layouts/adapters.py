@@ -1,4 +1,4 @@
-"""The layouts of LoRA adapters: split over ranks, stages and chunks like the linears that they belong to."""
+"""The layouts of LoRA adapters. They are split over ranks, stages and chunks like the linear layers they belong to."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.reshard.layouts.megatron import MegatronLayouts
 
 @dataclass(frozen=True)
 class AdapterLayouts(MegatronLayouts):
-    """The layouts of all trainer ranks' adapters."""
+    """The layouts of all trainer ranks' adapters. `rank` is the LoRA rank."""
 
     targets: tuple[str, ...] = ()
     rank: int = 0
@@ -30,7 +30,7 @@ class AdapterLayouts(MegatronLayouts):
 
 
 def adapter_layouts(base: MegatronLayouts, targets: tuple[str, ...], rank: int) -> AdapterLayouts:
-    """The layouts of the adapters of these targets; `base` is the model's, `rank` LoRA's."""
+    """Return the layouts of the adapters of these targets; `base` is the model's layout, `rank` the LoRA rank."""
     return AdapterLayouts(
         base.model, base.parallel, base.padded_vocab_size, base.transformer_engine, targets=targets, rank=rank
     )

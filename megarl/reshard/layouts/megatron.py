@@ -1,7 +1,7 @@
 """The layouts of Megatron's parameters, computed from the model's shape and the ranks' coordinates.
 
-Neither a collective nor a model is needed, so each rank knows all ranks' layouts; `check_against` compares one with a
-live model.
+The computation needs neither a collective nor a model, so each rank knows the layouts of all ranks. `check_against`
+compares one of them with a live model.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from megarl.types import ConfigError
 def megatron_layouts(
     model: ModelShape, parallel: ParallelConfig, *, padded_vocab_size: int, transformer_engine: bool = False
 ) -> MegatronLayouts:
-    """The layouts of all trainer ranks, in rank order."""
+    """Return the layouts of all trainer ranks, in rank order."""
     return MegatronLayouts(model, parallel, padded_vocab_size, transformer_engine)
 
 
 def parameter_shapes(layouts: MegatronLayouts, coordinates: Coordinates) -> dict[str, tuple[int, ...]]:
-    """Local shapes of a rank's parameters by name, vocabulary padding included, in the order of the model."""
+    """Return the local shapes of a rank's parameters by name, in the order of the model, with vocabulary padding."""
     shapes = {}
     per_rank = layouts.model.num_experts // layouts.parallel.ep
     experts = range(coordinates.ep * per_rank, (coordinates.ep + 1) * per_rank)
@@ -48,12 +48,12 @@ def parameter_shapes(layouts: MegatronLayouts, coordinates: Coordinates) -> dict
 
 
 def chunk_prefix(chunk: int, vpp: int) -> str:
-    """The prefix of the parameter names of a model chunk; empty where a stage has one chunk."""
+    """Return the prefix of the parameter names of a model chunk; empty if a stage has one chunk."""
     return f"chunk{chunk}." if vpp > 1 else ""
 
 
 def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, Any]) -> None:
-    """Compare a live model's parameters with `parameter_shapes`. Raises ConfigError with the first that differs."""
+    """Compare a live model's parameters with `parameter_shapes`. Raises ConfigError naming the first that differs."""
     for name, value in live.items():
         if name not in shapes:
             raise ConfigError(f"Megatron parameter {name} {tuple(value.shape)} has no rule in the family's table.")
@@ -79,9 +79,9 @@ class ModelChunk(NamedTuple):
 class MegatronLayouts(Layouts):
     """The layouts of all trainer ranks.
 
-    `padded_vocab_size` is Megatron's (a multiple of tp); rows of padding are in no box. With `transformer_engine`,
-    fused norms and grouped experts have that library's names. Names begin with `chunk_prefix`. Raises ConfigError if a
-    size does not divide.
+    `padded_vocab_size` is Megatron's (a multiple of tp); padding rows belong to no box. With `transformer_engine`,
+    fused norms and grouped experts have Transformer Engine's names. Names begin with `chunk_prefix`. Raises ConfigError
+    if a size does not divide.
     """
 
     model: ModelShape
@@ -111,6 +111,7 @@ class MegatronLayouts(Layouts):
         chunk = self.chunk(tensor.layer) if tensor.layer >= 0 else None
         expert = bool(rules) and rules[0].is_expert
         ep = tensor.expert * self.parallel.ep // self.model.num_experts if expert else 0
+        # Equal keys must give one object: plans identify a kind of tensor by the id of its holdings.
         key = (tensor.template, chunk, ep)
         if key not in self._made:
             self._made[key] = tuple(
@@ -122,14 +123,18 @@ class MegatronLayouts(Layouts):
         return self._made[key]
 
     def slot(self, rule: Rule, chunk: ModelChunk, ep: int) -> StorageSlot:
-        """The storage of a rule in a model chunk, on the ranks of an expert-parallel coordinate."""
+        """Return the storage of a rule in a model chunk, on the ranks of one expert-parallel coordinate."""
         own = rule.transformer_engine if self.transformer_engine and rule.transformer_engine else rule.parameter
         first_expert = ep * (self.model.num_experts // self.parallel.ep) if rule.is_expert else 0
         return StorageSlot(chunk_prefix(chunk.vp_stage, self.parallel.vpp) + own, chunk.first_layer, first_expert)
 
     def cut(self, rule: Rule) -> tuple[int, ...]:
-        """Length of a rank's part of each block along the split dimension. Raises ConfigError for a remainder."""
+        """Return the length of a rank's part of each block along the split dimension.
+
+        Raises ConfigError for a remainder.
+        """
         lengths = [sum(segment.stop - segment.start for segment in block) for block in rule.blocks]
+        # Megatron splits the padded vocabulary. The real rows then end inside the last ranks' parts.
         lengths = [self.padded_vocab_size] if rule.padded else lengths
         splits = self.splits(rule)
         for length in lengths:
@@ -140,7 +145,7 @@ class MegatronLayouts(Layouts):
         return tuple(length // splits for length in lengths)
 
     def splits(self, rule: Rule) -> int:
-        """The number of ranks that a parameter is split over."""
+        """Return the number of ranks that share a parameter."""
         return 1 if rule.dim is None else self.parallel.etp if rule.is_expert else self.parallel.tp
 
     @cached_property
@@ -161,7 +166,7 @@ class MegatronLayouts(Layouts):
 
     @cached_property
     def chunks(self) -> tuple[ModelChunk, ...]:
-        """All model chunks in the order of the layers: each stage's first, then each stage's second."""
+        """Return all model chunks in layer order: the first chunk of each stage, then the second of each stage."""
         pp, vpp = self.parallel.pp, self.parallel.vpp
         size = self.model.num_layers // (pp * vpp)
         return tuple(ModelChunk(i % pp, i // pp, i * size, size) for i in range(pp * vpp))
@@ -170,12 +175,14 @@ class MegatronLayouts(Layouts):
         return self.chunks[layer * len(self.chunks) // self.model.num_layers]
 
     def chunks_of(self, rule: Rule) -> tuple[ModelChunk, ...]:
+        """Return the chunks containing a parameter that is not part of a layer."""
+        # A model with tied embeddings has a second copy of them on the last stage, if there are several stages.
         if rule.place == "last_of_several_stages":
             return self.chunks[-1:] if self.parallel.pp > 1 else ()
         return {"first_stage": self.chunks[:1], "last_stage": self.chunks[-1:]}[rule.place]
 
     def _holdings(self, rule: Rule, template: str, chunk: ModelChunk, ep: int) -> Iterator[Holding]:
-        """The holdings of one tensor of a rule."""
+        """Yield the holdings of one tensor of a rule."""
         dim, parts, shape = rule.dim or 0, self.cut(rule), dict(rule.tensors)[template]
         place, strides = self.slot(rule, chunk, ep), contiguous_strides(_local_shape(rule, parts))
         for split in range(self.splits(rule)):
@@ -186,6 +193,8 @@ class MegatronLayouts(Layouts):
                 for segment in block:
                     length = segment.stop - segment.start
                     start, stop = max(position, low), min(position + length, low + part)
+                    # A fused parameter alternates segments of several tensors. Only the overlap of a segment with this
+                    # rank's part counts.
                     if start < stop and segment.tensor == template:
                         corner, end = [0] * len(shape), list(shape)
                         corner[dim], end[dim] = segment.start + start - position, segment.start + stop - position
@@ -196,10 +205,13 @@ class MegatronLayouts(Layouts):
 
     @cached_property
     def ranks(self) -> dict[tuple[bool, int, int, int | None], tuple[int, ...]]:
-        """(experts?, stage, expert-parallel coordinate, tensor-parallel coordinate or None for all) -> ranks."""
+        """Return the ranks by (experts?, stage, expert-parallel coordinate, tensor-parallel coordinate or None for
+        all).
+        """
         ranks: dict[tuple[bool, int, int, int | None], list[int]] = {}
         for rank in range(self.parallel.world_size):
             at = self.parallel.coordinates(rank)
+            # Dense parameters exist on all expert-parallel ranks alike, so their coordinate is always 0.
             for of_experts, ep, split in ((False, 0, at.tp), (True, at.ep, at.etp)):
                 for key in ((of_experts, at.pp, ep, split), (of_experts, at.pp, ep, None)):
                     ranks.setdefault(key, []).append(rank)

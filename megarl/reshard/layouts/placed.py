@@ -1,4 +1,4 @@
-"""Sources and destinations of the live reshard on all its ranks, whether or not trainer and engines share them."""
+"""Sources and destinations of the live reshard on all its ranks, with shared or separate trainer and engine ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.reshard.world import Layouts, PlacedLayouts
 
 
 class Ends(NamedTuple):
-    """The trainer's and the engines' computed layouts, each on all ranks of the reshard; the first with an engine."""
+    """The computed layouts of the trainer and of the engines on all ranks of the reshard, and the first engine rank."""
 
     sources: Layouts
     destinations: Layouts
@@ -22,7 +22,7 @@ class Ends(NamedTuple):
 def reshard_ends(
     model: ModelShape, parallel: ParallelConfig, num_ranks: int, *, transformer_engine: bool = False
 ) -> Ends:
-    """Both ends over `num_ranks` ranks: of separate engines those of the replicas that take part."""
+    """Return both ends over `num_ranks` ranks. With separate engines, only the participating replicas count."""
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
     trainer = megatron_layouts(model, parallel, padded_vocab_size=padded, transformer_engine=transformer_engine)
     first = parallel.world_size if parallel.is_separate else 0

@@ -1,9 +1,9 @@
 """The layout of vLLM's live parameters, recorded from vLLM's own loader.
 
-`load_weights` runs once on meta tensors; every copy into a live parameter is recorded as a piece. Fused projections,
-replicated KV heads, padding and experts need no rules here. A loader that computes instead of copying is refused, with
-the parameter's name. Of a module that quantises what it loads, the layout is that of what it loads
-(`layouts.vllm_quantised`).
+`load_weights` runs once on meta tensors, and every copy into a live parameter is recorded as a piece. Fused
+projections, replicated KV heads, padding and experts thus need no rules here. A loader that computes instead of copying
+raises an error naming the parameter. For a module that quantises its weights, the layout describes the weights before
+quantisation (`layouts.vllm_quantised`).
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.layouts.vllm_quantised import UnknownKernelError, all_loadable, is_quantised, quantised_modules
 from megarl.types import MegarlError
 
+# Classes of vLLM 0.30 whose live parameters stay plain slices of checkpoint tensors after loading.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
+# Other expert backends of vLLM 0.30 permute or pad expert weights after loading.
 PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "CPU")
 
 
@@ -28,11 +30,11 @@ class DirectWriteError(MegarlError):
 
 
 def record_layout(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Layout:
-    """The pieces of a live vLLM model; `tensors` are the checkpoint's names with shapes and dtypes.
+    """Return the pieces of a live vLLM model; `tensors` maps checkpoint names to shapes and dtypes.
 
-    A piece's storage is the parameter's name in `named_parameters()`. Live values are not changed. Raises
-    DirectWriteError, with the name, for a parameter of which the loader copies or pads more or fewer elements than it
-    has. (That each element is written is tested by `Reshard.self_test`.)
+    A piece's storage is the parameter's name in `named_parameters()`. Live values do not change. Raises
+    DirectWriteError, with the name, if the loader copies or pads more or fewer elements of a parameter than it has.
+    `Reshard.self_test` checks that each element is really written.
     """
     check_direct_write(model)
     try:
@@ -42,7 +44,7 @@ def record_layout(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...],
     with all_loadable(quantised):
         recorder = _Recorder(model)
         with recorder:
-            # Every model of vLLM has this method; torch's modules declare none.
+            # Every vLLM model has this method, but torch's modules do not declare it.
             model.load_weights(recorder.sources(tensors))  # pyright: ignore[reportCallIssue]
         recorder.check_coverage({name: n for module in quantised for name, n in module.padding().items()})
     return tuple(recorder.pieces)
@@ -55,7 +57,7 @@ def check_direct_write(model: nn.Module) -> None:
         if is_quantised(module):
             continue
         if hasattr(module, "quant_method") and module.quant_method is not None and method not in PLAIN_METHODS:
-            raise DirectWriteError(f"{name}: {method} stores converted weights, which cannot be written in place")
+            raise DirectWriteError(f"{name}: {method} stores converted weights; they cannot be written in place")
         backend = getattr(getattr(module, "quant_method", None), "unquantized_backend", None)
         if backend is not None and backend.name not in PLAIN_MOE_BACKENDS:
             raise DirectWriteError(
@@ -66,7 +68,8 @@ def check_direct_write(model: nn.Module) -> None:
 
 
 def zero_padding(model: nn.Module) -> None:
-    """Zero the padding rows of the vocabulary, as vLLM's loader does; no piece covers them."""
+    """Zero the padding rows of the vocabulary, like vLLM's loader. No piece covers them."""
+    # vLLM is imported only where an engine exists: ranks that only train must not load it.
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
     for module in model.modules():
@@ -77,7 +80,7 @@ def zero_padding(model: nn.Module) -> None:
 
 
 class _Recorder(TorchDispatchMode):
-    """Records copies from the sources into live parameters, and executes no write to those."""
+    """A dispatch mode that records copies from the sources into live parameters, without executing these writes."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -85,7 +88,8 @@ class _Recorder(TorchDispatchMode):
         self._padding: dict[str, int] = defaultdict(int)
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
         self._live: dict[int, tuple[str, torch.Tensor]] = {}
-        # Some parameters are views of another's storage: the widest one stands for all.
+        # Some parameters are views of another parameter's storage. Sorted by size, the widest one comes last and
+        # replaces them.
         for name, parameter in sorted(model.named_parameters(), key=lambda item: item[1].numel()):
             self._live[_storage(parameter)] = (name, parameter)
 
@@ -101,6 +105,7 @@ class _Recorder(TorchDispatchMode):
         given = {**dict(zip(names, args, strict=False)), **kwargs}
         for argument in func._schema.arguments:
             target = given.get(argument.name)
+            # torch marks the arguments written by an operation in its schema: they show every in-place write.
             if argument.alias_info is None or not argument.alias_info.is_write or not isinstance(target, torch.Tensor):
                 continue
             if live := self._live.get(_storage(target)):
@@ -111,6 +116,7 @@ class _Recorder(TorchDispatchMode):
     def _write(self, func, live: tuple[str, torch.Tensor], target: torch.Tensor, given: dict) -> None:
         name, parameter = live
         operation = func.overloadpacket.__name__
+        # vLLM's loaders fill and zero padding only; real values always arrive through `copy_`.
         if operation in ("fill_", "zero_"):
             self._padding[name] += target.numel()
         elif operation != "copy_":
@@ -131,9 +137,9 @@ class _Recorder(TorchDispatchMode):
         return piece
 
     def check_coverage(self, unfilled: Mapping[str, int]) -> None:
-        """Raise DirectWriteError for a parameter of which more or fewer elements are written than it has.
+        """Raise DirectWriteError if more or fewer elements of a parameter are written than it has.
 
-        `unfilled` are the elements of parameters that the loader leaves to be zeroed later.
+        `unfilled` counts the elements that the loader leaves to be zeroed later, by parameter.
         """
         copied: dict[str, int] = defaultdict(int)
         for piece in self.pieces:
@@ -159,13 +165,14 @@ def _piece(
     parameter: torch.Tensor,
     target: torch.Tensor,
 ) -> Piece | None:
-    """The piece of a copy from view `source` of a contiguous tensor to view `target` of a parameter.
+    """Return the piece of a copy from a view of a contiguous tensor to a view of a parameter.
 
-    None if the source is no axis-parallel slice; its dimensions may be permuted or, where one index was selected,
-    missing.
+    `source` [*view] and `target` [*view] are these views. Returns None unless the source is an axis-parallel slice. Its
+    dimensions may be permuted. Dimensions with one selected index may be missing.
     """
     if source.shape != target.shape:
         return None
+    # A stride identifies the tensor's dimension behind each dimension of the view. Size 1 has no meaningful stride.
     dim_of_stride = {source.stride(dim): dim for dim in range(source.dim()) if source.size(dim) > 1}
     start, stop, dims = [], [], []
     for size, stride in zip(tensor.shape, contiguous_strides(tensor.shape), strict=True):

@@ -1,7 +1,7 @@
 """The layouts of vLLM's live parameters, computed from the model's shape; `layouts.vllm` records them instead.
 
-So every rank knows all engines' layouts, and a plan can be made with no rank started. Where a recorded layout differs,
-because of another model or another vLLM, the recorded one counts.
+Every rank thus knows the layouts of all engines, and a plan needs no running rank. Another model or another vLLM may
+have a different recorded layout. In this case the recorded layout is used.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from megarl.types import ConfigError
 
 
 class Part(NamedTuple):
-    """A tensor of a stack, and how it is split over ranks along the stack's split dimension."""
+    """One tensor of a stack, and its split over ranks along the stack's split dimension."""
 
     tensor: str
     split: Literal["even", "heads", "vocabulary", "copy"]
 
 
 class Stack(NamedTuple):
-    """A live parameter: parts concatenated along `dim`; with `stacks_experts` the local experts are stacked."""
+    """A live parameter: parts concatenated along `dim`. With `stacks_experts`, the local experts are stacked too."""
 
     storage: str
     dim: int
@@ -39,10 +39,10 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True)
 class VllmLayouts(Layouts):
-    """The layouts of `world_size` ranks with engines of `tp` contiguous ranks each.
+    """The layouts of `world_size` ranks, with engines of `tp` contiguous ranks each.
 
-    With `ep` (`enable_expert_parallel`) a rank has whole experts, distributed in contiguous runs. `holdings` raises
-    ConfigError for a size that does not divide.
+    With `ep` (vLLM's `enable_expert_parallel`) a rank has whole experts, distributed in contiguous runs. `holdings`
+    raises ConfigError for a size that does not divide.
     """
 
     model: ModelShape
@@ -59,6 +59,8 @@ class VllmLayouts(Layouts):
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
         stack = self._stack_of[tensor.template]
+        # With expert parallelism the owner distinguishes kinds of tensors. Otherwise all ranks hold a part of every
+        # expert.
         owner = self._owner(tensor.expert) if stack.stacks_experts and self.ep else -1
         key = (tensor.template, owner)
         if key not in self._made:
@@ -66,11 +68,11 @@ class VllmLayouts(Layouts):
         return self._made[key]
 
     def numel_on(self, rank: int) -> int:
-        """Elements of a rank's live parameters, padding included."""
+        """Return the elements of a rank's live parameters, padding included."""
         return sum(prod(shape) * count for _, shape, count in self.stacks_on(rank))
 
     def stacks_on(self, rank: int) -> Iterator[tuple[Stack, tuple[int, ...], int]]:
-        """A rank's live parameters by kind: the shape of one, or of one expert in it, and how many there are."""
+        """Yield a rank's live parameters by kind: the stack, the shape of one (or of one expert), and their number."""
         part = rank % self.tp
         for stack in self._stacks:
             template = stack.parts[0].tensor
@@ -95,6 +97,7 @@ class VllmLayouts(Layouts):
                 corner, end = [0] * len(shape), list(self._shapes[template])
                 corner[stack.dim], end[stack.dim] = start, stop
                 first_expert = self._first_expert(owner) if owner >= 0 else 0
+                # Experts follow each other in the stacked parameter: one step is a whole expert.
                 step = strides[0] * shape[0] if stack.stacks_experts else 0
                 place = StorageSlot(stack.storage, 0, first_expert, step)
                 ranks = range(rank, self.world_size, self.tp)
@@ -103,15 +106,16 @@ class VllmLayouts(Layouts):
                 )
 
     def _range(self, stack: Stack, part: Part, rank: int) -> tuple[int, int, int]:
-        """Start and stop of a rank's part of a tensor, and its length in the parameter, padding included."""
+        """Return start and stop of a rank's part of a tensor, and its length in the parameter, padding included."""
         length, tp = self._shapes[part.tensor][stack.dim], self.tp
         if part.split == "copy" or (stack.stacks_experts and self.ep):
             return 0, length, length
         if part.split == "heads" and tp > self.model.num_kv_heads and tp % self.model.num_kv_heads == 0:
-            # Each key-value head lies on several ranks.
+            # With more ranks than key-value heads, vLLM replicates each head on several neighbouring ranks.
             heads, rank = self.model.num_kv_heads, rank // (tp // self.model.num_kv_heads)
             return rank * (length // heads), (rank + 1) * (length // heads), length // heads
         stored = padded_vocab_size(length, 1) if part.split == "vocabulary" else length
+        # Attention splits whole heads, so the number of heads must divide, not the number of rows.
         units = stored // self.model.head_dim if part.split == "heads" or "q_proj" in part.tensor else stored
         if units % tp:
             raise ConfigError(f"rollout.tp={tp} does not divide the model's {sizes_of(self.model, part.tensor)}.")
@@ -119,6 +123,10 @@ class VllmLayouts(Layouts):
         return min(rank * stored, length), min((rank + 1) * stored, length), stored
 
     def _owner(self, expert: int) -> int:
+        """Return the engine rank that holds an expert.
+
+        The first `more` ranks have one expert more than the others, as in vLLM.
+        """
         each, more = divmod(self.model.num_experts, self.tp)
         return expert // (each + 1) if expert < more * (each + 1) else more + (expert - more * (each + 1)) // each
 
@@ -140,7 +148,7 @@ class VllmLayouts(Layouts):
 
     @cached_property
     def _stacks(self) -> tuple[Stack, ...]:
-        """All live parameters: the checkpoint's tensors, some of them fused."""
+        """Return all live parameters: the checkpoint's tensors, some of them fused."""
         attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
         expert = mlp + "experts.{expert}."
         stacks = [Stack(name, 0, (Part(name, "vocabulary"),)) for name in (EMBEDDING, HEAD)]
@@ -154,6 +162,7 @@ class VllmLayouts(Layouts):
         ]
         present = [stack for stack in stacks if stack.parts[0].tensor in self._shapes]
         known = {part.tensor for stack in present for part in stack.parts}
+        # Tensors without a rule (norms, routers) are stored whole on every rank.
         return (*present, *(Stack(name, 0, (Part(name, "copy"),)) for name in self._shapes if name not in known))
 
 

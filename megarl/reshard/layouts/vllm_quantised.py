@@ -1,8 +1,8 @@
-"""Modules of vLLM that keep their weights in FP8: the parameters they load into, and what vLLM makes of these.
+"""vLLM modules with FP8 weights: the parameters they load into, and vLLM's quantisation of these.
 
-vLLM's online quantisation loads a module's weights as they are in the checkpoint, then makes FP8 weights and scales of
-them. Both sides are vLLM's own here: the parameters that a checkpoint is loaded into are those that vLLM remembers for
-its reload, and the quantiser is the module's own method, run on a copy of the module. Nothing live is replaced.
+vLLM's online quantisation loads a module's weights in the checkpoint's form, then computes FP8 weights and scales. Both
+sides use vLLM's own code here. The loading parameters are the ones remembered by vLLM for its reload. The quantiser is
+the module's own method, run on a copy of the module. No live tensor is replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ METHODS = (
     "Fp8PtpcOnlineLinearMethod",
     "Fp8PtpcOnlineMoEMethod",
 )
-"""Methods of vLLM whose quantiser is run again: blocks of 128 x 128, and rows (output channels)."""
+"""Methods of vLLM 0.30 with a repeatable quantiser: blocks of 128 x 128, and rows (output channels)."""
 
 LINEAR_KERNELS = (
     "TritonFp8BlockScaledMMKernel",
@@ -35,7 +35,7 @@ LINEAR_KERNELS = (
     "CutlassFP8ScaledMMLinearKernel",
     "ChannelWiseTorchFP8ScaledMMLinearKernel",
 )
-"""Kernels that take weights and scales as they are, or lay them out by a function of these alone."""
+"""Kernels using weights and scales unchanged, or in an order determined by the weights and scales alone."""
 
 EXPERT_BACKENDS = (
     "TRITON",
@@ -44,21 +44,20 @@ EXPERT_BACKENDS = (
     "BATCHED_DEEPGEMM",
     "CPU",
 )
-"""The same of experts. Others keep more than weights and scales: workspaces, sort orders, factors of their own.
-
-Those of CUTLASS keep strides on the device, in no parameter and no buffer, which a deep sleep would lose.
-"""
+"""Expert backends with the same property as `LINEAR_KERNELS`. Others store more than weights and scales: workspaces,
+sort orders, factors of their own. CUTLASS stores strides on the device, outside parameters and buffers; a deep sleep
+would lose them."""
 
 _NAN_BITS = 0x7F
-"""NaN in e4m3, but for the sign."""
+"""The bits of NaN in e4m3, without the sign bit."""
 
 
 class UnknownKernelError(MegarlError):
-    """A module whose kernel lays FP8 weights out in a way that is not known here."""
+    """A module whose kernel stores FP8 weights in a layout unknown to megarl."""
 
 
 class QuantisedModule:
-    """A module of a live vLLM model whose weights are FP8; `name` is its path in the model.
+    """A module of a live vLLM model with FP8 weights; `name` is its path in the model.
 
     Raises UnknownKernelError, naming module and kernel.
     """
@@ -71,16 +70,19 @@ class QuantisedModule:
 
     @property
     def live(self) -> dict[str, Tensor]:
-        """The live weights and scales, by their names in the model."""
+        """Return the live weights [*shape] and scales [*blocks], by their names in the model."""
         return {f"{self.name}.{key}": parameter for key, parameter in self._live.items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shapes of the weights that a checkpoint is loaded into, by their names in the model."""
+        """Return the shapes of the weights before quantisation, by their names in the model."""
         return {f"{self.name}.{key}": tuple(parameter.shape) for key, parameter in self._loaded.items()}
 
     def padding(self) -> dict[str, int]:
-        """Elements of these weights that no checkpoint has: experts' sizes are rounded up to whole blocks."""
+        """Return the number of elements of these weights missing from the checkpoint, by name.
+
+        Only experts have any: their sizes are rounded up to whole blocks.
+        """
         config = getattr(self._module, "moe_config", None)
         if config is None:
             return {}
@@ -93,9 +95,11 @@ class QuantisedModule:
 
     @contextmanager
     def loadable(self) -> Iterator[None]:
-        """Within it the module has the parameters that a checkpoint is loaded into, on the meta device."""
+        """Give the module its loading parameters, on the meta device, within the context."""
         live = self._module._parameters
         kept = {key: live[key] for key in _kept(self._module) if key in live}
+        # `vars` bypasses `nn.Module.__setattr__`: the whole dictionary is exchanged, and no parameter is registered
+        # anew.
         vars(self._module)["_parameters"] = {**self._loaded, **kept}
         try:
             yield
@@ -103,17 +107,21 @@ class QuantisedModule:
             vars(self._module)["_parameters"] = live
 
     def quantised(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Weights and scales that vLLM makes of loaded weights, by the names of `live`; a collective over the engine.
+        """Return vLLM's quantised weights [*shape] and scales [*blocks], by the names of `live`. A collective over the
+        engine.
 
-        `weights` are those of `shapes`; padding need not be set. Raises MegarlError where the result is laid out in
-        another way than the live one.
+        `weights` are named and shaped by `shapes`; their padding need not be set. Raises MegarlError if a result has
+        another layout than the live tensor.
         """
-        # A copy takes all that vLLM sets on the module: graphs and kernels go on with the live one's tensors.
+        # vLLM sets attributes on the copy, not on the live module: CUDA graphs and kernels still use the live tensors.
+        # vLLM 0.30 quantises a module only once and remembers it in a flag, so the copy drops the flag.
         module, method = copy.copy(self._module), copy.copy(self._method)
         vars(module).pop("_already_called_process_weights_after_loading", None)
         vars(module)["_parameters"] = {
             key: _as_parameter(weights[f"{self.name}.{key}"], like) for key, like in self._loaded.items()
         }
+        # The kernel object of a linear layer changes with the weights, so it is copied as well. Expert methods would
+        # create a new kernel instead: `_laid_out` replaces this step.
         if hasattr(method, "fp8_linear"):
             method.fp8_linear = copy.copy(method.fp8_linear)
         else:
@@ -128,18 +136,18 @@ class QuantisedModule:
             found = made.get(name)
             if found is None or _form(found) != _form(live):
                 raise MegarlError(
-                    f"{name}: vLLM's quantiser makes {found if found is None else _form(found)} of new weights, the "
-                    f"engine has {_form(live)}. Please report this with the recipe."
+                    f"{name}: vLLM's quantiser returned {found if found is None else _form(found)} for new weights; "
+                    f"the engine has {_form(live)}. Please report this with the recipe."
                 )
         return {name: made[name] for name in self.live}
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Quantise loaded weights into the live ones, which stay where they are."""
+        """Quantise loaded weights [*shape] into the live tensors, without moving these."""
         for name, made in self.quantised(weights).items():
             _bits(self.live[name]).copy_(_bits(made))
 
     def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
-        """The live weights and scales that are not, bit for bit, what vLLM makes of loaded weights."""
+        """Return the names of live weights and scales differing in any bit from the quantised `weights` [*shape]."""
         made = self.quantised(weights)
         return [name for name, live in self.live.items() if not torch.equal(_bits(live), _bits(made[name]))]
 
@@ -151,32 +159,32 @@ class QuantisedModule:
         if (backend := getattr(self._method, "fp8_backend", None)) is not None:
             if backend.name not in EXPERT_BACKENDS:
                 raise UnknownKernelError(
-                    f"{self.name}: the {backend.name} expert backend keeps FP8 weights in a form of its own; set "
+                    f"{self.name}: the {backend.name} expert backend stores FP8 weights in a form of its own; set "
                     "rollout.vllm.moe_backend to triton or deep_gemm"
                 )
             return
         kernel = type(getattr(self._method, "fp8_linear", None)).__name__
         if kernel not in LINEAR_KERNELS:
             raise UnknownKernelError(
-                f"{self.name}: {kernel} keeps FP8 weights in a form of its own; set rollout.vllm.linear_backend to "
+                f"{self.name}: {kernel} stores FP8 weights in a form of its own; set rollout.vllm.linear_backend to "
                 "triton, cutlass or deep_gemm"
             )
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Whether a module keeps FP8 weights that its method makes of loaded ones."""
+    """Return whether a module's method quantises loaded weights to FP8."""
     return type(getattr(module, "quant_method", None)).__name__ in METHODS
 
 
 def quantised_modules(model: nn.Module | None) -> list[QuantisedModule]:
-    """The quantised modules of a model, in its order. Raises UnknownKernelError."""
+    """Return the quantised modules of a model, in its order. Raises UnknownKernelError for an unknown kernel."""
     named = model.named_modules() if model is not None else ()
     return [QuantisedModule(name, module) for name, module in named if is_quantised(module)]
 
 
 @contextmanager
 def all_loadable(modules: Sequence[QuantisedModule]) -> Iterator[None]:
-    """Within it all these modules are `loadable`."""
+    """Make all these modules `loadable` within the context."""
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(module.loadable())
@@ -184,7 +192,7 @@ def all_loadable(modules: Sequence[QuantisedModule]) -> Iterator[None]:
 
 
 def spoil(parameter: Tensor) -> None:
-    """Fill a live parameter with NaN, or with all bits set where its type has none."""
+    """Fill a live parameter [*shape] with NaN. Integers, having no NaN, get all bits set."""
     if parameter.dtype.itemsize == 1:
         _bits(parameter).fill_(_NAN_BITS)
     elif parameter.is_floating_point():
@@ -194,18 +202,20 @@ def spoil(parameter: Tensor) -> None:
 
 
 def is_spoilt(parameter: Tensor) -> bool:
-    """Whether some element is NaN; integers are never."""
+    """Return whether some element of a parameter [*shape] is NaN; false for integers."""
     if parameter.dtype.itemsize == 1:
         return bool(((_bits(parameter) & _NAN_BITS) == _NAN_BITS).any())
     return bool(parameter.is_floating_point() and parameter.isnan().any())
 
 
 def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
-    """The parameters that vLLM made for loading, on the meta device, with their own loaders."""
+    """Return the parameters created by vLLM for loading, on the meta device, with their own loaders."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
 
+    # vLLM 0.30 remembers these for its layerwise reload. Its wrapped loaders would start that reload, so the original
+    # loaders are restored.
     remembered, _ = get_layerwise_info(module).restore_metadata
     made = {}
     for key, parameter in remembered.items():
@@ -216,14 +226,14 @@ def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _kept(module: nn.Module) -> set[str]:
-    """Parameters of a module that are not quantised: they are written as everywhere."""
+    """Return the parameters of a module that are not quantised. They are written like in any other module."""
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
     return {key for key in module._parameters if key in SKIP_TENSORS}
 
 
 def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
-    """Weights as a parameter of the class, and with the attributes, that vLLM's loader made."""
+    """Return weights [*shape] as a parameter with the class and the attributes made by vLLM's loader."""
     parameter = weights.detach()
     parameter.__class__ = like.__class__
     vars(parameter).update(vars(like))
@@ -231,7 +241,7 @@ def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
 
 
 def _laid_out(method: Any) -> Any:
-    """The part of a method of experts that comes after quantising, but for the making of a new kernel."""
+    """Return the part of an experts' method after quantising, without the creation of a new kernel."""
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import convert_to_fp8_moe_kernel_format
     from vllm.model_executor.utils import replace_parameter
 
@@ -250,9 +260,10 @@ def _laid_out(method: Any) -> Any:
 
 
 def _form(tensor: Tensor) -> tuple[Any, ...]:
+    """Return shape, dtype and strides of a tensor."""
     return tuple(tensor.shape), str(tensor.dtype), tuple(tensor.stride())
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """A view of a parameter's bytes where it has one byte an element: FP8 has no comparison, and few fills."""
+    """Return a view [*shape] of a one-byte parameter as uint8: FP8 has no comparison and few fills in torch 2.13."""
     return tensor.data.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.data
