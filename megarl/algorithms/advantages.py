@@ -1,17 +1,17 @@
-"""Advantages: of samples from their rewards, of tokens from rewards and values.
+"""Advantages: for samples from their rewards, and for tokens from rewards and values.
 
-A sample function, also one of the user's own (`algorithm.advantage: path/to/file.py:name`), has this form:
+A sample function has this form, in this module or in the user's file (`algorithm.advantage: path/to/file.py:name`):
 
     def name(rewards, groups, *, ...) -> Tensor
 
-It takes `rewards` float64 [samples] and `groups` int [samples], where equal numbers form a group, in any order and of
-any size. It returns advantages, float [samples]. By keyword it may take `lengths` int [samples], completion tokens, and
-`passes` bool [samples], right answers. Other keywords are fields of the recipe, or of `algorithm.advantage_kwargs`.
+It takes `rewards` float64 [samples] and `groups` int [samples]. Equal numbers form a group, in any order and of any
+size. It returns advantages, float [samples]. Optional keywords are `lengths` int [samples] (completion tokens) and
+`passes` bool [samples] (correct answers). Other keywords are fields of the recipe, or of `algorithm.advantage_kwargs`.
 `trial` checks the result.
 
-A group whose rewards are all equal has advantages of exactly zero wherever the group is the baseline. So has a sample
-alone in its group with `lone_sample` zero; with `lone_sample` reward the baseline of such a sample is 0 and its
-standard deviation 1, so that its advantage is its reward (verl).
+If the group is the baseline, a group with equal rewards has advantages of exactly zero. With `lone_sample` zero, the
+only sample of a group has advantage zero too. With `lone_sample` reward, its baseline is 0 and its standard deviation
+1: its advantage is its reward (verl).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def grpo(
     lone_sample: str = "zero",
     epsilon: float = 1e-6,
 ) -> Tensor:
-    """Reward minus the mean of its group, over the group's unbiased standard deviation plus `epsilon`.
+    """Return (reward - group mean) / (unbiased group standard deviation + `epsilon`): [samples].
 
     Source: DeepSeekMath (arXiv 2402.03300, section 4.1.2); without the deviation, Dr. GRPO (arXiv 2503.20783).
     """
@@ -44,20 +44,21 @@ def grpo(
 
 
 def rloo(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tensor:
-    """Reward minus the mean of the others in its group. Source: arXiv 2402.14740."""
+    """Return each reward minus the mean of the others in its group: [samples]. Source: arXiv 2402.14740."""
     group, sizes = _grouped(groups, rewards)
+    # Reward minus the mean of the others equals n / (n - 1) times reward minus the mean of all n.
     advantages = _centered(rewards, group, sizes) * (sizes / (sizes - 1).clamp(min=1))[group]
     return _with_lone_samples(advantages, rewards, sizes[group], lone_sample)
 
 
 def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor, lone_sample: str = "zero") -> Tensor:
-    """Reward minus the mean of its group weighted by `lengths` [samples], completion tokens.
+    """Return each reward minus its group's mean weighted by `lengths` [samples] (completion tokens): [samples].
 
     Source: On-Policy RL with Optimal reward baseline (arXiv 2505.23585).
     """
     group, sizes = _grouped(groups, rewards)
     weights = lengths.to(rewards.dtype)
-    # Centred first: equal rewards give exactly nothing.
+    # Centring first gives exact zeros for equal rewards.
     centered = _centered(rewards, group, sizes)
     baseline = _sums(centered * weights, group, sizes) / _sums(weights, group, sizes).clamp(min=1)
     return _with_lone_samples(centered - baseline[group], rewards, sizes[group], lone_sample)
@@ -66,7 +67,7 @@ def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor, lone_sample: str = 
 def reinforce_plus_plus(
     rewards: Tensor, groups: Tensor, *, normalize_by_std: bool = True, epsilon: float = 1e-6
 ) -> Tensor:
-    """Reward minus the mean of the batch, over the batch's standard deviation; groups do not matter.
+    """Return (reward - batch mean) / (batch standard deviation + `epsilon`): [samples]. Groups do not matter.
 
     Source: REINFORCE++ (arXiv 2501.03262).
     """
@@ -81,10 +82,10 @@ def reinforce_plus_plus_baseline(
     lone_sample: str = "zero",
     epsilon: float = 1e-6,
 ) -> Tensor:
-    """Reward minus the mean of its group, over the standard deviation of these differences in the batch.
+    """Return each reward minus its group's mean, divided by the batch's deviation of these differences: [samples].
 
-    verl divides by no deviation of samples, but whitens over the batch's tokens: `normalize_by_std` False, then
-    `whiten` (the recipe's preset of this name). Source: REINFORCE++ with baseline (arXiv 2501.03262).
+    verl divides by no deviation of samples, but whitens over the batch's tokens. The recipe's preset of this name does
+    the same: `normalize_by_std` False, then `whiten`. Source: REINFORCE++ with baseline (arXiv 2501.03262).
     """
     centered = grpo(rewards, groups, normalize_by_std=False, lone_sample=lone_sample)
     if not normalize_by_std:
@@ -93,17 +94,17 @@ def reinforce_plus_plus_baseline(
 
 
 def global_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Reward minus the mean of the batch: a baseline where each prompt has one sample."""
+    """Return each reward minus the mean of the batch: [samples]. A baseline for prompts with one sample each."""
     return grpo(rewards, torch.zeros_like(groups), normalize_by_std=False)
 
 
 def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | None = None) -> Tensor:
-    """Contribution of a sample to the chance that one of `k` drawn from its group passes, in closed form.
+    """Return each sample's contribution to the chance that one of `k` samples drawn from its group passes: [samples].
 
-    `passes` bool [samples]; left out, a sample passes if its reward is positive. The advantage is the sample's mean
-    over all sets of `k` that hold it of the set's reward (1 if one passes), less the mean over all sets, over the sets'
-    standard deviation. It is zero in groups where every set passes or none does, and in groups smaller than `k`.
-    Source: Pass@k training (arXiv 2508.10751).
+    `passes` bool [samples]; by default a sample passes if its reward is positive. The reward of a set of `k` samples is
+    1 if one of them passes. The advantage is the mean reward of all sets containing the sample, minus the mean reward
+    of all sets, divided by the sets' standard deviation. It is computed in closed form. It is zero in groups with only
+    passing sets or only failing sets, and in groups smaller than `k`. Source: Pass@k training (arXiv 2508.10751).
     """
     group, sizes = _grouped(groups, rewards)
     passes = (rewards > 0 if passes is None else passes).to(torch.float64)
@@ -121,17 +122,18 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | N
 def gae(
     rewards: Tensor, values: Tensor, cu_seqlens: Tensor, *, gamma: float, gae_lambda: float, mask: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Generalised advantage estimates and returns of packed tokens: both [tokens].
+    """Return generalised advantage estimates and returns of packed tokens: both [tokens].
 
-    `rewards` and `values` float [tokens], `cu_seqlens` int [sequences + 1]. After a sequence's last token the value is
-    zero. Tokens whose `mask` bool [tokens] is False (prompts, answers of tools) are passed over: their neighbours on
-    both sides follow each other, and they get zeros. Source: arXiv 1506.02438, eqs. 11 and 16.
+    `rewards` and `values` are float [tokens], `cu_seqlens` int [sequences + 1]. The value after a sequence's last token
+    is zero. Tokens with `mask` bool [tokens] False (prompts, tool results) are skipped and get zeros. Their neighbours
+    on both sides follow each other. Source: arXiv 1506.02438, eqs. 11 and 16.
     """
     kept = torch.arange(len(rewards), device=rewards.device) if mask is None else mask.nonzero().squeeze(1)
     sequence = sequence_of_tokens(cu_seqlens, len(rewards))[kept]
     counts = torch.bincount(sequence, minlength=len(cu_seqlens) - 1)
     place = torch.arange(len(kept), device=kept.device) - (counts.cumsum(0) - counts)[sequence]
     longest = int(counts.max()) if len(kept) else 0
+    # Time runs along dimension 0, so that one loop over time steps serves all sequences at once.
     grid = rewards.new_zeros(2, longest + 1, len(counts))
     grid[:, place, sequence] = torch.stack([rewards, values])[:, kept]
     reward, value = grid
@@ -139,7 +141,7 @@ def gae(
     advantage = torch.zeros_like(value)
     for t in range(longest - 1, -1, -1):
         advantage[t] = deltas[t] + gamma * gae_lambda * advantage[t + 1]
-    # Beyond its end a shorter sequence's columns hold zeros, so that nothing flows back from there.
+    # Columns hold zeros beyond the end of a shorter sequence, so nothing flows back from there.
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
     advantages[kept] = advantage[place, sequence]
     returns[kept] = advantages[kept] + values[kept]
@@ -147,9 +149,9 @@ def gae(
 
 
 def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8) -> Tensor:
-    """Values over the masked tokens of the whole batch brought to mean 0 and unbiased variance 1; zero elsewhere.
+    """Return values [tokens] with mean 0 and unbiased variance 1 over the batch's masked tokens; zero elsewhere.
 
-    Both [tokens]. Fewer than two masked tokens, or equal ones, give zeros.
+    `mask` is bool [tokens]. Fewer than two masked tokens, or equal values, give zeros.
     """
     kept = values[mask]
     if len(kept) < 2:
@@ -160,7 +162,7 @@ def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8) -> Tensor:
 
 
 def _grouped(groups: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """The place of each sample's group, and the groups' sizes as floats."""
+    """Return the index of each sample's group, and the group sizes as floats."""
     _, group, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
     return group, sizes.to(rewards.dtype)
 
@@ -170,16 +172,17 @@ def _sums(values: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _centered(rewards: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
-    """Rewards less the mean of their group; exact zeros where all are equal."""
+    """Return rewards minus the mean of their group, with exact zeros for equal rewards."""
     centered = rewards - (_sums(rewards, group, sizes) / sizes)[group]
-    # A rounded mean of equal rewards need not equal them, and a tiny deviation would blow the rest up.
+    # The rounded mean of equal rewards may differ from them. A tiny deviation would then turn this error into
+    # advantages of size 1.
     lowest = torch.zeros_like(sizes).scatter_reduce(0, group, rewards, "amin", include_self=False)
     highest = torch.zeros_like(sizes).scatter_reduce(0, group, rewards, "amax", include_self=False)
     return centered.masked_fill((lowest == highest)[group], 0.0)
 
 
 def _with_lone_samples(advantages: Tensor, rewards: Tensor, group_sizes: Tensor, lone_sample: str) -> Tensor:
-    """The advantages, but those of samples alone in their group as `lone_sample` has them; all are [samples]."""
+    """Return the advantages, with `lone_sample` applied to the only sample of a group; all are [samples]."""
     if lone_sample == "zero":
         return advantages
     return torch.where(group_sizes == 1, rewards, advantages)
@@ -190,7 +193,7 @@ def _deviation(centered: Tensor) -> Tensor:
 
 
 def _choose(n: Tensor, k: int) -> Tensor:
-    """Binomial coefficient, zero where n < k."""
+    """Return the binomial coefficients of `n` [groups] over `k`, zero where n < k."""
     above = torch.arange(k, dtype=n.dtype, device=n.device)
     return ((n[:, None] - above).clamp(min=0) / (above + 1)).prod(1)
 

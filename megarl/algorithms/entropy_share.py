@@ -1,4 +1,4 @@
-"""The tokens of highest entropy, where alone these learn from the reward."""
+"""Selection of the tokens with the highest entropy, for losses learning from these alone."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from torch import Tensor
 
 
 def of_highest_entropy(entropies: Tensor, mask: Tensor, *, share: float) -> tuple[Tensor, Tensor]:
-    """Which tokens are of the `share` of the masked ones with the highest entropy, and the lowest entropy among them.
+    """Return a mask of the `share` of masked tokens with the highest entropy: bool [tokens], and the entropy threshold.
 
-    `entropies` in nats and `mask` are [tokens]; returns bool [tokens], False where the mask is, and a number. So many
-    tokens are taken, rounded up, and those that tie with the last. Raises ValueError without a masked token.
+    `entropies` (nats) and `mask` are [tokens]. The result is False where the mask is False. The number of tokens is
+    rounded up, and ties with the last one are included. Raises ValueError without a masked token.
 
-    Source: Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv 2506.01939, eq. 5), where the entropies are a batch's and
-    the loss of each token has the factor I[H >= threshold], with the denominator of all tokens.
+    Source: Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv 2506.01939, eq. 5). There the entropies are a batch's. The
+    loss of each token has the factor I[H >= threshold]; the denominator counts all tokens.
     """
     of_masked = entropies[mask]
     if not len(of_masked):
         raise ValueError("no token is masked")
-    # A product such as 0.07 * 100 lies a rounding above the whole number that it is.
+    # Rounding puts a product such as 0.07 * 100 slightly above its whole number; 1e-9 avoids counting one more.
     count = max(1, math.ceil(share * len(of_masked) - 1e-9))
     threshold = torch.topk(of_masked, count, sorted=True).values[-1]
     return mask & (entropies >= threshold), threshold

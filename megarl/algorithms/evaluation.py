@@ -13,21 +13,23 @@ import numpy as np
 from numpy.typing import NDArray
 
 Z95 = 1.959963984540054
-"""97.5 % quantile of the standard normal distribution."""
+"""The 97.5 % quantile of the standard normal distribution."""
 NUM_RESAMPLES = 1000
-"""Resamples of the bootstrap."""
+"""Number of bootstrap resamples."""
 MAX_ATTEMPTS = 1024
-"""Most attempts at a problem: the binomial coefficients of more exceed float64."""
+"""Maximum attempts per problem: larger binomial coefficients exceed float64."""
 MAX_EXACT = 128
-"""Most attempts at a problem whose majorities are counted exactly: the time grows with their cube."""
+"""Maximum attempts per problem with an exact count of majorities: its time grows with their cube."""
 NUM_DRAWN = 4096
-"""Sets of attempts that a majority of more is estimated from."""
+"""Sets of attempts drawn to estimate a majority above `MAX_EXACT` attempts."""
+# The first bounds the rounding error of summed counts. The second bounds the bootstrap's memory: 4 Mi indices of 8
+# bytes at once.
 _ROUNDING = 1e-12
 _DRAWN_AT_ONCE = 1 << 22
 
 
 class Measure(NamedTuple):
-    """A mean over problems with its 95 % interval, and how that was made."""
+    """A mean over problems with its 95 % interval, and the method of the interval."""
 
     value: float
     low: float
@@ -36,22 +38,24 @@ class Measure(NamedTuple):
 
 
 def pass_at_k(num_attempts: int, num_correct: int, k: int) -> float:
-    """Unbiased estimate that at least one of k attempts is correct: 1 - C(n - c, k) / C(n, k).
+    """Return the unbiased estimate that at least one of k attempts is correct: 1 - C(n - c, k) / C(n, k).
 
-    The share of all sets of k among the n attempts that hold one of the c correct ones. Raises ValueError for k > n.
-    Source: Chen et al. 2021 (arXiv 2107.03374), eq. 1.
+    It is the fraction of all sets of k of the n attempts containing one of the c correct ones. Raises ValueError for k
+    > n. Source: Chen et al. 2021 (arXiv 2107.03374), eq. 1.
     """
     _check_k(num_attempts, k)
     return 1.0 - comb(num_attempts - num_correct, k) / comb(num_attempts, k)
 
 
 def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None], k: int, *, problem: int = 0) -> float:
-    """Unbiased estimate that the most frequent of k answers is correct: its mean over all sets of k of the n attempts.
+    """Return the unbiased estimate that the most frequent of k answers is correct.
 
-    Correct attempts are one answer, however they write it; wrong ones are by `answers`. One whose answer is None does
-    not vote. Of answers with equally many votes each is as likely to be chosen. Of more than `MAX_EXACT` attempts it is
-    the mean over `NUM_DRAWN` sets, drawn by the seed `problem`: problems with seeds of their own have independent
-    errors. With k = 1 it is the share of correct attempts, exactly. Raises ValueError for k > n.
+    It is the mean over all sets of k of the n attempts. Correct attempts count as one answer, however written. Wrong
+    attempts are distinguished by `answers`. An attempt with answer None does not vote. Answers with equally many votes
+    are equally likely to be chosen. Above `MAX_EXACT` attempts, it is the mean over `NUM_DRAWN` sets drawn with the
+    seed `problem`. Distinct seeds give problems independent errors. With k = 1 it is exactly the fraction of correct
+    attempts. Raises ValueError for k > n.
+
     Source: self-consistency (arXiv 2203.11171), with subsets as in Chen et al. 2021.
     """
     num_attempts = len(is_correct)
@@ -69,7 +73,7 @@ def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None]
 
 @lru_cache(maxsize=1 << 14)
 def _majority_of_draws(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int, seed: int) -> float:
-    """As `_majority`, estimated."""
+    """Return an estimate of `_majority` from random draws."""
     generator = np.random.default_rng(seed)
     drawn = generator.multivariate_hypergeometric([num_correct, *wrong, num_silent], k, size=NUM_DRAWN)
     votes = drawn[:, :-1]
@@ -80,13 +84,14 @@ def _majority_of_draws(num_correct: int, wrong: tuple[int, ...], num_silent: int
 
 @lru_cache(maxsize=1 << 14)
 def _majority(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int) -> float:
-    """As `majority_at_k`, from numbers of attempts: correct, of each wrong answer (ascending), without an answer."""
+    """Return `majority_at_k` from numbers of attempts: correct, per wrong answer (ascending), and without answer."""
     won = 0.0
     for votes in range(1, min(num_correct, k) + 1):
-        # ways[t, d]: ways to draw d other attempts such that t wrong answers have as many votes and none has more.
+        # ways[t, d]: the ways to draw d other attempts such that t wrong answers have equally many votes and none has
+        # more.
         others = k - votes
         ways = np.zeros((others // votes + 1, others + 1))
-        # What cannot have as many votes is drawn without any condition.
+        # Answers with too few attempts to reach `votes` can be drawn without any condition.
         rest = num_silent + sum(size for size in wrong if size < votes)
         ways[0, : rest + 1] = [float(comb(rest, drawn)) for drawn in range(min(rest, others) + 1)]
         for size in wrong[bisect_left(wrong, votes) :]:
@@ -99,22 +104,22 @@ def _majority(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int)
         chances = ways[:, others] / np.arange(1, len(ways) + 1)
         won += comb(num_correct, votes) * float(chances.sum())
     share = won / comb(num_correct + sum(wrong) + num_silent, k)
-    # Sums of large counts are rounded: what is certain must be so.
+    # Sums of large counts are rounded, but a certain result must be exactly 0 or 1.
     return float(round(share)) if abs(share - round(share)) < _ROUNDING else share
 
 
 def _check_k(num_attempts: int, k: int) -> None:
     if not 1 <= k <= num_attempts:
-        raise ValueError(f"k = {k} is not within 1 and the number of attempts, {num_attempts}")
+        raise ValueError(f"k = {k} must be between 1 and the number of attempts, {num_attempts}")
 
 
 def mean_with_interval(values: Sequence[float]) -> Measure:
-    """Mean of a number per problem, each between 0 and 1, with a 95 % interval.
+    """Return the mean of one number per problem, each between 0 and 1, with a 95 % interval.
 
-    Wilson's score interval where each is 0 or 1, and where all are equal, for which it is too wide; else the percentile
-    bootstrap over problems, `NUM_RESAMPLES` resamples of a fixed seed. Both are about other problems of the same kind.
-    Raises ValueError without any problem.
-    Source: Wilson 1927; Efron 1979.
+    Wilson's score interval is used if each number is 0 or 1. It is also used if all are equal, although it is then too
+    wide. Otherwise the interval is the percentile bootstrap over problems, with `NUM_RESAMPLES` resamples and a fixed
+    seed. Both describe other problems of the same kind. Raises ValueError without problems. Source: Wilson 1927; Efron
+    1979.
     """
     if not len(values):
         raise ValueError("there is no problem to take the mean of")
@@ -126,11 +131,11 @@ def mean_with_interval(values: Sequence[float]) -> Measure:
 
 
 def paired_difference(differences: Sequence[float]) -> Measure:
-    """Mean of a difference per problem, each between -1 and 1, with a 95 % interval.
+    """Return the mean of one difference per problem, each between -1 and 1, with a 95 % interval.
 
-    Agresti and Min's interval where each is -1, 0 or 1, which has a width also where no problem differs; else the
-    percentile bootstrap over problems, as in `mean_with_interval`. Raises ValueError without any problem.
-    Source: Agresti and Min 2005 (Statistics in Medicine 24), adding one half to each of the four counts.
+    Agresti and Min's interval is used if each difference is -1, 0 or 1. It has a width even if no problem differs.
+    Otherwise the interval is the percentile bootstrap over problems of `mean_with_interval`. Raises ValueError without
+    problems. Source: Agresti and Min 2005 (Statistics in Medicine 24), adding one half to each of the four counts.
     """
     if not len(differences):
         raise ValueError("there is no problem to take the mean difference of")
@@ -138,6 +143,7 @@ def paired_difference(differences: Sequence[float]) -> Measure:
     mean = float(array.mean())
     if not np.isin(array, (-1.0, 0.0, 1.0)).all():
         return Measure(mean, *_bootstrap(array), "bootstrap")
+    # One half added to each of four counts adds 2 to the total, and 1 to the sum of gained and lost.
     gained, lost, count = int((array > 0).sum()), int((array < 0).sum()), len(array) + 2
     centre = (gained - lost) / count
     half = Z95 * sqrt(gained + lost + 1 - (gained - lost) ** 2 / count) / count
@@ -145,7 +151,7 @@ def paired_difference(differences: Sequence[float]) -> Measure:
 
 
 def _bootstrap(array: NDArray[np.float64]) -> tuple[float, float]:
-    """The 95 % percentile interval of the mean over problems, by resamples of a fixed seed."""
+    """Return the 95 % percentile interval of the mean over problems, by resamples with a fixed seed."""
     generator = np.random.default_rng(0)
     rows = max(1, _DRAWN_AT_ONCE // len(array))
     parts = [min(rows, NUM_RESAMPLES - start) for start in range(0, NUM_RESAMPLES, rows)]
@@ -157,7 +163,7 @@ def _bootstrap(array: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def wilson(num_correct: float, count: int) -> tuple[float, float]:
-    """Wilson's 95 % score interval of a rate."""
+    """Return Wilson's 95 % score interval of a rate."""
     rate, spread = num_correct / count, Z95**2 / count
     centre = (rate + spread / 2) / (1 + spread)
     half = Z95 / (1 + spread) * sqrt(rate * (1 - rate) / count + spread / (4 * count))

@@ -1,9 +1,9 @@
-"""Correction of the gap between the engine that sampled and the trainer that learns, and measures of that gap.
+"""Corrections of the mismatch between engine and trainer log-probs, and measures of this mismatch.
 
-A correction takes `log_ratios` float [tokens], the trainer's log-probs before the update less the engine's of the same
-tokens, `cu_seqlens` int [sequences + 1] and `mask` bool [tokens], True on trained tokens. It returns a weight per
-token, [tokens], without gradient, that the policy loss is multiplied with; zero rejects a token. `low` and `high` bound
-ratios.
+A correction takes `log_ratios` float [tokens], `cu_seqlens` int [sequences + 1] and `mask` bool [tokens], True on
+trained tokens. A log-ratio is the trainer's log-prob before the update minus the engine's log-prob of the same token.
+The correction returns one weight per token, [tokens], without gradient. The policy loss is multiplied with it; zero
+rejects a token. `low` and `high` bound ratios.
 """
 
 from __future__ import annotations
@@ -21,23 +21,26 @@ from megarl.algorithms.sequences import on_tokens, sequence_means, sequence_sums
 METRICS = {
     "logprob_gap/mean": (
         "nats",
-        "distance of the trainer's log-probs from the engine's under the weights that sampled, mean over tokens",
+        "mean over tokens of the absolute difference of trainer and engine log-probs, both under the sampling weights",
     ),
-    "logprob_gap/k1": ("nats", "the engine's divergence from the trainer, estimated by k1"),
-    "logprob_gap/k3": ("nats", "the engine's divergence from the trainer, estimated by k3, never negative"),
-    "logprob_gap/ess": ("share", "effective sample size of the trainer's ratios to the engine"),
+    "logprob_gap/k1": ("nats", "KL divergence of the engine from the trainer, k1 estimate"),
+    "logprob_gap/k3": ("nats", "KL divergence of the engine from the trainer, k3 estimate, never negative"),
+    "logprob_gap/ess": ("share", "effective sample size of the ratios of trainer to engine probabilities"),
     "logprob_gap/chi2": ("1", "chi-squared divergence of trainer and engine"),
-    "logprob_gap/perplexity_ratio": ("ratio", "the trainer's perplexity of the samples over the engine's"),
-    "logprob_gap/correlation": ("1", "correlation of the two log-probs over the tokens"),
-    "importance/mean": ("ratio", "weight of a token by algorithm.importance_sampling, mean"),
-    "importance/rejected": ("share", "tokens that algorithm.importance_sampling gives no weight"),
-    "importance/cut": ("share", "tokens whose weight is not their own ratio"),
+    "logprob_gap/perplexity_ratio": ("ratio", "perplexity of the samples under the trainer, divided by the engine's"),
+    "logprob_gap/correlation": ("1", "correlation of trainer and engine log-probs over the tokens"),
+    "importance/mean": ("ratio", "mean token weight of algorithm.importance_sampling"),
+    "importance/rejected": ("share", "fraction of tokens with weight zero by algorithm.importance_sampling"),
+    "importance/cut": (
+        "share",
+        "fraction of tokens with an importance ratio clipped, zeroed or replaced by their sequence's",
+    ),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 
 def tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: float) -> Tensor:
-    """Each token's ratio, at most `high`.
+    """Return each token's ratio, at most `high`: [tokens].
 
     Source: truncated importance sampling (Yao et al. 2025, "Your efficient RL framework secretly brings you off-policy
     RL training"; cap 2).
@@ -46,7 +49,7 @@ def tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: float) ->
 
 
 def icepop(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """Each token's ratio where it is within `low` and `high`, else zero.
+    """Return each token's ratio if it is between `low` and `high`, else zero: [tokens].
 
     Source: IcePop (Ring-1T, arXiv 2510.18855; 0.5 and 5).
     """
@@ -55,7 +58,7 @@ def icepop(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, 
 
 
 def sequence_tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: float) -> Tensor:
-    """The product of a sequence's ratios, at most `high`, on all its tokens.
+    """Return the product of a sequence's ratios, at most `high`, on all its tokens: [tokens].
 
     Source: sequence-level importance sampling (Liu et al. 2025, "When speed kills stability").
     """
@@ -63,23 +66,23 @@ def sequence_tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: 
 
 
 def sequence_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """One on sequences whose product of ratios is within `low` and `high`, zero on the others."""
+    """Return one on sequences with a product of ratios between `low` and `high`, zero on the others: [tokens]."""
     return _within(on_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
 
 
 def sequence_mask(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """The product of a sequence's ratios on all its tokens where it is within `low` and `high`, else zero.
+    """Return the product of a sequence's ratios on its tokens if between `low` and `high`, else zero: [tokens].
 
-    As `sequence_rejection`, but accepted sequences keep their ratio (TRL's sequence_mask; 0 and 3 there).
+    Unlike `sequence_rejection`, accepted sequences keep their ratio (TRL's sequence_mask; 0 and 3 there).
     """
     ratios = on_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)).exp()
     return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
 
 
 def geometric_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
-    """One on sequences whose geometric mean of ratios is within `low` and `high` (close to 1), zero on the others.
+    """Return one on sequences with a geometric mean of ratios between `low` and `high`, zero on the others: [tokens].
 
-    Source: geometric sequence masking (Liu et al. 2025; 0.99 and 1.001 there).
+    The bounds are close to 1. Source: geometric sequence masking (Liu et al. 2025; 0.99 and 1.001 there).
     """
     return _within(on_tokens(sequence_means(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
 
@@ -92,9 +95,10 @@ def importance_weights(
     mask: Tensor,
     **settings: Any,
 ) -> Tensor:
-    """The weights of a named correction: [tokens], zero where the mask is False; all tensors but `cu_seqlens` too.
+    """Return the weights of a named correction: [tokens], zero where `mask` is False.
 
-    Of the settings those that the correction takes count.
+    The log-probs and `mask` are [tokens], `cu_seqlens` is [sequences + 1]. Settings without a parameter of the
+    correction are ignored.
     """
     correction: Callable[..., Tensor] = IMPORTANCE_SAMPLING[name]
     log_ratios = log_ratio(old_logprobs, rollout_logprobs).detach()
@@ -103,9 +107,10 @@ def importance_weights(
 
 
 def weight_metrics(weights: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Of a correction's weights over the masked tokens, all tensors [tokens].
+    """Return metrics of a correction's weights over the masked tokens; all tensors are [tokens].
 
-    `mean` the mean weight; `rejected` the share of zeros; `cut` the share of weights that are not the token's ratio.
+    `mean` is the mean weight, `rejected` the fraction of zeros, `cut` the fraction of weights differing from the
+    token's ratio.
     """
     kept = weights[mask]
     own = log_ratio(old_logprobs, rollout_logprobs).exp()[mask]
@@ -117,11 +122,12 @@ def weight_metrics(weights: Tensor, old_logprobs: Tensor, rollout_logprobs: Tens
 
 
 def gap_moments(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """Per token, [tokens] each: what the mean over tokens tells of the gap; see `gap_metrics`."""
+    """Return per-token values, [tokens] each. `gap_metrics` computes the mismatch metrics from their means."""
     ours, theirs = policy_logprobs.detach(), rollout_logprobs.detach()
     log_ratios = log_ratio(ours, theirs)
     ratios = log_ratios.exp()
     return {
+        # Only means are exchanged between ranks and microbatches, so variances and correlations need these moments.
         "mean": log_ratios.abs(), "k1": -log_ratios, "k3": ratios - 1 - log_ratios, "ratio": ratios,
         "ratio_squared": ratios.square(), "trainer": ours, "rollout": theirs, "trainer_squared": ours.square(),
         "rollout_squared": theirs.square(), "product": ours * theirs,
@@ -129,10 +135,11 @@ def gap_moments(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, 
 
 
 def gap_metrics(means: dict[str, float]) -> dict[str, float]:
-    """From the moments' means over tokens:
+    """Return the mismatch metrics from the moments' means over tokens.
 
-    `mean` |trainer - engine| in nats; `k1`, `k3` estimates of the engine's divergence from the trainer; `ess` effective
-    share of the samples; `chi2` divergence; `perplexity_ratio` trainer's over engine's; `correlation` of the log-probs.
+    `mean` is |trainer - engine| in nats. `k1` and `k3` estimate the engine's KL divergence from the trainer. `ess` is
+    the effective share of the samples. `chi2` is the chi-squared divergence. `perplexity_ratio` is the trainer's
+    perplexity over the engine's. `correlation` is the correlation of the log-probs.
     """
     covariance = means["product"] - means["trainer"] * means["rollout"]
     spread = (means["trainer_squared"] - means["trainer"] ** 2) * (means["rollout_squared"] - means["rollout"] ** 2)

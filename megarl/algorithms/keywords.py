@@ -1,4 +1,4 @@
-"""Functions of one table that take different settings."""
+"""Selection of keyword arguments for the functions of one table."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from typing import Any
 
 
 def supported_kwargs(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Of the settings that are offered by name, those that the function has a parameter for."""
+    """Return the offered settings that are parameters of the function."""
     return {name: value for name, value in offered.items() if name in signature(function).parameters}

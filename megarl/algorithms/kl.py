@@ -1,4 +1,4 @@
-"""Estimators per token of the KL divergence of the policy from the reference, on tokens the policy sampled.
+"""Estimators per token of the KL divergence of the policy from the reference, on tokens sampled by the policy.
 
 All take `policy_logprobs` and `reference_logprobs`, both [tokens], and return [tokens]; both may carry gradient.
 Source: J. Schulman, "Approximating KL divergence" (2020), http://joschu.net/blog/kl-approx.html.
@@ -12,19 +12,20 @@ from megarl.algorithms.log_ratio import log_ratio
 
 
 def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Log-ratio: unbiased, of either sign."""
+    """Return the log-ratio [tokens]: unbiased, of either sign."""
     return policy_logprobs - reference_logprobs
 
 
 def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Half the squared log-ratio: biased, but its gradient is that of the KL."""
+    """Return half the squared log-ratio [tokens]: biased, but with the gradient of the KL."""
     return 0.5 * (policy_logprobs - reference_logprobs).square()
 
 
 def k3(policy_logprobs: Tensor, reference_logprobs: Tensor, *, k3_max: float | None = None) -> Tensor:
-    """exp(d) - d - 1 of d = reference - policy: unbiased and never negative (GRPO: arXiv 2402.03300, eq. 4).
+    """Return exp(d) - d - 1 of d = reference - policy, [tokens]: unbiased and never negative.
 
-    A token's estimate is at most `k3_max` (verl's low_var_kl: 10); where it is held there its gradient is zero.
+    A token's estimate is at most `k3_max` (verl's low_var_kl: 10). Its gradient is zero where this bound applies.
+    Source: GRPO (arXiv 2402.03300, eq. 4).
     """
     difference = log_ratio(reference_logprobs, policy_logprobs)
     estimate = difference.expm1() - difference
@@ -32,16 +33,15 @@ def k3(policy_logprobs: Tensor, reference_logprobs: Tensor, *, k3_max: float | N
 
 
 def absolute(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Size of the log-ratio."""
+    """Return the absolute value of the log-ratio [tokens]."""
     return (policy_logprobs - reference_logprobs).abs()
 
 
 def adapted(coefficient: float, divergence: float, *, target: float, horizon: float, num_samples: int) -> float:
-    """The KL coefficient after a step whose samples showed `divergence` (nats, mean).
+    """Return the KL coefficient after a step with mean `divergence` (nats).
 
-    It grows where the divergence is above `target` and falls below, by a fifth in `horizon` samples, or a step, at
-    most.
-    Source: arXiv 1909.08593, section 2.2.
+    It grows if the divergence is above `target` and falls if it is below. The change is at most a fifth per `horizon`
+    samples and per step. Source: arXiv 1909.08593, section 2.2.
     """
     error = min(max(divergence / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * min(num_samples / horizon, 1.0))

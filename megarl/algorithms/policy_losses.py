@@ -1,6 +1,6 @@
 """Policy losses per token, on flat packed tensors.
 
-A policy loss, also one of the user's own (`algorithm.policy_loss: path/to/file.py:name`), has this form:
+A policy loss has this form, in this module or in the user's file (`algorithm.policy_loss: path/to/file.py:name`):
 
     def name(policy_logprobs, old_logprobs, advantages, *, clip_high, ...) -> tuple[Tensor, dict[str, Tensor]]
 
@@ -10,9 +10,9 @@ flows through `policy_logprobs` alone. Keywords are fields of the recipe, or of 
 `trial` checks the result.
 
 Losses of whole sequences also take `cu_seqlens` int [sequences + 1] and `mask` bool [tokens], True on trained tokens,
-as fourth and fifth argument. A sequence is a trajectory here: all its segments, one after the other.
-What a token learns from the others of its sequence is a constant to the gradient: so only its own log-prob needs one,
-wherever the others are. Such a loss means what its paper says when each sequence's token weights are equal.
+as fourth and fifth argument. A sequence is a trajectory here: all its segments, one after the other. The contribution
+of other tokens is a constant to the gradient. A token therefore needs the gradient of its own log-prob only, even if
+other ranks hold the rest of the sequence. The loss equals its paper's if all tokens of a sequence have equal weights.
 """
 
 from __future__ import annotations
@@ -27,9 +27,15 @@ from megarl.algorithms.log_ratio import log_ratio
 from megarl.algorithms.sequences import on_tokens, sequence_means
 
 METRICS = {
-    "train/ratio": ("ratio", "probability of a token under the policy over that before the update, mean"),
-    "train/clip_fraction": ("share", "tokens whose ratio is out of bounds on the side where that stops the gradient"),
-    "train/dual_clip_fraction": ("share", "tokens whose loss algorithm.dual_clip holds"),
+    "train/ratio": (
+        "ratio",
+        "mean over tokens of the probability under the policy divided by the probability before the update",
+    ),
+    "train/clip_fraction": (
+        "share",
+        "fraction of tokens without gradient, because their ratio is beyond the clip bounds",
+    ),
+    "train/dual_clip_fraction": ("share", "fraction of tokens with a loss limited by algorithm.dual_clip"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
@@ -37,22 +43,28 @@ LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 
 def is_of_sequences(policy_loss: Callable[..., object]) -> bool:
-    """Whether a policy loss is of whole sequences, and takes their borders."""
+    """Return whether a policy loss works on whole sequences, with `cu_seqlens` as argument."""
     return "cu_seqlens" in signature(policy_loss).parameters
 
 
 def ratio(policy_logprobs: Tensor, old_logprobs: Tensor) -> Tensor:
-    """Probability of each token under the policy over that before the update; [tokens] in and out."""
+    """Return each token's probability under the policy divided by its probability before the update: [tokens].
+
+    Both arguments are [tokens]. No gradient flows through `old_logprobs`.
+    """
     return log_ratio(policy_logprobs, old_logprobs.detach()).exp()
 
 
 def clip(ratios: Tensor, *, clip_low: float, clip_high: float) -> Tensor:
-    """Ratios held within 1 - `clip_low` and 1 + `clip_high`; [tokens] in and out."""
+    """Return ratios [tokens] clamped to the range from 1 - `clip_low` to 1 + `clip_high`."""
     return ratios.clamp(1.0 - clip_low, 1.0 + clip_high)
 
 
 def policy_gradient(policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor) -> LossAndMetrics:
-    """Minus advantage times log-prob: right for one update a rollout. Source: REINFORCE (Williams 1992)."""
+    """Return minus advantage times log-prob, [tokens]: correct for one update per rollout.
+
+    Source: REINFORCE (Williams 1992).
+    """
     ratios = ratio(policy_logprobs.detach(), old_logprobs)
     return -advantages.detach() * policy_logprobs, {"ratio": ratios}
 
@@ -67,13 +79,14 @@ def clipped(
     dual_clip: float | None = None,
     max_ratio: float | None = None,
 ) -> LossAndMetrics:
-    """Clipped surrogate: minus the lesser of ratio * advantage and clipped ratio * advantage.
+    """Return the clipped surrogate: minus the lesser of ratio * advantage and clipped ratio * advantage, [tokens].
 
-    With `dual_clip` (above 1) the loss of a negative advantage is at most `dual_clip` times its size; with
-    `max_ratio` ratios are held below it first. Metrics, per token: `ratio` (not held), `clip_fraction` (1 where
-    either holds the ratio, and so stops the gradient) and, with `dual_clip`, `dual_clip_fraction`.
-    Source: PPO (arXiv 1707.06347, eq. 7); clip-higher: DAPO (arXiv 2503.14476, eq. 10);
-    dual clip: arXiv 1912.09729, eq. 5; held ratios: ColossalChat.
+    With `dual_clip` (above 1) the loss of a negative advantage is at most `dual_clip` times its size. With `max_ratio`,
+    ratios are first limited to it. Metrics per token: `ratio` (without limit), `clip_fraction` and, with `dual_clip`,
+    `dual_clip_fraction`. `clip_fraction` is 1 where the clip or `max_ratio` stops the gradient.
+
+    Source: PPO (arXiv 1707.06347, eq. 7); clip-higher: DAPO (arXiv 2503.14476, eq. 10); dual clip: arXiv 1912.09729,
+    eq. 5; `max_ratio`: ColossalChat.
     """
     ratios = ratio(policy_logprobs, old_logprobs)
     held = ratios if max_ratio is None else ratios.clamp(max=max_ratio)
@@ -92,13 +105,15 @@ def gspo(
     clip_low: float,
     clip_high: float,
 ) -> LossAndMetrics:
-    """Clipped surrogate of the sequence's ratio: the geometric mean of its tokens' ratios.
+    """Return the clipped surrogate of the sequence's ratio, the geometric mean of its tokens' ratios: [tokens].
 
-    The clip is two to three orders of magnitude tighter than a token's (paper: 3e-4 below, 4e-4 above). Metrics as
-    those of `clipped`. Source: Group Sequence Policy Optimization (arXiv 2507.18071, eqs. 5, 7 and 13).
+    The clip is two to three orders of magnitude tighter than a token's (paper: 3e-4 below, 4e-4 above). `cu_seqlens` is
+    [sequences + 1]. Metrics as in `clipped`. Source: Group Sequence Policy Optimization (arXiv 2507.18071, eqs. 5, 7
+    and 13).
     """
     log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
     whole = on_tokens(sequence_means(log_ratios.detach(), cu_seqlens, mask), cu_seqlens, len(mask))
+    # The value is the sequence's ratio; the gradient is the token's own (GSPO-token, eq. 13).
     ratios = (whole + (log_ratios - log_ratios.detach())).exp()
     return _surrogate(ratios, advantages.detach(), clip_low, clip_high, None)
 
@@ -113,17 +128,17 @@ def gmpo(
     clip_low: float,
     clip_high: float,
 ) -> LossAndMetrics:
-    """Minus advantage times the geometric mean of the tokens' ratios, each clipped by itself.
+    """Return minus advantage times the geometric mean of the tokens' ratios, each clipped by itself: [tokens].
 
-    A log-ratio is held above -`clip_low` where the advantage is negative, below `clip_high` where it is not (paper: 0.4
-    both). Metrics as those of `clipped`; `ratio` is the geometric mean.
-    Source: Geometric-Mean Policy Optimization (arXiv 2507.20673).
+    A log-ratio is at least -`clip_low` for a negative advantage, and at most `clip_high` otherwise (paper: 0.4 both).
+    Metrics as in `clipped`; `ratio` is the geometric mean. Source: Geometric-Mean Policy Optimization (arXiv
+    2507.20673).
     """
     advantages = advantages.detach()
     log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
     kept = torch.where(advantages < 0, log_ratios.clamp(min=-clip_low), log_ratios.clamp(max=clip_high))
     whole = on_tokens(sequence_means(kept.detach(), cu_seqlens, mask), cu_seqlens, len(mask)).exp()
-    # Its value is the sequence's; its gradient is the token's share of it.
+    # The value is the sequence's; the gradient is the token's share of it.
     loss = -advantages * whole * (1 + kept - kept.detach())
     return loss, {"ratio": whole, "clip_fraction": (kept != log_ratios).to(loss.dtype)}
 
@@ -131,10 +146,10 @@ def gmpo(
 def cispo(
     policy_logprobs: Tensor, old_logprobs: Tensor, advantages: Tensor, *, clip_low: float, clip_high: float
 ) -> LossAndMetrics:
-    """Minus clipped ratio times advantage times log-prob, the clipped ratio a constant: no token loses its gradient.
+    """Return minus clipped ratio times advantage times log-prob: [tokens].
 
-    Metrics as those of `clipped`; `clip_fraction` counts every ratio out of bounds.
-    Source: MiniMax-M1 (arXiv 2506.13585, eqs. 4 and 5).
+    The clipped ratio is a constant to the gradient, so no token loses its gradient. Metrics as in `clipped`, but
+    `clip_fraction` counts every ratio out of bounds. Source: MiniMax-M1 (arXiv 2506.13585, eqs. 4 and 5).
     """
     ratios = ratio(policy_logprobs.detach(), old_logprobs)
     held = clip(ratios, clip_low=clip_low, clip_high=clip_high)
@@ -150,9 +165,10 @@ def sapo(
     temperature_positive: float = 1.0,
     temperature_negative: float = 1.05,
 ) -> LossAndMetrics:
-    """Minus advantage times a sigmoid gate around ratio 1: the gradient fades smoothly where a clip would cut it.
+    """Return minus advantage times a sigmoid gate around ratio 1: [tokens].
 
-    Source: Soft Adaptive Policy Optimization (arXiv 2511.20347).
+    The gradient fades smoothly instead of ending at a clip. Source: Soft Adaptive Policy Optimization (arXiv
+    2511.20347).
     """
     advantages = advantages.detach()
     ratios = ratio(policy_logprobs, old_logprobs)
@@ -164,6 +180,7 @@ def sapo(
 def _surrogate(
     ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> LossAndMetrics:
+    """Return the clipped surrogate of given ratios, and its metrics: all [tokens]."""
     unclipped = ratios * advantages
     bounded = clip(ratios, clip_low=clip_low, clip_high=clip_high) * advantages
     objective = torch.minimum(unclipped, bounded)

@@ -18,23 +18,26 @@ def token_weights(
     constant_length: int | None = None,
     count_masked_sequences: bool = False,
 ) -> Tensor:
-    """Weights of the global batch's tokens: the aggregated loss is sum(weights * loss), however the batch is split.
+    """Return weights of the global batch's tokens, float32 [tokens]: the aggregated loss is sum(weights * loss).
 
-    `cu_seqlens` int [sequences + 1], cumulative sequence lengths from 0 to tokens; `mask` bool [tokens], True on tokens
-    to train. Returns float32 [tokens], zero where the mask is False. The number of sequences that a mean divides by
-    leaves out those without a trained token, unless `count_masked_sequences` is set (TRL's dr_grpo and grpo). A batch
-    without a trained token has only zeros. Modes:
-    `token_mean` over all trained tokens (DAPO, arXiv 2503.14476, eq. 8);
-    `sequence_mean_token_mean` over the sequences' own means (GRPO, arXiv 2402.03300, eq. 3);
-    `sequence_mean_token_sum` over the sequences' sums;
-    `constant_length` likewise, each sum divided by `constant_length` tokens (Dr. GRPO, arXiv 2503.20783);
-    `sample_level` as `sequence_mean_token_mean` with `count_masked_sequences` (ColossalRL).
-    Raises ValueError for another mode, or where `constant_length` is needed and not positive.
+    The sum does not depend on the split of the batch. `cu_seqlens` int [sequences + 1] holds cumulative sequence
+    lengths from 0 to tokens. `mask` bool [tokens] is True on trained tokens; weights are zero elsewhere. Means over
+    sequences skip sequences without a trained token, unless `count_masked_sequences` is set (TRL's dr_grpo and grpo).
+    A batch without trained tokens has only zeros. Modes:
+
+    - `token_mean`: mean over all trained tokens (DAPO, arXiv 2503.14476, eq. 8)
+    - `sequence_mean_token_mean`: mean over the sequences' means (GRPO, arXiv 2402.03300, eq. 3)
+    - `sequence_mean_token_sum`: mean over the sequences' sums
+    - `constant_length`: like the sums, each divided by `constant_length` tokens (Dr. GRPO, arXiv 2503.20783)
+    - `sample_level`: `sequence_mean_token_mean` with `count_masked_sequences` (ColossalRL)
+
+    Raises ValueError for another mode, or if `constant_length` is needed and not positive.
     """
     if mode not in AGGREGATIONS:
         raise ValueError(f"unknown aggregation {mode!r}: choose one of {', '.join(AGGREGATIONS)}")
     lengths = cu_seqlens.diff()
     sequence = sequence_of_tokens(cu_seqlens.to(mask.device), len(mask))
+    # float64 counts are exact for any number of tokens; only the final weights are rounded to float32.
     trained = torch.zeros(len(lengths), dtype=torch.float64, device=mask.device)
     trained = trained.index_add(0, sequence, mask.to(torch.float64))
     num_sequences = (trained > 0).sum()

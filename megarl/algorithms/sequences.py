@@ -1,4 +1,4 @@
-"""Sums and means over the sequences of a packed row, and their values on its tokens."""
+"""Sums and means over the sequences of a packed row, and their expansion to its tokens."""
 
 from __future__ import annotations
 
@@ -7,21 +7,22 @@ from torch import Tensor
 
 
 def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """The number of each token's sequence: int [tokens].
+    """Return the index of each token's sequence: int [tokens].
 
-    `cu_seqlens` int [sequences + 1], cumulative lengths from 0 to `num_tokens`.
+    `cu_seqlens` int [sequences + 1] holds cumulative lengths from 0 to `num_tokens`.
     """
     sequences = torch.arange(len(cu_seqlens) - 1, device=cu_seqlens.device)
+    # A given output size spares a synchronisation with the GPU.
     return torch.repeat_interleave(sequences, cu_seqlens.diff(), output_size=num_tokens)
 
 
 def on_tokens(of_sequences: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
-    """Each token's value of its sequence: [sequences] to [tokens]."""
+    """Return each sequence's value on all its tokens: [sequences] to [tokens]."""
     return of_sequences[sequence_of_tokens(cu_seqlens, num_tokens)]
 
 
 def at_ends(of_sequences: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
-    """Each sequence's value at its last masked token, zero elsewhere: [sequences] to [tokens]."""
+    """Return each sequence's value at its last masked token, zero elsewhere: [sequences] to [tokens]."""
     sequence = sequence_of_tokens(cu_seqlens, len(mask))
     after = sequence_sums(mask.to(of_sequences.dtype), cu_seqlens, mask)[sequence]
     count = mask.cumsum(0)
@@ -30,7 +31,7 @@ def at_ends(of_sequences: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_means(values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
-    """Mean over the masked tokens of each sequence: [sequences], zero where the mask lets none through.
+    """Return the mean over the masked tokens of each sequence: [sequences], zero without masked tokens.
 
     `values` and `mask` are [tokens].
     """
@@ -39,6 +40,7 @@ def sequence_means(values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
 
 
 def sequence_sums(values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
-    """Sum over the masked tokens of each sequence: [sequences]; `values` and `mask` are [tokens]."""
+    """Return the sum over the masked tokens of each sequence: [sequences]; `values` and `mask` are [tokens]."""
     sums = values.new_zeros(len(cu_seqlens) - 1)
+    # Selecting instead of multiplying: an untrained token's inf or NaN must not reach the sum.
     return sums.index_add(0, sequence_of_tokens(cu_seqlens, len(values)), torch.where(mask, values, 0.0))

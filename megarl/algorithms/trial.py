@@ -1,7 +1,7 @@
-"""The form that a policy loss or an advantage of the user's own must have: checks of its result, and a toy call.
+"""Checks of a user's policy loss or advantage: the form of its result, and a trial call with toy tensors.
 
-The checks raise ResultError, whose message has the result and the form that is expected. `policy_loss_fault` and
-`advantage_fault` call a function once on toy CPU tensors before a run starts, and return the same message.
+The checks raise ResultError; the message names the result and the expected form. `policy_loss_fault` and
+`advantage_fault` call a function once on toy CPU tensors before a run starts. They return the same message.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ POLICY_LOSS_RESULT = (
 ADVANTAGE_RESULT = "return a float tensor [samples], one advantage for each of rewards"
 
 _LENGTHS = (4, 2, 3)
-"""Tokens of the toy sequences. Each begins with a token that is not trained."""
+"""Tokens of the toy sequences. The first token of each is not trained."""
 _NUM_GROUPS = 2
-"""Toy groups: one with different rewards, one with equal rewards, where a standard deviation is zero."""
+"""Toy groups: one with different rewards, and one with equal rewards and thus a standard deviation of zero."""
 
 
 class ResultError(Exception):
-    """A function does not return what its caller needs. The message has the result and the expected form."""
+    """A function returned a result that its caller cannot use. The message names the result and the expected form."""
 
 
 def checked_policy_loss(result: object, policy_logprobs: Tensor) -> LossAndMetrics:
     """Return a policy loss's result as (loss [tokens], metrics by name, each [tokens]).
 
-    `policy_logprobs` float [tokens]. Raises ResultError for a result of another form.
+    `policy_logprobs` is float [tokens]. Raises ResultError for a result of another form.
     """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
         raise ResultError(f"returned {_described(result)}; {POLICY_LOSS_RESULT}")
@@ -53,7 +53,7 @@ def checked_policy_loss(result: object, policy_logprobs: Tensor) -> LossAndMetri
 def checked_advantages(result: object, rewards: Tensor) -> Tensor:
     """Return an advantage estimator's result [samples], in the dtype of `rewards`.
 
-    `rewards` float [samples]. Raises ResultError for a result of another form.
+    `rewards` is float [samples]. Raises ResultError for a result of another form.
     """
     if fault := _unfit(result, tuple(rewards.shape)):
         raise ResultError(f"returned {fault}, for {len(rewards)} samples; {ADVANTAGE_RESULT}")
@@ -64,8 +64,8 @@ def checked_advantages(result: object, rewards: Tensor) -> Tensor:
 def policy_loss_fault(policy_loss: Callable[..., Any], settings: Mapping[str, Any]) -> str | None:
     """Call a policy loss with `settings` as keywords on toy sequences, then back-propagate its loss.
 
-    Return what is wrong: it raises, returns another form, has no gradient, or is not finite on trained tokens. Return
-    None if nothing is.
+    Return a description of the fault: it raises, returns another form, has no gradient, or is not finite on trained
+    tokens. Return None if there is no fault.
     """
     try:
         _try_policy_loss(policy_loss, settings)
@@ -79,8 +79,9 @@ def advantage_fault(
 ) -> str | None:
     """Call an advantage estimator with `settings` as keywords on two toy groups.
 
-    It gets the keywords that a run measures too, if it takes them: `lengths` int64 [samples], `passes` bool [samples].
-    Return what is wrong: it raises, returns another form, or is not finite. Return None if nothing is.
+    If it takes them, it also gets the keywords measured in a run: `lengths` int64 [samples] and `passes` bool
+    [samples]. Return a description of the fault: it raises, returns another form, or is not finite. Return None if
+    there is no fault.
     """
     try:
         _try_advantage(advantage, settings, samples_per_group)
@@ -95,9 +96,10 @@ def _try_policy_loss(policy_loss: Callable[..., Any], settings: Mapping[str, Any
     mask[cu_seqlens[:-1]] = False
     leaf = -torch.linspace(0.1, 2.5, len(mask))
     leaf.requires_grad_()
-    # As in a run, the log-probs are one row of the model's output: writing into them in place fails here too.
+    # In a run, the log-probs are one row of the model's output. Writing into them in place fails there, so it must fail
+    # here.
     policy_logprobs, _ = torch.stack([leaf, leaf])
-    # Half of the tokens have the ratio 1, as all have in a step's first update.
+    # Half of the tokens have the ratio 1, like all tokens in a step's first update.
     old_logprobs = leaf.detach() + 0.3 * (torch.arange(len(mask)) % 2)
     advantages = torch.linspace(-1.0, 1.0, len(mask))
     further = (cu_seqlens, mask) if is_of_sequences(policy_loss) else ()
@@ -119,7 +121,7 @@ def _try_advantage(advantage: Callable[..., Any], settings: Mapping[str, Any], s
     num_samples = _NUM_GROUPS * samples_per_group
     sample = torch.arange(num_samples)
     groups = sample // samples_per_group
-    # float64, as a run gives them: a function with float32 buffers of its own must fail here.
+    # A run passes float64: a function with float32 buffers of its own must fail here.
     rewards = torch.where(groups == 0, (sample % 2).double(), 1.0)
     measured = supported_kwargs(advantage, {"lengths": 5 + sample, "passes": rewards > 0})
     result = _call(advantage, (rewards, groups), {**measured, **settings})
@@ -134,8 +136,8 @@ def _try_advantage(advantage: Callable[..., Any], settings: Mapping[str, Any], s
 def _call(function: Callable[..., Any], arguments: tuple[Tensor, ...], settings: Mapping[str, Any]) -> object:
     try:
         return function(*arguments, **settings)
-    except Exception as error:  # a function of the recipe's author: it may raise anything
-        # The first frame is this one, the second the function's own, if it was entered.
+    except Exception as error:  # The recipe's author wrote the function: it may raise anything.
+        # The first frame is this function's. The second one, if the user's function was entered, is the user's.
         frames = traceback.extract_tb(error.__traceback__)[1:2]
         place = f" ({frames[0].filename}, line {frames[0].lineno})" if frames else ""
         names = [*signature(function).parameters][: len(arguments)]
@@ -146,7 +148,7 @@ def _call(function: Callable[..., Any], arguments: tuple[Tensor, ...], settings:
 
 
 def _unfit(value: object, shape: tuple[int, ...]) -> str | None:
-    """The value's description, where it is not a float tensor of that shape."""
+    """Return the value's description unless it is a float tensor of this shape."""
     is_fit = isinstance(value, Tensor) and value.is_floating_point() and tuple(value.shape) == shape
     return None if is_fit else _described(value)
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 
 def turn_returns(rewards: Tensor, discount: float) -> Tensor:
-    """Each turn's reward plus `discount` times the return of the next: [samples, turns] in and out.
+    """Return each turn's reward plus `discount` times the return of the next turn: [samples, turns], like `rewards`.
 
-    A sample of fewer turns has zeros behind its last.
+    A sample with fewer turns has zeros after its last turn.
     """
     returns = torch.zeros_like(rewards)
     following = rewards.new_zeros(len(rewards))

@@ -7,14 +7,17 @@ from torch import Tensor
 
 from megarl.algorithms.policy_losses import LossAndMetrics
 
-METRICS = {"critic/clipped": ("share", "tokens whose value critic.clip holds back")}
+METRICS = {"critic/clipped": ("share", "fraction of tokens with a value limited by critic.clip")}
 """Names, units and meanings, for `tracking.table`."""
 
 
 def clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> LossAndMetrics:
-    """Half the squared distance from the returns; of the value and the one held near its old value, the worse counts.
+    """Return half the squared distance of the values from the returns, with clipping: [tokens].
 
-    All [tokens]; `clip` is how far a value may move, None lets it. Metric: `clipped`, 1 where the held one counts.
+    `values`, `old_values` and `returns` are [tokens]. `clip` is the largest move of a value from its old value; None
+    allows any. The larger loss of the value and the clipped value counts. Metric: `clipped`, 1 where the clipped one
+    counts.
+
     Source: PPO's implementation (arXiv 1707.06347; described in arXiv 2005.12729, section 3).
     """
     loss = (values - returns).square() / 2
@@ -25,9 +28,10 @@ def clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float 
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """The share of the returns' variance that the values foresaw: 1 - Var(returns - values) / Var(returns).
+    """Return the explained fraction of the returns' variance: 1 - Var(returns - values) / Var(returns).
 
-    Both float [tokens].
+    Both arguments are float [tokens].
     """
+    # 1e-12 avoids a division by zero for constant returns.
     unforeseen = (returns - values).var(unbiased=False) / returns.var(unbiased=False).clamp(min=1e-12)
     return 1 - float(unforeseen)

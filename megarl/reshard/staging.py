@@ -45,8 +45,8 @@ class OwnSlots:
         self._travelling: deque[dist.Work] = deque()
 
     def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the slot views of an exchange: elements to send [sent], and the received elements [received] of each
-        rank.
+        """Return the slot views of an exchange: elements to send [sent], and each rank's received elements
+        [received].
         """
         outgoing, incoming = self._parts(exchange)
         return outgoing, incoming.split(self._splits[exchange][1])
@@ -133,8 +133,9 @@ class SharedSlots:
             raise
 
     def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the views of an exchange: elements to send [sent], and each rank's elements for this one
-        [received].
+        """Return the views of an exchange: elements to send [sent], and each rank's elements for this one [received].
+
+        The received elements are views of the peers' memory.
         """
         messages = [self._nothing] * len(self._slots)
         for rank, numel in enumerate(self._received[exchange]):
