@@ -1,11 +1,12 @@
 """The trainer of one rank: packed rows in, summed gradients and an optimizer step out.
 
-`engine` holds the model and runs Megatron's schedules, `objective` says what is minimised, `batch` packs sequences
-into rows. The loss of a step is a sum of weight x token loss over the global batch, the weights coming with the
-data, so a gradient does not depend on how the batch is cut.
+`engine` holds the model and runs Megatron's schedules, `objective` defines the loss, `batch` packs sequences into rows.
+A step's loss is a sum of weight x token loss over the global batch. The weights are part of the data, so a gradient
+does not depend on the split of the batch.
 """
 
 from megarl.platform import megatron_on_cpu, transformer_engine
 
+# Both must precede any import of Megatron-Core: it imports Transformer Engine itself, and it needs patches on a CPU.
 transformer_engine.require_sound()
 megatron_on_cpu.prepare()

@@ -21,10 +21,10 @@ from megarl.models.logprobs import Support
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One packed row. All tensors are [tokens] but `input_ids` and `labels`, [1, tokens].
+    """One packed row. All tensors are [tokens] except `input_ids` and `labels`, [1, tokens].
 
-    Position t of a sequence predicts its token t + 1, so the values that belong to that token stand at t. The last
-    position of a sequence and the padding predict nothing: their mask is False and their weight zero.
+    Position t of a sequence predicts its token t + 1, so values of this token are stored at t. The last position of a
+    sequence and the padding predict nothing: their mask is False and their weight zero.
     """
 
     input_ids: Tensor
@@ -32,16 +32,16 @@ class Microbatch:
     row: PackedRow
     mask: Tensor
     per_token: dict[str, Tensor]
-    """`token_weights`, `advantages`, `old_logprobs`, ... : what the sequences carried."""
+    """Values carried by the sequences: `token_weights`, `advantages`, `old_logprobs`, ..."""
     lengths: NDArray[np.int64]
     padded: NDArray[np.int64]
-    """[sequences]: tokens of each sequence of the whole row, and what they take in it."""
+    """[sequences]: `lengths` are the tokens of each sequence of the whole row, `padded` its tokens with padding."""
     samples: NDArray[np.int64]
-    """[sequences]: the sample that each is a segment of, numbers that do not fall."""
+    """[sequences]: the sample containing each segment, in ascending order."""
     support: Support | None = None
-    """The sets of tokens that the log-probs are renormalised over; None: all over the whole vocabulary."""
+    """The token sets over which log-probs are renormalised. None: the whole vocabulary everywhere."""
     temperature: float | Tensor = 1.0
-    """The temperature that the log-probs are taken at: one for all, or [tokens]."""
+    """The sampling temperature applied to the log-probs: one for all, or [tokens]."""
 
 
 def pack_row(
@@ -53,10 +53,10 @@ def pack_row(
     cp: int = 1,
     cp_rank: int = 0,
 ) -> Microbatch:
-    """The row of a batch's sequences, or a context-parallel rank's part of it.
+    """Return the row of a batch's sequences, or a context-parallel rank's part of it.
 
-    With cp > 1 each sequence is padded to a multiple of 2 * cp; the last one, so that the tokens of the row are a
-    multiple of cp * `multiple`.
+    With cp > 1 each sequence is padded to a multiple of 2 * cp. The last one is padded further, so that the tokens of
+    the row are a multiple of cp * `multiple`.
     """
     lengths = batch.lengths
     padded = padded_lengths(lengths, cp=cp, multiple=multiple)
@@ -78,7 +78,7 @@ def pack_row(
 
     support = None
     if batch.kept_sets is not None:
-        # At each position the number of the token that it predicts; -1 where it predicts none.
+        # For each position: the index of its predicted token, or -1 if it predicts none.
         token = np.full(padded.sum(), -1, np.int64)
         token[places[predicted] - 1] = np.flatnonzero(predicted)
         kept = select_sets(batch.kept_sets, token[local])
@@ -98,7 +98,10 @@ def pack_row(
 
 
 def row_tokens(batch: Microbatch, parts: int = 1, part: int = 0) -> RowTokens:
-    """Part `part` of `parts` of this context-parallel rank's tokens of a row, as sequence parallelism splits them."""
+    """Return part `part` of `parts` of this context-parallel rank's tokens of a row.
+
+    Sequence parallelism splits a row's tokens in this way.
+    """
     assert batch.row.local is not None
     local = np.split(batch.row.local.cpu().numpy(), parts)[part]
     starts = batch.padded.cumsum() - batch.padded
@@ -115,38 +118,40 @@ def row_tokens(batch: Microbatch, parts: int = 1, part: int = 0) -> RowTokens:
 def _temperature(
     temperatures: NDArray[np.float64] | None, padded: NDArray[np.int64], local: NDArray[np.int64], device: torch.device
 ) -> float | Tensor:
-    """The temperature at all positions, where the row's sequences have the same; else float32 [local positions]."""
+    """Return the temperature shared by all sequences of a row, else float32 [local positions]."""
     if temperatures is None:
         return 1.0
+    # A number needs no tensor, and dividing by it is cheaper than by one value per token.
     if (temperatures == temperatures[0]).all():
         return float(temperatures[0])
     return torch.from_numpy(np.repeat(temperatures, padded)[local].astype(np.float32)).to(device)
 
 
 def places_in_row(lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDArray[np.int64]:
-    """Where each token of the sequences stands in the padded row: [tokens]."""
+    """Return the index of each token of the sequences in the padded row: [tokens]."""
     return ranges(padded.cumsum() - padded, lengths)
 
 
 def is_predicted(cu_seqlens: NDArray[np.int64]) -> NDArray[np.bool_]:
-    """[tokens]: False on the first token of each sequence, which nothing predicts."""
+    """Return bool [tokens]: False on the first token of each sequence, because nothing predicts it."""
     predicted = np.ones(cu_seqlens[-1], np.bool_)
     predicted[cu_seqlens[:-1]] = False
     return predicted
 
 
 def padded_lengths(lengths: Sequence[int] | NDArray[np.int64], *, cp: int, multiple: int) -> NDArray[np.int64]:
-    """The tokens that the sequences of a row take in it; see `pack_row`."""
+    """Return the padded lengths of a row's sequences; see `pack_row`."""
+    # Zigzag context parallelism cuts each sequence into 2 * cp chunks: rank r gets chunks r and 2 * cp - 1 - r.
     each = 2 * cp if cp > 1 else 1
     padded = -(-np.asarray(lengths, np.int64) // each) * each
-    # A chunk of the last sequence grows on every rank alike, by as much as makes the ranks' tokens divide.
+    # Padding only the last sequence extends its chunks by the same length on every rank. All ranks' tokens then divide.
     whole = math.lcm(each, cp * multiple)
     padded[-1] += -padded.sum() % whole
     return padded
 
 
 def unpack_row(values: Tensor, lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Per-token values of a whole padded row back in a batch's order: float32 [tokens], zero on first tokens."""
+    """Return per-token values of a whole padded row in the batch's order: float32 [tokens], zero on first tokens."""
     row_values = values.float().cpu().numpy()
     predicted = is_predicted(borders(lengths))
     unpacked = np.zeros(len(predicted), np.float32)
@@ -155,11 +160,12 @@ def unpack_row(values: Tensor, lengths: NDArray[np.int64], padded: NDArray[np.in
 
 
 def whole_row(values: Tensor, row: PackedRow) -> Tensor:
-    """Values [tokens, ...] of a rank's part of a row, on every context-parallel rank as values of the whole row."""
+    """Return the whole row's values on every context-parallel rank, from `values` [tokens, ...] of each rank's part."""
     group: Any = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return values
     assert row.local is not None
+    # Parts arrive in rank order. Their places in the row are gathered as well, because zigzag parts are not contiguous.
     places, parts = (x.new_empty(group.size() * len(x), *x.shape[1:]) for x in (row.local, values))
     torch.distributed.all_gather_into_tensor(places, row.local, group=group)
     torch.distributed.all_gather_into_tensor(parts, values.contiguous(), group=group)

@@ -1,8 +1,8 @@
-"""The trainer's state on disk, in Megatron's `torch_dist` format: written beside training, read at any layout.
+"""The trainer's state on disk, in Megatron's `torch_dist` format: written in the background, read with any layout.
 
-Planning and finishing a save are collectives, so they run where the driver calls them; between the two, each rank only
-writes its own copies to its own file. That runs in a thread. A fork, which is Megatron's way, would hold a copy of the
-rank's sockets, locks and CUDA context, and would outlive a killed rank and write into its successor's folder.
+Planning and finishing a save are collectives, so they run when the driver calls them. Between the two, each rank only
+writes its own copies to its own file, in a thread. Megatron's way is a fork. A fork would hold copies of the rank's
+sockets, locks and CUDA context. It would also outlive a killed rank and write into its successor's folder.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ from megarl.training.staging import staged
 Model = TrainingEngine | FrozenModel
 
 _FORMAT = {
-    # What is on disk is Megatron's format of this name, made without its gathering: `optimizer_state`.
+    # The files have Megatron's format of this name; `optimizer_state` creates it without Megatron's gathering.
     "distrib_optim_sharding_type": "fully_reshardable",
     "chained_optim_avoid_prefix": True,
     "singleton_local_shards": False,
 }
 _OVERHEAD_BYTES = 4096
-"""More than torch and the manifest spend on one tensor besides its elements."""
+"""Upper bound of the bytes spent on one tensor by torch and the manifest, in addition to its elements."""
 
 
 class Save:
@@ -70,6 +70,7 @@ class Save:
 
     def write(self, *, asynchronous: bool) -> None:
         """Write this rank's share: in the background, from copies, if `asynchronous`. Raises DiskFullError."""
+        # Check the space before the large files are written: a partial checkpoint is useless.
         check_space(self._folder, self.num_bytes)
         self._buckets = [
             (name, [*objects, *zip((item for item, _ in tensors), self._on_host(tensors, asynchronous), strict=True)])
@@ -80,17 +81,19 @@ class Save:
             self._thread.join()
 
     def _on_host(self, tensors: Sequence[tuple[Any, torch.Tensor]], is_copied: bool) -> list[torch.Tensor]:
-        """The tensors in host memory, as they are now if `is_copied`."""
+        """Return the tensors in host memory; with `is_copied`, later changes do not affect them."""
         values = [tensor for _, tensor in tensors]
         if device.current().type == "cuda":
             return staged(values, pin=True)
         return [tensor.to("cpu", copy=is_copied) for tensor in values]
 
     def finish(self, *, wait: bool = True) -> dict[str, dict[str, Any]] | None:
-        """Add Megatron's records when all ranks have written, a collective; None if one has not, unless told to `wait`.
+        """Add Megatron's records after all ranks have written. A collective.
 
-        Returns size and sha256 of this rank's files. Raises DiskFullError, or what else ended the writing.
+        Returns size and sha256 of this rank's files. Returns None if a rank is still writing and `wait` is false.
+        Raises DiskFullError, or the error that ended the writing.
         """
+        # All ranks must decide alike, because finishing is a collective.
         busy = torch.tensor(int(self._thread.is_alive()), device=device.current())
         dist.all_reduce(busy)
         if busy and not wait:
@@ -117,13 +120,14 @@ class Save:
             self._manifest.release(durable=True)
         except Exception as error:
             self._error = error
+        # Release the copies now: they are as large as the state itself.
         self._buckets = []
         if self._results is not None:
             self._results.put(written)
 
 
 def _alone(data: Any) -> Any:
-    """A tensor in a storage of its own: torch writes the whole of what it lies in."""
+    """Return a tensor with a storage of its own: torch writes the whole storage of a tensor."""
     if not isinstance(data, torch.Tensor) or data.untyped_storage().nbytes() == data.nbytes:
         return data
     return data.clone()
@@ -131,9 +135,9 @@ def _alone(data: Any) -> Any:
 
 @contextmanager
 def moved_in_memory(models: Mapping[str, Model]) -> Iterator[None]:
-    """Within, frozen models that have moved, and so are saved, are on the device; the others stay where they wait.
+    """Load frozen models with changed weights onto the device within the context; the other models stay on the host.
 
-    Tensors on the device are copied before a save goes on in the background.
+    Changed models are part of a save. Tensors on the device are copied before a save continues in the background.
     """
     with ExitStack() as stack:
         for name in _moved(models):
@@ -144,20 +148,21 @@ def moved_in_memory(models: Mapping[str, Model]) -> Iterator[None]:
 def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any) -> Save:
     """Plan the save of the models' states, this rank's random numbers and `driver`'s values. A collective.
 
-    Names of the `models` stand before their tensors' names, an empty one leaves them Megatron's. Of frozen models those
-    that have moved are saved, within `moved_in_memory`. `layout` says in words how the ranks share the state: random
-    numbers are read back where it is the same. Raises DiskFullError.
+    Tensor names begin with the name in `models`; an empty name keeps Megatron's names. Frozen models are saved only if
+    their weights changed, within `moved_in_memory`. `layout` describes the ranks' division of the state in words.
+    Random numbers are restored only with the same layout. Raises DiskFullError.
     """
     moved = _moved(models)
     state = _sharded_states(_learnt(models, moved), is_loading=False)
     state |= {"random": _random_states(), "layout": layout, "driver": driver, "moved": moved}
-    # Megatron's own queue of results is a process of its own.
+    # The queue of Megatron-Core 0.16.1 is a `multiprocessing.Manager`, a process of its own. A thread needs only a
+    # simple queue.
     filesystem_async._results_queue = queue.SimpleQueue()
     replicas: Any = parallel_state.get_data_parallel_group(with_context_parallel=True)
     one_file = TorchDistSaveShardedStrategy("torch_dist", 1, thread_count=1)
     strategy = FullyParallelSaveStrategyWrapper(one_file, replicas)
     try:
-        with disk_full_named(folder, _OVERHEAD_BYTES):  # Rank 0 writes what is common to all ranks already.
+        with disk_full_named(folder, _OVERHEAD_BYTES):  # Rank 0 already writes the state common to all ranks.
             request = dist_checkpointing.save(
                 state, str(folder), strategy, async_sharded_save=True, content_metadata=dict(_FORMAT)
             )
@@ -168,13 +173,13 @@ def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any)
 
 
 def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str, Any]:
-    """Read the states back into the models, whatever their layout; returns the driver's values. A collective.
+    """Read the states into the models, for any saved layout, and return the driver's values. A collective.
 
-    A frozen model that had not moved stays as it is. Megatron's loader unpickles: the folder must have passed
+    A frozen model with unchanged weights stays as it is. Megatron's loader unpickles: the folder must have passed
     `checkpoint.torch_dist_reader.check_harmless`.
     """
     common = dist_checkpointing.load_common_state_dict(str(folder))
-    # Before references moved there was no list of them.
+    # Older checkpoints have no such list: references could not change then.
     saved = _learnt(models, common.get("moved", ()))
     with ExitStack() as stack:
         for model in saved.values():
@@ -197,7 +202,7 @@ def _moved(models: Mapping[str, Model]) -> list[str]:
 
 
 def _learnt(models: Mapping[str, Model], moved: Collection[str]) -> dict[str, Model]:
-    """The models whose weights are not those of their folders: all that train, of frozen ones those that moved."""
+    """Return the models with weights differing from their folders: all trained models, and frozen ones that changed."""
     return {name: model for name, model in models.items() if isinstance(model, TrainingEngine) or name in moved}
 
 
@@ -212,10 +217,11 @@ def _restore(model: Model, state: dict[str, Any]) -> None:
 
 
 def without_pickles(state: Mapping[str, Any]) -> dict[str, Any]:
-    """A module's state whose extra states say nothing.
+    """Return a module's state with empty extra states.
 
-    Transformer Engine keeps pickles in them, as bytes in a tensor, which its layers would load unchecked. They hold
-    the history of FP8's delayed scaling, which is refused (`trainer.megatron.fp8_recipe`), and settings of the recipe.
+    Transformer Engine stores pickles in extra states, as bytes in a tensor, and its layers load them unchecked. They
+    hold the history of FP8's delayed scaling and settings of the recipe. Delayed scaling is not supported
+    (`trainer.megatron.fp8_recipe`).
     """
     empty = torch.empty(0, dtype=torch.uint8)
     return {
@@ -255,7 +261,7 @@ def _metadata() -> dict[str, Any]:
 
 
 def _sharded_chunks(model: Model) -> dict[str, Any]:
-    # Of a model with adapters, only those are trained; the rest is in the model's folder.
+    # With adapters, only the adapters are trained; the other weights are in the model's folder.
     is_adapted = isinstance(model, TrainingEngine) and model.is_adapted
     return {
         name: sharded_state(chunk) if is_adapted else chunk.sharded_state_dict(metadata=_metadata())
@@ -278,7 +284,7 @@ def _is_torch(optimizer: Any) -> bool:
 
 
 def _allocate_moments(optimizer: Any) -> None:
-    """Give an optimizer that has not stepped the state that it would have; Megatron fails on torch's without."""
+    """Give an optimizer without a step its later state; otherwise Megatron-Core 0.16.1 fails with torch's Adam."""
     if is_hybrid(optimizer):
         allocate_moments(optimizer)
         return
@@ -289,11 +295,12 @@ def _allocate_moments(optimizer: Any) -> None:
 
 
 def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[str, Any]) -> None:
-    """Moments, master weights and step count from a checkpoint; rates and decays stay the recipe's."""
+    """Restore moments, master weights and step count. Learning rates and weight decay keep the recipe's values."""
     inner = optimizer.optimizer
     if isinstance(optimizer, DistributedOptimizer):
         step = saved["optimizer"]["param_groups"][0]["step"]
-        # Megatron's loader looks for every entry of the state in the checkpoint, which has no `step` in it.
+        # Megatron-Core 0.16.1 looks up every entry of the state in the checkpoint, but `step` is not stored there
+        # (KeyError).
         for state in inner.state.values():
             state.pop("step", None)
         copy_into(optimizer, saved["param_state"], chunks)
@@ -303,6 +310,7 @@ def _restore_optimizer(optimizer: Any, saved: dict[str, Any], chunks: Mapping[st
         for state in inner.state.values() if _is_torch(optimizer) else inner.param_groups:
             state["step"] = torch.tensor(float(step)) if _is_torch(optimizer) else step
         return
+    # `load_state_dict` replaces the groups' settings by the saved ones, so the recipe's are put back.
     current = [{key: value for key, value in group.items() if key != "params"} for group in inner.param_groups]
     optimizer.load_state_dict(saved)
     for group, settings in zip(inner.param_groups, current, strict=True):

@@ -1,4 +1,4 @@
-"""A model in training on one rank: its shard, gradients and optimizer."""
+"""A trained model on one rank: its shard, gradients and optimizer."""
 
 from __future__ import annotations
 
@@ -47,10 +47,10 @@ from megarl.training.replica import Replica
 from megarl.types import MegarlError
 
 METRICS = {
-    "train/grad_norm": ("1", "norm of the gradient before clipping, the largest of the step's updates"),
-    "train/learning_rate": ("1", "learning rate, the largest of the step's updates"),
-    "train/update_skipped": ("0 or 1", "whether an update left all parameters as they were"),
-    "train/gap_exceeded": ("0 or 1", "whether updates were left out because of train.max_logprob_gap"),
+    "train/grad_norm": ("1", "gradient norm before clipping, largest of the step's updates"),
+    "train/learning_rate": ("1", "learning rate, largest of the step's updates"),
+    "train/update_skipped": ("0 or 1", "whether an update changed no parameter"),
+    "train/gap_exceeded": ("0 or 1", "whether updates were skipped because of train.max_logprob_gap"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
@@ -63,15 +63,15 @@ class Role:
     optimizer: OptimizerConfig
     num_updates: int
     skip_ratio: float | None = None
-    """An update is skipped if the mean ratio of its tokens is above."""
+    """An update is skipped if the mean ratio of its tokens is larger."""
     max_logprob_gap: float | None = None
-    """An update is skipped if the mean distance of its tokens' log-probs from the engine's is above, in nats."""
+    """An update is skipped if the mean distance of its tokens' log-probs from the engine's is larger, in nats."""
     field: str = "optimizer"
-    """Where the recipe has the optimizer's settings."""
+    """The recipe's section with the optimizer's settings."""
 
 
 def role_of_policy(recipe: Recipe) -> Role:
-    """The model that a recipe is about."""
+    """Return the role of the policy, or of the model trained by another loop."""
     steps, algorithm = recipe.train.steps, recipe.algorithm
     if recipe.is_on_policy:
         updates = (steps - recipe.frozen_steps) * recipe.train.num_updates
@@ -87,17 +87,17 @@ def role_of_policy(recipe: Recipe) -> Role:
 
 
 def role_of_critic(recipe: Recipe) -> Role:
-    """The model whose values are the policy's baseline."""
+    """Return the role of the critic; its values are the policy's baseline."""
     critic = recipe.critic
     updates = recipe.train.steps * critic.updates_per_step
     return Role(critic_objective(critic), critic.optimizer, updates, field="critic.optimizer")
 
 
 class TrainingEngine(ModelShard):
-    """A model that learns; `models` are its chunks with their gradients.
+    """A trained model; `models` are its chunks with their gradients.
 
-    `load_weights` fills the parameters before the optimizer copies them. A model with a `lender` works in that one's
-    memory, and is out of it otherwise.
+    `load_weights` fills the parameters before the optimizer copies them. A model with a `lender` uses the lender's
+    memory while it works, and is offloaded otherwise.
     """
 
     def __init__(
@@ -122,6 +122,7 @@ class TrainingEngine(ModelShard):
         if accumulates_in_transformer_engine(self.config, trainer.megatron):
             for chunk in self.chunks:
                 accumulate_in_main_gradients(chunk)
+        # Adapters must exist before the wrapping: Megatron allocates gradient buffers for trainable parameters only.
         self._wrapped = [self._wrap(chunk, index) for index, chunk in enumerate(self.chunks)]
         self.optimizer = build_optimizer(
             self.role.optimizer,
@@ -133,7 +134,8 @@ class TrainingEngine(ModelShard):
         self.schedule = build_schedule(self.role.optimizer, self.optimizer, num_updates=self.role.num_updates)
         self.config.finalize_model_grads_func = _sum_gradients
         if self.overlaps_reduction:
-            # Megatron's schedules reduce nothing within it: gradients of all microbatches but the last are only summed.
+            # Megatron's schedules reduce nothing within this context: gradients of all microbatches except the last are
+            # only summed.
             contexts: Any = [model.no_sync for model in self.models]
             self.config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
         self.balance = ExpertBalance(self.config, self.chunks)
@@ -147,11 +149,11 @@ class TrainingEngine(ModelShard):
 
     @property
     def models(self) -> list[DistributedDataParallel]:
-        """The model chunks, each with the buffers of its gradients."""
+        """Return the model chunks, each with the buffers of its gradients."""
         return self._wrapped
 
     def _attach_adapters(self) -> None:
-        """Freeze the model beside new adapters: they are what learns."""
+        """Freeze the model and add new adapters: only these are trained."""
         lora = self.recipe.lora
         for chunk in self.chunks:
             adapters.attach(
@@ -179,7 +181,10 @@ class TrainingEngine(ModelShard):
 
     @property
     def overlaps_reduction(self) -> bool:
-        """Whether gradients are reduced during the backward pass: as the recipe says, else where they cross nodes."""
+        """Return whether gradients are reduced during the backward pass.
+
+        The recipe decides. By default, they are if their ranks are on several nodes.
+        """
         if (given := self.recipe.trainer.overlap_grad_reduce) is not None:
             return given
         groups: list[Any] = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
@@ -189,48 +194,57 @@ class TrainingEngine(ModelShard):
         return any(len({rank // size for rank in get_process_group_ranks(group)}) > 1 for group in groups)
 
     def offload(self, *, but: Collection[str] = ()) -> None:
-        """Give the engine what memory `trainer.offload` names, all `but` some of it."""
+        """Give the memory listed in `trainer.offload` to the engine, except the names in `but`."""
         self.optimizer.zero_grad()
         self.forget_fp8_weights()
         for name in self.recipe.trainer.offload:
             if name not in but:
                 self._offloadable[name].offload()
         if torch.cuda.is_available():
+            # Return cached blocks to the driver: vLLM's memory pool cannot use blocks cached by torch's allocator.
             torch.cuda.empty_cache()
 
     def onload(self, names: Iterable[str] = ("parameters", "gradients", "optimizer")) -> None:
-        """Take memory back that was given; needed before anything else is asked of the trainer."""
+        """Take offloaded memory back. All other methods of the trainer need it."""
         for name in names:
             self._offloadable[name].onload()
 
     def _gradients(self) -> Iterator[Tensor]:
+        """Yield the gradient buffers, dense and expert ones."""
         for model in self.models:
-            buffers: Any = model.buffers  # Megatron's list of gradient buffers hides torch's method of that name.
+            buffers: Any = model.buffers  # Megatron's list of gradient buffers hides torch's method of this name.
             yield from (buffer.grad_data for buffer in (*buffers, *model.expert_parallel_buffers))
 
     def _optimizer_state(self) -> Iterator[Tensor]:
-        """Moments and master weights; where the weights themselves are trained, those are not the optimizer's."""
+        """Yield moments and master weights, without tensors shared with parameters or gradients."""
         others = {t.untyped_storage()._cdata for t in (*self.parameters.values(), *self._gradients())}
         for part in self.optimizer.chained_optimizers:
             inner: Any = part.optimizer
             tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
             tensors += [value for state in inner.state.values() for value in state.values()]
             yield from (
-                t for t in tensors if torch.is_tensor(t) and t.numel() > 1 and t.untyped_storage()._cdata not in others
+                # With float32 weights, the optimizer trains the parameters themselves. Scalars such as the step count
+                # stay in place.
+                t
+                for t in tensors
+                if torch.is_tensor(t) and t.numel() > 1 and t.untyped_storage()._cdata not in others
             )
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """The weights for the engine and for model folders, by Megatron's names; values are merged within `merged`."""
+        """Return the weights [*shape] for the engine and for model folders, by Megatron's names.
+
+        Valid within `merged`.
+        """
         return self._merged.weights
 
     def merged(self) -> AbstractContextManager[None]:
-        """Within, `weights` hold the model of now, adapters merged in."""
+        """Merge adapters into `weights` within the context."""
         return self._merged.merged_lora()
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
-        """Within, the model is in memory, in the place of the one that lends it its own."""
+        """Load the model into memory within the context, in place of its lender."""
         if self._lender is None:
             yield
             return
@@ -241,30 +255,29 @@ class TrainingEngine(ModelShard):
         self._lender.onload()
 
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """As of any model."""
         with self.in_memory():
             return super().forward(rows)
 
     def forward_with_entropies(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """As `forward` of a policy, but float32 [2, tokens of the row] per row: log-probs and entropies, in nats."""
+        """Return log-probs and entropies in nats, float32 [2, tokens of the row] per row; otherwise like `forward`."""
         with self.in_memory():
             return self._outputs(rows, 2)
 
     def forward_frozen(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """`forward` of the model that training started from: without adapters, and choosing its experts itself."""
+        """Return `forward` of the model at the start of training: without adapters and without replayed experts."""
         with adapters.running(self.chunks, on=False, drops=False):
             return self.forward([replace(row, experts=None) for row in self.shared(rows)])
 
     def update(
         self, rows: Sequence[TokenBatch] | None, kl_coefficient: float | None = None, kto_kl: float | None = None
     ) -> dict[str, Metric]:
-        """One optimizer step on this replica's share of the global batch. Metrics on the ranks that report.
+        """Run one optimizer step on this replica's share of the global batch. Returns metrics on the ranks that report.
 
-        `rows` as in `forward`. `kl_coefficient` weighs the KL to the reference, the recipe's algorithm.kl_coefficient
-        unless given; `kto_kl` is the KL (nats an answer) that KTO compares answers with.
-        No parameter changes (`train/update_skipped`) where loss or gradient is not finite, the mean ratio above
-        `algorithm.skip_ratio`, or the gap above `train.max_logprob_gap`. Raises MegarlError after too many updates in a
-        row that were not finite.
+        `rows` are given as in `forward`. `kl_coefficient` weighs the KL to the reference (default:
+        algorithm.kl_coefficient). `kto_kl` is KTO's reference point, a KL in nats per answer. No parameter changes
+        (`train/update_skipped`) if loss or gradient is not finite, if the mean ratio exceeds `algorithm.skip_ratio`, or
+        if the mismatch exceeds `train.max_logprob_gap`. Raises MegarlError after too many consecutive updates that were
+        not finite.
         """
         own = self.shared(rows)
         if kl_coefficient is None:
@@ -288,9 +301,9 @@ class TrainingEngine(ModelShard):
             return metrics
 
     def _begin_balance(self, rows: Sequence[TokenBatch]) -> None:
-        """Prepare the losses of the experts' balance for an update on this replica's rows of the global batch.
+        """Prepare the expert-balance losses for an update on this replica's rows of the global batch.
 
-        Losses over the whole batch compare with its tokens per expert, which a forward pass counts first.
+        Losses over the whole batch need its tokens per expert. A forward pass counts these first.
         """
         num_tokens = torch.tensor(sum(len(row.token_ids) for row in rows), device=self.device)
         torch.distributed.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())
@@ -300,18 +313,20 @@ class TrainingEngine(ModelShard):
                 self._forward_only([row.with_arrays({}) for row in rows], lambda *_, **__: None)
 
     def _step(self, losses: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-        """The optimizer's step on the gradients of these microbatches; see `update`."""
+        """Run the optimizer's step on the gradients of these microbatches; see `update`."""
+        # The schedule advances for skipped updates too, so it ends with the last update.
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
         finite = self._everywhere(all(np.isfinite(part["train/loss"].number) for part in losses))
         is_gap_exceeded = self._is_mean_above(self.role.max_logprob_gap, losses, "logprob_gap/mean")
         strayed = self._is_mean_above(self.role.skip_ratio, losses, "train/ratio") or is_gap_exceeded
         grad_norm, applied = step_if_finite(self.optimizer, is_wanted=finite and not strayed)
+        # Updates skipped by a limit are intended. Only consecutive non-finite ones count.
         self.skipped_in_a_row = 0 if applied or (finite and strayed) else self.skipped_in_a_row + 1
         if self.skipped_in_a_row > self.role.optimizer.max_skipped_updates:
             raise MegarlError(
                 f"loss or gradient (norm {grad_norm}) of {self.skipped_in_a_row} updates in a row was not finite. "
-                f"Lower {self.role.field}.learning_rate, look at this step's data, or raise {self.role.field}"
+                f"Lower {self.role.field}.learning_rate, check this step's data, or raise {self.role.field}"
                 ".max_skipped_updates."
             )
         if not self.reports:
@@ -326,13 +341,13 @@ class TrainingEngine(ModelShard):
         return merge([metrics, *losses])
 
     def _everywhere(self, flag: bool) -> bool:
-        """Whether the flag is up on all ranks."""
+        """Return whether the flag is true on all ranks."""
         flags = torch.tensor([float(flag)], device=self.device)
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN)
         return bool(flags.item())
 
     def _is_mean_above(self, limit: float | None, losses: Sequence[Mapping[str, Metric]], name: str) -> bool:
-        """Whether a metric's mean over the global batch is above what the recipe lets pass; the same on all ranks."""
+        """Return whether a metric's mean over the global batch exceeds the recipe's limit; the same on all ranks."""
         if limit is None:
             return False
         means = [part[name] for part in losses if name in part] if self.reports else []
@@ -343,20 +358,19 @@ class TrainingEngine(ModelShard):
 
 
 class StartingPolicy:
-    """The policy that training started from, where adapters alone are trained: the same weights without them."""
+    """The policy at the start of training, if only adapters are trained: the same weights without adapters."""
 
     def __init__(self, policy: TrainingEngine) -> None:
         self._policy = policy
 
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """As of any model."""
         return self._policy.forward_frozen(rows)
 
 
 def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
-    """Megatron's reduction of gradients over its ranks, without its division by tokens.
+    """Reduce gradients over Megatron's ranks without dividing by tokens.
 
-    This is the one place where Megatron's averaging is undone: the token weights of the global batch already hold
-    every denominator, so that gradients are sums.
+    Megatron's averaging is undone only here: the token weights of the global batch already contain every denominator,
+    so gradients are sums. `num_tokens` [] is ignored.
     """
     finalize_model_grads(model, None, **kwargs)

@@ -1,4 +1,4 @@
-"""Rows of arrays from every rank to every other: in known numbers, or of tokens that the receiving rank asks for."""
+"""Exchanges of array rows between all ranks: with known counts, or for tokens requested by the receiving rank."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from numpy.typing import NDArray
 
 
 def exchanged(values: NDArray[Any], num_sent: NDArray[np.int64], num_received: NDArray[np.int64]) -> NDArray[Any]:
-    """Rows [sum of num_received, ...] from all ranks in order, for [sum of num_sent, ...] to all ranks in order.
+    """Return rows [sum of num_received, ...] from all ranks in order. A collective over the world, from host to host.
 
-    A collective over the world, from host to host.
+    `values` [sum of num_sent, ...] are the rows for all ranks, in order.
     """
     row_bytes = values.itemsize * int(np.prod(values.shape[1:]))
     received = np.empty((int(num_received.sum()), *values.shape[1:]), values.dtype)
-    # As bytes: gloo has no collective of int16.
+    # gloo (torch 2.13) has no collective for int16, so rows are sent as bytes.
     dist.all_to_all_single(
         torch.from_numpy(received.reshape(-1).view(np.uint8)),
         torch.from_numpy(np.ascontiguousarray(values).reshape(-1).view(np.uint8)),
@@ -34,17 +34,19 @@ def fetched(
     held: Callable[[int, int, int, int], NDArray[Any]],
     nothing: NDArray[Any],
 ) -> NDArray[Any]:
-    """Values of the tokens of all runs, in order, from the ranks that hold them; a collective over the world.
+    """Return the values [tokens, ...] of all runs' tokens, in order, from the ranks holding them.
 
-    `runs` [runs, 3]: number, first token and end of tokens that follow each other in a sequence; `holders` [runs]: the
-    rank that holds each. `held` has this rank's values for rank, number, first and end; `nothing` [0, ...] has their
-    type and shape on this rank, as the result [tokens, ...] has.
+    A collective over the world. A run is a span of consecutive tokens of a sequence. `runs` [runs, 3] lists its
+    sequence number, first token and end. `holders` [runs] lists the rank holding each. `held` returns this rank's
+    values for (rank, number, first, end). `nothing` [0, ...] has the dtype and the trailing shape of the result.
     """
     world_size = dist.get_world_size()
+    # `exchanged` expects rows in rank order.
     by_holder = np.argsort(holders, kind="stable")
     asked = runs[by_holder]
     num_asked = np.bincount(holders, minlength=world_size)
     ones = np.ones_like(num_asked)
+    # First all ranks learn the number of requests, then the requests, then their values.
     num_told = exchanged(num_asked[:, None], ones, ones)[:, 0]
     told = np.split(exchanged(asked, num_asked, num_told), np.cumsum(num_told)[:-1])
     answers = [[held(rank, *run).ravel() for run in requests.tolist()] for rank, requests in enumerate(told)]
@@ -54,15 +56,16 @@ def fetched(
     num_tokens = np.bincount(holders[by_holder], sizes, world_size).astype(np.int64)
     sent = np.concatenate([nothing.ravel(), *(values for of_rank in answers for values in of_rank)])
     received = exchanged(sent, num_sent, num_tokens * int(np.prod(of_token)))
-    # Back from the holders' order to that of the runs.
+    # Restore the order of the runs.
     pieces = np.split(received.reshape(-1, *of_token), np.cumsum(sizes)[:-1])
     return np.concatenate([nothing, *(pieces[place] for place in np.argsort(by_holder))])
 
 
 def runs_of(names: NDArray[np.int64], sequence: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.int64]:
-    """[runs, names + 2]: the sequence's names, first and end of tokens that follow each other in it, in order.
+    """Return the runs of consecutive tokens: [runs, names + 2], the sequence's names, first token and end.
 
-    `names` [sequences, names]; `sequence` and `token` [tokens]: the place of each token's sequence, its place in it.
+    `names` is [sequences, names]. `sequence` and `token`, both [tokens], are the index of each token's sequence and its
+    place there.
     """
     is_next = (np.diff(sequence) == 0) & (np.diff(token) == 1)
     firsts = np.flatnonzero(np.concatenate([[True], ~is_next])[: len(token)])

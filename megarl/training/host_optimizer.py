@@ -1,8 +1,8 @@
-"""Adam whose state lies in host memory, for a fraction of the parameters, and which works there.
+"""Adam with its state in host memory, and its step on the CPU, for a fraction of the parameters.
 
-Megatron's `HybridDeviceOptimizer`: gradients of that fraction go to the host, torch's fused Adam steps there on float32
-copies of the weights, and the new weights come back. The other parameters have main weights and moments on the device,
-as without it. What is said here of its inside was read in Megatron-Core 0.16.1, optimizer/cpu_offloading.
+It uses Megatron's `HybridDeviceOptimizer`. Gradients of this fraction are copied to the host. torch's fused Adam steps
+there on float32 copies of the weights, and the new weights are copied back. Main weights and moments of the other
+parameters stay on the device. Statements about its internals refer to Megatron-Core 0.16.1, optimizer/cpu_offloading.
 """
 
 from __future__ import annotations
@@ -25,32 +25,33 @@ _SETTINGS = (
     "pin_cpu_params",
     "overlap_cpu_optimizer_d2h_h2d",
 )
-"""Settings of its own in its groups of parameters, beside those of Adam."""
+"""Settings in its parameter groups in addition to Adam's."""
 
 
 def set_host_fraction(settings: OptimizerConfig, fraction: float) -> None:
-    """Have Megatron make an optimizer of which this fraction is in host memory; of none for 0."""
+    """Set the fraction of the optimizer that Megatron keeps in host memory; 0 changes nothing."""
     if not fraction:
         return
     megatron_on_cpu.adapt_hybrid_optimizer()
     settings.optimizer_cpu_offload = True
     settings.optimizer_offload_fraction = fraction
     settings.overlap_cpu_optimizer_d2h_h2d = True
+    # Page-locked memory makes copies to and from the GPU asynchronous; without a GPU it cannot be allocated.
     settings.pin_cpu_grads = torch.cuda.is_available()
-    # Without it the float32 main weights would stay on the device, beside their copies on the host. Given to the
-    # constructor, it asks for Transformer Engine's version also where there is none.
+    # Otherwise the float32 main weights would stay on the device, in addition to their copies on the host. Passed to
+    # the constructor, this setting would require Transformer Engine's version, even without Transformer Engine.
     settings.use_precision_aware_optimizer = True
     settings.use_precision_aware_optimizer_no_fp8_or_ds_fp8 = True
     settings.store_param_remainders = False
 
 
 def is_hybrid(optimizer: Any) -> bool:
-    """Whether one of Megatron's optimizers works on the host, in part or in whole."""
+    """Return whether one of Megatron's optimizers works on the host, for some or all of its parameters."""
     return isinstance(optimizer.optimizer, HybridDeviceOptimizer)
 
 
 def allocate_moments(optimizer: Any) -> None:
-    """Give one that has not stepped the state that it would have, all zeros; its own `dummy_step` moves the weights."""
+    """Give an optimizer without a step its later state, all zeros. Its own `dummy_step` would change the weights."""
     inner = optimizer.optimizer
     for part in inner.sub_optimizers:
         for parameter in _parameters(part):
@@ -63,7 +64,7 @@ def allocate_moments(optimizer: Any) -> None:
 
 
 def set_step(optimizer: Any, step: int) -> None:
-    """Set the number of steps that Adam corrects its moments by, where each of its parts keeps it."""
+    """Set Adam's step count, used for bias correction, wherever its parts store it."""
     for part in optimizer.optimizer.sub_optimizers:
         if _is_torch(part):
             for parameter in _parameters(part):
@@ -75,8 +76,9 @@ def set_step(optimizer: Any, step: int) -> None:
 
 
 def without_settings(state: dict[str, Any]) -> dict[str, Any]:
-    """The state of a distributed optimizer with groups as it has them without the host, classes left out."""
+    """Return a distributed optimizer's state with the groups of an optimizer without host part; classes are removed."""
     inner = state["optimizer"]
+    # A checkpoint must not depend on the host fraction: it is read with and without one.
     groups = [
         {name: value for name, value in group.items() if name not in _SETTINGS} for group in inner["param_groups"]
     ]

@@ -1,8 +1,8 @@
-"""Lessons of an update's tokens: kept where a teacher made them, fetched where the policy is compared with them.
+"""Distillation targets ("lessons") of an update's tokens: stored by the teacher's ranks, fetched by the policy's ranks.
 
-A token's lesson is up to a hundred times as large as all else of it, so it never passes through the driver. A teacher's
-ranks keep the lessons of whole sequences, of trained tokens alone, in host memory (`HeldLessons`); before the policy's
-pass its last stage fetches those of its rows (`Pupil`). Teacher and policy may be laid out differently.
+A token's target is up to a hundred times larger than its other data, so it never passes through the driver. A teacher's
+ranks store the targets of whole sequences, for trained tokens only, in host memory (`HeldLessons`). Before the policy's
+pass, its last stage fetches the targets of its rows (`Pupil`). Teacher and policy may have different layouts.
 """
 
 from __future__ import annotations
@@ -26,50 +26,54 @@ from megarl.training.exchange import fetched, runs_of
 
 
 class HeldLessons:
-    """Lessons that this rank keeps for the next update, uint8 [trained tokens, bytes], by the sequence's number."""
+    """Distillation targets stored by this rank for the next update, by sequence number.
+
+    A sequence's targets are uint8 [trained tokens, bytes].
+    """
 
     def __init__(self) -> None:
         self._rows: dict[int, NDArray[np.uint8]] = {}
 
     @property
     def numbers(self) -> list[int]:
-        """The numbers of the sequences whose lessons are here."""
+        """Return the numbers of the sequences stored here."""
         return list(self._rows)
 
     def keep(self, number: int, rows: NDArray[np.uint8]) -> None:
-        """Keep the lessons of a sequence's trained tokens, in order."""
+        """Store the targets of a sequence's trained tokens, in order."""
         self._rows[number] = rows
 
     def of_tokens(self, number: int, first: int, end: int) -> NDArray[np.uint8]:
-        """The lessons [end - first, bytes] of these of a sequence's trained tokens."""
+        """Return the targets [end - first, bytes] of a span of a sequence's trained tokens."""
         return self._rows[number][first:end]
 
     def clear(self) -> None:
-        """Forget all."""
+        """Remove all targets."""
         self._rows = {}
 
 
 @dataclass(frozen=True, slots=True)
 class TaughtPositions:
-    """Positions of a padded row that predict a trained token, all arrays [positions], in order of the row."""
+    """Positions of a padded row predicting a trained token, in row order. All arrays are [positions]."""
 
     place: NDArray[np.int64]
     sequence: NDArray[np.int64]
-    """The place in the row of the sequence that the position is of."""
+    """The index of the position's sequence in the row."""
     ordinal: NDArray[np.int64]
-    """How many trained tokens of its sequence come before."""
+    """The number of earlier trained tokens in its sequence."""
 
     @classmethod
     def of_row(cls, row: TokenBatch, padded: NDArray[np.int64]) -> TaughtPositions:
-        """Those of a whole row; `padded` [sequences] is what each takes in it."""
+        """Return the positions of a whole row; `padded` [sequences] holds padded lengths."""
         is_trained = row.loss_mask & is_predicted(row.cu_seqlens)
+        # Position t predicts token t + 1, hence the - 1 below.
         sequence = np.repeat(np.arange(row.num_sequences), row.lengths)[is_trained]
         counts = np.bincount(sequence, minlength=row.num_sequences)
         ordinal = np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]
         return cls(places_in_row(row.lengths, padded)[is_trained] - 1, sequence, ordinal)
 
     def among(self, local: NDArray[np.int64]) -> tuple[TaughtPositions, NDArray[np.int64]]:
-        """Those at a rank's places of the row, in its order, and their indices among these places."""
+        """Return the positions at a rank's places of the row, in the rank's order, and their indices there."""
         found = np.full(max(local.max(initial=-1), self.place.max(initial=-1)) + 1, -1)
         found[self.place] = np.arange(len(self.place))
         chosen = found[local]
@@ -79,10 +83,11 @@ class TaughtPositions:
 
 
 class Pupil:
-    """The policy's side on one rank: fetches lessons, and has the heads that turn hidden states into logits.
+    """The policy's side on one rank: it fetches distillation targets and holds the teachers' heads.
 
-    By the teachers' numbers: `widths` are the bytes of a lesson, `num_local_tokens` the rows of this rank's part of the
-    policy's head whose tokens the teacher has, `heads` the teacher's rows of these tokens (full_vocabulary; else None).
+    A head turns a teacher's hidden states into logits. All arguments are lists by teacher number. `widths` are the
+    bytes of a target. `num_local_tokens` counts the rows of this rank's part of the policy's head with tokens known to
+    the teacher. `heads` are the teacher's rows of these tokens, [tokens, hidden] (full_vocabulary; else None).
     """
 
     def __init__(
@@ -99,12 +104,13 @@ class Pupil:
         self._on_device: list[Tensor | None] = []
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> list[list[Lesson]]:
-        """The lessons of each row by each teacher, their rows in host memory; a collective over the world.
+        """Return the targets of each row by each teacher, in host memory. A collective over the world.
 
-        Only the last stage has any, and of its tensor ranks the first has their contents (`complete`). What the ranks
-        held is forgotten.
+        Only the last stage gets any. Only its first tensor rank has their contents; `complete` broadcasts them. The
+        ranks' stored targets are removed.
         """
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        # One tensor rank asks for all: the network carries each target once, and NVLink the copies.
         is_asking = is_last and parallel_state.get_tensor_model_parallel_rank() == 0
         holders = {
             number: rank
@@ -124,15 +130,19 @@ class Pupil:
                 places = torch.from_numpy(indices)
                 of_row.append(Lesson(places, torch.from_numpy(contents), self._num_local_tokens[teacher], None))
         self._held.clear()
+        # Heads are on the device during an update only; they are as large as the policy's own head.
         self._on_device = [None if head is None else head.to(self._device) for head in self._heads]
         return lessons if is_last else [[] for _ in rows]
 
     def complete(self, lessons: Sequence[Lesson]) -> list[Lesson]:
-        """A row's lessons on the device of every tensor rank, with the teachers' heads; a collective of these ranks."""
+        """Return a row's targets on the device of every tensor rank, with the teachers' heads.
+
+        A collective of these ranks.
+        """
         group: Any = parallel_state.get_tensor_model_parallel_group()
         completed = []
         for lesson, head in zip(lessons, self._on_device, strict=True):
-            # Made here: an empty array of numpy's has strides that torch cannot view as another type.
+            # Allocated by torch: an empty numpy array has strides that torch cannot view as another dtype.
             contents = torch.empty(lesson.rows.shape, dtype=torch.uint8, device=self._device).copy_(lesson.rows)
             if dist.get_world_size(group) > 1:
                 dist.broadcast(contents, group=group, group_src=0)
@@ -140,7 +150,7 @@ class Pupil:
         return completed
 
     def release(self) -> None:
-        """Give the device's memory of the heads back."""
+        """Free the device memory of the heads."""
         self._on_device = []
 
     def _held_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.uint8]:
@@ -148,13 +158,13 @@ class Pupil:
 
 
 def _runs(row: TokenBatch, positions: TaughtPositions) -> NDArray[np.int64]:
-    """[runs, 3]: number of the sequence, first and end of trained tokens that follow each other, in order."""
+    """Return runs [runs, 3] of consecutive trained tokens: sequence number, first token and end, in order."""
     assert row.taught is not None
     return runs_of(row.taught[:, 1:], positions.sequence, positions.ordinal)
 
 
 def _own_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[TaughtPositions, NDArray[np.int64]]:
-    """The positions on this rank that a teacher is asked about, and their indices among its tokens."""
+    """Return this rank's positions taught by one teacher, and their indices among its tokens."""
     assert row.taught is not None and batch.row.local is not None
     own, indices = TaughtPositions.of_row(row, batch.padded).among(batch.row.local.cpu().numpy())
     chosen = row.taught[own.sequence, 0] == teacher
@@ -162,5 +172,5 @@ def _own_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[Ta
 
 
 def _ends(runs: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Where the lessons of each row but the last end: [rows - 1]."""
+    """Return the end of each row's targets except the last row's: [rows - 1]."""
     return np.cumsum([(of_row[:, 2] - of_row[:, 1]).sum() for of_row in runs])[:-1].astype(np.int64)

@@ -1,4 +1,4 @@
-"""The weights as the engine and a model folder get them: the trainer's own, or those with their adapters merged in."""
+"""The weights for the engine and for model folders: the trainer's own, or with adapters merged in."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megarl.training.offload import Offloadable
 
 
 class MergedWeights:
-    """`weights` are tensors by Megatron's names that a plan can be bound to; they hold values within `merged_lora`.
+    """Tensors for a plan, by Megatron's names in `weights`; their values are valid within `merged_lora`.
 
-    A linear with an adapter has a tensor of its own here, whose memory exists within `merged_lora` only; the frozen
-    weight is never written. Merging needs no other rank: adapters are cut as their weights are.
+    A linear layer with an adapter has a separate tensor here. Its memory exists within `merged_lora` only; the frozen
+    weight is never written. Merging needs no other rank: adapters are split like their weights.
     """
 
     def __init__(self, chunks: Sequence[nn.Module], parameters: Mapping[str, Tensor]) -> None:
@@ -33,7 +33,7 @@ class MergedWeights:
 
     @contextmanager
     def merged_lora(self) -> Iterator[None]:
-        """Weights as of now. The trainer's own must be on the device."""
+        """Compute the current merged weights within the context. The trainer's own must be on the device."""
         self._offloadable.onload()
         with torch.no_grad():
             for name, (adapter, weight) in self._adapters.items():

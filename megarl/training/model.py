@@ -35,14 +35,14 @@ from megarl.training.routed_experts import ExpertExchange, OwnTokens, routes_of_
 
 Policy = TypeVar("Policy", bound=PolicyModel)
 LoadWeights = Callable[[Mapping[str, Tensor]], None]
-"""Fills a model's parameters, given by name, in place."""
+"""Function filling a model's parameters, given by name, in place."""
 
 
 class ModelShard:
-    """This stage's parts of a model: `chunks`, one unless `layout.vpp` says otherwise.
+    """The chunks of a model on this pipeline stage: one in `chunks`, or `layout.vpp` of them.
 
-    Built on all ranks together, the first one joins them into Megatron's groups; every method is a collective over the
-    trainer's ranks. `load_weights` fills the parameters. With a `replica`, rows are given to its first rank alone.
+    All ranks build it together; the first model also creates Megatron's process groups. Every method is a collective
+    over the trainer's ranks. `load_weights` fills the parameters. With a `replica`, only its first rank receives rows.
     """
 
     def __init__(
@@ -76,14 +76,14 @@ class ModelShard:
         self.chunks = [self._build(index).to(self.device) for index in range(layout.vpp)]
         for name, parameter in self.parameters.items():
             if ".experts." in name:
-                # Megatron takes experts for replicas over the dense ranks unless expert parallelism splits them, also
-                # where their tensor parallelism is another than the rest's.
+                # Without expert parallelism, Megatron-Core 0.16.1 treats experts as replicated over the dense
+                # data-parallel ranks. This is wrong if experts have another tensor-parallel size.
                 parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  (a mark of Megatron's)
         load_weights(self.parameters)
         self.expert_exchange: ExpertExchange | None = None
-        """Where the experts come from that are replayed; without it the model chooses its own."""
+        """Source of replayed expert choices. None: the model's router chooses."""
         self.pupil: Pupil | None = None
-        """Where the lessons come from that the model is compared with, if it learns from distributions."""
+        """Source of distillation targets, if the model learns from distributions."""
 
     def _build(self, index: int) -> PackedModel:
         if self.shape.has_value_head:
@@ -91,7 +91,7 @@ class ModelShard:
         return self._build_policy(PolicyModel, index)
 
     def _build_policy(self, kind: Callable[..., Policy], index: int, **settings: Any) -> Policy:
-        """A chunk of a language model of this kind."""
+        """Return a chunk of a language model of this kind."""
         recipe = self.recipe
         return kind(
             self.config,
@@ -107,12 +107,12 @@ class ModelShard:
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
-        """The modules that Megatron's schedule runs: the model chunks, or their wrappers."""
+        """Return the modules run by Megatron's schedule: the model chunks, or their wrappers."""
         return self.chunks
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """The live parameters on this rank, by the names that Megatron's layout gives them."""
+        """Return the live parameters [*shape] on this rank, by their names in Megatron's layout."""
         return {
             chunk_prefix(index, len(self.chunks)) + name: parameter
             for index, chunk in enumerate(self.chunks)
@@ -121,20 +121,23 @@ class ModelShard:
 
     @property
     def reports(self) -> bool:
-        """Whether this rank holds results of its replica: the last stage's first tensor rank, of every context part."""
+        """Return whether this rank holds results of its replica.
+
+        These ranks are the last stage's first tensor rank, for each context-parallel part.
+        """
         return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """Log-probs of every token of this replica's rows, or the values before each, as the model stands.
+        """Return log-probs of every token of this replica's rows, or a critic's values before each token.
 
-        All ranks of the replica are given `rows`, or with `replica` the first of them, None the others. Returns, on the
-        ranks that report, a float32 array [tokens of the row] per row; elsewhere None.
+        All ranks of the replica receive `rows`. With `replica`, its first rank does, and the others pass None. Returns
+        a float32 array [tokens of the row] per row on the ranks that report, elsewhere None.
         """
         found = self._outputs(rows, 1)
         return None if found is None else [values for [values] in found]
 
     def _outputs(self, rows: Sequence[TokenBatch] | None, count: int) -> list[NDArray[np.float32]] | None:
-        """The first `count` values that the model puts out of each token: as `forward`, but [count, tokens] per row."""
+        """Return the first `count` output values of each token, [count, tokens] per row; otherwise like `forward`."""
         outputs = self._forward_only(self.shared(rows), partial(_kept, count=count))
         if not self.reports:
             return None
@@ -144,12 +147,12 @@ class ModelShard:
         ]
 
     def _forward_only(self, rows: Sequence[TokenBatch], of_row: Callable[..., Any]) -> list[Any]:
-        """Pass the rows through the model in evaluation mode, without gradients; see `passes`."""
+        """Run the rows through the model in evaluation mode, without gradients; see `passes`."""
         with torch.no_grad(), evaluating(self.chunks):
             return get_forward_backward_func()(**self.passes(rows, of_row, forward_only=True))
 
     def shared(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
-        """The rows that this rank's replica was given."""
+        """Return the rows given to this rank's replica."""
         if self._replica is not None:
             return self._replica.share(rows)
         assert rows is not None
@@ -157,32 +160,33 @@ class ModelShard:
 
     @property
     def _parts(self) -> int:
-        """Tensor-parallel ranks that the tokens of a row are split over."""
+        """Return the number of tensor-parallel ranks sharing a row's tokens."""
         return self.layout.tp if self.sequence_parallel else 1
 
     @property
     def _multiple(self) -> int:
-        """A context-parallel rank's tokens of a row are a multiple of this."""
+        """Return the divisor required of a context-parallel rank's tokens per row."""
         return self._parts * (FP8_BLOCK if self.recipe.trainer.fp8 == "blockwise" else 1)
 
     def forget_fp8_weights(self) -> None:
-        """Free the weights' copies in FP8 that Transformer Engine's layers keep; the next pass makes them anew."""
+        """Free the FP8 copies of weights cached by Transformer Engine's layers. The next pass creates them again."""
         for chunk in self.chunks:
             for module in chunk.modules():
+                # Transformer Engine 2.11 offers no public way to drop these caches.
                 copies: Any = getattr(module, "_fp8_workspaces", None)
                 if copies is not None:
                     copies.clear()
 
     @property
     def expert_layers(self) -> list[int]:
-        """The numbers, from 0, of the layers on this rank."""
+        """Return the numbers, from 0, of the layers on this rank."""
         layers: list[Any] = [layer for chunk in self.chunks for layer in chunk.decoder.layers]
         return [layer.layer_number - 1 for layer in layers]
 
     def _fetch_routes(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Tensor | None]:
-        """The experts of each row's tokens on this rank, int16 [tokens, own layers, top_k], where an engine chose them.
+        """Return the replayed experts of each row's tokens on this rank, int16 [tokens, own layers, top_k], or None.
 
-        A collective over the world where it did.
+        A collective over the world if an engine chose the experts.
         """
         if self.expert_exchange is None or rows[0].experts is None:
             return [None] * len(rows)
@@ -196,16 +200,16 @@ class ModelShard:
         return routes_of_rows(self.expert_exchange, own)
 
     def _fetch_lessons(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Sequence[Lesson]]:
-        """The lessons of each row on the last stage, where the rows are learnt from teachers' distributions.
+        """Return the distillation targets of each row on the last stage, if the model learns from distributions.
 
-        A collective over the world where they are.
+        A collective over the world in this case.
         """
         if self.pupil is None or rows[0].taught is None:
             return [()] * len(rows)
         return self.pupil.fetch(rows, batches)
 
     def _prepare(self, chunk: torch.nn.Module, batch: Microbatch) -> None:
-        """Set what a chunk needs to know of the row of its next forward pass."""
+        """Pass a row's data to a chunk before its forward pass: tokens for routers, sampling settings for the head."""
         if routers := routers_of(chunk):
             part = parallel_state.get_tensor_model_parallel_rank() % self._parts
             tokens = row_tokens(batch, self._parts, part)
@@ -218,10 +222,10 @@ class ModelShard:
     def passes(
         self, rows: Sequence[TokenBatch], of_row: Callable[..., Any], *, forward_only: bool = False
     ) -> dict[str, Any]:
-        """The arguments of Megatron's schedule, which passes the rows through the model, and back.
+        """Return the arguments of Megatron's forward and backward schedule for these rows.
 
-        It returns, on the last stage, one result a row of `of_row(output, batch=Microbatch)`: a `RowLoss`, or with
-        `forward_only` anything.
+        On the last stage, the schedule returns one result per row of `of_row(output, batch=Microbatch)`: a `RowLoss`,
+        or anything with `forward_only`.
         """
         batches = [
             pack_row(
@@ -235,6 +239,8 @@ class ModelShard:
             for row in rows
         ]
 
+        # Both are collectives over the world. They run before the schedule, because stages enter forward passes at
+        # different times.
         routes = self._fetch_routes(rows, batches)
         lessons = self._fetch_lessons(rows, batches)
 
@@ -260,6 +266,7 @@ class ModelShard:
 
         return {
             "forward_step_func": forward_step,
+            # An interleaved schedule (vpp) reads one iterator per chunk.
             "data_iterator": [zip(batches, routes, lessons, strict=True) for _ in self.models],
             "model": list(self.models),
             "num_microbatches": len(rows),
@@ -271,9 +278,9 @@ class ModelShard:
 
 
 class FrozenModel(ModelShard):
-    """A model that is only asked, a reference, a teacher or a reward model: between its passes it waits in host memory.
+    """A model that is never trained: a reference, a teacher or a reward model. Between passes it is in host memory.
 
-    `has_moved`: its weights are not those that it was loaded with.
+    `has_moved` is true if its weights differ from the loaded ones.
     """
 
     def __init__(
@@ -297,8 +304,12 @@ class FrozenModel(ModelShard):
 
     @contextmanager
     def in_memory(self, *, is_changed: bool = False) -> Iterator[None]:
-        """Within, the model is on the device; its parameters are copied back only if they are changed there."""
-        # The copies in host memory stay what and where they are: only the device's are dropped.
+        """Load the model onto the device within the context.
+
+        Parameters are copied back only with `is_changed`.
+        """
+        # The host copies keep their memory and values; only the device copies are dropped. This saves a copy back per
+        # pass.
         host = [(parameter, parameter.data) for parameter in self._own_parameters()]
         for parameter, values in host:
             parameter.data = values.to(self.device, non_blocking=True)
@@ -314,15 +325,14 @@ class FrozenModel(ModelShard):
             chunk.cpu()
 
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """As of any model."""
         with self.in_memory():
             return super().forward(rows)
 
     def move_towards(self, parameters: Mapping[str, Tensor], share: float) -> None:
-        """Set each parameter to share * the given one + (1 - share) * itself, summed in float32.
+        """Set each parameter to share * the given one + (1 - share) * itself, computed in float32.
 
-        `parameters` are those of a model of the same shape and layout, by the same names. Source: TR-DPO (Gorbatovski
-        et al. 2024, arXiv 2404.09656, eq. 3 and 4: the soft update, and the hard one at share 1).
+        `parameters` [*shape] belong to a model of the same shape and layout, by the same names. Source: TR-DPO
+        (Gorbatovski et al. 2024, arXiv 2404.09656, eq. 3 and 4: the soft update, and the hard one at share 1).
         """
         with torch.no_grad():
             for name, own in self.parameters.items():
@@ -332,14 +342,14 @@ class FrozenModel(ModelShard):
 
 
 def _host_copy(values: Tensor) -> Tensor:
-    """The values in host memory, page-locked if they are an accelerator's, so that they come back at full speed."""
+    """Return the values in host memory, page-locked if they come from an accelerator, for a fast way back."""
     if values.device.type == "cpu":
         return values
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)
 
 
 def _join_ranks(seed: int, layout: ParallelConfig, shape: ModelShape) -> None:
-    """Make Megatron's groups of ranks and seed what draws; the models of a rank share both."""
+    """Create Megatron's process groups and seed random numbers, once per rank for all its models."""
     if parallel_state.model_parallel_is_initialized():
         return
     with permuted_ranks(layout.rank_of_part):
@@ -354,11 +364,11 @@ def _join_ranks(seed: int, layout: ParallelConfig, shape: ModelShape) -> None:
             create_gloo_process_groups=False,
         )
     model_parallel_cuda_manual_seed(seed)
-    # Nothing here draws from these two; what a library draws shall not differ from run to run.
+    # megarl draws from neither generator; seeding makes draws by libraries reproducible.
     random.seed(seed)
     np.random.seed(seed % 2**32)
 
 
 def _kept(output: Tensor, batch: Microbatch, non_loss_data: bool, *, count: int) -> tuple[Tensor, Microbatch]:
-    """The first values [count, tokens] of a row, as Megatron collects what is no loss."""
+    """Return the first values [count, tokens] of a row, in the form expected for Megatron's non-loss data."""
     return output[:count], batch

@@ -27,52 +27,55 @@ from megarl.types import ConfigError
 METRICS = {
     "train/loss": (
         "nats",
-        "the loss as it is minimised, summed with its token weights, mean over the step's updates; without "
-        "train/moe_*; of the policy gradient no measure of progress",
+        "the minimised loss, summed with its token weights, mean over the step's updates; without train/moe_*; "
+        "with a policy gradient it does not measure progress",
     ),
     "train/tokens": ("tokens", "trained tokens"),
-    "train/entropy": ("nats", "entropy of the policy's distribution, mean over trained tokens"),
-    "train/ptx_loss": ("nats", "loss of the conversations of data.ptx, mean over tokens"),
+    "train/entropy": ("nats", "mean entropy of the policy's distribution over trained tokens"),
+    "train/ptx_loss": ("nats", "mean loss per token of the conversations of data.ptx"),
     "distillation/divergence": (
         "nats",
-        "divergence of the policy from its teacher by distillation.divergence, mean over tokens",
+        "mean divergence per token of the policy from its teacher, by distillation.divergence",
     ),
     "kl/reference": (
         "nats",
-        "divergence of the policy from the reference by algorithm.kl_estimator, mean over tokens (kto: of an answer)",
+        "mean divergence per token of the policy from the reference, by algorithm.kl_estimator (kto: per answer)",
     ),
     "kl/update": (
         "nats",
-        "divergence of the policy, before each update, from that of before the step's first, estimated by k3, mean "
-        "over tokens; where a step has several updates and algorithm.old_logprobs is trainer",
+        "mean divergence per token of the policy before each update from the policy before the step's first update, "
+        "k3 estimate; if a step has several updates and algorithm.old_logprobs is trainer",
     ),
-    "kl/capped": ("share", "tokens whose estimate algorithm.k3_max holds"),
-    "logprob_gap/max": ("nats", "the largest distance of the trainer's log-prob of a token from the engine's"),
-    "logprob_gap/measured": ("share", "trained tokens of which both log-probs are at hand"),
-    "preference/accuracy": ("share", "pairs whose chosen answer wins (kto: answers on their right side of the KL)"),
-    "preference/margin": ("score", "by how much chosen answers win, mean"),
-    "preference/chosen": ("score", "reward of chosen, or desirable, answers, mean"),
-    "preference/rejected": ("score", "reward of rejected, or undesirable, answers, mean"),
+    "kl/capped": ("share", "fraction of tokens with an estimate limited by algorithm.k3_max"),
+    "logprob_gap/max": ("nats", "largest difference between trainer and engine log-probs of one token"),
+    "logprob_gap/measured": ("share", "fraction of trained tokens with log-probs of both trainer and engine"),
+    "preference/accuracy": (
+        "share",
+        "fraction of pairs won by the chosen answer (kto: answers on their correct side of the KL)",
+    ),
+    "preference/margin": ("score", "mean reward difference of chosen and rejected answers"),
+    "preference/chosen": ("score", "mean reward of chosen, or desirable, answers"),
+    "preference/rejected": ("score", "mean reward of rejected, or undesirable, answers"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """Numbers of a loss that change from update to update."""
+    """Numbers of a loss that change between updates."""
 
     kl_coefficient: float
     """Weight of the KL to the reference (RL)."""
     kto_kl: float | None = None
-    """The policy's KL from the reference in nats an answer, not negative, that KTO compares answers with."""
+    """KTO's reference point: the policy's KL from the reference in nats per answer, not negative."""
 
 
 RowLoss = tuple[Tensor, Tensor, dict[str, Metric]]
-"""A microbatch's part of the global loss, a count of tokens that Megatron asks for, and the microbatch's metrics."""
+"""A microbatch's part of the global loss [], a token count [] required by Megatron, and the microbatch's metrics."""
 
 
 class Objective(Protocol):
-    """A microbatch's part of the global loss, from the model's output.
+    """A function from the model's output to a microbatch's part of the global loss.
 
     A policy's output is log-probs and entropies [2, tokens], a critic's or reward model's values [1, tokens].
     """
@@ -81,17 +84,18 @@ class Objective(Protocol):
 
 
 def supervised(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
-    """Negative log-likelihood of the trained tokens. Metric: `train/entropy`."""
+    """Return the negative log-likelihood of the trained tokens, for `output` [2, tokens]. Metric: `train/entropy`."""
     policy_logprobs, entropies = output
     return _weighted(-policy_logprobs, {"train/entropy": entropies}, batch, batch.mask)
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
-    """The policy loss a recipe names, corrected, with its KL to the reference and its entropy bonus where it has them.
+    """Return the recipe's policy loss with its correction, KL to the reference and entropy bonus, if it has them.
 
-    Metrics: `train/` those of the policy loss and `entropy`; `kl/reference` where the KL is in the loss, with
-    algorithm.k3_max `kl/capped`, 1 on tokens whose estimate is held there; `train/ptx_loss` where conversations are
-    learnt beside; `logprob_gap/` as in `rollout.metrics.update_metrics`. All but the loss are the policy's tokens'.
+    Metrics: `train/` those of the policy loss and `entropy`; `kl/reference` if the KL is part of the loss; with
+    algorithm.k3_max `kl/capped`, 1 on tokens with a limited estimate; `train/ptx_loss` if conversations are trained
+    too; `logprob_gap/`, listed in `rollout.metrics.update_metrics`. All metrics except the loss are computed on the
+    policy's tokens.
     """
     policy_loss: Callable[..., LossAndMetrics] = function_of(config.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
     settings = supported_kwargs(
@@ -132,11 +136,13 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         is_of_policy = batch.mask
         logged: dict[str, Metric] = {}
         if (is_supervised := given.get("supervised")) is not None:
+            # Conversations of data.ptx share the row: their tokens get the supervised loss and none of the policy
+            # terms.
             loss = torch.where(is_supervised > 0, -policy_logprobs, loss)
             is_of_policy = batch.mask & (is_supervised == 0)
             logged["train/ptx_loss"] = _mean(-policy_logprobs.detach()[batch.mask & (is_supervised > 0)])
         if (rollout_logprobs := given.get("rollout_logprobs")) is not None:
-            # Where the ratio starts from the engine, this pass has the trainer's log-probs.
+            # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs: this pass provides them.
             trainer_logprobs = policy_logprobs.detach() if config.old_logprobs == "rollout" else old_logprobs
             logged |= _gap(trainer_logprobs[is_of_policy], rollout_logprobs[is_of_policy])
         total, count, of_tokens = _weighted(loss, metrics, batch, is_of_policy)
@@ -146,9 +152,9 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
 
 def old_logprobs_of(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
-    """The log-probs that the ratio starts from, [tokens], without gradient.
+    """Return the log-probs in the ratio's denominator, [tokens], without gradient; `policy_logprobs` is [tokens].
 
-    The batch's `old_logprobs`; where they are NaN, or absent, those of this forward pass.
+    They are the batch's `old_logprobs`. Where these are NaN or missing, this forward pass's log-probs are used.
     """
     own = policy_logprobs.detach()
     given = batch.per_token.get("old_logprobs")
@@ -156,9 +162,9 @@ def old_logprobs_of(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
 
 
 def divergence_objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
-    """The divergence of policy and teacher, from the output [3, tokens] of a `models.distillation.StudentModel`.
+    """Return the divergence of policy and teacher, for the output [3, tokens] of a `models.distillation.StudentModel`.
 
-    Metrics: `distillation/divergence`, nats a token, `train/entropy`, `logprob_gap/` as of `policy_objective`.
+    Metrics: `distillation/divergence` (nats per token), `train/entropy`, and `logprob_gap/` as in `policy_objective`.
     """
     policy_logprobs, entropies, divergences = output
     metrics = {"distillation/divergence": divergences, "train/entropy": entropies}
@@ -169,21 +175,25 @@ def divergence_objective(output: Tensor, batch: Microbatch, numbers: StepNumbers
 
 
 def preference_objective(config: PreferenceConfig) -> Objective:
-    """The loss of answers that a recipe names; of pairs a row holds whole ones, the chosen answer before the rejected.
+    """Return the recipe's preference loss. A row holds whole pairs, the chosen answer before the rejected one.
 
-    Metrics: `preference/accuracy`, the share of pairs that are won (kto: of answers on their right side of the KL);
-    `preference/margin`, by how much; `preference/chosen` and `preference/rejected`, the answers' rewards.
+    Metrics: `preference/accuracy` is the fraction of won pairs (kto: of answers on their correct side of the KL),
+    `preference/margin` the mean reward difference. `preference/chosen` and `preference/rejected` are the answers'
+    rewards.
     """
     return _of_answers(PREFERENCE_LOSSES[config.loss], config)
 
 
 def reward_objective(config: PreferenceConfig) -> Objective:
-    """The loss of a reward model: metrics as of preferences, `chosen` and `rejected` being its scores."""
+    """Return the loss of a reward model.
+
+    Metrics as in `preference_objective`; `chosen` and `rejected` are its scores.
+    """
     return _of_answers(bradley_terry, config)
 
 
 def critic_objective(config: CriticConfig) -> Objective:
-    """The loss of a critic. Metrics: `train/clipped`, the share of tokens whose value is held back."""
+    """Return the loss of a critic. Metric: `train/clipped`, the fraction of tokens with a clipped value."""
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
         given = batch.per_token
@@ -194,6 +204,7 @@ def critic_objective(config: CriticConfig) -> Objective:
 
 
 def _of_answers(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: PreferenceConfig) -> Objective:
+    """Return the objective of a loss of whole answers."""
     settings = supported_kwargs(preference_loss, config.model_dump(exclude={"loss", "loss_kwargs"}))
     settings |= config.loss_kwargs
 
@@ -208,6 +219,8 @@ def _of_answers(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: P
             sequence_sums(whole_row(values.detach(), row), cu_seqlens, mask)
             for values in (per_token, reference, torch.ones_like(per_token))
         )
+        # An answer's tokens may be on several context-parallel ranks. The loss is differentiated by the sums first;
+        # each rank then applies these slopes to its own tokens.
         sums.requires_grad_()
         if preference_loss is kto:
             assert numbers.kto_kl is not None
@@ -218,11 +231,11 @@ def _of_answers(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: P
         else:
             pairs = (values.view(-1, 2) for values in (sums, held, lengths))
             losses, rewards = preference_loss(*pairs, **settings)
-            # The weights count two sequences a pair.
+            # Token weights divide by the number of sequences, two per pair, hence the factor 2.
             losses = 2 * losses
             share, metrics = (losses.detach() / lengths.view(-1, 2).sum(1)).repeat_interleave(2), _won(rewards)
         [slopes] = torch.autograd.grad(losses.sum(), sums)
-        # A loss spread over its tokens; each token's slope is its sum's.
+        # Each token gets an equal share of its answer's loss as value, and the slope of its answer's sum as gradient.
         sequence = sequence_of_tokens(cu_seqlens, len(mask))[own]
         loss = share[sequence] + slopes[sequence] * (per_token - per_token.detach())
         if len(output) > 1:
@@ -233,15 +246,17 @@ def _of_answers(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: P
 
 
 def _weighted(loss: Tensor, metrics: Mapping[str, Tensor], batch: Microbatch, is_counted: Tensor) -> RowLoss:
-    """The sum of weight * loss, and the means of metrics over the tokens that are counted.
+    """Return the sum of weight * loss, and the means of metrics over the counted tokens.
 
-    `loss` and `is_counted` are [tokens]; a metric is [tokens], or one value a sequence or pair: then all count.
+    `loss` and `is_counted` are [tokens]. A metric is [tokens], or has one value per sequence or pair. In the latter
+    case all values count.
     """
-    # Selecting instead of multiplying: what an untrained token's loss is, even inf, must not reach the sum.
+    # Selecting instead of multiplying: an untrained token's loss, even inf, must not reach the sum.
     total = (torch.where(batch.mask, loss, 0.0) * batch.per_token["token_weights"]).sum()
     logged: dict[str, Metric] = {"train/loss": Sum(total.item()), "train/tokens": Sum(float(batch.mask.sum()))}
     for name, values in metrics.items():
         logged[name] = _mean(values.detach()[is_counted] if len(values) == len(is_counted) else values.detach())
+    # Megatron's schedules require a token count. It is not used: the token weights are already normalised.
     return total, torch.ones((), dtype=torch.int, device=total.device), logged
 
 
@@ -250,7 +265,10 @@ def _mean(values: Tensor) -> Mean:
 
 
 def _gap(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Metric]:
-    """`logprob_gap/`: of the tokens [tokens] whose two log-probs are of the same weights; the others' second is NaN."""
+    """Return the `logprob_gap/` metrics of tokens [tokens] with both log-probs from the same weights.
+
+    The engine's log-prob of all other tokens is NaN.
+    """
     is_measured = ~rollout_logprobs.isnan()
     logged: dict[str, Metric] = {"logprob_gap/measured": _mean(is_measured.double())}
     if is_measured.any():
@@ -261,6 +279,7 @@ def _gap(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Metric
 
 
 def _won(rewards: Tensor) -> dict[str, Tensor]:
+    """Return the metrics of pairs: [pairs] each, from rewards [pairs, 2]."""
     chosen, rejected = rewards.unbind(1)
     return {
         "preference/accuracy": (chosen > rejected).float(),
@@ -271,6 +290,7 @@ def _won(rewards: Tensor) -> dict[str, Tensor]:
 
 
 def _judged(rewards: Tensor, desirable: Tensor, threshold: float) -> dict[str, Tensor]:
+    """Return KTO's metrics: [answers] each, or [desirable answers] and [undesirable answers]."""
     margin = torch.where(desirable, rewards - threshold, threshold - rewards)
     return {
         "preference/accuracy": (margin > 0).float(),
@@ -286,11 +306,11 @@ def _on_whole_row(
     batch: Microbatch,
     settings: dict[str, Any],
 ) -> LossAndMetrics:
-    """A loss of whole trajectories, all segments of each together, on this context-parallel rank's tokens of them."""
+    """Return a loss of whole trajectories, including all their segments, on this context-parallel rank's tokens."""
     row, own = batch.row, batch.row.local
     assert own is not None
     policy_logprobs, *others = (whole_row(tensor.detach(), row) for tensor in arguments)
-    # Of the whole row this rank's tokens carry gradient: no token's reaches another's log-prob.
+    # Only this rank's tokens carry gradient; a token's loss never has a gradient for another token's log-prob.
     policy_logprobs = policy_logprobs.index_copy(0, own, arguments[0])
     mask = whole_row(batch.mask.float(), row) > 0
     is_last = np.diff(batch.samples, append=-1) != 0

@@ -1,4 +1,4 @@
-"""Megatron's optimizer and learning-rate schedule from a recipe's settings."""
+"""Megatron's optimizer and learning-rate schedule, built from a recipe's settings."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ def build_optimizer(
     distributed: bool,
     host_fraction: float = 0.0,
 ) -> ChainedOptimizer:
-    """AdamW or plain SGD over float32 master weights; Adam's state sharded over the data-parallel ranks on demand.
+    """Return AdamW or plain SGD over float32 master weights.
 
-    Adam is Transformer Engine's or apex's where one of them is installed, else torch's; for the `host_fraction` of the
-    parameters torch's, in host memory.
+    With `distributed`, data-parallel ranks shard Adam's state. Adam comes from Transformer Engine or apex if installed,
+    else from torch. For the `host_fraction` of the parameters it is torch's, in host memory.
     """
     settings = MegatronOptimizerConfig(
         optimizer=config.name,
@@ -52,29 +52,32 @@ def build_optimizer(
     set_host_fraction(settings, host_fraction)
     optimizer = get_megatron_optimizer(settings, list(models), use_gloo_process_groups=False)
     if host_fraction:
-        # Megatron has built it of whole parameters first. That one, gigabytes of both memories, is in cycles.
+        # Megatron-Core 0.16.1 first builds an optimizer of whole parameters. It occupies gigabytes in both memories and
+        # is part of reference cycles.
         gc.collect()
         torch.cuda.empty_cache()
     return optimizer if isinstance(optimizer, ChainedOptimizer) else ChainedOptimizer([optimizer])
 
 
 def adam_module() -> str:
-    """The package whose Adam Megatron found when it was imported: transformer_engine, apex or torch."""
+    """Return the package of Megatron's Adam, chosen at import: transformer_engine, apex or torch."""
     return Adam.__module__.partition(".")[0]
 
 
 @torch.no_grad()
 def step_if_finite(optimizer: ChainedOptimizer, *, is_wanted: bool) -> tuple[float, bool]:
-    """One step on the gradients that were reduced, or none where it is not wanted or the gradient not finite.
+    """Apply the reduced gradients, unless `is_wanted` is false or the gradient is not finite.
 
-    Returns the global gradient norm before clipping, and whether parameters changed; equal on all ranks if `is_wanted`
-    is.
+    Returns the global gradient norm before clipping, and whether parameters changed. Both are equal on all ranks if
+    `is_wanted` is.
     """
     optimizer.prepare_grads()
     grad_norm = float(optimizer.get_grad_norm())
     if not (is_wanted and math.isfinite(grad_norm)):
         optimizer.zero_grad()
         return grad_norm, False
+    # The `step` of Megatron-Core 0.16.1 does not check the norm in bfloat16 or float32 before it updates. So its parts
+    # are called here.
     for part in optimizer.chained_optimizers:
         if (parameters := part.get_parameters()) and part.config.clip_grad > 0:
             is_decoupled = part.config.use_precision_aware_optimizer_no_fp8_or_ds_fp8
@@ -86,8 +89,11 @@ def step_if_finite(optimizer: ChainedOptimizer, *, is_wanted: bool) -> tuple[flo
 def build_schedule(
     config: OptimizerConfig, optimizer: MegatronOptimizer, *, num_updates: int
 ) -> OptimizerParamScheduler:
-    """Linear warm-up, at most over the whole run, then the schedule's course to its end. Step it before each update."""
-    # One more than there are: the last update still moves.
+    """Return the learning-rate schedule: linear warm-up, then decay to the end. Step it before each update.
+
+    The warm-up lasts at most the whole run.
+    """
+    # One more than the number of updates: otherwise the last update would have the minimum learning rate, often zero.
     last = max(num_updates, 0) + 1
     is_wsd = config.schedule == "wsd"
     return OptimizerParamScheduler(

@@ -1,9 +1,9 @@
-"""The state of an optimizer that is sharded over data-parallel ranks, as boxes of the model's own tensors.
+"""The state of an optimizer sharded over data-parallel ranks, as boxes of the model's own tensors.
 
-Megatron's formats either gather everything on all ranks (`fully_reshardable`) or are read at the same tensor- and
-pipeline-parallel sizes only (`dp_reshardable`). Here each rank's flat range of a parameter is cut into the few boxes
-that cover it, under the names and in the shapes that `fully_reshardable` has on disk: nothing is gathered, no rank
-writes or reads more than its own share, into the live tensors, and any layout reads what any other wrote.
+Megatron's formats either gather everything on all ranks (`fully_reshardable`) or require equal tensor- and
+pipeline-parallel sizes (`dp_reshardable`). Here each rank's flat range of a parameter is cut into the few boxes
+covering it. Names and shapes are those of `fully_reshardable` on disk. Nothing is gathered. Each rank writes and reads
+only its own share, directly in the live tensors. Any layout can read another layout's checkpoint.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _TENSORS = ("param", "exp_avg", "exp_avg_sq")
 def sharded_optimizer_state(
     optimizer: ChainedOptimizer, chunks: Mapping[str, Any], *, is_loading: bool, metadata: Mapping[str, Any]
 ) -> dict[Any, Any]:
-    """A sharded state in the structure of Megatron's `ChainedOptimizer.sharded_state_dict`.
+    """Return a sharded state in the structure of Megatron's `ChainedOptimizer.sharded_state_dict`.
 
     `chunks` are the sharded states of the model's chunks. The tensors of a distributed optimizer are the live ones.
     """
@@ -40,6 +40,8 @@ def sharded_optimizer_state(
     for index, leaf in enumerate(leaves):
         if isinstance(leaf, DistributedOptimizer):
             if is_loading and not is_hybrid(leaf):
+                # Megatron's `load_state_dict` allocates missing moments, so that a checkpoint can be read into them.
+                # Megatron-Core 0.16.1 does the same in its own `sharded_state_dict`.
                 leaf.load_state_dict(leaf.state_dict())
             own = without_settings(leaf.state_dict()) if is_hybrid(leaf) else leaf.state_dict()
             states[index] = {**own, "param_state": _boxes_of(leaf, chunks)}
@@ -49,7 +51,7 @@ def sharded_optimizer_state(
 
 
 def copy_into(optimizer: DistributedOptimizer, loaded: Mapping[Any, Any], chunks: Mapping[str, Any]) -> None:
-    """Put what was read into the optimizer's tensors, wherever the loader put it."""
+    """Copy the loaded values into the optimizer's tensors, also if the loader read them into other memory."""
     own = _boxes_of(optimizer, chunks)
     for place, boxes in own.items():
         for name, box in boxes.items():
@@ -58,7 +60,7 @@ def copy_into(optimizer: DistributedOptimizer, loaded: Mapping[Any, Any], chunks
 
 
 def _boxes_of(optimizer: DistributedOptimizer, chunks: Mapping[str, Any]) -> dict[int, dict[str, ShardedTensor]]:
-    """The boxes of each parameter of which this rank has a part, by the parameter's place among this rank's."""
+    """Return the boxes of each parameter partly stored on this rank, by the parameter's index among this rank's."""
     sharded: dict[str, Any] = dict(chunks)
     kept, _ = extract_sharded_tensors_and_factories(sharded)
     described = {id(base.data): base for base in nested_values(kept)}
@@ -83,7 +85,11 @@ def _boxes_of(optimizer: DistributedOptimizer, chunks: Mapping[str, Any]) -> dic
 def _boxes_of_range(
     parameter: Tensor, described: Any, name: str, values: Tensor, start: int, stop: int
 ) -> Iterator[ShardedTensor]:
-    """The elements `start` to `stop` of a flattened parameter; `values` [stop - start] are those of its state."""
+    """Yield boxes of the elements `start` to `stop` of a flattened parameter [*shape].
+
+    `values` [stop - start] are the elements of its state.
+    """
+    # A factory splits a fused parameter (gate and up) into parts stored under separate keys.
     parts = described.build() if isinstance(described, ShardedTensorFactory) else described
     for part in nested_values({"": parts}):
         assert part.data.is_contiguous() and part.data.untyped_storage()._cdata == parameter.untyped_storage()._cdata
@@ -104,7 +110,7 @@ def _boxes_of_range(
                 global_shape=part.global_shape,
                 global_offset=tuple(a + b for a, b in zip(part.global_offset, inner, strict=True)),
                 axis_fragmentations=None,
-                # Each data-parallel rank has another range of it.
+                # Data-parallel ranks hold different ranges, so none is a replica of another.
                 replica_id=(*part.replica_id[:2], 0),
                 allow_shape_mismatch=part.allow_shape_mismatch,
             )
@@ -112,12 +118,13 @@ def _boxes_of_range(
 
 
 def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Offset and shape of the boxes that hold the elements `start` to `stop` of a row-major tensor, in their order."""
+    """Yield offset and shape of the boxes covering elements `start` to `stop` of a row-major tensor, in their order."""
     if len(shape) == 1:
         yield (start,), (stop - start,)
         return
     row = prod(shape[1:])
     first, last = -(-start // row), stop // row
+    # The range lies inside one row. Otherwise: the rest of a row, whole rows, the beginning of a row.
     if first > last:
         yield from _within(shape, last, start, stop)
         return
@@ -132,7 +139,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
 def _within(
     shape: tuple[int, ...], index: int, start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """The boxes of a range that lies in one row of a tensor."""
+    """Yield the boxes of a range inside one row of a tensor."""
     before = index * prod(shape[1:])
     for offset, box in flat_boxes(shape[1:], start - before, stop - before):
         yield (index, *offset), (1, *box)

@@ -1,4 +1,4 @@
-"""The ranks of one data-parallel replica: what the driver sends the first of them, all of them get."""
+"""The ranks of one data-parallel replica: the first one shares the driver's rows with the others."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ from megarl.data.batch import TokenBatch
 from megarl.platform import signed
 
 _BLOCK_BYTES = 1 << 20
-"""A broadcast has this size, which small batches fit into; longer ones take a second."""
+"""The size of a broadcast: small batches fit into one, longer ones need a second."""
 
 
 class Replica:
-    """The replica that this rank belongs to. Making one is a collective over the world.
+    """The replica of this rank. Its constructor is a collective over the world.
 
-    Its messages go over gloo, host to host: nothing of Megatron's groups is used, so that a stage that waits for its
-    rows holds up nobody but its own replica.
+    Its messages use gloo, from host to host, and none of Megatron's groups. A stage waiting for its rows thus delays
+    its own replica only.
     """
 
     def __init__(self, layout: ParallelConfig) -> None:
@@ -28,7 +28,7 @@ class Replica:
             ranks = layout.replica_ranks(replica)
             if len(ranks) == 1:
                 continue
-            # Every rank takes part in the making of every group.
+            # torch requires every rank to take part in the creation of every group.
             group = dist.new_group(sorted(ranks), backend="gloo")
             if rank in ranks:
                 assert isinstance(group, dist.ProcessGroup)
@@ -37,7 +37,10 @@ class Replica:
         self._first = self._ranks[0]
 
     def share(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
-        """The rows of the replica's first rank, on all of its ranks; the others pass None. A collective of theirs."""
+        """Return the rows of the replica's first rank on all its ranks; the others pass None.
+
+        A collective of the replica.
+        """
         if self._group is None:
             assert rows is not None
             return rows

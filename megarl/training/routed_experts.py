@@ -1,8 +1,8 @@
-"""Router replay: the experts that an engine chose, kept where they were sampled and fetched where they are trained.
+"""Router replay: the experts chosen by an engine, stored by the sampling rank and fetched by the training ranks.
 
-A completion's experts are far larger than all else of it ([tokens, layers, top_k]). They never pass through the driver:
-the rank that sampled keeps them (`HeldExperts`), a completion carries a handle, and before a pass each rank fetches
-what its tokens and its layers need from the ranks that hold it (`ExpertExchange`).
+A completion's experts [tokens, layers, top_k] are far larger than its other data, so they never pass through the
+driver. The sampling rank stores them (`HeldExperts`), and the completion carries a handle. Before a pass, each rank
+fetches the experts of its tokens and layers from the ranks storing them (`ExpertExchange`).
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from megarl.training.exchange import fetched, runs_of
 from megarl.types import DataError, ExpertsHandle
 
 _MOST_RANKS = 1 << 20
-"""A number's remainder by this is the rank that gave it, so that no two ranks give the same."""
+"""A number modulo this value is the rank that issued it, so numbers of different ranks never collide."""
 
 
 class HeldExperts:
-    """Experts of completions that this rank sampled, int16 [tokens, layers, top_k], by number, in host memory.
+    """Experts of completions sampled by this rank, int16 [tokens, layers, top_k], by number, in host memory.
 
-    After a resume in a world of another size, those of rank r are held by rank r modulo that size.
+    After a resume with another world size, rank r modulo this size holds the experts of rank r.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -38,39 +38,39 @@ class HeldExperts:
         self._num_given = 0
 
     def keep(self, experts: NDArray[np.integer]) -> ExpertsHandle:
-        """Keep a completion's experts [tokens that went through the model, layers, top_k]."""
+        """Store a completion's experts [tokens that went through the model, layers, top_k] and return its handle."""
         number = self._num_given * _MOST_RANKS + self._rank
         self._num_given += 1
         self._arrays[number] = experts.astype(np.int16)
         return ExpertsHandle(self._rank, number)
 
     def retain(self, handles: Iterable[ExpertsHandle]) -> int:
-        """Forget all but these; others' handles do not matter. Returns the bytes that were held before."""
+        """Remove all experts except these; handles of other ranks are ignored. Returns the bytes held before."""
         num_bytes = sum(experts.nbytes for experts in self._arrays.values())
         self._arrays = {number: self._arrays[number] for number in self._own(handles)}
         return num_bytes
 
     def of_tokens(self, number: int, first: int, end: int) -> NDArray[np.int16]:
-        """Experts [end - first, layers, top_k] of these tokens of the sequence that a completion ends.
+        """Return experts [end - first, layers, top_k] of a token span of the sequence ended by this completion.
 
-        The last token was sampled but never went through the model; nothing follows it, so any experts do.
+        The last token was sampled but never went through the model. Nothing follows it, so any experts are valid.
         """
         if number not in self._arrays:
-            raise KeyError(f"rank {self._rank} holds no routed experts number {number}")
+            raise KeyError(f"rank {self._rank} does not hold routed experts number {number}")
         experts = self._arrays[number]
         return experts[np.minimum(np.arange(first, end), len(experts) - 1)]
 
     def save(self, folder: Path) -> None:
-        """Write what is held into a checkpoint's folder, a file for each rank that sampled. Raises DiskFullError."""
+        """Write the stored experts into a checkpoint's folder, one file per sampling rank. Raises DiskFullError."""
         for sampler in {number % _MOST_RANKS for number in self._arrays}:
             found = {str(n): experts for n, experts in self._arrays.items() if n % _MOST_RANKS == sampler}
             with disk_full_named(folder, sum(experts.nbytes for experts in found.values())):
                 _file(folder, sampler).write_bytes(save(found))
 
     def load(self, folder: Path, handles: Iterable[ExpertsHandle]) -> None:
-        """Hold those of these experts that are this rank's, from a checkpoint's folder.
+        """Load this rank's share of these experts from a checkpoint's folder.
 
-        Raises DataError for one that the checkpoint lacks.
+        Raises DataError if the checkpoint lacks one.
         """
         wanted = self._own(handles)
         for sampler in {number % _MOST_RANKS for number in wanted}:
@@ -79,9 +79,10 @@ class HeldExperts:
             self._arrays |= {int(name): experts for name, experts in found.items() if int(name) in wanted}
         if missing := wanted - self._arrays.keys():
             raise DataError(
-                f"{folder}: lacks the routed experts of {len(missing)} trajectories that wait; resume from an older "
-                "checkpoint (remove this one)"
+                f"{folder}: lacks the routed experts of {len(missing)} trajectories waiting for training; remove this "
+                "checkpoint and resume from an older one"
             )
+        # New numbers must not repeat those of loaded experts.
         self._num_given = 1 + max((number // _MOST_RANKS for number in self._arrays), default=-1)
 
     def _own(self, handles: Iterable[ExpertsHandle]) -> set[int]:
@@ -93,9 +94,9 @@ def _file(folder: Path, sampler: int) -> Path:
 
 
 class ExpertExchange:
-    """Experts from the ranks that hold them to those that train their tokens; making it is a collective.
+    """Exchange of experts between the ranks storing them and the ranks training their tokens.
 
-    `layers` are the numbers, from 0, of this rank's layers: of the others nothing is fetched.
+    Its constructor is a collective. `layers` are the numbers, from 0, of this rank's layers; only these are fetched.
     """
 
     def __init__(self, held: HeldExperts, layers: Sequence[int], top_k: int) -> None:
@@ -103,23 +104,26 @@ class ExpertExchange:
         self._layers_of = signed.gather(list(layers), purpose="layers")
 
     def fetch(self, runs: NDArray[np.int64]) -> NDArray[np.int16]:
-        """Experts [tokens of all runs, own layers, top_k] of these tokens; a collective over the world.
+        """Return experts [tokens of all runs, own layers, top_k] of these tokens. A collective over the world.
 
-        `runs` [runs, 4]: holding rank, number, first token and end of tokens that follow each other in a sequence.
+        `runs` [runs, 4] lists, for each span of consecutive tokens: storing rank, number, first token and end.
         """
         nothing = np.zeros((0, self._num_layers, self._top_k), np.int16)
         return fetched(runs[:, 1:], runs[:, 0] % dist.get_world_size(), self._held_for, nothing)
 
     def _held_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.int16]:
-        """Experts of these tokens in the layers of a rank."""
+        """Return the experts of these tokens in the layers of a rank."""
         return self._held.of_tokens(number, first, end)[:, self._layers_of[rank]]
 
 
 class OwnTokens:
-    """The tokens of a packed row that this rank's experts see: which they are, and where they stand."""
+    """The tokens of a packed row seen by this rank's experts, and their places."""
 
     def __init__(self, batch: TokenBatch, padded: NDArray[np.int64], places: NDArray[np.int64]) -> None:
-        """`padded` [sequences]: what each takes in the row; `places` [own tokens] in the padded row, padding too."""
+        """Find the tokens.
+
+        `padded` [sequences] holds padded lengths, `places` [own tokens] places in the padded row.
+        """
         assert batch.experts is not None
         starts = np.cumsum(padded) - padded
         sequence = np.repeat(np.arange(len(padded)), padded)[places]
@@ -128,19 +132,20 @@ class OwnTokens:
         """[own tokens]: False on padding."""
         sequence, token = sequence[self.is_token], token[self.is_token]
         self.runs = runs_of(batch.experts, sequence, token)
-        """[runs, 4] as of `ExpertExchange.fetch`, in the order of the own tokens."""
+        """[runs, 4] for `ExpertExchange.fetch`, in the order of the own tokens."""
 
 
 def routes_of_rows(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[torch.Tensor]:
-    """The experts of each row's own tokens, int16 [own tokens, own layers, top_k]; a collective over the world.
+    """Return the experts of each row's own tokens, int16 [own tokens, own layers, top_k]. A collective over the world.
 
-    Padding goes to the first experts, as many as a token goes to.
+    Padding is routed to the first top_k experts.
     """
     found = exchange.fetch(np.concatenate([row.runs for row in rows]))
     ends = np.cumsum([row.is_token.sum() for row in rows])
     routes = []
     for row, experts in zip(rows, np.split(found, ends[:-1]), strict=True):
         of_row = np.empty((len(row.is_token), *experts.shape[1:]), np.int16)
+        # Megatron's router replay needs experts for every position of a row, padding included.
         of_row[:] = np.arange(experts.shape[-1])
         of_row[row.is_token] = experts
         routes.append(torch.from_numpy(of_row))

@@ -1,4 +1,4 @@
-"""A copy of a model's weights as of some version, to be sent while the model goes on learning."""
+"""A copy of one version of a model's weights, for sending while training continues."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from megarl.training.engine import TrainingEngine
 
 
 class Snapshot:
-    """Copies of a policy's `weights`, adapters merged in, by the same names; their memory stays where it is."""
+    """Copies of a policy's `weights` with adapters merged in, by the same names. Their memory never moves."""
 
     def __init__(self, policy: TrainingEngine) -> None:
         self._policy = policy
@@ -18,7 +18,7 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, version: int) -> None:
-        """Copy the weights of now as this version's, unless the copies are that version's already."""
+        """Copy the current weights as `version`, unless this version is already copied."""
         if version == self.version:
             return
         self._policy.onload(("parameters",))

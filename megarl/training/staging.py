@@ -1,4 +1,4 @@
-"""Copies of an accelerator's tensors in page-locked host memory, for a checkpoint that is written in the background."""
+"""Copies of accelerator tensors in page-locked host memory, for a checkpoint written in the background."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ import torch
 from torch import Tensor
 
 BLOCK_BYTES = 1 << 30
-"""A power of two, to which torch's allocator of page-locked memory rounds up; it keeps blocks for the next save."""
+"""Block size. torch's allocator of page-locked memory rounds up to powers of two and retains blocks for the next
+save."""
+# Copies start at multiples of a cache line, so any dtype can view them.
 _ALIGNMENT = 64
 
 
 def staged(tensors: Sequence[Tensor], *, pin: bool, block_bytes: int = BLOCK_BYTES) -> list[Tensor]:
-    """Contiguous host copies of the tensors, packed into page-locked blocks if `pin`; the copies are complete.
+    """Return contiguous, complete host copies [*shape] of the tensors, packed into page-locked blocks if `pin`.
 
-    One that is larger than a block gets its own.
+    A tensor larger than a block gets its own.
     """
     copies: list[Tensor] = []
     block, taken = torch.empty(0, dtype=torch.uint8), 0

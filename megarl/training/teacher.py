@@ -1,4 +1,4 @@
-"""A teacher on one rank: a frozen model that writes lessons for the policy's next update."""
+"""A teacher on one rank: a frozen model computing distillation targets ("lessons") for the policy's next update."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ from megarl.training.model import FrozenModel
 
 
 class Teacher(FrozenModel):
-    """A teacher whose distribution is learnt, not only its log-probs of sampled tokens.
+    """A teacher whose whole distribution is learnt, not only its log-probs of sampled tokens.
 
-    `num_common_tokens` are the tokens that the policy has too; what it teaches is put into `held`.
+    `num_common_tokens` counts the tokens shared with the policy's vocabulary. Targets are stored in `held`.
     """
 
     def __init__(self, *args: Any, num_common_tokens: int, held: HeldLessons, **kwargs: Any) -> None:
@@ -43,9 +43,9 @@ class Teacher(FrozenModel):
         chunk.teach(batch.mask)
 
     def teach(self, rows: Sequence[TokenBatch] | None) -> None:
-        """Keep the lessons of the trained tokens of this replica's rows for the next update, by sequences' numbers.
+        """Store the targets of the trained tokens of this replica's rows for the next update, by sequence number.
 
-        `rows` as in `forward`. The last stage's ranks take turns in keeping a row's.
+        `rows` are given as in `forward`. The last stage's ranks take turns storing a row's targets.
         """
         own = self.shared(rows)
         num_tensor = parallel_state.get_tensor_model_parallel_world_size()
@@ -55,7 +55,10 @@ class Teacher(FrozenModel):
         waiting = enumerate(own)
 
         def keep(output: Tensor, batch: Microbatch, non_loss_data: bool) -> None:
-            """Keep the lessons of the next row: Megatron would collect those of all rows on the device."""
+            """Store the next row's targets, `output` [local tokens, bytes].
+
+            Megatron would collect those of all rows on the device.
+            """
             index, row = next(waiting)
             lessons = whole_row(output, batch.row)
             if index % keepers == place:
@@ -65,7 +68,7 @@ class Teacher(FrozenModel):
             self._forward_only(own, keep)
 
     def _keep(self, row: TokenBatch, batch: Microbatch, lessons: Tensor) -> None:
-        """Keep a row's lessons, uint8 [tokens of the padded row, bytes], sequence by sequence."""
+        """Store a row's targets, uint8 [tokens of the padded row, bytes], sequence by sequence."""
         assert row.taught is not None
         positions = TaughtPositions.of_row(row, batch.padded)
         found = lessons[torch.from_numpy(positions.place).to(lessons.device)].cpu().numpy()
@@ -75,18 +78,16 @@ class Teacher(FrozenModel):
 
 
 class InOwnGroups:
-    """A frozen model in a layout of its own: it works in these groups of ranks, which it was built in."""
+    """A frozen model with its own layout: it runs in the process groups in which it was built."""
 
     def __init__(self, model: FrozenModel, groups: RankGroups) -> None:
         self._model, self._groups = model, groups
 
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """As of any model."""
         with self._groups.in_place():
             return self._model.forward(rows)
 
     def teach(self, rows: Sequence[TokenBatch] | None) -> None:
-        """As of a teacher."""
         assert isinstance(self._model, Teacher)
         with self._groups.in_place():
             self._model.teach(rows)
