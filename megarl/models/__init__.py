@@ -1,11 +1,12 @@
-"""Models as Megatron-Core builds them, from a Hugging Face folder's shape to log-probs.
+"""Models built by Megatron-Core, from a Hugging Face folder's shape to log-probs.
 
-`configuration` makes Megatron's config, `policy` the model: Transformer Engine's layers where they are installed, else
-Megatron's local ones with `norm` and `attention` of ours. Its output is not logits but `logprobs`: of the given
-tokens, chunk by chunk, over a vocabulary that stays split.
+`configuration` makes Megatron's config, `policy` the model. It uses Transformer Engine's layers if installed. Otherwise
+it uses Megatron's local layers with `norm` and `attention` of this package. The output is log-probs of given tokens
+instead of logits. `logprobs` computes them chunk by chunk, over a vocabulary split across ranks.
 """
 
 from megarl.platform import megatron_on_cpu, transformer_engine
 
+# Both must precede any import of Megatron-Core: it imports Transformer Engine itself, and it needs patches on a CPU.
 transformer_engine.require_sound()
 megatron_on_cpu.prepare()

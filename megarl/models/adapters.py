@@ -1,8 +1,9 @@
-"""LoRA (arXiv:2106.09685, section 4.1): low-rank adapters beside Megatron's frozen linear layers, in every layout.
+"""LoRA (arXiv:2106.09685, section 4.1): low-rank adapters for Megatron's frozen linear layers, in every layout.
 
-y = W x + alpha / rank * B A dropout(x). A linear keeps its weight and its name; its adapter is a submodule that
-adds to its output by a hook, in Megatron's local layers as in Transformer Engine's. (The latter were not run yet.) Of A
-and B, the matrix on the side where the linear is split is split too, the other is replicated.
+y = W x + alpha / rank * B A dropout(x). A linear layer keeps its weight and its name. Its adapter is a submodule and
+adds to its output by a forward hook, in Megatron's local layers and in Transformer Engine's. (Transformer Engine's were
+not run yet.) The linear layer is split on its input or its output side. The matrix on this side, A or B, is split too;
+the other is replicated.
 """
 
 from __future__ import annotations
@@ -32,16 +33,17 @@ from megarl.models.policy import PackedModel
 from megarl.types import ConfigError
 
 _COLUMN = ("linear_qkv", "linear_fc1")
-"""Column-parallel linears (split over output features); the others are row-parallel (over input features)."""
+"""Column-parallel linear layers (split over output features). The others are row-parallel (split over input
+features)."""
 _ALIKE, _APART = "adapters-alike", "adapters-apart"
 """Random states of the dropout: equal, and different, on the tensor-parallel ranks of a replica."""
 
 
 class Adapter(nn.Module):
-    """The LoRA adapter of a linear: scale * B A dropout(x), which is added to its output.
+    """The LoRA adapter of a linear layer: scale * B A dropout(x), added to the layer's output.
 
-    Shapes: `a` [rank, in], `b` [out, rank], this rank's parts; a gated linear's `b` is [2, out / 2, rank], so that
-    each half is split evenly. `key` names the linear among those of the whole model.
+    Shapes of this rank's parts: `a` [rank, in], `b` [out, rank]. A gated layer's `b` is [2, out / 2, rank], so that
+    both halves are split evenly. `key` names the layer within the whole model.
     """
 
     def __init__(self, linear: Any, key: str, *, rank: int, scale: float, dropout: float, seed: int) -> None:
@@ -54,10 +56,12 @@ class Adapter(nn.Module):
             if self.is_expert
             else parallel_state.get_tensor_model_parallel_group()
         )
-        # A fused norm takes the linear's input to what its weight sees. It stays the linear's: not registered here.
+        # With a fused norm, the layer's input is not yet normalised, but the weight sees normalised values. So must the
+        # adapter. The norm belongs to the layer and is not registered here.
         self.norm = (linear.layer_norm_weight, linear.eps) if hasattr(linear, "layer_norm_weight") else None
         rows, columns = linear.weight.shape
         splits, place = self.group.size(), self.group.rank()
+        # Each rank draws the full matrix and cuts its part: the start is the same in every layout.
         a = _draw((rank, columns * (1 if self.is_column else splits)), f"{seed} {key}")
         a = a if self.is_column else a.chunk(splits, dim=1)[place]
         is_gated = key.endswith("linear_fc1")
@@ -68,8 +72,11 @@ class Adapter(nn.Module):
             self._mark(getattr(self, letter), dim, place)
 
     def _mark(self, parameter: Any, dim: int | None, place: int) -> None:
-        """Set Megatron's attributes: how a parameter's gradient is reduced, which of its copies enters the norm."""
-        # What etp ranks hold alike is counted by its first: whether the copy counts otherwise depends on tp.
+        """Set Megatron's attributes for the reduction of a parameter's gradient, and for its place in the gradient
+        norm.
+        """
+        # Megatron-Core 0.16.1 selects copies for the norm by tp rank. Parameters replicated over etp ranks are counted
+        # on the first of these only (`shared`).
         is_counted = dim is not None or self.is_expert
         set_tensor_model_parallel_attributes(parameter, is_counted, dim if dim is not None else -1, 1)
         parameter.allreduce = not self.is_expert
@@ -79,11 +86,11 @@ class Adapter(nn.Module):
             parameter.sequence_parallel = dim is None and self.sequence_parallel
 
     def forward(self, x: Tensor) -> Tensor:
-        """x [..., local in] -> [..., local out], as the linear's own input and output."""
+        """Return the adapter's output [..., local out] for the layer's input `x` [..., local in]."""
         if self.norm is not None:
             x = F.rms_norm(x, x.shape[-1:], *self.norm)
         if self.dropout and self.training:
-            # Only where all ranks see the same features of the same tokens must they drop the same.
+            # Ranks must drop the same elements only if they see the same features of the same tokens.
             is_alike = self.is_column and not self.sequence_parallel
             tracker = get_cuda_rng_tracker()
             assert tracker is not None
@@ -91,20 +98,20 @@ class Adapter(nn.Module):
                 x = F.dropout(x, self.dropout)
         a, b = self.a, self.b.flatten(0, -2)
         if self.is_expert:
-            # The dispatcher hands every rank all tokens and sums outputs, as it sums the gradients of inputs: what is
-            # left are the gradients of the matrix that all hold.
+            # The expert dispatcher gives every rank all tokens. It sums outputs, and gradients of inputs. Only the
+            # gradient of the replicated matrix remains to be summed.
             a, b = (self._copied(a), b) if self.is_column else (a, self._copied(b))
             return F.linear(F.linear(x, a) * self.scale, b)
         return F.linear(self._exchanged(F.linear(x, a)) * self.scale, b)
 
     def _copied(self, x: Tensor) -> Tensor:
-        """x, whose gradient is all-reduced over the tensor-parallel ranks; any shape."""
+        """Return `x` [*any], with its gradient all-reduced over the tensor-parallel ranks."""
         return copy_to_tensor_model_parallel_region(x, group=self.group)
 
     def _exchanged(self, inner: Tensor) -> Tensor:
-        """A's output as B's input: gathered over tokens (column), or reduced over the ranks' input features (row).
+        """Return B's input [..., rank] from A's output `inner` [..., rank].
 
-        inner [..., rank] -> [..., rank].
+        Column-parallel: gathered over tokens. Row-parallel: reduced over the ranks' input features.
         """
         if self.is_column and self.sequence_parallel:
             return gather_from_sequence_parallel_region(inner, group=self.group)
@@ -115,16 +122,16 @@ class Adapter(nn.Module):
         return reduce_from_tensor_model_parallel_region(inner, group=self.group)
 
     def merge_into(self, weight: Tensor, merged: Tensor) -> None:
-        """merged = weight + scale * B A, computed in float32 and rounded once; both [local out, local in]."""
+        """Set merged = weight + scale * B A, computed in float32 and rounded once; both [local out, local in]."""
         b = self.b.detach().flatten(0, -2).float()
         merged.copy_(torch.addmm(weight.detach().float(), b, self.a.detach().float(), alpha=self.scale))
 
 
 def attach(chunk: PackedModel, linears: Collection[str], *, rank: int, scale: float, dropout: float, seed: int) -> None:
-    """Attach new adapters, with B = 0, to a chunk's linears of these names; freeze all other parameters.
+    """Attach new adapters, with B = 0, to a chunk's linear layers of these names; freeze all other parameters.
 
-    Call it once the chunk's weights are loaded, before gradient buffers and optimizer are made. Raises ConfigError for
-    linears that fuse several experts' weights.
+    Call it after the chunk's weights are loaded, and before gradient buffers and optimizer are created. Raises
+    ConfigError for layers fusing several experts' weights.
     """
     chunk.requires_grad_(False)
     first_expert = 0
@@ -146,26 +153,26 @@ def attach(chunk: PackedModel, linears: Collection[str], *, rank: int, scale: fl
             linear.adapter = Adapter(linear, key, rank=rank, scale=scale, dropout=dropout, seed=seed).eval()
             linear.register_forward_hook(_add)
     if chunk.pre_process:
-        # Layers that are computed anew get a gradient only if their input asks for one.
+        # torch's activation checkpointing computes gradients only if an input requires one; frozen embeddings do not.
         chunk.embedding.register_forward_hook(lambda _, __, embedded: embedded.requires_grad_(torch.is_grad_enabled()))
     _seed_dropout(seed)
 
 
 def adapters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, Adapter]]:
-    """Chunk index, name and module of every adapter."""
+    """Yield chunk index, name and module of every adapter."""
     for index, chunk in enumerate(chunks):
         yield from ((index, name, module) for name, module in chunk.named_modules() if isinstance(module, Adapter))
 
 
 @contextmanager
 def running(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> Iterator[None]:
-    """Within the context adapters are `on` or off (the frozen model), with their dropout if `drops`.
+    """Switch adapters `on` or off (the frozen model) within the context, with their dropout if `drops`.
 
     Outside of it they are on, without dropout.
     """
     adapters = [adapter for _, _, adapter in adapters_of(chunks)]
     if not on:
-        # The frozen model chooses its experts itself.
+        # The router of the frozen model chooses its own experts.
         RouterReplay.clear_global_router_replay_action()
     for adapter in adapters:
         adapter.is_on = on
@@ -177,7 +184,7 @@ def running(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> Iterator[N
 
 
 def sharded_state(chunk: nn.Module) -> dict[str, ShardedTensor]:
-    """A chunk's trained parameters by name, as Megatron's sharded tensors: any layout can load them."""
+    """Return a chunk's trained parameters by name, as Megatron's sharded tensors: any layout can load them."""
     state = {}
     for _, name, adapter in adapters_of([chunk]):
         replica = (
@@ -204,18 +211,22 @@ def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor |
 
 
 def _draw(shape: tuple[int, int], name: str) -> Tensor:
-    """A full matrix, Kaiming-uniform as in torch's linear layers, seeded by its name: the same in every layout."""
+    """Return a full matrix, Kaiming-uniform like torch's linear layers.
+
+    It is seeded by its name, so it is the same in every layout.
+    """
     generator = torch.Generator().manual_seed(_seed_of(name))
     return torch.empty(shape, device="cpu").uniform_(-1, 1, generator=generator) * shape[1] ** -0.5
 
 
 def _seed_dropout(seed: int) -> None:
-    """Seed the dropout's random states, different by replica and stage; Megatron's tracker holds them."""
+    """Seed the dropout's random states, differently per replica and stage. Megatron's tracker stores them."""
     tracker: Any = get_cuda_rng_tracker()
     tp = parallel_state.get_tensor_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     for name, place in ((_ALIKE, ""), (_APART, tp)):
+        # Several models of a rank share the tracker, and Megatron raises an error for a name added twice.
         if name not in tracker.get_states():
             tracker.add(name, _seed_of(f"{seed} {name} {replica} {stage} {place}"))
 

@@ -19,16 +19,16 @@ from torch import Tensor, nn
 from megarl.data.batch import ranges
 
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
-"""Dtypes that the variable-length flash kernel supports."""
+"""Dtypes supported by the variable-length flash kernel."""
 
 
 @dataclass(frozen=True)
 class Part:
-    """Queries of this rank and the keys that they attend to, sequence by sequence, aligned at their ends.
+    """Queries of this rank and their keys, sequence by sequence, aligned at the ends of the sequences.
 
-    Shapes: `queries` [num_queries], indices of this rank's tokens; `keys` [num_keys], indices of all context-parallel
-    ranks' tokens, rank after rank; None: all, in order. `num_queries` and `num_keys` [sequences], lengths, on the host;
-    `cu_queries` and `cu_keys` [sequences + 1], their cumulative sums. Tensors are on the model's device.
+    Shapes: `queries` [num_queries] indexes this rank's tokens. `keys` [num_keys] indexes all context-parallel ranks'
+    tokens, rank after rank. None means all, in order. `num_queries` and `num_keys` [sequences] are lengths, on the
+    host. `cu_queries` and `cu_keys` [sequences + 1] are their cumulative sums. Tensors are on the model's device.
     """
 
     queries: Tensor | None
@@ -42,17 +42,17 @@ class Part:
 
     @cached_property
     def padded_queries(self) -> Tensor:
-        """Flat index of each query in [sequences, longest_query]: [num_queries]."""
+        """Return the flat index of each query in [sequences, longest_query]: [num_queries]."""
         return self._padded_places(self.num_queries, self.longest_query)
 
     @cached_property
     def padded_keys(self) -> Tensor:
-        """Flat index of each key in [sequences, longest_key]: [num_keys]."""
+        """Return the flat index of each key in [sequences, longest_key]: [num_keys]."""
         return self._padded_places(self.num_keys, self.longest_key)
 
     @cached_property
     def mask(self) -> Tensor | None:
-        """The attention mask, bool [sequences, 1, longest_query, longest_key]; None where it is plainly causal."""
+        """Return the attention mask, bool [sequences, 1, longest_query, longest_key]; None for a simple causal mask."""
         if self.keys is None:
             return None
         seen = (self.num_keys - self.num_queries)[:, None, None, None]
@@ -60,19 +60,19 @@ class Part:
         return torch.tensor(np.arange(self.longest_key) <= last_seen, device=self.cu_queries.device)
 
     def _padded_places(self, sizes: np.ndarray, longest: int) -> Tensor:
-        """Flat index of each token in [sequences, longest]: [tokens]."""
+        """Return the flat index of each token in [sequences, longest]: [tokens]."""
         is_token = np.arange(longest) < sizes[:, None]
         return torch.tensor(np.flatnonzero(is_token), device=self.cu_queries.device)
 
 
 @dataclass
 class PackedRow(PackedSeqParams):
-    """The sequences of a packed row (Megatron's THD format), and the indices that every layer's attention needs.
+    """The sequences of a packed row (Megatron's THD format), with indices for every layer's attention.
 
-    With context parallelism each sequence is split into 2 * cp chunks, and rank r has chunks r and 2 * cp - 1 - r
-    (zigzag), so that causal attention costs all ranks the same. Shapes: `local` [tokens], the row's indices of this
-    rank's tokens; `positions` [tokens], their positions in their sequences; `order` [tokens], which brings the outputs
-    of `parts` into the order of the tokens.
+    With context parallelism each sequence is split into 2 * cp chunks. Rank r has chunks r and 2 * cp - 1 - r (zigzag),
+    so causal attention costs all ranks the same. Shapes: `local` [tokens], the row's indices of this rank's tokens;
+    `positions` [tokens], their positions in their sequences; `order` [tokens], an index sorting the outputs of `parts`
+    by token.
     """
 
     positions: Tensor | None = None
@@ -84,8 +84,8 @@ class PackedRow(PackedSeqParams):
     def from_lengths(
         cls, lengths: list[int], device: torch.device, qkv_format: str, *, cp: int = 1, cp_rank: int = 0
     ) -> PackedRow:
-        """The row of sequences of these lengths (multiples of 2 * cp where cp > 1), one after the other."""
-        # Index arithmetic on the host: on a GPU every length that is read would wait for it.
+        """Return the row of consecutive sequences with these lengths (multiples of 2 * cp if cp > 1)."""
+        # Index arithmetic runs on the host: on a GPU, each length read by Python would be a synchronisation.
         sizes = np.asarray(lengths, dtype=np.int64)
         starts, longest = sizes.cumsum() - sizes, int(sizes.max())
         cu_seqlens = _from_zero(sizes, device)
@@ -105,8 +105,8 @@ class PackedRow(PackedSeqParams):
             )
             order = torch.tensor(np.argsort(np.concatenate(queries)), device=device)
         sequence = np.repeat(np.arange(len(lengths)), sizes)
-        # Lengths with padding that are those without: given them, Transformer Engine compares the two on the GPU and
-        # waits for the answer, in every layer. Its context parallelism takes no rows without.
+        # Padded and unpadded lengths are equal here. Given both, Transformer Engine 2.11 compares them on the GPU and
+        # waits for the answer, in every layer. Its context parallelism requires the padded ones.
         padded = cu_seqlens if cp > 1 else None
         return cls(
             qkv_format=qkv_format,
@@ -124,9 +124,9 @@ class PackedRow(PackedSeqParams):
 
 
 def _zigzag(starts: np.ndarray, chunk: np.ndarray, cp: int, rank: int) -> np.ndarray:
-    """The row's indices of one rank's tokens in zigzag order: [tokens].
+    """Return the row's indices of one rank's tokens in zigzag order: [tokens].
 
-    Shapes: starts and chunk [sequences], where each sequence begins and the length of its chunks.
+    `starts` and `chunk` [sequences] are the beginning of each sequence and the length of its chunks.
     """
     firsts = np.stack([starts + chunk * rank, starts + chunk * (2 * cp - 1 - rank)], axis=1)
     return ranges(firsts.flatten(), chunk.repeat(2))
@@ -152,11 +152,12 @@ def _part(
 
 
 class PackedAttention(nn.Module):
-    """Core attention of the local spec: on CUDA in float16 and bfloat16 torch's variable-length flash kernel, else SDPA
-    on padded sequences, which takes float32 too.
+    """Core attention of the local spec, for packed rows and context parallelism.
 
-    Megatron's own local attention supports neither packed rows nor context parallelism, and expands grouped heads.
-    Here keys and values are all-gathered over the context-parallel ranks, their gradients reduce-scattered.
+    On CUDA in float16 and bfloat16 it uses torch's variable-length flash kernel. Otherwise it uses SDPA on padded
+    sequences, also in float32. Megatron-Core 0.16.1's own local attention supports neither packed rows nor context
+    parallelism, and expands grouped heads. Here keys and values are all-gathered over the context-parallel ranks, and
+    their gradients are reduce-scattered.
     """
 
     def __init__(
@@ -181,25 +182,30 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """Attend within each sequence.
 
-        Shapes: query [tokens, 1, heads, head_dim], key and value [tokens, 1, groups, head_dim]; returns
-        [tokens, 1, heads * head_dim].
+        Shapes: query [tokens, 1, heads, head_dim], key and value [tokens, 1, groups, head_dim]; returns [tokens, 1,
+        heads * head_dim].
         """
         row = packed_seq_params
         q, k, v = (x.squeeze(1) for x in (query, key, value))
         if len(row.parts) > 1:
+            # Megatron's sequence-parallel gather is used on the context-parallel group: its backward pass is a
+            # reduce-scatter.
             k, v = gather_from_sequence_parallel_region(torch.cat([k, v], dim=1), group=self.cp_group).chunk(2, dim=1)
         outs = [self.attend(q, k, v, part) for part in row.parts]
         out = outs[0] if row.order is None else torch.cat(outs).index_select(0, row.order)
         return out.reshape(out.size(0), 1, -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Attention of one part of a row: q [tokens, heads, head_dim] of this rank, k and v [tokens, groups, head_dim]
-        of all context-parallel ranks; returns [part's queries, heads, head_dim].
+        """Return the attention of one part of a row: [part's queries, heads, head_dim].
+
+        `q` [tokens, heads, head_dim] belongs to this rank. `k` and `v` [tokens, groups, head_dim] belong to all
+        context-parallel ranks.
         """
         kernel = self._varlen if q.is_cuda and q.dtype in _VARLEN_DTYPES else self._padded
         return kernel(_taken(q, part.queries), _taken(k, part.keys), _taken(v, part.keys), part)
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+        """Return `attend` by torch's flash kernel."""
         from torch.nn.attention.varlen import varlen_attn
 
         grouped: dict[str, Any] = {}
@@ -224,8 +230,9 @@ class PackedAttention(nn.Module):
         return out
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+        """Return `attend` by SDPA on sequences padded to the longest."""
         place, keys, mask = part.padded_queries, part.padded_keys, part.mask
-        # Padding follows the tokens of its sequence, so the causal mask alone hides it.
+        # Padding follows the tokens of its sequence, so the causal mask alone excludes it.
         q = _to_padded(q, place, len(part.num_queries), part.longest_query)
         k, v = (_to_padded(x, keys, len(part.num_keys), part.longest_key) for x in (k, v))
         out = F.scaled_dot_product_attention(
@@ -240,11 +247,11 @@ def _taken(x: Tensor, places: Tensor | None) -> Tensor:
 
 @cache
 def _takes_grouped_heads(kernel: Callable[..., Any]) -> bool:
-    """Whether a kernel supports grouped-query attention; torch 2.11's varlen_attn does not."""
+    """Return whether a kernel supports grouped-query attention; torch 2.11's varlen_attn does not."""
     return "enable_gqa" in inspect.signature(kernel).parameters
 
 
 def _to_padded(x: Tensor, index: Tensor, sequences: int, longest: int) -> Tensor:
-    """[tokens, heads, head_dim] -> [sequences, heads, longest, head_dim], padded with zeros; index [tokens]."""
+    """Reshape [tokens, heads, head_dim] to [sequences, heads, longest, head_dim], padded with zeros; index [tokens]."""
     block = x.new_zeros(sequences * longest, *x.shape[1:]).index_copy(0, index, x)
     return block.view(sequences, longest, *x.shape[1:]).transpose(1, 2)

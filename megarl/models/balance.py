@@ -20,8 +20,11 @@ METRICS = {
         "1",
         "Switch balancing loss over an update's tokens without its coefficient, mean over layers; 1 is even",
     ),
-    "train/moe_global_aux_loss": ("1", "as train/moe_aux_loss, for the balancing type global_aux_loss"),
-    "train/moe_seq_aux_loss": ("1", "as train/moe_aux_loss, but of each sequence by itself, mean over tokens"),
+    "train/moe_global_aux_loss": ("1", "like train/moe_aux_loss, for the balancing type global_aux_loss"),
+    "train/moe_seq_aux_loss": (
+        "1",
+        "balancing loss of each sequence without its coefficient, mean over tokens; 1 is even",
+    ),
     "train/moe_z_loss": ("1", "squared logsumexp of the router's logits without its coefficient, mean over tokens"),
 }
 """Names, units and meanings, for `tracking.table`."""
@@ -35,7 +38,7 @@ _METRIC_NAMES = {
 """The metric of each loss, by its name in Megatron-Core's settings."""
 
 _WHOLE_BATCH = ("aux_loss", "global_aux_loss")
-"""Losses that compare with the tokens per expert of the whole update."""
+"""Losses comparing with the tokens per expert of the whole update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,11 +55,11 @@ class RowTokens:
 
 
 class UpdateRouter(TopKRouter):
-    """Megatron's router, with losses that are means over the update's tokens, and noise in training alone.
+    """Megatron's router with losses averaged over the update's tokens, and with noise in training only.
 
-    Megatron-Core 0.16.1 multiplies a row's loss by the row's tokens on this rank, and leaves the division to
-    `finalize_model_grads`. That sum still depends on tp, cp, padding, and on which sequences share a row. Here each
-    rank's part is divided by the update's tokens at once, so that the sum over rows and ranks is the mean.
+    Megatron-Core 0.16.1 multiplies a row's loss by the row's tokens on this rank, and divides in
+    `finalize_model_grads`. That sum depends on tp, cp, padding, and on the sequences sharing a row. Here each rank's
+    part is divided by the update's tokens at once, so the sum over rows and ranks is the mean.
     """
 
     def __init__(self, config: TransformerConfig, pg_collection: Any = None) -> None:
@@ -70,21 +73,24 @@ class UpdateRouter(TopKRouter):
         """Tokens of the update, on all ranks."""
         self.is_counting = False
         self.tokens_per_expert: Tensor | None = None
-        """[experts], float32: how many tokens of the update choose each expert."""
+        """[experts], float32: the update's tokens choosing each expert."""
         self.sums: dict[str, Tensor] = {}
         """This rank's part of each loss, without its coefficient."""
         self._recomputed: deque[RowTokens] = deque()
         self._current: RowTokens | None = None
 
     def begin(self, num_tokens: int) -> None:
-        """Prepare for an update of so many tokens."""
+        """Prepare for an update with this number of tokens."""
         self.num_tokens = num_tokens
         self.tokens_per_expert = None
         self.sums = {}
         self._recomputed.clear()
 
     def routing(self, logits: Tensor, padding_mask: Tensor | None = None) -> Any:
-        """Route as Megatron does. While `is_counting`, also add up the tokens per expert."""
+        """Route with Megatron's router.
+
+        While `is_counting`, also count the tokens per expert; `logits` are [tokens, experts].
+        """
         if self.is_counting:
             self._count(logits.view(-1, self.expert_count))
         elif self.training:
@@ -92,11 +98,11 @@ class UpdateRouter(TopKRouter):
         return super().routing(logits, padding_mask)
 
     def apply_input_jitter(self, input: Tensor) -> Tensor:
-        # Megatron draws in evaluation mode, too.
+        # Megatron-Core 0.16.1 adds this noise in evaluation mode too, so log-probs would differ from pass to pass.
         return super().apply_input_jitter(input) if self.training else input
 
     def apply_z_loss(self, logits: Tensor, padding_mask: Tensor | None = None) -> Tensor:
-        """Attach the mean square of logsumexp(logits), [tokens, experts], to the logits."""
+        """Attach the mean square of logsumexp(logits), for logits [tokens, experts], to the logits."""
         coefficient = self.losses.get("z_loss")
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
@@ -114,10 +120,10 @@ class UpdateRouter(TopKRouter):
         return self._with_batch_loss(probs, scores_for_aux_loss, "global_aux_loss")
 
     def _with_batch_loss(self, probs: Tensor, scores: Tensor, name: str) -> Tensor:
-        """Attach experts / top_k * sum_i f_i P_i, f and P being means over the update's tokens.
+        """Attach experts / top_k * sum_i f_i P_i, with f and P means over the update's tokens.
 
-        Source: Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6), over the global batch as in
-        Qiu et al. 2025 (arXiv 2501.11873).
+        Source: Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6), over the global batch like Qiu et
+        al. 2025 (arXiv 2501.11873).
         """
         coefficient = self.losses.get(name)
         if not coefficient:
@@ -146,6 +152,7 @@ class UpdateRouter(TopKRouter):
         tokens = self._tokens
         chosen = (routing_map & tokens.is_real[:, None]).float()
         counts = chosen.new_zeros(len(tokens.lengths), self.expert_count).index_add_(0, tokens.sequences, chosen)
+        # A sequence's tokens are split over the tensor- and context-parallel ranks.
         dist.all_reduce(counts, group=self.tp_cp_group)
         shares = (counts / tokens.lengths[:, None])[tokens.sequences]
         of_tokens = (scores_for_aux_loss * shares).sum(1) * tokens.is_real
@@ -173,8 +180,8 @@ class UpdateRouter(TopKRouter):
     def _take_row(self) -> None:
         """Find the row of this pass.
 
-        A layer that is recomputed runs first without gradients, then again in the backward pass, row by row in the
-        same order; other rows may have passed between the two.
+        A recomputed layer runs first without gradients, then again in the backward pass, row by row in the same order.
+        Other rows may pass between the two.
         """
         assert self.row is not None
         if not torch.is_grad_enabled():
@@ -184,7 +191,7 @@ class UpdateRouter(TopKRouter):
 
 
 def losses_of(config: TransformerConfig) -> dict[str, float]:
-    """The losses that a model's routers have, with their coefficients."""
+    """Return the losses of a model's routers, with their coefficients."""
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
         kinds = [kinds]
@@ -195,12 +202,12 @@ def losses_of(config: TransformerConfig) -> dict[str, float]:
 
 
 def needs_update_router(config: TransformerConfig) -> bool:
-    """Whether a model's routers have losses or noise, which `UpdateRouter` handles."""
+    """Return whether a model's routers have losses or noise and thus need `UpdateRouter`."""
     return config.num_moe_experts is not None and bool(losses_of(config) or config.moe_input_jitter_eps)
 
 
 class ExpertBalance:
-    """The balancing losses of a rank's model chunks: what an update prepares for them, and their metrics."""
+    """The balancing losses of a rank's model chunks: their preparation for an update, and their metrics."""
 
     def __init__(self, config: TransformerConfig, chunks: Sequence[nn.Module]) -> None:
         self._losses = losses_of(config) if config.num_moe_experts is not None else {}
@@ -208,12 +215,12 @@ class ExpertBalance:
 
     @property
     def is_on(self) -> bool:
-        """Whether the model has a balancing loss."""
+        """Return whether the model has a balancing loss."""
         return bool(self._losses)
 
     @property
     def needs_counts(self) -> bool:
-        """Whether a loss needs the update's tokens per expert before its gradients."""
+        """Return whether a loss needs the update's tokens per expert before its gradients."""
         return any(name in self._losses for name in _WHOLE_BATCH)
 
     def begin(self, num_tokens: int) -> None:
@@ -223,7 +230,10 @@ class ExpertBalance:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Within, forward passes count the tokens per expert; at the end they are summed over the ranks."""
+        """Count tokens per expert in forward passes within the context.
+
+        At its end, counts are summed over the ranks.
+        """
         for router in self._routers:
             router.is_counting = True
         yield
@@ -234,12 +244,13 @@ class ExpertBalance:
             router.tokens_per_expert = router.tokens_per_expert.float()
 
     def metrics(self, num_stages: int, device: torch.device) -> dict[str, float]:
-        """The update's losses by metric, means over layers. A collective over all ranks.
+        """Return the update's losses by metric, means over layers. A collective over all ranks.
 
         `num_stages` is the number of pipeline stages.
         """
         names = sorted(self._losses)
-        # The ranks of a stage have the same layers, and each a part of the tokens.
+        # All ranks of a stage have the same layers, and each has a part of the tokens. Each thus counts a fraction of a
+        # layer.
         ranks_per_stage = dist.get_world_size() // num_stages
         total = torch.zeros(len(names) + 1, dtype=torch.float64, device=device)
         for router in self._routers:
@@ -251,5 +262,5 @@ class ExpertBalance:
 
 
 def routers_of(*chunks: nn.Module) -> list[UpdateRouter]:
-    """The routers of model chunks with losses or noise."""
+    """Return the routers of model chunks with losses or noise."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, UpdateRouter)]

@@ -21,16 +21,16 @@ from megarl.types import ConfigError
 
 
 def transformer_engine_problem() -> str | None:
-    """Why Transformer Engine's layers cannot be used; None where they can."""
+    """Return why Transformer Engine's layers cannot be used; None if they can."""
     if not torch.cuda.is_available():
-        return "there is no CUDA"
+        return "CUDA is not available"
     if not transformer_engine.is_installed():
         return "Transformer Engine is not installed"
     return None
 
 
 def uses_transformer_engine() -> bool:
-    """Whether Transformer Engine's layers are used: they are where it is installed and CUDA is available."""
+    """Return whether Transformer Engine's layers are used: always, if it is installed and CUDA is available."""
     return transformer_engine_problem() is None
 
 
@@ -47,9 +47,10 @@ def transformer_config(
     fp8: str = "none",
     overrides: Mapping[str, Any],
 ) -> TransformerConfig:
-    """The TransformerConfig of a rank's model. Experts that lie all on one rank need no dispatcher but `alltoall`.
+    """Return the TransformerConfig of a rank's model.
 
-    Raises ConfigError for an override that is unknown, has no effect, or that another field of the recipe determines.
+    Experts all on one rank always use the dispatcher `alltoall`. Raises ConfigError for an unknown override, an
+    override without effect, and an override determined by another field of the recipe.
     """
     known = {field.name for field in dataclasses.fields(TransformerConfig)}
     for name in sorted(overrides.keys() - known):
@@ -73,7 +74,7 @@ def transformer_config(
         settings |= _expert_settings(shape, layout) | {"moe_enable_routing_replay": router_replay}
         if moe_dispatcher == "flex" and layout.etp * layout.ep > 1:
             settings |= {"moe_token_dispatcher_type": "flex"}
-        # Balancing pulls the policy away from the reward's gradient: it must be asked for.
+        # A balancing loss changes the policy's gradient, so it is off unless a coefficient is set.
         balancing = "aux_loss" if overrides.get("moe_aux_loss_coeff") else "none"
         defaults |= {"moe_router_load_balancing_type": balancing, "moe_aux_loss_coeff": 0.0}
         defaults |= _fused_expert_kernels(router_replay)
@@ -90,9 +91,9 @@ def transformer_config(
 
 @contextmanager
 def refusals_named(overrides: Mapping[str, Any]) -> Iterator[None]:
-    """Within it, what Megatron-Core refuses while building a model is an error of `trainer.megatron`, if that is set.
+    """Convert errors of Megatron-Core during a model's construction into ConfigError naming `trainer.megatron`.
 
-    Raises ConfigError.
+    Without overrides, errors pass unchanged: the recipe is not their cause.
     """
     try:
         yield
@@ -104,19 +105,19 @@ def refusals_named(overrides: Mapping[str, Any]) -> Iterator[None]:
 
 
 def accumulates_in_transformer_engine(config: TransformerConfig, overrides: Mapping[str, Any]) -> bool:
-    """Whether Transformer Engine's linear layers add their weights' gradients to the float32 gradients themselves.
+    """Return whether Transformer Engine's linear layers add weight gradients to the float32 gradients themselves.
 
-    Megatron's own flag for that, `gradient_accumulation_fusion`, also asks apex's kernel of its own layers; without
-    apex only Transformer Engine's are told to.
+    Megatron's own flag `gradient_accumulation_fusion` also requires apex's kernel for its own layers. Without apex,
+    only Transformer Engine's layers are switched to it.
     """
     wanted = overrides.get("gradient_accumulation_fusion", True)
     return uses_transformer_engine() and wanted and not config.gradient_accumulation_fusion
 
 
 def _without_apex(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Overrides that do not ask Megatron's own layers for apex's kernel where there is none.
+    """Return overrides without the flag requiring apex's kernel, if apex is not installed.
 
-    Transformer Engine's layers are told by `accumulates_in_transformer_engine`. Raises ConfigError without them.
+    `accumulates_in_transformer_engine` handles Transformer Engine's layers. Raises ConfigError without them.
     """
     name = "gradient_accumulation_fusion"
     if not overrides.get(name) or tensor_parallel_layers._grad_accum_fusion_available:
@@ -130,12 +131,12 @@ def _without_apex(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _fused_kernels() -> dict[str, bool]:
-    """Fusions that need no other numbers than the model's; those of Megatron's own layers come with apex."""
+    """Return the fused kernels with unchanged results. Those of Megatron's own layers need apex."""
     return {
-        # Without it Megatron reads every sequence's length from the GPU, in each layer for queries and for keys.
+        # Without this fusion, Megatron-Core 0.16.1 reads every sequence's length from the GPU, in each layer, twice.
         "apply_rope_fusion": uses_transformer_engine(),
         "bias_activation_fusion": torch.cuda.is_available(),
-        # Packed rows never reach the layer that has it.
+        # Only Megatron's own local attention has this kernel, and packed rows never use it.
         "masked_softmax_fusion": False,
         "gradient_accumulation_fusion": torch.cuda.is_available()
         and tensor_parallel_layers._grad_accum_fusion_available,
@@ -143,7 +144,7 @@ def _fused_kernels() -> dict[str, bool]:
 
 
 def _fused_expert_kernels(router_replay: bool) -> dict[str, bool]:
-    # The fused router chooses by itself: Megatron asks no replay about it.
+    # The fused router always chooses itself: Megatron-Core 0.16.1 does not replay choices through it.
     return {
         "moe_permute_fusion": uses_transformer_engine(),
         "moe_router_fusion": uses_transformer_engine() and not router_replay,
@@ -155,13 +156,13 @@ def _expert_settings(shape: ModelShape, layout: ParallelConfig) -> dict[str, Any
         "num_moe_experts": shape.num_experts,
         "moe_router_topk": shape.top_k,
         "moe_ffn_hidden_size": shape.moe_intermediate_size,
-        # Softmax before or after the choice: what is not normalised over the chosen was normalised over all.
+        # Without normalisation over the chosen experts, the softmax ran over all experts, before the choice.
         "moe_router_pre_softmax": not shape.norm_topk_prob,
         "moe_router_dtype": "fp32",
         "moe_shared_expert_intermediate_size": shape.shared_intermediate_size or None,
         "moe_shared_expert_gate": shape.shared_intermediate_size > 0,
         "moe_grouped_gemm": uses_transformer_engine(),
-        # Of the dispatcher `flex`; by its own flag Megatron takes DeepEP no longer.
+        # For the dispatcher `flex`. Megatron-Core 0.16.1 no longer selects DeepEP by its own flag.
         "moe_flex_dispatcher_backend": "deepep",
         "moe_enable_deepep": False,
         "expert_model_parallel_size": layout.ep,
@@ -196,14 +197,19 @@ def _split_settings(layout: ParallelConfig, dtype: torch.dtype, sequence_paralle
         "pipeline_model_parallel_size": layout.pp,
         "virtual_pipeline_model_parallel_size": layout.vpp if layout.vpp > 1 else None,
         "context_parallel_size": layout.cp,
-        # With several chunks both neighbours of a stage may be the same rank: sends must not be batched.
+        # With several chunks both neighbours of a stage may be the same rank. Batched sends would mix up their
+        # directions.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
         "sequence_parallel": sequence_parallel,
         "use_cpu_initialization": not torch.cuda.is_available(),
-        # Packed rows differ in length; Megatron sends such between stages only with this dispatcher named.
+        # Packed rows differ in length. Megatron-Core 0.16.1 sends these between stages only with this dispatcher, even
+        # in dense models.
         "variable_seq_lengths": layout.pp > 1,
         "moe_token_dispatcher_type": "alltoall",
+        # gloo still reads an output after its send returns. Freeing it is safe only in CUDA's stream order.
         "deallocate_pipeline_outputs": torch.cuda.is_available() and layout.pp > 1,
+        # Makes Megatron's schedules sum the losses of microbatches instead of averaging: the token weights are
+        # normalised.
         "calculate_per_token_loss": True,
     }

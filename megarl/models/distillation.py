@@ -1,8 +1,8 @@
-"""The two sides of a distillation by distributions: a teacher that hands out lessons, a policy that takes them.
+"""The two sides of a distillation by distributions: a teacher computing targets, and a policy learning from them.
 
-A lesson is a row of bytes for each trained token: the teacher's hidden state before its head (full_vocabulary), or its
-most likely tokens, their log-probs and that of all others (top_k). Bytes travel and wait more easily than several kinds
-of tensors.
+A target ("lesson") is a row of bytes for each trained token. With full_vocabulary it is the teacher's hidden state
+before its head. With top_k it is the ids of the most likely tokens, their log-probs and the log-prob of all others. One
+byte tensor is easier to send and store than several kinds of tensors.
 """
 
 from __future__ import annotations
@@ -26,42 +26,42 @@ from megarl.models.divergence import (
 from megarl.models.policy import PolicyModel
 
 _TOP_K_BYTES = 8
-"""Of a token among the most likely ones: its id, int32, and its log-prob, float32."""
+"""Bytes per likely token: its id, int32, and its log-prob, float32."""
 _OTHERS_BYTES = 4
-"""Of all other tokens: their log-prob together, float32."""
+"""Bytes for all other tokens: their joint log-prob, float32."""
 
 
 def divergence_of(config: DistillationConfig) -> DivergenceFunction:
-    """The divergence that a recipe names, with its keywords."""
+    """Return the recipe's divergence, with its keywords bound."""
     function = DIVERGENCES[config.divergence]
     return partial(function, **supported_kwargs(function, {"beta": config.jsd_beta}))
 
 
 def lesson_bytes(config: DistillationConfig, hidden_size: int, dtype: torch.dtype) -> int:
-    """Bytes of a token's lesson by a teacher of this hidden size."""
+    """Return the bytes of a token's target by a teacher of this hidden size."""
     of_top_k = config.top_k * _TOP_K_BYTES + _OTHERS_BYTES
     return of_top_k if config.loss == "top_k" else hidden_size * dtype.itemsize
 
 
 class TeacherModel(PolicyModel):
-    """A teacher: its last stage returns lessons of the tokens that are asked for, uint8 [tokens, bytes of a lesson].
+    """A teacher: its last stage returns targets of the requested tokens, uint8 [tokens, bytes of a target].
 
-    `num_common_tokens` are those that the policy's vocabulary has too.
+    `num_common_tokens` counts the tokens shared with the policy's vocabulary.
     """
 
     def __init__(self, *args: Any, distillation: DistillationConfig, num_common_tokens: int, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._distillation = distillation
-        # Further rows of either vocabulary are padding, which no tokenizer makes.
+        # Further rows of either vocabulary are padding; no tokenizer produces them.
         self.num_local_tokens = max(0, min(self.num_local_tokens, num_common_tokens - self.first_token_id))
         self._is_taught = torch.zeros(0, dtype=torch.bool)
 
     def teach(self, is_taught: Tensor) -> None:
-        """The next forward pass gives lessons of the positions where `is_taught`, bool [tokens], is True."""
+        """Request targets from the next forward pass at positions with `is_taught`, bool [tokens], True."""
         self._is_taught = is_taught
 
     def _of_tokens(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Lessons of all positions in order; of those that nobody asked for, zeros."""
+        """Return targets of all positions in order; zeros at positions not requested."""
         taught = hidden[self._is_taught]
         if self._distillation.loss == "top_k":
             token_ids, *logprobs = vocab_parallel_top_k(
@@ -83,23 +83,23 @@ class TeacherModel(PolicyModel):
 
 
 class Lesson(NamedTuple):
-    """The lessons of one teacher at some of a row's positions on this rank.
+    """The targets by one teacher at some of a row's positions on this rank.
 
-    Shapes: places int64 [taught tokens], rows uint8 [taught tokens, bytes of a lesson].
+    Shapes: places int64 [taught tokens], rows uint8 [taught tokens, bytes of a target].
     """
 
     places: Tensor
     rows: Tensor
     num_local_tokens: int
-    """Rows of this rank's part of the policy's head whose tokens the teacher has too: the first so many."""
+    """The number of leading rows of this rank's part of the policy's head with tokens known to the teacher."""
     head: Tensor | None
     """The teacher's head rows of these tokens, [local tokens, teacher's hidden_size] (full_vocabulary)."""
 
 
 class StudentModel(PolicyModel):
-    """A policy that learns from lessons: its last stage returns log-probs, entropies and divergences [3, tokens].
+    """A policy learning from targets: its last stage returns log-probs, entropies and divergences [3, tokens].
 
-    Only the divergences, float32, in nats, carry gradient; they are zero where there is no lesson.
+    Only the divergences, float32, in nats, carry gradient. They are zero at positions without a target.
     """
 
     def __init__(self, *args: Any, distillation: DistillationConfig, **kwargs: Any) -> None:
@@ -109,14 +109,14 @@ class StudentModel(PolicyModel):
         self._lessons: Sequence[Lesson] = ()
 
     def learn_from(self, lessons: Sequence[Lesson]) -> None:
-        """The next forward pass compares with these lessons, whose places are disjoint."""
+        """Compare the next forward pass with these targets. Their places must be disjoint."""
         self._lessons = lessons
 
     def _of_tokens(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
             logprobs, entropies = super()._of_tokens(hidden, weight, labels)
         divergences = torch.zeros_like(logprobs)
-        # Those of the last row would stay on the device, a teacher's head among them, while the engine samples.
+        # Drop the references: otherwise the last row's targets and teacher's head stay on the device during sampling.
         lessons, self._lessons = self._lessons, ()
         for lesson in lessons:
             compare = self._of_top_k if lesson.head is None else self._of_whole
@@ -124,6 +124,7 @@ class StudentModel(PolicyModel):
         return torch.stack([logprobs, entropies, divergences])
 
     def _of_whole(self, hidden: Tensor, weight: Tensor, lesson: Lesson) -> Tensor:
+        """Return divergences [taught tokens] over the whole vocabulary."""
         assert lesson.head is not None
         return vocab_parallel_divergence(
             hidden,
@@ -137,6 +138,7 @@ class StudentModel(PolicyModel):
         )
 
     def _of_top_k(self, hidden: Tensor, weight: Tensor, lesson: Lesson) -> Tensor:
+        """Return divergences [taught tokens] over the teacher's most likely tokens and the tail."""
         token_ids, of_tokens = lesson.rows.tensor_split([self._distillation.top_k * torch.int32.itemsize], -1)
         teacher_logprobs = of_tokens.contiguous().view(torch.float32)
         policy_logprobs = vocab_parallel_gathered(

@@ -1,4 +1,4 @@
-"""Vocab-parallel, chunked comparison of two models' distributions: the full logits of either are never in memory."""
+"""Vocab-parallel, chunked comparison of two models' distributions, without the full logits of either in memory."""
 
 from __future__ import annotations
 
@@ -12,10 +12,9 @@ from torch import Tensor
 from megarl.models.logprobs import HeadGradients, all_reduce, columns_of, vocabulary_blocks
 
 DivergenceFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A function of `algorithms.divergences`, its keywords bound."""
+"""A function of `algorithms.divergences` with its keywords bound."""
 _BLOCK_SHARE = 3
-"""Tensors of a block's size in memory at once, both models' log-probs and what a divergence makes of them, for each
-that log-probs alone take."""
+"""Memory for a block in units of a block's log-probs: both models' log-probs and the divergence's results."""
 
 
 def vocab_parallel_divergence(
@@ -29,13 +28,16 @@ def vocab_parallel_divergence(
     temperature: float,
     chunk_tokens: int,
 ) -> Tensor:
-    """Divergence of the policy's distribution softmax(hidden @ weight.T / temperature) and the teacher's likewise.
+    """Return the divergence of the policy's and the teacher's distributions: float32 [tokens], in nats.
 
-    Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding; teacher_hidden
-    [tokens, teacher's hidden_size]; teacher_weight [local_vocabulary, teacher's hidden_size], the rows of the same
-    tokens. Returns float32 [tokens], in nats, equal on all ranks of `group`. Forward and backward take about the memory
-    that log-probs take with these `chunk_tokens`, for fewer logits at once. Gradient flows to hidden and weight; that
-    of `hidden` is partial: the caller's tensor-parallel mapping all-reduces it.
+    The policy's distribution is softmax(hidden @ weight.T / temperature), the teacher's likewise. Shapes: hidden
+    [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding; teacher_hidden [tokens,
+    teacher's hidden_size]; teacher_weight [local_vocabulary, teacher's hidden_size], the rows of the same tokens. The
+    result is equal on all ranks of `group`.
+
+    Forward and backward need about the memory of log-probs with these `chunk_tokens`, with fewer logits at once.
+    Gradient flows to hidden and weight. The gradient of `hidden` is partial: the caller's tensor-parallel mapping
+    all-reduces it.
     """
     return _VocabParallelDivergence.apply(
         hidden, weight, teacher_hidden, teacher_weight, divergence, group, temperature, chunk_tokens
@@ -69,6 +71,7 @@ class _VocabParallelDivergence(torch.autograd.Function):
             terms, slopes = divergence(*logprobs)
             sums += torch.stack([terms.sum(-1), slopes.sum(-1)])
         all_reduce(sums, group, dist.ReduceOp.SUM)
+        # Logits are computed again in the backward pass: only [tokens] vectors are stored.
         ctx.save_for_backward(hidden, weight, teacher_hidden, teacher_weight, *log_totals, sums[1])
         ctx.settings = divergence, temperature, blocks
         return sums[0]
@@ -99,21 +102,23 @@ def vocab_parallel_gathered(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor]:
-    """Log-probs of several tokens at each position, and of all others together.
+    """Return log-probs of several tokens at each position, and the joint log-prob of all others.
 
-    The distribution is softmax(hidden @ weight.T / temperature). That of all others is summed over them: one minus the
-    sum of the several would have no digit left where they have nearly all.
+    The distribution is softmax(hidden @ weight.T / temperature). The joint log-prob is a sum over all other tokens. One
+    minus the sum of the several would lose all digits if these have nearly all probability.
 
-    Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, the first of
-    them being token `first_token_id`; token_ids int64 [tokens, k], global ids, those of a position differ. Returns
-    float32 [tokens, k] and [tokens], in nats, equal on all ranks of `group`; minus infinity where there is no other.
-    Forward and backward hold at most `chunk_tokens` * local_vocabulary logits at once. Gradients as of
+    Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, starting at
+    token `first_token_id`; token_ids int64 [tokens, k], global ids, distinct at each position. Returns float32 [tokens,
+    k] and [tokens], in nats, equal on all ranks of `group`. The second is minus infinity if there is no other token.
+    Forward and backward hold at most `chunk_tokens` * local_vocabulary logits at once. Gradients as in
     `vocab_parallel_divergence`.
     """
     return _VocabParallelGathered.apply(hidden, weight, token_ids, first_token_id, group, temperature, chunk_tokens)
 
 
 class _VocabParallelGathered(torch.autograd.Function):
+    """One pass over the vocabulary for the log-probs, and one for the gradient."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -148,8 +153,8 @@ class _VocabParallelGathered(torch.autograd.Function):
         temperature, blocks = ctx.settings
         of_chosen, of_rest = (grad / temperature for grad in grads)
         whole = -of_chosen.sum(-1) - of_rest
-        # With p the probabilities: of a token that was asked for its own gradient + whole * p, of another its share
-        # among the others times all that these get together.
+        # With p the probabilities: a requested token's gradient is its own + whole * p. Another token's gradient is its
+        # share among the others, times the total of all others.
         of_chosen = of_chosen + logprobs.exp() * whole[:, None]
         of_rest = of_rest + logprob_of_others.exp() * whole
         of_others = of_others.masked_fill(of_others == -torch.inf, 0.0)
@@ -174,10 +179,10 @@ def vocab_parallel_top_k(
     temperature: float,
     chunk_tokens: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """The k most likely tokens at each position, their log-probs, the most likely first, and that of all others.
+    """Return the k most likely tokens at each position, their log-probs, and the joint log-prob of all others.
 
-    Shapes as of `vocab_parallel_gathered`; int64 and float32 [tokens, k] and float32 [tokens], without gradient. Of
-    equally likely tokens any may be taken, the same on all ranks.
+    The most likely token comes first. Shapes as in `vocab_parallel_gathered`; returns int64 and float32 [tokens, k] and
+    float32 [tokens], without gradient. Among equally likely tokens any may be chosen, but the same on all ranks.
     """
     blocks = vocabulary_blocks(len(hidden), len(weight), chunk_tokens)
     logits = hidden.new_full((len(hidden), k), -torch.inf, dtype=torch.float32)
@@ -202,22 +207,22 @@ def vocab_parallel_top_k(
 
 
 def _best(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor, Tensor]:
-    """The k largest logits [tokens, k] of all parts, their tokens, and the log total [tokens] of those left over."""
+    """Return the k largest logits [tokens, k] of all parts, their tokens, and the log total [tokens] of the others."""
     logits, token_ids = (torch.cat(list(part), -1) for part in zip(*parts, strict=True))
     logits, places = logits.sort(dim=-1, descending=True)
     return logits[:, :k].contiguous(), token_ids.gather(-1, places[:, :k]), logits[:, k:].logsumexp(-1)
 
 
 def _others(logits: Tensor, columns: Tensor, is_here: Tensor) -> Tensor:
-    """The logits, overwritten with minus infinity in the columns [tokens, k] that are here."""
-    # Added, for the columns of tokens that are not here may be those of some that are.
+    """Return the logits with minus infinity in the local columns [tokens, k], in place."""
+    # Added, not assigned: clamped columns of remote tokens may coincide with columns of local ones.
     return logits.scatter_add_(
         1, columns, torch.zeros_like(columns, dtype=torch.float32).masked_fill(is_here, -torch.inf)
     )
 
 
 def _log_totals(hidden: Tensor, weight: Tensor, blocks: list[range], temperature: float, group: Any) -> Tensor:
-    """The logarithm of the sum of exponentials of all logits, float32 [tokens]."""
+    """Return the logarithm of the sum of exponentials of all logits, float32 [tokens]."""
     parts = _no_parts(hidden, blocks)
     for index, block in enumerate(blocks):
         parts[index] = _logits(hidden, weight, block, temperature).logsumexp(-1)
@@ -225,15 +230,16 @@ def _log_totals(hidden: Tensor, weight: Tensor, blocks: list[range], temperature
 
 
 def _no_parts(hidden: Tensor, blocks: list[range]) -> Tensor:
-    """Log totals of no logits for each block, at least one: float32 [blocks, tokens]."""
+    """Return log totals of empty blocks, at least one: float32 [blocks, tokens]."""
     return hidden.new_full((max(len(blocks), 1), len(hidden)), -torch.inf, dtype=torch.float32)
 
 
 def _log_total(parts: Tensor, group: Any) -> Tensor:
-    """The log total [tokens] of all parts [parts, tokens] of all ranks."""
+    """Return the log total [tokens] of all parts [parts, tokens] of all ranks."""
     own = parts.logsumexp(0)
     largest = own.clone()
     all_reduce(largest, group, dist.ReduceOp.MAX)
+    # Minus infinity minus itself would be NaN.
     largest.masked_fill_(largest == -torch.inf, 0.0)
     total = (own - largest).exp()
     all_reduce(total, group, dist.ReduceOp.SUM)
@@ -241,5 +247,5 @@ def _log_total(parts: Tensor, group: Any) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float) -> Tensor:
-    """Logits of a block, float32 [tokens, block]: as exact as the product of the models' type is."""
+    """Return a block's logits, float32 [tokens, block], with the precision of a product in the models' dtype."""
     return (hidden @ weight[block.start : block.stop].T).float().div_(temperature)

@@ -1,4 +1,4 @@
-"""Vocab-parallel, chunked log-probs and entropy from hidden states: the full logits are never in memory."""
+"""Vocab-parallel, chunked log-probs and entropy from hidden states, without the full logits in memory."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from torch import Tensor
 
 
 class Support(NamedTuple):
-    """Sets of tokens that distributions are renormalised over: `token_ids` int [sum of counts], `counts` int [tokens].
+    """Token sets over which distributions are renormalised: `token_ids` int [sum of counts], `counts` int [tokens].
 
-    A count of 0 leaves the whole vocabulary. A set holds the token's target.
+    A count of 0 keeps the whole vocabulary. A set contains the token's target.
     """
 
     token_ids: Tensor
@@ -31,16 +31,17 @@ def vocab_parallel_logprobs(
     chunk_tokens: int,
     support: Support | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Log-prob of each target under softmax(hidden @ weight.T / temperature), and that distribution's entropy.
+    """Return the log-prob of each target, and the entropy of its distribution.
 
-    `temperature` is one for all, or float32 [tokens]. With `support` both are of the distribution renormalised over
-    each token's set, as it is with the weights of now: what is outside has probability zero and no gradient.
+    The distribution is softmax(hidden @ weight.T / temperature). `temperature` is one for all, or float32 [tokens].
+    With `support`, the distribution is renormalised over each token's set, with the current weights. Tokens outside the
+    set have probability zero and no gradient.
 
-    Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, the first of
-    them being token `first_token_id`; targets [tokens] global ids. Returns two float32 [tokens], in nats, equal on
-    all ranks of `group`. Forward and backward hold at most `chunk_tokens` * local_vocabulary logits at once. The
-    gradient of `hidden` is partial: the caller's tensor-parallel mapping all-reduces it. A detached entropy and a
-    frozen weight cost nothing in the backward pass.
+    Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, starting at
+    token `first_token_id`; targets [tokens], global ids. Returns two float32 [tokens], in nats, equal on all ranks of
+    `group`. Forward and backward hold at most `chunk_tokens` * local_vocabulary logits at once. The gradient of
+    `hidden` is partial: the caller's tensor-parallel mapping all-reduces it. A detached entropy and a frozen weight
+    cost nothing in the backward pass.
     """
     return _VocabParallelLogprobs.apply(
         hidden, weight, targets, first_token_id, group, temperature, chunk_tokens, support
@@ -48,9 +49,9 @@ def vocab_parallel_logprobs(
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Chunks over the vocabulary, not over tokens.
+    """Log-probs and entropies, chunked over the vocabulary instead of over tokens.
 
-    Each row of the weight's gradient is then one matrix product, accumulated in full precision and written once; chunks
+    Each row of the weight's gradient is then one matrix product, accumulated in full precision and written once. Chunks
     of tokens would need a float32 buffer for the whole gradient.
     """
 
@@ -70,7 +71,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         local = targets - first_token_id
         blocks = vocabulary_blocks(len(targets), weight.size(0), chunk)
         cut = None if support is None else _Cut(support, first_token_id, blocks)
-        # Of each block: the log of its sum of exponentials, and the entropy of the distribution within it.
+        # For each block: the log of its sum of exponentials, and the entropy of the distribution within it.
         log_totals, entropies = torch.zeros(2, len(blocks), len(targets), dtype=torch.float32, device=hidden.device)
         target_logit = torch.zeros_like(local, dtype=torch.float32)
         room = hidden.new_empty(len(targets) * max(map(len, blocks), default=0))
@@ -82,7 +83,8 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 log_totals[index], entropies[index] = _of_kept(logits, cut.outside(index))
                 continue
             largest = logits.amax(-1, keepdim=True).float()
-            # Sums of exponentials by torch's pairwise sum: log_softmax adds them up one by one.
+            # torch's `sum` adds exponentials pairwise. Its `log_softmax` adds them one by one, with larger rounding
+            # errors.
             below = logits - largest
             exponentials = below.exp()
             total = exponentials.sum(-1)
@@ -93,7 +95,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         all_reduce(top, group, dist.ReduceOp.MAX)
         shares = (log_totals - top).exp()
         if cut is not None:
-            log_totals = log_totals.where(shares > 0, top)  # zero times infinity where a block has nothing of a set
+            log_totals = log_totals.where(shares > 0, top)  # Avoids 0 * inf for blocks without tokens of a set.
         sums = torch.stack([target_logit, shares.sum(0), (shares * (entropies + top - log_totals)).sum(0)])
         all_reduce(sums, group, dist.ReduceOp.SUM)
         target_logit, total, surprise = sums
@@ -132,7 +134,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
 class HeadGradients:
     """Gradients of the hidden states [tokens, hidden_size] and of the head's weight [local_vocabulary, hidden_size].
 
-    `needs` says of each, in this order, whether it is wanted; what is not costs nothing.
+    `needs` lists in this order whether each gradient is needed. Unneeded ones cost nothing.
     """
 
     def __init__(self, hidden: Tensor, weight: Tensor, needs: Sequence[bool]) -> None:
@@ -141,7 +143,7 @@ class HeadGradients:
         self._of_weight = torch.empty_like(weight) if needs[1] else None
 
     def add(self, block: range, grad_logits: Tensor) -> None:
-        """Take in the gradient of a block's logits, [tokens, block] in the weight's type; each block is given once."""
+        """Add the gradient of a block's logits, [tokens, block] in the weight's dtype. Each block is added once."""
         rows = slice(block.start, block.stop)
         if self._of_hidden is not None:
             self._of_hidden += grad_logits @ self._weight[rows]
@@ -149,13 +151,16 @@ class HeadGradients:
             torch.mm(grad_logits.T, self._hidden, out=self._of_weight[rows])
 
     def found(self) -> tuple[Tensor | None, Tensor | None]:
-        """Both, when all blocks are in, each in its tensor's type; None for one that is not wanted."""
+        """Return both gradients [*shape], each in its tensor's dtype; None for one that is not needed.
+
+        Call it after all blocks were added.
+        """
         of_hidden = None if self._of_hidden is None else self._of_hidden.to(self._hidden.dtype)
         return of_hidden, self._of_weight
 
 
 class _Cut:
-    """The mask of what lies outside the sets of tokens, block by block of this rank's vocabulary."""
+    """The mask of tokens outside the support sets, block by block of this rank's vocabulary."""
 
     def __init__(self, support: Support, first_token_id: int, blocks: list[range]) -> None:
         self._blocks = blocks
@@ -168,7 +173,7 @@ class _Cut:
         self._edges: list[int] = found.tolist()
 
     def outside(self, index: int) -> Tensor:
-        """Bool [tokens, tokens of the block], False on what the sets hold, and in rows of the whole vocabulary."""
+        """Return bool [tokens, tokens of the block]: True outside a token's set, False everywhere if it has no set."""
         block, entries = self._blocks[index], slice(self._edges[2 * index], self._edges[2 * index + 1])
         outside = self._is_cut[:, None].repeat(1, len(block))
         outside[self._tokens[entries], self._columns[entries] - block.start] = False
@@ -176,9 +181,9 @@ class _Cut:
 
 
 def _of_kept(logits: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
-    """The log of the sum of exponentials of a block's logits that are kept, and the entropy among them: two [tokens].
+    """Return the log of the sum of exponentials of a block's allowed logits, and their entropy: two [tokens].
 
-    Minus infinity and 0 where none is kept. Shapes: logits, which are overwritten, and outside [tokens, block].
+    They are minus infinity and 0 if no logit is allowed. Shapes: logits (overwritten) and outside are [tokens, block].
     """
     logits.masked_fill_(outside, -torch.inf)
     largest = logits.amax(-1, keepdim=True).float()
@@ -191,9 +196,12 @@ def _of_kept(logits: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def vocabulary_blocks(num_tokens: int, vocabulary: int, chunk: int) -> list[range]:
-    """Ranges of the vocabulary, all but the last of one length with num_tokens * length <= chunk * vocabulary."""
+    """Return ranges of the vocabulary with equal lengths (the last may be shorter).
+
+    Their length satisfies num_tokens * length <= chunk * vocabulary.
+    """
     size = max(1, min(vocabulary, vocabulary * chunk // max(num_tokens, 1)))
-    # Matrix products on a GPU want rows of logits that begin at multiples of 128 bytes.
+    # Matrix products on a GPU are faster if rows of logits begin at multiples of 128 bytes: 64 bfloat16 elements.
     size -= size % 64 if size > 64 else 0
     return [range(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
 
@@ -207,15 +215,16 @@ def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float | T
 
 
 def columns_of(local: Tensor, block: range) -> tuple[Tensor, Tensor]:
-    """Column of each target in a block's logits, and whether the block has it; both results of the shape of `local`.
+    """Return the column of each target in a block's logits, and whether the block contains it, both [tokens, ...].
 
-    `local` int64 [tokens, ...] are places in this rank's vocabulary. The column of a target that another block has is
-    any valid one.
+    `local` int64 [tokens, ...] are indices into this rank's vocabulary. A target in another block gets any valid
+    column.
     """
     columns = local - block.start
     return columns.clamp(0, len(block) - 1), (columns >= 0) & (columns < len(block))
 
 
 def all_reduce(x: Tensor, group: dist.ProcessGroup | None, operation: dist.ReduceOp.RedOpType) -> None:
+    """Reduce `x` [*any] over the group in place; do nothing for a group of one rank."""
     if group is not None and group.size() > 1:
         dist.all_reduce(x, operation, group=group)

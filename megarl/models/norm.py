@@ -10,8 +10,9 @@ from torch import Tensor, nn
 class RMSNorm(nn.Module):
     """y = x / rms(x) * weight over the last dimension (arXiv:1910.07467, eq. 4), computed in float32.
 
-    Under sequence parallelism each tensor-parallel rank normalises its own tokens; the weight's
-    attribute `sequence_parallel` makes Megatron sum its gradient over those ranks.
+    Under sequence parallelism each tensor-parallel rank normalises its own tokens. The weight's attribute
+    `sequence_parallel` makes Megatron sum its gradient over these ranks. Megatron-Core 0.16.1's own norm for the local
+    spec supports no sequence parallelism.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:

@@ -1,4 +1,4 @@
-"""The trained models: Megatron's GPTModel whose output is log-probs or values instead of logits."""
+"""The trained models: Megatron's GPTModel with log-probs or values as output instead of logits."""
 
 from __future__ import annotations
 
@@ -29,9 +29,10 @@ from megarl.models.norm import RMSNorm
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
-    """Transformer Engine's layer spec where it can be used, else Megatron's local one with our norm and attention.
+    """Return Transformer Engine's layer spec if usable, else Megatron's local one.
 
-    Experts whose balance is trained get a router of ours.
+    The local spec gets this package's norm and attention. Routers with balancing losses or noise are replaced by
+    `UpdateRouter`.
     """
     if uses_transformer_engine():
         layer = get_gpt_layer_with_transformer_engine_spec(
@@ -55,7 +56,7 @@ def layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
     if config.qk_layernorm:
         attention.q_layernorm = attention.k_layernorm = RMSNorm
     num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    # Megatron builds a norm from its class, as its own specs give it; what it declares is narrower.
+    # Megatron's own specs pass a norm as a class too, but its declared type is narrower.
     norm: Any = RMSNorm
     return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
 
@@ -66,8 +67,9 @@ def _set_router(layer: Any, config: TransformerConfig) -> None:
 
 
 def accumulate_in_main_gradients(chunk: torch.nn.Module) -> None:
-    """Have Transformer Engine's linear layers add their weights' gradients to the float32 ones that Megatron's
-    DistributedDataParallel gives them, instead of handing it one in the model's type to add.
+    """Make Transformer Engine's linear layers add weight gradients to Megatron's float32 gradients directly.
+
+    Otherwise they return gradients in the model's dtype, and DistributedDataParallel adds them.
     """
     for module in chunk.modules():
         if hasattr(module, "fuse_wgrad_accumulation"):
@@ -76,10 +78,10 @@ def accumulate_in_main_gradients(chunk: torch.nn.Module) -> None:
 
 @contextmanager
 def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Within, the modules of these model chunks are in evaluation mode: no dropout, no noise of routers."""
+    """Set the modules of these model chunks to evaluation mode within the context: no dropout, no router noise."""
     modules = [module for chunk in chunks for module in chunk.modules()]
-    # Transformer Engine picks other attention kernels in evaluation mode. Log-probs of the past must come from those
-    # of the training pass, and attention drops nothing.
+    # Transformer Engine 2.11 selects other attention kernels in evaluation mode. Old log-probs must come from the
+    # kernels of the training pass. Attention has no dropout, so its mode can stay.
     modes = [(module, module.training) for module in modules if "DotProductAttention" not in type(module).__name__]
     for module, _ in modes:
         module.training = False
@@ -91,7 +93,7 @@ def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class PackedModel(GPTModel):
-    """A pipeline stage of a model over packed rows; with `vp_stage`, that virtual stage of it."""
+    """A pipeline stage of a model over packed rows; with `vp_stage`, this virtual stage of it."""
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, *, vp_stage: int | None = None) -> None:
         tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -113,10 +115,10 @@ class PackedModel(GPTModel):
         self.qkv_format = "thd" if uses_transformer_engine() else "packed"
 
     def replay_routes(self, routes: Tensor, layer_numbers: Sequence[int]) -> None:
-        """Router replay: the next forward pass routes its tokens to these experts.
+        """Route the tokens of the next forward pass to these experts (router replay).
 
-        Shapes: routes int64 [tokens of this rank, layers, top_k]; layer_numbers [layers], from 0, all of this rank's
-        layers, this chunk's among them.
+        Shapes: routes int64 [tokens of this rank, layers, top_k]; layer_numbers [layers], from 0, all layers of this
+        rank, including this chunk's.
         """
         layers: Any = self.decoder.layers
         for layer in layers:
@@ -129,8 +131,8 @@ class PackedModel(GPTModel):
     ) -> Any:
         if packed_seq_params.qkv_format != "packed":
             return super()._preprocess(input_ids, position_ids, *args, packed_seq_params=packed_seq_params, **kwargs)
-        # One angle per token. Megatron's own way for packed rows, without Transformer Engine's kernel, is a Python
-        # loop over the sequences in every layer.
+        # One rotary angle per token. Without Transformer Engine's kernel, Megatron-Core 0.16.1 loops over the sequences
+        # of a packed row in Python, in every layer.
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
         angles = self.rotary_pos_emb(self.max_sequence_length, packed_seq=True)[packed_seq_params.positions]
         return embedded, angles, None, None, None, None
@@ -158,16 +160,16 @@ class PolicyModel(PackedModel):
         self._support: Support | None = None
 
     def sample_as(self, temperature: float | Tensor, support: Support | None) -> None:
-        """The next forward pass takes its log-probs and entropies as the engine sampled.
+        """Compute log-probs and entropies of the next forward pass under the engine's sampling settings.
 
-        At this temperature, one for all or [tokens], renormalised over these sets of tokens.
+        `temperature` is one for all or [tokens]; distributions are renormalised over `support`.
         """
         self._temperature, self._support = temperature, support
 
     def _postprocess(
         self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        """Log-probs and entropies, float32 [2, tokens], in nats, on the last stage; hidden states on the others.
+        """Return log-probs and entropies, float32 [2, tokens], in nats, on the last stage; hidden states on the others.
 
         Shapes: hidden_states [tokens, 1, hidden_size], labels [1, tokens].
         """
@@ -184,7 +186,10 @@ class PolicyModel(PackedModel):
         return self._of_tokens(hidden_states.squeeze(1), weight[: self.num_local_tokens], labels.squeeze(0))
 
     def _of_tokens(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """The last stage's output, of hidden [tokens, hidden_size], the head's own rows, and labels [tokens]."""
+        """Return the last stage's output [2, tokens].
+
+        `hidden` is [tokens, hidden_size], `weight` holds this rank's head rows, `labels` is [tokens].
+        """
         logprobs, entropies = vocab_parallel_logprobs(
             hidden,
             weight,
@@ -195,7 +200,7 @@ class PolicyModel(PackedModel):
             chunk_tokens=self.logprob_chunk_tokens,
             support=self._support,
         )
-        # Entropies that are looked at, not trained: their part of the backward pass is saved.
+        # Entropies for metrics only are detached: this saves their part of the backward pass.
         return torch.stack([logprobs, entropies if self.trains_entropy else entropies.detach()])
 
 
@@ -207,22 +212,22 @@ class ValueModel(PackedModel):
         if self.post_process:
             del self.output_layer
             self.value_head = torch.nn.Linear(shape.hidden_size, 1, bias=False, dtype=config.params_dtype)
-            # A new head says nothing, the same on every rank, until it has learnt.
+            # A new head returns zeros until it is trained, equal on every rank.
             torch.nn.init.zeros_(self.value_head.weight)
 
     def _postprocess(
         self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **__: Any
     ) -> Tensor:
-        """Values [1, tokens] on the last stage; hidden states on the others."""
+        """Return values [1, tokens] on the last stage; hidden states on the others."""
         if not self.post_process:
             return hidden_states
         if self.config.sequence_parallel:
-            # Every tensor rank goes on with all tokens, so that the head's gradient is whole on each of them.
+            # Every tensor-parallel rank continues with all tokens, so the head's gradient is complete on each of them.
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
         return F.linear(hidden_states.squeeze(1).float(), self.value_head.weight.float()).T
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """The state of the modules; GPTModel's own would look for an output layer."""
+        """Return the state of the modules; GPTModel's own method would look for an output layer."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)
