@@ -103,8 +103,9 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | N
 
     `passes` bool [samples]; by default a sample passes if its reward is positive. The reward of a set of `k` samples is
     1 if one of them passes. The advantage is the mean reward of all sets containing the sample, minus the mean reward
-    of all sets, divided by the sets' standard deviation. It is computed in closed form. It is zero in groups with only
-    passing sets or only failing sets, and in groups smaller than `k`. Source: Pass@k training (arXiv 2508.10751).
+    of all sets. It is divided by the standard deviation of the sets' rewards, and computed in closed form. It is zero
+    in groups with only passing sets or only failing sets, and in groups smaller than `k`. Source: Pass@k training
+    (arXiv 2508.10751).
     """
     group, sizes = _grouped(groups, rewards)
     passes = (rewards > 0 if passes is None else passes).to(torch.float64)

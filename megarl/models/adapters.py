@@ -72,9 +72,7 @@ class Adapter(nn.Module):
             self._mark(getattr(self, letter), dim, place)
 
     def _mark(self, parameter: Any, dim: int | None, place: int) -> None:
-        """Set Megatron's attributes for the reduction of a parameter's gradient, and for its place in the gradient
-        norm.
-        """
+        """Set Megatron's attributes for the reduction of a parameter's gradient and for the gradient norm."""
         # Megatron-Core 0.16.1 selects copies for the norm by tp rank. Parameters replicated over etp ranks are counted
         # on the first of these only (`shared`).
         is_counted = dim is not None or self.is_expert
@@ -226,7 +224,7 @@ def _seed_dropout(seed: int) -> None:
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)
     stage = parallel_state.get_pipeline_model_parallel_rank()
     for name, place in ((_ALIKE, ""), (_APART, tp)):
-        # Several models of a rank share the tracker, and Megatron raises an error for a name added twice.
+        # Several chunks and models of a rank share the tracker. Megatron raises an error for a name added twice.
         if name not in tracker.get_states():
             tracker.add(name, _seed_of(f"{seed} {name} {replica} {stage} {place}"))
 

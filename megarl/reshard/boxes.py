@@ -38,7 +38,7 @@ class Piece:
     """A box and the place of its elements in a local storage.
 
     `storage` names a local parameter or a file. Element (i, j, ...) of the box lies at `offset + i * strides[0] + j *
-    strides[1] + ...`, counted in elements from the parameter's first element.
+    strides[1] + ...`. Offset and strides count elements from the parameter's first element.
     """
 
     box: Box

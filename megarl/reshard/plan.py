@@ -36,7 +36,7 @@ class View(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One copy of `shape` elements of tensor `name`, from a view on one rank to a view on another or the same rank."""
+    """One copy of `shape` elements of tensor `name`, from a view on one rank to a view on any rank."""
 
     source_rank: int
     destination_rank: int

@@ -274,10 +274,11 @@ class TrainingEngine(ModelShard):
         """Run one optimizer step on this replica's share of the global batch. Returns metrics on the ranks that report.
 
         `rows` are given as in `forward`. `kl_coefficient` weighs the KL to the reference (default:
-        algorithm.kl_coefficient). `kto_kl` is KTO's reference point, a KL in nats per answer. No parameter changes
-        (`train/update_skipped`) if loss or gradient is not finite, if the mean ratio exceeds `algorithm.skip_ratio`, or
-        if the mismatch exceeds `train.max_logprob_gap`. Raises MegarlError after too many consecutive updates that were
-        not finite.
+        algorithm.kl_coefficient). `kto_kl` is KTO's reference point, a KL in nats per answer.
+
+        No parameter changes (`train/update_skipped`) if loss or gradient is not finite. The same holds if the mean
+        ratio exceeds `algorithm.skip_ratio`, or the mismatch exceeds `train.max_logprob_gap`. Raises MegarlError after
+        too many consecutive updates that were not finite.
         """
         own = self.shared(rows)
         if kl_coefficient is None:

@@ -21,7 +21,7 @@ from megarl.types import MegarlError
 
 # Classes of vLLM 0.30 whose live parameters stay plain slices of checkpoint tensors after loading.
 PLAIN_METHODS = ("UnquantizedLinearMethod", "UnquantizedEmbeddingMethod", "UnquantizedFusedMoEMethod")
-# Other expert backends of vLLM 0.30 permute or pad expert weights after loading.
+# Other expert backends of vLLM 0.30 reorder expert weights after loading.
 PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "CPU")
 
 
