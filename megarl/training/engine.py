@@ -222,12 +222,9 @@ class TrainingEngine(ModelShard):
             inner: Any = part.optimizer
             tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
             tensors += [value for state in inner.state.values() for value in state.values()]
+            # With float32 weights, the optimizer trains the parameters themselves. Scalars (step counts) are not moved.
             yield from (
-                # With float32 weights, the optimizer trains the parameters themselves. Scalars such as the step count
-                # stay in place.
-                t
-                for t in tensors
-                if torch.is_tensor(t) and t.numel() > 1 and t.untyped_storage()._cdata not in others
+                t for t in tensors if torch.is_tensor(t) and t.numel() > 1 and t.untyped_storage()._cdata not in others
             )
 
     @property
