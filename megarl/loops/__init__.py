@@ -1,5 +1,5 @@
-"""The loops: each is one page of verbs over a `Session`.
+"""Training loops. Each is one page of calls on a `Session`.
 
-`rl` samples, scores, updates and reshards; `sft` updates on conversations, `preference` on pairs or judged answers.
-`run` makes the session of a recipe (run folder, ranks, tracker), runs its loop and exports the trained model to `hf/`.
+`rl` samples, scores, updates and reshards. `sft` updates on conversations, `preference` on pairs or judged answers.
+`run` sets up a run (folder, ranks, tracker), runs its loop, and exports the trained model to `hf/`.
 """

@@ -1,4 +1,4 @@
-"""Which of trainer and engines holds the other back, where each has ranks of its own."""
+"""Bottleneck detection for separate engines: find out whether the trainer or the engines slow the run down."""
 
 from __future__ import annotations
 
@@ -8,27 +8,29 @@ from collections.abc import Callable, Mapping
 METRICS = {
     "time/rollout_waited_seconds": (
         "seconds",
-        "of the rollout, how long the trainer waited for groups, where engines are separate",
+        "part of the rollout during which the trainer waited for groups, with separate engines",
     ),
     "rollout/balanced_ranks": (
         "ranks",
-        "of the run's ranks those that should be the engines', for both sides to take as long, by the newest steps",
+        "number of the run's ranks to give the engines so that both sides take equally long, estimated from "
+        "recent steps",
     ),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Units and meanings by metric name, for `tracking.table`."""
 
 WINDOW = 5
-"""Steps that a judgement is of, at most."""
+"""Largest number of recent steps averaged for one verdict."""
 FEWEST = 3
-"""Steps before the first judgement; the run's first, which carries what is only done once, is none of them."""
+"""Steps needed before the first verdict. The run's first step never counts, because it includes one-time work."""
 MARGIN = 0.1
-"""Difference of the two idle shares beyond which one side is the bottleneck."""
+"""A side is the bottleneck if the other side's idle share is larger by more than this."""
 
 
 class Balance:
-    """Judges after each step who waited for whom, and tells it when it is first known and when it changes.
+    """Detector of the slower side, trainer or engines, updated after each step.
 
-    `takes_turns`: neither works while the other does, so both wait whatever their ranks.
+    It calls back with the first verdict and every change of it. `takes_turns`: trainer and engines never work at the
+    same time, so both are idle part of the time with any number of ranks.
     """
 
     def __init__(
@@ -41,10 +43,11 @@ class Balance:
         self._told = ""
 
     def of_step(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-        """METRICS of a step, from its times so far and the engines' `time/engines_idle`."""
+        """Return the METRICS of a step, from its times so far (`seconds`) and the engines' `time/engines_idle`."""
         whole, waited = seconds["time/step_seconds"], seconds.get("time/rollout_seconds", 0.0)
         idle = min(1.0, waited / max(whole, 1e-9))
         found = {"time/rollout_waited_seconds": waited}
+        # The first step includes work done only once, so its shares would mislead.
         if self._is_first:
             self._is_first = False
             return found
@@ -57,13 +60,15 @@ class Balance:
         return found | {"rollout/balanced_ranks": ranks}
 
     def _balanced_ranks(self, trainer_idle: float, engines_idle: float) -> float:
-        """The engines' ranks with which both sides would be busy alike, if work parts evenly over ranks."""
+        """Return the number of engine ranks for equal load on both sides, if work divides evenly over ranks."""
         training, sampling = (1 - trainer_idle) * self._num_trainers, (1 - engines_idle) * self._num_engines
+        # The bound avoids 0 / 0 if both sides were idle throughout.
         return (self._num_trainers + self._num_engines) * sampling / max(training + sampling, 1e-9)
 
     def _judge(self, trainer_idle: float, engines_idle: float, ranks: float) -> None:
         difference = trainer_idle - engines_idle
         slow = "engines" if difference > MARGIN else "trainer" if difference < -MARGIN else "neither"
+        # Report changes only: a verdict repeated at each step would fill the log.
         if slow == self._told:
             return
         self._told = slow

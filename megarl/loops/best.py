@@ -1,4 +1,4 @@
-"""The best model of a run by a metric of its evaluations (`checkpoint.best`), exported to `hf_best/`."""
+"""Export of the model with the best evaluation metric (`checkpoint.best`) to `hf_best/`."""
 
 from __future__ import annotations
 
@@ -17,42 +17,46 @@ from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 
 BEST = "best.json"
-"""The file of a kept model that names its step, metric and value."""
+"""File in a retained model folder with its step, metric and value."""
 
 
 class BestModel:
-    """The model of the best evaluated step so far.
+    """Model of the best evaluated step so far.
 
-    A step's model is exported before its evaluation, while the engines sleep, to `hf_candidate/`. If that evaluation is
-    the best, the folder becomes `hf_best/`, else it is removed. A run that is killed in between has the one before.
+    Before a step's evaluation, while the engines sleep, its model is exported to `hf_candidate/`. If the evaluation is
+    the best so far, the folder is renamed to `hf_best/`, else it is removed. A run killed in between still has the
+    previous best model.
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: WorkerGroup) -> None:
-        """Raises StorageError or DataError where the model that was kept before cannot be read."""
+        """Read the best model retained earlier. Raises StorageError or DataError if it cannot be read."""
         self._recipe, self._tracker, self._ranks = recipe, tracker, ranks
         self._metric = recipe.checkpoint.best
         self._candidate, self._kept = folder.path / "hf_candidate", folder.path / "hf_best"
         self._taken_at: int | None = None
         self.step: int | None = None
-        """The step of the best model; None: none was evaluated."""
+        """Step of the best model. None: no step was evaluated."""
         self._value = math.nan
         if self._metric is None:
             return
         with storage_faults_named(folder.path):
+            # Complete renames interrupted by a kill before anything is read.
             for kept in (self._kept, _adapter(self._kept)):
                 _settle(kept)
             candidate = _read(self._candidate)
+            # The value is written only after the verdict, so this candidate won and only the renaming is missing.
             if "value" in candidate:
                 self._keep()
             else:
                 self._taken_at = candidate.get("step")
             found = _read(self._kept)
-        # Also that of a step that is about to be trained again: the model is there, and was measured.
+        # This step may come after the resumed checkpoint and be trained again. Its model still exists and its value was
+        # measured, so it counts.
         if found.get("metric") == self._metric:
             self.step, self._value = found["step"], float(found["value"])
 
     async def take(self, step: int) -> None:
-        """Export the model of a step that ends with an evaluation. The engines sleep. Raises DiskFullError."""
+        """Export the model of a step followed by an evaluation. The engines must sleep. Raises DiskFullError."""
         if self._metric is None or not self._recipe.evaluates_at(step):
             return
         with self._tracker.phase("export"):
@@ -61,7 +65,7 @@ class BestModel:
         self._taken_at = step
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the model that was taken at a step, if its evaluation is the best, else remove it."""
+        """Keep the model exported at `step` if its evaluation is the best so far, else remove it."""
         if self._metric is None or self._taken_at != step:
             return
         self._taken_at = None
@@ -69,18 +73,21 @@ class BestModel:
         if value is None:
             measured = ", ".join(name for name in metrics if name.startswith("val/")) or "none"
             self._tracker.notice_once(
-                "best", f"checkpoint.best = {self._metric}: is no metric of this run's evaluations: {measured}"
+                "best",
+                f"checkpoint.best = {self._metric}: is not a metric of this run's evaluations; they have {measured}",
             )
         if value is None or not self._is_best(value):
             for folder in (self._candidate, _adapter(self._candidate)):
                 shutil.rmtree(folder, ignore_errors=True)
             return
-        # From here on it is the best: a run that is killed before the folders have their names ends that at its resume.
+        # After this line the candidate counts as the best. If the run is killed before the folders are renamed, the
+        # resumed run renames them.
         self._describe({"step": step, "metric": self._metric, "value": value})
         self._keep()
         self.step, self._value = step, value
 
     def _keep(self) -> None:
+        # Adapters first: `hf_best/best.json`, in the model folder, then implies that both are complete.
         if _adapter(self._candidate).exists():
             _replace(_adapter(self._kept), _adapter(self._candidate))
         _replace(self._kept, self._candidate)
@@ -88,6 +95,7 @@ class BestModel:
     def _is_best(self, value: float) -> bool:
         if not math.isfinite(value):
             return False
+        # Losses improve downwards, all other metrics of evaluations upwards.
         is_falling = str(self._metric).endswith("/loss")
         return self.step is None or (value < self._value if is_falling else value > self._value)
 
@@ -96,25 +104,29 @@ class BestModel:
 
 
 def _adapter(folder: Path) -> Path:
-    """Where the adapters are of the model that is exported to a folder."""
+    """Return the folder with the LoRA adapters of the model exported to `folder`."""
     return folder.with_name("adapter" + folder.name.removeprefix("hf"))
 
 
 def _removed(folder: Path) -> Path:
+    """Return the temporary name of a folder under removal."""
     return folder.with_name(f".{folder.name}.removed")
 
 
 def _replace(folder: Path, newer: Path) -> None:
-    """Put a newer folder in the place of one, which may be missing; `_settle` ends what is cut short."""
+    """Rename `newer` to `folder`, which may be missing. `_settle` completes an interrupted call."""
     shutil.rmtree(_removed(folder), ignore_errors=True)
     if folder.exists():
         folder.rename(_removed(folder))
+    # Two renames, not copy and delete: a model of 100 GB would take minutes, and a kill would leave a partial folder.
     newer.rename(folder)
+    # Only the sync of the parent makes the rename survive a crash of the machine.
     sync(folder.parent)
     shutil.rmtree(_removed(folder), ignore_errors=True)
 
 
 def _settle(folder: Path) -> None:
+    """Complete a `_replace` interrupted by the end of the process."""
     if not _removed(folder).exists():
         return
     if folder.exists():
@@ -124,5 +136,6 @@ def _settle(folder: Path) -> None:
 
 
 def _read(folder: Path) -> dict[str, Any]:
+    """Return the contents of `best.json` in a model folder, {} if it is missing."""
     path = folder / BEST
     return read_object(path) if path.is_file() else {}

@@ -1,7 +1,7 @@
-"""The driver's side of checkpoints: atomic, verified before use, the newest few kept.
+"""Driver side of checkpoints: atomic saves, verification before use, removal of old ones.
 
-`checkpoints/step_NNNNNN/` has the trainer's state (`training.checkpoint`), `driver.json`, in rl what was drawn
-(`collection`) and, written last, `manifest.json`; `checkpoints/latest` names the newest.
+`checkpoints/step_NNNNNN/` contains the trainer's state (`training.checkpoint`), `driver.json` and `manifest.json`,
+written last. RL adds its position in the data (`collection`). `checkpoints/latest` names the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _LEFTOVER = re.compile(r"\.step_\d{6,}\.(partial|removed)")
 
 
 class Checkpoints:
-    """The saves of a run at the steps of its recipe.
+    """Saves of a run at the steps named by its recipe.
 
-    Adds to a step's metrics `time/checkpoint_seconds`: the time that training waited for saves.
+    Adds `time/checkpoint_seconds`, the time training waited for saves, to a step's metrics.
     """
 
     def __init__(
         self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: WorkerGroup, inputs: Mapping[str, Any]
     ) -> None:
-        """`inputs` identifies models and data; a resume compares it with its own."""
+        """Create the saves of a run. `inputs` identifies models and data; a resumed run compares it with its own."""
         self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
         self._inputs = inputs
         self._unlogged: Mapping[str, float] | None = None
@@ -47,21 +47,23 @@ class Checkpoints:
         self._best = BestModel(recipe, folder, tracker, ranks)
 
     async def begin(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
-        """Save the states of trainer and driver after a step's updates, if a save is due.
+        """Start the exports and the save due after a step's updates.
 
-        `save_driver` writes into the checkpoint's folder. Raises DiskFullError.
+        `save_driver` writes the driver's state into the checkpoint folder. Raises DiskFullError.
         """
         settings = self._recipe.checkpoint
+        # Exports wait for the ranks, so they are not part of an asynchronous save.
         if settings.export_every_steps and step % settings.export_every_steps == 0:
             with self._tracker.phase("export"):
                 await self._ranks.call("export", self._folder.path / f"hf_step_{step:06d}")
+        # Before the checkpoint: both need the engines asleep, and the evaluation follows only after the reshard.
         await self._best.take(step)
         every = settings.every_steps
         if every and (step % every == 0 or step == self._recipe.train.steps):
             await self._begin(step, save_driver, settings.asynchronous, is_resharded=False)
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep a step's model in `hf_best/` if its evaluation, among the metrics, is the best so far."""
+        """Keep the step's model in `hf_best/` if its evaluation, part of `metrics`, is the best so far."""
         self._best.judge(step, metrics)
 
     async def save(
@@ -70,9 +72,9 @@ class Checkpoints:
         save_driver: Callable[[Path], None] | None = None,
         unlogged: Mapping[str, float] | None = None,
     ) -> None:
-        """Save the state after a step and its reshard, and wait for the save, unless it exists already.
+        """Save the state after a step and its reshard, unless a checkpoint exists, and wait for it.
 
-        `unlogged` are the step's metrics if its evaluation was interrupted; the resumed run logs them.
+        `unlogged` are the step's metrics if its evaluation was interrupted. The resumed run logs them.
         """
         self._unlogged = unlogged
         if self._begun != step and not self._published(step).exists():
@@ -94,18 +96,23 @@ class Checkpoints:
             await self._of_ranks("save_checkpoint", partial, asynchronous, is_resharded)
 
     async def complete(self, *, wait: bool = False) -> None:
-        """Complete the save that was started, if all ranks have written their part, or when they have (`wait`)."""
+        """Publish the save under way if all ranks have written their part.
+
+        `wait`: wait until they have.
+        """
         if self._begun is None:
             return
         with self._tracker.phase("checkpoint"):
             parts = await self._of_ranks("finish_checkpoint", wait)
             if None in parts:
                 return
+            # Metrics must be on disk before the checkpoint: a resumed run continues their files at its step.
             self._tracker.flush()
             self._publish(self._begun, dict(ChainMap(*parts)))
         self._begun = None
 
     def _publish(self, step: int, files: dict[str, Any]) -> None:
+        """Write driver.json and the manifest, rename the folder to its final name, and remove old checkpoints."""
         partial, home = self._partial(step), self._folder.checkpoints_folder
         unlogged = {name: float(value) for name, value in (self._unlogged or {}).items()}
         driver = {
@@ -114,19 +121,24 @@ class Checkpoints:
         }  # fmt: skip
         replace_text(partial / DRIVER, json.dumps(driver, indent=2) + "\n")
         for path in partial.iterdir():
+            # Ranks have hashed and synced their own files. These are the driver's.
             if path.name not in files:
                 sync(path)
                 files[path.name] = file_record(path)
+        # The manifest comes last, then the rename: only a complete save gets a checkpoint's name.
         write_manifest(partial, files, {"format": "torch_dist"})
         target = self._published(step)
         shutil.rmtree(target, ignore_errors=True)
         partial.rename(target)
         sync(home)
         replace_text(home / "latest", target.name + "\n")
+        # Older checkpoints go only after the new one is seen complete under its final name.
         if check_sizes(target):
             for older in EarlierRun.read(self._folder.path).checkpoints[self._recipe.checkpoint.keep :]:
+                # `checkpoint.best` also retains the checkpoint of the best step, in addition to the newest `keep`.
                 if checkpoint_step(older) != self._best.step:
-                    # First it loses its name: half a checkpoint must not look like one.
+                    # Rename before removal: if the process dies during rmtree, a half-removed folder must not look like
+                    # a checkpoint.
                     shutil.rmtree(older.rename(home / f".{older.name}.removed"))
 
     def _published(self, step: int) -> Path:
@@ -136,12 +148,13 @@ class Checkpoints:
         return self._folder.checkpoints_folder / f".step_{step:06d}.partial"
 
     async def _of_ranks(self, method: str, *arguments: Any) -> list[Any]:
+        """Call a method of all trainer ranks. On a DiskFullError, remove the incomplete save."""
         with self._removed_when_full():
             return await self._ranks.call(method, *arguments)
 
     @contextmanager
     def _removed_when_full(self) -> Iterator[None]:
-        """Remove the incomplete save on a DiskFullError."""
+        """Remove the incomplete save if the body raises DiskFullError."""
         try:
             yield
         except DiskFullError:
@@ -152,13 +165,13 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """The newest good checkpoint, and why each newer one is damaged, by name."""
+    """Newest good checkpoint, and the reason for each newer damaged one, by name."""
 
     good: Path | None
     damaged: Mapping[str, str]
 
     def settle(self, home: Path) -> None:
-        """Rename damaged checkpoints, remove incomplete saves, let `latest` name the good one.
+        """Rename damaged checkpoints, remove incomplete saves, and let `latest` name the good checkpoint.
 
         Raises StorageError.
         """
@@ -173,12 +186,12 @@ class Survey:
 
 
 def survey(earlier: EarlierRun) -> Survey:
-    """Find the newest checkpoint whose files match its manifest; read-only.
+    """Find the newest checkpoint with files matching its manifest. Changes nothing.
 
-    Only a file that proves to be wrong makes a checkpoint damaged. Raises StorageError for one that cannot be read
-    at all, DataError if there are checkpoints and none is good.
+    A checkpoint is damaged only if a file is proved wrong. Raises StorageError if a checkpoint cannot be read at all.
+    Raises DataError if there are checkpoints but no good one.
     """
-    # A run that begins needs none of torch's checkpoints.
+    # Imported here because it loads torch's checkpoint code, which a run without checkpoints does not need.
     from megarl.checkpoint.torch_dist_reader import check_harmless
 
     damaged: dict[str, str] = {}
@@ -202,13 +215,14 @@ def survey(earlier: EarlierRun) -> Survey:
 
 
 def plain_recipe(recipe: Recipe) -> dict[str, Any]:
-    """The recipe as JSON values, secrets as references."""
+    """Return the recipe as JSON values, with secrets as references."""
     import yaml
 
     return yaml.safe_load(to_yaml(recipe))
 
 
 def _rename_damaged(folder: Path) -> None:
+    """Rename a folder to NAME.damaged, or NAME.damaged_2 and so on. It is kept for inspection."""
     target, number = folder.with_name(f"{folder.name}.damaged"), 1
     while target.exists():
         number += 1

@@ -1,4 +1,4 @@
-"""Distillation on the policy's own samples: sample, have the teachers score, update the policy, reshard; again."""
+"""On-policy distillation: sample, score with the teachers, update the policy, reshard, repeat."""
 
 from __future__ import annotations
 
@@ -20,9 +20,9 @@ from megarl.rollout.teachers import Teachers, compute_teacher_advantages
 
 
 async def train(session: Session) -> None:
-    """Sample, score, update, save, reshard, evaluate; again. Rewards are measured, and train nothing.
+    """Repeat sample, score, update, save, reshard and evaluate. Rewards are measured but train nothing.
 
-    Metrics: `distillation/` those of `rollout.teachers` and of `training.objective.divergence_objective`.
+    Logs the `distillation/` metrics of `rollout.teachers` and `training.objective.divergence_objective`.
     """
     recipe, models, phase = session.recipe, session.models, session.tracker.phase
     algorithm, policy = recipe.algorithm, session.models["policy"]
@@ -52,8 +52,10 @@ async def train(session: Session) -> None:
                         teacher_logprobs = await teachers.score(batch)
                         step.log(compute_teacher_advantages(batch, teacher_logprobs, recipe.distillation))
                         step.log(compute_importance_weights(batch, algorithm))
+                # Before the updates a stop loses only this step's samples; the state of the previous step is saved.
                 if session.stop:
                     raise AbandonedError
+                # Before the update, so that the records show the weights that sampled and trained these tokens.
                 of_tokens = await session.token_records(number, groups, batch) if recipe.has_advantages else ()
 
                 step.is_trained = True
@@ -71,6 +73,7 @@ async def train(session: Session) -> None:
                     step.log(step_metrics(buffer.sampled, groups, recipe, weight_version=number))
                     step.log(served_metrics(session.sources))
 
+                # Before the reshard: the engines sleep, so their memory is free for the save and the export.
                 await session.checkpoints.begin(number, state.save)
                 with phase("reshard"):
                     step.log(await session.reshards.run(number))

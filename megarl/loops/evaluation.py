@@ -1,7 +1,7 @@
-"""Evaluation of a model by itself: engines with its weights, a recipe's validation sets, no trainer.
+"""Stand-alone evaluation: engines with a model's weights, a recipe's validation sets, no trainer.
 
-The same attempts as a run makes at these sets: prompts, sampling parameters, random numbers and rewards are those of
-the recipe.
+Prompts, sampling parameters, random numbers and rewards are the recipe's. A run evaluating these sets makes the same
+attempts.
 """
 
 from __future__ import annotations
@@ -46,12 +46,16 @@ from megarl.types import ConfigError, StoppedError
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
-_OUT_EXISTS = "--out {}: is there already; give a new folder, or leave it out"
+_OUT_EXISTS = "--out {}: already exists; give a new folder, or leave it out"
 
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """A model, and a checked recipe with its folder as model; `folder` gets what is found."""
+    """Checked evaluation, ready to run.
+
+    `recipe` has the model folder as its model. `layout` gives the engines' ranks. `sets` names the validation sets.
+    Results go to `folder`.
+    """
 
     model: Path
     recipe: Recipe
@@ -70,15 +74,19 @@ def prepare(
     out: Path | None = None,
     is_best: bool = False,
 ) -> Evaluation:
-    """Check everything, then make the folder to write. Starts nothing.
+    """Check the inputs, then create the output folder. Starts no process.
 
-    `model` is a model folder, a name on the Hub that its cache has, or a run's folder: then its exported model, or with
-    `is_best` that of its best evaluation.
-    `recipe` is a YAML file or a run's folder. `options` are values of fields of `evaluation`, by dotted name, of all
-    sources; `sets` names validation sets, all if empty. `out` must be free; left out, it is a new folder in
-    `evaluations/` of the run, or of the current folder. Raises DataError where there is no model, ConfigError or
-    DataError for all that the recipe, its files and the sets lack. The recipe's `model.override_config` is for its own
-    model alone, unless it is among the `overrides`.
+    `model` is a model folder, a run folder, or a cached model's name on the Hub. In a run folder, its exported model is
+    used; with `is_best`, the model of its best evaluation.
+
+    `recipe` is a YAML file or a run folder. `options` sets fields of `evaluation` for all sources, by dotted name.
+    `sets` names validation sets; empty means all.
+
+    `out` must not exist. By default a new folder is made in `evaluations/` of the run, or of the current folder.
+    `model.override_config` applies to the recipe's own model only, unless it is in `overrides`.
+
+    Raises DataError if there is no model. Raises ConfigError or DataError listing all errors of the recipe, its files
+    and the sets.
     """
     folder = model_folder(model if model.exists() else Path(found_folder(str(model))), is_best=is_best)
     file = recipe / "config.yaml" if recipe.is_dir() else recipe
@@ -87,25 +95,26 @@ def prepare(
     given = [*overrides, f"model.path={json.dumps(str(folder))}"]
     given += [f"{place}evaluation.{name}={json.dumps(value)}" for place in places for name, value in options.items()]
     loaded = load(file, given, is_of_run=recipe.is_dir())
+    # Recipes of other loops have no sampling parameters or engines, so there is nothing to sample with.
     if loaded.loop not in ("rl", "sft", "distillation"):
-        raise ConfigError(f"loop = {loaded.loop}: samples no answers; give a recipe of loop rl, sft or distillation")
+        raise ConfigError(f"loop = {loaded.loop}: samples no answers; give a recipe with loop rl, sft or distillation")
     known = [name for source in loaded.sources for name in source.recipe.data.validation]
     if not known:
         raise ConfigError(f"{file}: has no data.validation, so there is nothing to evaluate; give sets by name")
     if unknown := [name for name in sets if name not in known]:
-        raise ConfigError(f"--set {unknown[0]}: is no validation set of {file}; it has {either(known)}")
+        raise ConfigError(f"--set {unknown[0]}: is not a validation set of {file}; give {either(known)}")
     if not loaded.mixture:
-        # The training data need not be here.
+        # The training data may be missing on this machine.
         loaded = loaded.model_copy(update={"data": _without_training_data(loaded.data)})
     if out is not None and out.exists():
         raise ConfigError(_OUT_EXISTS.format(out))
     is_override_given = any(override.startswith("model.override_config") for override in overrides)
     if not is_override_given and Path(as_written.model.folder).resolve() != folder.resolve():
-        # It is of the recipe's model; one that was exported from it has the changed fields already.
+        # `override_config` describes the recipe's model. A model exported from it has the changed fields already.
         changed = loaded.model.model_copy(update={"override_config": {}})
         loaded = loaded.model_copy(update={"model": changed})
     if loaded.cluster.groups.engines is not None:
-        # Ranks of one group have nodes of one kind.
+        # Ranks of one group need nodes of one kind, and here all ranks are engines of one group.
         cluster = loaded.cluster.model_copy(update={"groups": GroupsConfig()})
         rollout = loaded.rollout.model_copy(update={"placement": "colocated", "ranks": None})
         loaded = loaded.model_copy(update={"cluster": cluster, "rollout": rollout})
@@ -117,12 +126,12 @@ def prepare(
 
 
 def _without_training_data(data: DataConfig) -> DataConfig:
-    """The data with a validation set as training data, so that checks read no other file."""
+    """Return the data config with a validation set as training data, so that checks read no other file."""
     sets = list(data.validation.values())
     for data_set in sets:
         if isinstance(data_set, str) or not data_set.has_own_names:
             return data.model_copy(update={"train": path_of(data_set)})
-    # All sets name their own fields, so the names of `data` are free.
+    # All sets name their own fields, so the field names in `data` are free to use.
     first = sets[0]
     assert isinstance(first, DataSetConfig)
     names = {"format": first.format, "fields": first.fields, "answer_field": first.answer_field}
@@ -130,25 +139,26 @@ def _without_training_data(data: DataConfig) -> DataConfig:
 
 
 def _checked(recipe: Recipe) -> ParallelConfig:
-    """The layout of the engines. Raises ConfigError for a recipe that cannot run."""
+    """Return the layout of the engines. Raises ConfigError for a recipe unable to run."""
     layout = check(recipe, is_trained=False)
     check_rewards(recipe)
     if not layout.is_separate:
         return layout
-    # Nobody trains: the engines have all ranks.
+    # There is no trainer, so the engines get all ranks.
     world, tp = layout.num_ranks, layout.rollout_tp
     if world % tp:
-        raise ConfigError(f"rollout.tp = {tp}: does not divide the {world} ranks, all of which sample here")
+        raise ConfigError(f"rollout.tp = {tp}: does not divide the {world} ranks; an evaluation samples on all of them")
     return ParallelConfig(tp=1, pp=1, dp=world, rollout_tp=tp, rollout_ep=layout.rollout_ep)
 
 
 def _made(out: Path | None, wanted: Path) -> Path:
-    """The folder to write, made now: `out`, or the first free one. Raises ConfigError for an `out` that is there."""
+    """Create and return `out`, or the first free name from `wanted` on. Raises ConfigError if `out` exists."""
     number, folder = 1, out or wanted
     while True:
         with storage_faults_named(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
-            # Another evaluation may take the same name at the same time.
+            # Another evaluation may create the same name at the same time. Then mkdir fails and the next number is
+            # tried.
             with suppress(FileExistsError):
                 folder.mkdir()
                 return folder
@@ -159,10 +169,10 @@ def _made(out: Path | None, wanted: Path) -> Path:
 
 
 async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
-    """Make and score the attempts, on the ranks of the recipe's cluster.
+    """Make and score the attempts on the ranks of the recipe's cluster.
 
-    Writes to the folder `config.yaml`, the recipe; `answers.jsonl`, all attempts, set by set; `metrics.json`; `logs/`.
-    Raises StoppedError on a signal, MegarlError where too many attempts could not be scored.
+    Writes to the folder: `config.yaml` (the recipe), `answers.jsonl` (all attempts, set by set), `metrics.json` and
+    `logs/`. Raises StoppedError on a signal, MegarlError if too many attempts could not be scored.
     """
     folder, recipe = evaluation.folder, evaluation.recipe
     with storage_faults_named(folder):
@@ -177,6 +187,7 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
             sets = await stack.enter_async_context(aclosing(evaluate(sources, recipe.reward.max_failed_fraction)))
             async for done in sets:
                 records = with_rendered_prompts(done.records(), done.trajectories, tokenizer)
+                # Written set by set, so that an interrupted evaluation keeps the finished sets.
                 append_whole(folder / "answers.jsonl", b"".join(map(json_line, records)))
                 found.append(done)
                 for trajectory in done.trajectories:
@@ -189,14 +200,15 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
 
 
 async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExitStack) -> list[Source]:
-    """The recipe's sources with their chosen validation sets, on engines that live until the stack is closed."""
+    """Return the recipe's sources with the chosen validation sets, on engines closed together with `stack`."""
     recipe, screen = evaluation.recipe, _Screen()
     dropped: Dropped = Counter()
     heldout = {source.name: read_heldout(source.recipe, tokenizer, dropped) for source in recipe.sources}
     for path, count in dropped.items():
-        screen.notice(f"{path}: {count} prompts are longer than data.max_prompt_tokens and are left out")
+        screen.notice(f"{path}: {count} prompts were dropped, because they are longer than data.max_prompt_tokens")
     logs = evaluation.folder / "logs"
     ranks = (await start_ranks(recipe.cluster, logs)).trainers
+    # The stack closes in reverse order: reward workers and environments end before the ranks.
     stack.push_async_callback(ranks.close)
     ranks.deadlines = run_deadlines(recipe.cluster)
     engines = {
@@ -229,7 +241,7 @@ async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExi
 
 
 class _Screen:
-    """The terminal, as `sources.Screen`."""
+    """Terminal output, implementing `sources.Screen`."""
 
     def __init__(self) -> None:
         display = Display()
@@ -239,7 +251,7 @@ class _Screen:
 
 @contextmanager
 def _leaving_on_signals(folder: Path) -> Iterator[None]:
-    """Within it a signal that asks to stop ends the calling task in order: StoppedError."""
+    """Cancel the calling task on a stop signal received within, and raise StoppedError."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     heard: list[str] = []
@@ -257,14 +269,14 @@ def _leaving_on_signals(folder: Path) -> Iterator[None]:
     except asyncio.CancelledError:
         if not heard:
             raise
-        raise StoppedError(f"{heard[0]}: left before the end; {folder} has the sets that were through") from None
+        raise StoppedError(f"{heard[0]}: stopped before the end; {folder} has the finished sets") from None
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)
 
 
 def _summary(evaluation: Evaluation, found: Sequence[EvaluatedSet]) -> dict[str, Any]:
-    """The JSON object of metrics.json."""
+    """Return the JSON object for metrics.json."""
 
     def plain(measures: Mapping[str, Measure]) -> dict[str, Any]:
         return {name: measure._asdict() for name, measure in measures.items()}

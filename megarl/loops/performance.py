@@ -1,4 +1,4 @@
-"""Throughput, utilisation and memory of a step, from what ranks and driver noted of it."""
+"""Throughput, utilisation and memory of a step, from measurements of the ranks and the driver."""
 
 from __future__ import annotations
 
@@ -15,43 +15,42 @@ from megarl.tracking.metrics import Metric, merge, values
 METRICS = {
     "perf/tokens_per_second_per_rank": (
         "tokens/s",
-        "tokens that the step's updates were made on, prompts included, by its time and the number of ranks (GPUs, on "
-        "a CPU processes)",
+        "tokens of the step's updates, with prompts, divided by the step's time and the number of ranks "
+        "(GPUs; on a CPU, processes)",
     ),
     "perf/train_tokens_per_second_per_rank": (
         "tokens/s",
-        "the same by the time of the phase train alone and the ranks that train",
+        "the same tokens divided by the time of phase train and the number of training ranks",
     ),
     "perf/rollout_tokens_per_second_per_rank": (
         "tokens/s",
-        "sampled tokens by the time of the phase rollout and the ranks that sample; where attempts go on from step to "
-        "step (rollout.stragglers, max_staleness) by perf/engines_open_seconds",
+        "sampled tokens divided by the time of phase rollout and the number of sampling ranks; if attempts "
+        "continue over steps (rollout.stragglers, max_staleness), perf/engines_open_seconds replaces the "
+        "phase's time",
     ),
     "perf/tflops_per_rank": (
         "TFLOP/s",
-        "model FLOPs of the step's updates and scoring passes by the ranks that train and the time of the phases "
-        "train, logprobs",
+        "model FLOPs of the step's updates and scoring passes, divided by the number of training ranks and "
+        "the time of phases train and logprobs",
     ),
     "perf/mfu": (
         "share",
-        "model FLOPs utilisation: perf/tflops_per_rank by the device's peak (cluster.peak_tflops, or a known GPU's)",
+        "model FLOPs utilisation: perf/tflops_per_rank divided by the device's peak (cluster.peak_tflops, or "
+        "a known GPU's)",
     ),
-    "time/ranks_idle": ("share", "the step's time in which ranks carried out no call of the driver, mean over ranks"),
-    "time/trainers_idle": (
-        "share",
-        "the same of the ranks that train, where others sample (rollout.placement separate)",
-    ),
+    "time/ranks_idle": ("share", "part of the step in which ranks ran no call from the driver, mean over ranks"),
+    "time/trainers_idle": ("share", "the same for training ranks, with separate engines (rollout.placement separate)"),
     "memory/PHASE_gib": (
         "GiB",
-        "most memory in use in a phase, of the rank with the most: the device's, on a CPU the process's; scoring "
-        "passes of an evaluation count as logprobs",
+        "peak memory in use in a phase, on the fullest rank: of its device, or on a CPU of its process; "
+        "scoring passes of an evaluation count as logprobs",
     ),
     "memory/PHASE_predicted_gib": (
         "GiB",
-        "the same as `megarl plan` computes it before a start, of the phases that were measured",
+        "the same as predicted by `megarl plan` before the start, for the measured phases",
     ),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Units and meanings by metric name, for `tracking.table`."""
 
 _PHASES = {
     "advance": "rollout",
@@ -64,13 +63,13 @@ _PHASES = {
     "save_checkpoint": "checkpoint",
     "export": "export",
 }
-"""The phase that a call of the ranks belongs to, of a model's by its method: `policy.update` by `update`."""
+"""Phase of a call to the ranks, by method name. A model's call counts by its method: `policy.update` by `update`."""
 _OfEngines = tuple[list[Activity], list[dict[str, Metric]]]
-"""Activities of separate engines' ranks, and metrics of all engines, since they were asked before."""
+"""Activities of separate engines' ranks, and metrics of all engines, since the previous request for them."""
 
 
 class Performance:
-    """Measures the steps of a run. Metrics: METRICS, and those of the engines."""
+    """Measurement of a run's steps: METRICS, and the engines' own metrics."""
 
     def __init__(
         self,
@@ -79,7 +78,7 @@ class Performance:
         models: Mapping[str, RankModel],
         predicted: Mapping[str, int] | None = None,
     ) -> None:
-        """`predicted` are the bytes of the fullest rank by phase, as planned."""
+        """Create the measurement. `predicted`: planned bytes of the fullest rank, by phase."""
         self._predicted = predicted or {}
         self._ranks = ranks
         self._work = models["policy"].work
@@ -91,7 +90,7 @@ class Performance:
         self._asked: asyncio.Future[_OfEngines] | None = None
 
     async def begin(self) -> None:
-        """A step begins: what was before the first, the start and its evaluation, is no step's."""
+        """Reset all counters before the run's first step, so that start-up and first evaluation are not counted."""
         if not self._has_begun:
             self._has_begun = True
             await self._ranks.call("__activity__")
@@ -100,21 +99,25 @@ class Performance:
             self._first_began = time.monotonic()
 
     def ask_engines(self) -> asyncio.Future[_OfEngines]:
-        """Ask the engines now for what the next `of_step` tells of them; left out, it does so itself."""
+        """Request the engines' measurements now, for the next `of_step`. If not called, `of_step` requests them."""
 
         async def ask() -> _OfEngines:
             activities = await self._ranks.call_engines("__activity__") if self._ranks.is_separate else []
             return activities, await self._ranks.call_engines("engine_metrics")
 
+        # A request sent before a background reshard is answered at once. A later one would wait for the weights.
         self._asked = asyncio.ensure_future(ask())
-        # Its error is raised by `of_step`; a run that ends before has another one to tell.
+        # Retrieve the exception, or asyncio warns of it if the run ends before `of_step` raises it.
         self._asked.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         return self._asked
 
     async def of_step(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
-        """Of the time since the call before; `seconds` are the step's times and `scalars` its metrics."""
+        """Return the metrics of the time since the previous call.
+
+        `seconds`: the step's times by name. `scalars`: the step's metrics so far.
+        """
         if self._first_began is not None:
-            # The time of a run's first step is counted from the run's start.
+            # The tracker counts the first step's time from the start of the run, start-up included.
             own = time.monotonic() - self._first_began
             seconds = {**seconds, "time/step_seconds": min(own, seconds["time/step_seconds"])}
             self._first_began = None
@@ -124,20 +127,24 @@ class Performance:
         of_engines, found = await asked
         activities += of_engines
         engines = values(merge(found))
+        # The bound avoids a division by zero in a step that took no measurable time.
         whole = max(seconds["time/step_seconds"], 1e-9)
         memory = peak_memory(activities)
         metrics = engines | memory | self._planned(memory) | {"time/ranks_idle": idle_share(activities, whole)}
         if self._ranks.is_separate:
+            # The first activities are those of the trainers; separate engines were appended.
             metrics["time/trainers_idle"] = idle_share(activities[: self._ranks.trainers.world_size], whole)
         return metrics | self._throughput(seconds, scalars)
 
     def _planned(self, measured: Mapping[str, float]) -> dict[str, float]:
-        """`memory/PHASE_predicted_gib` of the phases whose memory was measured."""
+        """Return `memory/PHASE_predicted_gib` for the phases with measured memory."""
         phases = [phase for phase in self._predicted if f"memory/{phase}_gib" in measured]
         return {f"memory/{phase}_predicted_gib": self._predicted[phase] / 2**30 for phase in phases}
 
     def _throughput(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+        """Return the `perf/` metrics of a step."""
         work, num_ranks, num_trainers = self._work.take(), self._ranks.world_size, self._ranks.trainers.world_size
+        # Colocated ranks do both, so then all of them count as samplers.
         num_samplers = num_ranks - num_trainers or num_ranks
         whole, train = seconds["time/step_seconds"], seconds.get("time/train_seconds", 0.0)
         scoring, rollout = seconds.get("time/logprobs_seconds", 0.0), seconds.get("time/rollout_seconds", 0.0)
@@ -146,7 +153,7 @@ class Performance:
             metrics["perf/tokens_per_second_per_rank"] = work.update_tokens / whole / num_ranks
             metrics["perf/train_tokens_per_second_per_rank"] = work.update_tokens / train / num_trainers
         if self._goes_on:
-            # They are sampled from the reshard on, before the phase begins.
+            # Sampling continues between steps, so it starts at the reshard and not at the begin of the phase.
             rollout = max(rollout, min(whole, scalars.get("perf/engines_open_seconds", 0.0)))
         if rollout and "rollout/sampled_tokens" in scalars:
             sampled = scalars["rollout/sampled_tokens"]
@@ -159,7 +166,7 @@ class Performance:
         return metrics
 
     async def _ask_for_peak(self) -> None:
-        """Ask the ranks for their devices' peak, once: the least counts; where one is not known, there is none."""
+        """Ask the ranks once for their devices' peak. The smallest counts; None if a device is unknown."""
         if not self._knows_peak:
             peaks = await self._ranks.trainers.call("peak_tflops")
             self._peak_tflops = None if None in peaks else min(peaks)
@@ -167,13 +174,14 @@ class Performance:
 
 
 def idle_share(activities: Sequence[Activity], seconds: float) -> float:
-    """The share of a time in which ranks carried out no call, mean over ranks."""
+    """Return the share of `seconds` in which ranks ran no call, as a mean over ranks."""
     busy = sum(activity.busy_seconds for activity in activities) / len(activities)
+    # Calls are timed on the ranks and the step on the driver, so the share can be slightly outside [0, 1].
     return min(1.0, max(0.0, 1 - busy / seconds))
 
 
 def peak_memory(activities: Sequence[Activity]) -> dict[str, float]:
-    """`memory/PHASE_gib` of the calls that ranks carried out."""
+    """Return `memory/PHASE_gib`, the largest peak of any rank in each phase."""
     found: dict[str, float] = {}
     for activity in activities:
         for method, num_bytes in activity.peak_bytes.items():

@@ -1,4 +1,4 @@
-"""Preference learning of a policy or a reward model: one update per step, with evaluation on held-out answers."""
+"""Preference learning of a policy or reward model: one update per step, evaluation on held-out answers."""
 
 from __future__ import annotations
 
@@ -18,7 +18,11 @@ from megarl.types import TrainingSequence
 
 
 async def train(session: Session) -> None:
-    """Metrics: `train/loss` (a pair, an answer), those of `preference_objective`; kto: `kl/reference` of an answer."""
+    """Train on pairs, or on judged answers, for the remaining steps.
+
+    Logs `train/loss` (mean over pairs or answers) and the metrics of `preference_objective`; for kto also
+    `kl/reference`, in nats per answer.
+    """
     recipe, tracker = session.recipe, session.tracker
     keep = collect_for(recipe, session.folder.path)
     answers = read_preferences(recipe, session.tokenizer, recipe.data.train, session.dropped, collect=keep)
@@ -36,6 +40,7 @@ async def train(session: Session) -> None:
             with tracker.phase("logprobs"):
                 await _add_reference(session, batch)
             is_judged = recipe.sequences_per_example == 1
+            # Computed before the update, so that it measures the policy that the update starts from.
             kto_kl = await _divergence(session, batch) if is_judged else None
             with tracker.phase("train"):
                 assign_token_weights(
@@ -51,20 +56,20 @@ async def train(session: Session) -> None:
 
 
 def _batch(answers: Sequence[Answers]) -> TokenBatch:
-    """All answers as one batch, those of a pair consecutive."""
+    """Return all answers as one batch. The two of a pair are consecutive."""
     return TokenBatch.from_sequences([sequence for together in answers for sequence in together])
 
 
 async def _add_reference(session: Session, batch: TokenBatch) -> None:
-    """Give a batch the reference's log-probs where the loss needs them."""
+    """Add the reference's log-probs to a batch if the loss needs them."""
     if session.recipe.has_reference:
         batch.per_token["reference_logprobs"] = await session.models["reference"].forward(batch)
 
 
 async def _divergence(session: Session, batch: TokenBatch) -> float:
-    """KTO's estimate of the KL between policy and reference, in nats, at least zero.
+    """Estimate the KL divergence between policy and reference for KTO, in nats, at least 0.
 
-    It is the mean log-ratio of answers to other prompts: each prompt with its neighbour's answer.
+    It is the mean log-ratio of mismatched answers: each prompt with the answer to the next prompt.
     """
     longest = int(batch.lengths.max())
     tokens = np.split(batch.token_ids, batch.cu_seqlens[1:-1])
@@ -73,6 +78,7 @@ async def _divergence(session: Session, batch: TokenBatch) -> float:
     for one in range(batch.num_sequences):
         other = (one + 1) % batch.num_sequences
         prompt, answer = tokens[one][: masks[one].argmax()], tokens[other][masks[other]]
+        # Cut to the longest sequence of the batch: a longer one could exceed the microbatch's tokens.
         together = np.concatenate([prompt, answer])[:longest]
         mismatched.append(TrainingSequence(together, np.arange(len(together)) >= len(prompt)))
     batch = TokenBatch.from_sequences(mismatched)
@@ -83,10 +89,11 @@ async def _divergence(session: Session, batch: TokenBatch) -> float:
 
 
 async def _evaluate(session: Session, held_out: Mapping[str, Sequence[Answers]]) -> dict[str, float]:
-    """`val/SET/accuracy`: the rate of held-out pairs whose chosen answer has the larger worth (`worths`).
+    """Return `val/SET/accuracy` for each held-out set.
 
-    Of judged answers: the probability that a desirable one has a larger worth than an undesirable one (AUC). Of a
-    reward model: the rate of pairs whose chosen answer has the higher score.
+    Pairs: the share in which the chosen answer has the larger `worths`. Judged answers: the probability of a desirable
+    one having a larger worth than an undesirable one (AUC). Reward model: the share of pairs with the higher score for
+    the chosen answer.
     """
     scalars: dict[str, float] = {}
     policy = session.models["policy"]
@@ -96,21 +103,25 @@ async def _evaluate(session: Session, held_out: Mapping[str, Sequence[Answers]])
             await _add_reference(session, batch)
             by_length = session.recipe.preference.normalize_by_length
             worth = worths(batch, await policy.forward(batch), by_length=by_length)
+            # `_batch` stores the chosen and the rejected answer of a pair alternately.
             good, bad = worth[::2], worth[1::2]
             if session.recipe.sequences_per_example == 1:
                 is_good = np.maximum.reduceat(batch.per_token["desirable"], batch.cu_seqlens[:-1]) > 0
+                # Broadcast to all combinations of a desirable and an undesirable answer.
                 good, bad = worth[is_good, None], worth[None, ~is_good]
+            # Without answers of both kinds AUC is undefined, so the set has no metric.
             if not good.size or not bad.size:
                 continue
-            # A draw, as every pair is before training, is half a win.
+            # A tie counts as half a win. Before training every pair is a tie, so accuracy starts at 0.5.
             scalars[f"val/{name}/accuracy"] = float((np.sign(good - bad) / 2 + 0.5).mean())
     return scalars
 
 
 def worths(batch: TokenBatch, logprobs: NDArray[np.float32], *, by_length: bool) -> NDArray[np.float64]:
-    """Log-ratio of policy and reference of each answer, or without a reference its mean log-prob.
+    """Return each answer's log-ratio of policy and reference, or its mean log-prob without a reference.
 
-    `by_length`: log-ratios are means over tokens, as with preference.normalize_by_length. float64 [sequences], in nats.
+    `logprobs`: float32 [tokens]. `by_length`: use means over tokens, as with preference.normalize_by_length. Returns
+    float64 [sequences], in nats.
     """
     reference = batch.per_token.get("reference_logprobs")
     gains = logprobs if reference is None else logprobs - reference

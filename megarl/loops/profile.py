@@ -1,4 +1,4 @@
-"""Profiles of steps (`train.profile_steps`): the spans of driver and ranks, on one time axis, in a Chrome trace."""
+"""Profiles of steps (`train.profile_steps`): spans of driver and ranks on one time axis, as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -17,27 +17,29 @@ from megarl.tracking.trace import Track, chrome_trace, covered
 from megarl.tracking.tracker import Tracker
 
 Call = Callable[[str, bool], Awaitable[list[Any]]]
-"""Calls a method of ranks."""
+"""Function calling a method on all ranks of a group, with a flag."""
 
 _SAME_CLOCK_SECONDS = 0.1
-"""Clocks that seem to differ by less may be one: machines that differ were not started within so short a time."""
+"""Clock offsets below this count as 0. Different machines were not booted within such a short time of each other, so a
+small offset means one machine."""
 
 
 class Profiles:
-    """Records steps and writes their traces to profiles/ of the run folder.
+    """Recorder of steps, writing their traces to profiles/ in the run folder.
 
-    Separate engines answer only when they have the weights that are under way to them. No step waits for that: their
-    spans are fetched in the background, and the trace is written then.
+    Separate engines answer only after receiving the weights on their way. No step waits for this: their spans are
+    fetched and the trace is written in the background.
     """
 
     def __init__(self, ranks: RunRanks, folder: RunFolder, tracker: Tracker) -> None:
         self._ranks, self._folder, self._tracker = ranks, folder, tracker
         self._writing: asyncio.Task[None] | None = None
-        """Writes the trace of the step that was recorded last."""
+        """Task writing the trace of the newest recorded step."""
 
     @asynccontextmanager
     async def of_step(self, number: int) -> AsyncIterator[None]:
-        """Record the step within; one that fails has no trace."""
+        """Record the step run within. A failed step has no trace."""
+        # Not awaited here: the engines may be busy receiving weights, and the step must not wait for them.
         offsets_of_engines = asyncio.create_task(self._begin_engines(self._writing))
         try:
             offsets = await _begin(self._ranks.trainers.call)
@@ -49,6 +51,7 @@ class Profiles:
             finally:
                 own = record(False)
             of_trainers = await self._ranks.trainers.call("__spans__", False)
+        # Includes cancellation: a signal may end the step.
         except BaseException:
             offsets_of_engines.cancel()
             raise
@@ -59,18 +62,19 @@ class Profiles:
             await self._writing
 
     async def finish(self) -> None:
-        """Wait until the trace of the last recorded step is written."""
+        """Wait until the trace of the newest recorded step is written."""
         if self._writing is not None:
             await self._writing
 
     async def close(self) -> None:
-        """Drop the trace that is not written yet."""
+        """Cancel a trace not written yet."""
         if self._writing is not None:
             self._writing.cancel()
+            # Wait for the end of the task: it uses the ranks, closed next.
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _begin_engines(self, earlier: asyncio.Task[None] | None) -> list[float]:
-        """Have separate engines record, once the spans of an earlier step are fetched; `_begin` of their ranks."""
+        """Start recording on separate engines once the `earlier` trace is written. Return `_begin` of their ranks."""
         if not self._ranks.is_separate:
             return []
         if earlier is not None:
@@ -86,13 +90,18 @@ class Profiles:
         offsets_of_engines: asyncio.Task[list[float]],
         facts: dict[str, Any],
     ) -> None:
-        """Write the trace of a step: `own` spans of the driver, and those of trainers and engines."""
+        """Write the trace of a step.
+
+        `own`: spans of the driver. `spans` and `offsets`: of the trainer ranks. `offsets_of_engines`: of the engine
+        ranks. `facts`: values shown with the trace.
+        """
         offsets = offsets + await offsets_of_engines
         if self._ranks.is_separate:
             spans = spans + [found for _, found in await self._ranks.call_engines("__spans__", False)]
         number = facts["step"]
+        # Spans and offsets are matched by position, so a changed set of engines would mix up ranks.
         if len(spans) != len(offsets):
-            self._tracker.notice(f"step {number} has no profile: an engine was lost or has joined meanwhile")
+            self._tracker.notice(f"step {number} has no profile: an engine was lost or has joined during the step")
             return
         tracks = [Track("driver", own)] + [
             Track(f"rank {rank} on {self._ranks.topology[rank][0]}", found).moved(offset)
@@ -114,16 +123,17 @@ class Profiles:
 
 
 async def _begin(call: Call) -> list[float]:
-    """Have ranks record. Returns by how many seconds the driver's clock is ahead of each rank's."""
-    # The first answers wait for whatever the ranks are busy with; the second tell the time.
+    """Start recording on ranks. Return the seconds by which the driver's clock is ahead of each rank's."""
+    # In the first round ranks may still be busy. The round with the shorter answer time bounds the offset better.
     rounds = [await _ask_clocks(call) for _ in range(2)]
     asked, answered, clocks = min(rounds, key=lambda told: told[1] - told[0])
+    # As in NTP: the clock was read about halfway between request and answer.
     found = [(asked + answered) / 2 - clock for clock in clocks]
     return [0.0 if abs(offset) < max(_SAME_CLOCK_SECONDS, answered - asked) else offset for offset in found]
 
 
 async def _ask_clocks(call: Call) -> tuple[float, float, list[float]]:
-    """When the ranks, which now record, were asked for their clocks, when the last answered, and the clocks."""
+    """Start recording on ranks. Return the time of the request, the time of the last answer, and each rank's clock."""
     asked = time.monotonic()
     clocks = [clock for clock, _ in await call("__spans__", True)]
     return asked, time.monotonic(), clocks

@@ -1,4 +1,4 @@
-"""The reshards of a run: with all ranks waiting, or beside the next step's training."""
+"""Reshards of a run, with all ranks waiting or in the background of the next step's training."""
 
 from __future__ import annotations
 
@@ -17,40 +17,41 @@ from megarl.rollout.pool import EnginePool
 METRICS = {
     "time/reshard_STAGE_seconds": (
         "seconds",
-        "a stage of the reshard on the slowest rank: meet (wait for the last rank; with weights.overlap until the "
-        "engines have paused), pack, wire, local, unpack, quantise, total, verify",
+        "a stage of the reshard on the slowest rank: meet (wait for the last rank; with weights.overlap until "
+        "the engines have paused), pack, wire, local, unpack, quantise, total, verify",
     ),
     "time/reshard_hidden_seconds": (
         "seconds",
-        "under weights.overlap: how long the trainer worked while the weights went to the engines",
+        "with weights.overlap: how long the trainer worked while the weights were sent to the engines",
     ),
     "time/reshard_waited_seconds": (
         "seconds",
-        "under weights.overlap, of the reshard: how long the trainer waited for the step before's, still under way",
+        "with weights.overlap, part of the reshard: how long the trainer waited for the previous step's reshard to end",
     ),
     "perf/engine_pause_seconds": (
         "seconds",
-        "how long separate engines sampled nothing for a reshard: coming to rest, and receiving the weights",
+        "how long separate engines sampled nothing because of a reshard: pausing, and receiving the weights",
     ),
-    "rollout/replicas": ("count", "separate engines that sample after the step's reshard"),
+    "rollout/replicas": ("count", "number of separate engines sampling after the step's reshard"),
     "rollout/lost_requests": (
         "count",
-        "requests of the step whose separate engine was lost, which others took over with the tokens that were kept",
+        "requests of the step on a lost separate engine; other engines continued them from the retained tokens",
     ),
-    "reshard/KIND_bytes": ("bytes", "bytes of all ranks that the reshard moved so"),
+    "reshard/KIND_bytes": ("bytes", "bytes moved by the reshard in this way, sum over ranks"),
     "reshard/probe_gap": (
         "nats",
-        "distance of log-probs of an engine that converts its weights from the trainer's, where they are compared",
+        "distance between the log-probs of an engine with converted weights and the trainer's, where compared",
     ),
 }
-"""Names, units and meanings, for `tracking.table`. Those of a reshard beside a step are in that step's line."""
+"""Units and meanings by metric name, for `tracking.table`. Metrics of a background reshard are logged with the step it
+ran in."""
 
 Reports = Sequence[Mapping[str, float]]
-"""Seconds and bytes of a reshard, by rank."""
+"""Seconds and bytes of a reshard by name, one mapping for each rank."""
 
 
 class Reshards:
-    """Moves the trainer's weights into the engines after a step; `performance` measures the steps."""
+    """Copies of the trainer's weights into the engines after a step. `performance` measures the steps."""
 
     def __init__(
         self,
@@ -60,49 +61,53 @@ class Reshards:
         pool: EnginePool,
         performance: Performance,
     ) -> None:
-        """`replacements` are separate engine replicas that were lost and have started again."""
+        """Create the reshards. `replacements` provides the separate engine replicas restarted after a loss."""
         self._recipe, self._ranks, self._replacements = recipe, ranks, replacements
         self._pool, self._performance = pool, performance
         self._under_way: asyncio.Task[dict[str, float]] | None = None
         self._reports: Reports = ()
-        """Of the engines, of the one that is under way."""
+        """Reports of the engines, of the reshard under way."""
 
     async def run(self, step: int) -> dict[str, float]:
-        """Reshard. Returns the slowest rank's seconds and the bytes of all, with those of one that was under way.
+        """Reshard and wait. Return the slowest rank's seconds and the bytes of all ranks.
 
-        Requests that run in separate engines wait meanwhile, and go on under the new weights. `reshard/probe_gap`: how
-        far the log-probs of engines that convert their weights are, where they are compared.
+        First completes a background reshard and adds its metrics. Requests running in separate engines pause, then
+        continue with the new weights. `reshard/probe_gap` is included if the log-probs of converted weights were
+        compared.
         """
         before = await self.finish()
         if self._ranks.is_separate:
             reports, pause = await self._run_separate(step)
         else:
+            # Colocated engines hold no requests now: they were paused before they slept.
             verify = self._is_verified(step)
             reports, pause = await self._ranks.call("reshard", verify=verify, version=step + 1), {}
         self._pool.release()
         return _with_earlier(before, _measured(reports) | pause)
 
     async def begin(self, step: int) -> dict[str, float]:
-        """Begin to reshard beside the next step, where the recipe has it so; else `run`.
+        """Start a background reshard if the recipe allows it at this step, else call `run`.
 
-        When this returns, the trainers have copies of their weights and the engines have paused, so that all that they
-        sampled is counted in this step. They have the weights at the latest after `finish`. Returns what was measured
-        of the reshard that was under way before, if any, or what `run` does.
+        On return, the trainers have copies of their weights and the engines have paused. All tokens sampled so far are
+        thus counted in this step. The engines have the weights after `finish` at the latest. Returns the measurements
+        of the previous background reshard, or those of `run`.
         """
         before = await self.finish()
-        # Who comes back needs a new bridge, which the trainers are needed for.
+        # A restarted replica joins through a new cross-world process group. The trainers must help create it, so this
+        # reshard cannot run in the background.
         can_overlap = self._ranks.is_bridged and not self._replacements.has_started
         if not (self._recipe.overlaps_at(step) and can_overlap):
             return _with_earlier(before, await self.run(step))
         begun = asyncio.get_running_loop().create_future()
         self._under_way = asyncio.create_task(self._send(step, begun))
+        # The task may fail before `begun` is set; then its error is raised here.
         await asyncio.wait([self._under_way, begun], return_when=asyncio.FIRST_COMPLETED)
         if not begun.done():
             self._under_way.result()
         return before
 
     async def finish(self) -> dict[str, float]:
-        """Wait until the engines have the weights that are under way to them; what was measured of that, if any are."""
+        """Wait until the engines have received the weights under way. Return their measurements, {} without any."""
         if self._under_way is None:
             return {}
         began = time.monotonic()
@@ -117,33 +122,35 @@ class Reshards:
         )
 
     async def close(self) -> None:
-        """Give up what is under way."""
+        """Cancel the reshard under way."""
         if self._under_way is not None:
             self._under_way.cancel()
             await asyncio.gather(self._under_way, return_exceptions=True)
 
     def _is_verified(self, step: int) -> bool:
+        """Return whether the reshard of this step is verified (weights.verify_every)."""
         every = self._recipe.weights.verify_every
         return every > 0 and step % every == 0
 
     async def _run_separate(self, step: int) -> tuple[Reports, dict[str, float]]:
-        """Each rank's report of a reshard to engines that are brought to rest for it, and what is measured of those.
+        """Pause separate engines and reshard. Return each rank's report and the engines' metrics.
 
-        Replicas that have started again sample from then on.
+        Restarted replicas join first and sample from then on.
         """
         began = time.monotonic()
         with span("hold engines"):
             await self._pool.hold(parks=self._recipe.rollout.recompute_kv)
-        # A replica that was lost and one that takes its place are two: what rests in the first goes to the others.
+        # Settle before adding: a lost replica and its replacement have the same first rank. Requests paused in the lost
+        # one must move to others.
         self._pool.settle(self._leaders)
         self._ranks.add(self._replacements.take())
         reports = await self._ranks.reshard(self._is_verified(step), step + 1)
         return reports, self._settled(began)
 
     async def _send(self, step: int, begun: asyncio.Future[None]) -> dict[str, float]:
-        """Reshard from copies of the trainers' weights; returns what was measured.
+        """Reshard from copies of the trainers' weights. Return the measurements.
 
-        `begun` is done when the trainers have the copies and the engines have paused.
+        Sets `begun` when the trainers have the copies and the engines have paused.
         """
         began = time.monotonic()
         worked_before = 0.0
@@ -154,11 +161,12 @@ class Reshards:
             holding.add_done_callback(let_go)
 
         def let_go(holding: asyncio.Task[None]) -> None:
-            # A hold that failed fails the send, and with it whoever waits for both.
+            # A failed hold fails `_send` itself, and `begin` waits for either of both.
             if not holding.cancelled() and holding.exception() is None and not begun.done():
                 begun.set_result(None)
 
-        # Asked later, engines would answer only when they have the weights, and the step's end would wait for that.
+        # A later request would be answered only after the engines have the weights, so the end of the step would wait
+        # for them.
         asked = self._performance.ask_engines()
         holding = asyncio.create_task(self._pool.hold(parks=self._recipe.rollout.recompute_kv))
         resting = asyncio.gather(holding, asyncio.wait([asked]))
@@ -166,7 +174,7 @@ class Reshards:
             self._reports = await self._ranks.send(self._is_verified(step), step + 1, resting, tell)
             metrics = self._settled(began)
         except Exception as error:
-            # Who waits for a completion would wait for ever.
+            # Fail pending completions, or their coroutines would wait forever.
             self._pool.fail(error)
             raise
         finally:
@@ -176,7 +184,7 @@ class Reshards:
         return metrics | {"time/reshard_hidden_seconds": self._ranks.trainers.seconds_in_calls - worked_before}
 
     def _settled(self, began: float) -> dict[str, float]:
-        """Have the engines that have the weights sample, once the pool is released; what was measured of them."""
+        """Register the engines with new weights for sampling after the pool's release. Return their metrics."""
         self._pool.settle(self._leaders)
         return {
             "perf/engine_pause_seconds": time.monotonic() - began,
@@ -186,13 +194,13 @@ class Reshards:
 
     @property
     def _leaders(self) -> set[int]:
-        """The first ranks of the separate engine replicas that are there."""
+        """First ranks of the separate engine replicas alive now."""
         return {group.part.first_rank for group in self._ranks.replicas}
 
 
 def _measured(reports: Reports) -> dict[str, float]:
-    """The slowest rank's seconds by stage, and the bytes of all."""
-    # Ranks that only sample have a stage that those that only train have not.
+    """Return the slowest rank's seconds by stage, and the bytes summed over ranks."""
+    # Stages differ between ranks: sampling ranks have some that training ranks lack.
     stages = dict.fromkeys(name for r in reports for name in r if name.endswith("_seconds"))
     seconds = {f"time/reshard_{name}": max(r.get(name, 0.0) for r in reports) for name in stages}
     moved = {f"reshard/{name}": float(sum(r[name] for r in reports)) for name in reports[0] if name.endswith("_bytes")}
@@ -201,7 +209,8 @@ def _measured(reports: Reports) -> dict[str, float]:
 
 
 def _with_earlier(earlier: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-    """The metrics of two reshards whose ends are in one step: their sums, but the replicas of the later one."""
+    """Return the summed metrics of two reshards ending in one step. `rollout/replicas` is that of the later one."""
+    # Counter.update adds values, dict.update would replace them.
     total = Counter(earlier)
     total.update(metrics)
     return {**total, "rollout/replicas": metrics["rollout/replicas"]} if earlier else dict(metrics)

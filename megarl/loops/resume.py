@@ -1,4 +1,4 @@
-"""Resuming: finds the newest good checkpoint of this model and this data, if there is one.
+"""Resumption: find the newest good checkpoint for this model and this data.
 
 Everything is read and checked before the run folder is changed.
 """
@@ -27,17 +27,17 @@ from megarl.tracking.run_folder import RunFolder
 from megarl.types import ConfigError, DataError
 
 Resume = Literal["if-any", "must"]
-"""Whether a resumed run needs a checkpoint to go on from."""
+""""must": a checkpoint is required. "if-any": without a checkpoint the run starts from the beginning."""
 
 _PASSING_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Fields of config.json that do not identify a model."""
+"""Fields of config.json not identifying a model. They change with the path or the version of transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Identities of a run's models and data, by field of the recipe: sha256 of config.json, and of each data file.
+    """Identities of a run's models and data, by recipe field: sha256 of config.json and of each data file.
 
-    `template` is the sha256 of the chat template's text, `kept` what `preflight.count_records` noted.
+    `template` is the sha256 of the chat template's text. `kept` is the result of `preflight.count_records`.
     """
 
     models: Mapping[str, str]
@@ -47,14 +47,16 @@ class Inputs:
 
     @classmethod
     def read(cls, recipe: Recipe, kept: Kept | None = None) -> Self:
-        """Hash the files that the recipe names.
+        """Hash the files named by the recipe.
 
-        Raises DataError for a broken config.json, ConfigError without the chat template's file, StorageError.
+        Raises DataError for a broken config.json, ConfigError for a missing chat template file, StorageError for
+        unreadable files.
         """
         folders = {"model.path": recipe.model.folder, **recipe.further_models}
         models = {field: _model_identity(Path(folder), recipe.override_of(folder)) for field, folder in folders.items()}
         data = {}
         for field, path in data_paths(recipe).items():
+            # Generated problems have no file. Their name determines them completely.
             if num_made(path) is not None:
                 data[field] = canonical_sha256({"source": path})
                 continue
@@ -66,14 +68,14 @@ class Inputs:
         return cls(models, data, template and canonical_sha256({"template": template}), kept or {})
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values for `driver.json`."""
+        """Return JSON values for `driver.json`."""
         found = {"models": self.models, "data": self.data, "kept": self.kept}
         return {name: dict(by_field) for name, by_field in found.items()} | {"template": self.template}
 
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """The origin of a start: a checkpoint, or without one the beginning.
+    """Starting point of a run: a checkpoint, or None for the beginning.
 
     `unlogged` are the metrics of the checkpoint's step if a signal interrupted its evaluation.
     """
@@ -84,13 +86,13 @@ class Origin:
 
 
 def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: Kept | None = None) -> Origin:
-    """Find the checkpoint to resume, then begin the attempt in the run folder.
+    """Find the checkpoint to resume from, then begin the attempt in the run folder.
 
-    `kept` is what `preflight.count_records` noted.
+    `kept` is the result of `preflight.count_records`.
 
-    Raises ConfigError for another model or chat template, DataError for a checkpoint of another schema, for changed
-    training data, for other records left out of them, or where all checkpoints are damaged, StorageError where
-    something cannot be read or written: nothing has been changed then.
+    Raises ConfigError for another model or chat template. Raises DataError for a checkpoint of another schema, changed
+    training data, another set of dropped records, or if all checkpoints are damaged. Raises StorageError for failed
+    reads or writes. The folder is unchanged after an error.
     """
     console = Console(highlight=False, soft_wrap=True, markup=False)
     inputs = Inputs.read(recipe, kept)
@@ -99,6 +101,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
     if resume == "must":
         folder.earlier.require_checkpoint()
     if found.good:
+        # The schema is checked first: the other checks read fields of driver.json.
         refuse_other_schema(found.good)
         earlier = read_object(found.good / DRIVER)
         _refuse_other_models(earlier, recipe, inputs)
@@ -106,30 +109,33 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         _refuse_other_draws(earlier, recipe)
         warnings = _data_changes(earlier, recipe, inputs)
         _refuse_other_kept(earlier, recipe, inputs)
-        _tell(console, [f"checkpoint {name} is left out: {reason}" for name, reason in found.damaged.items()])
+        _tell(console, [f"checkpoint {name} is skipped: {reason}" for name, reason in found.damaged.items()])
         console.print(f"resuming from {found.good}")
         _tell(console, warnings)
         for change in recipe_changes(earlier["recipe"], recipe):
             console.print(f"changed since then: {change}", style="yellow")
     elif resume:
         console.print(f"{folder.path} has no checkpoint yet: starting from the beginning")
-    # On a full disk this fails first, before what a half save left makes a little room that would not last.
+    # Begin before `settle` removes incomplete saves. A full disk is then reported now, not hidden by the little space
+    # freed.
     unreadable = folder.begin(checkpoint_step(found.good) if found.good else None, recipe.cluster.max_restarts)
     if resume:
         found.settle(folder.checkpoints_folder)
     if unreadable:
-        _tell(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are left out"])
+        _tell(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are skipped"])
+    # The step's metrics may have been logged after the save. Logging them again would duplicate the step.
     unlogged = None if folder.has_logged_resumed_step else earlier.get("unlogged")
     return Origin(found.good, inputs, unlogged)
 
 
 def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+    """Raise ConfigError if a model differs from the one the run began with."""
     folders = {"model.path": recipe.model.folder, **recipe.further_models}
     before = earlier.get("models", {})
     wrong = [
         f"{field} = {folders[field]}: is another model than the run began with (its config.json, or "
         f"model.override_config, differs; then: {_value_at(earlier['recipe'], field)}). Give that one, choose another "
-        "name=NAME, or begin anew with --restart"
+        "name=NAME, or start over with --restart"
         for field, identity in inputs.models.items()
         if before.get(field, identity) != identity
     ]
@@ -138,18 +144,23 @@ def _refuse_other_models(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inp
 
 
 def _refuse_other_template(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
+    """Raise ConfigError if the chat template's text differs from the one the run began with."""
     if earlier.get("template") in (None, inputs.template):
         return
     given = recipe.model.chat_template or f"left out, that of {recipe.model.folder}"
     before = _value_at(earlier["recipe"], "model.chat_template") or "left out"
     raise ConfigError(
-        f"model.chat_template = {given}: its text is not that of the template that the run was trained with (then: "
-        f"{before}). Bring that text back, choose another name=NAME, or begin anew with --restart"
+        f"model.chat_template = {given}: its text is not the one that the run was trained with (then: "
+        f"{before}). Restore the text, choose another name=NAME, or start over with --restart"
     )
 
 
 def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
-    """A run whose groups go on over steps draws single prompts, another batches of them: neither becomes the other."""
+    """Raise ConfigError if the way to draw prompts changed.
+
+    A run with groups continuing over steps draws single prompts, another run draws batches. Positions in the data
+    cannot be converted.
+    """
     names = ("stragglers", "placement", "max_staleness")
     given = {name: _value_at(earlier["recipe"], f"rollout.{name}") for name in names}
     before = RolloutConfig.model_validate({name: value for name, value in given.items() if value is not None})
@@ -160,13 +171,13 @@ def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     told = ", ".join(f"rollout.{name} = {now[name]}" for name in changed)
     back = " ".join(f"rollout.{name}={'null' if then[name] is None else then[name]}" for name in changed)
     raise ConfigError(
-        f"{told}: the run began with {back} and cannot go on so, for its position in the data is counted otherwise; "
-        f"set {back}, choose another name=NAME, or begin anew with --restart"
+        f"{told}: the run began with {back} and cannot continue, because it counts its position in the data "
+        f"differently; set {back}, choose another name=NAME, or start over with --restart"
     )
 
 
 def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> list[str]:
-    """Warnings of changed validation files. Raises DataError for changed training files."""
+    """Return warnings about changed validation files. Raise DataError for changed training files."""
     before, paths = earlier.get("data", {}), data_paths(recipe)
     changed = {
         field: f"{paths[field]}: {field} is not what the run was trained on: its sha256 is {sha256}, it was "
@@ -175,7 +186,7 @@ def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) ->
         if before.get(field, sha256) != sha256
     }
     refused = [
-        f"{text}. Bring the file back, choose another name=NAME, or begin anew with --restart"
+        f"{text}. Restore the file, choose another name=NAME, or start over with --restart"
         for field, text in changed.items()
         if "data.validation" not in field
     ]
@@ -185,13 +196,16 @@ def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) ->
 
 
 def _refuse_other_kept(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
-    """The order of the data, in which a run has its position, is one of the records that are not left out."""
+    """Raise DataError if other records are dropped as too long than before.
+
+    The run's position in the data counts the retained records only, so it would point at other records.
+    """
     before = earlier.get("kept", {})
     wrong = [
-        f"{field}: other records are left out as too long than the run was trained without (kept are {now}; then "
-        f"{before[field]}), so its position in the data means other records. Set what decides it as it was "
+        f"{field}: the records dropped as too long differ from those dropped when the run began (kept are {now}; then "
+        f"{before[field]}), so its position in the data means other records. Restore the fields that decide this "
         "(data.overlong, data.max_prompt_tokens, trainer.max_tokens_per_microbatch, model.chat_template_kwargs, "
-        "data.system_prompt, data.format, data.fields), choose another name=NAME, or begin anew with --restart"
+        "data.system_prompt, data.format, data.fields), choose another name=NAME, or start over with --restart"
         for field, now in inputs.kept.items()
         if before.get(field, now) != now
     ]
@@ -200,11 +214,13 @@ def _refuse_other_kept(earlier: Mapping[str, Any], recipe: Recipe, inputs: Input
 
 
 def _model_identity(folder: Path, override: Mapping[str, Any]) -> str:
+    """Return the sha256 of a model's config.json with overrides, without the fields not identifying it."""
     config = overridden(read_object(folder / "config.json"), override)
     return canonical_sha256({name: value for name, value in config.items() if name not in _PASSING_FIELDS})
 
 
 def _value_at(recipe: Mapping[str, Any], field: str) -> Any:
+    """Return the value at a dotted field of a plain recipe, None if there is none."""
     value: Any = recipe
     for part in field.split("."):
         value = value.get(part) if isinstance(value, Mapping) else None
@@ -212,5 +228,6 @@ def _value_at(recipe: Mapping[str, Any], field: str) -> Any:
 
 
 def _tell(console: Console, warnings: list[str]) -> None:
+    """Print warnings on the terminal."""
     for text in warnings:
         console.print(f"warning: {text}", style="yellow")

@@ -1,4 +1,4 @@
-"""Reinforcement learning: sample groups of completions, score them, update the policy, reshard; again."""
+"""Reinforcement learning: sample groups of completions, score them, update the policy, reshard, repeat."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ from megarl.types import MegarlError
 
 
 async def train(session: Session) -> None:
-    """Sample, score, advantages, update, save, reshard, evaluate; again.
+    """Repeat sample, score, advantages, update, save, reshard and evaluate.
 
-    The version of the weights that a step trains is its number. The engines have that version too, since each step
-    ends with a reshard, or with rollout.sync_every an earlier one. In separate placement they sample meanwhile.
+    A step trains the weights with its own number as version. The engines have the same version, because each step ends
+    with a reshard. With rollout.sync_every they have an earlier one. Separate engines sample during the update.
     """
     recipe, models, phase = session.recipe, session.models, session.tracker.phase
     algorithm, policy = recipe.algorithm, session.models["policy"]
@@ -46,7 +46,9 @@ async def train(session: Session) -> None:
 
     async with aclosing(make_buffer(recipe, session.sources, state)) as buffer:
         await resume_or_evaluate(session, state)
+        # Free the engines' memory as soon as sampling ends, while rewards are still awaited.
         buffer.on_sampled = session.sleep_engines
+        # Resuming reshards first, so the engines begin with the version of the first step.
         engine_version = session.steps.start
         for number in session.steps:
             async with session.step(number, state) as step:
@@ -63,6 +65,7 @@ async def train(session: Session) -> None:
                     if "reward_model" in models:
                         groups, scored = await add_model_scores(groups, batch, models["reward_model"], recipe.reward)
                         step.log(scored)
+                # Before the updates a stop loses only this step's samples; the state of the previous step is saved.
                 if session.stop:
                     raise AbandonedError
                 with phase("advantages"):
@@ -73,15 +76,19 @@ async def train(session: Session) -> None:
                         step.log(metrics_by_age(batch, number, is_trainers=algorithm.old_logprobs == "trainer"))
                         batch.forget_stale_logprobs(weight_version=number)
 
+                # Before the update, so that the records show the weights that sampled and trained these tokens.
                 of_tokens = await session.token_records(number, groups, batch)
 
+                # From here on a stop signal must save this step and not the previous one: the weights change.
                 step.is_trained = True
                 with phase("train"):
                     if "critic" in models:
                         step.log(await update_critic(batch, models["critic"], recipe))
+                    # A mismatch beyond the limit before the first update means no update at all in this step.
                     updates, gap = [], gap_metrics_before(batch, recipe.train)
                     for minibatch in () if gap else batch.minibatches(recipe, number, conversations_of(number)):
                         updates.append(await policy.update(minibatch, state.kl_coefficient))
+                        # The rest of the step's minibatches would be trained with wrong ratios.
                         if is_gap_exceeded(updates[-1]):
                             break
                 with span("metrics"):
@@ -90,9 +97,11 @@ async def train(session: Session) -> None:
                     step.log(step_metrics(buffer.sampled, groups, recipe, weight_version=number))
                     step.log(served_metrics(session.sources))
                     step.log(state.adapt_kl(step.metrics, num_samples=len(batch.rewards)))
+                # Before the save: the checkpoint contains the moved reference.
                 step.log(await session.move_reference(number))
                 step.log(await session.retain_experts(state))
 
+                # Before the reshard: colocated engines sleep, so their memory is free for the save and the export.
                 await session.checkpoints.begin(number, state.save)
                 if recipe.reshards_at(number):
                     with phase("reshard"):
@@ -100,7 +109,9 @@ async def train(session: Session) -> None:
                     engine_version = number + 1
                 step.log(session.pool.metrics())
                 if balance is not None:
+                    # After the pool's metrics, because it reads `time/engines_idle` from them.
                     step.log(balance.of_step(session.tracker.seconds, step.metrics))
+                # A reward model adds scores to `groups` only, so the sampled trajectories lack them.
                 shown = in_one(groups) if "reward_model" in models else buffer.sampled
                 await session.write_samples(number, shown, of_tokens)
                 if session.evaluates_at(number):
@@ -108,7 +119,10 @@ async def train(session: Session) -> None:
 
 
 def judge_gap(session: Session, step: Step) -> None:
-    """After a step whose gap was too large the run goes on, which is said the first time, or ends."""
+    """Act on a step with too large a log-prob mismatch between trainer and engine (train.on_logprob_gap).
+
+    The run either ends after the step or continues with one notice.
+    """
     if not step.metrics.get("train/gap_exceeded"):
         return
     train = session.recipe.train
@@ -122,19 +136,21 @@ def judge_gap(session: Session, step: Step) -> None:
 
 
 async def resume_or_evaluate(session: Session, state: RLState) -> None:
-    """Go on from the checkpoint and make up for an evaluation that was cut short, or evaluate before the first step."""
+    """Continue from the checkpoint and repeat an interrupted evaluation, or evaluate before the first step."""
     step = Step(session.folder.resumed_step, is_trained=True)
     if checkpoint := session.origin.checkpoint:
         if lacking := state.load(checkpoint, finder({source.name: source.problems for source in session.sources})):
             session.tracker.notice(
-                f"{lacking} trajectories of {checkpoint} wait without the trainer's log-probs, since "
+                f"{lacking} trajectories of {checkpoint} have no log-probs of the trainer, because "
                 "algorithm.old_logprobs was not trainer: their ratio starts from the engine's"
             )
         if session.recipe.trainer.router_replay:
             await session.ranks.trainers.call("load_experts", checkpoint, state.waiting_experts)
+        # The engines hold the initial weights, not the checkpoint's.
         await session.reshards.run(step.number)
         if session.origin.unlogged is None:
             return
+        # A signal interrupted the evaluation of this step: its other metrics were saved unlogged.
         step.log(session.origin.unlogged)
     elif not session.evaluates_first:
         return
@@ -144,7 +160,7 @@ async def resume_or_evaluate(session: Session, state: RLState) -> None:
 
 
 def _balance(session: Session) -> Balance | None:
-    """Who waits for whom, where trainer and engines have ranks of their own."""
+    """Return the bottleneck detector, None for colocated engines."""
     recipe = session.recipe
     if recipe.rollout.placement == "colocated":
         return None
@@ -153,7 +169,10 @@ def _balance(session: Session) -> Balance | None:
 
 
 def _conversations(session: Session) -> Callable[[int], TokenBatch | None]:
-    """The conversations that a step learns beside its minibatches (algorithm.ptx_coefficient), by the step's number."""
+    """Return a function from a step's number to its conversations (algorithm.ptx_coefficient), if any.
+
+    The policy learns these conversations together with the step's minibatches.
+    """
     recipe = session.recipe
     if not recipe.data.ptx:
         return lambda number: None

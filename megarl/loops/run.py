@@ -1,4 +1,4 @@
-"""The start and end of a run: its folder, ranks, loop and exported model."""
+"""Start and end of a run: its folder, ranks, loop and exported model."""
 
 from __future__ import annotations
 
@@ -64,16 +64,18 @@ async def run(
     kept: Kept | None = None,
     display: Display | None = None,
 ) -> None:
-    """Run a checked recipe: from its start or its newest good checkpoint to the exported model.
+    """Run a checked recipe, from the start or the newest good checkpoint to the exported model.
 
-    `restart` moves the contents of the run folder aside. `kept` is what `preflight.count_records` noted.
+    `restart` moves the run folder's contents aside. `kept` is the result of `preflight.count_records`.
     """
     display = display or Display()
+    # Signals first, so that one arriving while the folder is opened raises StoppedError too.
     with stopping_at_once(), RunFolder(recipe, resume=resume is not None, restart=restart) as folder:
         origin = find_origin(recipe, folder, resume, kept)
         with display.live(), stacks_on_quit(folder.logs_folder) as stacks:
             async with _started(recipe, layout, folder, origin, stacks, display) as session:
                 await LOOPS[recipe.loop](session)
+                # Complete all background work before the export, which needs the engines' memory.
                 await session.reshards.finish()
                 await session.profiles.finish()
                 await session.checkpoints.complete(wait=True)
@@ -86,7 +88,7 @@ async def run(
 
 
 def _next_commands(folder: RunFolder) -> list[str]:
-    """The commands that look at a run."""
+    """Return the commands for looking at the run's results."""
     return [
         f"megarl report {folder.path}",
         f"megarl samples {folder.path}",
@@ -95,6 +97,7 @@ def _next_commands(folder: RunFolder) -> list[str]:
 
 
 def _ranks(recipe: Recipe) -> str:
+    """Return the number of ranks and nodes as text for the terminal."""
     count, nodes = recipe.cluster.world_size, recipe.cluster.num_nodes
     told = f"{count} rank{'s' * (count > 1)}" + (f" on {nodes} nodes" if nodes > 1 else "")
     if recipe.separate_ranks:
@@ -105,7 +108,7 @@ def _ranks(recipe: Recipe) -> str:
 async def _prepare(
     ranks: RunRanks, recipe: Recipe, layout: ParallelConfig, folder: RunFolder, tracker: Tracker
 ) -> None:
-    """Put a worker on each rank. Raises ConfigError naming nodes that are not fit."""
+    """Construct a worker on each rank. Raises ConfigError naming the unfit nodes."""
     if len(nodes := dict.fromkeys(place[0] for place in ranks.topology)) > 1:
         tracker.tell(f"ranks on {', '.join(nodes)}")
     if device.current().type == "cuda" and (notice := device.toolkit_notice()) is not None:
@@ -116,6 +119,7 @@ async def _prepare(
             raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))
         for line in told:
             tracker.tell(line)
+    # The node checks used cluster.start_timeout_seconds. From here on each method has its own deadline.
     ranks.set_deadlines(lambda: run_deadlines(recipe.cluster))
     teachers = layout_of(recipe.for_teachers) if recipe.distillation.sizes else None
     settings = {"recipe": recipe, "layout": layout}
@@ -126,11 +130,13 @@ async def _prepare(
         return
     replicas = [_construct_engine(group, recipe, layout) for group in ranks.replicas]
     await together([ranks.trainers.construct("megarl.worker.trainer:TrainerWorker", of_trainers), *replicas])
+    # Separate engines start without weights. The first reshard is verified, whatever weights.verify_every says.
     await ranks.reshard(verify=True, version=1)
 
 
 async def _construct_engine(group: WorkerGroup, recipe: Recipe, layout: ParallelConfig) -> None:
-    """Put an engine's worker on each rank of a separate replica."""
+    """Construct an engine's worker on each rank of a separate replica."""
+    # A replica keeps its number for life: its first rank determines it.
     number = layout.leaders().index(group.part.first_rank)
     settings = {"recipe": recipe, "layout": layout, "replica": number}
     await group.construct("megarl.worker.engine:EngineWorker", settings)
@@ -140,7 +146,7 @@ async def _construct_engine(group: WorkerGroup, recipe: Recipe, layout: Parallel
 async def _replaced(
     ranks: RunRanks, recipe: Recipe, layout: ParallelConfig, folder: RunFolder, tracker: Tracker
 ) -> AsyncIterator[Replacements]:
-    """Within, a separate engine replica that is lost is started again while others sample."""
+    """Restart lost engine replicas (separate engines) while the others sample, until the context exits."""
     key = ranks.trainers.part.key
 
     async def start(size: int, first_rank: int) -> WorkerGroup:
@@ -148,6 +154,7 @@ async def _replaced(
         group.deadlines, group.on_asked = run_deadlines(recipe.cluster), ranks.trainers.on_asked
         try:
             await _construct_engine(group, recipe, layout)
+        # Includes cancellation: started processes must never outlive the run.
         except BaseException:
             await group.close()
             raise
@@ -159,12 +166,13 @@ async def _replaced(
     try:
         yield replacements
     finally:
+        # Losses while the run ends must not start new replicas.
         ranks.on_lost = None
         await replacements.close()
 
 
 async def _hardware(ranks: RunRanks) -> dict[str, str]:
-    """The nodes of a run, and the GPUs of the driver's, for attempt.json."""
+    """Return the ranks by node, and the GPUs of the driver's node, for attempt.json."""
     on_nodes = Counter(place[0] for place in ranks.topology)
     found = Counter(await asyncio.to_thread(gpus))
     shown = "; ".join(f"{count} x {gpu}" for gpu, count in found.items()) or "none: on the CPU"
@@ -180,15 +188,17 @@ async def _started(
     stacks: StackRequest,
     display: Display,
 ) -> AsyncIterator[Session]:
-    """Ranks, engines, rewards and tracker, where the run left them or at its beginning; within, signals are heard."""
+    """Start ranks, engines, rewards and tracker, from the checkpoint if any. Stop signals are handled within."""
     stop = StopRequest()
     async with AsyncExitStack() as stack:
         tracker = Tracker(folder, steps=recipe.train.steps, trackers=recipe.trackers, display=display)
+        # The stack closes in reverse order, so the tracker closes last and can log every other end.
         stack.callback(tracker.close)
         stack.enter_context(stop.heard(tracker.notice, folder.path))
         health = _health(recipe, folder, tracker)
         tokenizer = tokenizer_of(recipe.model)
         dropped: Dropped = Counter()
+        # Before the ranks start: an error in the data is then reported within seconds.
         with display.phase("reading data", is_told=True):
             data = read_data(recipe, tokenizer, dropped, folder.path)
         with tracker.phase("start"):
@@ -197,6 +207,7 @@ async def _started(
                 ranks = await start_ranks(recipe.cluster, folder.logs_folder, replicas)
             stack.push_async_callback(ranks.close)
             ranks.on_asked(stop.ask)
+            # From now on SIGQUIT prints the stacks of the ranks too.
             stacks.ask_others = ranks.show_stacks
             with display.phase("building models", is_told=True):
                 await _prepare(ranks, recipe, layout, folder, tracker)
@@ -210,6 +221,7 @@ async def _started(
         pool = EnginePool(ranks, layout, max_running=most, slow=SlowReplicas(tracker.notice))
         stack.push_async_callback(close_shared)
         environments = start_environments(recipe, stack, folder.logs_folder)
+        # Sources need the steps of earlier attempts for `had_ended`, and reading a long file once is enough.
         earlier = list(folder.logged_steps())
         sources = [
             await make_source(
@@ -255,18 +267,20 @@ async def _started(
             with display.phase("loading the checkpoint", is_told=True):
                 await session.sleep_engines()
                 await ranks.trainers.call("load_checkpoint", origin.checkpoint)
+        # Last: until here a signal ends the run at once, because there is no progress to save.
         stop.steps_begin()
         yield session
 
 
 def _health(recipe: Recipe, folder: RunFolder, tracker: Tracker) -> Health:
-    """The rules of health as earlier attempts left them; warns of an unusual learning rate.
+    """Return the health rules with the state of earlier attempts. Warn of an unusual learning rate.
 
-    Raises UnhealthyError for that under train.on_unhealthy stop: there is nothing to save yet.
+    Raises UnhealthyError for such a rate if train.on_unhealthy = stop, because there is nothing to save yet.
     """
     health = Health(thresholds(recipe))
     health.replay(folder.logged_steps())
-    # A step after the checkpoint may have warned: it is trained again, and its metrics are forgotten.
+    # A step after the checkpoint may have warned. It is trained again and its metrics are dropped, but the warning is
+    # not repeated.
     health.warned.update(finding["rule"] for finding in folder.findings)
     finding = learning_rate_finding(recipe, folder.resumed_step) if health.takes(LEARNING_RATE) else None
     if finding is not None:
@@ -278,7 +292,7 @@ def _health(recipe: Recipe, folder: RunFolder, tracker: Tracker) -> Health:
 
 
 def _models(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[str, RankModel]:
-    """The models that a recipe has, by name."""
+    """Return the recipe's models by name."""
 
     def shape_of(folder: str) -> ModelShape:
         return read_model_shape(folder, recipe.override_of(folder))
@@ -292,6 +306,7 @@ def _models(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[
         attention_ratio(shape),
         together=recipe.sequences_per_example,
         shape=shape.with_value_head() if recipe.loop == "reward_model" else shape,
+        # A backward pass costs two forward passes. With LoRA the base weights need no gradients, which saves one.
         update_passes=2.0 if recipe.lora.rank else 3.0,
     )
     shapes: dict[str, ModelShape] = {}
@@ -316,7 +331,7 @@ def _models(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[
 
 
 async def _export(session: Session) -> None:
-    """Write the trained model, unless the run only evaluated, and the critic beside it."""
+    """Export the trained model, and the critic if any. A run with 0 training steps exports nothing."""
     if not session.recipe.train.steps:
         return
     await session.sleep_engines()

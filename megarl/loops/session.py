@@ -1,4 +1,4 @@
-"""The session that every loop works with: ranks, engines, tracker, validation sets."""
+"""Session of a run: the objects shared by all loops (ranks, engines, tracker, validation sets)."""
 
 from __future__ import annotations
 
@@ -39,37 +39,34 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 METRICS = {
-    "data/dropped": ("count", "records that are left out because they are too long"),
-    "rollout/routed_experts_bytes": ("bytes", "size of the routed experts that the ranks held for router replay"),
-    "kl/reference_moved": (
-        "count",
-        "1 in steps that move the reference, where algorithm.reference_update_steps is given",
-    ),
+    "data/dropped": ("count", "records dropped because they are too long"),
+    "rollout/routed_experts_bytes": ("bytes", "size of the routed experts held by the ranks for router replay"),
+    "kl/reference_moved": ("count", "1 in steps moving the reference, with algorithm.reference_update_steps"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Units and meanings by metric name, for `tracking.table`."""
 
 
 @dataclass
 class Step:
-    """A step in progress and its metrics.
+    """Step in progress, with its metrics.
 
-    `is_trained`: its updates have begun, so that a signal to stop saves this step and not the one before.
+    `is_trained`: its updates have begun. A stop signal then saves this step, else the previous one.
     """
 
     number: int
     metrics: dict[str, float] = field(default_factory=dict)
     is_trained: bool = False
     fault: MegarlError | None = None
-    """The run ends with it after this step, once the step is saved."""
+    """Error ending the run after this step is saved. None: the run continues."""
 
     def log(self, metrics: Mapping[str, float]) -> None:
-        """Add metrics, which are written at the step's end."""
+        """Add metrics. They are written at the step's end."""
         self.metrics |= metrics
 
 
 @dataclass(frozen=True)
 class Session:
-    """A run under way."""
+    """Run under way, with all its parts."""
 
     recipe: Recipe
     layout: ParallelConfig
@@ -77,25 +74,25 @@ class Session:
     tracker: Tracker
     tokenizer: Tokenizer
     ranks: RunRanks
-    """All ranks; those that train are `ranks.trainers`."""
+    """All ranks. `ranks.trainers` are the training ones."""
     reshards: Reshards
     models: Mapping[str, RankModel]
     """The recipe's models by name: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on."""
     pool: EnginePool
     sources: Sequence[Source]
-    """Where problems come from; the order is the recipe's."""
+    """Sources of problems, in the order of the recipe."""
     checkpoints: Checkpoints
     origin: Origin
-    """The checkpoint that the run was resumed from, if any."""
+    """Checkpoint the run was resumed from, if any."""
     stop: StopRequest
     performance: Performance
     profiles: Profiles
     health: Health
-    """The rules that warn of a run which cannot learn, with what they have seen."""
+    """Rules warning of a run unable to learn, with their state."""
     dropped: Dropped = field(default_factory=Counter)
-    """How many records were left out because they are too long, by data source."""
+    """Number of records dropped because they are too long, by data source."""
     tool_use: ToolUse = field(default_factory=ToolUse)
-    """The tools that the policy has called since this start of the run."""
+    """Tools called by the policy since this start of the run."""
 
     async def stop_if_asked(
         self,
@@ -105,7 +102,8 @@ class Session:
     ) -> None:
         """Save the state after `step` and raise StoppedError, if a signal asked the run to stop.
 
-        `unlogged` are the step's metrics if its evaluation was interrupted: the resumed run repeats it and logs them.
+        `unlogged` are the step's metrics if its evaluation was interrupted. The resumed run repeats the evaluation and
+        logs them.
         """
         if not self.stop:
             return
@@ -117,9 +115,13 @@ class Session:
 
     @asynccontextmanager
     async def step(self, number: int, state: RLState | None = None) -> AsyncIterator[Step]:
-        """A step, of RL with its `state`; then its metrics are written, and its fault or a signal ends the run."""
+        """Run a step within, then log its metrics and end the run on its fault or a stop signal.
+
+        `state`: state of the RL loop, saved with the step.
+        """
         step = Step(number)
         self.tracker.begin(number)
+        # Before the step's first call to the ranks, so that start-up does not count.
         await self.performance.begin()
         is_profiled = number in self.recipe.train.profile_steps
         recorded = self.profiles.of_step(number) if is_profiled else nullcontext()
@@ -132,16 +134,18 @@ class Session:
                 step.log(await self.performance.of_step(self.tracker.seconds, step.metrics))
                 self.log(step)
                 self.folder.set_status(step=number)
+            # An asynchronous save is published at the end of the first step after it was written.
             await self.checkpoints.complete()
         if step.fault is not None:
+            # Saved first, so that a resumed run continues after this step.
             await self._save(number, state and state.save)
             raise step.fault
         await self.stop_if_asked(number, state and state.save)
 
     def log(self, step: Step) -> None:
-        """Log a step's metrics, keep its model if it is the best so far, and warn of what looks wrong.
+        """Log a step's metrics, keep its model if it is the best so far, and warn of problems.
 
-        That is tools without any call yet, and rules of health that are broken.
+        Problems are tools never called so far, and broken health rules.
         """
         self.tracker.log(step.number, step.metrics)
         self.tool_use.add(step.metrics)
@@ -152,21 +156,22 @@ class Session:
         self._check_health(step)
 
     def _check_health(self, step: Step) -> None:
-        """Warn of rules that are broken; under train.on_unhealthy stop the first of them is the step's fault."""
+        """Warn of broken health rules. If train.on_unhealthy = stop, the first of them is the step's fault."""
         findings = self.health.observe(step.number, step.metrics)
         for finding in findings:
             self.tracker.unhealthy(finding)
         if findings and self.recipe.train.on_unhealthy == "stop" and step.fault is None:
             step.fault = UnhealthyError(
-                f"train.on_unhealthy = stop: {findings[0].text} The state after the step is saved; go on with: megarl "
+                f"train.on_unhealthy = stop: {findings[0].text} The state after the step is saved; go on with: "
+                f"megarl "
                 f"train {self.folder.path} --resume"
             )
 
     @asynccontextmanager
     async def leaving_in_order(self, step: Step, state: RLState | None = None) -> AsyncIterator[None]:
-        """Where sampling is abandoned within because the run is to stop: save what stands, raise StoppedError.
+        """Save the progress and raise StoppedError if a stop signal aborts sampling within.
 
-        Before the step's updates that is the step before, from its update on this one, without its evaluation.
+        Before the step's updates, the previous step is saved. After them, this step is saved without its evaluation.
         """
         try:
             yield
@@ -177,6 +182,7 @@ class Session:
                 await self.stop_if_asked(step.number, save_driver, unlogged=step.metrics)
             else:
                 if state is not None:
+                    # This step will be sampled again, so its groups must not count as drawn.
                     state.forget_step()
                 await self.stop_if_asked(step.number - 1, save_driver)
             raise
@@ -187,18 +193,19 @@ class Session:
         save_driver: Callable[[Path], None] | None,
         unlogged: Mapping[str, float] | None = None,
     ) -> None:
-        """Save a checkpoint out of turn, with the engines asleep."""
+        """Save a checkpoint outside of the regular steps, with the engines asleep."""
         await self.sleep_engines()
         await self.checkpoints.save(step, save_driver, unlogged)
-        # The run ends with it.
+        # The run ends after this save, so pending traces are written now.
         await self.profiles.finish()
 
     async def sleep_engines(self) -> None:
-        """Free the engines' memory for the trainer until the next reshard; what they sample is parked until then.
+        """Free the engines' memory for the trainer until the next reshard. Their requests pause until then.
 
-        Engines with ranks of their own never sleep: they go on. Those that sleep already do so undisturbed.
+        Separate engines never sleep. Engines asleep already are left alone.
         """
-        # Here alone engines that share their ranks are held, and a reshard wakes them before it releases them.
+        # Colocated engines are held (paused) by this method only. `Reshards.run` wakes the engines, then releases the
+        # pool.
         if self.ranks.is_separate or self.pool.is_held:
             return
         with span("sleep engines"):
@@ -206,7 +213,7 @@ class Session:
             await self.ranks.trainers.call("sleep_engine")
 
     async def retain_experts(self, state: RLState) -> dict[str, float]:
-        """With router replay, drop the routed experts on the ranks but those of groups that wait for a later step.
+        """With router replay, drop the ranks' routed experts, except for groups waiting for a later step.
 
         Metric: `rollout/routed_experts_bytes`, their size before.
         """
@@ -217,7 +224,7 @@ class Session:
         return {"rollout/routed_experts_bytes": float(sum(held))}
 
     async def move_reference(self, step: int) -> dict[str, float]:
-        """Move the reference towards the policy after a step's updates, if it is due. Metric: `kl/reference_moved`."""
+        """Move the reference towards the policy after a step's updates, if due. Metric: `kl/reference_moved`."""
         every = self.recipe.algorithm.reference_update_steps
         if every is None or not self.recipe.has_reference:
             return {}
@@ -228,18 +235,18 @@ class Session:
 
     @property
     def steps(self) -> range:
-        """The remaining steps."""
+        """Remaining steps."""
         return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
 
     async def evaluate(self, step: int) -> dict[str, float]:
-        """Metrics of all validation sets, as `rollout.evaluate.EvaluatedSet`, and of the engines meanwhile.
+        """Return the metrics of all validation sets (see `rollout.evaluate.EvaluatedSet`) and of the engines.
 
-        The trajectories go to samples/.
-
-        Raises AbandonedError, and writes nothing, where the run is to stop before all sets are through.
+        The trajectories are written to samples/. Raises AbandonedError, and writes nothing, if a stop signal comes
+        first.
         """
         with self.tracker.phase("evaluation"):
             found = [done async for done in evaluate(self.sources, self.recipe.reward.max_failed_fraction)]
+        # Read after all sets, so that the tokens of the whole evaluation count.
         sampled = self.pool.evaluation_metrics()
         for done in found:
             await self._write(step, done.records(), done.trajectories)
@@ -248,7 +255,7 @@ class Session:
     async def write_samples(
         self, step: int, trajectories: Sequence[Trajectory], of_tokens: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """Write a step's trajectories to samples/, if samples of this step are due, and the records `of_tokens`."""
+        """Write a step's trajectories to samples/ if they are due, and the token records `of_tokens`."""
         if step % self.recipe.samples_every_steps == 0:
             await self._write(step, [trajectory.record() for trajectory in trajectories], trajectories)
         if of_tokens:
@@ -257,22 +264,23 @@ class Session:
     async def _write(self, step: int, records: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajectory]) -> None:
         """Write the trajectories' records to samples/ in a thread.
 
-        Thousands of records take seconds, in which the driver must answer others.
+        Thousands of records take seconds, and the driver must answer other calls meanwhile.
         """
 
         def write() -> None:
             self.tracker.samples(step, [*with_rendered_prompts(records, trajectories, self.tokenizer)])
 
+        # A thread cannot be cancelled, so the task is shielded and awaited.
         writing = asyncio.ensure_future(asyncio.to_thread(write))
         with span("samples"):
             try:
                 await asyncio.shield(writing)
             finally:
-                # Where the run ends meanwhile, its files are closed after this.
+                # On cancellation too, wait for the thread: the run's end closes the files it writes.
                 await asyncio.wait([writing])
 
     async def token_records(self, step: int, groups: Sequence[Group], batch: RLBatch) -> list[dict[str, Any]]:
-        """Records of a few of a step's samples token by token, before its update, if samples of this step are due."""
+        """Return token-by-token records of a few samples if they are due. Call it before the step's update."""
         count = self.recipe.samples_with_tokens
         if not count or step % self.recipe.samples_every_steps:
             return []
@@ -293,5 +301,5 @@ class Session:
         return self.recipe.evaluation.at_start or not self.recipe.train.steps
 
     def evaluates_at(self, step: int) -> bool:
-        """As `Recipe.evaluates_at`."""
+        """Return whether the run evaluates after a step (see `Recipe.evaluates_at`)."""
         return self.recipe.evaluates_at(step)

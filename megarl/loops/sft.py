@@ -18,14 +18,17 @@ from megarl.types import TrainingSequence
 METRICS = {
     "val/SET/loss": ("nats", "loss of held-out conversations, mean over the assistant's tokens"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Units and meanings by metric name, for `tracking.table`."""
 
 HeldOut = Mapping[str, Sequence[TrainingSequence]]
-"""Conversations of data.validation_conversations by the name of their set."""
+"""Conversations of data.validation_conversations, by name of their set."""
 
 
 async def train(session: Session) -> None:
-    """Metrics: `train/loss` (nats per trained token), `train/entropy`, `train/tokens`, `train/grad_norm`."""
+    """Train for the remaining steps.
+
+    Logs `train/loss` (nats per trained token), `train/entropy`, `train/tokens`, `train/grad_norm`.
+    """
     recipe = session.recipe
     keep = collect_for(recipe, session.folder.path)
     conversations = read_conversations(recipe, session.tokenizer, recipe.data.train, session.dropped, collect=keep)
@@ -42,6 +45,7 @@ async def train(session: Session) -> None:
             with span("batch"):
                 batch = TokenBatch.from_sequences([conversations[index] for index in order.batch(number - 1)])
                 assign_token_weights(batch, recipe.algorithm)
+            # From here on a stop signal must save this step and not the previous one: the weights change.
             step.is_trained = True
             with session.tracker.phase("train"):
                 step.log(values(await session.models["policy"].update(batch)))
@@ -51,7 +55,7 @@ async def train(session: Session) -> None:
 
 
 async def _resume_or_evaluate(session: Session, held_out: HeldOut) -> None:
-    """Make up for an evaluation that was cut short before the resume, or evaluate before the first step."""
+    """Repeat an evaluation interrupted before the resume, or evaluate before the first step."""
     step = Step(session.folder.resumed_step, is_trained=True)
     if step.number and session.origin.unlogged is None:
         return
@@ -60,7 +64,7 @@ async def _resume_or_evaluate(session: Session, held_out: HeldOut) -> None:
             step.log(session.origin.unlogged)
             await _evaluate(session, step, held_out)
         else:
-            # The engines begin awake, with the weights that the trainer begins with.
+            # The engines start awake and have the trainer's initial weights, so sampling comes first.
             if session.evaluates_first:
                 step.log(await session.evaluate(0))
             await session.sleep_engines()
@@ -70,9 +74,10 @@ async def _resume_or_evaluate(session: Session, held_out: HeldOut) -> None:
 
 
 async def _evaluate(session: Session, step: Step, held_out: HeldOut) -> None:
-    """Add a step's evaluation to its metrics: all of it or, where a signal cuts it short, nothing."""
+    """Add a step's evaluation to its metrics. An interrupted evaluation adds nothing."""
     evaluated = await _losses(session, held_out)
     if any(source.validation for source in session.sources):
+        # SFT reshards only for an evaluation that samples; training itself needs no engine.
         with session.tracker.phase("reshard"):
             evaluated |= await session.reshards.run(step.number)
         evaluated |= await session.evaluate(step.number)
@@ -81,7 +86,7 @@ async def _evaluate(session: Session, step: Step, held_out: HeldOut) -> None:
 
 
 async def _losses(session: Session, held_out: HeldOut) -> dict[str, float]:
-    """`val/SET/loss` of each set of held-out conversations: nats per token of the assistant."""
+    """Return `val/SET/loss` of each set of held-out conversations, in nats per token of the assistant."""
     scalars: dict[str, float] = {}
     policy = session.models["policy"]
     with session.tracker.phase("evaluation"), policy.work.uncounted():

@@ -1,4 +1,4 @@
-"""The sources of a run's problems: their data, reward processes, environments and agent programs."""
+"""Sources of a run's problems: data, reward processes, environments and agent programs."""
 
 from __future__ import annotations
 
@@ -31,34 +31,35 @@ if TYPE_CHECKING:
 
 
 Data = tuple[Sequence[Problem], dict[str, Sequence[Problem]]]
-"""Training problems of a source, and its validation sets."""
+"""Training problems of a source, and its validation sets by name."""
 
 
 class Screen(Protocol):
-    """Where a person is told of what happens."""
+    """Terminal for messages to the user. `Tracker` implements it."""
 
     def tell(self, text: str) -> None:
-        """As `Tracker.tell`."""
+        """Print a line."""
         ...
 
     def notice(self, text: str) -> None:
-        """As `Tracker.notice`."""
+        """Print a warning."""
         ...
 
     def notice_once(self, kind: str, text: str) -> None:
-        """As `Tracker.notice_once`."""
+        """Print the first warning of each kind."""
         ...
 
 
 def read_data(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Path) -> dict[str, Data]:
-    """Training problems and validation sets of each source; nothing of a recipe that samples nothing.
+    """Read the training problems and validation sets of each source, as far as its loop samples them.
 
-    Problems that are left out are counted in `dropped`. Records that stay on disk are kept in `folder`.
+    Dropped problems are counted in `dropped`. On-disk records are indexed in `folder`.
     """
     found: dict[str, Data] = {}
     for source in recipe.sources:
         own: Recipe = source.recipe
         train: Sequence[Problem] = ()
+        # Other loops read their training data themselves; only their validation sets are sampled.
         if own.is_on_policy:
             train = read_problems(
                 own, tokenizer, own.data.train, dropped, name=source.name, collect=collect_for(own, folder)
@@ -68,7 +69,7 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Pa
 
 
 def read_heldout(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped) -> dict[str, Sequence[Problem]]:
-    """The validation sets of a source by name, each up to evaluation.max_problems; `dropped` as in `read_data`."""
+    """Read a source's validation sets by name, each up to evaluation.max_problems. `dropped` as in `read_data`."""
     sets = recipe.data.validation.items()
     heldout = {name: read_problems(recipe, tokenizer, path, dropped, is_heldout=True) for name, path in sets}
     return {name: problems[: recipe.evaluation.max_problems] for name, problems in heldout.items()}
@@ -77,7 +78,7 @@ def read_heldout(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped) -> dict
 def start_rewards(
     recipe: Recipe, stack: AsyncExitStack, log_folder: Path, notice: Callable[[str], object]
 ) -> dict[str, RewardPool]:
-    """The processes of each source's reward functions, until the stack is closed; equal sources share them."""
+    """Start the reward processes of each source, closed with `stack`. Sources with equal settings share them."""
     by_settings: list[tuple[WorkerSettings, RewardPool]] = []
     found: dict[str, RewardPool] = {}
     for source in recipe.sources:
@@ -86,8 +87,10 @@ def start_rewards(
         if pool is None:
             pool = RewardPool(
                 settings,
+                # Without engines nothing is scored, so no worker is needed.
                 num_workers=source.recipe.reward.num_workers if recipe.has_engine else 0,
                 log_folder=log_folder,
+                # Log files of all pools are numbered consecutively in one folder.
                 first_log=sum(len(other) for _, other in by_settings),
                 notice=notice,
                 make_worker=reward_workers(recipe.cluster),
@@ -99,7 +102,7 @@ def start_rewards(
 
 
 def start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) -> dict[str, EnvironmentPool]:
-    """The processes of each source's environment, where that is not run in the driver, until the stack is closed."""
+    """Start the environment processes of each source, closed with `stack`. In-driver environments have none."""
     found: dict[str, EnvironmentPool] = {}
     num_started = 0
     for source in recipe.sources:
@@ -120,7 +123,7 @@ def start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) 
 
 
 def _settings(recipe: Recipe) -> Mapping[str, Any]:
-    """The settings of a recipe's environment."""
+    """Return the settings of a recipe's environment, sandbox included."""
     rollout = recipe.rollout
     return with_sandbox(rollout.environment, rollout.environment_kwargs, recipe.sandbox.model_dump(mode="json"))
 
@@ -137,14 +140,15 @@ async def make_source(
     screen: Screen,
     had_ended: bool = False,
 ) -> Source:
-    """A source whose attempts are made with these engines; the endpoint of its agent is open until the stack closes.
+    """Create a source sampling with these engines. An agent's endpoint is open until `stack` closes.
 
-    `screen` is told of its settings and of each first failure of a kind. `had_ended`: earlier steps of the run showed
-    that its rewards are not verdicts (`rollout.answers`).
+    `screen` gets its settings and the first failure of each kind. `had_ended`: earlier steps showed that its rewards
+    are not verdicts (`rollout.answers`).
     """
     recipe = given.recipe
     rollout = recipe.rollout
     has_turns = rollout.turns_of_attempt > 1
+    # Agents send their history themselves, so the template cannot change it unnoticed.
     if recipe.has_engine and has_turns and not is_agent(rollout.environment):
         screen.tell(history_notice(history_faults(tokenizer), rollout.history))
     judges = judges_answers(recipe)

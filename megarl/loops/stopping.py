@@ -1,5 +1,6 @@
-"""Signals that a run handles: those that ask it to stop (time limit, preemption, Ctrl-C, closed terminal), and SIGQUIT,
-which asks for stacks.
+"""Signal handling of a run.
+
+Stop signals (time limit, preemption, Ctrl-C, closed terminal) ask the run to save and stop. SIGQUIT asks for stacks.
 """
 
 from __future__ import annotations
@@ -15,19 +16,21 @@ from pathlib import Path
 from megarl.types import EndedError, StoppedError
 
 _ONE_REQUEST_SECONDS = 2.0
+"""Two signals within this time are one request, except two SIGINT."""
 
 
 def stop_signals() -> list[signal.Signals]:
-    """The signals that ask a run to stop, without those that were ignored at its start (nohup, a script's `&`)."""
+    """Return the stop signals, without those ignored at the start of the run (nohup, a script's `&`)."""
     kept = [number for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
+    # Slurm sends SIGUSR1 before the time limit if the job asks for it, and SIGTERM on preemption.
     return [signal.SIGUSR1, signal.SIGTERM, *kept]
 
 
 class StopRequest:
-    """Whether a signal asked the run to save and stop, and which.
+    """Request to save and stop, with the name of its signal.
 
-    Before `steps_begin` there is nothing to save: a signal cancels the listening task. From then on the first signal
-    makes the loop save after its step, and the second cancels the task.
+    Before `steps_begin` there is nothing to save, so a signal cancels the listening task. Afterwards the first signal
+    makes the loop save after its step, and a second one cancels the task.
     """
 
     def __init__(self) -> None:
@@ -39,24 +42,24 @@ class StopRequest:
         return self.by is not None
 
     def ask(self, signal_name: str) -> None:
-        """Ask the run to save and stop, unless it is asked already."""
+        """Ask the run to save and stop, unless it was asked before."""
         if self.by is None:
             self.by = signal_name
             self._notice(
-                f"{signal_name}: saving as soon as this step lets go, then leaving; a second signal ends it now"
+                f"{signal_name}: saving as soon as this step allows, then stopping; a second signal ends it now"
                 if self._has_steps
-                else f"{signal_name}: leaving; no step has begun"
+                else f"{signal_name}: stopping; no step has begun"
             )
 
     def steps_begin(self) -> None:
-        """The first step begins: from now on there is progress to save."""
+        """Mark the begin of the first step. From now on there is progress to save."""
         self._has_steps = True
 
     @contextmanager
     def heard(self, notice: Callable[[str], object], run_folder: Path) -> Iterator[None]:
-        """Within it signals are handled for the calling task; `notice` prints on the terminal. Later ones are ignored.
+        """Handle stop signals for the calling task within. `notice` prints on the terminal.
 
-        Raises StoppedError or EndedError if a signal cancelled the task.
+        After the end, stop signals are ignored. Raises StoppedError or EndedError if a signal cancelled the task.
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
@@ -64,8 +67,8 @@ class StopRequest:
 
         def hear(number: signal.Signals) -> None:
             nonlocal first_at
-            # One request may come twice, to the batch script and to its processes, or by way of a rank. A key that is
-            # pressed twice is meant twice.
+            # One request can arrive twice: at the batch script and its processes, or through a rank. Ctrl-C pressed
+            # twice means two requests.
             is_repeated = self.by is not None and (
                 number == signal.SIGINT or loop.time() - first_at > _ONE_REQUEST_SECONDS
             )
@@ -86,18 +89,19 @@ class StopRequest:
                 raise
             go_on = f"go on with: megarl train {run_folder} --resume"
             if self._is_urgent:
+                # Without a save: the second signal says that there is no time for it.
                 raise EndedError(f"{self.by} and then another signal: left at once; {go_on}") from None
             raise StoppedError(f"{self.by}: stopped before a step began; {go_on}") from None
         finally:
             for number in numbers:
                 loop.remove_signal_handler(number)
-                # What is left is to write down how the run ended.
+                # Only the run's end is still to be recorded, and a signal must not interrupt it.
                 signal.signal(number, signal.SIG_IGN)
 
 
 @contextmanager
 def stopping_at_once() -> Iterator[None]:
-    """Within it, until a `StopRequest` listens, a signal raises StoppedError: there is nothing to save yet."""
+    """Raise StoppedError on a stop signal within, until a `StopRequest` listens. There is nothing to save yet."""
 
     def leave(number: int, _: object) -> None:
         raise StoppedError(f"{signal.Signals(number).name}: stopped before a step began; start it again with --resume")
@@ -111,7 +115,7 @@ def stopping_at_once() -> Iterator[None]:
 
 
 class StackRequest:
-    """The request for stacks by SIGQUIT; `ask_others`, to be set once there are ranks, asks them too."""
+    """Request for stacks by SIGQUIT. `ask_others`, set once the ranks exist, asks them too."""
 
     def __init__(self) -> None:
         self.ask_others: Callable[[], object] = lambda: None
@@ -119,18 +123,20 @@ class StackRequest:
 
 @contextmanager
 def stacks_on_quit(logs_folder: Path) -> Iterator[StackRequest]:
-    """Within it SIGQUIT writes the stacks of all the driver's threads to `driver.log`; the run goes on."""
+    """Within, write the stacks of all the driver's threads to `driver.log` on SIGQUIT. The run continues."""
     request = StackRequest()
     path = logs_folder / "driver.log"
 
     def hear(*_: object) -> None:
         request.ask_others()
-        # No console and no stream: this may have interrupted them.
+        # Use os.write, because the signal may have interrupted the console or a stream while it held its lock.
         with suppress(OSError):
             os.write(2, f"SIGQUIT: the stacks of driver and ranks are in {logs_folder}\n".encode())
 
+    # faulthandler writes to a file descriptor, so the file stays open within the context.
     with path.open("a") as log:
         earlier = signal.signal(signal.SIGQUIT, hear)
+        # `chain` calls the Python handler set above after the stacks are written.
         faulthandler.register(signal.SIGQUIT, log, all_threads=True, chain=True)
         try:
             yield request

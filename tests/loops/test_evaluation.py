@@ -90,11 +90,11 @@ def test_of_a_run_the_last_or_the_best_model(recipe: Path, tiny_model: Callable[
 @pytest.mark.parametrize(
     ("overrides", "given", "told"),
     [
-        ([], {"sets": ["esy"]}, "--set esy: is no validation set of recipe.yaml; it has easy or hard"),
+        ([], {"sets": ["esy"]}, "--set esy: is not a validation set of recipe.yaml; give easy or hard"),
         ([], {"options": {"samples_per_prompt": 4, "k": [8]}}, "evaluation.k = [8]"),
         ([], {"options": {"samples_per_prompt": 4, "sampling.temperature": 0.0}}, "all attempts at a problem are the"),
         ([], {"options": {"k": [0]}}, "evaluation.k.0 = 0"),
-        ([], {"out": Path("heldout.jsonl")}, "--out heldout.jsonl: is there already"),
+        ([], {"out": Path("heldout.jsonl")}, "--out heldout.jsonl: already exists"),
         (["data.validation.easy=no.jsonl"], {}, "no.jsonl"),
     ],
 )
