@@ -1,6 +1,6 @@
-"""The endpoint that any OpenAI client trains through, and its sessions. No torch.
+"""OpenAI-compatible endpoint for training with any OpenAI client, and its sessions. Imports no torch.
 
-`conversation` brings a client's messages to one form, `protocol` reads requests and writes answers, `codec` turns
-messages into tokens and back in a thread of its own, `sessions` samples and records, `endpoint` is the HTTP server,
-`agents` runs a recipe's program, `local_model` serves a trained model.
+`conversation` normalises a client's messages, `protocol` reads requests and writes answers, `codec` converts messages
+to tokens and back in its own thread. `sessions` samples and records, `endpoint` is the HTTP server, `agents` runs a
+recipe's program, `local_model` serves a trained model.
 """

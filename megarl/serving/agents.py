@@ -1,4 +1,4 @@
-"""Attempts by a program of the user's: an agent that talks to the endpoint, in a process group that can be killed."""
+"""Attempts by a user's program: an agent calling the endpoint, in a process group killed at the end."""
 
 from __future__ import annotations
 
@@ -31,62 +31,64 @@ if TYPE_CHECKING:
     from megarl.serving.endpoint import Endpoint
 
 METRICS = {
-    "environment/forks": (
+    "environment/forks": ("count", "calls of an agent not continuing from the session's tokens, mean over attempts"),
+    "environment/abandoned_calls": (
         "count",
-        "how often an agent's calls did not go on from the tokens they had, mean over attempts",
+        "calls of an agent aborted because its client went away, mean over attempts",
     ),
-    "environment/abandoned_calls": ("count", "calls of an agent that nothing went on from, mean over attempts"),
     "environment/joined_retries": (
         "count",
-        "calls that an agent's library sent again while they ran, mean over attempts",
+        "calls sent again by an agent's library while they ran, mean over attempts",
     ),
     "environment/overridden_fields": (
         "count",
-        "sampling fields of an agent's requests that the recipe decides, mean over attempts",
+        "sampling fields in an agent's requests replaced by the recipe's values, mean over attempts",
     ),
-    "environment/refused_calls": ("count", "calls of an agent that were refused, mean over attempts"),
-    "environment/untrained_tokens": (
-        "tokens",
-        "sampled tokens of an agent that nothing is learnt from, mean over attempts",
-    ),
+    "environment/refused_calls": ("count", "refused calls of an agent, mean over attempts"),
+    "environment/untrained_tokens": ("tokens", "sampled tokens of an agent not trained on, mean over attempts"),
     "environment/model_calls": ("count", "completions of an agent, mean over attempts"),
-    "environment/program_seconds": ("seconds", "how long an agent's program ran, mean over attempts"),
+    "environment/program_seconds": ("seconds", "run time of an agent's program, mean over attempts"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Units and meanings by metric name, for `tracking.table`."""
 
 Result = TypeVar("Result")
 
 COUNTS = (
     "forks", "abandoned_calls", "joined_retries", "overridden_fields", "refused_calls", "untrained_tokens",
 )  # fmt: skip
-"""The counts of a session that are metrics, as `environment/NAME`."""
+"""Counts of a session logged as metrics `environment/NAME`."""
 INHERITED = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE",
     "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR",
 )  # fmt: skip
-"""Variables of the driver's environment that each program gets. The driver's own may hold keys of trackers, judges and
-hubs, which a model's program could print; `rollout.agent.environment` names further ones."""
+"""Variables of the driver's environment passed to each program. Others may hold keys of trackers, judges and hubs, and
+a model's program could print them. `rollout.agent.environment` names further variables to pass."""
 _KEPT_BYTES = 1 << 16
+"""Bytes retained from the end of a program's output: the reward is in the last line, errors are too."""
 _SHOWN = 400
+"""Characters of a failed program's error output shown in the attempt's error."""
 _LEAVE_SECONDS = 2.0
+"""Seconds to wait for pipes to close after the kill, and for a cancelled agent to end."""
 _TICK_SECONDS = 0.05
-"""Between two looks at a program's time when it is nearly over: it stands still while the engines are held."""
+"""Shortest wait between two checks of a program's time. The time stands still while the engines are paused, so one long
+wait would end too early."""
 
 
 class _ProgramError(Exception):
-    """An error that ends an attempt; its text is the kind of error, a colon and the reason."""
+    """Error ending an attempt. Its text is the kind of error, a colon and the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentProgram:
-    """Runs the recipe's program or `Agent` once an attempt, each with a session of its own.
+    """The recipe's program or `Agent`, run once per attempt, each with its own session.
 
-    The program finds OPENAI_BASE_URL, OPENAI_API_KEY, the variables of `INHERITED` and those that the recipe names in
-    its environment, no others of the driver's. It finds on its standard input a JSON object
-    with the problem's `messages`, `answer`, `record` and `index`, the attempt's `number` and its `seed`. The last line
-    that it prints may be its reward, a JSON number or {"reward": number}; or it posts one to the endpoint; else the
-    recipe's reward functions score the last completion. An exit code other than 0, or no end within its time, ends the
-    attempt with an error. In any case its whole process group is killed then.
+    The program's environment has OPENAI_BASE_URL, OPENAI_API_KEY, the variables in `INHERITED` and those named by the
+    recipe, and no others. Its standard input is a JSON object with the problem's `messages`, `answer`, `record` and
+    `index`, the attempt's `number` and its `seed`.
+
+    The reward is the last line of its output, a JSON number or {"reward": number}, or is posted to the endpoint.
+    Otherwise the recipe's reward functions score the last completion. A non-zero exit code or a timeout ends the
+    attempt with an error. The whole process group is always killed at the end.
     """
 
     config: AgentConfig
@@ -97,11 +99,13 @@ class AgentProgram:
     make_agent: Callable[[], Agent] | None = None
 
     async def attempt(self, task: Task, budget: Budget, pool: Generates) -> Trajectory:
-        """Run the program against the endpoint, which has its completions of `pool`; the trajectory of its session."""
+        """Run the program with completions from `pool`. Return the trajectory recorded by its session."""
         began = time.monotonic()
         engines = TimedPool(pool)
+        # The semaphore limits the programs running at once (rollout.agent.max_processes).
         async with self.places:
             limits = Limits(budget.context_tokens, budget.max_turns, idle_seconds=self.config.timeout_seconds)
+            # The seed depends on the attempt only, so a repeated run samples the same tokens in any order of attempts.
             seed = f"{task.seed} {task.problem.index} {task.number}"
             session = self.sessions.open(task.name, seed, task.sampling, limits, engines)
             failure: str | None = None
@@ -113,6 +117,7 @@ class AgentProgram:
             except _ProgramError as error:
                 failure = str(error)
             finally:
+                # Ends the session on errors too, which aborts calls still running in the engines.
                 await self.sessions.end(session)
             seconds = time.monotonic() - started
         trajectory = _trajectory(
@@ -125,25 +130,27 @@ class AgentProgram:
         )
         if failure is not None:
             return trajectory
+        # A posted reward has priority over a printed one.
         if (given := session.reward if session.reward is not None else reward) is not None:
             return replace(trajectory, reward=Reward(given, True, verdict_by_value(given)))
         scored = await self.score(_sample(task.problem, session))
         return replace(trajectory, reward=scored.kept_reward, failure=scored.failure)
 
     async def _ask(self, task: Task, session: Session, pool: Generates) -> float | None:
-        """The reward of an `Agent`, if it gives one. Raises _ProgramError."""
+        """Run an `Agent` and return its reward, None if it gives none. Raises _ProgramError."""
         assert self.make_agent is not None
         try:
             run = self.make_agent().run(_told(task), self.endpoint.url_of(session), session.secret)
             reward = await self._ended(run, pool)
         except TimeoutError:
             raise _ProgramError(f"TimeoutError: it did not end within {self.config.timeout_seconds:g} s") from None
+        # A user's agent may raise anything. Its error ends the attempt, not the run.
         except Exception as error:
             raise _ProgramError(f"{type(error).__name__}: {error}") from error
         return None if reward is None else _checked(reward)
 
     async def _run(self, task: Task, session: Session, pool: Generates) -> float | None:
-        """The program's reward, if it says one. Raises _ProgramError."""
+        """Run the program and return its reward, None if it prints none. Raises _ProgramError."""
         names = (*INHERITED, *self.config.environment)
         environment = {
             **{name: os.environ[name] for name in names if name in os.environ},
@@ -157,6 +164,7 @@ class AgentProgram:
                 stdout=asyncio.subprocess.PIPE,
                 stderr=asyncio.subprocess.PIPE,
                 env=environment,
+                # A process group of its own, so that the program's children can be killed together with it.
                 start_new_session=True,
             )
         except OSError as error:
@@ -164,6 +172,7 @@ class AgentProgram:
         assert program.stdin and program.stdout and program.stderr
         readers = [asyncio.create_task(_tail(stream)) for stream in (program.stdout, program.stderr)]
         try:
+            # The program may exit without reading its input.
             with suppress(ConnectionError):
                 program.stdin.write(json.dumps(_told(task)).encode() + b"\n")
                 program.stdin.close()
@@ -173,9 +182,10 @@ class AgentProgram:
             raise _ProgramError(text) from None
         finally:
             with suppress(ProcessLookupError):
+                # Kills children too: a program that exited normally may have left some behind.
                 os.killpg(program.pid, signal.SIGKILL)
             await program.wait()
-            # A process that left the group may hold the pipes.
+            # A process that left the group may keep the pipes open, so the wait has a limit.
             await asyncio.wait(readers, timeout=_LEAVE_SECONDS)
             for reader in readers:
                 reader.cancel()
@@ -186,7 +196,8 @@ class AgentProgram:
         return _reward(said)
 
     async def _ended(self, work: Coroutine[Any, Any, Result], pool: Generates) -> Result:
-        """The result of work. Raises TimeoutError after its time, of which that of held engines is no part."""
+        """Return the result of `work`. Raises TimeoutError after its time limit, not counting paused engines."""
+        # Seconds in which the engines were paused before the start must not extend the limit.
         ends = time.monotonic() - pool.seconds_held + self.config.timeout_seconds
         ending = asyncio.create_task(work)
         try:
@@ -205,17 +216,18 @@ class AgentProgram:
 async def agent_program(
     recipe: Recipe, pool: EnginePool, score: Score, sampling: SamplingSettings, tell: Callable[[str], object]
 ) -> AsyncIterator[AgentProgram | None]:
-    """The recipe's program or `Agent`, before an endpoint that is open within; None where its environment is another.
+    """Start the recipe's program or `Agent` with an open endpoint. Yield None for other environments.
 
-    `sampling` is that of training; `tell` hears of what clients did that was not done as they asked.
+    `sampling`: settings of training. Client requests changed or refused are reported.
     """
     name = recipe.rollout.environment
     if not is_agent(name):
         yield None
         return
-    # Its web server takes a while to import, and few runs need it.
+    # Imported here: aiohttp takes a while to import, and few runs need it.
     from megarl.serving.endpoint import Endpoint
 
+    # Attempts of training and of evaluations use the same endpoint.
     longest = max(sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
     context_tokens = recipe.data.max_prompt_tokens + longest
     codec = Codec(tokenizer_of(recipe.model), context_tokens, recipe.rollout.tool_parser)
@@ -229,12 +241,13 @@ async def agent_program(
             make_agent = cast("Callable[[], Agent]", environment_maker(name, recipe.rollout.environment_kwargs))
         yield AgentProgram(config, endpoint, sessions, score, asyncio.Semaphore(config.max_processes), make_agent)
     finally:
+        # The endpoint first: its sessions still use the codec.
         await endpoint.close()
         codec.close()
 
 
 async def _tail(stream: asyncio.StreamReader) -> bytes:
-    """The end of a stream; nobody waits for who reads it."""
+    """Return the end of a stream. Reading on without limit keeps the program from blocking on a full pipe."""
     kept = b""
     while read := await stream.read(_KEPT_BYTES):
         kept = (kept + read)[-_KEPT_BYTES:]
@@ -242,6 +255,7 @@ async def _tail(stream: asyncio.StreamReader) -> bytes:
 
 
 def _told(task: Task) -> dict[str, Any]:
+    """Return the JSON object passed to the program."""
     problem = task.problem
     return {
         "messages": [dict(message) for message in problem.messages],
@@ -254,14 +268,15 @@ def _told(task: Task) -> dict[str, Any]:
 
 
 def _checked(reward: object) -> float:
-    """A reward. Raises _ProgramError for one that is no finite number."""
+    """Return the reward as a float. Raises _ProgramError unless it is a finite number."""
+    # JSON's true is a bool, which Python counts as an int. NaN fails the comparison.
     if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) < float("inf"):
-        raise _ProgramError(f"ValueError: the program's reward is {reward!r:.80}, no finite number")
+        raise _ProgramError(f"ValueError: the program's reward is {reward!r:.80}, not a finite number")
     return float(reward)
 
 
 def _reward(said: bytes) -> float | None:
-    """The reward in the last line of an output. Raises _ProgramError for one that is no finite number."""
+    """Return the reward in the last line of an output, None if absent. Raises _ProgramError unless it is finite."""
     text = said.decode(errors="replace").strip().rpartition("\n")[2]
     try:
         found = json.loads(text)
@@ -273,6 +288,7 @@ def _reward(said: bytes) -> float | None:
         found = found["reward"]
         if found is None:
             return None
+    # The last line may be any JSON, such as a number in quotes or a list; then the program gave no reward.
     elif isinstance(found, bool) or not isinstance(found, int | float):
         return None
     return _checked(found)
@@ -287,6 +303,7 @@ def _trajectory(
     engine_seconds: float,
     environment_seconds: float,
 ) -> Trajectory:
+    """Return the unscored trajectory of a session."""
     answers = session.answers
     calls = [answer.call for answer in answers]
     ended: Ended = "done"
@@ -309,13 +326,14 @@ def _trajectory(
 
 
 def _new_messages(answers: Sequence[Answer]) -> list[Sequence[Message]]:
-    """The messages that were new before each answer: all, where its prompt does not go on from the answer before."""
+    """Return the messages new before each answer: all of them if its prompt does not continue the previous answer."""
     found: list[Sequence[Message]] = []
     before: Answer | None = None
     for answer in answers:
         num_known = 0
         if before is not None:
             known = before.call.token_ids
+            # The prompt begins with all tokens of the previous call, so its messages and its answer are known.
             if np.array_equal(answer.call.prompt_token_ids[: len(known)], known):
                 num_known = len(before.prompt_messages) + 1
         found.append(answer.prompt_messages[num_known:])
@@ -324,9 +342,10 @@ def _new_messages(answers: Sequence[Answer]) -> list[Sequence[Message]]:
 
 
 def _sample(problem: Problem, session: Session) -> Sample:
-    """The last completion, for reward functions."""
+    """Return the last completion, as input of reward functions."""
     answers = session.answers
     if not answers:
+        # The program made no call. Reward functions score an empty completion.
         nothing = unanswered(problem).completion
         return Sample.of(problem, nothing, "", prompt_messages=problem.messages, turn=1)
     last = answers[-1]

@@ -1,4 +1,4 @@
-"""Between messages and tokens, off the event loop: in one thread, with a tokenizer that nothing else uses."""
+"""Conversion between messages and tokens, in one thread off the event loop, with its own tokenizer."""
 
 from __future__ import annotations
 
@@ -27,36 +27,40 @@ Result = TypeVar("Result")
 
 
 class Codec:
-    """Renders, encodes and decodes for all sessions of an endpoint.
+    """Rendering, encoding and decoding for all sessions of an endpoint.
 
-    The tokenizer must be its own: a fast tokenizer is not re-entrant. Calls of tools are read in the format that the
-    chat template shows, or `tool_parser` (`rollout.tool_parser`).
+    The tokenizer must not be shared, because a fast tokenizer is not re-entrant. Tool calls are parsed in the format
+    shown by the chat template, or with `tool_parser` (`rollout.tool_parser`).
     """
 
     def __init__(self, tokenizer: Tokenizer, context_tokens: int, tool_parser: str | None = None) -> None:
         self._dialogue = Dialogue(tokenizer, tool_parser)
         self._context_tokens = context_tokens
+        # One thread only: calls then run in order, and the tokenizer is never used twice at once.
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="endpoint_codec")
 
     async def opening(self, conversation: Conversation) -> NDArray[np.int32]:
-        """Token ids [prompt] of a conversation. Raises RequestError: refused by the template, or too long."""
+        """Return a conversation's token ids [prompt]. Raises RequestError if refused by the template or too long."""
         messages, tools = conversation.messages, conversation.tools
         return await self._in_thread(lambda: self._dialogue.opening(messages, tools), messages)
 
     async def continued(
         self, token_ids: NDArray[np.int32], messages: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> NDArray[np.int32]:
-        """Token ids [tokens], which end with an assistant's turn, and those of messages after it, as `opening`."""
+        """Return `token_ids` [tokens], ending with an assistant's turn, followed by those of later messages.
+
+        Raises RequestError as `opening` does.
+        """
         added = await self._in_thread(lambda: self._dialogue.observation(token_ids, messages, tools), messages)
         return np.concatenate([token_ids, added])
 
     async def encoded(self, text: str) -> NDArray[np.int32]:
-        """Token ids [tokens] of a text that is a prompt by itself; names of special tokens in it are these tokens."""
+        """Return the token ids [tokens] of a text prompt. Names of special tokens in it become these tokens."""
         messages = ({"role": "user", "content": text},)
         return await self._in_thread(lambda: np.array(encode(self._dialogue.tokenizer, text), np.int32), messages)
 
     async def parsed(self, call: ModelCall, tools: Sequence[ToolSchema], turn: int) -> tuple[ParsedTurn, str]:
-        """The parts of a sampled turn, without tools its text alone; and its whole text without special tokens."""
+        """Return a sampled turn's parts (without tools, its text only), and its whole text without special tokens."""
 
         def parts() -> tuple[ParsedTurn, str]:
             token_ids = call.completion.token_ids
@@ -68,40 +72,46 @@ class Codec:
         return await self._in_thread(parts)
 
     async def tokens(self, token_ids: NDArray[np.int64]) -> list[str]:
-        """The text of each token by itself."""
+        """Return the text of each token in `token_ids` [tokens]."""
         each = [token_ids[place : place + 1] for place in range(len(token_ids))]
         return await self._in_thread(lambda: [self._dialogue.text_with_special_tokens(token) for token in each])
 
     def check_tools(self, tools: Sequence[ToolSchema]) -> None:
-        """Raise RequestError for tools that are no JSON schemas, or whose calls could not be read."""
+        """Raise RequestError for tools that are not JSON schemas, or if their calls could not be parsed."""
         if not tools:
             return
         try:
             check_tools(tools)
+            # Raises ConfigError if the template shows no format for calls of tools.
             _ = self._dialogue.call_format
         except (ValueError, ConfigError) as error:
             raise RequestError(f"tools: {error}", param="tools") from error
 
     def close(self) -> None:
         """End the thread."""
+        # Not waited for: a long tokenization must not delay the end of the run.
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[[], Result], messages: Sequence[Message] = ()) -> Result:
+        """Run `work` in the thread, after checking the length of `messages`. Raises RequestError."""
+
         def checked() -> Result:
             for message in messages:
-                # Told from little of the text, so that a huge one does not keep the thread from others.
+                # The check looks at a small part of the text, so a huge text does not block the thread for other
+                # clients.
                 if exceeds(self._dialogue.tokenizer, message["content"], self._context_tokens):
                     raise too_long(self._context_tokens)
             return work()
 
         try:
             return await asyncio.get_running_loop().run_in_executor(self._thread, checked)
+        # Templates raise ValueError for conversations they refuse.
         except ValueError as error:
             raise RequestError(str(error), param="messages") from error
 
 
 def too_long(context_tokens: int) -> RequestError:
-    """The refusal of a prompt that does not fit."""
+    """Return the error for a prompt longer than the context."""
     return RequestError(
         f"This model's maximum context length is {context_tokens} tokens; the prompt leaves no room for an answer. "
         "Please reduce the length of the messages.",

@@ -1,7 +1,7 @@
-"""Conversations in one canonical form, by which a history that a client sends back finds the tokens it stands for.
+"""Conversations in canonical form, for matching a history sent back by a client with its recorded tokens.
 
-Clients drop reasoning, add or leave out empty lists of calls, serialise arguments anew, change ids of calls and trim
-blanks around an answer. None of that is a difference; a changed word is.
+Clients drop reasoning, add or omit empty lists of calls, serialise arguments again, change ids of calls and trim blanks
+around an answer. These changes are ignored. A changed word is a difference.
 """
 
 from __future__ import annotations
@@ -16,16 +16,17 @@ from megarl.environments import Message
 from megarl.serving.refusal import RequestError
 
 MAX_DEPTH = 64
-"""Levels of nested objects and lists in a request. Chat templates and json.dumps recurse into them, and Python raises
-RecursionError at about 1,000 frames."""
+"""Largest depth of nested objects and lists in a request. Chat templates and json.dumps recurse into them, and Python
+raises RecursionError at about 1,000 frames."""
 ROLES = ("system", "developer", "user", "assistant", "tool")
+"""Roles accepted in messages."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages as chat templates take them, and the tools that may be called.
+    """Messages in the form taken by chat templates, and the tools available.
 
-    `keys` are the messages in canonical form, without reasoning; `reasoning` is that of each message, empty where a
+    `keys`: the messages in canonical form, without reasoning. `reasoning`: the reasoning of each message, empty if the
     client sends none.
     """
 
@@ -36,16 +37,17 @@ class Conversation:
 
     @classmethod
     def read(cls, messages: Any, tools: Any = None) -> Conversation:
-        """The conversation of a request. Raises RequestError for what is no list of messages with text."""
+        """Return a request's conversation. Raises RequestError unless `messages` is a list of messages with text."""
         if not isinstance(messages, list) or not messages:
             raise RequestError("messages: give a list of at least one message", param="messages")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
             raise RequestError("tools: give a list of JSON schemas", param="tools")
+        # An empty list of tools and no tools render the same prompt.
         known = cls((), tuple(tools or ()), (), ())
         return known.followed_by(_read(message, place) for place, message in enumerate(messages))
 
     def followed_by(self, messages: Iterator[Message] | Sequence[Message]) -> Conversation:
-        """This conversation and further messages, which are in the form that templates take."""
+        """Return this conversation with further messages, given in the form taken by templates."""
         added = tuple(messages)
         together = (*self.messages, *added)
         keys = [_key(message, places) for message, places in zip(together, _call_places(together), strict=True)]
@@ -53,29 +55,30 @@ class Conversation:
         return Conversation(together, self.tools, tuple(keys), (*self.reasoning, *reasoning))
 
     def digests(self) -> list[bytes]:
-        """A digest of the tools and of the messages up to each place: [messages + 1]."""
+        """Return a digest of the tools, then of tools and messages up to each message: [messages + 1]."""
         digest = hashlib.sha256(_json(self.tools).encode()).digest()
         found = [digest]
         for key in self.keys:
+            # Chained, so that n messages cost n hashes and each digest stands for all messages up to it.
             digest = hashlib.sha256(digest + key.encode()).digest()
             found.append(digest)
         return found
 
     def common_messages(self, other: Conversation) -> int:
-        """How many messages two conversations have in common, from the first on; none where their tools differ."""
+        """Return the number of leading messages common to both conversations, 0 if their tools differ."""
         if self.tools != other.tools:
             return 0
         pairs = enumerate(zip(self.keys, other.keys, strict=False))
         return next((place for place, (one, two) in pairs if one != two), min(len(self.keys), len(other.keys)))
 
     def has_reasoning_of(self, other: Conversation) -> bool:
-        """Whether the reasoning that is given here is that of another conversation, which this one begins with."""
+        """Return whether all reasoning given here equals that of `other`. This conversation begins with `other`."""
         pairs = zip(self.reasoning, other.reasoning, strict=False)
         return all(not own or own == theirs for own, theirs in pairs)
 
 
 def answer_message(text: str, reasoning: str | None, calls: Sequence[tuple[str, str, str]]) -> Message:
-    """An assistant's message as templates take it; `calls` are (id, name, arguments as they are sent)."""
+    """Return an assistant's message in the form taken by templates. `calls` are (id, name, arguments as sent)."""
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -88,10 +91,10 @@ def answer_message(text: str, reasoning: str | None, calls: Sequence[tuple[str, 
 
 
 def _read(message: Any, place: int) -> Message:
-    """A message of a request as chat templates take it: text, and arguments as an object."""
+    """Return a message of a request in the form taken by chat templates: text, and arguments as an object."""
     where = f"messages.{place}"
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where}: is no object with a role and content", param=where)
+        raise RequestError(f"{where}: is not an object with role and content", param=where)
     role = message.get("role")
     if role not in ROLES:
         raise RequestError(f"{where}.role: is {role!r:.40}; give one of {', '.join(ROLES)}", param=f"{where}.role")
@@ -103,6 +106,7 @@ def _read(message: Any, place: int) -> Message:
         if isinstance(message.get(name), str):
             found[name] = message[name]
     if role == "assistant":
+        # vLLM and clients use both names for reasoning.
         reasoning = message.get("reasoning_content") or message.get("reasoning")
         if isinstance(reasoning, str):
             found["reasoning_content"] = reasoning
@@ -112,6 +116,7 @@ def _read(message: Any, place: int) -> Message:
 
 
 def _text(content: Any, where: str) -> str:
+    """Return the text of a message's content: of a string, or of a list of text parts. Raises RequestError."""
     if content is None:
         return ""
     if isinstance(content, str):
@@ -122,7 +127,9 @@ def _text(content: Any, where: str) -> str:
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
+    """Return the tool calls of a message in the form taken by templates. Raises RequestError."""
     found = []
+    # Anything but a list is read as one call, so that it is accepted or refused like a call.
     given: list[Any] = calls if isinstance(calls, list) else [calls]
     for place, call in enumerate(given):
         function = call.get("function") if isinstance(call, Mapping) else None
@@ -140,7 +147,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Return the object that `arguments` stand for as JSON text; other text, or one nested too deeply, is unchanged."""
+    """Return the object in the JSON text `arguments`. Other text, or too deeply nested JSON, is returned unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -153,6 +160,7 @@ def _parsed(arguments: Any) -> Any:
 
 def is_nested_too_deeply(value: Any) -> bool:
     """Return whether `value` has more than `MAX_DEPTH` levels of objects and lists."""
+    # Level by level and not recursively: the recursion limit is what this check protects.
     level = [value]
     for _ in range(MAX_DEPTH + 1):
         nested = [item for item in level if isinstance(item, dict | list)]
@@ -163,7 +171,7 @@ def is_nested_too_deeply(value: Any) -> bool:
 
 
 def _call_places(messages: Sequence[Message]) -> Iterator[Mapping[str, int]]:
-    """For each message the places of the calls that were made last before it, by their ids."""
+    """Yield for each message the position of each call in the last assistant message before it, by call id."""
     places: dict[str, int] = {}
     for message in messages:
         yield places
@@ -172,10 +180,11 @@ def _call_places(messages: Sequence[Message]) -> Iterator[Mapping[str, int]]:
 
 
 def _key(message: Message, places: Mapping[str, int]) -> str:
-    """A message in canonical form: a call is known by its place, since clients change ids."""
+    """Return a message in canonical form. A call is identified by its position, because clients change ids."""
     content = message["content"]
     if message["role"] == "assistant":
         calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]
+        # Blanks are stripped from assistant messages only: those of other roles reach the prompt unchanged.
         return _json(["assistant", content.strip(), calls])
     answered = message.get("tool_call_id", "")
     return _json([message["role"], content, places.get(answered, answered)])
@@ -186,4 +195,5 @@ def _reasoning(message: Message) -> str:
 
 
 def _json(value: Any) -> str:
+    # Sorted keys and fixed separators: clients serialise arguments again in their own order.
     return json.dumps(value, sort_keys=True, ensure_ascii=False, separators=(",", ":"))

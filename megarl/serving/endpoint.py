@@ -1,4 +1,4 @@
-"""The HTTP server: OpenAI's chat completions, completions and models, for agents that hold a session."""
+"""HTTP server with OpenAI's chat completions, completions and models, for agents with a session."""
 
 from __future__ import annotations
 
@@ -22,26 +22,29 @@ from megarl.terminal import FirstOfEachKind
 from megarl.types import ConfigError, SamplingSettings
 
 KEEP_ALIVE_SECONDS = 5.0
-"""How often a stream that waits for its answer is told so."""
+"""Interval of keep-alive comments in a stream waiting for its answer."""
 SESSION_HEADER = "x-megarl-session"
+"""Header of the answer with the secret of a guest's new session."""
 _SHUTDOWN_SECONDS = 2.0
+"""Seconds for open connections to end at shutdown."""
 _LINGERING_SECONDS = 1.0
-"""Bytes of a refused body are read and discarded for this long, so that its client sees the answer and no reset."""
+"""Seconds for reading and discarding a refused body, so that its client receives the answer and not a reset."""
 _LOGGED_A_MINUTE = 10
-"""Malformed requests that are logged within a minute, one line each; the next line says how many were not."""
+"""Most malformed requests logged in a minute, one line each. The next line says how many were not logged."""
 _OTHER_FILES = 512
-"""Files that the process may have open beside the endpoint's connections: ranks, programs, logs, who is turned away."""
+"""Open files of the process in addition to the endpoint's connections: ranks, programs, logs, refused clients."""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
-    """An OpenAI-compatible server in front of engines; on loopback, or behind a token.
+    """OpenAI-compatible server in front of engines, on loopback or protected by a token.
 
-    A request names its session by its path, `/s/SECRET/v1/...`, or by its key, `Authorization: Bearer SECRET`. With
-    `guests`, limits for sessions, those that bring none are given one, whose secret is in the answer's header; they
-    need the token, if there is one, and their own sampling parameters hold. Without, they are refused. `notice` is
-    called with the first of each kind of thing that was not done as a client asked.
+    A request names its session by its path, `/s/SECRET/v1/...`, or by its key, `Authorization: Bearer SECRET`.
+
+    `guests`: limits for clients without a session. Each gets a session, and its secret in the answer's header. Guests
+    need the token, if there is one, and may set sampling parameters. None: clients without a session are refused.
+    `notice` is called with the first change of each kind made to a client's request.
     """
 
     def __init__(
@@ -62,12 +65,12 @@ class Endpoint:
         self.base_url = ""
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError where the address cannot be had, or not so many connections."""
+        """Listen. Raises ConfigError if the address is not available, or too few files may be open."""
         most = self._config.max_connections
         if (allowed := allow_open_files(most + _OTHER_FILES)) < most + _OTHER_FILES:
             raise ConfigError(
                 f"rollout.endpoint.max_connections = {most}: this process may open {allowed} files only (ulimit -n), "
-                f"and needs {_OTHER_FILES} beside; give at most {max(1, allowed - _OTHER_FILES)}, or raise that limit"
+                f"and needs {_OTHER_FILES} more; give at most {max(1, allowed - _OTHER_FILES)}, or raise that limit"
             )
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer_errors])
         for prefix in ("", "/s/{secret}"):
@@ -75,15 +78,18 @@ class Endpoint:
             app.router.add_post(f"{prefix}/v1/completions", self._complete)
             app.router.add_get(f"{prefix}/v1/models", self._models)
             app.router.add_get(f"{prefix}/v1/models/{{model:.+}}", self._one_model)
+        # For clients that need session and key before their first call, and a reward at the end.
         app.router.add_post("/sessions", self._open)
         app.router.add_post("/sessions/{secret}/reward", self._reward)
         self._runner = web.AppRunner(
             app,
+            # aiohttp cancels a handler only on request; without it an agent's dead call would sample to its end.
             handler_cancellation=True,
             access_log=None,
             logger=_endpoint_log(),
             lingering_time=_LINGERING_SECONDS,
             shutdown_timeout=_SHUTDOWN_SECONDS,
+            # The run has its own signal handlers.
             handle_signals=False,
         )
         await self._runner.setup()
@@ -105,11 +111,12 @@ class Endpoint:
             await self._runner.cleanup()
 
     def url_of(self, session: Session) -> str:
-        """The base URL with which any OpenAI client calls in a session."""
+        """Return the base URL for an OpenAI client calling in a session."""
         return f"{self.base_url}/s/{session.secret}/v1"
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Answer a request; turn errors into OpenAI's form."""
         try:
             self._admit(request)
             return await handler(request)
@@ -119,17 +126,18 @@ class Endpoint:
             refusal = RequestError(error.text or error.reason, status=error.status)
             response = web.json_response(refusal.body(), status=error.status, headers=refusal.headers())
         if response.status in (401, 413, 503):
-            # The body may be unread: the connection is closed, so that nobody's bytes are waited for.
+            # The body may be unread. Closing the connection avoids waiting for the rest of its bytes.
             response.force_close()
         return response
 
     def _admit(self, request: web.Request) -> None:
-        """Admit a connection, whose requests then all are, or raise RequestError: there are too many."""
+        """Count a connection, once for all its requests. Raises RequestError if there are too many."""
         connection = request.protocol
         if connection in self._admitted:
             return
         if len(self._admitted) >= self._config.max_connections:
             assert self._runner is not None and self._runner.server is not None
+            # Closed connections are dropped only at the limit, so that most requests need no scan.
             self._admitted.intersection_update(self._runner.server.connections)
         if len(self._admitted) >= self._config.max_connections:
             raise RequestError(
@@ -177,12 +185,14 @@ class Endpoint:
             raise _unknown_key()
         _, body = await read_body(request)
         reward = body.get("reward")
+        # JSON's true is a bool, which Python counts as an int. NaN fails the comparison.
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) < float("inf"):
             raise RequestError(f"reward = {reward!r:.40}: give a finite number", param="reward")
         await self._sessions.end(session, float(reward))
         return web.json_response({"id": session.secret, "reward": session.reward})
 
     def _asked(self, body: Mapping[str, Any], session: Session) -> Asked:
+        """Return the request's parameters. Count and report the fields replaced by the recipe's values."""
         asked = Asked.read(body, session.sampling, is_training=self._guests is None)
         names = [*asked.overridden, *(["model"] if body.get("model") not in (None, self._model) else [])]
         for name in names:
@@ -201,7 +211,7 @@ class Endpoint:
         return self._guest(_secret(request)), True
 
     def _check_right(self, request: web.Request) -> None:
-        """Raise RequestError where a request has no session and may not open one. Reads no body."""
+        """Raise RequestError if a request has no session and may not open one. Does not read the body."""
         self._check_key(request)
         if self._sessions.find(_secret(request)) is None:
             self._guest_limits()
@@ -213,7 +223,7 @@ class Endpoint:
         return self._sessions.open("guest", "guest", self._sampling, self._guest_limits())
 
     def _guest_limits(self) -> Limits:
-        """Return the limits of a guest's session. Raises RequestError where the endpoint opens none."""
+        """Return the limits of a guest's session. Raises RequestError if the endpoint opens none."""
         if self._guests is None:
             raise RequestError(
                 "this request has no session: use the base URL and the key that the agent was started with "
@@ -224,7 +234,8 @@ class Endpoint:
         return self._guests
 
     def _check_key(self, request: web.Request) -> None:
-        """Raise RequestError where a request has neither a session's secret nor the token."""
+        """Raise RequestError if a request has neither a session's secret nor the token."""
+        # A secret in the path must be a session's; the token is accepted in the header only.
         secret = _secret(request)
         if self._sessions.find(secret) is None and ("secret" in request.match_info or not self._is_token(secret)):
             raise _unknown_key()
@@ -244,18 +255,22 @@ class Endpoint:
         is_chat: bool,
         is_new: bool,
     ) -> web.StreamResponse:
+        """Wait for a call's answer and send it whole or as a stream."""
         headers = {SESSION_HEADER: session.secret} if is_new else {}
         reply = Reply.new(session.name, self._model, is_chat=is_chat)
         with session.waiting(call):
             if asked.is_streamed:
                 response = await self._stream(request, session, call, asked, reply, headers)
             else:
+                # Answer before the client's own timeout (600 s in OpenAI's clients). Its retry then joins the same
+                # call.
                 answer = await session.answer(call, self._config.hold_seconds)
                 if answer is None:
                     raise RequestError("the answer takes longer; ask for it again", status=503, retry_after=1)
                 tokens = await self._tokens(answer, asked)
                 session.deliver(call)
                 response = web.json_response(reply.whole(answer, tokens), headers=headers)
+        # One example is enough: later forks of a session usually have the same cause.
         for text in session.fork_texts[:1]:
             changed = "an agent changed the history that it sent before, so a new sequence begins"
             self._notices.tell("fork", f"{changed} (environment/forks): {text}")
@@ -270,7 +285,7 @@ class Endpoint:
         reply: Reply,
         headers: dict[str, str],
     ) -> web.StreamResponse:
-        """The answer as server-sent events. An error within the first seconds is told by its status."""
+        """Send the answer as server-sent events. An error within the first seconds is sent as an HTTP status."""
         answer = await session.answer(call, KEEP_ALIVE_SECONDS)
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
@@ -278,6 +293,8 @@ class Endpoint:
         await response.prepare(request)
         try:
             while answer is None:
+                # Lines beginning with a colon are comments of the SSE format. Proxies and clients close silent
+                # connections.
                 await response.write(b": keep-alive\n\n")
                 answer = await session.answer(call, KEEP_ALIVE_SECONDS)
             tokens = await self._tokens(answer, asked)
@@ -291,23 +308,25 @@ class Endpoint:
         return response
 
     async def _tokens(self, answer: Answer, asked: Asked) -> list[str] | None:
+        """Return the text of each sampled token if log-probs are requested, else None."""
         if not asked.has_logprobs:
             return None
         return await self._sessions.codec.tokens(answer.call.completion.token_ids)
 
 
 def _secret(request: web.Request) -> str:
-    """Return what a request gives as its right: the secret of its path, or the key of its header."""
+    """Return the credential of a request: the secret in its path, or the key in its header."""
     return request.match_info.get("secret") or _key(request)
 
 
 def _key(request: web.Request) -> str:
+    """Return the bearer token of a request, empty if there is none."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
 class _MalformedRequests(logging.Filter):
-    """Log filter: a malformed request is one line without a traceback, at most `_LOGGED_A_MINUTE` lines a minute."""
+    """Log filter for malformed requests: one line without a traceback, at most `_LOGGED_A_MINUTE` a minute."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -316,7 +335,7 @@ class _MalformedRequests(logging.Filter):
         self._num_dropped = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether the record is logged; a record of a malformed request gets its short form."""
+        """Return whether to log the record. The record of a malformed request is shortened."""
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, HttpProcessingError | web.RequestPayloadError):
             return True
@@ -324,6 +343,7 @@ class _MalformedRequests(logging.Filter):
         if minute != self._minute:
             self._minute = minute
             self._num_logged = 0
+        # A client that sends garbage in a loop must not fill the disk.
         if self._num_logged >= _LOGGED_A_MINUTE:
             self._num_dropped += 1
             return False
@@ -337,7 +357,7 @@ class _MalformedRequests(logging.Filter):
 
 
 def _endpoint_log() -> logging.Logger:
-    """Return a logger of the endpoint's own, so that its filter is not added twice to a shared one."""
+    """Return a logger used by one endpoint only, so that its filter is not added twice to a shared logger."""
     log = logging.Logger("megarl.serving.endpoint", logging.WARNING)
     log.parent = logging.getLogger("megarl")
     log.addFilter(_MalformedRequests())
@@ -345,7 +365,8 @@ def _endpoint_log() -> logging.Logger:
 
 
 def _is_retry(request: web.Request) -> bool:
-    """Whether the client says that it sends this request again."""
+    """Return whether the client marks this request as a retry."""
+    # OpenAI's clients, generated by Stainless, count their retries in this header.
     return request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
 
 
@@ -354,8 +375,10 @@ def _unknown_key() -> RequestError:
 
 
 def _event(data: Mapping[str, Any]) -> bytes:
+    """Return a server-sent event with JSON data."""
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
 
 def _in_url(host: str) -> str:
+    """Return the host as written in a URL: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""The prompts that a session answered, found again in what a client sends next."""
+"""Prompts answered in a session, matched with the client's next request."""
 
 from __future__ import annotations
 
@@ -13,13 +13,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _EXCERPT = 160
+"""Characters of both messages shown for a fork."""
 
 ForkReason = Literal["tools", "system", "history"]
+"""Changed part of a conversation: the tools, the system message, or a later message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answered:
-    """A conversation up to an answer, and its tokens, int32 [prompt + new_tokens]."""
+    """Conversation up to an answer, and its tokens, int32 [prompt + new_tokens]."""
 
     conversation: Conversation
     token_ids: NDArray[np.int32]
@@ -27,14 +29,14 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """Where a conversation parts from all that were answered: why, and both messages there."""
+    """First difference of a conversation from all answered ones: the reason, and both messages as text."""
 
     reason: ForkReason
     text: str
 
 
 class History:
-    """Conversations and texts that were answered, by what they begin with."""
+    """Answered conversations and texts, found by their beginning."""
 
     def __init__(self) -> None:
         self._answered: list[Answered] = []
@@ -47,17 +49,19 @@ class History:
         self._by_digest.setdefault(answered.conversation.digests()[-1], []).append(answered)
 
     def find(self, conversation: Conversation) -> Answered | None:
-        """The longest answered conversation that this one continues; of equal ones the newest."""
+        """Return the longest answered conversation continued by this one, the newest of several equal ones."""
+        # From the longest beginning to the shortest. The whole conversation is left out: its last message is new.
         for digest in conversation.digests()[-2:0:-1]:
+            # The newest first: an agent that asked twice goes on from the later answer.
             for answered in reversed(self._by_digest.get(digest, ())):
                 if conversation.has_reasoning_of(answered.conversation):
                     return answered
         return None
 
     def fork(self, conversation: Conversation, known: Answered | None) -> Fork | None:
-        """Where a conversation differs from the answered one that it has most in common with; None: it continues one.
+        """Return the difference from the most similar answered conversation. None: it continues one.
 
-        Nor is it a fork to ask again what was answered. `known` is what `find` finds for it.
+        Repeating an answered question is not a fork. `known` is the result of `find`.
         """
         if not self._answered:
             return None
@@ -66,22 +70,23 @@ class History:
         )
         other = self._answered[nearest].conversation
         if common >= min(len(conversation.keys), len(other.keys)):
-            # The same words, but for reasoning; or the same question again.
+            # Either the same words with different reasoning, or the same question again.
             is_fork = known is None and len(conversation.keys) > common
             return Fork("history", "reasoning differs") if is_fork else None
         if all(answered.conversation.tools != conversation.tools for answered in self._answered):
             return Fork("tools", "the tools are others than before")
         texts = other.keys[common], conversation.keys[common]
+        # Start 20 characters before the difference, so that the reader recognises the place.
         start = max(0, next((i for i, (a, b) in enumerate(zip(*texts, strict=False)) if a != b), 0) - 20)
         was, now = (text[start : start + _EXCERPT] for text in texts)
         reason: ForkReason = "system" if common == 0 and conversation.messages[0]["role"] == "system" else "history"
         return Fork(reason, f"message {common} ({conversation.messages[common]['role']}) was …{was} and is …{now}")
 
     def add_text(self, text: str, token_ids: NDArray[np.int32]) -> None:
-        """Remember a prompt and its completion as text, and their tokens [tokens]."""
+        """Remember a prompt with its completion as text, and their tokens `token_ids` [tokens]."""
         self._texts.append((text, token_ids))
 
     def find_text(self, prompt: str) -> tuple[str, NDArray[np.int32]] | None:
-        """The longest text that a prompt begins with, and its tokens; None: there is none."""
+        """Return the longest remembered text at the start of a prompt, and its tokens [tokens]. None: there is none."""
         found = [known for known in self._texts if prompt.startswith(known[0])]
         return max(found, key=lambda known: len(known[0]), default=None)

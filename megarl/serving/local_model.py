@@ -1,4 +1,4 @@
-"""A trained model behind the endpoint, on one engine of this machine."""
+"""Trained model served at the endpoint, with one engine on this machine."""
 
 from __future__ import annotations
 
@@ -24,13 +24,15 @@ from megarl.tracking.earlier_run import newest_checkpoint
 from megarl.types import DataError, Request, SamplingSettings
 
 IDLE_SECONDS = 3600.0
+"""A guest's session ends after this time without a call."""
 _MAX_CALLS = 1 << 31
+"""Limit of a guest's calls, practically none."""
 
 
 class EngineRank:
-    """The worker of a rank that samples and trains nothing.
+    """Worker of a sampling-only rank.
 
-    Without a `dtype` the weights have the one that the model's folder names.
+    Without a `dtype` the weights have the type named by the model folder.
     """
 
     def __init__(
@@ -44,9 +46,11 @@ class EngineRank:
         seed: int = 0,
         override: Mapping[str, Any] | None = None,
     ) -> None:
-        """`override` as in `engine.RolloutEngine`."""
+        """Load the model's weights into an engine. `override` as in `engine.RolloutEngine`."""
+        # Imported in the rank's process: the driver needs neither torch nor vLLM.
         from megarl.engine.engine import RolloutEngine
 
+        # The timeout in seconds of collectives between the engine's ranks.
         device.init_world(600.0)
         dtype = dtype or str(read_object(Path(folder) / "config.json").get("dtype", "bfloat16"))
         self._engine = RolloutEngine(
@@ -58,24 +62,25 @@ class EngineRank:
     def advance(
         self, work: tuple[tuple[Request, ...], tuple[str, ...]], budget_seconds: float, leave_after: int | None
     ) -> list[Any]:
-        """As `engine.RolloutEngine.advance`; `work` is (requests, ids to abort)."""
+        """Run the engine (see `engine.RolloutEngine.advance`). `work` is (requests, ids to abort)."""
         return self._engine.advance(*work, budget_seconds, leave_after=leave_after)
 
 
 def model_folder(path: Path, *, is_best: bool = False) -> Path:
-    """The model folder of a run, or the one that a path is. Raises DataError for any other, or one without weights.
+    """Return a run's exported model folder, or `path` if it is a model folder itself.
 
-    `is_best`: of a run that of its best evaluation.
+    `is_best`: return the model of the run's best evaluation. Raises DataError if there is no model or no weights.
     """
     is_run = (path / "config.yaml").is_file()
     folder = path / ("hf_best" if is_best else "hf") if is_run else path
     if is_best and not (is_run and (folder / "config.json").is_file()):
-        raise DataError(f"{path}: is no run with a model of its best evaluation, hf_best (checkpoint.best)")
+        raise DataError(f"{path}: is not a run with a model of its best evaluation, hf_best (checkpoint.best)")
     if not (folder / "config.json").is_file():
         hint = "give one of them"
         if (path / "hf_best").is_dir():
             hint = "it has the model of its best evaluation, hf_best (megarl eval --best)"
         elif (checkpoint := newest_checkpoint(path)) is not None:
+            # In the run folder, not in checkpoints/, where only checkpoints are expected.
             made = checkpoint.parents[1] / f"hf_{checkpoint.name}"
             hint = f"make a model of the checkpoint: megarl convert to-hf --megatron {checkpoint} --out {made}"
         raise DataError(f"{path}: is neither a model folder nor a run that has exported its model; {hint}")
@@ -84,7 +89,7 @@ def model_folder(path: Path, *, is_best: bool = False) -> Path:
 
 
 async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, tell: Callable[[str], object]) -> None:
-    """Serve a model until SIGINT or SIGTERM; `tell` hears where it is served."""
+    """Serve a model until SIGINT or SIGTERM. Reports its address."""
     folder = model_folder(path)
     tokenizer = load_tokenizer(folder)
     context_tokens = int(read_object(folder / "config.json")["max_position_embeddings"])
@@ -92,6 +97,7 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, te
     asked_to_end = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
+        # Installed before the engine starts, so that Ctrl-C during the start ends the processes in order.
         loop.add_signal_handler(number, asked_to_end.set)
     if device.current().type == "cuda" and (notice := device.toolkit_notice()) is not None:
         tell(notice)
@@ -110,6 +116,7 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, te
         server = Endpoint(
             Sessions(pool, codec),
             endpoint,
+            # A run's export is named hf, so the run's name says more.
             model=folder.absolute().parent.name if folder.name == "hf" else folder.absolute().name,
             sampling=SamplingSettings(context_tokens),
             guests=limits,
@@ -122,11 +129,13 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, te
         finally:
             await server.close()
             codec.close()
+            # Aborted requests must leave the engine before its process ends.
             await pool.drained()
             await group.close()
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a model folder by name. A tensor is read from disk when it is yielded."""
     from safetensors import safe_open
 
     for name in weight_files(folder):

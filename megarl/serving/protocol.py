@@ -1,4 +1,4 @@
-"""OpenAI's wire format: what a request asks for, and its answer as one object or as chunks of a stream."""
+"""OpenAI's wire format: parameters of a request, and its answer as one object or as chunks of a stream."""
 
 from __future__ import annotations
 
@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _CHUNK_CHARACTERS = 256
+"""Characters in a chunk of a stream."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -38,7 +39,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "structured_outputs": (),
 }
-"""Fields that would change what is sampled, or ask for more answers than one, and their values that do not."""
+"""Fields affecting the sampled distribution or the number of answers, and their values without effect."""
 
 _RANGES = {
     "temperature": (0.0, 2.0),
@@ -47,14 +48,14 @@ _RANGES = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 2.0),
 }
-"""The numbers that a request may give where the recipe's do not hold."""
+"""Accepted ranges of a request's sampling parameters. They apply where the recipe's values do not."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """The sampling and the form of answer that a request asks for.
+    """Sampling parameters and form of answer requested.
 
-    `overridden` are the fields whose values the recipe's replace.
+    `overridden` names the fields replaced by the recipe's values.
     """
 
     sampling: SamplingSettings
@@ -65,7 +66,8 @@ class Asked:
 
     @classmethod
     def read(cls, body: Mapping[str, Any], recipe: SamplingSettings, *, is_training: bool) -> Asked:
-        """Raises RequestError for a field that would change the distribution, or that has no proper value."""
+        """Read a request. Raises RequestError for invalid values, and for fields changing the distribution."""
+        # Refused, not ignored: training assumes that tokens come from the recipe's distribution.
         for name, neutral in NEUTRAL.items():
             if body.get(name) is not None and body[name] not in neutral:
                 raise RequestError(
@@ -87,7 +89,10 @@ class Asked:
 def _sampling(
     body: Mapping[str, Any], recipe: SamplingSettings, *, is_training: bool
 ) -> tuple[SamplingSettings, tuple[str, ...]]:
-    """The sampling parameters of a request: limits of length and stops are the client's own, within the recipe's."""
+    """Return a request's sampling parameters, and the fields overridden by the recipe.
+
+    Clients may set length limits and stop strings, within the recipe's limits.
+    """
     found, overridden = recipe, []
     for name, (low, high) in _RANGES.items():
         if (value := body.get(name)) is None:
@@ -95,6 +100,7 @@ def _sampling(
         if isinstance(value, bool) or not isinstance(value, int | float) or not low <= value <= high:
             raise RequestError(f"{name} = {value!r:.40}: give a number from {low:g} to {high:g}", param=name)
         if name == "top_k":
+            # OpenAI-compatible servers use -1 for no limit, megarl 0.
             value = max(int(value), 0)
         if value != getattr(recipe, name):
             if is_training:
@@ -102,7 +108,9 @@ def _sampling(
             else:
                 found = replace(found, **{name: value})
     if body.get("seed") is not None:
+        # Sessions derive seeds from the attempt, so that a run can be repeated.
         overridden.append("seed")
+    # max_tokens is OpenAI's deprecated name; many clients still send it.
     limit = body.get("max_completion_tokens") or body.get("max_tokens")
     if limit is not None:
         if isinstance(limit, bool) or not isinstance(limit, int) or limit < 1:
@@ -117,8 +125,9 @@ def _sampling(
 
 
 def read_conversation(body: Mapping[str, Any]) -> Conversation:
-    """The conversation of a chat request. Raises RequestError; so for one that ends with an assistant's message."""
+    """Return the conversation of a chat request. Raises RequestError, also if its last message is the assistant's."""
     tools = body.get("tools")
+    # The model must not see the tools then.
     if body.get("tool_choice") == "none":
         tools = None
     conversation = Conversation.read(body.get("messages"), tools)
@@ -128,12 +137,13 @@ def read_conversation(body: Mapping[str, Any]) -> Conversation:
 
 
 def read_prompt(body: Mapping[str, Any]) -> str | NDArray[np.int32]:
-    """The prompt of a request for a completion: a text, or token ids [prompt]. Raises RequestError."""
+    """Return the prompt of a completion request: text, or token ids [prompt]. Raises RequestError."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         [prompt] = prompt
     if isinstance(prompt, str) and prompt:
         return prompt
+    # `type is int` excludes bool. 2^31 is the limit of int32.
     if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < 1 << 31 for token in prompt):
         return np.array(prompt, np.int32)
     raise RequestError("prompt: give one text or one list of token ids, not empty", param="prompt")
@@ -141,7 +151,7 @@ def read_prompt(body: Mapping[str, Any]) -> str | NDArray[np.int32]:
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Writes the answers to one request. `tokens` are the texts of the sampled tokens where log-probs are asked for."""
+    """Writer of the answers to one request. `tokens`: texts of the sampled tokens if log-probs are requested."""
 
     name: str
     model: str
@@ -150,10 +160,11 @@ class Reply:
 
     @classmethod
     def new(cls, name: str, model: str, *, is_chat: bool) -> Reply:
+        """Return a reply with an id made from the session's name."""
         return cls(f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", model, is_chat, int(time.time()))
 
     def whole(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
-        """The answer as one JSON object."""
+        """Return the answer as one JSON object."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
         if self.is_chat:
             choice["message"] = _message(answer)
@@ -164,10 +175,11 @@ class Reply:
         return self._object(kind, [choice]) | {"usage": _usage(answer)}
 
     def chunks(self, answer: Answer, tokens: Sequence[str] | None, *, has_usage: bool) -> Iterator[dict[str, Any]]:
-        """The answer as the objects of a stream; tool calls are told by name, then by arguments."""
+        """Yield the answer as objects of a stream. A tool call is sent as its name, then its arguments."""
         logprobs = None if tokens is None else self._logprobs(answer, tokens)
         if self.is_chat:
             yield self._chunk({"role": "assistant", "content": ""}, logprobs=logprobs)
+            # The answer is complete before the stream starts: tool calls can be parsed only at its end.
             for text in _pieces(answer.reasoning or ""):
                 yield self._chunk({"reasoning_content": text})
             for text in _pieces(answer.text):
@@ -199,6 +211,7 @@ class Reply:
         return {"id": self.name, "object": kind, "created": self.created, "model": self.model, "choices": choices}
 
     def _logprobs(self, answer: Answer, tokens: Sequence[str]) -> dict[str, Any]:
+        """Return the log-probs of the sampled tokens in OpenAI's form."""
         values = answer.call.completion.rollout_logprobs.tolist()
         if not self.is_chat:
             return {"tokens": list(tokens), "token_logprobs": values, "top_logprobs": None, "text_offset": None}
@@ -211,18 +224,20 @@ class Reply:
 
 
 def models(name: str) -> dict[str, Any]:
-    """The list of the one model that is served."""
+    """Return the list of served models: the only one."""
     return {"object": "list", "data": [model(name)]}
 
 
 def model(name: str) -> dict[str, Any]:
-    """The model that is served."""
+    """Return the description of the served model."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
 
 
 def _message(answer: Answer) -> dict[str, Any]:
+    """Return the answer as a message in OpenAI's form."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
+        # OpenAI's answers have null for an empty text next to tool calls.
         message["content"] = answer.text or None
         message["tool_calls"] = [
             {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
@@ -234,11 +249,12 @@ def _message(answer: Answer) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
+    """Return the token counts of an answer."""
     prompt, sampled = len(answer.call.prompt_token_ids), len(answer.call.completion.token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """A text in pieces."""
+    """Yield a text in pieces of `_CHUNK_CHARACTERS`."""
     for start in range(0, len(text), _CHUNK_CHARACTERS):
         yield text[start : start + _CHUNK_CHARACTERS]

@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _REMEMBERED = 100_000
-"""Ended sessions whose late calls are told so; those of older ones are told that their key is unknown."""
+"""Number of ended sessions remembered. Late calls to them get status 410, calls to older ones get 401 (unknown key)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Limits of a session: tokens of a prompt and its completion together, model calls, seconds without a call."""
+    """Limits of a session: tokens of prompt plus completion, number of model calls, seconds without a call."""
 
     context_tokens: int
     max_calls: int
@@ -42,10 +42,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """An answered model call, its `number` in the order of their starts.
+    """Answered model call. `number` is its place in the order of starts.
 
-    `text` is the answer without reasoning and calls, `completion_text` with both; `calls` are the tool calls as (id,
-    name, arguments as text).
+    `text` is the answer without reasoning and calls, `completion_text` includes both. `calls` are the tool calls as
+    (id, name, arguments as text).
     """
 
     number: int
@@ -58,7 +58,7 @@ class Answer:
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
-        """Why the completion ended, in OpenAI's words."""
+        """Reason for the completion's end, in OpenAI's words."""
         if self.calls:
             return "tool_calls"
         return "length" if self.call.completion.finish_reason == "length" else "stop"
@@ -71,7 +71,7 @@ class Answer:
 
 @dataclass(slots=True, eq=False)
 class ModelCallUnderWay:
-    """A model call that some requests wait for: the first one and its retries."""
+    """Model call in progress. Several requests may wait for it: the first one and its retries."""
 
     task: asyncio.Task[Answer]
     remember: Callable[[Answer], None]
@@ -80,16 +80,17 @@ class ModelCallUnderWay:
 
 
 class Session:
-    """The record of one agent's attempt.
+    """Record of one agent's attempt.
 
-    `calls` are the calls whose answers reached the agent, in the order of their starts; `counts` what was dropped,
-    joined or overridden, by name.
+    `answers` are the answers delivered to the agent, in the order of their calls' starts. `counts`: numbers of dropped,
+    joined and overridden things, by name.
     """
 
     def __init__(
         self, name: str, seed: str, sampling: SamplingSettings, limits: Limits, pool: Generates, codec: Codec
     ) -> None:
         self.name = name
+        # 192 random bits: the secret is the only protection of a session.
         self.secret = secrets.token_urlsafe(24)
         self.sampling = sampling
         self.limits = limits
@@ -108,18 +109,19 @@ class Session:
 
     @property
     def answers(self) -> list[Answer]:
-        """The answers that reached the agent, in the order in which their calls started."""
+        """Answers delivered to the agent, in the order of their calls' starts."""
+        # Calls may overlap and answers arrive in any order; training needs a fixed one.
         return sorted(self._delivered, key=lambda answer: answer.number)
 
     @property
     def num_under_way(self) -> int:
-        """Model calls that are not answered yet."""
+        """Number of calls not answered yet."""
         return sum(not call.task.done() for call in self._under_way)
 
     def chat(
         self, conversation: Conversation, sampling: SamplingSettings, body: bytes, *, is_retry: bool
     ) -> ModelCallUnderWay:
-        """Begin a call that answers a conversation; a retry joins the call of the same body. Raises RequestError."""
+        """Start a call answering a conversation. A retry joins the call with the same body. Raises RequestError."""
 
         def remember(answer: Answer) -> None:
             whole = conversation.followed_by([answer.message])
@@ -130,7 +132,7 @@ class Session:
     def complete(
         self, prompt: str | NDArray[np.int32], sampling: SamplingSettings, body: bytes, *, is_retry: bool
     ) -> ModelCallUnderWay:
-        """Begin a call that completes a text or token ids [prompt]; as `chat`."""
+        """Start a call completing a text or token ids [prompt], like `chat`."""
 
         def remember(answer: Answer) -> None:
             if isinstance(prompt, str):
@@ -140,7 +142,7 @@ class Session:
 
     @contextmanager
     def waiting(self, call: ModelCallUnderWay) -> Iterator[None]:
-        """A request that waits for a call. Where the last one's client goes away, the call is aborted."""
+        """Register a request as waiting for a call. If the last waiting client disconnects, the call is aborted."""
         call.num_waiting += 1
         try:
             yield
@@ -153,10 +155,11 @@ class Session:
             call.num_waiting -= 1
 
     async def answer(self, call: ModelCallUnderWay, seconds: float) -> Answer | None:
-        """Await a call's answer, so many seconds; None: it is not there yet, and the call goes on.
+        """Wait up to `seconds` for a call's answer. None: it is not finished, and the call continues.
 
-        Raises RequestError for a refused call, or where the session has ended.
+        Raises RequestError if the call was refused or the session has ended.
         """
+        # asyncio.wait does not cancel the task on timeout, unlike wait_for.
         await asyncio.wait({call.task}, timeout=seconds)
         if not call.task.done():
             return None
@@ -165,7 +168,8 @@ class Session:
         return call.task.result()
 
     def deliver(self, call: ModelCallUnderWay) -> None:
-        """Say that a call's answer reaches its client: only then is it trained, and its conversation can go on."""
+        """Record the delivery of a call's answer. Only then is it trained, and its conversation can continue."""
+        # An answer after the end would add tokens to a finished trajectory.
         if call.is_delivered or self.ended.is_set():
             return
         call.is_delivered = True
@@ -174,11 +178,12 @@ class Session:
         self._delivered.append(answer)
 
     async def end(self, reward: float | None = None) -> None:
-        """End the session, once; calls under way are aborted. The first end's reward counts."""
+        """End the session, once. Running calls are aborted. The reward of the first call to `end` counts."""
         if self.ended.is_set():
             return
         self.ended.set()
         self.reward = reward
+        # Cancelled here; gather waits until their requests have left the engines.
         tasks = [call.task for call in self._under_way if not call.task.done()]
         for task in tasks:
             task.cancel()
@@ -188,6 +193,7 @@ class Session:
             for call in self._under_way
             if not call.is_delivered and not call.task.cancelled() and call.task.exception() is None
         )
+        # Removes the pool's record of the engine with this session's prefix cached.
         self._pool.forget(self.name)
 
     def _begin(
@@ -197,16 +203,19 @@ class Session:
         sample: Callable[[], Coroutine[Any, Any, Answer]],
         remember: Callable[[Answer], None],
     ) -> ModelCallUnderWay:
+        """Start a call, or join the running call with the same body. Raises RequestError if no call is allowed."""
         if self.ended.is_set():
             raise ended_error()
+        # The bytes of the body identify a retry: OpenAI's clients send the same bytes again.
         key = hashlib.sha256(body).digest()
         earlier = self._by_body.get(key)
+        # Only marked retries join: an agent may sample the same prompt several times on purpose.
         if is_retry and earlier is not None and not earlier.task.cancelled():
             self.counts["joined_retries"] += 1
             return earlier
         if self._num_started >= self.limits.max_calls:
             self.counts["refused_calls"] += 1
-            text = f"this session may make {self.limits.max_calls} model calls (rollout.max_turns), and has"
+            text = f"this session may make {self.limits.max_calls} model calls (rollout.max_turns), and has made them"
             raise RequestError(text, code="max_turns")
         self._num_started += 1
         call = ModelCallUnderWay(asyncio.create_task(sample()), remember)
@@ -215,8 +224,10 @@ class Session:
         return call
 
     async def _chat(self, conversation: Conversation, sampling: SamplingSettings) -> Answer:
+        """Answer a conversation, continuing the tokens of an earlier answer if possible."""
         number = self._num_started
         self._codec.check_tools(conversation.tools)
+        # Appending to recorded tokens keeps a trajectory one sequence. Rendering again could tokenise it differently.
         known = self._history.find(conversation)
         if fork := self._history.fork(conversation, known):
             self.counts["forks"] += 1
@@ -228,11 +239,13 @@ class Session:
             rest = conversation.messages[len(known.conversation.messages) :]
             token_ids = await self._codec.continued(known.token_ids, rest, conversation.tools)
         call = await self._sample(number, token_ids, sampling)
+        # Parsed from tokens, because special tokens mark reasoning and calls.
         turn, whole = await self._codec.parsed(call, conversation.tools, number)
         text = _until_stop(turn.text, call.completion, sampling)
         return Answer(number, call, text, whole, conversation.messages, turn.reasoning, _sent_calls(turn))
 
     async def _complete(self, prompt: str | NDArray[np.int32], sampling: SamplingSettings) -> Answer:
+        """Complete a prompt, continuing the tokens of an earlier text if possible."""
         number = self._num_started
         if not isinstance(prompt, str):
             token_ids = prompt
@@ -246,11 +259,13 @@ class Session:
         return Answer(number, call, _until_stop(whole, call.completion, sampling), whole)
 
     async def _sample(self, number: int, token_ids: NDArray[np.int32], sampling: SamplingSettings) -> ModelCall:
+        """Sample a completion of `token_ids` [prompt]. Raises RequestError if it does not fit or is refused."""
         room = self.limits.context_tokens - len(token_ids)
         if room <= 0:
             self.counts["refused_calls"] += 1
             raise too_long(self.limits.context_tokens)
         sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        # `affinity` sends all calls of a session to the engine with its prefix cached.
         request = Request(f"{self.name}.{number}", token_ids, sampling, self._seed_of(token_ids))
         completion = await self._pool.generate(request, affinity=self.name)
         if completion.finish_reason == "error":
@@ -259,8 +274,12 @@ class Session:
         return ModelCall(token_ids, completion)
 
     def _seed_of(self, token_ids: NDArray[np.int32]) -> int:
-        """A seed of 31 bits: of the session, the prompt and how often it was seen, not of the order of calls."""
+        """Return a 31-bit seed for a prompt [prompt].
+
+        It depends on the session, the prompt and its number of repetitions, not on the order of calls.
+        """
         prompt = hashlib.sha256(token_ids.tobytes()).digest()
+        # An agent with parallel calls starts them in any order, and a repeated run must sample the same.
         drawn = f"{self._seed} {prompt.hex()} {self._times_seen[prompt]}"
         self._times_seen[prompt] += 1
         return int.from_bytes(hashlib.sha256(drawn.encode()).digest()[:4], "big") >> 1
@@ -268,7 +287,7 @@ class Session:
 
 @dataclass(slots=True)
 class Sessions:
-    """The open sessions of an endpoint, by their secrets; one without calls for `Limits.idle_seconds` is ended."""
+    """Open sessions of an endpoint by secret. A session without calls for `Limits.idle_seconds` is ended."""
 
     pool: Generates
     codec: Codec
@@ -281,7 +300,7 @@ class Sessions:
     def open(
         self, name: str, seed: str, sampling: SamplingSettings, limits: Limits, pool: Generates | None = None
     ) -> Session:
-        """A new session, with completions of `pool`, if it is not that of all; its name is made unique."""
+        """Open a session with a unique name. `pool` replaces the endpoint's pool for its completions."""
         self._num_opened += 1
         session = Session(f"{name}-{self._num_opened}", seed, sampling, limits, pool or self.pool, self.codec)
         self._open[session.secret] = session
@@ -289,22 +308,23 @@ class Sessions:
         return session
 
     def find(self, secret: str) -> Session | None:
-        """The open session of a secret. Raises RequestError for one that has ended."""
+        """Return the open session with this secret, None if unknown. Raises RequestError for an ended one."""
         if secret in self._ended:
             raise ended_error()
         return self._open.get(secret)
 
     def used(self, session: Session) -> None:
-        """Begin the session's time without calls anew."""
+        """Restart the session's idle time."""
         self._stop_timer(session)
         loop = asyncio.get_running_loop()
         self._timers[session.secret] = loop.call_later(session.limits.idle_seconds, self._time_out, session)
 
     async def end(self, session: Session, reward: float | None = None) -> None:
-        """End a session and forget it, but that it was one."""
+        """End a session and remember only its secret."""
         self._stop_timer(session)
         if self._open.pop(session.secret, None) is not None:
             self._ended[session.secret] = None
+            # Bounded, because every attempt of a long run opens a session.
             if len(self._ended) > _REMEMBERED:
                 self._ended.popitem(last=False)
         await session.end(reward)
@@ -318,22 +338,25 @@ class Sessions:
             timer.cancel()
 
     def _time_out(self, session: Session) -> None:
+        """End a session after its idle time, unless a call is running."""
+        # A long completion is not idleness.
         if session.num_under_way:
             self.used(session)
             return
         session.counts["timed_out"] += 1
         task = asyncio.create_task(self.end(session))
+        # asyncio keeps only weak references to tasks, so the set prevents their collection.
         self._ending.add(task)
         task.add_done_callback(self._ending.discard)
 
 
 def ended_error() -> RequestError:
-    """The refusal of a call that comes after the end of its session."""
+    """Return the error for a call after the end of its session."""
     return RequestError("this session has ended; its agent's attempt is over", status=410, code="session_ended")
 
 
 def _sent_calls(turn: ParsedTurn) -> tuple[tuple[str, str, str], ...]:
-    """Tool calls as they are sent; one that cannot be carried out has the error in place of its arguments, no JSON."""
+    """Return tool calls as sent to clients. An invalid call has its error in place of arguments, not valid JSON."""
     return tuple(
         (
             call.id,
@@ -345,9 +368,10 @@ def _sent_calls(turn: ParsedTurn) -> tuple[tuple[str, str, str], ...]:
 
 
 def _until_stop(text: str, completion: Completion, sampling: SamplingSettings) -> str:
-    """The text before the stop string that ended it: OpenAI's answers are without."""
+    """Return the text before the stop string that ended it, as in OpenAI's answers."""
     if completion.finish_reason != "stop":
         return text
     places = [text.find(stop) for stop in sampling.stop]
+    # The end-of-sequence token ends a text as well, without any stop string in it.
     found = [place for place in places if place >= 0]
     return text[: min(found)] if found else text

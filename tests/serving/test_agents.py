@@ -115,7 +115,7 @@ def test_without_a_reward_of_its_own_the_last_completion_is_scored(attempt: Call
     ("command", "failure"),
     [
         pytest.param(("sh", "-c", "echo no such file >&2; exit 3"), "ExitCode: the program ended with 3: no such file"),
-        pytest.param(("sh", "-c", "echo NaN"), "ValueError: the program's reward is nan, no finite number"),
+        pytest.param(("sh", "-c", "echo NaN"), "ValueError: the program's reward is nan, not a finite number"),
         pytest.param(("/no/such/program",), "OSError: /no/such/program: No such file or directory"),
     ],
     ids=["exit code", "no number", "no program"],
