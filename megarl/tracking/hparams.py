@@ -1,8 +1,8 @@
-"""A run's settings of learning as TensorBoard's HPARAMS tab takes them: two summaries beside the scalars.
+"""Settings of a run for TensorBoard's HPARAMS tab: two summaries in addition to the scalars.
 
-The first declares columns, the same in all runs, so that runs of any loop stand in one table; the second has this run's
-values, of the fields that have an effect in it. Of a run that was resumed with others TensorBoard shows those of its
-beginning.
+The first summary declares the columns. They are the same for all loops, so that all runs share one table. The second
+has the values of the run's effective fields. For a run resumed with changed settings, TensorBoard shows the first
+values.
 """
 
 from __future__ import annotations
@@ -24,16 +24,16 @@ SECTIONS = (
     "loop", "seed", "model.path", "model.dtype", "data.train", "lora", "algorithm", "critic", "preference", "optimizer",
     "train", "rollout.sampling", "reward",
 )  # fmt: skip
-"""The fields, and sections whose fields all, are columns."""
+"""Fields shown as columns. A section stands for all its fields."""
 
-# The messages' fields are made by protobuf when they are imported.
+# protobuf creates the message classes at import, so type checkers do not know their fields.
 _api: Any = api_pb2
 _plugin: Any = plugin_data_pb2
 _TYPES = {bool: "DATA_TYPE_BOOL", int: "DATA_TYPE_FLOAT64", float: "DATA_TYPE_FLOAT64"}
 
 
 def summaries(recipe: Recipe) -> list[Any]:
-    """The summaries of a run: its columns, with the metrics that runs are compared by, and its values."""
+    """Return the two summaries of a run: the columns with the compared metrics, and the run's values."""
     fields = dict(_fields(Recipe))
     experiment = _api.Experiment(
         time_created_secs=time.time(),
@@ -47,7 +47,8 @@ def summaries(recipe: Recipe) -> list[Any]:
     for name in fields:
         value = value_at(recipe, name)
         if value is not None and unmet(recipe, name) is None:
-            # A number by itself is no secret, and its column takes only numbers.
+            # Numbers cannot be secrets, and their columns accept only numbers. Other values are written with secrets
+            # hidden.
             _set(session.hparams[name], value if isinstance(value, int | float) else written_value(recipe, name))
     return [
         _summary(metadata.EXPERIMENT_TAG, _plugin.HParamsPluginData(experiment=experiment)),
@@ -56,13 +57,13 @@ def summaries(recipe: Recipe) -> list[Any]:
 
 
 def ended() -> Any:
-    """The summary of a run that is no longer under way; `status.json` says how it ended."""
+    """Return the summary marking the end of a run. `status.json` has the reason."""
     info = _plugin.SessionEndInfo(status=_api.STATUS_UNKNOWN, end_time_secs=time.time())
     return _summary(metadata.SESSION_END_INFO_TAG, _plugin.HParamsPluginData(session_end_info=info))
 
 
 def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """The columns by dotted name, with their annotations."""
+    """Yield the columns by dotted name, with their annotations."""
     for own, field in section.model_fields.items():
         name = f"{prefix}{own}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -72,7 +73,7 @@ def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _metrics(recipe: Recipe) -> list[str]:
-    """The metrics that runs are compared by."""
+    """Return the metrics for comparing runs."""
     sets = dict.fromkeys(name for source in recipe.sources for name in source.recipe.data.validation)
     of_loop = ["reward/mean", "reward/accuracy"] if recipe.is_on_policy else ["train/loss"]
     if recipe.loop == "distillation":
@@ -81,12 +82,14 @@ def _metrics(recipe: Recipe) -> list[str]:
 
 
 def _data_type(annotation: Any) -> str:
+    """Return TensorBoard's data type for a field's annotation."""
     found = {_TYPES.get(kind, "DATA_TYPE_STRING") for kind in _kinds(annotation)}
+    # A column with values of several types must be text.
     return found.pop() if len(found) == 1 else "DATA_TYPE_STRING"
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """The types of a field's values, None left out."""
+    """Yield the types of a field's values, without None."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield from _kinds(arguments[0])
@@ -98,6 +101,8 @@ def _kinds(annotation: Any) -> Iterator[Any]:
 
 
 def _set(target: Any, value: Any) -> None:
+    """Store a value in a protobuf field of its type."""
+    # bool first: Python counts it as an int.
     if isinstance(value, bool):
         target.bool_value = value
     elif isinstance(value, int | float):
@@ -107,5 +112,6 @@ def _set(target: Any, value: Any) -> None:
 
 
 def _summary(tag: str, content: Any) -> Any:
+    """Return a summary with `content` in its metadata, as the HPARAMS plugin expects."""
     value = Summary.Value(tag=tag, metadata=metadata.create_summary_metadata(content), tensor=metadata.NULL_TENSOR)
     return Summary(value=[value])

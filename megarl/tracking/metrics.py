@@ -1,6 +1,6 @@
-"""Metrics that carry their reduction over ranks and microbatches: mean, sum, maximum.
+"""Metrics with their reduction over ranks and microbatches: mean, sum, maximum.
 
-A mean is weighted by counts; a NaN in any part makes the whole NaN.
+A mean is weighted by counts. A NaN in any part makes the result NaN.
 """
 
 from __future__ import annotations
@@ -12,21 +12,22 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """A number of one rank or microbatch; the subclass is its reduction."""
+    """Number from one rank or microbatch. The subclass defines the reduction."""
 
     number: float
 
     def value(self) -> float:
+        """Return the value to log."""
         return self.number
 
     def merged(self, other: Metric) -> Metric:
-        """The reduction of this and another metric of the same subclass."""
+        """Return the reduction of this and another metric of the same subclass."""
         raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True)
 class Mean(Metric):
-    """A mean over `count` items: tokens, sequences, steps. Over no items it is NaN, with weight zero."""
+    """Mean over `count` items: tokens, sequences, steps. Without items it is NaN, with weight 0."""
 
     count: float = 1.0
 
@@ -35,6 +36,7 @@ class Mean(Metric):
 
     def merged(self, other: Metric) -> Mean:
         assert isinstance(other, Mean)
+        # Empty parts are skipped, because their NaN would survive the weight 0.
         parts = [part for part in (self, other) if part.count]
         count = sum(part.count for part in parts)
         return Mean(sum(part.number * (part.count / count) for part in parts), count)
@@ -42,7 +44,7 @@ class Mean(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Sum(Metric):
-    """A sum."""
+    """Sum over ranks and microbatches."""
 
     def merged(self, other: Metric) -> Sum:
         return Sum(self.number + other.number)
@@ -50,14 +52,15 @@ class Sum(Metric):
 
 @dataclass(frozen=True, slots=True)
 class Max(Metric):
-    """A maximum."""
+    """Maximum over ranks and microbatches."""
 
     def merged(self, other: Metric) -> Metric:
+        # Comparisons with NaN are false, so NaN needs its own test to survive.
         return self if math.isnan(self.number) or self.number >= other.number else other
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Reduce the metrics of several ranks or microbatches by name; some may lack a name.
+    """Reduce the metrics of several ranks or microbatches by name. Names may be missing in some.
 
     Raises TypeError for a name with two reductions.
     """
@@ -72,5 +75,5 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """The scalars to log."""
+    """Return the scalars to log."""
     return {name: metric.value() for name, metric in metrics.items()}

@@ -1,6 +1,6 @@
-"""The MLflow tracker: scalars, the recipe and samples, by the REST interface of a tracking server.
+"""MLflow tracker: scalars and recipe, sent through the REST API of a tracking server.
 
-MLflow's own client cannot share an environment with vLLM, whose versions of other packages exclude its own.
+MLflow's own client cannot be installed with vLLM, because their dependencies conflict.
 """
 
 from __future__ import annotations
@@ -24,27 +24,31 @@ from megarl.types import ConfigError
 
 _TIMEOUT_SECONDS = 10.0
 _METRICS_PER_CALL = 1000
+"""Limit of MLflow's log-batch call."""
 _PARAMETERS_PER_CALL = 100
+"""Limit of MLflow's log-batch call."""
 _PARAMETER_CHARACTERS = 500
-"""Limits of MLflow's interface: of one log-batch, and of a parameter's text."""
+"""Limit of MLflow for the text of a parameter."""
 
 
 class MLflow:
-    """A run on the server of MLFLOW_TRACKING_URI; see `trackers.RunTracker`.
+    """Run on the server at MLFLOW_TRACKING_URI (see `trackers.RunTracker`).
 
-    MLFLOW_EXPERIMENT_NAME names its experiment (megarl), MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and
-    MLFLOW_TRACKING_PASSWORD, admit to it. A run that is resumed goes on under its id, which is kept in the folder; a
-    metric's values of steps that are run again stand beside those of the first time.
+    MLFLOW_EXPERIMENT_NAME names its experiment (default megarl). MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and
+    MLFLOW_TRACKING_PASSWORD, give access. A resumed run continues under its id, stored in the run folder. If steps are
+    trained again, MLflow shows both values.
     """
 
     @staticmethod
     def check() -> None:
-        """Raise ConfigError where no tracking server is named."""
+        """Raise ConfigError if no tracking server is named."""
         _server()
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
+        """Create the run on the server, or continue it. Raises OSError if the server fails."""
         self._server = _server()
         file = folder / "mlflow_run_id"
+        # The id file may be missing in a resumed run that had no mlflow tracker before.
         if not resumed_step or not file.exists():
             recipe = yaml.safe_load((folder / "config.yaml").read_text())
             replace_text(file, self._new_run(folder.name, dict(_flat(recipe))) + "\n")
@@ -52,7 +56,7 @@ class MLflow:
         self._update("RUNNING")
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add a step's scalars by name; MLflow takes no value that is not finite."""
+        """Add a step's scalars by name, without values that are not finite: MLflow rejects them."""
         now = _milliseconds()
         rows = (
             {"key": name, "value": value, "timestamp": now, "step": step}
@@ -63,17 +67,17 @@ class MLflow:
             self._post("runs/log-batch", {"run_id": self.run_id, "metrics": rows_of_call})
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Nothing: samples are files of the run folder, and artifacts go to a store of the server's own kind."""
+        """Do nothing. Samples are files in the run folder. MLflow's artifacts need the server's kind of store."""
 
     def sync(self) -> None:
-        """Nothing: the server has what it was told."""
+        """Do nothing. Every call has reached the server already."""
 
     def close(self) -> None:
-        """Say that the run has ended."""
+        """Mark the run as finished."""
         self._update("FINISHED")
 
     def _new_run(self, name: str, parameters: Mapping[str, str]) -> str:
-        """Make the run, in an experiment that is made where it is missing; the run's id."""
+        """Create the run, and its experiment if missing. Return the run's id."""
         experiment = os.environ.get("MLFLOW_EXPERIMENT_NAME", "megarl")
         made = self._post(
             "runs/create",
@@ -91,33 +95,37 @@ class MLflow:
         return run_id
 
     def _experiment_id(self, name: str) -> str:
+        """Return the id of an experiment, created if missing."""
         found = self._post("experiments/search", {"filter": f"name = '{_quoted(name)}'", "max_results": 1})
         if found.get("experiments"):
             return found["experiments"][0]["experiment_id"]
         return self._post("experiments/create", {"name": name})["experiment_id"]
 
     def _update(self, status: str) -> None:
+        """Set the status of the run."""
         ended = {"end_time": _milliseconds()} if status == "FINISHED" else {}
         self._post("runs/update", {"run_id": self.run_id, "status": status, **ended})
 
     def _post(self, call: str, content: Mapping[str, Any]) -> dict[str, Any]:
-        """One call of the interface. Raises OSError where the server is away or refuses it."""
+        """Call the API. Raises OSError if the server is unreachable or refuses the call."""
         request = urllib.request.Request(
             f"{self._server}/api/2.0/mlflow/{call}",
             data=json.dumps(content).encode(),
             headers={"Content-Type": "application/json", **_credentials()},
         )
         try:
+            # The call runs between two steps, so an unreachable server must not stop training for long.
             with urllib.request.urlopen(request, timeout=_TIMEOUT_SECONDS) as answer:
                 return json.loads(answer.read() or b"{}")
         except urllib.error.HTTPError as error:
             said = error.read(300).decode(errors="replace")
             raise OSError(f"MLflow refused {call} with {error.code}: {said}") from None
         except ValueError as error:
-            raise OSError(f"MLflow's answer to {call} is no JSON: {error}") from None
+            raise OSError(f"MLflow's answer to {call} is not valid JSON: {error}") from None
 
 
 def _server() -> str:
+    """Return the address of the tracking server. Raises ConfigError if it is not set."""
     server = os.environ.get("MLFLOW_TRACKING_URI", "")
     if not server.startswith(("http://", "https://")):
         raise ConfigError(
@@ -128,6 +136,7 @@ def _server() -> str:
 
 
 def _credentials() -> dict[str, str]:
+    """Return the HTTP headers for access."""
     token = os.environ.get("MLFLOW_TRACKING_TOKEN")
     if token:
         return {"Authorization": f"Bearer {token}"}
@@ -139,7 +148,7 @@ def _credentials() -> dict[str, str]:
 
 
 def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, str]]:
-    """The fields of a recipe by their dotted names."""
+    """Yield a recipe's fields by dotted name, with values as text."""
     for name, value in settings.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{prefix}{name}.")
@@ -148,6 +157,7 @@ def _flat(settings: Mapping[str, Any], prefix: str = "") -> Iterable[tuple[str, 
 
 
 def _quoted(name: str) -> str:
+    """Return a name escaped for MLflow's filter expressions."""
     return name.replace("'", "\\'")
 
 

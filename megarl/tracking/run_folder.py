@@ -1,4 +1,4 @@
-"""The folder of a run: lock, recipe, status."""
+"""Run folder: lock, recipe, status."""
 
 from __future__ import annotations
 
@@ -32,26 +32,31 @@ from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedEr
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
 
 _STATUS_BYTES = 512
-"""Size of status.json, padded with spaces until the run ends: so its end can be written on a full disk too."""
+"""Size of status.json, padded with spaces until the run ends. The final status then fits even on a full disk."""
 
 
 class RunFolder:
-    """`RUNS_FOLDER/NAME/`, owned by this process until it closes the folder or dies.
+    """Folder `RUNS_FOLDER/NAME/`, locked by this process until it closes the folder or dies.
 
-    Holds `lock`, `config.yaml` (the recipe with every field, of the newest attempt that gained a step; secrets
-    hidden), `status.json`, `metrics.jsonl`, `tensorboard/`, `samples/`, `tokens/` (a few samples token by token),
-    `profiles/` (Chrome traces of steps), `checkpoints/`, `hf/` (the trained model), `hf_best/` (that of the best
-    evaluation), `logs/` (for each attempt a folder with its recipe, its ranks' output, `attempt.json`: when and where
-    it began, with how many steps before it, and how it ended, and `notices.jsonl`, its warnings; and a link to the
-    latest) and, of runs that were begun anew, `earlier/`. As a context manager it writes how the run ended.
-    `resumed_step` is the step of the checkpoint that it was resumed from, 0 for a new run.
+    Files: `lock`; `config.yaml` (the complete recipe of the newest attempt with a trained step, secrets hidden);
+    `status.json`; `metrics.jsonl`.
+
+    Folders: `tensorboard/`; `samples/`; `tokens/` (a few samples token by token); `profiles/` (Chrome traces of steps);
+    `checkpoints/`; `hf/` (the trained model); `hf_best/` (the model of the best evaluation); `earlier/` (runs moved
+    aside by --restart); `logs/`, with one folder per attempt and a link to the latest.
+
+    An attempt's folder has its recipe, its ranks' output, `notices.jsonl` (warnings) and `attempt.json` (start,
+    machine, steps before it, end).
+
+    As a context manager it writes how the run ended. `resumed_step` is the step of the resumed checkpoint, 0 for a new
+    run.
     """
 
     def __init__(self, recipe: Recipe, *, resume: bool = False, restart: bool = False) -> None:
-        """Make and lock the folder and read its state; only `begin` changes anything.
+        """Create and lock the folder and read its state. Only `begin` changes anything else.
 
-        Raises ConfigError where the folder cannot be made or has an earlier run that is neither to be resumed nor to
-        be moved aside, RunFolderLockedError where another process owns it, StorageError where it cannot be read.
+        Raises ConfigError if the folder cannot be made, or has an earlier run and neither `resume` nor `restart` is
+        given. Raises RunFolderLockedError if another process owns it, StorageError if it cannot be read.
         """
         self.path = run_path(recipe)
         self.metrics_file = self.path / "metrics.jsonl"
@@ -77,16 +82,17 @@ class RunFolder:
             if not resume and not restart:
                 self.earlier.refuse_new_start()
             self._counted = self.earlier.status if resume else {}
+        # Unlock on any error, so that the same process can try again.
         except BaseException:
             self.close()
             raise
 
     def begin(self, step: int | None = None, most_restarts: int | None = None) -> int:
-        """Begin an attempt, from the beginning or from the checkpoint of a step; remove metrics and samples after it.
+        """Begin an attempt, from the beginning or the checkpoint of `step`. Remove later metrics and samples.
 
-        Returns the number of unreadable lines of metrics.jsonl that were removed, not counting one cut short at the
-        end. Raises MegarlError if the run was resumed from there more than `most_restarts` times in a row, StorageError
-        where a file cannot be written; nothing of an earlier attempt is lost then.
+        Returns the number of unreadable lines removed from metrics.jsonl, without one cut short at the end. Raises
+        MegarlError if the run was resumed from this step more than `most_restarts` times in a row. Raises StorageError
+        if a file cannot be written; nothing of an earlier attempt is lost then.
         """
         self._count_restart(step or 0, most_restarts)
         with storage_faults_named(self.path):
@@ -96,6 +102,8 @@ class RunFolder:
             self.tokens_folder.mkdir(exist_ok=True)
             self.logs_folder = _new_attempt(self.path / "logs")
             replace_text(self.logs_folder / "config.yaml", self._recipe_text)
+            # A resumed attempt replaces config.yaml only after its first step, so a failed start with a wrong recipe
+            # leaves it.
             if step is None or not (self.path / "config.yaml").exists():
                 self._write_config()
             unreadable = self._forget_after(step)
@@ -105,7 +113,7 @@ class RunFolder:
                 self._status["health"] = findings
             self._has_begun = True
             self.set_status()
-            # Under train.epochs the recipe's text does not have the steps that were made of them.
+            # With train.epochs the recipe's text lacks the number of steps, computed from the data.
             self._attempt = {"started": _now(), "resumed_step": self.resumed_step, "steps": self._steps}
             self.describe({"machine": machine(), "versions": versions()})
         return unreadable
@@ -119,9 +127,9 @@ class RunFolder:
         exit_code: int | None = None,
         rank: int | None = None,
     ) -> None:
-        """Update status.json atomically; fields that are left out keep their values.
+        """Update status.json atomically. Omitted fields keep their values.
 
-        `cause` is why a run ended, in words; `exit_code` the process's; `rank` the one that failed first.
+        `cause`: reason for the run's end, as text. `exit_code`: of the process. `rank`: the rank that failed first.
         """
         new = {"state": state, "step": step, "cause": cause, "exit_code": exit_code, "rank": rank}
         self._status |= {field: value for field, value in new.items() if value is not None}
@@ -129,18 +137,19 @@ class RunFolder:
             self._write_config()
         text = json.dumps(self._status)
         if self._status["state"] in ("starting", "running"):
+            # Reserves the bytes that `_overwrite_status` uses on a full disk.
             text = text.ljust(_STATUS_BYTES - 1)
         replace_text(self.path / "status.json", text + "\n")
 
     def describe(self, facts: Mapping[str, Mapping[str, str]]) -> None:
-        """Add facts about the attempt to its attempt.json: `machine` and `versions`, each by name. Raises OSError."""
+        """Add facts to attempt.json by section: `machine` and `versions`. Raises OSError."""
         for section, found in facts.items():
             self._attempt[section] = {**self._attempt.get(section, {}), **found}
         replace_text(self.logs_folder / "attempt.json", json.dumps(self._attempt, indent=2) + "\n")
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """The broken rules of `tracking.health`, earlier attempts included, as status.json has them."""
+        """Broken rules of `tracking.health` in status.json, including earlier attempts."""
         return list(self._status.get("health", ()))
 
     def add_finding(self, finding: Mapping[str, Any]) -> None:
@@ -149,7 +158,7 @@ class RunFolder:
         self.set_status()
 
     def logged_steps(self) -> Iterator[dict[str, Any]]:
-        """The lines of metrics.jsonl: each step's number and metrics, also of earlier attempts of the run."""
+        """Yield the lines of metrics.jsonl: step and metrics, including earlier attempts."""
         if not self.metrics_file.exists():
             return
         with self.metrics_file.open(encoding="utf-8") as file:
@@ -157,28 +166,30 @@ class RunFolder:
                 yield json.loads(line)
 
     def note(self, text: str, step: int | None) -> None:
-        """Append a warning to the attempt's notices.jsonl; where that cannot be written, it is on the screen alone."""
+        """Append a warning to the attempt's notices.jsonl. If this fails, the warning is on the screen only."""
         if self._has_begun:
             line = json.dumps({"time": _now(), "step": step, "text": text}).encode() + b"\n"
             with suppress(OSError):
                 append_whole(self.logs_folder / "notices.jsonl", line)
 
     def _count_restart(self, step: int, most_restarts: int | None) -> None:
-        """Count in `restarts` the resumes in a row without a new step."""
+        """Count consecutive resumes without a new step in `restarts`. Raises MegarlError above the limit."""
         if step:
             self._status["resumed_step"] = step
+        # A newer checkpoint than at the last resume means progress, so counting starts again.
         if not self._counted or step > whole_number(self._counted.get("resumed_step")):
             return
         restarts = whole_number(self._counted.get("restarts"))
         if most_restarts is not None and restarts >= most_restarts:
             raise MegarlError(
-                f"{self.path} was taken up {restarts} times from step {step} without a step gained; see "
-                f"logs/ for why it ended. Mend that, then set cluster.max_restarts={restarts + 1}."
+                f"{self.path} was resumed {restarts} times from step {step} without a step completed; see "
+                f"logs/ for the cause. Fix it, then set cluster.max_restarts={restarts + 1}."
             )
         self._status["restarts"] = restarts + 1
 
     def _move_aside(self) -> None:
-        """Move the folder's contents into a new folder below `earlier/`."""
+        """Move the folder's contents into a new folder in `earlier/`."""
+        # The lock must stay: moving it would let another process lock the name.
         moved = [path for path in self.path.iterdir() if path.name not in ("lock", "earlier")]
         if not moved:
             return
@@ -188,10 +199,11 @@ class RunFolder:
             path.rename(target / path.name)
 
     def _forget_after(self, step: int | None) -> int:
-        """Remove metrics and samples after a step, or all. Returns the number of unreadable lines of metrics.jsonl."""
+        """Remove metrics and samples after a step, or all. Return the number of unreadable metrics lines."""
         last = -1 if step is None else step
         unreadable = 0
         if self.metrics_file.exists():
+            # A killed process may leave half a line at the end. It is no fault and not counted.
             *lines, cut_short = self.metrics_file.read_bytes().split(b"\n")
             steps = [_step(line) for line in lines]
             unreadable = steps.count(None)
@@ -203,6 +215,7 @@ class RunFolder:
             if (number := re.fullmatch(r"step_(\d+)", path.stem)) and int(number[1]) > last:
                 path.unlink()
         if step is None:
+            # A resumed run keeps the event files; TensorBoard purges their later steps itself (`purge_step`).
             shutil.rmtree(self.tensorboard_folder, ignore_errors=True)
         return unreadable
 
@@ -218,7 +231,8 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Write how the run ended. Raises StorageError in place of an error that the folder or its disk caused."""
+        """Write how the run ended. Raises StorageError in place of an error caused by the folder or its disk."""
+        # An error caused by the folder or its disk becomes a StorageError, which has its own exit code.
         broken = None if error is None else storage_error(self.path, error)
         try:
             if self._has_begun:
@@ -236,6 +250,7 @@ class RunFolder:
             raise broken from error
 
     def _set_end(self, error: BaseException | None) -> None:
+        """Write the final status for an error, or for success."""
         if error is None:
             self.set_status("done", exit_code=0)
         elif isinstance(error, KeyboardInterrupt):
@@ -247,18 +262,19 @@ class RunFolder:
             state = ends.get(type(error), "failed")
             self.set_status(state, cause=f"{type(error).__name__}: {error}", exit_code=code, rank=rank)
         self._attempt |= {"ended": _now(), **self._status}
-        # status.json has it; a run of a full disk ends as it did without.
+        # status.json has the same facts, so a full disk must not change how the run ends.
         with suppress(OSError):
             self.describe({})
 
     def _overwrite_status(self) -> None:
-        """Overwrite status.json in place, with as much of the cause as fits: on a full disk no new file can be made.
+        """Overwrite status.json in place, with as much of the cause as fits.
 
-        Not atomic: for a moment a reader may find invalid JSON.
+        A full disk has no room for a new file. The write is not atomic: a reader may briefly find invalid JSON.
         """
         with (self.path / "status.json").open("r+b", buffering=0) as file:
             room = os.fstat(file.fileno()).st_size
             content = json.dumps(self._status).encode() + b"\n"
+            # JSON escapes may lengthen the text, so the length is checked again after each cut.
             while len(content) > room and self._status["cause"]:
                 self._status["cause"] = self._status["cause"][: room - len(content)]
                 content = json.dumps(self._status).encode() + b"\n"
@@ -267,17 +283,19 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def _acquire(self) -> int:
-        """Lock the lock file, until the process ends in any way; returns its descriptor."""
+        """Lock the lock file until the process ends in any way. Return its descriptor."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         except OSError as error:
+            # A full disk or quota is not a wrong runs_folder; it becomes a StorageError.
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise ConfigError(
                 f"runs_folder: {self.path} cannot be made ({error.strerror}). Choose another with runs_folder=FOLDER."
             ) from None
         try:
+            # The kernel releases the lock when the process dies, so no stale lock can remain.
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError:
             owner = os.read(lock, 4096).decode(errors="replace").strip()
@@ -295,12 +313,12 @@ class RunFolder:
 
 
 def run_path(recipe: Recipe) -> Path:
-    """The folder of a recipe's run."""
+    """Return the folder of a recipe's run."""
     return Path(recipe.runs_folder) / recipe.name
 
 
 def _findings(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The broken rules in an earlier attempt's status.json; [] where that has none, or was written by hand."""
+    """Return the broken rules in an earlier status.json, [] if it has none or was edited by hand."""
     found = status.get("health")
     if not isinstance(found, list):
         return []
@@ -312,7 +330,7 @@ def _now() -> str:
 
 
 def _new_attempt(logs: Path) -> Path:
-    """A new folder for the logs of this attempt."""
+    """Create and return the log folder of this attempt."""
     logs.mkdir(exist_ok=True)
     names = (re.fullmatch(r"attempt_(\d+)", path.name) for path in logs.iterdir())
     folder = logs / f"attempt_{1 + max((int(name[1]) for name in names if name), default=0)}"
@@ -324,7 +342,7 @@ def _new_attempt(logs: Path) -> Path:
 
 
 def _unused(path: Path) -> Path:
-    """The path, or if it exists the first free one with a number appended."""
+    """Return the path, or the first free one with a number appended."""
     number = 1
     free = path
     while free.exists():
@@ -334,7 +352,7 @@ def _unused(path: Path) -> Path:
 
 
 def _step(line: bytes) -> float | None:
-    """The step of a line of metrics.jsonl; None if the line is unreadable."""
+    """Return the step of a line of metrics.jsonl, None if the line is unreadable."""
     try:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):

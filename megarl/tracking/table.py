@@ -1,9 +1,10 @@
-"""The table of all metrics: names, units and meanings, read from where each is made.
+"""Table of all metrics: names, units and meanings, read from the modules computing them.
 
-A module that makes metrics lists them in a literal `METRICS`, name -> (unit, meaning). None of the modules is imported:
-some need torch, and a metric's name is asked for where there is none.
+Each module lists its metrics in a literal `METRICS`: name -> (unit, meaning). The modules are parsed and not imported,
+because some need torch and the table must work without it.
 
-Parts of a name in capitals stand for any: `time/PHASE_seconds`, `val/SET/accuracy`; OWN for one or several parts.
+Parts of a name in capitals are placeholders: `time/PHASE_seconds`, `val/SET/accuracy`. OWN stands for one or several
+parts.
 """
 
 from __future__ import annotations
@@ -22,18 +23,19 @@ _PLACEHOLDER = re.compile(r"[A-Z]+")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """A metric, or all of a pattern of names."""
+    """Metric, or all metrics matching a pattern."""
 
     name: str
     unit: str
     meaning: str
     module: str
-    """The module that makes it."""
+    """Module computing it."""
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """The names that the row is about."""
+        """Regular expression for the names described by this row."""
         parts = re.split(f"({_PLACEHOLDER.pattern})", self.name)
+        # Only OWN may contain slashes.
         any_of = {"OWN": ".+"}
         return re.compile(
             "".join(any_of.get(part, "[^/]+") if _PLACEHOLDER.fullmatch(part) else re.escape(part) for part in parts)
@@ -42,21 +44,22 @@ class Row:
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """All rows, by name."""
+    """Return all rows, sorted by name."""
     found = [row for path in sorted(PACKAGE.rglob("*.py")) for row in _rows_of(path)]
     return tuple(sorted(found, key=lambda row: row.name))
 
 
 def find(name: str) -> Row | None:
-    """The row of a metric as it was logged; None for one of somebody's own, such as those of a custom loss.
+    """Return the row for a logged metric. None: it is user-defined, for example by a custom loss.
 
-    In a mixture and in evaluations other metrics' names stand behind `environment/SOURCE/` and `val/SET/`.
+    In mixtures and evaluations, names of other metrics follow `environment/SOURCE/` and `val/SET/`.
     """
     matching = [row for row in rows() if row.pattern.fullmatch(name)]
     best = min(matching, key=_generality, default=None)
     group, _, rest = name.partition("/")
     _, _, rest = rest.partition("/")
     if rest and group == "environment" and (best is None or "OWN" in best.name):
+        # A source's metrics are logged without their usual prefix, so each is tried.
         own = (find(prefix + rest) for prefix in ("", "rollout/", "environment/"))
         return next((row for row in own if row is not None and "OWN" not in row.name), best)
     if best is None and group == "val" and rest.startswith("reward/"):
@@ -65,11 +68,12 @@ def find(name: str) -> Row | None:
 
 
 def _generality(row: Row) -> tuple[bool, int, int]:
-    """The less, the more precisely a row's name says which metrics it is about."""
+    """Return a sort key: smaller for more specific rows."""
     return "OWN" in row.name, len(_PLACEHOLDER.findall(row.name)), -len(row.name)
 
 
 def _rows_of(path: Path) -> Iterator[Row]:
+    """Yield the rows of a module's METRICS."""
     text = path.read_text(encoding="utf-8")
     if f"\n{TABLE} = " not in text:
         return

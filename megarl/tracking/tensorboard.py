@@ -1,4 +1,4 @@
-"""The TensorBoard tracker: scalars, sample texts, the recipe's settings of learning."""
+"""TensorBoard tracker: scalars, sample texts, settings of the recipe."""
 
 from __future__ import annotations
 
@@ -13,16 +13,17 @@ from megarl.tracking import hparams
 from megarl.tracking.event_file import EventFile
 
 _SAMPLES_SHOWN = 4
+"""Number of samples shown per call."""
 
 
 class TensorBoard:
-    """Event files in `tensorboard/` of the run folder; see `trackers.RunTracker`."""
+    """Event files in `tensorboard/` of the run folder (see `trackers.RunTracker`)."""
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
         self._last_step = resumed_step
-        # Of an interrupted run, TensorBoard is to forget what came after its checkpoint.
+        # For a resumed run, TensorBoard discards the steps after its checkpoint.
         self.events = EventFile(folder / "tensorboard", purge_step=resumed_step + 1 if resumed_step else None)
-        # Of a resumed run too: an earlier start may have ended before it wrote them.
+        # Also for a resumed run, because an earlier start may have ended before writing them.
         for summary in hparams.summaries(read(folder / "config.yaml", is_of_run=True).recipe):
             self.events.add(summary, resumed_step)
 
@@ -41,24 +42,26 @@ class TensorBoard:
         self.events.add_text(f"health/{rule}", text, step)
 
     def sync(self) -> None:
-        """fsync what was added."""
+        """Fsync all added events."""
         self.events.sync()
 
     def close(self) -> None:
         """Close the file."""
+        # A full disk must not hide the error that ended the run.
         with suppress(OSError):
             self.events.add(hparams.ended(), self._last_step)
         self.events.close()
 
 
 def _markdown(record: Mapping[str, Any]) -> str:
-    """A record as Markdown: each field a heading and its text as a code block."""
+    """Return a record as Markdown: each field as a heading with its text as a code block."""
     fields = ((name, _text(value)) for name, value in record.items())
+    # A code block, so that Markdown in a sample is shown as written.
     return "\n\n".join(f"**{name}**\n\n{textwrap.indent(text, '    ', lambda _: True)}" for name, text in fields)
 
 
 def _text(value: Any) -> str:
-    """A value as text: items of lists one below the other, a message as its role and what it says."""
+    """Return a value as text: list items on lines of their own, a message as its role and content."""
     if isinstance(value, str):
         return value
     if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):

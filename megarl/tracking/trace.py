@@ -1,4 +1,4 @@
-"""A Chrome trace, as Perfetto and chrome://tracing open it: spans of several processes on one time axis."""
+"""Chrome traces for Perfetto and chrome://tracing: spans of several processes on one time axis."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megarl.platform.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """The spans of a process, nested in each other or apart; times are in seconds on the axis of all tracks."""
+    """Spans of a process, nested or disjoint. Times are in seconds on the axis shared by all tracks."""
 
     name: str
     spans: Sequence[Span]
 
     def moved(self, seconds: float) -> Track:
-        """The track, later by so much."""
+        """Return the track shifted by `seconds`."""
         return Track(self.name, [(name, start + seconds, end + seconds) for name, start, end in self.spans])
 
 
 def chrome_trace(tracks: Sequence[Track], whole: Span, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """The trace of what happened within `whole`, which is a span of the first track itself; times in microseconds.
+    """Return the trace of the time within `whole`, shown as a span of the first track. Times in microseconds.
 
-    `facts` are kept beside the events (`otherData`).
+    `facts` are stored with the events (`otherData`).
     """
     _, began, _ = whole
     events: list[dict[str, Any]] = []
@@ -44,16 +44,18 @@ def chrome_trace(tracks: Sequence[Track], whole: Span, facts: Mapping[str, Any])
                 "ts": round((start - began) * 1e6, 3),
                 "dur": round((end - start) * 1e6, 3),
             }
+            # Longer spans first at equal starts: the format nests spans in the order of events.
             for name, start, end in sorted(spans, key=lambda span: (span[1], -span[2]))
         ]
     return {"traceEvents": events, "displayTimeUnit": "ms", "otherData": dict(facts)}
 
 
 def covered(tracks: Sequence[Track], whole: Span) -> float:
-    """The share of `whole` in which at least one span of some track was open."""
+    """Return the share of `whole` with at least one open span in any track."""
     _, began, ended = whole
     seconds, reached = 0.0, began
     for start, end in sorted((start, end) for track in tracks for _, start, end in track.spans):
+        # Sorted by start, so overlapping spans count once.
         start, end = max(start, reached), min(end, ended)
         if end > start:
             seconds += end - start

@@ -1,7 +1,7 @@
-"""The trackers that a recipe may name: where a run's metrics and samples go beside its own `metrics.jsonl`.
+"""Trackers available to recipes: destinations for metrics and samples in addition to `metrics.jsonl`.
 
-A new tracker is one file with a class like `RunTracker`, and one line of TRACKERS; one that is not megarl's is named by
-its import path.
+A new tracker is one file with a class like `RunTracker` and one line in TRACKERS. Recipes name other trackers by import
+path.
 """
 
 from __future__ import annotations
@@ -23,41 +23,41 @@ TRACKERS = {
 
 
 class RunTracker(Protocol):
-    """Is told of every step of one run. An error ends the tracker, said once, but not the run.
+    """Receiver of every step of one run. If it raises, it is dropped with one warning; the run continues.
 
-    Made as `Class(folder, resumed_step)`: the run folder, and the step of the checkpoint that the run goes on from,
-    0 for a run from its beginning. What was logged of later steps is to be forgotten.
+    It is constructed as `Class(folder, resumed_step)`: the run folder, and the step of the resumed checkpoint (0 for a
+    new run). Values logged for later steps must be discarded.
 
-    A class may have `modules`, which maps each module that it imports at its start to a remedy if that fails, and a
-    static method `check()`, which raises ConfigError if the environment would not let it start.
-    A method `unhealthy(step, rule, text)` is optional: it takes the warnings of `tracking.health`.
+    A class may have `modules`: each module imported at its start, with a remedy if the import fails. A static method
+    `check()` may raise ConfigError if the environment prevents a start. An optional method `unhealthy(step, rule,
+    text)` receives warnings of `tracking.health`.
     """
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Take a step's scalars by name; steps only grow."""
+        """Log a step's scalars by name. Steps increase."""
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Take plain records (prompt, completion, reward...); `set` of a record names its validation set."""
+        """Log plain records (prompt, completion, reward...). A record's `set` names its validation set."""
 
     def sync(self) -> None:
-        """Have what was taken outlive a crash."""
+        """Make all logged data survive a crash."""
 
     def close(self) -> None:
-        """Let go of everything."""
+        """Release all resources."""
 
 
 _CHOICES = Choices("trackers", "tracker", "class", TRACKERS, takes_files=False)
 
 
 def locate(name: str) -> str:
-    """The `package.module:Class` that a recipe's tracker stands for; imports nothing. Raises ConfigError."""
+    """Return the `package.module:Class` for a recipe's tracker, without importing it. Raises ConfigError."""
     return _CHOICES.locate(name)
 
 
 def check(name: str, *, is_here: bool) -> None:
-    """Import what a tracker needs to start. `is_here`: the run starts in this environment, so check its variables too.
+    """Import the modules needed by a tracker.
 
-    Raises ConfigError with field and remedy.
+    `is_here`: the run starts in this environment, so check its variables too. Raises ConfigError with field and remedy.
     """
     tracker = _CHOICES.load(name)
     modules: Mapping[str, str] = getattr(tracker, "modules", {})
@@ -73,5 +73,5 @@ def check(name: str, *, is_here: bool) -> None:
 
 
 def start(name: str, folder: Path, resumed_step: int) -> RunTracker:
-    """The tracker of that name for a run. Raises ConfigError, and whatever the tracker's own start raises."""
+    """Start a tracker for a run. Raises ConfigError, and any error of the tracker's own start."""
     return _CHOICES.load(name)(folder, resumed_step)

@@ -1,4 +1,4 @@
-"""The Weights & Biases tracker: scalars, tables of samples, the recipe."""
+"""Weights & Biases tracker: scalars, tables of samples, the recipe."""
 
 from __future__ import annotations
 
@@ -17,21 +17,22 @@ from megarl.types import ConfigError
 Mode = Literal["online", "offline", "shared", "disabled"]
 
 _SAMPLES_SHOWN = 16
+"""Samples of each set in a table."""
 
 
 class WandB:
-    """A run of W&B in `wandb/` of the run folder; see `trackers.RunTracker`.
+    """W&B run in `wandb/` of the run folder (see `trackers.RunTracker`).
 
-    It is configured by W&B's own variables: WANDB_MODE (offline unless it is set; `wandb sync` uploads the folder
-    later), WANDB_PROJECT (megarl), WANDB_ENTITY, WANDB_API_KEY. A run that is resumed goes on under its id, which is
-    kept in the folder; W&B drops steps that it has already.
+    W&B's own variables configure it: WANDB_MODE (default offline; `wandb sync` uploads the folder later), WANDB_PROJECT
+    (default megarl), WANDB_ENTITY, WANDB_API_KEY. A resumed run continues under its id, stored in the run folder. W&B
+    drops steps it has already.
     """
 
     modules: ClassVar = {"wandb": "run launch/setup.sh wandb, or leave the tracker out"}
 
     @staticmethod
     def check() -> None:
-        """Raise ConfigError for a WANDB_MODE that W&B does not have."""
+        """Raise ConfigError for an unknown WANDB_MODE."""
         _mode()
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
@@ -44,6 +45,7 @@ class WandB:
                 project=os.environ.get("WANDB_PROJECT", "megarl"),
                 name=folder.name,
                 id=_run_id(folder / "wandb" / "id", is_new=not resumed_step),
+                # Continues the id if W&B knows it, else creates it.
                 resume="allow",
                 mode=_mode(),
                 dir=folder,
@@ -53,6 +55,7 @@ class WandB:
                 ),
             )
         except wandb.Error as error:
+            # Trackers report failures as OSError, and the run continues without them.
             raise OSError(f"W&B: {error}") from None
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
@@ -72,28 +75,28 @@ class WandB:
             self.run.log({f"samples/{name}": table}, step=step)
 
     def sync(self) -> None:
-        """Nothing: W&B's own process writes what it is told of at once."""
+        """Do nothing. W&B's own process writes data as soon as it is logged."""
 
     def close(self) -> None:
-        """Wait until all is written."""
+        """Wait until all data is written."""
         self.run.finish()
 
 
 def _mode() -> Mode:
-    """The mode of W&B's own variable; offline where it is not set."""
+    """Return the mode in WANDB_MODE, offline if it is not set. Raises ConfigError."""
     mode = os.environ.get("WANDB_MODE", "offline")
     if mode not in get_args(Mode):
-        raise ConfigError(f"WANDB_MODE={mode}: it is one of {', '.join(get_args(Mode))}")
+        raise ConfigError(f"WANDB_MODE={mode}: is not a mode of W&B; set one of {', '.join(get_args(Mode))}")
     return cast(Mode, mode)
 
 
 def _run_id(file: Path, *, is_new: bool) -> str:
-    """The id of the run, kept in a file so that a run that is resumed goes on under it."""
+    """Return the run's id, stored in a file for resumed runs."""
     if is_new or not file.exists():
         replace_text(file, secrets.token_hex(4) + "\n")
     return file.read_text().strip()
 
 
 def _cell(value: object) -> str | int | float | bool | None:
-    """A value of a table's cell: as it is where W&B has its type, else as JSON."""
+    """Return a value for a table's cell, as JSON if W&B has no type for it."""
     return value if value is None or isinstance(value, (str, int, float)) else json.dumps(value, ensure_ascii=False)

@@ -172,7 +172,7 @@ def test_a_resumed_folder_forgets_what_came_after_its_checkpoint(recipe: Recipe)
     begun(recipe, 4, 2, resume=True)
     assert status(recipe)["restarts"] == 1
     begun(recipe, 4, 2, resume=True)
-    with pytest.raises(MegarlError, match="taken up 2 times from step 4 without a step gained"):
+    with pytest.raises(MegarlError, match="resumed 2 times from step 4 without a step completed"):
         begun(recipe, 4, 2, resume=True)
     assert status(recipe)["restarts"] == 2 and len(list((folder.path / "logs").glob("attempt_*"))) == 4
     begun(recipe, 5, 2, resume=True)
