@@ -1,7 +1,7 @@
-"""Seeing a run: one HTML page of one or several runs, and samples in the terminal.
+"""Reports on runs: one HTML page of one or several runs, and samples in the terminal.
 
-Reads run folders and writes nothing into them but the page. `recorded` reads a folder, whatever it lacks or has broken;
-`curves` thins its metrics out; `samples` chooses and shortens what is shown of its samples; `page` writes the HTML with
-`page.css` and `page.js`; `browse` shows samples in the terminal. Nothing of a run's texts is taken for HTML or for the
-terminal's commands. Known without torch.
+Reads run folders and writes only the page. `recorded` reads a folder, including incomplete and damaged ones. `curves`
+reduces its metrics to a bounded number of points. `samples` selects and shortens samples. `page` writes the HTML with
+`page.css` and `page.js`. `browse` shows samples in the terminal. Texts of a run are never interpreted as HTML or
+terminal commands. Imports no torch.
 """

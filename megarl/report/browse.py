@@ -20,23 +20,24 @@ from megarl.types import ConfigError
 Order = Literal["file", "best", "worst"]
 
 TRAINING = "train"
-"""The name of the samples that are of no validation set."""
+"""Set name of training samples, which belong to no validation set."""
 
 _EVALUATION = -1
-"""Stands for the step of answers that are of an evaluation, not of a run."""
+"""Stands for the step of an evaluation's answers, which have none."""
 _MOST_FOUND = 200
-"""Samples that a search in all steps stops at."""
+"""Number of samples at which a search over all steps stops."""
 
 HELP = (
     "Enter or n: next, p: previous, > and <: next and previous step, NUMBER: that step, b: best first, w: worst first, "
     "f: as recorded, set NAME: that validation set (train: training, all: every), /TEXT: search in all steps "
     "(/ alone: none), q: end"
 )
+"""Commands of the browser."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """The samples to show: of a step, or of all steps where a text is searched; in which order, of which set."""
+    """Samples to show: one step, or a text search over all steps; the order; the set."""
 
     step: int | None
     order: Order = "file"
@@ -47,11 +48,11 @@ class Selection:
 def browse(
     path: Path, selection: Selection, console: Console, *, limit: int, ask: Callable[[str], str] | None = None
 ) -> None:
-    """Show samples of a run's folder, or answers of an evaluation's.
+    """Show samples of a run folder, or answers of an evaluation folder.
 
-    With `ask` they are chosen by its commands, else the first `limit` are printed one after the other.
-    `ask` is called with a prompt and returns a line, or raises EOFError at the end. Raises ConfigError for a folder
-    that is no run, has no samples, or none of that step or set.
+    With `ask`, the user selects them by commands, else the first `limit` are printed. `ask` takes a prompt and returns
+    a line, or raises EOFError at the end. Raises ConfigError if the folder is not a run, has no samples, or none for
+    this step or set.
     """
     if is_evaluation(path):
         if selection.step is not None:
@@ -70,7 +71,10 @@ def browse(
 
 
 def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, Any]]:
-    """The samples of a selection; without a step, those of the newest, of a search those of all steps, newest first."""
+    """Return the samples of a selection.
+
+    Without a step: those of the newest step, or of all steps (newest first) in a search.
+    """
     if selection.step is None and selection.text:
         steps: Sequence[int] = sorted(files, reverse=True)
     else:
@@ -82,14 +86,16 @@ def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, An
         if selection.order != "file":
             records = extreme(records, len(records), sign=1 if selection.order == "worst" else -1)
         found += records
+        # A search over a long run may read gigabytes; one step is always read completely.
         if len(found) >= _MOST_FOUND and len(steps) > 1:
             return found[:_MOST_FOUND]
     return found
 
 
 def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
-    """A sample for the terminal: facts, prompt, completion or turns, right answer. Hidden characters are shown."""
+    """Return a sample as text: facts, prompt, completion or turns, right answer. Hidden characters are shown."""
     text = Text()
+    # Text objects, not markup: brackets in a sample must not be read as styles of rich.
     text.append(_facts(record) + "\n", "bold")
     for role, said in _said(record):
         text.append(f"{visible(role)}\n", "cyan")
@@ -100,6 +106,7 @@ def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
 
 
 def _facts(record: Mapping[str, Any]) -> str:
+    """Return a line with a sample's step, set, reward, correctness, length and end."""
     is_right = record.get("answer_correct")
     reward = record.get("reward")
     of_step = "" if record["step"] == _EVALUATION else f"step {record['step']}, "
@@ -119,7 +126,7 @@ def _facts(record: Mapping[str, Any]) -> str:
 
 
 def _said(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
-    """Who said what: role and text."""
+    """Yield role and text of the prompt, of each turn or the completion, and of the right answer."""
     if record.get("rendered_prompt"):
         yield "prompt, as the policy was shown it", _plain(record["rendered_prompt"])
     else:
@@ -138,6 +145,7 @@ def _said(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _messages(value: Any) -> Iterator[tuple[str, str]]:
+    """Yield role and text of each message."""
     for message in value if isinstance(value, list) else [] if value is None else [value]:
         if isinstance(message, Mapping):
             rest = {name: item for name, item in message.items() if name not in ("role", "content") and item}
@@ -148,10 +156,12 @@ def _messages(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _plain(value: Any) -> str:
+    """Return a text unchanged, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _is_selected(record: Mapping[str, Any], selection: Selection) -> bool:
+    """Return whether a record belongs to the selected set and contains the searched text."""
     if selection.set is not None and record.get("set", TRAINING) != selection.set:
         return False
     wanted = selection.text.lower()
@@ -159,6 +169,7 @@ def _is_selected(record: Mapping[str, Any], selection: Selection) -> bool:
 
 
 def _refuse_step(path: Path, files: Mapping[int, Path], step: int) -> None:
+    """Raise ConfigError if a step has no samples. The error names the nearest step with samples."""
     if step not in files:
         near = min(files, key=lambda known: abs(known - step))
         raise ConfigError(
@@ -168,6 +179,7 @@ def _refuse_step(path: Path, files: Mapping[int, Path], step: int) -> None:
 
 
 def _print_all(files: Mapping[int, Path], selection: Selection, console: Console, path: Path, limit: int) -> None:
+    """Print the first `limit` selected samples. Raises ConfigError if there are none."""
     found = select(files, selection)
     if not found:
         wanted = [f"set {selection.set}"] if selection.set else []
@@ -182,7 +194,7 @@ def _print_all(files: Mapping[int, Path], selection: Selection, console: Console
 
 
 class _Browser:
-    """One sample at a time, chosen by commands."""
+    """Viewer of one sample at a time, controlled by commands."""
 
     def __init__(self, files: Mapping[int, Path], selection: Selection, console: Console) -> None:
         self._files, self._console = files, console
@@ -192,12 +204,13 @@ class _Browser:
         self._place = 0
 
     def run(self, ask: Callable[[str], str]) -> None:
-        """Show samples until the end is asked for."""
+        """Show samples until the user quits."""
         self._console.print(HELP, style="dim")
         self._show()
         while True:
             try:
                 command = ask("> ").strip()
+            # Ctrl-D and Ctrl-C both quit.
             except (EOFError, KeyboardInterrupt):
                 return
             if command in ("q", "quit", "exit"):
@@ -205,6 +218,7 @@ class _Browser:
             self._do(command)
 
     def _do(self, command: str) -> None:
+        """Run a command."""
         order: dict[str, Order] = {"b": "best", "w": "worst", "f": "file"}
         if command in ("", "n", "p"):
             self._move(-1 if command == "p" else 1)
@@ -213,6 +227,7 @@ class _Browser:
         elif command in ("<", ">"):
             at = self._steps.index(self._step) + (1 if command == ">" else -1)
             self._choose(replace(self._selection, step=self._steps[max(0, min(at, len(self._steps) - 1))], text=""))
+        # The nearest step, because samples may be written only every few steps.
         elif command.isdecimal():
             near = min(self._steps, key=lambda step: abs(step - int(command)))
             self._choose(replace(self._selection, step=near, text=""))
@@ -226,11 +241,13 @@ class _Browser:
 
     @property
     def _step(self) -> int:
+        """Step of the shown sample, or the newest step if there is none."""
         if self._selection.step is not None:
             return self._selection.step
         return int(self._found[self._place]["step"]) if self._found else self._steps[-1]
 
     def _move(self, by: int) -> None:
+        """Show the next or the previous sample."""
         place = self._place + by
         if not 0 <= place < len(self._found):
             self._console.print("the first" if by < 0 else "the last", style="dim")
@@ -239,6 +256,7 @@ class _Browser:
         self._show()
 
     def _choose(self, selection: Selection) -> None:
+        """Show the first sample of a new selection. An empty one is refused."""
         found = select(self._files, selection)
         if not found:
             self._console.print("no such sample; the selection is as before", style="dim")
@@ -247,6 +265,7 @@ class _Browser:
         self._show()
 
     def _show(self) -> None:
+        """Print the current sample."""
         if not self._found:
             self._console.print("no such sample", style="dim")
             return

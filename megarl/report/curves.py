@@ -1,4 +1,4 @@
-"""Curves of a run's metrics: thinned out to a bounded number of points, the important ones first."""
+"""Curves of a run's metrics, reduced to a bounded number of points, important ones first."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Rows = Sequence[tuple[int, Mapping[str, float]]]
+"""Steps of a run in order: step number, and metrics by name. NaN: the value was not finite."""
 
 MOST_POINTS = 400
-"""Points of an important curve; others have as many as the page's size allows."""
+"""Most points of a curve."""
 FEWEST_POINTS = 40
+"""Fewest points of a curve, however many curves the page has."""
 _VALUES_OF_PAGE = 160_000
-"""Numbers of all curves of a page together: about 1.2 MB."""
+"""Most numbers of all curves on a page together: about 1.2 MB."""
 _NUM_COLUMNS = 160
-"""Columns of the stacked times."""
+"""Columns of the chart of times by phase."""
 
 _LENGTH = "rollout/completion_tokens/mean"
 
 
 class Chart(NamedTuple):
-    """An important chart: its title, meaning, and the metrics that it may show, as regular expressions.
+    """Important chart: title, meaning, and regular expressions for its metrics.
 
-    All of the first expression that any run has are shown, one chart for each metric. `spread` is the metric of half
-    the width of a band around it, `upper` a metric that is drawn thinly beside it.
+    The first expression matching any metric is used, with one chart for each match. `spread`: metric with half the
+    width of a band. `upper`: metric drawn as a thin line.
     """
 
     title: str
@@ -46,58 +48,61 @@ CHARTS = (
     Chart("KL to the reference", "nats per token", ("kl/reference",)),
     Chart("KL of the update", "between old and new policy, nats per token", ("kl/update", "train/kl")),
     Chart("Entropy", "of the policy, nats per token", ("train/entropy",)),
-    Chart("Log-prob gap", "|trainer - engine| under the same weights, nats; mean, thin line: largest",
+    Chart("Log-prob gap", "|trainer - engine| with the same weights, nats; mean, thin line: largest",
           ("logprob_gap/mean",), upper="logprob_gap/max"),
-    Chart("Tokens per second", "of a whole step and rank",
+    Chart("Tokens per second", "per rank, over the whole step",
           ("perf/tokens_per_second_per_rank", "derived/tokens_per_second")),
-    Chart("Utilisation", "share of the device's peak that the trainer's passes reach", ("perf/mfu",)),
+    Chart("Utilisation", "share of the device's peak reached by the trainer's passes", ("perf/mfu",)),
     Chart("Loss", "of training", ("train/loss",)),
     Chart("Gradient norm", "before clipping", ("train/grad_norm",)),
-    Chart("Clipped", "share of tokens whose ratio was clipped", ("train/clip_fraction",)),
-    Chart("Groups without signal", "share of groups whose rewards are all equal", ("reward/zero_variance_groups",)),
+    Chart("Clipped", "share of tokens with a clipped ratio", ("train/clip_fraction",)),
+    Chart("Groups without signal", "share of groups with equal rewards only", ("reward/zero_variance_groups",)),
     Chart("Staleness", "weight versions from a sample's oldest token to its update", ("staleness/mean",),
           upper="staleness/max"),
     Chart("Turns", "completions of an attempt", ("rollout/turns/mean",), upper="rollout/turns/max"),
-    Chart("Step time", "seconds, but of the first step", ("time/step_seconds",)),
+    Chart("Step time", "seconds, without the first step", ("time/step_seconds",)),
 )  # fmt: skip
-"""Most telling first. A chart is left out where no run has its metric, or where it never is but 0 (or, of turns, 1)."""
+"""Most informative charts first. A chart is omitted if no run has its metric, or if it is uninformative (`_QUIET`)."""
 
 _QUIET = {"Truncated": 0.0, "Staleness": 0.0, "Turns": 1.0, "Clipped": 0.0}
-"""Charts that tell nothing while their metric is always this."""
+"""Charts omitted if their metric always has this value."""
 
 GROUPS = ("reward", "val", "rollout", "environment", "tools", "train", "kl", "distillation", "logprob_gap",
           "importance", "critic", "staleness", "partial", "curriculum", "perf", "time", "memory",
           "reshard")  # fmt: skip
-"""Groups of metrics in the order of the page; others follow by name."""
+"""Groups of metrics in the order of the page. Other groups follow by name."""
 
 FAULTS = re.compile(
     r"(val/.+/reward_|reward/)(errors|timeouts|lost_processes)|rollout/errors/.+|rollout/restarted|train/(update_skipped|gap_exceeded)"
     r"|critic/update_skipped|environment/(.+/)?process_killed|tools/.+/errors|tools/invalid|fault/.+"
     r"|rollout/(aborted|slow_replicas|lost_requests)"
 )
-"""Metrics that count what went wrong; their sums over a run are told."""
+"""Metrics counting faults. The page shows their sums over a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Steps put together, so that a long run has few points: bin `i` has the rows `edges[i]` to `edges[i + 1]`."""
+    """Groups of consecutive steps, one point each. Bin `i` has the rows `edges[i]` to `edges[i + 1]`."""
 
     edges: tuple[int, ...]
 
     @classmethod
     def of(cls, num_rows: int, most: int) -> Bins:
-        """Bins of equal size for so many rows."""
+        """Return at most `most` bins of equal size for `num_rows` rows."""
         count = min(num_rows, most)
         return cls(tuple(num_rows * number // count for number in range(count + 1)) if count else (0,))
 
     def parts(self, values: Sequence[float]) -> Iterator[Sequence[float]]:
-        """The values of each bin."""
+        """Yield the values of each bin."""
         for start, end in zip(self.edges, self.edges[1:], strict=False):
             yield values[start:end]
 
 
 def with_derived(rows: Rows) -> list[tuple[int, dict[str, float]]]:
-    """The rows, and where it was not measured `derived/tokens_per_second`: trained tokens by the step's time."""
+    """Return the rows with `derived/tokens_per_second` added, if the throughput was not measured.
+
+    It is the number of trained tokens divided by the step's time.
+    """
     if any(name == "perf/tokens_per_second_per_rank" for _, row in rows for name in row):
         return [(step, dict(row)) for step, row in rows]
     found = []
@@ -109,7 +114,7 @@ def with_derived(rows: Rows) -> list[tuple[int, dict[str, float]]]:
 
 
 def metric_names(rows: Rows) -> list[str]:
-    """All metrics of a run, by group in the page's order, then by name."""
+    """Return all metrics of a run, sorted by group in the page's order, then by name."""
     names: set[str] = set()
     for _, row in rows:
         names |= row.keys()
@@ -117,14 +122,16 @@ def metric_names(rows: Rows) -> list[str]:
 
 
 def important(runs: Sequence[Rows]) -> list[dict[str, Any]]:
-    """The important charts that these runs have something for."""
+    """Return the important charts with data in these runs."""
     names = sorted({name for rows in runs for name in metric_names(rows)})
     charts = []
     for chart in CHARTS:
         matching = [[name for name in names if re.fullmatch(pattern, name)] for pattern in chart.metrics]
+        # Only the first expression with a match counts. Later ones are substitutes for it.
         for name in next(filter(None, matching), []):
             if chart.title in _QUIET and _is_always(runs, name, _QUIET[chart.title]):
                 continue
+            # Only charts of several metrics need the metric's name in their title.
             several = len(next(filter(None, matching))) > 1
             charts.append(
                 {"title": f"{chart.title}: {_short(name)}" if several else chart.title, "meaning": chart.meaning,
@@ -134,11 +141,11 @@ def important(runs: Sequence[Rows]) -> list[dict[str, Any]]:
 
 
 def series(rows: Rows, most_points: int) -> dict[str, Any]:
-    """The curves of a run, thinned out: the mean of each bin's finite values.
+    """Return the reduced curves of a run: the mean of the finite values in each bin.
 
-    `x` the last step of each bin, `seconds` the training time until then, and in `of` for each metric `y`, None where a
-    bin has no finite value. A metric that few bins have has its own `i`, the bins. `is_thinned` where a bin has more
-    than one step; then important metrics have `low` and `high`, the least and largest of each bin.
+    `x`: the last step of each bin. `seconds`: training time up to it. `of`: for each metric its values `y`, None for
+    bins without a finite value. A metric in few bins has `i`, the numbers of its bins. `is_thinned`: a bin has more
+    than one step. Important metrics then have `low` and `high`, the smallest and largest value of each bin.
     """
     bins = Bins.of(len(rows), most_points)
     is_thinned = len(rows) > most_points
@@ -147,8 +154,10 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
     total = 0.0
     for _, row in rows:
         seconds = row.get("time/step_seconds", 0.0)
+        # One NaN would make all later times NaN.
         total += 0.0 if math.isnan(seconds) else seconds
         elapsed.append(total)
+    # Ranges triple a curve's size, so only important metrics of long runs get them.
     with_range = {chart["metric"] for chart in important([rows])} if is_thinned else set()
     of = {}
     for name in metric_names(rows):
@@ -163,10 +172,10 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
 
 
 def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
-    """The curves of runs that differ in their seed alone, as `series`: the mean over the runs that have a step.
+    """Return the curves of runs differing only in their seed, like `series`: means over the runs having a step.
 
-    `low` and `high` are one standard deviation over runs below and above it; both are the mean where one run is left.
-    `final` has the mean, the deviation and the number of runs of each metric's last values.
+    `low` and `high` are one standard deviation below and above the mean, or the mean if only one run has the step.
+    `final` has mean, deviation and number of runs for each metric's last values.
     """
     by_step: dict[int, dict[str, list[float]]] = {}
     last: list[dict[str, float]] = []
@@ -177,6 +186,7 @@ def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
                 if not math.isnan(value):
                     by_step.setdefault(step, {}).setdefault(name, []).append(value)
     steps = sorted(by_step)
+    # Runs may have logged different steps. Each mean covers the runs with the step.
     means = [(step, {name: _moments(values)[0] for name, values in by_step[step].items()}) for step in steps]
     found = series(means, most_points)
     bins = Bins.of(len(means), most_points)
@@ -191,14 +201,14 @@ def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
 
 
 def _moments(values: Sequence[float]) -> tuple[float, float]:
-    """Mean and unbiased standard deviation; the deviation of one value is 0."""
+    """Return mean and unbiased standard deviation. The deviation of a single value is 0."""
     mean = sum(values) / len(values)
     squares = sum((value - mean) ** 2 for value in values)
     return mean, math.sqrt(squares / (len(values) - 1)) if len(values) > 1 else 0.0
 
 
 def _bound(values: Sequence[float] | None, sign: int) -> float:
-    """The mean and `sign` times the standard deviation; NaN without values."""
+    """Return the mean plus `sign` standard deviations, NaN without values."""
     if not values:
         return math.nan
     mean, spread = _moments(values)
@@ -206,21 +216,23 @@ def _bound(values: Sequence[float] | None, sign: int) -> float:
 
 
 def points_for(runs: Sequence[Rows]) -> int:
-    """Points of a curve, so that all curves of these runs together are not too many numbers."""
+    """Return the points per curve so that all curves of these runs fit on the page."""
     curves = sum(len(metric_names(rows)) for rows in runs) or 1
     return max(FEWEST_POINTS, min(MOST_POINTS, _VALUES_OF_PAGE // curves))
 
 
 def phase_times(rows: Rows) -> dict[str, Any]:
-    """The time of each phase: `x` the last step of each column, `of` the mean seconds of a step in it, by phase.
+    """Return the time of each phase.
 
-    `other` is what a step's time is more than its phases. Times that are parts of a phase, such as reshard_wire, are
-    not among them. `total` has the seconds of all steps, `per_column` is how many steps a column has at most.
+    `x`: the last step of each column. `of`: by phase, the mean seconds per step in each column. `other`: the step's
+    time outside of all phases. Parts of a phase, such as reshard_wire, are omitted. `total`: seconds over all steps.
+    `per_column`: most steps in a column.
     """
     names = [name for name in metric_names(rows) if re.fullmatch(r"time/[^/]+_seconds", name)]
     phases = {
         name.removeprefix("time/").removesuffix("_seconds"): name for name in names if name != "time/step_seconds"
     }
+    # reshard_wire is part of reshard; stacked together they would count twice.
     phases = {phase: name for phase, name in phases.items() if not any(phase.startswith(f"{p}_") for p in phases)}
     timed = [(step, row) for step, row in rows if "time/step_seconds" in row]
     if not timed:
@@ -230,6 +242,7 @@ def phase_times(rows: Rows) -> dict[str, Any]:
     }
     whole = [_finite(row["time/step_seconds"]) for _, row in timed]
     told = [sum(values[index] for values in columns.values()) for index in range(len(timed))]
+    # The phases may add up to slightly more than the step's time, and a negative time cannot be drawn.
     columns["other"] = [max(0.0, all_of - known) for all_of, known in zip(whole, told, strict=True)]
     total = {phase: sum(values) for phase, values in columns.items() if any(values)}
     order = sorted(total, key=lambda phase: (phase == "other", -total[phase]))
@@ -243,7 +256,7 @@ def phase_times(rows: Rows) -> dict[str, Any]:
 
 
 def fault_counts(rows: Rows) -> list[dict[str, Any]]:
-    """Metrics that count faults and are not 0: the sum over the run, the steps with any, the last of them."""
+    """Return the non-zero fault metrics: the sum over the run, the number of steps, the first and the last step."""
     found = []
     for name in metric_names(rows):
         if not FAULTS.fullmatch(name):
@@ -258,7 +271,7 @@ def fault_counts(rows: Rows) -> list[dict[str, Any]]:
 
 
 def not_finite(rows: Rows) -> list[dict[str, Any]]:
-    """Metrics with values that were not finite: how many, and the first and last step of them."""
+    """Return metrics with values that were not finite: number of steps, first and last step."""
     found: dict[str, list[int]] = {}
     for step, row in rows:
         for name, value in row.items():
@@ -270,16 +283,20 @@ def not_finite(rows: Rows) -> list[dict[str, Any]]:
 
 
 def rounded(value: float) -> float | int | None:
-    """A number of five significant digits, as short as JSON can have it; None where that is not finite."""
+    """Return a number with five significant digits, in its shortest JSON form. None if it is not finite."""
+    # Five digits are finer than a pixel and keep the page small.
     short = float(f"{value:.5g}")
     if not math.isfinite(short):
         return None
+    # Integers below 1e15 are exact and shorter in JSON.
     return int(short) if short.is_integer() and abs(short) < 1e15 else short
 
 
 def _curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str, Any]:
+    """Return the values of a metric by bin, as in `series`."""
     parts = [[value for value in part if not math.isnan(value)] for part in bins.parts(values)]
     kept = [index for index, part in enumerate(parts) if part]
+    # Evaluations happen every few steps; a list of bins is then shorter than many nulls.
     is_sparse = len(kept) < len(parts) / 2
     shown = kept if is_sparse else range(len(parts))
     curve: dict[str, Any] = {"i": kept} if is_sparse else {}
@@ -287,25 +304,29 @@ def _curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str
     if with_range:
         curve["low"] = [rounded(min(parts[i])) if parts[i] else None for i in shown]
         curve["high"] = [rounded(max(parts[i])) if parts[i] else None for i in shown]
+    # Logged but never finite: the page shows an empty curve, so that the metric is not overlooked.
     if any(map(math.isnan, values)) and not kept:
         curve["y"] = []
     return curve
 
 
 def _finite(value: float | None) -> float:
+    """Return the value, 0 if it is missing or NaN."""
     return 0.0 if value is None or math.isnan(value) else value
 
 
 def _is_always(runs: Sequence[Rows], name: str, value: float) -> bool:
+    """Return whether a metric has this value in all steps with it."""
     return all(row.get(name, value) == value for rows in runs for _, row in rows)
 
 
 def _short(name: str) -> str:
-    """The part of a metric's name that tells it from its like: the set of `val/SET/accuracy`."""
+    """Return the distinguishing part of a metric's name: the set in `val/SET/accuracy`."""
     parts = name.split("/")
     return "/".join(parts[1:-1]) if parts[0] == "val" else "/".join(parts[1:])
 
 
 def _place(name: str) -> int:
+    """Return the position of a metric's group on the page."""
     group = name.split("/")[0]
     return GROUPS.index(group) if group in GROUPS else len(GROUPS)

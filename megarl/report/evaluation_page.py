@@ -1,4 +1,4 @@
-"""The content of a page of evaluations: accuracies, paired differences, answers that changed."""
+"""Content of a page of evaluations: accuracies, paired differences, changed answers."""
 
 from __future__ import annotations
 
@@ -12,12 +12,13 @@ from megarl.report.recorded import now_text
 from megarl.report.samples import changed_between, compact, cut, read_records
 
 _NUM_CHANGED = 60
+"""Most changed answers shown for a comparison."""
 _NUM_ANSWERS = 40
-"""Answers of each kind that the page of one evaluation shows."""
+"""Answers of each kind shown for a single evaluation."""
 
 
 def evaluation_content(evaluations: Sequence[RecordedEvaluation], labels: Sequence[str]) -> dict[str, Any]:
-    """All that the page shows, as JSON values. Later evaluations are compared with the first."""
+    """Return the page's content as JSON values. Later evaluations are compared with the first."""
     first, *others = evaluations
     content = {
         "made": now_text(),
@@ -35,6 +36,7 @@ def evaluation_content(evaluations: Sequence[RecordedEvaluation], labels: Sequen
 
 
 def _evaluation(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
+    """Return an evaluation's labels, notes and measures."""
     return {
         "label": cut(label, 120),
         "path": cut(str(evaluation.path.resolve()), 400),
@@ -52,6 +54,7 @@ def _evaluation(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
 
 
 def _set_difference(of_set: SetDifference) -> dict[str, Any]:
+    """Return the difference of a set between two evaluations."""
     return {
         "set": cut(of_set.name, 120),
         "problems": of_set.problems,
@@ -63,16 +66,19 @@ def _set_difference(of_set: SetDifference) -> dict[str, Any]:
 
 
 def _measure(measure: Measure) -> dict[str, Any]:
+    """Return a measure with its confidence interval."""
     return {"value": measure.value, "low": measure.low, "high": measure.high}
 
 
 def _answers(path: Path) -> dict[str, Any]:
-    """The first wrong and the first right answers of an evaluation."""
+    """Return the first wrong and the first right answers of an evaluation."""
     found: dict[str, list[dict[str, Any]]] = {"wrong": [], "right": []}
     for record in read_records(path, 0):
         kind = found["right" if record.get("answer_correct") is True else "wrong"]
         if len(kind) < _NUM_ANSWERS:
+            # An evaluation has no steps, so the step given to `read_records` must not be shown.
             kind.append({name: value for name, value in compact(record).items() if name != "step"})
+        # Stop early: answer files may have gigabytes.
         if all(len(of_kind) == _NUM_ANSWERS for of_kind in found.values()):
             break
     return found

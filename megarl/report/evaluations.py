@@ -1,4 +1,4 @@
-"""Folders that `megarl eval` writes: their answers by problem, and two of them compared problem by problem."""
+"""Folders written by `megarl eval`: their answers by problem, and comparison of two evaluations."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from megarl.report.samples import digest
 from megarl.types import ConfigError
 
 ANSWERS = "answers.jsonl"
-"""The file that makes a folder an evaluation."""
+"""File marking a folder as an evaluation."""
 
 
 @dataclass(slots=True)
 class Answered:
-    """The attempts at a problem: which are right, and a hash of its prompt and gold answer."""
+    """Attempts at a problem: correctness of each, and a hash of its prompt and gold answer."""
 
     identity: bytes
     is_right: list[bool] = field(default_factory=list)
@@ -34,12 +34,12 @@ class Answered:
 
 
 Key = tuple[str, int]
-"""A problem of a set: the environment that it is of, and its number."""
+"""Problem of a set: name of its environment, and its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvaluation:
-    """An evaluation as its folder has it."""
+    """Evaluation read from its folder."""
 
     path: Path
     name: str
@@ -48,43 +48,45 @@ class RecordedEvaluation:
     """The recipe's fields by dotted name."""
     sets: Mapping[str, Mapping[Key, Answered]]
     measures: Mapping[str, Mapping[str, Measure]]
-    """Measures of metrics.json by set: accuracy, pass_at_K, majority_at_K; accuracy alone where it is missing."""
+    """Measures in metrics.json by set (accuracy, pass_at_K, majority_at_K). Only accuracy if the file is missing."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SetDifference:
-    """A validation set in two evaluations: over the problems of both, the mean of later minus earlier accuracy."""
+    """Validation set in two evaluations: mean difference of accuracy (later minus earlier) over common problems."""
 
     name: str
     problems: int
     left_out: int
-    """Problems of one evaluation alone, or with another prompt or gold answer in the other."""
+    """Problems in only one evaluation, or with another prompt or gold answer."""
     gained: int
     lost: int
     difference: Measure | None
-    """None where no problem is in both."""
+    """None if no problem is in both."""
 
 
 def is_evaluation(path: Path) -> bool:
-    """Whether a folder is one that `megarl eval` writes."""
+    """Return whether a folder was written by `megarl eval`."""
     return (path / ANSWERS).is_file()
 
 
 def read_evaluation(path: Path) -> RecordedEvaluation:
-    """Read the folder of an evaluation. Raises ConfigError where it has no answer, StorageError if it is unreadable."""
+    """Read an evaluation folder. Raises ConfigError if it has no answers, StorageError if it is unreadable."""
     sets: dict[str, dict[Key, Answered]] = {}
     notes: list[str] = []
     with storage_faults_named(path):
         for record in json_lines(path / ANSWERS):
             key = str(record.get("source") or ""), int(record.get("problem") or 0)
+            # Numbers of problems change with the data file, so the content decides whether two are the same.
             identity = digest([record.get("prompt"), record.get("answer")])
             answered = sets.setdefault(str(record.get("set")), {}).setdefault(key, Answered(identity))
             answered.is_right.append(record.get("answer_correct") is True)
     if not sets:
-        raise ConfigError(f"{path / ANSWERS}: has no answer; the evaluation ended before its first set was through")
+        raise ConfigError(f"{path / ANSWERS}: has no answer; the evaluation ended before its first set was complete")
     measures = {name: {"accuracy": accuracy_of(problems)} for name, problems in sets.items()}
     summary = _summary(path / "metrics.json")
+    # metrics.json is written last, so an interrupted evaluation lacks it.
     if not summary:
         notes.append(f"{path.name}: metrics.json is missing, so the evaluation ended early; sets may be missing.")
     for name, of_set in summary.get("sets", {}).items():
@@ -95,19 +97,19 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
 
 
 def accuracy_of(problems: Mapping[Key, Answered]) -> Measure:
-    """Mean accuracy over problems, with its 95 % interval."""
+    """Return the mean accuracy over problems, with its 95 % interval."""
     return mean_with_interval([answered.accuracy for answered in problems.values()])
 
 
 def differences(before: RecordedEvaluation, after: RecordedEvaluation) -> list[SetDifference]:
-    """Each set that both evaluations have, problem by problem; sets of the same name are the same set."""
+    """Return the difference of each common set, by problem. Sets of the same name count as the same set."""
     return [
         _difference(name, problems, after.sets[name]) for name, problems in before.sets.items() if name in after.sets
     ]
 
 
 def refuse_mixed(paths: Sequence[Path]) -> None:
-    """Raise ConfigError where some of the folders are evaluations and others are runs."""
+    """Raise ConfigError if some folders are evaluations and others are runs."""
     evaluations = [path for path in paths if is_evaluation(path)]
     if evaluations and len(evaluations) < len(paths):
         other = next(path for path in paths if not is_evaluation(path))
@@ -117,6 +119,8 @@ def refuse_mixed(paths: Sequence[Path]) -> None:
 
 
 def _difference(name: str, before: Mapping[Key, Answered], after: Mapping[Key, Answered]) -> SetDifference:
+    """Return the difference of a set over its common problems."""
+    # A paired comparison removes the variance between problems, so its interval is narrower.
     shared = [key for key in before if key in after and before[key].identity == after[key].identity]
     changes = [after[key].accuracy - before[key].accuracy for key in shared]
     return SetDifference(
@@ -130,6 +134,7 @@ def _difference(name: str, before: Mapping[Key, Answered], after: Mapping[Key, A
 
 
 def _summary(path: Path) -> dict[str, Any]:
+    """Return the object in metrics.json, {} if it is missing or broken."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):
@@ -138,6 +143,7 @@ def _summary(path: Path) -> dict[str, Any]:
 
 
 def _recipe(path: Path) -> dict[str, Any]:
+    """Return the recipe of an evaluation, {} if it is missing or broken."""
     try:
         value = yaml.safe_load((path / "config.yaml").read_bytes())
     except (OSError, yaml.YAMLError):

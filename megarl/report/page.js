@@ -113,7 +113,7 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     return parts.join("");
   }
 
-  // What has a line in each chart: every run, or the mean over seeds in place of the runs that differ in it alone.
+  // Lines of each chart: one per run. Runs differing only in their seed are replaced by their mean.
   function drawnRuns() {
     const all = RUNS.map((run, index) => ({ run, index, label: run.label }));
     if (!view.seeds) return all;
@@ -127,10 +127,10 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
     drawnRuns().forEach(({ run, index }) => {
       const main = curve(run, chart.metric);
       if (!main || !main.y.some(isNumber)) return;
-      // The first step carries the start of ranks and engines, beside which no other step could be seen.
+      // The first step includes the start of ranks and engines. It is so long that other steps would be invisible.
       if (chart.metric === "time/step_seconds" && main.y.length > 2) main.y = [null, ...main.y.slice(1)];
       const line = { index, run, ...main, smooth: view.smooth ? smoothed(main.y, view.smooth) : main.y };
-      // Beside a band over seeds, one of a single run's samples would be taken for the same.
+      // Next to a band over seeds, the band of a single run's samples would be misread as one over seeds.
       const spread = chart.spread && !view.seeds && curve(run, chart.spread);
       if (spread && spread.y.length === main.y.length) {
         const centre = line.smooth;

@@ -1,4 +1,4 @@
-"""The page: one HTML file that needs no network and runs no script but its own."""
+"""HTML page of a report: one file without network access, running only its own script."""
 
 from __future__ import annotations
 
@@ -40,19 +40,20 @@ _PAGE = """<!doctype html>
 """
 
 _NOT_SAME = ("name", "runs_folder")
-"""Fields of a recipe in which runs always differ."""
+"""Recipe fields differing between all runs."""
 _VALUE = 400
+"""Most characters of a shown value."""
 
 
 def write_report(
     paths: Sequence[Path], out: Path | None = None
 ) -> tuple[Path, int, list[RecordedRun] | list[RecordedEvaluation]]:
-    """Write the page of these folders of runs, or of evaluations; return its path, its size in bytes, what was read.
+    """Write the page of these run or evaluation folders. Return its path, its size in bytes, and the data read.
 
-    Without `out` it is `report.html` in the folder of a single one, or of several in the current folder. Raises
-    ConfigError for a folder that is neither, and for runs with evaluations; StorageError where something cannot be
-    read or written.
+    Without `out`, it is `report.html` in the folder, or in the current folder for several. Raises ConfigError for other
+    folders, and for runs mixed with evaluations. Raises StorageError for failed reads or writes.
     """
+    # A folder named twice, perhaps by a link, counts once.
     different = list({path.resolve(): path for path in paths}.values())
     target = out or (different[0] / "report.html" if len(different) == 1 else Path("report.html"))
     refuse_mixed(different)
@@ -69,47 +70,51 @@ def write_report(
 
 
 def _refuse_other_files(target: Path) -> None:
-    """Raise ConfigError unless the page can be a new file there, or replace an older page."""
+    """Raise ConfigError unless `target` is new or an older page."""
     if not target.parent.is_dir():
         raise ConfigError(f"--out {target}: there is no folder {target.parent}; make it, or choose another")
     if target.is_dir():
         raise ConfigError(f"--out {target}: is a folder; give a file, such as {target / 'report.html'}")
     if target.exists():
         with storage_faults_named(target), target.open("rb") as file:
+            # Protects a file named by mistake from being overwritten.
             is_page = file.read(len(_PAGE)).lower().startswith(b"<!doctype html")
         if not is_page:
-            raise ConfigError(f"--out {target}: is there already and is no HTML page; choose another name")
+            raise ConfigError(f"--out {target}: already exists and is not an HTML page; choose another name")
 
 
 def render(runs: Sequence[RecordedRun]) -> bytes:
-    """The page of these runs."""
+    """Return the page of these runs."""
     labels = distinct_labels(runs)
     return _page(labels, content_of(runs, labels))
 
 
 def render_evaluations(evaluations: Sequence[RecordedEvaluation]) -> bytes:
-    """The page of these evaluations, the later ones compared with the first."""
+    """Return the page of these evaluations. Later ones are compared with the first."""
     labels = distinct_labels(evaluations)
     configs = [[[samples.cut(name, 120), _value(one.config, name)] for name in one.config] for one in evaluations]
-    # The recipe is shown as that of a run.
+    # The page's script shows recipes of runs only, so each evaluation is passed as one.
     runs = [{"label": label, "config": config} for label, config in zip(labels, configs, strict=True)]
     content = {**evaluation_content(evaluations, labels), "runs": runs, "config": config_differences(evaluations)}
     return _page(labels, content)
 
 
 def _page(labels: Sequence[str], content: Mapping[str, Any]) -> bytes:
+    """Return the HTML with its script, style and data."""
     script, style = (files("megarl.report").joinpath(f"page.{kind}").read_text("utf-8") for kind in ("js", "css"))
+    # Only the script and style with these hashes run, so injected text cannot execute even if escaping failed.
     policy = (
         f"default-src 'none'; script-src '{_hash(script)}'; style-src '{_hash(style)}'; base-uri 'none'; "
         "form-action 'none'"
     )
     title = f"megarl: {', '.join(labels)}"
     page = _PAGE.format(policy=policy, title=html.escape(title), style=style, script=script, data=embedded(content))
+    # Lone surrogates in a folder's name cannot be encoded.
     return page.encode("utf-8", "replace")
 
 
 def content_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> dict[str, Any]:
-    """All that the page shows, as JSON values."""
+    """Return the page's content as JSON values."""
     all_rows = [curves.with_derived(run.rows) for run in runs]
     points = curves.points_for(all_rows)
     return {
@@ -126,9 +131,10 @@ def content_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> dict[str, 
 def _seeds(
     runs: Sequence[RecordedRun], labels: Sequence[str], all_rows: Sequence[curves.Rows], points: int
 ) -> list[dict[str, Any]]:
-    """Runs whose recipes differ in the seed alone, two or more together: their places and their curves over seeds."""
+    """Return groups of runs differing only in their seed: their positions, and their curves over seeds."""
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
+        # Runs without a readable recipe belong to no group.
         if "seed" in run.config:
             shared = {name: value for name, value in run.config.items() if name not in (*_NOT_SAME, "seed")}
             groups.setdefault(json.dumps(shared, sort_keys=True, default=str), []).append(place)
@@ -144,29 +150,30 @@ def _seeds(
 
 
 def _seeds_label(seeds: Mapping[str, Any]) -> str:
-    """The letters that all labels begin with, and the seeds of the runs: `grpo, seeds 0, 1, 2`."""
+    """Return the common beginning of all labels, and the seeds of the runs: `grpo, seeds 0, 1, 2`."""
     columns = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*seeds, strict=False))
     shared = "".join(letters[0] for letters in columns).rstrip("-_./ ")
     return samples.cut(f"{shared or 'runs'}, seeds {', '.join(map(str, seeds.values()))}", 120)
 
 
 def config_differences(runs: Sequence[RecordedRun] | Sequence[RecordedEvaluation]) -> list[dict[str, Any]]:
-    """Fields in which the runs' recipes differ, with the value of each run; None where a recipe has no such field."""
+    """Return the fields differing between recipes, with each run's value. None: a recipe has no such field."""
     fields = dict.fromkeys(name for run in runs for name in run.config)
     rows = [{"field": name, "values": [_value(run.config, name) for run in runs]} for name in fields]
     return [row for row in rows if row["field"] not in _NOT_SAME and len(set(row["values"])) > 1]
 
 
 def embedded(value: Any) -> str:
-    """JSON that no text in it can end or leave: within a script element of HTML."""
+    """Return JSON safe inside a script element of HTML: no text in it can end the element."""
     text = json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
+    # Escapes of JSON: `</script>` would end the element, and U+2028/2029 were line ends in older JavaScript.
     for character in "<>&\u2028\u2029":
         text = text.replace(character, f"\\u{ord(character):04x}")
     return text
 
 
 def _health(findings: Any) -> list[str]:
-    """The broken rules of `tracking.health` in status.json, a line each."""
+    """Return the broken rules of `tracking.health` in status.json, one line each."""
     found = [one for one in findings if isinstance(one, Mapping)] if isinstance(findings, list) else []
     shown = [
         f"{one.get('rule')} after step {one.get('step')}: {one.get('metric')} is {one.get('value')} "
@@ -177,6 +184,7 @@ def _health(findings: Any) -> list[str]:
 
 
 def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[str, Any]:
+    """Return a run's part of the content."""
     return {
         "label": samples.cut(label, 120),
         "path": samples.cut(str(run.path.resolve()), _VALUE),
@@ -205,7 +213,7 @@ def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[s
 
 
 def _attempt(run: RecordedRun, place: int) -> dict[str, Any]:
-    """An attempt: what it recorded, and the fields of the recipe that it changed."""
+    """Return an attempt: its recorded facts, and the recipe fields it changed."""
     attempt = run.attempts[place]
     record = attempt.record
     environment = {
@@ -232,12 +240,15 @@ def _attempt(run: RecordedRun, place: int) -> dict[str, Any]:
 
 
 def _changes(before: Attempt, after: Attempt) -> list[list[str | None]]:
+    """Return the fields differing between two attempts' recipes, with both values."""
+    # If one recipe is missing, every field would look changed.
     names = dict.fromkeys([*before.config, *after.config]) if before.config and after.config else {}
     rows = [[name, _value(before.config, name), _value(after.config, name)] for name in names]
     return [row for row in rows if row[1] != row[2]]
 
 
 def _value(config: Mapping[str, Any], name: str) -> str | None:
+    """Return a recipe value as a short text, None if the field is missing."""
     if name not in config:
         return None
     value = config[name]
@@ -245,4 +256,5 @@ def _value(config: Mapping[str, Any], name: str) -> str | None:
 
 
 def _hash(text: str) -> str:
+    """Return the hash of a script or style for the content security policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"

@@ -1,4 +1,4 @@
-"""A run folder as it was recorded, whatever is missing or broken in it; read-only."""
+"""Run folder as recorded, including missing and broken files. Changes nothing."""
 
 from __future__ import annotations
 
@@ -21,14 +21,15 @@ from megarl.types import ConfigError
 _MARKS = ("config.yaml", "status.json", "metrics.jsonl")
 """A run folder has at least one of these files."""
 _MOST_NOTICES = 50
+"""Most warnings read of an attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """A start of a run: its number, what it recorded of itself, and how far it is known to have ended.
+    """Start of a run: its number, its recorded facts and its recipe.
 
-    `record` is its attempt.json, empty for a run of a megarl that wrote none. `config` are the recipe's fields by
-    dotted name. `stacks` are the files of stacks that were asked for, `notices` its first warnings.
+    `record`: contents of attempt.json, empty for versions of megarl without it. `config`: recipe fields by dotted name.
+    `stacks`: files with requested stacks. `notices`: its first warnings.
     """
 
     number: int
@@ -40,10 +41,10 @@ class Attempt:
 
 @dataclass(slots=True)
 class RecordedRun:
-    """A run as its folder has it.
+    """Run read from its folder.
 
-    `rows` are the steps of metrics.jsonl in order: the step, and its metrics; NaN stands for a value that was not
-    finite. `notes` are sentences about what could not be read.
+    `rows`: steps of metrics.jsonl in order, each with its metrics; NaN for values that were not finite. `notes`:
+    sentences about unreadable parts.
     """
 
     path: Path
@@ -57,40 +58,41 @@ class RecordedRun:
     checkpoints: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
     earlier: tuple[str, ...] = ()
-    """Names in `earlier/`: runs of this name before it was begun anew."""
+    """Names in `earlier/`: runs moved aside by --restart."""
 
     @property
     def state(self) -> str:
-        """The state in status.json; `ended unseen` where it says that the run goes on and its process is gone."""
+        """State in status.json, or `ended unseen` if a running state is recorded but the process is gone."""
         state = str(self.status.get("state") or "unknown")
         return "ended unseen" if state in ("starting", "running") and owner_is_gone(self.path) else state
 
     @property
     def step(self) -> int:
-        """The last trained step."""
+        """Last trained step."""
         logged = self.rows[-1][0] if self.rows else 0
+        # status.json may be missing or older than the last logged step.
         return max(whole_number(self.status.get("step")), logged)
 
     @property
     def steps(self) -> int | None:
-        """The steps that the run is to have, as its newest attempt or else its recipe tells; None: not known."""
+        """Planned number of steps, from the newest attempt or else the recipe. None: not known."""
         told = [attempt.record.get("steps") for attempt in reversed(self.attempts)]
         known = [steps for steps in [*told, self.config.get("train.steps")] if type(steps) is int and steps > 0]
         return known[0] if known else None
 
     @property
     def sample_files(self) -> list[tuple[int, Path]]:
-        """The files of samples/, with their steps, in order."""
+        """Files of samples/ with their steps, in order."""
         return _step_files(self.path / "samples")
 
     @property
     def token_files(self) -> list[tuple[int, Path]]:
-        """The files of tokens/, with their steps, in order."""
+        """Files of tokens/ with their steps, in order."""
         return _step_files(self.path / "tokens")
 
 
 def read_run(path: Path) -> RecordedRun:
-    """Read a run folder. Raises ConfigError for a folder that is none, StorageError where it cannot be read."""
+    """Read a run folder. Raises ConfigError for other folders, StorageError if it cannot be read."""
     refuse_other_folders(path)
     earlier = EarlierRun.read(path)
     notes: list[str] = []
@@ -98,7 +100,7 @@ def read_run(path: Path) -> RecordedRun:
     if not config:
         notes.append("config.yaml is missing or cannot be read: the recipe is not shown.")
     if not earlier.status:
-        notes.append("status.json is missing or cannot be read: how the run stands is not known.")
+        notes.append("status.json is missing or cannot be read: the state of the run is not known.")
     with storage_faults_named(path):
         rows = _rows(path / "metrics.jsonl", notes)
         return RecordedRun(
@@ -116,7 +118,7 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def refuse_other_folders(path: Path) -> None:
-    """Raise ConfigError unless the path is a run folder; name the run folders in it, if there are any."""
+    """Raise ConfigError unless the path is a run folder. The error names run folders inside, if any."""
     if any((path / name).is_file() for name in _MARKS):
         return
     if not path.exists():
@@ -126,20 +128,21 @@ def refuse_other_folders(path: Path) -> None:
     with storage_faults_named(path):
         inside = [name for name in _names(path) if any((path / name / mark).is_file() for mark in _MARKS)]
     told = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
-    raise ConfigError(f"{path}: is no run folder, it has none of {', '.join(_MARKS)}{told}. Give runs/NAME")
+    raise ConfigError(f"{path}: is not a run folder, it has none of {', '.join(_MARKS)}{told}. Give runs/NAME")
 
 
 def owner_is_gone(path: Path) -> bool:
-    """Whether the process that owns a run folder was on this machine and has ended; False where that is not known."""
+    """Return whether the owning process ran on this machine and has ended. False: it is alive, or not known."""
     try:
         found = re.fullmatch(r"host (\S+), pid (\d+)\s*", (path / "lock").read_text(errors="replace"))
     except OSError:
         return False
+    # A process id means something on its own machine only.
     return found is not None and found[1] == socket.gethostname() and not Path(f"/proc/{found[2]}").exists()
 
 
 def json_lines(path: Path) -> Iterator[dict[str, Any]]:
-    """The JSON objects among the lines of a file; other lines are left out."""
+    """Yield the JSON objects among the lines of a file. Other lines are skipped."""
     with path.open("rb") as file:
         for line in file:
             if isinstance(value := _parsed(line), dict):
@@ -147,7 +150,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Fields of sections by dotted name; lists and empty sections are values."""
+    """Return fields of nested sections by dotted name. Lists and empty sections are values."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -158,7 +161,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Named(Protocol):
-    """A folder with a name of its own: a run or an evaluation."""
+    """Folder with a name: a run or an evaluation."""
 
     @property
     def name(self) -> str: ...
@@ -168,9 +171,10 @@ class Named(Protocol):
 
 
 def distinct_labels(runs: Sequence[Named]) -> list[str]:
-    """A label for each run: its name, with as much of its path before it as tells it from the others."""
+    """Return a label per run: its name, preceded by as much of its path as needed to be unique."""
     labels = [run.name for run in runs]
     depth = 1
+    # Six parts of a path are long enough for a label; then numbers make it unique.
     while len(set(labels)) < len(labels) and depth < 6:
         depth += 1
         paths = [run.path.resolve().parts[-depth:] for run in runs]
@@ -181,18 +185,22 @@ def distinct_labels(runs: Sequence[Named]) -> list[str]:
 
 
 def _parsed(line: bytes) -> Any:
+    """Return the JSON value of a line, None if it is invalid."""
     try:
         return json.loads(line)
+    # RecursionError: a damaged file may contain thousands of brackets.
     except (ValueError, RecursionError):
         return None
 
 
 def _rows(path: Path, notes: list[str]) -> list[tuple[int, dict[str, float]]]:
+    """Return the steps of metrics.jsonl. Add notes about unreadable lines."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
         notes.append("metrics.jsonl is not there yet: no step was logged.")
         return []
+    # A running or killed process may leave half a line at the end.
     *whole, last = lines
     if last and _parsed(last) is None:
         notes.append("The last line of metrics.jsonl is cut short; it is left out.")
@@ -206,7 +214,7 @@ def _rows(path: Path, notes: list[str]) -> list[tuple[int, dict[str, float]]]:
         if not isinstance(step, int | float) or isinstance(step, bool) or not math.isfinite(step):
             unreadable += 1
             continue
-        # Of a step that is there twice the last is true: it was trained again.
+        # If a step occurs twice, it was trained again, so the last line counts.
         rows[int(step)] = {name: _number(value) for name, value in row.items() if name != "step" and _is_number(value)}
     if unreadable:
         notes.append(f"{unreadable} lines of metrics.jsonl cannot be read; they are left out.")
@@ -214,18 +222,22 @@ def _rows(path: Path, notes: list[str]) -> list[tuple[int, dict[str, float]]]:
 
 
 def _is_number(value: Any) -> bool:
+    """Return whether a logged value is a number or null."""
+    # bool is excluded, because Python counts it as an int.
     return value is None or (isinstance(value, int | float) and not isinstance(value, bool))
 
 
 def _number(value: float | None) -> float:
-    """The number, NaN if it was not finite (`Tracker.log` writes null)."""
+    """Return the number, NaN if it was not finite (`Tracker.log` writes null)."""
     try:
         return math.nan if value is None or not math.isfinite(value) else float(value)
+    # JSON integers have any size; a float has not.
     except OverflowError:
         return math.nan
 
 
 def _attempts(logs: Path) -> list[Attempt]:
+    """Return all attempts, in order."""
     numbered = [(int(found[1]), name) for name in _names(logs) if (found := re.fullmatch(r"attempt_(\d+)", name))]
     found = []
     for number, name in sorted(numbered):
@@ -237,6 +249,7 @@ def _attempts(logs: Path) -> list[Attempt]:
 
 
 def _notices(folder: Path) -> tuple[Mapping[str, Any], ...]:
+    """Return the first warnings of an attempt."""
     try:
         return tuple(itertools.islice(json_lines(folder / "notices.jsonl"), _MOST_NOTICES))
     except OSError:
@@ -244,6 +257,7 @@ def _notices(folder: Path) -> tuple[Mapping[str, Any], ...]:
 
 
 def _object(path: Path) -> dict[str, Any]:
+    """Return the JSON object in a file, {} if it is missing or broken."""
     try:
         value = _parsed(path.read_bytes())
     except OSError:
@@ -252,6 +266,7 @@ def _object(path: Path) -> dict[str, Any]:
 
 
 def _yaml(path: Path) -> dict[str, Any]:
+    """Return the mapping in a YAML file, {} if it is missing or broken."""
     import yaml
 
     try:
@@ -262,6 +277,7 @@ def _yaml(path: Path) -> dict[str, Any]:
 
 
 def _names(folder: Path) -> tuple[str, ...]:
+    """Return the sorted names in a folder, () if it is missing."""
     try:
         return tuple(sorted(os.listdir(folder)))
     except (FileNotFoundError, NotADirectoryError):
@@ -269,10 +285,11 @@ def _names(folder: Path) -> tuple[str, ...]:
 
 
 def _step_files(folder: Path) -> list[tuple[int, Path]]:
+    """Return the files step_N.jsonl of a folder with their steps, in order."""
     found = [(re.fullmatch(r"step_(\d+)\.jsonl", name), name) for name in _names(folder)]
     return sorted((int(match[1]), folder / name) for match, name in found if match)
 
 
 def now_text() -> str:
-    """The time of day and its zone, to the second."""
+    """Return the local time and its zone, to the second."""
     return datetime.now().astimezone().isoformat(" ", "seconds")

@@ -1,4 +1,4 @@
-"""The samples of a run: read from its folder, chosen for a page, shortened, and made harmless to look at."""
+"""Samples of a run: read from its folder, selected for a page, shortened, and made safe to display."""
 
 from __future__ import annotations
 
@@ -15,66 +15,77 @@ from typing import Any
 from megarl.report.recorded import RecordedRun, json_lines
 
 STEPS_READ = 40
-"""Steps of samples/ that a page is made from, the first and the last among them."""
+"""Most steps of samples/ read for a page, including the first and the last."""
 BYTES_READ = 2 << 30
-"""Bytes of samples/ that a page is made from: of larger files fewer steps, but each of them whole."""
+"""Most bytes of samples/ read for a page. With larger files fewer steps are read, each completely."""
 
 _NUM_EXTREME = 5
+"""Samples with the highest and the lowest rewards shown for a step."""
 _NUM_CHANGED = 8
+"""Changed held-out problems shown."""
 _NUM_TURNS = 4
+"""Multi-turn attempts shown for a step."""
 _NUM_TOKEN_STEPS = 6
+"""Steps with token-by-token samples shown."""
 _NUM_RECORDS_WITH_TOKENS = 24
+"""Token-by-token samples shown in total."""
 _TEXT = 4_000
+"""Most characters of a completion."""
 _MESSAGE = 1_500
+"""Most characters of a message."""
 _TOKENS = 600
+"""Most tokens of a token-by-token sample."""
 _TURNS_OF_END = 20
-"""Turns of an attempt that are shown from its beginning, and as many from its end; so of a prompt's messages."""
+"""Turns shown at the beginning of an attempt, and at its end. Also messages of a prompt."""
 _MESSAGES_OF_END = 3
-"""As `_TURNS_OF_END`, of the messages that answer a turn."""
+"""Messages answering a turn shown at the beginning, and at the end."""
 _TEXT_OF_TURNS = 60_000
-"""Characters of an attempt's turns together: of many turns each is shortened to less. So of a prompt's messages."""
+"""Most characters of all turns of an attempt. With many turns, each is cut shorter."""
 _TEXT_OF_PROMPT = 30_000
+"""Most characters of all messages of a prompt."""
 _LEAST_TEXT = 200
+"""Fewest characters left of a turn."""
 
 _HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
-"""Characters that are not seen but change what is: control characters but tab and line feed, bidirectional controls,
-those of no width, lone surrogates."""
+"""Invisible characters able to change the displayed text: control characters except tab and line feed, bidirectional
+controls, zero-width characters, lone surrogates."""
 
 
 def visible(text: str) -> str:
-    """The text with hidden characters as visible ones: control characters as their pictures, others as `<U+202E>`."""
+    """Return the text with hidden characters made visible: control characters as pictures, others as `<U+202E>`."""
+    # Windows line ends are shown as line ends, not as pictures of a carriage return.
     return _HIDDEN.sub(_picture, text.replace("\r\n", "\n"))
 
 
 def cut(text: str, most: int) -> str:
-    """A visible text of at most about so many characters: of a longer one beginning and end, and what was left out."""
+    """Return a visible text of about `most` characters: beginning and end, with the number of omitted characters."""
     if len(text) <= most:
         return visible(text)
     head = most * 2 // 3
     tail = most - head
+    # Only the shown parts are converted, because a text may have megabytes.
     return f"{visible(text[:head])}\n[... {len(text) - most} characters left out ...]\n{visible(text[-tail:])}"
 
 
 def read_records(path: Path, step: int) -> Iterator[dict[str, Any]]:
-    """The records of a file of samples/, each with its `step` and its `line`."""
+    """Yield the records of a file of samples/, each with its `step` and its `line`."""
     for line, record in enumerate(json_lines(path), 1):
         yield {**record, "step": step, "line": line}
 
 
 def spread(items: Sequence[Any], most: int) -> list[Any]:
-    """At most so many items, evenly spread, the first and the last among them."""
+    """Return at most `most` items, evenly spread, including the first and the last."""
     if len(items) <= most:
         return list(items)
     return [items[round(number * (len(items) - 1) / (most - 1))] for number in range(most)]
 
 
 def summary(run: RecordedRun) -> dict[str, Any]:
-    """The part of a run's samples that a page shows.
+    """Return the samples shown on a page.
 
-    `rewards` and `lengths`: those of each step's samples of training, as histograms by step; `best` and `worst`, newest
-    first; `changed`: held-out problems whose answers changed most from the first to the last evaluation; `turns`:
-    attempts of several turns; `tokens`: samples token by token; `read` and `there`: steps with samples, read and
-    recorded.
+    `rewards`, `lengths`: histograms of training samples by step. `best`, `worst`: newest first. `changed`: held-out
+    problems with the largest change from the first to the last evaluation. `turns`: multi-turn attempts. `tokens`:
+    samples token by token. `read`, `there`: numbers of steps with samples, read and recorded.
     """
     files = run.sample_files
     by_step: list[tuple[int, list[dict[str, Any]]]] = []
@@ -83,11 +94,13 @@ def summary(run: RecordedRun) -> dict[str, Any]:
     worst: list[dict[str, Any]] = []
     turns: list[dict[str, Any]] = []
     read = _steps_to_read(files)
+    # Texts of four steps keep the page small; numbers of all read steps are used.
     shown_steps = {step for step, _ in spread(read, 4)}
     for step, path in read:
         numbers = []
         high, low, of_turns = _Extreme(_NUM_EXTREME, sign=-1), _Extreme(_NUM_EXTREME, sign=1), _OfSeveralTurns()
         for record in read_records(path, step):
+            # Records of validation sets are compared between evaluations. All others are from training.
             if "set" in record:
                 held_out.setdefault(_problem(record), _HeldOut()).add(record)
             else:
@@ -98,6 +111,7 @@ def summary(run: RecordedRun) -> dict[str, Any]:
                     high.add(record)
                     low.add(record)
         by_step.append((step, numbers))
+        # In a step with few samples the same record may be both best and worst.
         lines = {record["line"] for record in high.records}
         best += high.records
         worst += [record for record in low.records if record["line"] not in lines]
@@ -116,9 +130,9 @@ def summary(run: RecordedRun) -> dict[str, Any]:
 
 
 def histograms(by_step: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], name: str, bins: int = 24) -> dict[str, Any]:
-    """How often a number of records lies where, by step: `edges` [bins + 1], `steps`, `counts` [steps][bins].
+    """Return histograms of a number by step: `edges` [bins + 1], `steps`, `counts` [steps][bins].
 
-    Of few different values each has a bin of its own: then `values` takes the place of `edges`. Empty without numbers.
+    With few distinct values, each has its own bin, and `values` replaces `edges`. Without numbers the result is {}.
     """
     found = [(step, [float(r[name]) for r in records if _is_number(r.get(name))]) for step, records in by_step]
     found = [(step, numbers) for step, numbers in found if numbers]
@@ -126,6 +140,7 @@ def histograms(by_step: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], name:
     if not distinct:
         return {}
     steps = [step for step, _ in found]
+    # Rewards are often 0 or 1, and bins between them would be empty.
     if len(distinct) <= 8:
         counts = [[numbers.count(value) for value in distinct] for _, numbers in found]
         return {"values": distinct, "steps": steps, "counts": counts}
@@ -141,29 +156,32 @@ def histograms(by_step: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], name:
 
 
 def _newest_first(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The records by step, the newest step first; those of a step in their order."""
+    """Return the records with the newest step first, in their order within a step."""
     return sorted(records, key=lambda record: -record["step"])
 
 
 class _Least:
-    """The records of the least keys among all that are added, in order; no two keys are equal."""
+    """Collector of the records with the smallest keys, in order. Keys must be unique."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._kept: list[tuple[tuple[float, ...], dict[str, Any]]] = []
 
     def add(self, key: tuple[float, ...], record: Mapping[str, Any]) -> None:
+        """Add a record with its key."""
+        # Only a few records are retained: a step's file may have thousands of long ones.
         if len(self._kept) < self._most or (self._kept and key < self._kept[-1][0]):
             insort(self._kept, (key, dict(record)), key=lambda item: item[0])
             del self._kept[self._most :]
 
     @property
     def records(self) -> list[dict[str, Any]]:
+        """Collected records, smallest key first."""
         return [record for _, record in self._kept]
 
 
 class _Extreme:
-    """The records of the lowest rewards (`sign` 1) or the highest (-1); of equal ones, of different problems."""
+    """Collector of the lowest (`sign` 1) or highest (-1) rewards. For ties it prefers different problems."""
 
     def __init__(self, most: int, *, sign: int) -> None:
         self._least = _Least(most)
@@ -172,25 +190,29 @@ class _Extreme:
         self._number = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
+        """Add a record. Records without a reward are skipped."""
         if not _is_number(record.get("reward")):
             return
         kind = (_problem(record), float(record["reward"]))
         self._number += 1
+        # The number of earlier ties comes second, so other problems are preferred; the last number makes keys unique.
         self._least.add((self._sign * kind[1], self._seen[kind], record["line"], self._number), record)
         self._seen[kind] += 1
 
     @property
     def records(self) -> list[dict[str, Any]]:
+        """Collected records, most extreme first."""
         return self._least.records
 
 
 class _OfSeveralTurns:
-    """Attempts with turns among all that are added: at most four, those of the most different rewards."""
+    """Collector of at most four multi-turn attempts: those with the highest and lowest rewards."""
 
     def __init__(self) -> None:
         self._high, self._low = _Least(_NUM_TURNS // 2), _Least(_NUM_TURNS // 2)
 
     def add(self, record: Mapping[str, Any]) -> None:
+        """Add a record. Records with fewer than two turns are skipped."""
         if len(_list(record.get("turns"))) < 2:
             return
         self._high.add((-_reward(record), record["line"]), record)
@@ -198,13 +220,13 @@ class _OfSeveralTurns:
 
     @property
     def records(self) -> list[dict[str, Any]]:
-        """Those of the highest rewards first."""
+        """Collected records, highest rewards first."""
         found = {record["line"]: record for record in [*self._high.records, *reversed(self._low.records)]}
         return list(found.values())
 
 
 def extreme(records: Iterable[Mapping[str, Any]], most: int, *, sign: int) -> list[dict[str, Any]]:
-    """The records of the lowest rewards (`sign` 1) or the highest (-1); of equal ones, of different problems."""
+    """Return the records with the lowest (`sign` 1) or highest (-1) rewards, for ties of different problems."""
     found = _Extreme(most, sign=sign)
     for record in records:
         found.add(record)
@@ -212,7 +234,7 @@ def extreme(records: Iterable[Mapping[str, Any]], most: int, *, sign: int) -> li
 
 
 def compact(record: Mapping[str, Any]) -> dict[str, Any]:
-    """A record as a page shows it: shortened, visible; fields that it lacks are left out."""
+    """Return a record as shown on a page: shortened and visible. Missing fields are omitted."""
     texts = {name: cut(str(record[name]), _MESSAGE) for name in ("set", "source", "reward_failure", "finish_reason")
              if record.get(name) is not None}  # fmt: skip
     prompt_text = _TEXT_OF_PROMPT // max(1, min(len(_list(record.get("prompt"))), 2 * _TURNS_OF_END))
@@ -233,37 +255,40 @@ def compact(record: Mapping[str, Any]) -> dict[str, Any]:
 
 @dataclass(slots=True)
 class _Evaluated:
-    """The samples of a held-out problem in one evaluation: of each its line, reward and a hash of what was said."""
+    """Samples of a held-out problem in one evaluation: line, reward and hash of the completion of each."""
 
     step: int
     samples: list[tuple[int, float, bytes]] = field(default_factory=list)
 
     @property
     def mean(self) -> float:
+        """Mean reward."""
         return sum(reward for _, reward, _ in self.samples) / len(self.samples)
 
     @property
     def said(self) -> list[bytes]:
+        """Sorted hashes of the completions, for comparing two evaluations."""
         return sorted(said for *_, said in self.samples)
 
     @property
     def shown(self) -> tuple[int, int]:
-        """Step and line of the sample whose reward is nearest to the mean."""
+        """Step and line of the sample with the reward nearest to the mean."""
         mean = self.mean
         return self.step, min(self.samples, key=lambda sample: (abs(sample[1] - mean), sample[0]))[0]
 
 
 @dataclass(slots=True)
 class _HeldOut:
-    """A held-out problem in its first and its last evaluation."""
+    """Held-out problem in its first and its last evaluation."""
 
     first: _Evaluated | None = None
     last: _Evaluated | None = None
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add a sample; evaluations come in order."""
+        """Add a sample. Evaluations must come in order."""
         step = record["step"]
         if self.first is None:
+            # One object for both, until a second evaluation begins.
             self.first = self.last = _Evaluated(step)
         elif self.last is not None and self.last.step != step:
             self.last = _Evaluated(step)
@@ -272,7 +297,7 @@ class _HeldOut:
 
 
 def changed_between(before: Path, after: Path, most: int) -> list[dict[str, Any]]:
-    """Problems whose answers differ in two evaluations' files, as `summary` has them; by right answers, not rewards."""
+    """Return problems with different answers in two evaluation files, as in `summary`, scored by right answers."""
     problems: dict[str, _HeldOut] = {}
     files = {0: before, 1: after}
     for number, path in files.items():
@@ -289,7 +314,7 @@ def changed_between(before: Path, after: Path, most: int) -> list[dict[str, Any]
 def _changed(
     problems: Mapping[str, _HeldOut], files: Mapping[int, Path], most: int = _NUM_CHANGED
 ) -> list[dict[str, Any]]:
-    """Held-out problems whose answers changed: those whose mean rewards changed most, gains and losses in turn."""
+    """Return changed held-out problems with the largest change of mean reward, at most half of them losses."""
     pairs = [
         (one.last.mean - one.first.mean, one.first, one.last)
         for one in problems.values()
@@ -298,10 +323,12 @@ def _changed(
     gained = sorted((pair for pair in pairs if pair[0] > 0), key=lambda pair: -pair[0])
     lost = sorted((pair for pair in pairs if pair[0] < 0), key=lambda pair: pair[0])
     same = [pair for pair in pairs if pair[0] == 0]
+    # Losses get up to half of the places, so that gains do not hide them.
     half = most // 2
     chosen = [*gained[: most - min(half, len(lost))], *lost[:half]]
     chosen += same[: most - len(chosen)]
     counts = {"gained": len(gained), "lost": len(lost), "same": len(same), "problems": len(problems)}
+    # Read again, because holding all texts in memory could take gigabytes.
     records = _fetched({place for _, *pair in chosen for place in (pair[0].shown, pair[1].shown)}, files)
     return [
         {
@@ -316,14 +343,14 @@ def _changed(
 
 
 def _of_several(record: Mapping[str, Any], evaluated: _Evaluated) -> dict[str, Any]:
-    """A record as a page shows it; where it is one of several samples of its problem, with their mean reward."""
+    """Return a record as shown on a page. If its problem has several samples, add their number and mean reward."""
     count = len(evaluated.samples)
     several = {"samples": count, "mean": _short(evaluated.mean)} if count > 1 else {}
     return {**compact(record), **several}
 
 
 def _fetched(places: Iterable[tuple[int, int]], files: Mapping[int, Path]) -> dict[tuple[int, int], dict[str, Any]]:
-    """The records of these steps and lines, read again."""
+    """Read and return the records at these steps and lines."""
     lines: dict[int, set[int]] = {}
     for step, line in places:
         lines.setdefault(step, set()).add(line)
@@ -336,16 +363,17 @@ def _fetched(places: Iterable[tuple[int, int]], files: Mapping[int, Path]) -> di
 
 
 def _steps_to_read(files: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """Steps that a page is made from, evenly spread: fewer where their files are large, but the first and the last."""
+    """Return evenly spread steps to read, including first and last. Large files reduce their number."""
     sizes = {path: path.stat().st_size for _, path in files}
     most = min(STEPS_READ, len(files))
+    # First and last step are always read, whatever their size.
     while most > 2 and sum(sizes[path] for _, path in spread(files, most)) > BYTES_READ:
         most -= 1
     return spread(files, most)
 
 
 def _with_tokens(run: RecordedRun) -> list[dict[str, Any]]:
-    """Samples token by token, newest first."""
+    """Return token-by-token samples, newest first."""
     found: list[dict[str, Any]] = []
     for step, path in reversed(spread(run.token_files, _NUM_TOKEN_STEPS)):
         for record in read_records(path, step):
@@ -354,23 +382,25 @@ def _with_tokens(run: RecordedRun) -> list[dict[str, Any]]:
             columns = record.get("columns")
             if isinstance(columns, dict):
                 found.append({**compact(record), "columns": _columns(columns), "cut": _count(record.get("cut"))})
+                # The tokens contain the completion. Storing it twice would enlarge the page.
                 found[-1].pop("completion", None)
     return found
 
 
 def _columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """The arrays of a sample's tokens: texts visible, numbers short, all of one length."""
+    """Return the arrays of a sample's tokens: visible texts, short numbers, all of equal length."""
     texts = [visible(str(text)) for text in _list(columns.get("text"))][:_TOKENS]
     found: dict[str, list[Any]] = {"text": texts}
     for name, values in columns.items():
         numbers = _list(values)[: len(texts)]
+        # A column of another length cannot be matched with the tokens, so it is dropped.
         if name != "text" and len(numbers) == len(texts):
             found[str(name)] = [_short(value) if _is_number(value) else None for value in numbers]
     return found
 
 
 def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The turns with their numbers: of many the first and the last ones, so that numbers are left out between them."""
+    """Return the turns with their numbers. Of many turns, only the first and the last ones."""
     numbered = [
         (number, turn) for number, turn in enumerate(_list(record.get("turns")), 1) if isinstance(turn, Mapping)
     ]
@@ -390,10 +420,9 @@ def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 
 
 def _messages(value: Any, *, ends: int, most: int) -> list[dict[str, str]]:
-    """Messages as roles and texts; calls of tools and other fields are told as JSON.
+    """Return messages as roles and texts. Tool calls and other fields become JSON.
 
-    Of more than twice `ends` those between the first and the last ones are left out, which a message in their place
-    tells.
+    Of more than 2 * `ends` messages the middle ones are omitted. A message in their place has their number.
     """
     messages = _list(value) if not isinstance(value, Mapping | str) else [value]
     left_out = len(messages) - 2 * ends
@@ -405,6 +434,7 @@ def _messages(value: Any, *, ends: int, most: int) -> list[dict[str, str]]:
 
 
 def _message(message: Any, most: int) -> dict[str, str]:
+    """Return a message as role and text."""
     if not isinstance(message, Mapping):
         return {"role": "", "text": cut(_text(message), most)}
     rest = {name: item for name, item in message.items() if name not in ("role", "content") and item}
@@ -413,55 +443,65 @@ def _message(message: Any, most: int) -> dict[str, str]:
 
 
 def _problem(record: Mapping[str, Any]) -> str:
-    """A hash that tells a record's problem from others: of set, source and index where recorded, else its prompt."""
+    """Return a hash identifying a record's problem: by set, source and index, or by its prompt if there is no index."""
     index = record.get("problem")
     prompt = record.get("prompt") if index is None else None
     return digest([record.get("set"), record.get("source"), index, prompt]).hex()
 
 
 def _said(record: Mapping[str, Any]) -> Any:
-    """The completion of each turn, or the only one."""
+    """Return the completions of all turns, or the only completion."""
     turns = [turn.get("completion") for turn in _list(record.get("turns")) if isinstance(turn, Mapping)]
     return turns or record.get("completion")
 
 
 def digest(value: Any) -> bytes:
-    """A hash of a JSON value."""
+    """Return a 16-byte hash of a JSON value."""
+    # Hashes replace texts in memory; 16 bytes make collisions practically impossible.
     return hashlib.blake2b(json.dumps(value).encode(), digest_size=16).digest()
 
 
 def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return reward and length of a record."""
     return {name: record.get(name) for name in ("reward", "tokens")}
 
 
 def _reward(record: Mapping[str, Any]) -> float:
+    """Return the reward of a record, 0 if it has none."""
     return float(record["reward"]) if _is_number(record.get("reward")) else 0.0
 
 
 def _is_number(value: Any) -> bool:
-    """Whether it is a number that is finite, also when it is rounded or a little is added; not NaN."""
+    """Return whether a value is a finite number, with a margin for rounding and sums. NaN and bool are not."""
+    # 1e300 and not the largest float, so that rounding and sums cannot overflow.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
 
 def _count(value: Any) -> int:
+    """Return an integer, 0 for other values."""
     return int(value) if _is_number(value) else 0
 
 
 def _short(value: Any) -> Any:
+    """Return a number with four significant digits, as an integer if it is one."""
     number = float(f"{float(value):.4g}") if not isinstance(value, int) else value
     return int(number) if float(number).is_integer() else number
 
 
 def _text(value: Any) -> str:
+    """Return a text unchanged, other values as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _list(value: Any) -> list[Any]:
+    """Return a list, [] for other values."""
     return list(value) if isinstance(value, list | tuple) else []
 
 
 def _picture(found: re.Match[str]) -> str:
+    """Return the visible replacement of a hidden character."""
     code = ord(found[0])
+    # Unicode has a picture for each control character, from U+2400 on.
     if code < 0x20:
         return chr(0x2400 + code)
     return "\u2421" if code == 0x7F else f"<U+{code:04X}>"

@@ -88,7 +88,7 @@ def test_what_is_not_there_is_refused(run: Path, tmp_path: Path) -> None:
     (tmp_path / "new/status.json").write_text(json.dumps({"state": "starting"}))
     with pytest.raises(ConfigError, match="has no samples yet"):
         shown(tmp_path / "new")
-    with pytest.raises(ConfigError, match="is no run folder"):
+    with pytest.raises(ConfigError, match="is not a run folder"):
         shown(tmp_path)
 
 

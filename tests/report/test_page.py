@@ -228,7 +228,7 @@ def test_starts_tell_what_changed_and_what_they_warned_of(tmp_path: Path) -> Non
     [
         pytest.param("no/report.html", "there is no folder", id="no folder"),
         pytest.param("run", "is a folder", id="folder"),
-        pytest.param("run/config.yaml", "is no HTML page", id="other file"),
+        pytest.param("run/config.yaml", "is not an HTML page", id="other file"),
     ],
 )
 def test_where_the_page_may_not_be(tmp_path: Path, out: str, told: str) -> None:
@@ -246,7 +246,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     assert capsys.readouterr().out.startswith(f"wrote {folder / 'report.html'}: ")
     with pytest.raises(SystemExit) as ended:
         main(["report", str(tmp_path)])
-    assert ended.value.code == 2 and "is no run folder" in capsys.readouterr().err
+    assert ended.value.code == 2 and "is not a run folder" in capsys.readouterr().err
 
 
 def test_runs_of_several_seeds_are_a_mean_and_a_band(tmp_path: Path, opened: Callable[[Path], str]) -> None:
