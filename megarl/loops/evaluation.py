@@ -144,7 +144,7 @@ def _checked(recipe: Recipe) -> ParallelConfig:
     check_rewards(recipe)
     if not layout.is_separate:
         return layout
-    # There is no trainer, so the engines get all ranks.
+    # Nothing trains here, so the engines get all ranks.
     world, tp = layout.num_ranks, layout.rollout_tp
     if world % tp:
         raise ConfigError(f"rollout.tp = {tp}: does not divide the {world} ranks; an evaluation samples on all of them")

@@ -91,8 +91,8 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
     `kept` is the result of `preflight.count_records`.
 
     Raises ConfigError for another model or chat template. Raises DataError for a checkpoint of another schema, changed
-    training data, another set of dropped records, or if all checkpoints are damaged. Raises StorageError for failed
-    reads or writes. The folder is unchanged after an error.
+    training data, or another set of dropped records. Raises DataError too if all checkpoints are damaged. Raises
+    StorageError for failed reads or writes. The folder is unchanged after an error.
     """
     console = Console(highlight=False, soft_wrap=True, markup=False)
     inputs = Inputs.read(recipe, kept)

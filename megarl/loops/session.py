@@ -213,7 +213,7 @@ class Session:
             await self.ranks.trainers.call("sleep_engine")
 
     async def retain_experts(self, state: RLState) -> dict[str, float]:
-        """With router replay, drop the ranks' routed experts, except for groups waiting for a later step.
+        """Drop the ranks' routed experts, except for groups waiting for a later step. Used with router replay only.
 
         Metric: `rollout/routed_experts_bytes`, their size before.
         """

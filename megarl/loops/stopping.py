@@ -123,7 +123,7 @@ class StackRequest:
 
 @contextmanager
 def stacks_on_quit(logs_folder: Path) -> Iterator[StackRequest]:
-    """Within, write the stacks of all the driver's threads to `driver.log` on SIGQUIT. The run continues."""
+    """Write the stacks of all the driver's threads to `driver.log` on SIGQUIT within. The run continues."""
     request = StackRequest()
     path = logs_folder / "driver.log"
 

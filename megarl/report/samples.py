@@ -400,7 +400,7 @@ def _columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the turns with their numbers. Of many turns, only the first and the last ones."""
+    """Return the turns with their numbers. Long attempts keep only the first and last ones."""
     numbered = [
         (number, turn) for number, turn in enumerate(_list(record.get("turns")), 1) if isinstance(turn, Mapping)
     ]
@@ -422,7 +422,7 @@ def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _messages(value: Any, *, ends: int, most: int) -> list[dict[str, str]]:
     """Return messages as roles and texts. Tool calls and other fields become JSON.
 
-    Of more than 2 * `ends` messages the middle ones are omitted. A message in their place has their number.
+    If there are more than 2 * `ends`, one message with the number of the omitted ones replaces the middle.
     """
     messages = _list(value) if not isinstance(value, Mapping | str) else [value]
     left_out = len(messages) - 2 * ends

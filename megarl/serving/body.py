@@ -16,7 +16,7 @@ from megarl.serving.refusal import RequestError
 MAX_BODY_BYTES = 32 << 20
 """Largest accepted body (32 MiB)."""
 _LARGE_BYTES = 64 << 10
-"""Bodies from this size on are parsed in a thread. 64 KiB take about 1 ms, which would block other clients."""
+"""Bodies from this size on are parsed in a thread. Parsing 64 KiB blocks other clients for about 1 ms."""
 _MAX_VALUES = 1 << 20
 """Most commas and brackets in a body. Python's JSON parser holds the interpreter lock, in a thread too: 10 million
 empty lists take 4 s. A million is more than the context of any model, as text or as token ids."""
@@ -25,9 +25,9 @@ empty lists take 4 s. A million is more than the context of any model, as text o
 async def read_body(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:
     """Return a request's body: its bytes and the JSON object in them.
 
-    Call it only after checking the client's key, because it holds up to `MAX_BODY_BYTES` in memory. Raises
-    RequestError: 413 for a body that is too large, 400 for one that is malformed, is not a JSON object, is nested too
-    deeply, or contains text not representable in UTF-8.
+    Call it only after checking the client's key, because it holds up to `MAX_BODY_BYTES` in memory. Raises RequestError
+    with status 413 for a body that is too large. The status is 400 for one that is malformed, not a JSON object, nested
+    too deeply, or not representable in UTF-8.
     """
     # Refused before a byte is read. Without a length, aiohttp's client_max_size ends the read.
     if request.content_length is not None and request.content_length > MAX_BODY_BYTES:

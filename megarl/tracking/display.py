@@ -1,6 +1,6 @@
 """Progress of a run on the screen: a live line below the other lines on a terminal, only plain lines elsewhere.
 
-The live line has the current phase and its time, the step, the time left and a graph of the reward. A step's own line
+The live line has the phase with its time, the step, the time left and a graph of the reward. A step's own line
 shows the signs of a hacked reward together: reward, accuracy, length, truncated share, KL if measured, log-prob
 mismatch of trainer and engine, entropy.
 """
@@ -131,7 +131,7 @@ class Display:
         self.console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
 
     def step(self, step: int, row: Mapping[str, float]) -> None:
-        """Print a step's line with its metrics. Of a long run, only some steps and all evaluated ones have lines."""
+        """Print a step's line with its metrics. Long runs omit most unevaluated steps."""
         now = self._clock()
         self._first_logged = self._first_logged or (step, now)
         self._step, self._last_logged = step, now

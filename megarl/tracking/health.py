@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 from megarl.config.health import HealthConfig
 
 LOWEST_LEARNING_RATE = 1e-8
-"""Adam moves a weight by about the learning rate in an update. 10,000 updates below this rate move it by less than
-1e-4."""
+"""Lowest usual rate. Adam moves a weight by about the rate in an update: 10,000 updates below this rate move it by less
+than 1e-4."""
 LORA_FACTOR = 10.0
 """Adapters usually train at ten times the rate of full weights (Schulman et al. 2025, LoRA Without Regret)."""
 _EVALUATIONS = 2

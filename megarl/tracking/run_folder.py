@@ -203,7 +203,7 @@ class RunFolder:
         last = -1 if step is None else step
         unreadable = 0
         if self.metrics_file.exists():
-            # A killed process may leave half a line at the end. It is no fault and not counted.
+            # A killed process may leave half a line at the end. This is expected, so it is not counted.
             *lines, cut_short = self.metrics_file.read_bytes().split(b"\n")
             steps = [_step(line) for line in lines]
             unreadable = steps.count(None)
