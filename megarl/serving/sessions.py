@@ -183,7 +183,7 @@ class Session:
             return
         self.ended.set()
         self.reward = reward
-        # Cancelled here; gather waits until their requests have left the engines.
+        # Cancelling a call aborts its request in the engine.
         tasks = [call.task for call in self._under_way if not call.task.done()]
         for task in tasks:
             task.cancel()
