@@ -1,6 +1,6 @@
-"""Checks before any process starts: of several fields together, of the model folder, of data files and rewards.
+"""Checks that run before any process starts: recipe fields, model folders, data files and rewards.
 
-All faults of a recipe and of the files that it names come on one page.
+One error page lists all faults of a recipe and of its files.
 """
 
 from __future__ import annotations
@@ -82,10 +82,10 @@ __all__ = [
 
 
 def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> ParallelConfig:
-    """The layout of a recipe that can run: from here, or without `is_start` as a job on other machines.
+    """Return the parallel layout of a recipe that can run, or raise an error.
 
-    Without `is_trained` engines alone are started, and models beside the policy need not be there. Raises one error
-    that lists all faults: a ConfigError if any is the recipe's, a DataError if all are of files.
+    `is_start` False: check a job for other machines. `is_trained` False: only engines start, so the folders of further
+    models may be absent. One error lists all faults: ConfigError if any is in the recipe, else DataError (files only).
     """
     found = _faults(recipe, is_start=is_start, is_trained=is_trained)
     if found.recipe:
@@ -96,20 +96,22 @@ def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> 
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = True, is_of_run: bool = False) -> Recipe:
-    """The recipe of a file, as `config.recipe.load` reads it; `is_of_run` as in `config.recipe.read`.
+    """Load the recipe of a file like `config.recipe.load`. `is_of_run` is explained at `config.recipe.read`.
 
-    Raises one ConfigError for a recipe that cannot be read in full; on its page stands too what `check` finds wrong
-    with the rest, as far as that does not depend on fields that could not be read.
+    Raises one ConfigError if a recipe cannot be read in full. Its page also lists the faults found by `check`, except
+    those depending on unreadable fields.
     """
     draft = read(path, overrides, is_of_run=is_of_run)
     if not draft.problems:
         return draft.recipe
     found = _faults(draft.recipe, is_start=is_start)
     unread = set(draft.unread)
+    # The data-parallel size is derived from these fields, so a fault that mentions it is not reliable either.
     if unread & {"cluster.nodes", "cluster.ranks_per_node", "trainer.tp", "trainer.pp", "trainer.cp"}:
         unread.add("trainer.dp")
-    # Most checks depend on the loop.
+    # Most checks depend on the loop. Without it their faults would mislead.
     further = [*([] if "loop" in unread else found.recipe), *found.files]
+    # Drop each fault that names an unread field. The pattern (?!) matches nothing: then no fault is dropped.
     depends = re.compile("|".join(rf"(?<![\w.]){re.escape(field)}(?!\w)" for field in sorted(unread)) or r"(?!)")
     further = [text for text in further if not depends.search(text)]
     raise draft.error(further)
@@ -117,7 +119,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = Tr
 
 @dataclass(frozen=True, slots=True)
 class _Faults:
-    """Faults of a recipe and of the files that it names, a line each; the layout is valid if there are none."""
+    """Faults of a recipe and of its files, one line each. The layout is valid only if both lists are empty."""
 
     recipe: list[str]
     files: list[str]
@@ -125,13 +127,14 @@ class _Faults:
 
 
 def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faults:
-    """Those of all sources of a mixture; what all have in common is told once."""
+    """Return the faults of every source of a mixture. A fault common to all sources is listed once."""
     found = {
         source.name: _faults_of_source(source.recipe, is_start=is_start, is_trained=is_trained)
         for source in recipe.sources
     }
     of_all = [*learning.best(recipe), *device_faults(recipe, is_start=is_start)]
     of_all += [*format_faults(recipe, is_start=is_start, is_trained=is_trained)]
+    # The memory table needs valid sizes and readable models, so it is computed only without other faults.
     sound = next(iter(found.values())) if not any(faults.recipe or faults.files for faults in found.values()) else None
     if sound is not None and is_trained:
         of_all += memory_faults(recipe, sound.layout, is_start=is_start)
@@ -144,7 +147,7 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
 
 
 def _told_once(faults: Mapping[str, Sequence[str]]) -> list[str]:
-    """Lines by source as one list: those of all sources first, the others with the name of their source."""
+    """Merge lines by source: first lines common to all sources, then the others with their source's name."""
     first, *others = faults.values()
     shared = [text for text in first if all(text in other for other in others)]
     return shared + [
@@ -165,6 +168,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
     wrong += distillation.teachers(recipe) if is_trained else ()
     incomplete = check_model_folder(recipe.model.folder)
     broken = [*incomplete, *data_files(recipe)]
+    # Building the environment with a model needs the tokenizer, so an incomplete folder skips those checks.
     wrong += environment(recipe, has_model=not incomplete)
     if Path(recipe.model.folder).is_dir():
         try:
@@ -184,6 +188,7 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
             wrong += [text for text in further if not isinstance(text, DataError)]
             broken += [str(error) for error in further if isinstance(error, DataError)]
             broken += _tokens_beyond(recipe.model.folder, shape)
+            # Aligning ranks to the reshard takes long and needs sizes that divide, so skip it if the recipe has faults.
             layout = layout if wrong else sizes.aligned(recipe, shape, layout)
         except DataError as error:
             broken.insert(0, str(error))
@@ -191,10 +196,10 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
 
 
 def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
-    """Shape and layout of a recipe that can be planned: of model folders, config.json is enough.
+    """Return shape and layout of a recipe for a plan. config.json is the only file needed.
 
-    The ranks are not aligned yet, which takes longer: `aligned`. Raises DataError for that file, or one ConfigError
-    that lists all sizes that do not fit.
+    The ranks are not aligned yet, because that takes longer (see `aligned`). Raises DataError for an invalid
+    config.json, or one ConfigError listing all sizes that do not fit.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     if wrong := [*sizes.ranks(recipe), *sizes.model_fit(recipe, shape)]:
@@ -203,7 +208,7 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
 
 
 def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataError]:
-    """Faults of the folders of critic, reward model and teacher: texts of the recipe's, errors of their files'."""
+    """Yield faults in folders of critic, reward model and teacher: text for the recipe's, DataError for the files'."""
     for field, folder in recipe.further_models.items():
         if problems := check_model_folder(folder):
             yield from (DataError(f"{field}: {problem}") for problem in problems)
@@ -217,6 +222,8 @@ def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataEr
         is_teacher = field.endswith("distillation.teacher")
         fit = (*sizes.model_fit(recipe, shape, is_sampled=False), *sizes.positions(recipe, shape))
         if is_teacher:
+            # A teacher scores the policy's samples but never samples itself, so lengths of evaluations do not matter to
+            # it.
             fit = (*distillation.layout_fit(recipe, shape), *sizes.positions(recipe, shape, is_evaluated=False))
         fit += tuple(sizes.fp8_channels(recipe.for_teachers if is_teacher else recipe, shape))
         yield from (f"{field} = {folder}: {text}" for text in fit)
@@ -228,16 +235,16 @@ def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataEr
         if bool(shape.num_experts) != bool(policy.num_experts) and not is_teacher:
             yield f"{field} = {folder}: the policy and this must both have experts, or neither; take another"
         if field == "reward.model" and not shape.has_value_head:
-            yield f"{field} = {folder}: is a language model; give one that was trained with loop: reward_model"
+            yield f"{field} = {folder}: is a language model; give a model trained with loop: reward_model"
         if is_teacher:
             yield from distillation.teacher_fit(recipe, field, shape, policy)
             yield from (DataError(f"{field}: {fault}") for fault in _tokens_beyond(folder, shape))
 
 
 def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
-    """A tokenizer must not make ids that the model has no embedding for."""
+    """Yield a fault if the tokenizer makes ids without an embedding in the model."""
     if not (Path(folder) / TOKENIZER[0]).is_file():
-        return  # told already
+        return  # Reported by check_model_folder.
     token, number = largest_token(folder)
     if number >= shape.vocab_size:
         yield (
@@ -247,6 +254,9 @@ def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
 
 
 def _tokens(folder: str) -> tuple[object, object]:
-    """Vocabulary and added tokens of a folder's tokenizer. Sizes of embeddings differ by their padding."""
+    """Return vocabulary and added tokens of a folder's tokenizer.
+
+    The size of the embedding does not show that two tokenizers are equal, because models pad it differently.
+    """
     tokenizer = read_object(Path(folder) / "tokenizer.json")
     return tokenizer.get("model", {}).get("vocab"), [(t["content"], t["id"]) for t in tokenizer.get("added_tokens", ())]

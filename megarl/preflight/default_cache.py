@@ -1,4 +1,4 @@
-"""The default of `rollout.kv_cache_gib`: what a GPU has left while the engine samples, less a margin."""
+"""The default of `rollout.kv_cache_gib`: the GPU memory left free during sampling, less a margin."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from megarl.types import DataError
 
 
 def with_cache(recipe: Recipe, *, is_start: bool = False, is_trained: bool = True) -> Recipe:
-    """The recipe with its KV cache, where it leaves the size out and the memory of its GPUs is known.
+    """Return the recipe with a KV cache size, if it gives none and the memory of its GPUs is known.
 
-    It is at least what one longest sequence needs: whether that fits is checked later. A recipe that cannot be planned
-    comes back as it is, and so does one that starts (`is_start`) on a CPU. Without `is_trained` engines alone are
-    started, on all ranks.
+    The size is at least enough for one longest sequence; a later check tests if that fits. A recipe is returned
+    unchanged if it cannot be planned, or if it starts (`is_start`) on a CPU. `is_trained` False: only engines start, on
+    all ranks.
     """
     rollout = recipe.rollout
     is_given = "kv_cache_gib" in rollout.model_fields_set or rollout.gpu_memory_utilization is not None
@@ -33,24 +33,26 @@ def with_cache(recipe: Recipe, *, is_start: bool = False, is_trained: bool = Tru
     try:
         models = models_of(recipe, sizes.layout_of(recipe))
     except DataError:
-        return recipe  # Reported by the checks of the model folder.
+        return recipe  # The checks of the model folder report it.
     if any(sizes.model_fit(recipe, models.policy.shape)):
         return recipe
+    # An evaluation loads no trainer, so the cache may take the memory that training would use.
     if not is_trained:
         models = Models(_engines_alone(models.policy), None, {})
     return changed(recipe, {"rollout.kv_cache_gib": _largest(recipe, models, gpus)})
 
 
 def _largest(recipe: Recipe, models: Models, gpus: GpuMemory) -> float:
-    """GiB of the cache that leaves the margin."""
+    """Return GiB of the largest cache that leaves the margin free."""
     least = least_cache_gib(recipe, models.policy.shape)
+    # Plan with the smallest cache first. The memory then left in the fullest sampling phase is added to the cache.
     smallest = changed(recipe, {"rollout.kv_cache_gib": least})
     table = memory_table(smallest, models, GPU, gpu_gib=gpus.engine)
     return max(least, cache_within(table, gpus.engine - MARGIN_GIB))
 
 
 def _engines_alone(policy: Built) -> Built:
-    """The policy with engines on ranks of their own, as many as the run has."""
+    """Return the policy with separate engines on all ranks of the run."""
     layout = policy.layout
     own = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=layout.rollout_tp, rollout_ep=layout.rollout_ep)
     return Built(policy.shape, replace(own, rollout_ranks=layout.num_ranks))

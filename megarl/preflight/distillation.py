@@ -1,4 +1,4 @@
-"""Checks of a teacher: that there is one, and that the policy can learn from it."""
+"""Checks of distillation teachers: a teacher is given, fits its ranks, and matches the policy."""
 
 from __future__ import annotations
 
@@ -11,9 +11,11 @@ from megarl.preflight import sizes
 
 
 def teachers(recipe: Recipe) -> Iterator[str]:
-    """Every source of problems needs a teacher, and teachers need ranks, where anything is trained."""
+    """Yield faults if a source of a training run has no teacher, or if the teachers' parallel sizes do not fit the
+    ranks."""
     if recipe.loop != "distillation" or not recipe.train.steps:
         return
+    # Teachers with sizes of their own repeat the trainer's checks. Drop faults already reported for the trainer.
     if recipe.distillation.sizes:
         own = recipe.for_teachers
         told = {*sizes.ranks(recipe), *sizes.lengths(recipe)}
@@ -27,27 +29,27 @@ def teachers(recipe: Recipe) -> Iterator[str]:
 
 
 def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
-    """A teacher must divide by its own parallel sizes, or those of the trainer where it has none."""
+    """Yield faults if a teacher does not divide by its parallel sizes (its own, else the trainer's)."""
     own = recipe.for_teachers
-    # Routes are replayed by the policy alone.
+    # Only the policy replays expert choices, so checks of router_replay do not apply to a teacher.
     own = own.model_copy(update={"trainer": own.trainer.model_copy(update={"router_replay": False})})
     for text in (*sizes.model_fit(own, teacher, is_sampled=False), *sizes.expert_fit(own, teacher)):
         if recipe.distillation.sizes:
             yield _of_teachers(text)
         else:
-            yield f"{text}, or give the teachers sizes of their own: distillation.tp"
+            yield f"{text}, or give the teachers parallel sizes of their own: distillation.tp"
 
 
 def _of_teachers(text: str) -> str:
-    """A fault of the trainer's parallel sizes as one of the teachers'."""
+    """Rename the trainer's parallel sizes in a fault to the teachers'."""
     return re.sub(r"\btrainer\.(tp|pp|cp|ep|etp)\b", r"distillation.\1", text)
 
 
 def teacher_fit(recipe: Recipe, field: str, teacher: ModelShape, policy: ModelShape) -> Iterator[str]:
-    """A teacher must have words, and the policy as many of them as are asked for."""
+    """Yield faults if a teacher has no language head, or shares fewer than `distillation.top_k` tokens."""
     folder, config = recipe.further_models[field], recipe.distillation
     if teacher.has_value_head:
-        yield f"{field} = {folder}: is a reward model, which has no words; give a language model"
+        yield f"{field} = {folder}: is a reward model without a language head; give a language model"
     num_common = min(teacher.vocab_size, policy.vocab_size)
     if config.loss == "top_k" and config.top_k > num_common:
         yield (

@@ -1,4 +1,4 @@
-"""Checks of what vLLM would refuse once its ranks are started: head size, KV cache, what the platform lacks."""
+"""Checks for settings that vLLM would reject only after its ranks started: head size, KV cache, platform features."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.preflight.library_fields import supported_head_sizes
 
 
 def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Faults of a recipe whose model is sampled from."""
+    """Yield the engine faults of a recipe, if it samples."""
     if not recipe.has_engine:
         return
     yield from _head_size(recipe, shape)
@@ -23,42 +23,44 @@ def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     yield from _stop_tokens(recipe, shape)
     yield from _drafter(recipe)
     if recipe.rollout.async_scheduling and runs_on_cpu():
-        yield "rollout.async_scheduling = True: vLLM has none on a CPU; leave it out, then it is on where vLLM has it"
+        yield "rollout.async_scheduling = True: vLLM has none on a CPU; leave it out: then vLLM decides"
 
 
 HOST_DRAFTERS = ("ngram", "suffix", "custom_class")
-"""Methods of vLLM's speculative decoding that draft on the host; vLLM begins no step ahead of them."""
+"""Speculative-decoding methods of vLLM that draft on the host. vLLM schedules no step ahead with them."""
+# ngram_gpu drafts on the GPU, so it allows asynchronous scheduling. None of these methods has model weights.
 _WEIGHTLESS = (*HOST_DRAFTERS, "ngram_gpu")
 
 
 def _drafter(recipe: Recipe) -> Iterator[str]:
-    """Of speculative decoding: which drafters an engine can have, and where."""
+    """Yield faults of `speculative_config`: drafters that an engine cannot use here."""
     config = recipe.rollout.vllm.get("speculative_config")
     if not isinstance(config, Mapping) or not config:
         return
     method = config.get("method") or _method_of(config.get("model"))
     field = f"rollout.vllm.speculative_config = {dict(config)}"
     if method not in _WEIGHTLESS:
-        # vLLM builds the drafter like the model, without reading files; then only the model's weights are written.
+        # vLLM builds the drafter like the model, without reading files. A reshard writes only the policy's weights.
         yield (
-            f"{field}: a drafter with weights of its own would keep random ones, for a reshard moves the policy's; set "
+            f"{field}: the drafter's own weights would stay random, because a reshard writes only the policy's; set "
             f"its method to {either(_WEIGHTLESS)}, or leave it out"
         )
     elif runs_on_cpu():
-        yield f"{field}: vLLM accepts drafts of sampled tokens by Triton's kernels, which a CPU has not; leave it out"
+        yield f"{field}: vLLM verifies drafts with Triton kernels, not available on a CPU; leave it out"
     if method == "suffix" and find_spec("arctic_inference") is None:
         yield f"{field}: vLLM drafts by suffixes with arctic-inference, which is not installed; take ngram"
     if recipe.rollout.async_scheduling and method in HOST_DRAFTERS:
         yield (
-            f"rollout.async_scheduling = True: the drafter {method} works on the host, between an engine's steps, so "
-            "that none is begun ahead; leave it out, or take ngram_gpu (rollout.vllm.speculative_config)"
+            f"rollout.async_scheduling = True: the drafter {method} works on the host between engine steps, so no "
+            "step can be scheduled ahead; leave it out, or take ngram_gpu (rollout.vllm.speculative_config)"
         )
 
 
 def _method_of(model: object) -> str | None:
-    """The method that vLLM 0.30 takes where only a model is given; None for a drafter with weights of its own."""
+    """Return the method that vLLM 0.30 infers from a drafter's model name. None: a drafter with its own weights."""
     if model in ("ngram", "[ngram]"):
         return "ngram"
+    # vLLM 0.30 treats a dotted import path as a custom drafter class.
     parts = model.split(".") if isinstance(model, str) else []
     is_class = len(parts) > 1 and all(part.isidentifier() for part in parts)
     return "custom_class" if is_class else None
@@ -74,8 +76,9 @@ def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """The cache of a rank must hold one sequence of the longest kind."""
+    """Yield a fault if the cache of a rank cannot hold one longest sequence."""
     rollout = recipe.rollout
+    # Under gpu_memory_utilization vLLM sizes the cache itself; `preflight.memory` checks that case.
     if rollout.gpu_memory_utilization is not None or (block := _block_tokens(recipe)) is None:
         return
     new_tokens = max(rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
@@ -83,6 +86,7 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     needed = _needed_bytes(recipe, shape, block, longest)
     if needed > rollout.kv_cache_gib * 2**30:
         block_bytes = _needed_bytes(recipe, shape, block, 0)
+        # vLLM holds one block back, so it is not counted here.
         held = max(0, int(rollout.kv_cache_gib * 2**30 / block_bytes) - 1) * block
         yield (
             f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: holds {held} tokens on a rank, one sequence of "
@@ -92,26 +96,27 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def least_cache_gib(recipe: Recipe, shape: ModelShape) -> float:
-    """GiB of the smallest KV cache of a rank that holds one sequence of the longest kind."""
+    """Return GiB of the smallest KV cache of a rank that holds one longest sequence."""
     block = _block_tokens(recipe) or BLOCK_TOKENS["cuda"]
     return float(_gib(_needed_bytes(recipe, shape, block, recipe.context_tokens)))
 
 
 def _block_tokens(recipe: Recipe) -> int | None:
-    """Tokens of a block of the KV cache; None for a `block_size` that is not a positive whole number."""
+    """Return the tokens of one KV cache block. None: `block_size` is not a positive whole number."""
     block = recipe.rollout.vllm.get("block_size") or BLOCK_TOKENS["cpu" if runs_on_cpu() else "cuda"]
     return block if isinstance(block, int) and block >= 1 else None
 
 
 def _needed_bytes(recipe: Recipe, shape: ModelShape, block: int, tokens: int) -> int:
-    """Bytes of a rank's KV cache for one sequence, and for the one block that vLLM holds back."""
+    """Return bytes of a rank's KV cache for one sequence, plus the one block that vLLM holds back."""
     rollout = recipe.rollout
+    # A quantised cache (FP8) takes one byte a value.
     item_bytes = ITEM_BYTES[recipe.model.dtype] if rollout.kv_cache_dtype == "auto" else 1
     return (-(-tokens // block) + 1) * cache_block_bytes(shape, rollout.tp, block_tokens=block, itemsize=item_bytes)
 
 
 def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """vLLM would look for ids that no token has, and never stop at them."""
+    """Yield a fault for stop ids beyond the vocabulary: vLLM would accept them and never stop."""
     found = {
         "rollout.sampling": recipe.rollout.sampling.stop_token_ids,
         "evaluation.sampling": recipe.evaluation.sampling.stop_token_ids or (),
@@ -125,7 +130,7 @@ def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _gib(size: int) -> str:
-    """GiB, rounded up to three digits that a recipe can take."""
+    """Format bytes as GiB, rounded up to three digits so that the value fits when copied into a recipe."""
     digits = 3
     while size < 10 ** (2 - digits) * 2**30:
         digits += 1

@@ -1,4 +1,4 @@
-"""Whether a recipe's environment can be imported, and the chat template can go on after a turn."""
+"""Checks of a recipe's environment: it can be imported, and the chat template can continue after a turn."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ from megarl.types import ConfigError, MegarlError
 _OWN_KEYS = frozenset(
     ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 )
-"""Keys of the trackers and of the Hugging Face Hub, which the driver reads."""
+"""API keys of the trackers and of the Hugging Face Hub. The driver reads them; an agent program must not."""
 
 
 def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
-    """Faults of `rollout.environment`; `has_model` says that the model folder is complete."""
+    """Yield faults of `rollout.environment`. `has_model`: the model folder is complete."""
     if not recipe.has_engine:
         return
     name = recipe.rollout.environment
@@ -41,6 +41,7 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
         except MegarlError as error:
             yield str(error)
             return
+    # A single turn needs no further observation, so any chat template will do.
     if name == "single_turn" or not has_model:
         return
     dialogue = Dialogue(tokenizer_of(recipe.model), recipe.rollout.tool_parser)
@@ -49,11 +50,12 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
         yield from _faults_with_tools(name, tools, dialogue)
         return
     try:
+        # Render one user message after an empty turn: templates that cannot append raise here and not during the run.
         dialogue.observation(np.zeros(0, np.int32), ({"role": "user", "content": "."},))
     except ValueError as error:
         yield (
-            f"rollout.environment = {name!r}: {error}; give the model folder a chat template that goes on after an "
-            "assistant's turn, or take single_turn"
+            f"rollout.environment = {name!r}: {error}; give the model folder a chat template that can continue after "
+            "an assistant's turn, or take single_turn"
         )
 
 
@@ -70,7 +72,7 @@ def _rewritten_history(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
 
 
 def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
-    """The tools that the environment tells before an attempt, if any. Raises ConfigError where it cannot be made."""
+    """Return the tools announced before an attempt, if any. Raises ConfigError if the environment cannot be made."""
     rollout = recipe.rollout
     sandbox = recipe.sandbox.model_dump(mode="json")
     settings = with_sandbox(rollout.environment, rollout.environment_kwargs, sandbox)
@@ -85,7 +87,7 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
         return tuple(getattr(made, "tools", ()))
     except MegarlError as error:
         raise ConfigError(f"rollout.environment_kwargs: {rollout.environment}: {error}") from error
-    except Exception as error:  # a class of the recipe's author: it may raise anything
+    except Exception as error:  # The class is the recipe author's own code and may raise anything.
         raise ConfigError(
             f"rollout.environment_kwargs = {rollout.environment_kwargs}: {rollout.environment} raises "
             f"{type(error).__name__}: {error}"
@@ -93,23 +95,25 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
 
 
 def _refuse_made_problems(recipe: Recipe) -> None:
-    """Raise ConfigError where the data are to be made by the environment, which makes none."""
+    """Raise ConfigError if the environment shall make the data but makes no problems."""
     for field, path in data_paths(recipe).items():
         if path.startswith(MADE) and takes_problems(recipe, field):
             raise ConfigError(f"{field} = {path}: this environment makes no problems of its own; give a JSONL file")
 
 
 def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: Dialogue) -> Iterator[str]:
-    """Faults of tools, and of a chat template that must write them, their calls and their replies."""
+    """Yield faults of tool schemas, and of a chat template that cannot render tools, calls and replies."""
     try:
         check_tools(tools)
     except ValueError as error:
         yield f"rollout.environment = {name!r}: {error}"
         return
     question = ({"role": "user", "content": "."},)
+    # Nine letters and digits: Mistral's chat templates reject call ids of any other length.
     reply = {"role": "tool", "name": tools[0]["function"]["name"], "tool_call_id": "call00000", "content": "."}
     try:
         _ = dialogue.call_format
+        # A template without tool support renders the same prompt with and without tools, and raises no error.
         is_silent = np.array_equal(dialogue.opening(question, tools), dialogue.opening(question))
         dialogue.observation(np.zeros(0, np.int32), (reply,), tools)
     except ConfigError as error:
@@ -122,17 +126,17 @@ def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: 
     else:
         if is_silent:
             yield (
-                f"rollout.environment = {name!r}: the chat template writes no tools, the policy would not know them; "
+                f"rollout.environment = {name!r}: the chat template writes no tools, so the policy would not see them; "
                 "give the model folder one that does, or take an environment without tools"
             )
 
 
 def _command(command: Sequence[str]) -> Iterator[str]:
-    """Faults of the program of an attempt."""
+    """Yield faults of the command of an agent program."""
     if not command:
         yield "rollout.agent.command: is missing; give the program of environment command as a list: [python, agent.py]"
     elif shutil.which(command[0]) is None:
-        yield f"rollout.agent.command = {list(command)!r}: there is no program {command[0]!r}; give its path"
+        yield f"rollout.agent.command = {list(command)!r}: there is no program {command[0]!r}; give its full path"
     elif (script := _script(command)) is not None and not Path(script).is_file():
         yield (
             f"rollout.agent.command = {list(command)!r}: there is no file {script!r}; give its path from the folder "
@@ -140,13 +144,14 @@ def _command(command: Sequence[str]) -> Iterator[str]:
         )
 
 
+# Endings of script files. An argument with one of them must be a file that exists.
 _SCRIPTS = (".py", ".sh", ".bash", ".js", ".mjs", ".ts", ".rb", ".pl", ".lua", ".jl")
 
 
 def _script(command: Sequence[str]) -> str | None:
-    """The script that a command's interpreter is given: its first argument with a script's ending, if any.
+    """Return the script given to a command's interpreter: the first argument with a script's ending, if any.
 
-    After -m and -c, which name a module and code, all arguments are the program's own.
+    -m and -c name a module or code. All later arguments belong to the program.
     """
     for argument in command[1:]:
         if argument in ("-m", "-c"):
@@ -157,12 +162,13 @@ def _script(command: Sequence[str]) -> str | None:
 
 
 def _inherited_variables(recipe: Recipe) -> Iterator[str]:
-    """Yield a fault for each variable of `rollout.agent.environment` that is unset, or that holds a key of the run."""
+    """Yield a fault for each variable of `rollout.agent.environment` that is unset or holds a key of the run."""
     functions = (function.kwargs.get("api_key_env") for function in recipe.reward.functions)
     keys = {name for name in functions if isinstance(name, str)} | _OWN_KEYS
     for place, name in enumerate(recipe.rollout.agent.environment):
         where = f"rollout.agent.environment.{place} = {name}"
+        # Variables named MEGARL_* configure the run itself.
         if name in keys or name.startswith("MEGARL_"):
-            yield f"{where}: holds a key of the run's own, which a program of the policy must not see; leave it out"
+            yield f"{where}: holds a key of the run's own, to be hidden from a program of the policy; leave it out"
         elif name not in os.environ:
             yield f"{where}: the environment has no such variable; export it, or leave it out"

@@ -1,4 +1,4 @@
-"""A recipe's data files: whether they are there, and what is in them."""
+"""Checks and readers of a recipe's data files: whether they exist, and their records."""
 
 from __future__ import annotations
 
@@ -33,21 +33,22 @@ if TYPE_CHECKING:
     from megarl.data.preferences import Answers
 
 Dropped = Counter[str]
-"""How many records are left out because they are too long, by data source."""
+"""Number of records dropped as too long, by data source."""
 
 
 Kept = dict[str, str]
-"""Which records of the training data are not left out, by the field that names the data: a digest of their numbers."""
+"""Records of the training data retained after dropping, by the field naming the data: their count and a digest."""
 
 
 def count_records(recipe: Recipe, dropped: Dropped | None = None, kept: Kept | None = None) -> dict[str, int]:
-    """Records of each data source, `train` and the validation names, parsed and rendered as the run will.
+    """Count the records of each data source (`train` and validation names), parsed and rendered as in a run.
 
-    Those that are left out are counted in `dropped`, the others of the training data noted in `kept`. Raises one
+    Too long records are counted in `dropped`; digests of the retained training records go into `kept`. Raises one
     DataError with the first faulty line of each source.
     """
     dropped = Counter() if dropped is None else dropped
     kept = {} if kept is None else kept
+    # Importing the tokenizer library is slow, so commands that only need the paths of data do not pay for it.
     from megarl.data.chat import tokenizer_of
 
     tokenizer = tokenizer_of(recipe.model)
@@ -65,24 +66,26 @@ def count_records(recipe: Recipe, dropped: Dropped | None = None, kept: Kept | N
 
 
 def with_steps(recipe: Recipe) -> Recipe:
-    """The recipe with the number of steps that train.epochs makes of its training data.
+    """Return the recipe with the number of steps following from train.epochs and its training data.
 
-    Data that cannot be read leave it as it is, for what checks them to tell.
+    Data that cannot be read leave the recipe unchanged; the checks of data report the fault.
     """
     epochs, data = recipe.train.epochs, recipe.data
     if epochs is None:
         return recipe
     try:
         records = num_made(data.train)
+        # Records are counted after dropping too long ones, which needs the tokenizer. Otherwise lines are enough.
         if records is None and data.overlong == "drop":
             records = count_records(recipe)["train"]
         elif records is None:
             records = sum(1 for _ in read_records(data.train))
     except (MegarlError, ValueError):
         return recipe
-    # As the recipe writes them: in floating point 1.1 epochs of 100 records are more than 110.
+    # Compute with the decimal as written: in floating point 1.1 epochs of 100 records exceed 110.
     steps = math.ceil(Fraction(str(epochs)) * records / recipe.train.prompts_per_step)
     resolved = recipe.train.model_copy(update={"steps": steps})
+    # `steps` is derived here, so it must not count as given by the user.
     resolved.model_fields_set.discard("steps")
     return recipe.model_copy(update={"train": resolved})
 
@@ -90,7 +93,7 @@ def with_steps(recipe: Recipe) -> Recipe:
 def _count_of_source(
     recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dropped: Dropped, kept: Kept
 ) -> dict[str, int]:
-    """Records by data file; what is wrong with one is added to `broken`."""
+    """Count the records by data file, adding faults to `broken`."""
     counts: dict[str, int] = {}
     for field, data_set in data_sets(recipe).items():
         name = _count_name(field)
@@ -109,6 +112,7 @@ def _count_of_source(
         except DataError as error:
             broken.append(str(error))
             continue
+        # A resumed run compares these digests, because its record numbers must not shift. Validation data may change.
         if field in ("data.train", "data.ptx"):
             kept[field] = f"{counts[name]} records, {digest.hexdigest()}"
     return counts
@@ -117,7 +121,7 @@ def _count_of_source(
 def _noted(
     digest: blake2b, records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
 ) -> Sequence[int]:
-    """As `counted`; the numbers of the records that are counted go into the digest."""
+    """Count like `counted`, and add the number of each retained record to the digest."""
 
     def noting(index: int, record: Record) -> None:
         make(index, record)
@@ -127,15 +131,15 @@ def _noted(
 
 
 def _count_name(field: str) -> str:
-    """How a table of counts names the data set of a field."""
+    """Return the name of a field's data set in a table of counts."""
     kind, _, name = field.removeprefix("data.").partition(".")
     return f"{name} (conversations)" if kind == "validation_conversations" else name or kind
 
 
 def field_names(recipe: Recipe, data_set: DataSet, field: str | None = None) -> FieldNames:
-    """How a recipe names the fields of a data set's records: the set's own names, or those of `data`.
+    """Return the field names of a data set's records: the set's own, else the names under `data`.
 
-    `field` is the field that names the set, for an error's remedy; left out, the first that does.
+    `field` names the set in an error's remedy. By default the first field with this set is used.
     """
     has_own = isinstance(data_set, DataSetConfig) and data_set.has_own_names
     given = data_set if has_own else recipe.data
@@ -145,7 +149,7 @@ def field_names(recipe: Recipe, data_set: DataSet, field: str | None = None) -> 
 
 
 def _remedy(recipe: Recipe, data_set: DataSet, field: str | None, has_own: bool) -> str:
-    """The override by which a person names the fields of a data set."""
+    """Return the command-line override naming the fields of a data set."""
     field = field or next((field for field, other in data_sets(recipe).items() if other == data_set), "data.train")
     alone = f"'{field}={{path: {path_of(data_set)}, fields: {{}}}}'"
     if has_own:
@@ -154,9 +158,9 @@ def _remedy(recipe: Recipe, data_set: DataSet, field: str | None, has_own: bool)
 
 
 def told_formats(recipe: Recipe) -> dict[str, str]:
-    """The format of each source of training records, with the fields of its first: `verl (prompt prompt, ...)`.
+    """Return the format of each training source with the fields of its first record: `verl (prompt prompt, ...)`.
 
-    And the number of its files, where there are several.
+    The number of its files is added if there are several.
     """
     found: dict[str, str] = {}
     for source in recipe.sources:
@@ -175,12 +179,15 @@ def told_formats(recipe: Recipe) -> dict[str, str]:
 
 
 def collect_for(recipe: Recipe, folder: Path) -> Collect:
-    """How the results of a recipe's training records are kept: in memory, or their records in files of a folder."""
+    """Return the storage for training records: in memory, or in files of a folder (data.streaming)."""
     return partial(Streamed, folder=folder) if recipe.data.streaming else in_memory
 
 
 def _reading(recipe: Recipe, data_set: DataSet, dropped: Dropped | None, collect: Collect) -> dict[str, Any]:
-    """Keyword arguments of the functions that read a data set; what is too long is an error or counted."""
+    """Return the keyword arguments common to all readers of data sets.
+
+    A too long record is an error, or under data.overlong = drop counted.
+    """
 
     def drop(_: TooLongError) -> None:
         if dropped is not None:
@@ -195,7 +202,7 @@ def _reading(recipe: Recipe, data_set: DataSet, dropped: Dropped | None, collect
 
 
 def _some(found: Sequence[Any], source: str) -> Sequence[Any]:
-    """The records that were found. Raises DataError where everything was too long."""
+    """Return the records. Raises DataError if every record was too long."""
     if not found:
         raise DataError(f"{source}: every record is too long, and data.overlong = drop leaves none; raise the limit")
     return found
@@ -211,10 +218,10 @@ def read_problems(
     is_heldout: bool = False,
     collect: Collect = in_memory,
 ) -> Sequence[Problem]:
-    """The problems of a data source, as a run of this recipe renders them; DataError names a faulty line.
+    """Read the problems of a data source, rendered as in a run of this recipe. DataError names a faulty line.
 
-    Or those that its environment makes; `is_heldout` says that they are for validation. `name` is that of their
-    source. Prompts that are left out are counted in `dropped`.
+    An environment may make the problems instead; `is_heldout` asks it for validation problems. `name` is the name of
+    their source. Too long prompts are counted in `dropped`.
     """
     from megarl.data import problems
 
@@ -223,6 +230,7 @@ def read_problems(
         made = problems.made_problems(count, tokenizer, system_prompt=system_prompt(recipe), is_heldout=is_heldout)
         return [replace(problem, source=name) for problem in made] if name else made
     curriculum = recipe.data.curriculum
+    # The curriculum groups training problems by this field, so each record must have it. Validation has none.
     by = curriculum.by if curriculum.band is not None and not is_heldout else None
     found: Sequence[Problem] = _some(
         problems.read_problems(
@@ -240,15 +248,16 @@ def read_problems(
 
 
 def system_prompt(recipe: Recipe) -> str | None:
-    """The system message of conversations that have none; None: no message.
+    """Return the system message for conversations without one. None: no message.
 
-    Raises ConfigError where the default is asked for and no reward function has one.
+    Raises ConfigError if the default is asked for and no reward function has one.
     """
     given = recipe.data.system_prompt
     if given in (None, "none"):
         return None
     if given != "default":
         return given
+    # Only loops with an engine use reward functions, so only they have a default prompt.
     functions = recipe.reward.functions if recipe.has_engine else ()
     found = (system_prompt_of(function.name, function.kwargs) for function in functions)
     prompt = next((prompt for prompt in found if prompt is not None), None)
@@ -269,9 +278,10 @@ def read_conversations(
     *,
     collect: Collect = in_memory,
 ) -> Sequence[TrainingSequence]:
-    """The conversations of a data source, each fitting a padded row."""
+    """Read the conversations of a data source. Each must fit into a padded row."""
     from megarl.data import conversations
 
+    # A row is padded up to a multiple, so the longest sequence is the limit rounded down.
     longest = recipe.trainer.max_tokens_per_microbatch // row_multiple(recipe) * row_multiple(recipe)
     path, settings = path_of(data_set), _reading(recipe, data_set, dropped, collect)
     return _some(conversations.read_conversations(path, tokenizer, max_tokens=longest, **settings), path)
@@ -285,13 +295,14 @@ def read_preferences(
     *,
     collect: Collect = in_memory,
 ) -> Sequence[Answers]:
-    """The pairs of a data source, or for kto its judged answers, each fitting a row however it is padded.
+    """Read the answer pairs of a data source (for kto: single judged answers). Each must fit into a padded row.
 
-    For a reward model, sequences whose last place alone counts (`data.preferences.scored`).
+    A reward model gets sequences scored at their last position only (see `data.preferences.scored`).
     """
     from megarl.data import preferences
 
     multiple = row_multiple(recipe)
+    # Both answers of a pair share a row and are padded one by one. Padding may then take up to two multiples.
     longest = recipe.trainer.max_tokens_per_microbatch // multiple * multiple - (2 * multiple if multiple > 1 else 0)
     path, settings = path_of(data_set), _reading(recipe, data_set, dropped, collect)
     if recipe.loop == "reward_model":
@@ -302,9 +313,9 @@ def read_preferences(
 
 
 def runs_folder(recipe: Recipe) -> Iterator[str]:
-    """Whether the run's folder can be made: tried in the nearest folder that is there, and taken back.
+    """Yield a fault if the run's folder cannot be made. Try it in the nearest existing folder, then clean up.
 
-    A full disk is no fault of the recipe: the run itself ends with its own code.
+    A full disk is not a fault of the recipe: the run itself ends with its own exit code.
     """
     wanted = Path(recipe.runs_folder).absolute()
     nearest = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
@@ -312,6 +323,8 @@ def runs_folder(recipe: Recipe) -> Iterator[str]:
         with TemporaryDirectory(dir=nearest, prefix=".megarl-"):
             pass
     except OSError as error:
+        # Full disk, exceeded quota and I/O errors pass here: waiting or another disk helps, editing the recipe does
+        # not.
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             return
         yield (
@@ -321,7 +334,7 @@ def runs_folder(recipe: Recipe) -> Iterator[str]:
 
 
 def data_paths(recipe: Recipe) -> dict[str, str]:
-    """The recipe's data files, by the fields that name them."""
+    """Return the paths of the recipe's data files by field name."""
     found: dict[str, str] = {}
     for source in recipe.sources:
         sets = data_sets(source.recipe)
@@ -330,7 +343,7 @@ def data_paths(recipe: Recipe) -> dict[str, str]:
 
 
 def data_sets(recipe: Recipe) -> dict[str, DataSet]:
-    """The data sets of a recipe of one source, by the fields that name them."""
+    """Return the data sets of a one-source recipe by field name."""
     data = recipe.data
     found: dict[str, DataSet] = {"data.train": data.train}
     found |= {f"data.validation.{name}": data_set for name, data_set in data.validation.items()}
@@ -339,7 +352,7 @@ def data_sets(recipe: Recipe) -> dict[str, DataSet]:
 
 
 def kind_of_set(recipe: Recipe, field: str) -> Kind:
-    """The kind of problems or sequences that the records of a field's data set are made into."""
+    """Return the kind of problems or sequences made from the records of a field's data set."""
     if recipe.loop in ("preference", "reward_model"):
         return "judged" if recipe.loop == "preference" and recipe.preference.loss == "kto" else "pairs"
     is_trained_text = field == "data.train" and recipe.loop == "sft"
@@ -348,12 +361,12 @@ def kind_of_set(recipe: Recipe, field: str) -> Kind:
 
 
 def takes_problems(recipe: Recipe, field: str) -> bool:
-    """Whether what a field of the data names are problems to sample answers to."""
+    """Return whether a data field holds problems to sample answers to."""
     return kind_of_set(recipe, field) == "problems"
 
 
 def made_sources(recipe: Recipe) -> Iterator[str]:
-    """Faults of the data that the environment is to make."""
+    """Yield faults of data to be made by the environment."""
     for field, path in data_paths(recipe).items():
         try:
             is_made = num_made(path) is not None
@@ -361,7 +374,7 @@ def made_sources(recipe: Recipe) -> Iterator[str]:
             yield f"{field} = {path}: {error}"
             continue
         if is_made and not takes_problems(recipe, field):
-            yield f"{field} = {path}: an environment makes problems, which are not what this holds; give records"
+            yield f"{field} = {path}: an environment makes only problems, and this field needs records; give a file"
 
 
 def data_files(recipe: Recipe) -> Iterator[str]:
@@ -375,4 +388,5 @@ def data_files(recipe: Recipe) -> Iterator[str]:
             is_absent = fault.startswith("no such file")
             yield f"{path}: {field} {'is not there' if is_absent else 'cannot be read'}: {fault}"
             continue
+        # An empty file parses as zero records, so without this check a run would end in a confusing error later.
         yield from (f"{file}: {field} is empty; write records into it" for file in files if not file.stat().st_size)

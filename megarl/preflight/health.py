@@ -1,4 +1,4 @@
-"""The rules of `tracking.health` that fit a recipe, and its learning rate against the usual range."""
+"""The rules of `tracking.health` that apply to a recipe, and a check of its learning rate."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from megarl.tracking.health import LEARNING_RATE, Finding, unusual_learning_rate
 
 _OF_REWARDS = ("no_gradient", "constant_reward", "validation_falling")
 _OF_SAMPLES = ("entropy_collapsed",)
-"""A model that imitates data may become certain of them."""
+"""Off for loops that imitate data: their models may well become certain of it."""
 
 
 def thresholds(recipe: Recipe) -> HealthConfig:
-    """The recipe's section `health`, with the rules off that say nothing about its loop and algorithm."""
+    """Return the recipe's section `health` with rules off if they do not apply to its loop or algorithm."""
     off = set(recipe.health.off)
     if recipe.loop != "rl":
         off.update(_OF_REWARDS)
     if not recipe.is_on_policy:
         off.update(_OF_SAMPLES)
-    # The other estimators have a baseline that is not the group's: equal rewards of a group still have a gradient.
+    # Other estimators do not subtract the group's mean. Equal rewards in a group still give a gradient there.
     of_groups = {*taking("algorithm.advantage", "lone_sample"), "pass_at_k"}
     if recipe.algorithm.advantage not in of_groups:
         off.add("no_gradient")
@@ -28,10 +28,10 @@ def thresholds(recipe: Recipe) -> HealthConfig:
 
 
 def learning_rate_finding(recipe: Recipe, step: int = 0) -> Finding | None:
-    """The finding of a start after `step` whose learning rate is unusual for the model.
+    """Return a finding if the learning rate of a start after `step` is unusual for the model.
 
-    None where it is usual, where nothing is trained, and for SGD without a range of the recipe's own, whose rates have
-    no common range.
+    None: the rate is usual, nothing is trained, or the optimizer is SGD without a range in the recipe (SGD has no usual
+    range).
     """
     given = recipe.health.learning_rate
     if (

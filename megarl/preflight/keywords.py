@@ -1,4 +1,4 @@
-"""Keyword arguments of the advantage and the losses that a recipe names, checked against the functions' signatures."""
+"""Checks of keyword arguments for advantage and loss functions, against the functions' signatures."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _POSITIONAL: dict[str, tuple[str, ...]] = {
     "algorithm.advantage": ("rewards", "groups"),
     "algorithm.policy_loss": ("policy_logprobs", "old_logprobs", "advantages"),
 }
-"""Tensors that a function of the user's own is called with."""
+"""Positional arguments (tensors) of a user's own function."""
 _OF_SEQUENCES = ("cu_seqlens", "mask")
-"""Further tensors of a policy loss of whole sequences, one that has a parameter cu_seqlens."""
+"""Further tensors for a policy loss over whole sequences, recognised by its parameter `cu_seqlens`."""
 _RETURNS = {"algorithm.advantage": "Tensor", "algorithm.policy_loss": "tuple[Tensor, dict[str, Tensor]]"}
 _TRIAL = "megarl.algorithms.trial"
-"""Calls a function on toy tensors. It imports torch, which only a recipe with a function of the user's own pays for."""
+"""Module calling a function on toy tensors. It imports torch, so only recipes with a user's own function import it."""
 
 
 def keywords(recipe: Recipe) -> Iterator[str]:
-    """Faults of the user's own functions, which are imported here, and of the keywords of all."""
+    """Yield faults of all keyword arguments, and of the user's own functions. The latter are imported here."""
     for field, kwargs_field in KWARGS.items():
         name = value_at(recipe, field)
         if unmet(recipe, field) is not None or name is None:
@@ -41,7 +41,7 @@ def keywords(recipe: Recipe) -> Iterator[str]:
 
 
 def _own_function(recipe: Recipe, field: str, kwargs_field: str, name: str) -> Iterator[str]:
-    """Faults of a function of the user's own: of its signature and keywords, or else of a call on toy tensors."""
+    """Yield faults of a user's own function: signature and keywords first, then a call on toy tensors."""
     try:
         function = import_object(name, field)
     except ConfigError as error:
@@ -56,18 +56,21 @@ def _own_function(recipe: Recipe, field: str, kwargs_field: str, name: str) -> I
         return
     taken = _keywords_of(signature, len(positional))
     faults = [*_idle_fields(recipe, field, name, taken), *_missing(recipe, field, kwargs_field, name, taken)]
+    # A function with **kwargs takes any keyword, so unknown ones are not faults.
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
         faults += _unfit_kwargs(recipe, field, kwargs_field, name, taken)
+    # A call with faulty keywords would fail for the reason already reported.
     yield from faults or _failed_call(recipe, field, kwargs_field, name, function, taken)
 
 
 def _failed_call(
     recipe: Recipe, field: str, kwargs_field: str, name: str, function: Callable[..., Any], taken: Keywords
 ) -> Iterator[str]:
-    """The fault that a call on toy tensors with the recipe's keywords shows."""
+    """Yield the fault shown by a call on toy tensors with the recipe's keywords."""
     settings = {keyword: value_at(recipe, own) for keyword, own in FIELDS[field].items() if keyword in taken}
     settings |= value_at(recipe, kwargs_field)
     if field == "algorithm.policy_loss":
+        # The path is imported by name: an import statement would load torch for every recipe.
         fault = import_object(f"{_TRIAL}:policy_loss_fault", field)(function, settings)
     else:
         samples = recipe.train.samples_per_prompt
@@ -77,7 +80,7 @@ def _failed_call(
 
 
 def _unfit_kwargs(recipe: Recipe, field: str, kwargs_field: str, name: str, taken: Keywords) -> Iterator[str]:
-    """Keywords that the function does not take from `kwargs_field`, or not of that type."""
+    """Yield faults of keywords in `kwargs_field`: unknown to the function, or of the wrong type."""
     measured = MEASURED.get(field, ())
     open_to_recipe = [keyword for keyword in taken if keyword not in FIELDS[field] and keyword not in measured]
     for keyword, value in value_at(recipe, kwargs_field).items():
@@ -96,14 +99,14 @@ def _unfit_kwargs(recipe: Recipe, field: str, kwargs_field: str, name: str, take
 
 
 def _fits(annotation: ast.expr, value: Any) -> bool:
-    """As `accepts`, but None is a value only where the annotation has it."""
+    """Return whether a value fits an annotation. Unlike in `accepts`, None needs an annotation that allows it."""
     if value is None:
         return "None" in ast.unparse(annotation) or "Optional" in ast.unparse(annotation)
     return accepts(annotation, value)
 
 
 def _unfit_positional(field: str, name: str, signature: inspect.Signature, positional: tuple[str, ...]) -> str | None:
-    """Why the function cannot be called with the run's tensors."""
+    """Return why the function cannot be called with the run's tensors. None: it can."""
     keywords = _keywords_of(signature, len(positional))
     try:
         signature.bind(*positional, **{name: None for name, keyword in keywords.items() if keyword.is_required})
@@ -117,7 +120,7 @@ def _unfit_positional(field: str, name: str, signature: inspect.Signature, posit
 
 
 def _keywords_of(signature: inspect.Signature, num_positional: int) -> Keywords:
-    """The parameters of a function behind its first ones."""
+    """Return the parameters of a function after its positional ones."""
     found: dict[str, Keyword] = {}
     for index, parameter in enumerate(signature.parameters.values()):
         by_name = parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -130,6 +133,7 @@ def _annotation(parameter: inspect.Parameter) -> ast.expr | None:
     annotation = parameter.annotation
     if annotation is inspect.Parameter.empty:
         return None
+    # `inspect` gives a string under postponed annotations, else the object itself.
     text = annotation if isinstance(annotation, str) else inspect.formatannotation(annotation)
     try:
         return ast.parse(text, mode="eval").body
@@ -138,7 +142,7 @@ def _annotation(parameter: inspect.Parameter) -> ast.expr | None:
 
 
 def _idle_fields(recipe: Recipe, field: str, name: str, taken: Keywords) -> Iterator[str]:
-    """Given fields of keywords that the function does not take."""
+    """Yield a fault for each given field whose keyword the function does not take."""
     given = set(given_fields(recipe))
     for keyword, own_field in FIELDS[field].items():
         if own_field in given and keyword not in taken:

@@ -1,4 +1,4 @@
-"""Checks of fields that must go together: optimizer, algorithm, critic, rewards."""
+"""Checks of fields that depend on each other: optimizer, algorithm, critic, rewards."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.types import ConfigError
 
 
 def optimizers(recipe: Recipe) -> Iterator[str]:
-    """The policy's settings and the critic's."""
+    """Yield faults in the optimizer settings of policy and critic."""
     train, critic = recipe.train, recipe.critic
     yield from _optimizer("optimizer", recipe.optimizer, recipe.trainer.distributed_optimizer)
     yield from _on_host(recipe)
@@ -31,19 +31,20 @@ def optimizers(recipe: Recipe) -> Iterator[str]:
 
 
 def evaluation_only(recipe: Recipe) -> Iterator[str]:
-    """A run of no steps needs something to evaluate."""
+    """Yield a fault if a run of 0 steps has nothing to evaluate."""
     if not recipe.train.steps and not (recipe.data.validation or recipe.data.validation_conversations):
         yield "train.steps = 0: only evaluates, but data.validation is not given; give it, or steps to train"
 
 
 def evaluation(recipe: Recipe) -> Iterator[str]:
-    """Of several attempts at each problem."""
+    """Yield faults of evaluations with several attempts at each problem."""
     settings, n = recipe.evaluation, recipe.evaluation.samples_per_prompt
     if recipe.has_engine and any(k > n for k in settings.k):
         yield (
             f"evaluation.k = {list(settings.k)}: a set of k attempts is drawn from evaluation.samples_per_prompt {n}; "
             f"raise that to {max(settings.k)}, or lower k"
         )
+    # Greedy attempts of one turn are equal. With an environment the observations may still differ.
     is_greedy = recipe.evaluation_sampling.temperature == 0 and recipe.rollout.environment == "single_turn"
     if recipe.has_engine and n > 1 and is_greedy:
         yield (
@@ -53,7 +54,7 @@ def evaluation(recipe: Recipe) -> Iterator[str]:
 
 
 def best(recipe: Recipe) -> Iterator[str]:
-    """The metric that the best model is chosen by is one of an evaluated set."""
+    """Yield a fault if `checkpoint.best` is not a metric of an evaluated set."""
     metric, sets = recipe.checkpoint.best, recipe.validation_sets
     if metric is None:
         return
@@ -69,18 +70,19 @@ def best(recipe: Recipe) -> Iterator[str]:
 
 
 def _unmeasured(recipe: Recipe, name: str, measure: str) -> str | None:
-    """Why the set of that name will not have a measure; None where it will."""
+    """Return why the set `name` will not have a measure. None: it will."""
     owners = [source.recipe for source in recipe.sources if name in source.recipe.data.validation]
     if name in recipe.data.validation_conversations and not owners:
         return None if measure == "loss" else "these conversations are measured by loss alone"
     if not recipe.has_engine:
         return None if measure == "accuracy" else "these pairs are measured by accuracy alone"
     found = [_measure_fault(owner, measure) for owner in owners]
+    # Sources may share a set's name; one of them measuring it is enough.
     return None if None in found else found[0]
 
 
 def _measure_fault(recipe: Recipe, measure: str) -> str | None:
-    """Why a sampled set of this recipe will not have a measure; None where it will."""
+    """Return why a sampled set of this recipe will not have a measure. None: it will."""
     from megarl.rewards import metric_name
     from megarl.rewards.final_answers import reader_of
 
@@ -89,8 +91,10 @@ def _measure_fault(recipe: Recipe, measure: str) -> str | None:
         return None
     if measure.startswith(tuple(f"reward/{metric_name(function.name)}/" for function in functions)):
         return None
+    # Measures by data source exist only if the recipe says where records name their source.
     if recipe.reward.source_field and (match := re.fullmatch(r"data_source/[^/]+/(.+)", measure)):
         measure = match[1]
+    # Confidence bounds (low, high) exist wherever the measure itself does.
     measure = re.sub(r"/(low|high)$", "", measure)
     is_judged = judges_answers(recipe) != "none"
     if measure == "accuracy":
@@ -110,7 +114,7 @@ def _measure_fault(recipe: Recipe, measure: str) -> str | None:
 
 
 def profiles(recipe: Recipe) -> Iterator[str]:
-    """A step that is profiled must be one of the run's."""
+    """Yield a fault for profiled steps beyond the last step of the run."""
     train = recipe.train
     if beyond := [step for step in train.profile_steps if step > train.steps]:
         given = list(train.profile_steps)
@@ -118,8 +122,9 @@ def profiles(recipe: Recipe) -> Iterator[str]:
 
 
 def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
-    """The optimizers of a run: field, settings, updates in all."""
+    """Yield each optimizer of a run: its field, its settings, its total number of updates."""
     train = recipe.train
+    # The policy makes no updates while the critic warms up (frozen steps).
     updates = (train.steps - recipe.frozen_steps) * (train.num_updates if recipe.is_on_policy else 1)
     yield "optimizer", recipe.optimizer, updates
     if recipe.has_critic:
@@ -127,7 +132,7 @@ def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
 
 
 def shortened_warmups(recipe: Recipe) -> Iterator[str]:
-    """Of each warm-up that is longer than the run: what it is held to, so that the peak is reached at the end."""
+    """Yield a notice for each warm-up longer than the run. It is shortened, so that the peak is reached at the end."""
     for field, optimizer, updates in num_updates(recipe):
         if recipe.train.steps and optimizer.warmup_steps > updates:
             yield f"{field}.warmup_steps = {optimizer.warmup_steps}: the run makes {updates} updates; {updates} used"
@@ -142,7 +147,7 @@ def _optimizer(field: str, optimizer: OptimizerConfig, is_distributed: bool) -> 
 
 
 def _on_host(recipe: Recipe) -> Iterator[str]:
-    """Of an optimizer that works in host memory, in part or in whole."""
+    """Yield faults of an optimizer working partly or wholly in host memory."""
     trainer = recipe.trainer
     if not trainer.optimizer_offload_fraction:
         return
@@ -150,34 +155,35 @@ def _on_host(recipe: Recipe) -> Iterator[str]:
     yield from (f"{chosen}: {obstacle}" for obstacle in obstacles(recipe))
     if "optimizer" in trainer.offload:
         yield (
-            f"{chosen}: with optimizer in trainer.offload, which moves the states of all parameters each step; leave "
+            f"{chosen}: trainer.offload includes optimizer, moving the states of all parameters each step; leave "
             "one out"
         )
 
 
 def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """A policy must be able to say something."""
+    """Yield a fault if the policy has a value head instead of a language head."""
     if shape.has_value_head and recipe.loop != "reward_model":
         yield (
-            f"model.path = {recipe.model.path}: is a reward model, which has no words; give a language model, "
+            f"model.path = {recipe.model.path}: is a reward model without a language head; give a language model, "
             "and this one as reward.model or critic.path"
         )
 
 
 def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Of LoRA."""
+    """Yield faults of LoRA settings."""
     lora = recipe.lora
+    # A rank above the narrowest matrix adds parameters but no expressive power.
     narrowest = min(shape.hidden_size, shape.moe_intermediate_size or shape.intermediate_size)
     if lora.rank > narrowest:
         yield f"lora.rank = {lora.rank}: exceeds the model's narrowest matrix, {narrowest}; lower it"
     if lora.rank and recipe.loop == "reward_model":
-        yield f"lora.rank = {lora.rank}: a reward model's new head is trained with all its weights; set lora.rank=0"
+        yield f"lora.rank = {lora.rank}: a reward model's new head needs full training; set lora.rank=0"
     if lora.rank and shape.num_experts and recipe.trainer.megatron.get("moe_shared_expert_overlap"):
-        yield "trainer.megatron.moe_shared_expert_overlap: does not pass through adapters; remove it or set lora.rank=0"
+        yield "trainer.megatron.moe_shared_expert_overlap: bypasses the adapters; remove it or set lora.rank=0"
 
 
 def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[str]:
-    """Trackers that a start could not import or begin. An evaluation (not `is_trained`) starts none."""
+    """Yield faults of trackers that a start could not import. An evaluation (not `is_trained`) starts no tracker."""
     from megarl.tracking.trackers import check, locate
 
     # A job's environment is not that of the node that submits it.
@@ -198,10 +204,10 @@ def rewards(recipe: Recipe) -> Iterator[str]:
     reward = recipe.reward
     only_teaches = recipe.loop == "distillation" and not recipe.data.validation
     if recipe.has_engine and not reward.functions and not only_teaches:
-        yield "reward.functions = []: something must say what is right; beside a reward model its weight may be 0"
+        yield "reward.functions is empty: add at least one. With reward.model, weight 0 measures accuracy only"
     names = [function.name for function in reward.functions]
     for name in {name: None for name in names if names.count(name) > 1}:
-        yield f"reward.functions = {names}: {name} is named twice and would count twice; name it once"
+        yield f"reward.functions = {names}: {name} is listed twice and would count twice; list it once"
     for one, other in combinations(dict.fromkeys(names), 2):
         if metric_name(one) == metric_name(other):
             yield (
@@ -220,7 +226,10 @@ def rewards(recipe: Recipe) -> Iterator[str]:
 
 
 def sampling(recipe: Recipe) -> Iterator[str]:
-    """The trainer repeats temperature, top-p, top-k and min-p of the distribution that sampled, and nothing else."""
+    """Yield faults of sampling settings that the trainer cannot reproduce.
+
+    The trainer applies temperature, top-p, top-k and min-p of the sampling distribution, and nothing else.
+    """
     vllm = recipe.rollout.vllm
     if recipe.has_engine and recipe.evaluation.sampling.min_p > 0 and vllm.get("speculative_config"):
         yield (
@@ -239,6 +248,7 @@ def sampling(recipe: Recipe) -> Iterator[str]:
             f"rollout.vllm.speculative_config = {vllm['speculative_config']}: vLLM does not record the tokens that "
             "rollout.sampling.top_p, top_k or min_p kept under speculative decoding; leave it out, or all of these"
         )
+    # The trainer compares its log-probs with the engine's, so both must be of the same distribution.
     if vllm.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
         yield (
             f"rollout.vllm.logprobs_mode = {vllm['logprobs_mode']}: training needs the sampled tokens' log-probs under "
@@ -247,26 +257,27 @@ def sampling(recipe: Recipe) -> Iterator[str]:
 
 
 def stragglers(recipe: Recipe) -> Iterator[str]:
-    """Of steps that do not wait for all groups that they sample."""
+    """Yield faults of steps that do not wait for stragglers: groups unfinished when the step has enough others."""
     rollout, algorithm = recipe.rollout, recipe.algorithm
     if recipe.loop != "rl" or rollout.stragglers == "wait":
         return
     chosen = f"rollout.stragglers = {rollout.stragglers}"
     if ceil(algorithm.oversampling * recipe.train.prompts_per_step) == recipe.train.prompts_per_step:
         yield f"{chosen}: a step samples no more groups than it trains on; set algorithm.oversampling=1.5, say"
+    # Aborted groups are dropped, so nothing of them grows stale.
     if rollout.stragglers == "abort":
         return
     if rollout.staleness_bound == 0:
-        yield "rollout.max_staleness = 0: what is parked trains a version later; set 1, or rollout.stragglers=wait"
+        yield "rollout.max_staleness = 0: paused groups train one version later; set 1, or rollout.stragglers=wait"
     if algorithm.oversampling > 2:
         yield (
-            f"algorithm.oversampling = {algorithm.oversampling}: under {chosen} a step would leave more groups to the "
-            "next than that trains on, and they would grow ever older; use at most 2"
+            f"algorithm.oversampling = {algorithm.oversampling}: under {chosen} a step would pass more groups to the "
+            "next than it trains on, and their age would grow without bound; use at most 2"
         )
 
 
 def staleness(recipe: Recipe) -> Iterator[str]:
-    """Of tokens that are trained by later weights than those that sampled them."""
+    """Yield faults of stale tokens: trained by later weights than sampled them."""
     rollout = recipe.rollout
     if unmet(recipe, "rollout.max_staleness") is not None:
         return
@@ -277,87 +288,89 @@ def staleness(recipe: Recipe) -> Iterator[str]:
             f"versions old before the next reshard; set it to {lag} at least, to {lag + 1} where engines are to sample "
             "ahead"
         )
+    # An explicit importance_sampling = none states intent, so it passes here and gives a warning instead.
     if _is_uncorrected(recipe) and "importance_sampling" not in recipe.algorithm.model_fields_set:
         chosen = "rollout.placement = separate" if rollout.is_paced else f"rollout.stragglers = {rollout.stragglers}"
         yield (
             f"{chosen}: tokens of earlier weights are trained on (rollout.max_staleness = {bound}), "
             "and nothing corrects for it; set algorithm.importance_sampling=tis, or algorithm.old_logprobs=rollout "
-            "with a policy loss that clips; algorithm.importance_sampling=none if it is meant so"
+            "with a policy loss that clips; algorithm.importance_sampling=none if this is intended"
         )
 
 
 def uncorrected(recipe: Recipe) -> Iterator[str]:
-    """A warning where a recipe wants stale tokens trained as they are."""
+    """Yield a warning if a recipe explicitly trains on stale tokens without correction."""
     if unmet(recipe, "rollout.max_staleness") is None and _is_uncorrected(recipe):
         yield (
             "algorithm.importance_sampling = none: tokens up to rollout.max_staleness = "
             f"{recipe.rollout.staleness_bound} versions old are trained as if the newest weights had sampled them; "
-            "staleness/ has their age"
+            "staleness/ reports their age"
         )
 
 
 def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
-    """A warning where an engine samples in FP8 and nothing corrects for it."""
+    """Yield a warning if an engine samples in FP8 without any correction."""
     plain = {"quantization": "none", "kv_cache_dtype": "auto"}
     given = {name: getattr(recipe.rollout, name) for name in plain}
     chosen = [f"rollout.{name} = {value}" for name, value in given.items() if value != plain[name]]
     if recipe.has_engine and chosen and _nothing_corrects(recipe):
         yield (
             f"{', '.join(chosen)}: the engine samples from another distribution than the trainer trains, and nothing "
-            "corrects for it; algorithm.importance_sampling=tis would; logprob_gap/ has how far they are apart"
+            "corrects for it; set algorithm.importance_sampling=tis; logprob_gap/ reports the difference"
         )
 
 
 def kept_kv(recipe: Recipe) -> Iterator[str]:
-    """A warning where the log-probs of some tokens are no weight version's."""
+    """Yield a warning if old KV caches make log-probs a mixture of several weight versions."""
     if unmet(recipe, "rollout.recompute_kv") is None and not recipe.rollout.recompute_kv:
         yield (
-            "rollout.recompute_kv = false: requests that a reshard interrupts go on over the old keys and values; "
-            "logprob_gap/ has what that makes, and tells trainer and engine apart no longer by rounding alone"
+            "rollout.recompute_kv = false: requests interrupted by a reshard continue with the old keys and values; "
+            "logprob_gap/ includes this difference, so it no longer measures rounding alone"
         )
 
 
 def _is_uncorrected(recipe: Recipe) -> bool:
-    """Whether stale tokens are trained on and nothing corrects for their age."""
+    """Return whether stale tokens are trained on without any correction."""
     return recipe.rollout.staleness_bound > 0 and _nothing_corrects(recipe)
 
 
 def _nothing_corrects(recipe: Recipe) -> bool:
-    """Whether neither a weight nor a clipped ratio tells the policy that sampled from the one that is trained."""
+    """Return whether neither an importance weight nor a clipped ratio corrects for the sampling policy."""
     algorithm = recipe.algorithm
+    # Starting from the engine's log-probs, the clipped ratio itself is the correction.
     is_clipped = algorithm.old_logprobs == "rollout" and "clip_low" in _settings_of_policy_loss(recipe)
     return algorithm.importance_sampling is None and not is_clipped
 
 
 def _reward_order(recipe: Recipe) -> Iterator[str]:
-    """Of scores that are normalised one by one: what is no function's score has no place in their sum."""
+    """Yield faults of scores normalised one by one: anything not scored by a function has no place in their sum."""
     chosen = "algorithm.reward_order = normalize_then_sum"
     algorithm = recipe.algorithm
     if unmet(recipe, "algorithm.reward_order") is not None:
-        return  # told already
+        return  # The check of conditions reports it.
     for source in recipe.sources:
         names = [function.name for function in source.recipe.reward.functions]
         if len(names) + (source.recipe.reward.model is not None) < 2:
-            yield f"{chosen}: there is one score alone, {', '.join(names)}; add to reward.functions, or leave it out"
+            yield f"{chosen}: there is only one score, {', '.join(names)}; add to reward.functions, or leave it out"
         if source.recipe.algorithm.overlong_buffer:
             yield (
-                f"{chosen}: the penalty of algorithm.overlong_buffer is a part of the sum that it is not made of; put "
+                f"{chosen}: the penalty of algorithm.overlong_buffer is not one of the normalised scores; put "
                 "the function length into reward.functions instead, or leave one out"
             )
     if algorithm.turn_discount is not None:
-        yield f"{chosen}: algorithm.turn_discount compares returns of turns, which no function scores; leave one out"
+        yield f"{chosen}: algorithm.turn_discount compares returns of turns, not scored by any function; leave one out"
     if algorithm.kl_coefficient and algorithm.kl_placement == "reward":
-        yield f"{chosen}: the KL is in a reward that it does not sum; set algorithm.kl_placement to another"
+        yield f"{chosen}: the KL in the reward is not part of its sum; set another algorithm.kl_placement"
 
 
 def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
-    """Fields that the policy loss takes; of the user's own, which may take any, all."""
+    """Return the fields that the policy loss takes. A user's own loss may take any, so it counts as taking all."""
     name = recipe.algorithm.policy_loss
     return frozenset({"clip_low"}) if is_import_path(name) else frozenset(formulas("algorithm.policy_loss")[name])
 
 
 def verdicts(recipe: Recipe) -> Iterator[str]:
-    """Fields that need to know which answers are right, where nothing judges them."""
+    """Yield faults of fields that need accuracy, if no reward function judges answers."""
     if not recipe.has_engine or judges_answers(recipe) != "none":
         return
     for need in accuracy_needs(recipe):
@@ -367,6 +380,7 @@ def verdicts(recipe: Recipe) -> Iterator[str]:
 def _dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[str]:
     if (allowed := algorithm.dynamic_sampling) is None:
         return
+    # The spread of a group's rewards has no natural upper bound, so only the lower one is used.
     if algorithm.dynamic_sampling_metric == "reward":
         if allowed[0] < 0 or allowed[1] != 1:
             yield (
@@ -380,15 +394,17 @@ def _dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[str]:
 
 def algorithm(recipe: Recipe) -> Iterator[str]:
     algorithm, samples = recipe.algorithm, recipe.train.samples_per_prompt
+    # Under LoRA the reference shares the frozen base weights, so it cannot be replaced by a newer policy.
     if algorithm.reference_update_steps is not None and recipe.lora.rank:
         yield (
             f"algorithm.reference_update_steps = {algorithm.reference_update_steps}: under lora.rank = "
             f"{recipe.lora.rank} the reference is the policy without its adapters, which cannot move; leave one out"
         )
     if recipe.loop == "sft" and algorithm.aggregation == "constant_length":
-        yield "algorithm.aggregation = constant_length: divides by the longest completion; sft has none, use another"
+        yield "algorithm.aggregation = constant_length: divides by the longest completion; sft has none; use another"
     if not recipe.is_on_policy:
         return
+    # This needs entropies before the update. Under old_logprobs = rollout the trainer makes no such pass.
     if algorithm.entropy_top_share is not None and algorithm.old_logprobs == "rollout":
         yield (
             f"algorithm.entropy_top_share = {algorithm.entropy_top_share}: the entropies are those of the trainer's "
@@ -424,7 +440,7 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         )
     if bool(algorithm.ptx_coefficient) != bool(recipe.data.ptx):
         yield (
-            f"algorithm.ptx_coefficient = {algorithm.ptx_coefficient}, data.ptx = {recipe.data.ptx}: one is nothing "
+            f"algorithm.ptx_coefficient = {algorithm.ptx_coefficient}, data.ptx = {recipe.data.ptx}: one does nothing "
             "without the other; give both or neither"
         )
     if recipe.data.ptx and algorithm.ptx_conversations < recipe.train.updates_per_step:

@@ -1,6 +1,6 @@
-"""Fields that a recipe hands through to Megatron-Core and vLLM, checked against the installed sources.
+"""Checks of fields passed through to Megatron-Core and vLLM, against the installed sources.
 
-The sources are parsed, not imported: an import of either takes longer than all other checks together.
+The sources are parsed, not imported: importing either takes longer than all other checks together.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _LISTS = ("list", "List", "tuple", "Tuple", "set", "Sequence")
 
 
 def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Fields of `trainer.megatron` that Megatron-Core's TransformerConfig does not take, or that change nothing."""
+    """Yield faults of `trainer.megatron`: fields unknown to Megatron-Core's TransformerConfig, or without effect."""
     settings = recipe.trainer.megatron
     decided = dict(TRANSFORMER_FIELDS)
     decided |= RECOMPUTE_FIELDS if recipe.trainer.recompute != "none" else {}
@@ -42,6 +42,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         ("core/transformer/transformer_config.py", "TransformerConfig"),
     ):
         known |= class_fields("megatron", file, name)
+    # A common mistake: the field exists in another config class of Megatron-Core 0.16.1, not reachable from here.
     elsewhere = {
         name: owner
         for file, owner in (
@@ -50,6 +51,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
         for name in class_fields("megatron", file, owner)
     }
+    # "delayed" is Megatron-Core's default recipe, so it applies also where fp8_recipe is left out.
     if settings.get("fp8") and settings.get("fp8_recipe", "delayed") == "delayed":
         yield (
             "trainer.megatron.fp8_recipe = 'delayed': its history is saved as a pickle, which is never loaded; "
@@ -59,6 +61,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield from _without_replay(settings)
     undecided = {field: value for field, value in settings.items() if field not in decided}
     yield from without_effect(undecided, has_experts=bool(shape.num_experts))
+    # `known` is empty where Megatron-Core is not installed. Then no field can be called unknown.
     for field, value in settings.items():
         if field in decided:
             yield f"trainer.megatron.{field} = {value!r}: follows from {decided[field]}; remove it"
@@ -72,7 +75,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Settings under which Megatron-Core's router does not take the experts that an engine chose."""
+    """Yield settings making Megatron-Core's router ignore the experts chosen by an engine."""
     if settings.get("moe_router_fusion"):
         yield (
             "trainer.megatron.moe_router_fusion = True: the fused router chooses anew, trainer.router_replay would "
@@ -92,7 +95,7 @@ def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
 
 
 def vllm_fields(recipe: Recipe) -> Iterator[str]:
-    """Fields of `rollout.vllm` that vLLM's EngineArgs does not take."""
+    """Yield fields of `rollout.vllm` unknown to vLLM's EngineArgs, or set elsewhere in the recipe."""
     known = class_fields("vllm", "engine/arg_utils.py", "EngineArgs")
     for field, value in recipe.rollout.vllm.items():
         if field in ENGINE_FIELDS:
@@ -103,7 +106,7 @@ def vllm_fields(recipe: Recipe) -> Iterator[str]:
 
 @cache
 def class_fields(package: str, file: str, name: str) -> dict[str, ast.expr]:
-    """The annotated fields of a class in an installed package, in order; none where the package or file is missing."""
+    """Return the annotated fields of a class in an installed package, in order. Empty: package or file is missing."""
     source = _read(package, file)
     classes = [node for node in ast.walk(source) if isinstance(node, ast.ClassDef) and node.name == name]
     return {
@@ -115,7 +118,8 @@ def class_fields(package: str, file: str, name: str) -> dict[str, ast.expr]:
 
 
 def supported_head_sizes() -> list[int]:
-    """The head sizes of vLLM's attention on CPU; none where that cannot be read."""
+    """Return the head sizes of vLLM's CPU attention. Empty: they cannot be read."""
+    # vLLM 0.30 lists them in this function's return statement; a later form of it yields an empty list.
     source = _read("vllm", "v1/attention/backends/cpu_attn.py")
     for node in ast.walk(source):
         if isinstance(node, ast.FunctionDef) and node.name == "get_supported_head_sizes":
@@ -138,7 +142,7 @@ def _check(section: str, owner: str, field: str, value: Any, known: Mapping[str,
     if field not in known:
         near = nearest(field, known)
         hint = f"did you mean {near}?" if near else f"remove it; fields are listed at the class {owner.split()[-1]}"
-        # Without a text: under a mistyped name a secret is not known as one.
+        # Do not print strings: under a mistyped name a secret is not recognised as one.
         shown = f" = {value!r}" if isinstance(value, bool | int | float) else ""
         yield f"{section}.{field}{shown}: {owner} has no such field; {hint}"
     elif not accepts(known[field], value):
@@ -147,15 +151,16 @@ def _check(section: str, owner: str, field: str, value: Any, known: Mapping[str,
 
 
 def accepts(annotation: ast.expr, value: Any) -> bool:
-    """Whether a value of a recipe fits an annotation; True where the annotation is none of the simple ones.
+    """Return whether a recipe's value fits an annotation. Annotations other than the simple ones accept anything.
 
-    Simple are bool, int, float, str, literals, lists of these, and unions. None fits everything: libraries give it as
-    the default of fields whose annotation does not mention it.
+    Simple ones are bool, int, float, str, literals, lists of these, and unions. None fits everything: libraries use it
+    as the default of fields with annotations not mentioning it.
     """
     if value is None:
         return True
     match annotation:
         case ast.Name(id=name) if name in _SCALARS:
+            # In Python a bool is an int; `tp: true` must not pass as 1.
             return isinstance(value, _SCALARS[name]) and (name == "bool" or not isinstance(value, bool))
         case ast.Constant(value=None):
             return False

@@ -1,4 +1,4 @@
-"""Whether a recipe fits into its GPUs' memory, by the table of `megarl.memory`."""
+"""Check if a recipe fits into its GPUs' memory, by the table of `megarl.memory`."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from megarl.preflight.verdict import Verdict, refusal, verdict_on_cpus, verdict_
 from megarl.types import DataError
 
 _SAME_GPU = 0.95
-"""A GPU has at least this share of what is written of its kind."""
+"""An installed GPU counts as the named kind with at least this share of its nominal memory."""
 
 
 def gpu_gib(recipe: Recipe) -> float | None:
-    """Memory of a GPU of the run in GiB; None where nothing says it."""
+    """Return the memory of the run's GPUs in GiB. None: unknown."""
     given = recipe.cluster.gpu_memory_gib
     if given is None:
         return installed_gpu_gib() if uses_this_machine(recipe) else None
@@ -31,7 +31,7 @@ def gpu_gib(recipe: Recipe) -> float | None:
 
 
 def gpu_kind(recipe: Recipe) -> str | None:
-    """The kind of the trainer's GPUs, h200 say: as it is named, else the installed one; None where nothing says it."""
+    """Return the kind of the trainer's GPUs (h200, say): as named in the recipe, else as installed. None: unknown."""
     if isinstance(given := recipe.cluster.gpu_memory_gib, str):
         return given
     names = [gpu.name.lower() for gpu in installed_gpus()] if uses_this_machine(recipe) else []
@@ -39,7 +39,7 @@ def gpu_kind(recipe: Recipe) -> str | None:
 
 
 def gpu_memory(recipe: Recipe) -> GpuMemory | None:
-    """Memory of the trainer's GPUs and of the engines'; None where nothing says the former."""
+    """Return the memory of the trainer's and the engines' GPUs. None: the trainer's is unknown."""
     if (gib := gpu_gib(recipe)) is None:
         return None
     engines = recipe.cluster.groups.engines
@@ -48,24 +48,25 @@ def gpu_memory(recipe: Recipe) -> GpuMemory | None:
 
 
 def ranks_on_cpu(recipe: Recipe) -> bool:
-    """Whether ranks that start in this environment are on CPUs."""
+    """Return whether ranks started in this environment run on CPUs."""
     return runs_on_cpu() or recipe.cluster.device == "cpu"
 
 
 def uses_this_machine(recipe: Recipe) -> bool:
-    """Whether this machine's GPUs are the run's: not those of a login node, nor with the environment for CPUs."""
+    """Return whether the run uses this machine's GPUs. A login node's GPUs do not count."""
+    # Slurm sets SLURMD_NODENAME on a job's nodes only.
     return not ranks_on_cpu(recipe) and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
 
 
 def table_of(recipe: Recipe, layout: ParallelConfig) -> MemoryTable:
-    """The memory of a recipe by phase: of GPUs where they are named or the environment is theirs, else a CPU's."""
+    """Return a recipe's memory by phase: on GPUs if they are named or the environment is for GPUs, else on CPUs."""
     gpus = gpu_memory(recipe)
     is_gpu = gpus is not None or not ranks_on_cpu(recipe)
     return memory_table(recipe, models_of(recipe, layout), GPU if is_gpu else CPU, gpu_gib=gpus and gpus.engine)
 
 
 def verdict_of(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> Verdict:
-    """The verdict on a recipe's `table`: of GPUs that are named or installed, or of this machine's CPUs."""
+    """Return the verdict on a recipe's `table`, for named or installed GPUs or this machine's CPUs."""
     if (gpus := gpu_memory(recipe)) is not None:
         return verdict_on_gpus(recipe, models_of(recipe, layout), table, gpus)
     if table.is_gpu or recipe.cluster.launcher != "local" or recipe.cluster.nodes > 1:
@@ -74,14 +75,14 @@ def verdict_of(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> Ve
 
 
 def predicted_memory(recipe: Recipe) -> dict[str, int]:
-    """Bytes of the fullest rank by the phases of `memory/PHASE_gib`, as this machine's ranks will have it."""
+    """Return the predicted bytes of the fullest rank by the phases of `memory/PHASE_gib`, for ranks of this machine."""
     return _table_here(recipe).predicted()
 
 
 def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
-    """Bytes of host memory of a rank of each kind, on GPUs; None for ranks on CPUs, of which `resource_warnings` tell.
+    """Return a rank's bytes of host memory by kind of rank, on GPUs.
 
-    None too for a recipe that cannot be planned.
+    None: the recipe cannot be planned, or ranks are on CPUs (covered by `resource_warnings`).
     """
     if ranks_on_cpu(recipe) or any(sizes.ranks(recipe)):
         return None
@@ -93,7 +94,7 @@ def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
 
 
 def _table_here(recipe: Recipe) -> MemoryTable:
-    """The memory of a recipe by phase, as this machine's ranks will have it."""
+    """Return a recipe's memory by phase for ranks of this machine."""
     platform = CPU if ranks_on_cpu(recipe) else GPU
     models = models_of(recipe, sizes.layout_of(recipe))
     gpus = gpu_memory(recipe)
@@ -101,7 +102,7 @@ def _table_here(recipe: Recipe) -> MemoryTable:
 
 
 def memory_faults(recipe: Recipe, layout: ParallelConfig, *, is_start: bool) -> Iterator[str]:
-    """Phases that take more than a GPU has, with the cheapest changes that fit."""
+    """Yield phases that need more than a GPU's memory, with the cheapest changes that fit."""
     if recipe.rollout.gpu_memory_utilization is not None and recipe.has_engine:
         yield from _utilization(recipe)
     yield from _other_gpu(recipe, is_start)
@@ -110,10 +111,11 @@ def memory_faults(recipe: Recipe, layout: ParallelConfig, *, is_start: bool) -> 
     try:
         models = models_of(recipe, layout)
     except DataError:
-        return  # told already
+        return  # The checks of the model folder report it.
     table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
     if over := gpus.exceeded(table):
         yield refusal(recipe, models, gpus, over)
+    # Under gpu_memory_utilization the cache takes the remainder, so it is the cache that may be too small.
     elif table.cache is not None and not table.cache.longest_requests:
         yield (
             f"rollout.gpu_memory_utilization = {recipe.rollout.gpu_memory_utilization}: leaves a KV cache of "
@@ -130,7 +132,7 @@ def _utilization(recipe: Recipe) -> Iterator[str]:
 
 
 def _other_gpu(recipe: Recipe, is_start: bool) -> Iterator[str]:
-    """The GPUs of this machine have less memory than the recipe says."""
+    """Yield a fault if this machine's GPUs have less memory than the recipe says."""
     if not is_start or recipe.cluster.launcher != "local" or not uses_this_machine(recipe):
         return
     given, found = gpu_gib(recipe), installed_gpu_gib()

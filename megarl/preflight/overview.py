@@ -1,4 +1,4 @@
-"""The rows of a dry run's table that name what trains: environment, rewards, algorithm, optimizer, evaluation."""
+"""Rows of a dry run's table: environment, rewards, algorithm, optimizer, evaluation."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.preflight.learning import num_updates
 
 
 def overview(recipe: Recipe) -> dict[str, str]:
-    """Rows of the table by name; only those that a loop has."""
+    """Return the rows of the table by name. A loop without an engine has fewer."""
     rows: dict[str, str] = {}
     if recipe.has_engine:
         rows["environment"] = _by_source(recipe, _environment)
@@ -26,7 +26,7 @@ def overview(recipe: Recipe) -> dict[str, str]:
 
 
 def _by_source(recipe: Recipe, shown: Callable[[Recipe], str]) -> str:
-    """The text that all sources of a mixture have in common, or each source's own behind its name."""
+    """Return the text common to all sources of a mixture, else each source's name and text."""
     texts = {source.name: shown(source.recipe) for source in recipe.sources}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
@@ -60,7 +60,7 @@ def _cache(recipe: Recipe) -> str:
 
 
 def _algorithm(recipe: Recipe) -> Iterator[str]:
-    """The loss and what it is made of."""
+    """Yield the loss and its components."""
     if recipe.loop == "sft":
         yield "cross-entropy"
     elif recipe.loop in ("preference", "reward_model"):
@@ -97,7 +97,7 @@ def _learning_rate(optimizer: OptimizerConfig, updates: int) -> str:
 
 
 def _evaluation(recipe: Recipe) -> str:
-    """The sets, when they are evaluated, and how."""
+    """Return the evaluated sets, when they are evaluated, and how."""
     if not (names := recipe.validation_sets):
         return "none: no data.validation"
     evaluation = recipe.evaluation

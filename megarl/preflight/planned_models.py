@@ -1,4 +1,4 @@
-"""Shapes of the models that a recipe names, for plans: config.json is all that is read, if it is there."""
+"""Shapes of a recipe's models for plans. Only config.json is read, if it exists."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ from megarl.preflight import sizes
 
 
 def models_of(recipe: Recipe, layout: ParallelConfig) -> Models:
-    """The models of a recipe that can be planned. Raises DataError for a config.json."""
+    """Return the models of a recipe for a plan. Raises DataError for an invalid config.json."""
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     return read_models(recipe, shape, layout, sizes.layout_of(recipe.for_teachers))
 
 
 def not_downloaded(recipe: Recipe) -> Iterator[str]:
-    """A line for each model of a recipe that is planned by its published sizes, since its folder is not there."""
+    """Yield a line for each model planned by its published sizes because its folder does not exist."""
     for folder in dict.fromkeys((recipe.model.folder, *recipe.further_models.values())):
         if not Path(folder).is_dir() and (name := published_name(folder)) is not None:
             yield f"{folder} is not there: planned with the sizes of {name}; before a start: hf download {name}"

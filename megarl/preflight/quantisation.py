@@ -1,4 +1,4 @@
-"""Whether an engine's FP8 weights can be made where they live: type, family, kernels, machine."""
+"""Checks if an engine's FP8 weights can be written in place: number type, family, kernels, machine."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megarl.families.shape import ModelShape
 from megarl.platform.cuda_extensions import runs_on_cpu
 
 EXPERT_BACKENDS = ("auto", "triton", "batched_triton", "deep_gemm")
-"""Values of vLLM's `moe_backend` that may lead to a backend of `layouts.vllm_quantised.EXPERT_BACKENDS`."""
+"""Values of vLLM's `moe_backend` that may select a backend of `layouts.vllm_quantised.EXPERT_BACKENDS`."""
 LINEAR_BACKENDS = ("auto", "triton", "cutlass", "deep_gemm", "flashinfer_cutlass", "torch")
-"""Values of vLLM's `linear_backend` that may lead to a kernel of `layouts.vllm_quantised.LINEAR_KERNELS`.
+"""Values of vLLM's `linear_backend` that may select a kernel of `layouts.vllm_quantised.LINEAR_KERNELS`.
 
-What `auto` chose is looked at before an engine gets its first weights.
+The kernel selected by `auto` is checked before an engine gets its first weights.
 """
 
 
 def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Faults of a recipe whose engines have FP8 weights."""
+    """Yield faults of a recipe with FP8 weights in its engines."""
     rollout = recipe.rollout
     if not recipe.has_engine or rollout.quantization == "none":
         return
@@ -33,9 +33,10 @@ def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if not FAMILIES[shape.family].is_quantisable:
         known = sorted(name for name, family in FAMILIES.items() if family.is_quantisable)
         yield (
-            f"{field}: what vLLM makes of a {shape.family} model's weights is not known to be written in place, as it "
+            f"{field}: writing the FP8 weights of a {shape.family} model in place is not supported by megarl, as it "
             f"is of {', '.join(known)}; set rollout.quantization=none"
         )
+    # vLLM would quantise a second time from its own settings.
     for name in ("quantization", "quantization_config"):
         if rollout.vllm.get(name) is not None:
             yield f"{field}: rollout.vllm.{name} = {rollout.vllm[name]!r} would quantise too; leave one out"
@@ -50,8 +51,9 @@ def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 def _backend(recipe: Recipe, field: str, name: str, known: tuple[str, ...]) -> Iterator[str]:
     given = recipe.rollout.vllm.get(name, "auto")
+    # A backend may be spelled with - or _.
     if str(given).lower().replace("-", "_") not in known:
         yield (
-            f"rollout.vllm.{name} = {given!r}: its kernels keep FP8 weights in a form of their own, which a reshard "
-            f"does not write ({field}); set it to {either(known)}"
+            f"rollout.vllm.{name} = {given!r}: its kernels store FP8 weights in their own format, and a reshard "
+            f"cannot write it ({field}); set it to {either(known)}"
         )

@@ -1,4 +1,4 @@
-"""Whether a recipe's reward functions can be imported and give a reward, tried before any rank starts."""
+"""Checks of a recipe's reward functions before any rank starts: they can be imported and give a reward."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ from megarl.types import ConfigError, PeerLostError
 
 
 def check_rewards(recipe: Recipe, *, is_start: bool = True) -> None:
-    """Import each reward function in a process of its own and call it once, its completion the first record's answer.
+    """Import each reward function in its own process and call it once. The first record's answer is the completion.
 
-    A server is asked once in the same way; without `is_start` none, for it need not be within reach of here. What a
-    reward needs must be in every record. Raises one ConfigError that lists all functions at fault, and for each the
-    first line that it cannot score.
+    A reward server is asked once in the same way, unless `is_start` is False: it may not be reachable from here. Every
+    record must have the fields a reward needs. Raises one ConfigError listing all functions at fault, with the first
+    line that each cannot score.
     """
     wrong: list[str] = []
     for source in recipe.sources if recipe.has_engine else ():
@@ -49,12 +49,13 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
         except ConfigError as error:
             yield str(error)
     if not recipe.reward.functions:
-        return  # a distillation that measures nothing; records need no answer
+        return  # A distillation without rewards measures nothing, so records need no answer.
     data_set = recipe.data.train if recipe.is_on_policy else next(iter(recipe.data.validation.values()))
     if num_made(path_of(data_set)) is not None:
-        return  # there is no record to try them on
+        return  # An environment makes the data, so there is no record to test with.
     lacking = list(_faults_of_records(recipe, served))
     yield from lacking
+    # A faulty record would make the trial below fail for a reason already reported.
     if lacking:
         return
     record = next(read_records(path_of(data_set), field_names(recipe, data_set)))
@@ -69,11 +70,11 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
 
 
 Check = Callable[[Record], None]
-"""Raises ValueError for a record that a reward cannot score."""
+"""A function raising ValueError for a record that a reward cannot score."""
 
 
 def _faults_of_records(recipe: Recipe, served: list[ServedReward[Any]]) -> Iterator[str]:
-    """For each reward the first record that lacks what it needs."""
+    """Yield for each reward the first record lacking a needed field."""
     left = _checks(recipe, served)
     trained: list[DataSet] = [recipe.data.train] if recipe.is_on_policy else []
     for data_set in [*trained, *recipe.data.validation.values()]:
@@ -87,15 +88,16 @@ def _faults_of_records(recipe: Recipe, served: list[ServedReward[Any]]) -> Itera
                 except ValueError as error:
                     del left[name]
                     yield (
-                        f"{record.error(f'reward.functions: {name!r} cannot score this record: {error}')}; mend "
+                        f"{record.error(f'reward.functions: {name!r} cannot score this record: {error}')}; correct "
                         "or remove it, or change the reward"
                     )
+            # Every reward has found its first faulty record, so reading on finds nothing new.
             if not left:
                 break
 
 
 def _checks(recipe: Recipe, served: list[ServedReward[Any]]) -> dict[str, Check]:
-    """The checks of records by the reward's name, of those that have any."""
+    """Return the checks of records by reward name, for rewards with checks."""
     found: dict[str, Check] = {}
     of_servers = {one.name: one for one in served}
     for function in recipe.reward.functions:
@@ -115,7 +117,7 @@ def _check_of(
     def check(record: Record) -> None:
         for name in function.needs:
             if value_at(record.fields, name) is None:
-                raise ValueError(f"it has no field {name!r}, which reward.functions says that it needs")
+                raise ValueError(f"it has no field {name!r}, listed under reward.functions as needed")
         if own is not None:
             own(record.answer(), record.fields, **function.kwargs)
         if server is not None:
@@ -125,7 +127,8 @@ def _check_of(
 
 
 def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
-    """Faults of a server, whose answer must be read this time."""
+    """Yield faults of a reward server. Its answer must be readable this time."""
+    # parse_error_score hides unreadable answers during a run; here they must be found.
     served.config = served.config.model_copy(update={"parse_error_score": None})
 
     async def ask() -> None:
@@ -139,12 +142,12 @@ def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
     except ServerFailedError as error:
         yield (
             f"reward.functions: {served.name!r} gives no score for the first record, whose gold answer "
-            f"{str(sample.answer)!r:.60} was given as completion too: {error}; start the server, or mend the kwargs"
+            f"{str(sample.answer)!r:.60} was given as completion too: {error}; start the server, or correct the kwargs"
         )
 
 
 def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sample) -> Iterator[str]:
-    """Faults of a function."""
+    """Yield faults of a reward function."""
     with TemporaryDirectory(prefix="megarl_rewards_") as folder:
         worker = RewardWorker(replace(settings, functions=(function,)), str(Path(folder) / "output.log"))
         try:
@@ -161,5 +164,5 @@ def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sampl
         yield (
             f"reward.functions: {function.name!r} gives no reward for the first record, whose gold answer "
             f"{str(sample.answer)!r:.60} was given as completion too: {scored.detail.strip()}\n"
-            f"Mend it; for example: {expected(function.name)}"
+            f"Correct it; for example: {expected(function.name)}"
         )

@@ -1,4 +1,4 @@
-"""Whether the machines have room for a recipe's ranks: doubts that are said, and keep nobody from starting."""
+"""Warnings about scarce resources of the machines (cores, host memory, KV cache). They never stop a start."""
 
 from __future__ import annotations
 
@@ -17,11 +17,12 @@ from megarl.preflight.planned_models import models_of
 from megarl.sandbox.check import examine
 from megarl.sandbox.layers import LAYERS
 
+# Above this many ranks a core, ranks on CPUs mostly wait for each other.
 _RANKS_PER_CORE = 4
 
 
 def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
-    """Warnings of a checked recipe on these machines, a line each."""
+    """Yield warnings for a checked recipe on these machines, one line each."""
     yield from _weakened_sandbox(recipe)
     yield from small_cache(table_of(recipe, layout))
     cluster = recipe.cluster
@@ -36,10 +37,11 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
     ranks, cores = cluster.ranks_per_node, len(os.sched_getaffinity(0))
     if ranks > _RANKS_PER_CORE * cores:
         yield (
-            f"cluster.ranks_per_node = {ranks}: this machine has {cores} cores, so that every rank waits for others; "
+            f"cluster.ranks_per_node = {ranks}: this machine has {cores} cores, so ranks would wait for each other; "
             f"use at most {_RANKS_PER_CORE * cores}"
         )
     memory = machine_bytes()
+    # On GPUs the GPU memory is the limit, and the plan covers it.
     if not runs_on_cpu():
         return
     table = memory_table(recipe, models_of(recipe, layout), CPU)
@@ -53,13 +55,13 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
 
 
 def small_cache(table: MemoryTable) -> Iterator[str]:
-    """A warning if the engines' KV cache holds few of the requests under way."""
+    """Yield a warning if the engines' KV cache holds few of the concurrent requests."""
     if table.cache is not None and table.cache.warning is not None:
         yield table.cache.warning
 
 
 def _weakened_sandbox(recipe: Recipe) -> Iterator[str]:
-    """The layers that the recipe lets the sandbox do without, where this machine lacks them."""
+    """Yield a notice about sandbox layers missing on this machine and not required by the recipe."""
     if set(LAYERS) <= set(recipe.sandbox.require) or recipe.sandbox.url is not None:
         return
     if notice := examine().layers.notice(recipe.sandbox.require):

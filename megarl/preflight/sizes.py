@@ -18,9 +18,9 @@ from megarl.platform import transformer_engine
 from megarl.platform.cuda_extensions import deep_ep_fault, runs_on_cpu
 
 _ENGINE_VOCABULARY_MULTIPLE = 64
-# vLLM 0.30 raises a lower temperature to this one with a warning.
+"""vLLM 0.30 pads the vocabulary to a multiple of this before splitting it over ranks."""
 _LOWEST_TEMPERATURE = 0.01
-"""vLLM pads the vocabulary to a multiple of this before it splits it."""
+"""Lowest sampling temperature. vLLM 0.30 raises a lower one to this value, with a warning."""
 
 
 def layout_of(recipe: Recipe) -> ParallelConfig:
@@ -41,9 +41,9 @@ def layout_of(recipe: Recipe) -> ParallelConfig:
 
 
 def row_multiple(recipe: Recipe) -> int:
-    """A row's tokens are padded to a multiple of this: two chunks a context rank, equal parts for tensor ranks.
+    """Return the multiple that a row's tokens are padded to: two chunks a context rank, equal parts for tensor ranks.
 
-    Under FP8 each of these parts is made of whole blocks.
+    Under FP8 each of these parts consists of whole blocks.
     """
     trainer = recipe.trainer
     block = FP8_BLOCK if trainer.fp8 == "blockwise" else 1
@@ -53,15 +53,17 @@ def row_multiple(recipe: Recipe) -> int:
 def aligned(recipe: Recipe, shape: ModelShape, layout: ParallelConfig) -> ParallelConfig:
     if not recipe.trainer.align_ranks:
         return layout
+    # Only a recipe that aligns ranks pays for importing the reshard's cost model.
     from megarl.reshard.cost_model import align
 
     return align(shape, layout, ranks_per_node=recipe.cluster.ranks_per_node)
 
 
 def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
-    """Whether ranks can be started from here; without `is_start`, whether a job elsewhere could start them."""
+    """Yield faults if ranks cannot be started from here, or without `is_start` by a job elsewhere."""
     cluster = recipe.cluster
     if cluster.launcher == "slurm":
+        # Slurm sets these variables inside a job only; a dry run on a login node finds none.
         nodes, tasks = os.environ.get("SLURM_JOB_NUM_NODES"), os.environ.get("SLURM_NTASKS_PER_NODE")
         if nodes is None or shutil.which("srun") is None:
             if is_start:
@@ -93,9 +95,10 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
 
 
 def _components(cluster: ClusterConfig) -> Iterator[str]:
-    """Whether the job has the trainer's nodes and the engines', each as a component of a heterogeneous job."""
+    """Yield a fault if trainer's and engines' nodes are not two components of a heterogeneous Slurm job."""
     engines = cluster.groups.engines
     assert engines is not None
+    # Slurm numbers the variables of a heterogeneous job's components from 0. Trainer's nodes come first.
     found = [os.environ.get(f"SLURM_JOB_NUM_NODES_HET_GROUP_{number}") for number in range(2)]
     asked = [str(cluster.nodes), str(engines.nodes)]
     if found != asked or os.environ.get("SLURM_HET_SIZE") != "2":
@@ -107,9 +110,10 @@ def _components(cluster: ClusterConfig) -> Iterator[str]:
 
 
 def ranks(recipe: Recipe) -> Iterator[str]:
-    """Whether the parallel sizes fit the ranks, where the engines have ranks of their own those that train."""
+    """Yield faults if parallel sizes do not fit the ranks (with separate engines: the ranks that train)."""
     cluster, trainer, world = recipe.cluster, recipe.trainer, recipe.trainer_ranks
     if misplaced := [*placement(recipe)]:
+        # Without a valid placement the number of ranks that train is unknown, so further faults would mislead.
         yield from misplaced
         return
     axes = ("tp", "pp", "cp") if trainer.cp > 1 else ("tp", "pp")
@@ -130,6 +134,7 @@ def ranks(recipe: Recipe) -> Iterator[str]:
             f"trainer.dp = {trainer.dp}: {ranks} / {' * '.join(axes)} {model_ranks} make {world // model_ranks}; "
             f"set trainer.dp={world // model_ranks}, leave it out, or have {trainer.dp * model_ranks} ranks"
         )
+    # Experts have their own grid of ranks (etp * ep * pp), which must divide the same ranks.
     expert_ranks = trainer.etp * trainer.ep * trainer.pp
     if trainer.etp * trainer.ep > 1 and world % expert_ranks:
         yield (
@@ -148,7 +153,7 @@ def ranks(recipe: Recipe) -> Iterator[str]:
 
 
 def placement(recipe: Recipe) -> Iterator[str]:
-    """Whether separate engines have ranks that they can use, and leave some to the trainer."""
+    """Yield faults if separate engines have unusable ranks, or leave none to the trainer."""
     cluster, rollout, trainer = recipe.cluster, recipe.rollout, recipe.trainer
     engines = cluster.groups.engines
     if not recipe.has_engine or rollout.placement != "separate":
@@ -171,16 +176,16 @@ def placement(recipe: Recipe) -> Iterator[str]:
     elif rollout.ranks >= world:
         yield f"rollout.ranks = {rollout.ranks}: leaves none of the {world} ranks ({product}) to the trainer; {use}"
     elif rollout.ranks % tp:
-        yield f"rollout.ranks = {rollout.ranks}: is no multiple of rollout.tp {tp}, an engine's ranks; {use}"
+        yield f"rollout.ranks = {rollout.ranks}: is not a multiple of rollout.tp {tp}, an engine's ranks; {use}"
     if trainer.router_replay:
         yield (
-            "trainer.router_replay = True: the experts that an engine chose stay on its ranks, which under "
-            "rollout.placement separate do not train; leave it out, or set rollout.placement=colocated"
+            "trainer.router_replay = True: the experts chosen by an engine stay on its ranks, and under "
+            "rollout.placement separate these do not train; leave it out, or set rollout.placement=colocated"
         )
 
 
 def _engines_of_a_kind(recipe: Recipe, engines: NodeGroup) -> Iterator[str]:
-    """Whether engines fill nodes of a kind of their own."""
+    """Yield faults if engines do not fill their own group of nodes."""
     rollout = recipe.rollout
     chosen = f"cluster.groups.engines = {engines.nodes} nodes of {engines.ranks_per_node} ranks"
     if rollout.ranks not in (None, engines.num_ranks):
@@ -202,11 +207,13 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
             f"use {_around(train.prompts_per_step, parts // math.gcd(parts, samples))}"
         )
     critic = recipe.critic.updates_per_step if recipe.has_critic else 1
+    # Checked only if the policy's batch divides: otherwise the fault above changes these numbers anyway.
     if not sequences % dp and sequences % (critic * dp):
         yield (
             f"critic.updates_per_step = {critic}: times the data-parallel size {dp} does not divide the {sequences} "
             f"completions of a step; use {either(_divisors(sequences // dp))}"
         )
+    # Interleaved pipelines of Megatron-Core run groups of pp microbatches.
     if trainer.vpp > 1 and sequences // parts < trainer.pp:
         yield (
             f"trainer.vpp = {trainer.vpp}: takes trainer.pp {trainer.pp} microbatches at a time, an update has "
@@ -225,7 +232,7 @@ def lengths(recipe: Recipe) -> Iterator[str]:
     if not recipe.is_on_policy:
         return
     trainer, sampling = recipe.trainer, recipe.rollout.sampling
-    # A reward model's score has a place of its own.
+    # The reward model reads its score at one further position.
     longest = recipe.data.max_prompt_tokens + sampling.max_new_tokens + bool(recipe.reward.model)
     multiple = row_multiple(recipe)
     padded = -(-longest // multiple) * multiple
@@ -251,7 +258,7 @@ def lengths(recipe: Recipe) -> Iterator[str]:
 def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> Iterator[str]:
     trainer, rollout = recipe.trainer, recipe.rollout
     whole_experts = bool(rollout.vllm.get("enable_expert_parallel", False))
-    # Megatron pads the vocabulary to a multiple of its own tp, vLLM to this whatever its tp is.
+    # Megatron-Core pads the vocabulary to a multiple of its tp. vLLM pads it to a fixed multiple for any tp.
     vocabulary = -(-shape.vocab_size // _ENGINE_VOCABULARY_MULTIPLE) * _ENGINE_VOCABULARY_MULTIPLE
     splits = {"trainer.tp": (trainer.tp, True, 0)}
     if is_sampled:
@@ -266,7 +273,7 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
             f"trainer.pp = {trainer.pp}: {f'times trainer.vpp {trainer.vpp} ' if trainer.vpp > 1 else ''}does not "
             f"divide the model's {shape.num_layers} layers; use {either(_divisors(shape.num_layers))}"
         )
-    # Without the stages last, Megatron must find the same stages in both its grids; a dense model's second has tp only.
+    # If pp is not last, dense and expert grids must place the stages alike. A dense model's second grid has tp only.
     dense, expert = trainer.tp * trainer.cp, trainer.etp * trainer.ep if shape.num_experts else trainer.tp
     if not trainer.rank_order.endswith("pp") and trainer.pp > 1 and dense != expert:
         yield (
@@ -286,9 +293,9 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
 
 
 def fp8_fit(recipe: Recipe, shape: ModelShape, *, is_start: bool = True) -> Iterator[str]:
-    """Whether this environment and the model's sizes allow products in FP8.
+    """Yield faults if this environment or the model's sizes do not allow matrix products in FP8.
 
-    Where nothing is started from here, GPUs that `cluster.gpu_memory_gib` names need not be here.
+    Without `is_start`, GPUs named by `cluster.gpu_memory_gib` may be elsewhere.
     """
     trainer = recipe.trainer
     is_elsewhere = not is_start and isinstance(recipe.cluster.gpu_memory_gib, str)
@@ -309,7 +316,8 @@ def fp8_fit(recipe: Recipe, shape: ModelShape, *, is_start: bool = True) -> Iter
 
 
 def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Whether a model's channels are whole blocks of `trainer.fp8`; every model of the trainer's layers is to be."""
+    """Yield a fault if a model's channels are not whole blocks of `trainer.fp8`. Every model of the trainer is
+    checked."""
     trainer = recipe.trainer
     if trainer.fp8 == "none":
         return
@@ -325,17 +333,19 @@ def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     for name, number in channels.items():
         if number % FP8_BLOCK:
             yield (
-                f"trainer.fp8 = {trainer.fp8}: the model's {number} {name} are no multiple of {FP8_BLOCK}; leave it "
+                f"trainer.fp8 = {trainer.fp8}: the model's {number} {name} are not a multiple of {FP8_BLOCK}; leave it "
                 "out, or split less"
             )
 
 
 def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     trainer = recipe.trainer
+    # Megatron-Core requires sequence parallelism for experts split by tensor-parallel ranks.
     if shape.num_experts and trainer.tp > 1 and trainer.sequence_parallel is False:
         yield f"trainer.sequence_parallel = False: experts at trainer.tp {trainer.tp} need it; leave it out"
     if trainer.router_replay and (not shape.num_experts or recipe.loop != "rl"):
         yield "trainer.router_replay = True: replays what an engine chose in rl for a model with experts; leave it out"
+    # Recomputation runs the router a second time and would not see the replayed choice.
     if trainer.router_replay and trainer.recompute == "full":
         yield "trainer.router_replay = True: layers computed anew would choose anew; set trainer.recompute=selective"
     yield from _dispatcher(recipe, shape)
@@ -343,7 +353,7 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Of tokens that reach their experts by DeepEP."""
+    """Yield faults of a dispatcher sending tokens to their experts by DeepEP."""
     trainer = recipe.trainer
     if trainer.moe_dispatcher != "flex":
         return
@@ -354,6 +364,7 @@ def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield f"{chosen}: with trainer.ep and trainer.etp 1 all experts are on each rank; leave it out, or raise ep"
     elif trainer.megatron.get("moe_shared_expert_overlap"):
         yield f"{chosen}: has no trainer.megatron.moe_shared_expert_overlap; leave one out"
+    # DeepEP has configurations for these numbers of ranks only.
     elif (num_ranks := trainer.etp * trainer.ep) not in RECEIVED_TOKENS:
         yield (
             f"{chosen}: DeepEP exchanges tokens between {either([*RECEIVED_TOKENS])} ranks, trainer.etp "
@@ -370,7 +381,7 @@ def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 _NEEDS_EXPERTS = ("moe", "moe_act", "shared_experts")
 _NEEDS_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
-"""Parts whose output Megatron drops and computes anew by a function that it has with Transformer Engine alone."""
+"""Modules recomputed by a Megatron-Core function available with Transformer Engine only. Their output is dropped."""
 
 
 def _recomputed_modules(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
@@ -394,7 +405,7 @@ def _recomputed_modules(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def positions(recipe: Recipe, shape: ModelShape, *, is_evaluated: bool = True) -> Iterator[str]:
-    """Prompt and completion must fit in a model's positions; those of evaluations too, if `is_evaluated`."""
+    """Yield a fault if prompt and completion exceed a model's positions. `is_evaluated`: check evaluations too."""
     if not recipe.has_engine:
         return
     room = shape.max_position_embeddings - recipe.data.max_prompt_tokens - bool(recipe.reward.model)
@@ -410,9 +421,9 @@ def positions(recipe: Recipe, shape: ModelShape, *, is_evaluated: bool = True) -
 
 
 def _tp_misfits(shape: ModelShape, tp: int, whole_experts: bool, vocabulary: int) -> list[str]:
-    """The sizes of the model that a tensor-parallel size cannot split; experts only where they are not whole.
+    """Return the model's sizes not divisible by a tensor-parallel size. Whole experts are not split.
 
-    `vocabulary` is its padded size where that does not depend on `tp`, else 0.
+    `vocabulary` is its padded size, or 0 if the padding depends on `tp`.
     """
     sizes = [(shape.num_heads, "attention heads"), (vocabulary, "rows of the vocabulary, padded as vLLM does")]
     if not shape.num_experts:
@@ -421,7 +432,7 @@ def _tp_misfits(shape: ModelShape, tp: int, whole_experts: bool, vocabulary: int
         sizes.append((shape.shared_intermediate_size, "channels of the shared expert"))
         sizes += [] if whole_experts else [(shape.moe_intermediate_size, "channels of an expert")]
     misfits = [f"{size} {name}" for size, name in sizes if size % tp]
-    # Ranks beyond the key-value heads hold copies, as many of each head.
+    # With more ranks than key-value heads, each head is copied to an equal number of ranks.
     if shape.num_kv_heads % tp and tp % shape.num_kv_heads:
         misfits.append(f"{shape.num_kv_heads} key-value heads (nor the other way round)")
     return misfits
@@ -432,6 +443,6 @@ def _divisors(number: int) -> list[int]:
 
 
 def _around(value: int, multiple: int) -> str:
-    """The multiples next to a value: `28 or 32`."""
+    """Return the multiples below and above a value, as text: `28 or 32`."""
     lower = value // multiple * multiple
     return either([size for size in (lower, lower + multiple) if size > 0])

@@ -1,4 +1,4 @@
-"""A look at the data sets of a recipe, each read as a run of it would read them."""
+"""Surveys of a recipe's data sets, each read as in a run."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def surveys(recipe: Recipe, tokenizer: Tokenizer | None) -> Iterator[tuple[str, Survey]]:
-    """Look at each data set of a recipe; yield its field and the findings. Sets that an environment makes are left out.
+    """Survey each data set of a recipe; yield its field and the findings. Sets made by an environment are skipped.
 
-    Training data are compared with the validation sets of their source. Without a tokenizer lengths are in characters.
-    Raises DataError where a file is not there.
+    Training data are compared with the validation sets of their source. Without a tokenizer, lengths are in characters.
+    Raises DataError if a file does not exist.
     """
     for source in recipe.sources:
         own = source.recipe
@@ -31,7 +31,7 @@ def surveys(recipe: Recipe, tokenizer: Tokenizer | None) -> Iterator[tuple[str, 
 
 
 def survey_as_training(recipe: Recipe, path: str, tokenizer: Tokenizer | None, heldout: Sequence[str]) -> Survey:
-    """Look at a data set, read as the recipe's training data are, and compare it with held-out ones."""
+    """Survey a data set, read like the recipe's training data, and compare it with held-out sets."""
     return _survey(recipe, "data.train", path, tokenizer, heldout)
 
 

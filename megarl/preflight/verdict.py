@@ -1,4 +1,4 @@
-"""The verdict on a recipe's memory: whether it fits, which phase exceeds its limit by how much, and what would fit."""
+"""The verdict on a recipe's memory: whether it fits, the excess by phase, and remedies."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ _NAME_THE_GPU = "set cluster.gpu_memory_gib to h100, h200, b200 or GiB"
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """The result of comparing a recipe's memory with what there is; `text` says it in a line."""
+    """Result of comparing a recipe's memory with the available memory. `text` says it in one line."""
 
     fits: bool | None
-    """None: nothing says how much memory there is."""
+    """None: the available memory is unknown."""
     text: str
     limits: dict[str, int]
-    """Bytes of a GPU by phase, or of the whole host on CPUs."""
+    """Bytes of a GPU by phase, or on CPUs of the whole host."""
     excess: dict[str, int]
-    """Bytes above the limit, by phase; only phases that do not fit."""
+    """Bytes above the limit by phase, only for phases that do not fit."""
     remedies: tuple[str, ...] = ()
-    """Overrides for the command line under which the recipe fits, cheapest first."""
+    """Command-line overrides making the recipe fit, cheapest first."""
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values."""
+        """Return JSON values."""
         return {
             "fits": self.fits,
             "limit_bytes": self.limits,
@@ -46,17 +46,17 @@ class Verdict:
 
     @property
     def lines(self) -> list[str]:
-        """The last lines of `megarl plan`: the verdict, then the cheapest remedy."""
+        """Return the last lines of `megarl plan`: the verdict, then the cheapest remedy."""
         return [self.text, *(f"cheapest remedy: {remedy}" for remedy in self.remedies[:1])]
 
 
 def verdict_without_gpus() -> Verdict:
-    """The verdict where nothing says which GPUs a run will have."""
+    """Return the verdict for unknown GPUs."""
     return Verdict(None, f"no verdict: nothing names the memory of the run's GPUs; {_NAME_THE_GPU}", {}, {})
 
 
 def refusal(recipe: Recipe, models: Models, gpus: GpuMemory, over: list[Phase]) -> str:
-    """The error of a start that does not fit: the phases that are too large, and up to three remedies."""
+    """Return the error of a start that does not fit: too large phases and up to three remedies."""
     text = f"{_limits_named(recipe, gpus)}: {_excess_named(gpus, over)}"
     found = _remedies(recipe, models, gpus)
     if found.narrow:
@@ -71,7 +71,7 @@ class _Remedies:
     narrow: tuple[str, ...]
     """Changes on the same ranks, cheapest first."""
     wider: str | None = None
-    """A change of the parallel sizes or nodes, looked for where no other fits."""
+    """Change of the parallel sizes or nodes. It is searched only if no narrow change fits."""
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -79,13 +79,14 @@ class _Remedies:
 
 
 def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory) -> _Remedies:
+    # Changes on the same ranks cost nothing but speed, so they are tried before more ranks.
     if found := remedies(recipe, models, gpus):
         return _Remedies(tuple(" ".join(remedy.overrides) for remedy in found))
     return _Remedies((), _wider(recipe, gpus))
 
 
 def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: GpuMemory) -> Verdict:
-    """The verdict on a table of GPUs: each phase against the memory of the GPU that it is on."""
+    """Return the verdict on a GPU table. Each phase is compared with the memory of its GPU."""
     limits = {phase.name: int(gpus.of(phase) * _GIB) for phase in table.phases}
     over = gpus.exceeded(table)
     excess = {phase.name: phase.device_bytes - limits[phase.name] for phase in over}
@@ -106,7 +107,7 @@ def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: Gp
 
 
 def verdict_on_cpus(recipe: Recipe, table: MemoryTable) -> Verdict:
-    """The verdict on a table of CPUs: all ranks of a node, each at its fullest, against this machine's memory."""
+    """Return the verdict on a CPU table: all ranks of a node at their fullest, against this machine's memory."""
     needed, limit = table.host_bytes(*fullest_node(recipe, table)), machine_bytes()
     phases = " and ".join(phase.name for phase in table.fullest_host)
     text = f"the ranks take {needed / _GIB:.1f} GiB of host memory in {phases}, this machine has {limit / _GIB:.1f}"
@@ -119,7 +120,7 @@ def verdict_on_cpus(recipe: Recipe, table: MemoryTable) -> Verdict:
 
 
 def _limits_named(recipe: Recipe, gpus: GpuMemory) -> str:
-    """The fields that say what memory GPUs have, or this machine's."""
+    """Return the fields naming the memory of the GPUs, or this machine's memory."""
     named, engines = recipe.cluster.gpu_memory_gib, recipe.cluster.groups.engines
     given = f"cluster.gpu_memory_gib = {named if named is not None else f'{gpus.trainer:.1f} (of this machine)'}"
     if engines is not None and engines.gpu_memory_gib is not None:
@@ -128,7 +129,7 @@ def _limits_named(recipe: Recipe, gpus: GpuMemory) -> str:
 
 
 def _excess_named(gpus: GpuMemory, over: list[Phase]) -> str:
-    """The phases that are too large, largest first, each with its excess in GiB and the three kinds that take most."""
+    """Return the too large phases, largest first, with the excess in GiB and the three largest kinds of use."""
     return "; ".join(
         f"{phase.name} takes {phase.device_bytes / _GIB:.1f} GiB on {phase.place}, "
         f"{phase.device_bytes / _GIB - gpus.of(phase):.1f} too much ({_largest(phase)})"
@@ -137,15 +138,16 @@ def _excess_named(gpus: GpuMemory, over: list[Phase]) -> str:
 
 
 def _largest(phase: Phase) -> str:
-    """The three kinds that take most."""
+    """Return the three largest kinds of use."""
     kinds = sorted(phase.uses, key=lambda use: -use.device_bytes)[:3]
     return ", ".join(f"{use.kind} {use.device_bytes / _GIB:.1f}" for use in kinds)
 
 
 def _wider(recipe: Recipe, gpus: GpuMemory) -> str | None:
-    """Twice a parallel size or the nodes, with the cheapest other change, under which the recipe fits."""
+    """Return a doubled parallel size or node count making the recipe fit, with the cheapest other change if needed."""
     trainer, cluster = recipe.trainer, recipe.cluster
     engines = ({"rollout.tp": 2 * recipe.rollout.tp},) if recipe.separate_ranks else ()
+    # Ordered by cost: engines first, then trainer sizes on the same nodes, then more nodes.
     for values in (
         *engines,
         {"trainer.tp": 2 * trainer.tp},

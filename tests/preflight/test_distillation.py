@@ -64,7 +64,7 @@ def test_teachers_that_cannot_teach(
     tokenizer = (other / "tokenizer.json").read_text()
     (other / "tokenizer.json").write_text(tokenizer.replace('"<|im_end|>"', '"<|end|>"'))
     for changed, text in (
-        ({"teacher": reward}, f"distillation.teacher = {reward}: is a reward model, which has no words"),
+        ({"teacher": reward}, f"distillation.teacher = {reward}: is a reward model without a language head"),
         ({"teacher": str(other)}, f"distillation.teacher = {other}: its tokenizer is not the policy's"),
         ({"loss": "top_k", "top_k": 100_000}, "distillation.top_k = 100000: exceeds the "),
         ({"tp": 3}, "distillation.tp = 3"),
@@ -99,7 +99,7 @@ def test_a_dense_teacher_of_a_policy_with_experts(
 ) -> None:
     model = {"path": str(tiny_model(family="qwen3_moe"))}
     sections = TWO_RANKS | {"model": model, "trainer": {"ep": 2}}
-    assert "leave it out, or give the teachers sizes of their own: distillation.tp" in told(distillation(sections))
+    assert "or give the teachers parallel sizes of their own: distillation.tp" in told(distillation(sections))
     assert check(distillation(sections, tp=1)).ep == 2
 
 
@@ -128,7 +128,7 @@ def test_prompts_without_answers_are_distilled_where_nothing_is_measured(
     with pytest.raises(DataError, match=r"no field for answer; .* Looked for gt_answer"):
         count_records(distillation({"data": {"train": str(bare)}}))
     sections["data"] |= {"validation": {"heldout": str(bare)}}
-    assert "reward.functions = []: something must say what is right" in told(distillation(sections))
+    assert "reward.functions is empty: add at least one" in told(distillation(sections))
 
 
 def test_a_run_of_no_steps_has_no_teacher(distillation: Callable[..., Recipe]) -> None:

@@ -106,14 +106,14 @@ def test_fp8_is_refused_for_experts_and_families_that_it_is_not_known_for(
     vllm = {"moe_backend": "flashinfer_trtllm"}
     with pytest.raises(ConfigError) as caught:
         check(recipe(**experts, rollout={"quantization": "fp8", "vllm": vllm}))
-    assert "rollout.vllm.moe_backend = 'flashinfer_trtllm': its kernels keep FP8 weights" in str(caught.value)
+    assert "rollout.vllm.moe_backend = 'flashinfer_trtllm': its kernels store FP8 weights" in str(caught.value)
     assert "set it to auto, triton, batched_triton or deep_gemm" in str(caught.value)
     with pytest.raises(ConfigError, match=r"vLLM has no such experts on a CPU; set rollout.quantization=fp8"):
         check(recipe(**experts, rollout={"quantization": "fp8_per_channel"}))
     monkeypatch.setitem(FAMILIES, "qwen3", dataclasses.replace(FAMILIES["qwen3"], is_quantisable=False))
     with pytest.raises(ConfigError) as caught:
         check(recipe(rollout={"quantization": "fp8"}))
-    assert "rollout.quantization = fp8: what vLLM makes of a qwen3 model's weights is not known" in str(caught.value)
+    assert "rollout.quantization = fp8: writing the FP8 weights of a qwen3 model" in str(caught.value)
     assert "qwen3_moe; set rollout.quantization=none" in str(caught.value)
 
 
@@ -122,4 +122,4 @@ def test_keys_and_values_that_outlive_their_weights_are_told(recipe: Callable[..
     made = recipe(cluster=RANKS_4, rollout=rollout, algorithm={"importance_sampling": "tis"})
     check(made)
     [told] = kept_kv(made)
-    assert told.startswith("rollout.recompute_kv = false: requests that a reshard interrupts go on over the old keys")
+    assert told.startswith("rollout.recompute_kv = false: requests interrupted by a reshard continue with the old keys")

@@ -31,7 +31,7 @@ UNJUDGED = {"functions": ["boxed_of_mine.py:exact", "boxed_of_mine.py:brevity"]}
         ),
         pytest.param(
             {"reward": {"functions": ["boxed", "think_answer_tags", "boxed"]}},
-            ["reward.functions = ['boxed', 'think_answer_tags', 'boxed']", "boxed is named twice"],
+            ["reward.functions = ['boxed', 'think_answer_tags', 'boxed']", "boxed is listed twice"],
             id="a reward twice",
         ),
         pytest.param(
@@ -122,7 +122,7 @@ UNJUDGED = {"functions": ["boxed_of_mine.py:exact", "boxed_of_mine.py:brevity"]}
             ["algorithm.ptx_coefficient = 0.1", "give both"],
             id="ptx without data",
         ),
-        pytest.param({"reward": {"functions": []}}, ["reward.functions = []"], id="nothing is right"),
+        pytest.param({"reward": {"functions": []}}, ["reward.functions is empty"], id="nothing is right"),
         pytest.param(
             {"reward": {"functions": ["a.b:c", "d/e.py:c"]}},
             ["a.b:c and d/e.py:c would share the metric reward/c/mean"],
@@ -162,7 +162,7 @@ UNJUDGED = {"functions": ["boxed_of_mine.py:exact", "boxed_of_mine.py:brevity"]}
         ),
         pytest.param(
             {"algorithm": {"reward_order": "normalize_then_sum"}},
-            ["algorithm.reward_order = normalize_then_sum", "one score alone, boxed", "leave it out"],
+            ["algorithm.reward_order = normalize_then_sum", "only one score, boxed", "leave it out"],
             id="one function to normalise",
         ),
         pytest.param(

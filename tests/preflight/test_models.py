@@ -72,10 +72,10 @@ def test_the_models_beside_the_policy_are_looked_at(
     (tmp_path / "other/tokenizer.json").write_text(tokenizer.replace('"<|im_end|>"', '"<|end|>"'))
     experts = str(tiny_model(family="qwen3_moe", num_layers=6, num_kv_heads=2))
     for changed, told in (
-        ({"reward": {"model": language}}, f"reward.model = {language}: is a language model; give one that was trained"),
+        ({"reward": {"model": language}}, f"reward.model = {language}: is a language model; give a model trained"),
         ({"algorithm": PPO, "critic": {"path": other}}, f"critic.path = {other}: its tokenizer is not the policy's"),
         ({"algorithm": PPO, "critic": {"path": experts}}, "must both have experts, or neither"),
-        ({"model": {"path": reward}}, f"model.path = {reward}: is a reward model, which has no words"),
+        ({"model": {"path": reward}}, f"model.path = {reward}: is a reward model without a language head"),
         (
             {"algorithm": PPO, "critic": {"path": language}, "cluster": {"ranks_per_node": 4}, "trainer": {"pp": 3}},
             f"critic.path = {language}: trainer.pp = 3",

@@ -45,7 +45,7 @@ ENGINES_2 = {"groups": {"engines": {"ranks_per_node": 2}}}
         ),
         pytest.param(
             {"cluster": RANKS_4, "rollout": {**SEPARATE, "ranks": 3, "tp": 2}},
-            ["rollout.ranks = 3", "is no multiple of rollout.tp 2", "use 2"],
+            ["rollout.ranks = 3", "is not a multiple of rollout.tp 2", "use 2"],
             id="part of an engine",
         ),
         pytest.param(

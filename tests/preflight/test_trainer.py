@@ -22,7 +22,7 @@ RANKS_4 = {"ranks_per_node": 4}
         ),
         pytest.param(
             {"loop": "sft", "algorithm": {"aggregation": "constant_length"}},
-            ["algorithm.aggregation = constant_length: divides by the longest completion", "sft has none, use another"],
+            ["algorithm.aggregation = constant_length: divides by the longest completion", "sft has none; use another"],
             id="sft has no longest completion",
         ),
         pytest.param(
@@ -117,7 +117,7 @@ RANKS_4 = {"ranks_per_node": 4}
                 ),
                 (
                     {"trainer": {"optimizer_offload_fraction": 0.5, "offload": ["optimizer"]}},
-                    "with optimizer in trainer.offload",
+                    "trainer.offload includes optimizer",
                 ),
                 ({"lora": {"rank": 4}}, "under lora.rank = 4"),
             )
