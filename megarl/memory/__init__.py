@@ -1,6 +1,6 @@
-"""Memory of a run by phase, before a start: what each kind takes on the fullest rank, of its GPU and of the host.
+"""Predicted memory of a run by phase, before it starts: bytes of each kind on the fullest rank, on its GPU and host.
 
-Each kind is a module of functions from sizes to bytes (`trainer`, `activations`, `engine`), `phases` lays them over the
-phases of a run, `changes` finds what makes a recipe fit. No torch: everything is computed from config.json, the
-parallel sizes and a few numbers. `tools/check_planner.py` compares with tensors that real ranks hold.
+Modules of functions from sizes to bytes, one for each kind: `trainer`, `activations`, `engine`. `phases` assigns the
+kinds to the phases of a run. `changes` finds changes making a recipe fit. No torch is used: inputs are config.json, the
+parallel sizes and a few numbers. `tools/check_planner.py` compares predictions with the tensors of real ranks.
 """

@@ -1,8 +1,8 @@
-"""Activations: tensors that a pass keeps of its rows until the gradients are made, and those that come and go.
+"""Bytes of activations: tensors saved for the backward pass, and temporary ones.
 
-Counted are the tensors that autograd saves, layer by layer, each storage once: for Megatron's local spec with this
-package's norm and attention, and for Transformer Engine's spec. A rank's tokens are those of a row over its
-context-parallel ranks; norms and residuals are split over tensor-parallel ranks under sequence parallelism.
+Tensors saved by autograd are counted layer by layer, each storage once. Two specs are covered: Megatron's local spec
+with this package's norm and attention, and Transformer Engine's spec. A rank's tokens are the tokens of a row divided
+by its context-parallel ranks. Under sequence parallelism, norms and residuals are split over tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -15,35 +15,35 @@ from megarl.families.shape import ModelShape, padded_vocab_size
 
 FLOAT32 = 4
 EXPERT_IMBALANCE = 1.25
-"""Tokens of the fullest expert-parallel rank over the mean. (A guess: routers are trained without balancing.)"""
+"""Tokens of the fullest expert-parallel rank over the mean. (A guess: routers are trained without load balancing.)"""
 
 _NUMBERS = 64
-"""Bytes a token of log-probs, labels and the loss."""
+"""Bytes per token of log-probs, labels and the loss."""
 
 Spec = Literal["local", "transformer_engine"]
 
 
 @dataclass(frozen=True, slots=True)
 class PassSettings:
-    """How rows are passed through a model."""
+    """Settings of the passes of packed rows through a model."""
 
     row_tokens: int
-    """Tokens of a packed row, over all context-parallel ranks."""
+    """Tokens of a packed row over all context-parallel ranks."""
     chunk_tokens: int
-    """Tokens whose logits are made at once."""
+    """Tokens per chunk of logits."""
     itemsize: int
     sequence_parallel: bool
     spec: Spec
     recomputes_layers: bool = False
-    """Whether whole layers are computed anew."""
+    """Whether whole layers are recomputed in the backward pass."""
     recomputed: frozenset[str] = frozenset()
-    """Parts of a layer that are computed anew, by Megatron-Core's names."""
+    """Recomputed parts of a layer, by Megatron-Core's names."""
     fuses_activation: bool = False
     """Whether SwiGLU is one kernel (bias_activation_fusion)."""
     pads_attention: bool = False
     """Whether attention runs on padded sequences: on a CPU, and in float32."""
     lora_rank: int = 0
-    """Of the adapters that alone are trained; 0: the weights are."""
+    """Rank of the LoRA adapters, then trained alone. 0: all weights are trained."""
     longest: int = 1
     """Tokens of the longest sequence in a row."""
     expert_load: float = EXPERT_IMBALANCE
@@ -57,17 +57,18 @@ class Widths:
     hidden: int
     query: int
     key: int
-    """Of all keys; values have as many."""
+    """Channels of all keys. Values have equally many."""
     feed_forward: int
     heads: int
     kv_heads: int
     head_dim: int
     rows: int
-    """Rows of the vocabulary."""
+    """Rows of the vocabulary on the rank, padded; 0 for a value head."""
 
 
 def widths(shape: ModelShape, layout: ParallelConfig) -> Widths:
-    """The channels of a model's tokens on one of the ranks of a layout."""
+    """Return the channels of a token on one rank of a layout."""
+    # A rank holds at least one key-value head: with more ranks than heads, heads are copied.
     heads, kv_heads = shape.num_heads // layout.tp, max(1, shape.num_kv_heads // layout.tp)
     return Widths(
         hidden=shape.hidden_size,
@@ -82,43 +83,43 @@ def widths(shape: ModelShape, layout: ParallelConfig) -> Widths:
 
 
 def layer_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Bytes that autograd saves in one layer for one row, but of its recomputed parts."""
+    """Return bytes saved by autograd in one layer for one row, without its recomputed parts."""
     attention = _attention(shape, widths(shape, layout), layout, settings)
     feed_forward = _experts(shape, layout, settings) if shape.num_experts else _dense(shape, layout, settings)
     return attention + feed_forward
 
 
 def stage_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:
-    """Bytes saved on a pipeline stage at its fullest: of all rows in flight, in all its layers, and the head's."""
+    """Return bytes saved on a pipeline stage at its fullest: all rows in flight, all its layers, and the head."""
     layers = shape.num_layers // layout.pp
     rows = rows_in_flight(layout, stage)
     layer = layer_bytes(shape, layout, settings)
     head = _head(shape, layout, settings) if stage == layout.pp - 1 else 0
     if settings.recomputes_layers:
-        # The head's are let go of before the first layer is computed anew; the angles of all tokens are kept.
+        # The head's tensors are freed before the first layer is recomputed. The rotary angles of all tokens stay.
         angles = rows * _tokens(layout, settings) * shape.head_dim * FLOAT32
         own = _layer_input(shape, layout, settings)
-        # The norm of a float32 layer reads that input where it is.
+        # In float32 the norm reads the layer's input in place; in other types it saves a copy.
         shared = own if settings.itemsize == FLOAT32 else 0
         return rows * layers * own + angles + max(layer - shared, head)
-    # Of one layer at a time, one part after the other is there again; the head's are let go of by then.
+    # Only one part of one layer exists again at a time. The head's tensors are freed by then, so take the maximum.
     parts = (replace(settings, recomputed=settings.recomputed - {part}) for part in settings.recomputed)
     again = max((layer_bytes(shape, layout, other) - layer for other in parts), default=0)
     return rows * layers * layer + max(head, again)
 
 
 def pipeline_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:
-    """Bytes of the hidden states that came from the stage before, of all rows in flight."""
+    """Return bytes of hidden states received from the previous stage, for all rows in flight."""
     if layout.pp == 1:
         return 0.0
     return rows_in_flight(layout, stage) * layout.vpp * _layer_input(shape, layout, settings)
 
 
 def rows_in_flight(layout: ParallelConfig, stage: int) -> float:
-    """Rows whose activations a stage keeps at its fullest, in units of all its layers.
+    """Return the rows with saved activations on a stage at its fullest, in units of all its layers.
 
-    One forward, one backward: as many as there are stages from here on. Interleaved: (pp - 1) / (pp vpp) more. Source:
-    Megatron-LM (arXiv 2104.04473, section 2.2).
+    1F1B: the number of stages from this one to the last. Interleaved: (pp - 1) / (pp vpp) more on the first stage.
+    Source: Megatron-LM (arXiv 2104.04473, section 2.2).
     """
     if layout.vpp == 1:
         return float(layout.pp - stage)
@@ -127,7 +128,7 @@ def rows_in_flight(layout: ParallelConfig, stage: int) -> float:
 
 
 def logits_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Bytes of the logits that are in memory at once: as the head gives them, and two in float32."""
+    """Return bytes of the logits in memory at once: the head's output, and two copies in float32."""
     if shape.has_value_head:
         return 0
     tokens = min(settings.chunk_tokens, settings.row_tokens // layout.cp)
@@ -135,7 +136,7 @@ def logits_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettin
 
 
 def backward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Bytes of gradients that come and go in the widest place of a backward pass: a feed-forward layer's."""
+    """Return bytes of temporary gradients at the widest point of a backward pass, a feed-forward layer."""
     size, tokens = settings.itemsize, _tokens(layout, settings)
     if shape.num_experts:
         routed = _routed_tokens(shape, layout, settings)
@@ -148,7 +149,7 @@ def backward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSett
 
 
 def forward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Bytes of a pass without gradients beside the logits: one layer's tensors, in its feed-forward part."""
+    """Return bytes of a pass without gradients, except the logits: one layer's tensors in its feed-forward part."""
     size, tokens = settings.itemsize, _tokens(layout, settings)
     residual = 2 * tokens * shape.hidden_size * size / _split(layout, settings)
     whole = tokens * shape.hidden_size * size
@@ -160,12 +161,12 @@ def forward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSetti
 
 
 def _tokens(layout: ParallelConfig, settings: PassSettings) -> int:
-    """A rank's tokens of a row."""
+    """Return a rank's tokens of a row."""
     return settings.row_tokens // layout.cp
 
 
 def _split(layout: ParallelConfig, settings: PassSettings) -> int:
-    """The ranks that norms and residuals are split over."""
+    """Return the number of ranks sharing norms and residuals."""
     return layout.tp if settings.sequence_parallel else 1
 
 
@@ -174,15 +175,18 @@ def _layer_input(shape: ModelShape, layout: ParallelConfig, settings: PassSettin
 
 
 def _norm(layout: ParallelConfig, settings: PassSettings, width: int, *, is_fused: bool) -> float:
-    """A norm and the input of the layer behind it; Transformer Engine's linear layer has it inside if `is_fused`."""
+    """Return bytes saved by a norm, including the input of the following linear layer.
+
+    `is_fused`: Transformer Engine's linear layer contains the norm.
+    """
     size, tokens = settings.itemsize, _tokens(layout, settings) / _split(layout, settings)
     if "layernorm" in settings.recomputed and not (is_fused and settings.spec == "transformer_engine"):
-        # Its input, the residual, is kept; its output is made again before the next layer's gradient.
+        # Its input, the residual, is saved. Its output is recomputed before the next layer's gradient.
         return tokens * width * size
     if settings.spec == "transformer_engine":
         return tokens * (2 * width * size + FLOAT32)
-    # In float32: the input (a copy, unless it is float32) and one over its root mean square; then as normalised, for
-    # the gradient of its weight, and as scaled.
+    # Saved in float32: the input (a copy unless it is float32) and the inverse of its root mean square. Then the
+    # normalised values (for the gradient of the weight) and the scaled ones.
     normed = 0 if settings.lora_rank else size
     return tokens * (width * (FLOAT32 + normed + size) + FLOAT32)
 
@@ -190,8 +194,8 @@ def _norm(layout: ParallelConfig, settings: PassSettings, width: int, *, is_fuse
 def _attention(shape: ModelShape, at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
     size, tokens = settings.itemsize, _tokens(layout, settings)
     kept = _norm(layout, settings, at.hidden, is_fused=True)
-    # The fused projection lives on in its views, that of all ranks where these are more than the key-value heads;
-    # queries of several groups are copied out of it. Core attention that is computed anew keeps its values there.
+    # The fused projection stays alive through its views. With more ranks than key-value heads it is the projection of
+    # all ranks. Queries of several groups are copied out of it. Recomputed core attention keeps its values there.
     is_gathered = shape.num_kv_heads < layout.tp
     fused = (shape.num_heads + 2 * shape.num_kv_heads) * at.head_dim if is_gathered else at.query + 2 * at.key
     is_recomputed = "core_attn" in settings.recomputed
@@ -201,32 +205,32 @@ def _attention(shape: ModelShape, at: Widths, layout: ParallelConfig, settings: 
     if shape.qk_norm:
         kept += tokens * _head_norms(at, settings, copied)
     if settings.spec == "local":
-        kept += tokens * 4 * at.head_dim * size  # cosines and sines, of queries and of keys
-    # Queries and keys as rotated, and the output, which is the next linear layer's input.
+        kept += tokens * 4 * at.head_dim * size  # Cosines and sines, for queries and for keys.
+    # Rotated queries and keys, and the output, which is the input of the next linear layer.
     kept += tokens * (at.query + 2 * settings.lora_rank) * size
     return kept + _core(at, layout, settings)
 
 
 def _head_norms(at: Widths, settings: PassSettings, copied: int) -> float:
-    """Bytes a token of the norms of queries and keys, whose results rotary embeddings do not keep."""
+    """Return bytes per token of the norms of queries and keys. Rotary embeddings do not save the norms' results."""
     size = settings.itemsize
     statistics = FLOAT32 * (at.heads + at.kv_heads)
     if settings.spec == "transformer_engine":
         return copied * size + statistics
-    # In float32 keys are read where they are; in other types the input is a copy.
+    # In float32, keys are read in place; in other types the input is a copy.
     inputs = copied if size == FLOAT32 else at.query + at.key
     normed = 0 if settings.lora_rank else size
     return FLOAT32 * inputs + (at.query + at.key) * normed + statistics
 
 
 def _core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Bytes of core attention: what it is given, and what it keeps of its own."""
+    """Return bytes of core attention: its inputs and its own saved tensors."""
     size, tokens = settings.itemsize, _tokens(layout, settings)
     given = tokens * (at.query + at.key) * size
     if "core_attn" in settings.recomputed:
         return given
     if layout.cp > 1 and settings.spec == "local":
-        # Keys and values of all ranks; two parts of a rank's queries see (2 cp + 1) / (2 cp) of them together.
+        # Keys and values of all ranks. Two parts of a rank's queries together attend to (2 cp + 1) / (2 cp) of them.
         seen = tokens * layout.cp * (2 * layout.cp + 1) / (2 * layout.cp)
         own = tokens * at.query * size + 2 * seen * at.key * size
         if not settings.pads_attention:
@@ -238,10 +242,11 @@ def _core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
 
 
 def _inside_core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Bytes that core attention keeps beside its inputs and its output."""
+    """Return bytes saved by core attention in addition to its inputs and its output."""
     size, tokens = settings.itemsize, _tokens(layout, settings)
     if settings.pads_attention:
         return tokens * ((2 * at.query + 2 * at.key) * size + FLOAT32 * at.heads)
+    # Per token and head one float32 is saved: the log-sum-exp of the attention scores.
     values = at.key * size if settings.spec == "transformer_engine" else 0
     return tokens * (values + FLOAT32 * at.heads)
 
@@ -250,23 +255,23 @@ def _dense(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) ->
     channels = widths(shape, layout).feed_forward * settings.itemsize
     norm = _norm(layout, settings, shape.hidden_size, is_fused=True)
     if "mlp" in settings.recomputed:
-        # Transformer Engine's has the norm inside, so that only the residual is kept.
+        # Transformer Engine's layer contains the norm, so only the residual is saved.
         return norm if settings.spec == "local" else _layer_input(shape, layout, settings)
     return norm + _tokens(layout, settings) * (_gated(channels, settings) + 2 * settings.lora_rank * settings.itemsize)
 
 
 def _gated(channels: float, settings: PassSettings) -> float:
-    """Bytes of a gated layer with so many bytes of channels.
+    """Return bytes of a gated layer with `channels` bytes of channels.
 
-    Gate and up, and their product; where it is not fused, also the activated gate, and up with Megatron's offset.
+    It saves gate, up and their product. If not fused, also the activated gate, and up with Megatron's offset.
     """
     return (3 if settings.fuses_activation else 5) * channels
 
 
 def _routed_tokens(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Tokens that a rank's experts take of one row, each as often as it has experts here."""
-    # All ranks of an expert-parallel group bring their tokens, split over tensor-parallel ranks, and share them out;
-    # the ranks that split an expert all have its tokens.
+    """Return the tokens of one row processed by a rank's experts. A token counts once for each of its experts here."""
+    # All ranks of an expert-parallel group contribute their tokens, split over tensor-parallel ranks, and share the
+    # total. Ranks splitting one expert all receive its tokens.
     own = _tokens(layout, settings) / _split(layout, settings)
     load = settings.expert_load if layout.ep > 1 else 1.0
     return own * layout.etp * shape.top_k * load
@@ -279,9 +284,9 @@ def _experts(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) 
     total = _norm(layout, settings, shape.hidden_size, is_fused=False)
     if "moe" in settings.recomputed:
         return total
-    # The router in float32: logits, their softmax, the map; and indices of the permutation.
+    # The router in float32: logits, softmax and map. Then int64 indices of the permutation.
     total += own * (3 * shape.num_experts * FLOAT32 + 4 * shape.top_k * 8)
-    # As dispatched, then through the expert, whose product is kept before it is weighed by its probability, too.
+    # The dispatched tokens, then the expert. Its product is also saved before being scaled by its probability.
     weighed = 0 if settings.fuses_activation else channels
     inside = (shape.hidden_size + 2 * settings.lora_rank) * size
     activated = 2 * channels if "moe_act" in settings.recomputed else _gated(channels, settings) + weighed
@@ -293,7 +298,7 @@ def _experts(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) 
 
 
 def _head(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """The last norm, the hidden states of all tokens, and what log-probs keep of each."""
+    """Return bytes of the last norm, the hidden states of all tokens, and the tensors saved for log-probs."""
     size, tokens = settings.itemsize, _tokens(layout, settings)
     split = _split(layout, settings)
     gathered = tokens * shape.hidden_size * size

@@ -1,4 +1,4 @@
-"""Changes of a recipe that make it fit into a GPU's memory, each computed by the table of the changed recipe."""
+"""Changes making a recipe fit into a GPU's memory, each evaluated by the memory table of the changed recipe."""
 
 from __future__ import annotations
 
@@ -30,30 +30,32 @@ _COSTS = {
     "weights.overlap": 0.5,
     "trainer.optimizer_offload_fraction": 6.0,
 }
-"""Cost of a change to a run, in no unit: seconds of each step, cache, shorter rows, a third of the training time.
+"""Relative cost of a change to a run, without a unit.
 
-An optimizer that works on the host takes longer than all of them.
+From cheap to dear: seconds of each step, a smaller cache, shorter rows, a third of the training time. An optimizer on
+the host costs more than all of them.
 """
 _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Fields with values under which a recipe fits, and the changed recipe's table."""
+    """Field values making a recipe fit, and the changed recipe's memory table."""
 
     values: Mapping[str, Any]
     table: MemoryTable
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """As they are given on the command line."""
+        """Return the fields as command-line overrides."""
         return tuple(f"{field}={_written(value)}" for field, value in self.values.items())
 
 
 def remedies(recipe: Recipe, models: Models, gpus: GpuMemory, *, most: int = 3) -> list[Remedy]:
-    """The cheapest changes of offload, KV cache, overlap, row length and recomputation under which the recipe fits.
+    """Return the cheapest changes of offload, KV cache, overlap, row length and recomputation making the recipe fit.
 
-    Each fits by itself, and no field of it could be left out. Where none fits, the same with the optimizer on the host.
+    Each fits by itself, and none of its fields can be left out. If none fits, try the same with the optimizer on the
+    host.
     """
     if fitting := _remedies(recipe, models, gpus, most):
         return fitting
@@ -67,11 +69,12 @@ def remedies(recipe: Recipe, models: Models, gpus: GpuMemory, *, most: int = 3) 
 
 
 def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
-    """Fields under which the optimizer works on the host; None where it cannot, or does already."""
+    """Return the fields moving the optimizer to the host. None: impossible, or already there."""
     trainer = recipe.trainer
     if any(obstacles(recipe)) or trainer.optimizer_offload_fraction == 1:
         return None
     fields: dict[str, Any] = {"trainer.optimizer_offload_fraction": 1.0}
+    # An optimizer on the host has no states left to offload, and the recipe check rejects both together.
     if "optimizer" in trainer.offload:
         fields["trainer.offload"] = tuple(name for name in trainer.offload if name != "optimizer")
     return fields
@@ -80,6 +83,8 @@ def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
 def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory, most: int) -> list[Remedy]:
     found: list[tuple[float, Remedy]] = []
     for values in _choices(recipe, models.policy.shape):
+        # Choices come with few fields first. A choice with all fields of a remedy already found changes more than
+        # needed.
         if any(set(remedy.values) <= set(values) for _, remedy in found):
             continue
         if (remedy := _completed(recipe, models, gpus, values)) is not None:
@@ -93,7 +98,7 @@ def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory, most: int) -> lis
 
 
 def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """The recipe with other values of some fields, by their dotted names."""
+    """Return the recipe with new values of some fields, given by their dotted names."""
     for field, value in values.items():
         section, _, name = field.partition(".")
         own = getattr(recipe, section).model_copy(update={name: value})
@@ -102,19 +107,20 @@ def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 class _Fitted:
-    """A value that is to be chosen as large as fits."""
+    """Marker of a value to be chosen as large as fits."""
 
 
 _FITTED = _Fitted()
 
 
 def _choices(recipe: Recipe, shape: ModelShape) -> Iterator[dict[str, Any]]:
-    """Changes to try, few fields before many."""
+    """Yield changes to try, few fields before many."""
     trainer = recipe.trainer
     offload: list[Any] = [None]
+    # Offloading helps only if ranks alternate between models: trainer and engine, or policy and critic.
     if recipe.has_engine and (not recipe.separate_ranks or recipe.has_critic):
         have = set(trainer.offload)
-        # What is on the host already is not taken there.
+        # The optimizer is on the host already, so offloading it changes nothing.
         states = _OFFLOADED[1:] if trainer.optimizer_offload_fraction else _OFFLOADED
         offload += [
             tuple(name for name in _OFFLOADED if name in have or name in states[:number])
@@ -134,7 +140,7 @@ def _choices(recipe: Recipe, shape: ModelShape) -> Iterator[dict[str, Any]]:
         "trainer.max_tokens_per_microbatch",
         recomputing,
     )
-    # Layers that are computed anew would choose their experts anew.
+    # Recomputed layers would choose their experts again, so router replay must be off.
     together = {"trainer.router_replay": False} if trainer.router_replay else {}
     choices = [
         {field: value for field, value in zip(fields, values, strict=True) if value is not None}
@@ -145,21 +151,22 @@ def _choices(recipe: Recipe, shape: ModelShape) -> Iterator[dict[str, Any]]:
 
 
 def _recomputation(recipe: Recipe, shape: ModelShape) -> tuple[str, Any]:
-    """The field by which more of a layer is computed anew, with its value; None: all is already."""
+    """Return the field extending recomputation, with its value. None: everything is recomputed already."""
     trainer = recipe.trainer
     if trainer.recompute == "full":
         return "trainer.recompute", None
     if "recompute_modules" not in trainer.model_fields_set:
         return "trainer.recompute", "full"
-    # Beside `full` the recipe's list is refused.
+    # The recipe check rejects `full` together with a list of modules, so extend the list.
     module = "mlp" if not shape.num_experts else "moe_act" if trainer.router_replay else "moe"
     more = (*trainer.recompute_modules, module)
     return "trainer.recompute_modules", None if module in trainer.recompute_modules else more
 
 
 def _completed(recipe: Recipe, models: Models, gpus: GpuMemory, values: dict[str, Any]) -> Remedy | None:
-    """The change with its fitted values, if there are such."""
+    """Return the change with its fitted values, or None if nothing fits."""
     given = {field: value for field, value in values.items() if value is not _FITTED}
+    # Each fit starts from the values fixed before, so later fields use only the memory still missing.
     for field in values.keys() - given.keys():
         fit = _fitted_rows if field == "trainer.max_tokens_per_microbatch" else _fitted_cache
         if (value := fit(changed(recipe, given), models, gpus)) is None:
@@ -171,14 +178,17 @@ def _completed(recipe: Recipe, models: Models, gpus: GpuMemory, values: dict[str
 
 
 def cache_within(table: MemoryTable, limit_gib: float) -> float:
-    """GiB of the largest KV cache with which an engine takes `limit_gib` at most; tenths, negative if none fits."""
+    """Return GiB of the largest KV cache keeping an engine within `limit_gib`.
+
+    Rounded down to tenths. Negative if no cache fits.
+    """
     sampling = [phase for phase in table.phases if phase.of("KV cache").device_bytes]
     others = max((phase.device_bytes - phase.of("KV cache").device_bytes for phase in sampling), default=0)
     return math.floor((limit_gib - others / _GIB) * 10) / 10
 
 
 def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | None:
-    """The largest KV cache, or share of the GPU, that fits beside the rest while the engine samples; None if none."""
+    """Return the largest KV cache (or GPU share) fitting next to everything else during sampling. None: none fits."""
     table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
     sampling = [phase.device_bytes for phase in table.phases if phase.of("KV cache").device_bytes]
     excess = max(sampling, default=0) - gpus.engine * _GIB
@@ -193,14 +203,16 @@ def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | No
         field = "rollout.kv_cache_gib"
     if value <= 0:
         return None
+    # A cache too small for one longest request is useless.
     room = memory_table(changed(recipe, {field: value}), models, GPU, gpu_gib=gpus.engine).cache
     return value if room is not None and room.longest_requests >= 1 else None
 
 
 def _fitted_rows(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
-    """The longest rows, shorter than they are, under which training fits; None where they could not hold a sample."""
+    """Return the longest rows, shorter than now, that let training fit. None: they could not hold a sample."""
     layout = models.policy.layout
     multiple = layout.sequence_multiple * (layout.tp if recipe.trainer.sequence_parallel is not False else 1)
+    # Under FP8 each part of a row consists of whole blocks, as in `preflight.sizes.row_multiple`.
     multiple = multiple * FP8_BLOCK if recipe.trainer.fp8 == "blockwise" else math.lcm(multiple, 128)
     least = -(-(recipe.trained_tokens + bool(recipe.reward.model)) // multiple)
     most = (recipe.trainer.max_tokens_per_microbatch - 1) // multiple
@@ -213,6 +225,7 @@ def _fitted_rows(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
 
     if least > most or not fits(least):
         return None
+    # Memory grows with the row length, so bisect.
     while least < most:
         middle = (least + most + 1) // 2
         least, most = (middle, most) if fits(middle) else (least, middle - 1)
@@ -220,11 +233,12 @@ def _fitted_rows(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
 
 
 def _cost(recipe: Recipe, values: Mapping[str, Any]) -> float:
-    """Cost of the changes together; of a cache and of rows by the share that is lost, too."""
+    """Return the total cost of the changes. For cache and rows, add a term for the share lost."""
     total = 0.0
     for field, value in values.items():
         total += _COSTS[field]
         if field == "trainer.offload":
+            # Each further offloaded state adds transfer time to every step.
             total += 0.5 * (len(value) - len(recipe.trainer.offload) - 1)
         elif field not in (
             "trainer.recompute",

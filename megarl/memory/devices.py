@@ -1,4 +1,4 @@
-"""Memory of GPUs by name, and what libraries take of it before any tensor."""
+"""Memory of GPUs by name, and of libraries before any tensor is allocated."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from typing import NamedTuple
 from megarl.memory.table import MemoryTable, Phase
 
 GPU_MEMORY_GIB = {"h100": 79.1, "h200": 139.8, "b200": 178.3}
-"""Memory of a GPU as torch finds it, in GiB. Source: NVIDIA's data sheets, less what the driver keeps."""
+"""Memory of a GPU as reported by torch, in GiB. Source: NVIDIA's data sheets, minus the driver's share."""
 
 MARGIN_GIB = 8.0
-"""GiB of a GPU that a derived KV cache leaves free: NCCL's buffers and the allocator's blocks are only guessed here."""
+"""GiB of a GPU left free by a derived KV cache. NCCL's buffers and the allocator's blocks are only guessed here."""
 
 CONTEXT_BYTES = int(2.2e9)
-"""CUDA's context, kernels, workspaces of cuBLAS, and what the allocator's blocks waste. (A guess.)"""
+"""CUDA's context, kernels, workspaces of cuBLAS, and waste in the allocator's blocks. (A guess.)"""
 COMMUNICATOR_BYTES = int(0.35e9)
 """NCCL's buffers of one communicator. (A guess.)"""
 GRAPH_BYTES = int(2.0e9)
 """The engine's CUDA graphs. (A guess.)"""
 PINNED_BLOCK_BYTES = 1 << 30
-"""Blocks of page-locked host memory that a checkpoint is staged in; as `training.staging.BLOCK_BYTES`."""
+"""Size of a block of page-locked host memory for staging checkpoints, equal to `training.staging.BLOCK_BYTES`."""
 LIBRARY_BYTES = 500 << 20
-"""Host memory of a rank's libraries, before any weight is loaded."""
+"""Host memory of a rank's libraries before any weight is loaded."""
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """Where a run's ranks are: on GPUs, or on a CPU, whose memory has all."""
+    """Device of a run's ranks: GPUs, or a CPU with all memory in the host."""
 
     is_gpu: bool
     has_transformer_engine: bool
@@ -42,15 +42,15 @@ CPU = Platform(is_gpu=False, has_transformer_engine=False)
 
 
 class GpuMemory(NamedTuple):
-    """Memory in GiB of a GPU on which the trainer is, and of one on which engines are: the same, or another kind."""
+    """GiB of a trainer's GPU and of an engine's GPU. They may be the same, or different kinds."""
 
     trainer: float
     engine: float
 
     def of(self, phase: Phase) -> float:
-        """That of the GPU that a phase's memory is on."""
+        """Return the memory of a phase's GPU in GiB."""
         return self.engine if phase.part == "engine" else self.trainer
 
     def exceeded(self, table: MemoryTable) -> list[Phase]:
-        """The phases that take more than their GPU has."""
+        """Return the phases that exceed their GPU's memory."""
         return [phase for phase in table.phases if phase.device_bytes > self.of(phase) * 2**30]

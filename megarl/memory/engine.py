@@ -1,4 +1,4 @@
-"""A vLLM engine on a rank: weights, KV cache, the memory of a step. Integers only."""
+"""Bytes of a vLLM engine on a rank: weights, KV cache, memory of a step. Integers only."""
 
 from __future__ import annotations
 
@@ -9,21 +9,22 @@ from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.reshard.layouts.vllm_computed import Stack, VllmLayouts
 
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
-"""Tokens of a KV cache block, as the engine is started."""
+"""Tokens of a KV cache block, as set when the engine starts."""
 BATCHED_TOKENS = {"cpu": 8192, "cuda": 16384}
-"""Tokens that a step computes at most: vLLM's default for a GPU of 70 GiB or more, megarl's on a CPU."""
+"""Maximum tokens of a step: vLLM's default on GPUs of 70 GiB or more, megarl's on a CPU."""
 
 
 QUANTISED_BLOCK = 128
-"""Rows and columns that share a scale under `rollout.quantization: fp8`."""
+"""Rows and columns sharing a scale under `rollout.quantization: fp8`."""
 _SCALE_BYTES = 4
 _QUANTISING_BYTES = 8
-"""Bytes a number that vLLM holds while it quantises a linear layer of 16 bits a number in blocks."""
+"""Bytes per number used by vLLM while quantising a 16-bit linear layer in blocks."""
 
 
 def engine_weights(layouts: VllmLayouts, rank: int, itemsize: int, quantization: str = "none") -> int:
-    """Bytes of the engine's parameters on a rank, scales of FP8 weights included, and of its rotary embeddings."""
+    """Return bytes of the engine's parameters on a rank, with scales of FP8 weights and rotary embeddings."""
     model = layouts.model
+    # vLLM stores cosines and sines for all positions, half of the head's channels each.
     rotary = model.max_position_embeddings * model.head_dim * itemsize
     if quantization == "none":
         return layouts.numel_on(rank) * itemsize + rotary
@@ -37,33 +38,35 @@ def engine_weights(layouts: VllmLayouts, rank: int, itemsize: int, quantization:
 
 
 def waiting_bytes(layouts: VllmLayouts, rank: int, itemsize: int, *, bucket_bytes: int, stages: int) -> int:
-    """Bytes that a reshard to an engine with FP8 weights has on a rank at most, beside weights and buckets.
+    """Return the peak bytes of a reshard to an FP8 engine on a rank, on top of weights and buckets.
 
-    The weights that are not yet complete (`reshard.quantised`): the plan goes through the layers of the trainer's
-    pipeline `stages` side by side, and has three buckets under way; then the largest module, as it was loaded with its
-    rows padded, and what it is quantised with: FP8, experts one after the other; of a linear layer vLLM holds a padded
-    copy, its absolute values and both in float32.
+    First come incomplete weights (`reshard.quantised`). The plan runs through the layers of the trainer's pipeline
+    `stages` in parallel, with three buckets in flight. Then comes the largest module, as loaded with padded rows, and
+    the memory for quantising it. Experts are quantised to FP8 one by one. For a linear layer vLLM holds a padded copy,
+    its absolute values, and both in float32.
     """
     modules: dict[str, int] = defaultdict(int)
     for stack, shape, count in layouts.stacks_on(rank):
         if _is_quantised(stack):
-            # Both matrices of a layer's experts are quantised together.
+            # Both matrices of a layer's experts are quantised together, so they count as one module.
             name = "experts" if stack.stacks_experts else stack.storage
             modules[name] += prod(_padded(stack, shape)) * count // layouts.model.num_layers
     layer = sum(modules.values())
     whole = layer * layouts.model.num_layers
+    # At most all weights wait. Otherwise two layers of each stage are incomplete, plus the buckets in flight.
     waiting = min(whole * itemsize, 2 * stages * layer * itemsize + 3 * bucket_bytes)
     beside = max(numel * (1 if name == "experts" else _QUANTISING_BYTES) for name, numel in modules.items())
     return waiting + max(modules.values()) * itemsize + beside
 
 
 def _is_quantised(stack: Stack) -> bool:
-    """vLLM quantises linear layers and experts; their biases, norms, embeddings, head and routers stay."""
+    """Return whether vLLM quantises a stack: linear layers and experts. Biases, norms, embeddings, head and routers
+    stay."""
     return stack.stacks_experts or stack.storage.endswith("_proj.weight")
 
 
 def _padded(stack: Stack, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Rows and columns of a matrix that vLLM quantises; of an expert's, each projection has whole blocks."""
+    """Return rows and columns of a quantised matrix. Each projection of an expert is padded to whole blocks."""
     rows, columns = shape
     if not stack.stacks_experts:
         return rows, columns
@@ -72,6 +75,7 @@ def _padded(stack: Stack, shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def _quantised_bytes(stack: Stack, shape: tuple[int, ...], in_blocks: bool) -> int:
+    # One scale for each row (fp8_per_channel).
     if not in_blocks:
         return prod(shape) + shape[0] * _SCALE_BYTES
     rows, columns = _padded(stack, shape)
@@ -83,21 +87,23 @@ def _rounded(size: int) -> int:
 
 
 def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize: int) -> int:
-    """Bytes of one block of the KV cache on a rank, all layers together; `itemsize` bytes a number."""
+    """Return bytes of one KV cache block on a rank for all layers, with `itemsize` bytes a number."""
+    # With more ranks than key-value heads, each rank holds a copy of one head. Factor 2: keys and values.
     heads = max(1, model.num_kv_heads // tp)
     return 2 * block_tokens * model.num_layers * heads * model.head_dim * itemsize
 
 
 def cache_bytes(asked: int, block_bytes: int) -> int:
-    """Bytes of the KV cache that vLLM makes of what it was given: whole blocks."""
+    """Return bytes of vLLM's KV cache for a given limit: whole blocks only."""
     return asked // block_bytes * block_bytes
 
 
 def step_bytes(model: ModelShape, tp: int, *, batched_tokens: int, max_requests: int, itemsize: int) -> int:
-    """Bytes of an engine step at most, beside weights and cache: a layer's activations, then the sampler's logits.
+    """Return the peak bytes of an engine step, without weights and cache: a layer's activations or the sampler's
+    logits.
 
-    Counted are the residual stream and its norm, and of the wider sublayer its input's and output's channels; logits
-    as the model gives them, in float32, and once more as probabilities.
+    Counted are the residual stream, its norm, and input and output channels of the wider sublayer. The logits exist as
+    the model returns them, in float32, and as probabilities.
     """
     channels = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp
     feed_forward = 3 * model.intermediate_size // tp
@@ -106,4 +112,5 @@ def step_bytes(model: ModelShape, tp: int, *, batched_tokens: int, max_requests:
     layer = batched_tokens * (3 * model.hidden_size + max(channels, feed_forward)) * itemsize
     rows = padded_vocab_size(model.vocab_size, 1)
     sampler = max_requests * rows * (itemsize + 3 * 4)
+    # The sampler runs after the last layer, so its memory and a layer's are not needed together.
     return max(layer, sampler)

@@ -1,4 +1,4 @@
-"""The models of a run with their sizes and layouts, as the ranks build them."""
+"""Models of a run with their sizes and layouts, as the ranks build them."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """A model of a run: its sizes, and how the ranks share it."""
+    """Model of a run: its sizes and its parallel layout."""
 
     shape: ModelShape
     layout: ParallelConfig
@@ -26,7 +26,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """The models of a run: those that train, and by name those that only score."""
+    """Models of a run: trained ones, and by name those used only for scoring."""
 
     policy: Built
     critic: Built | None
@@ -36,12 +36,13 @@ class Models:
 def read_models(
     recipe: Recipe, policy: ModelShape, layout: ParallelConfig, teacher_layout: ParallelConfig | None = None
 ) -> Models:
-    """The models of a recipe; of folders beside the policy's, config.json is read. Raises DataError."""
+    """Return the models of a recipe, reading config.json of further folders. Raises DataError for an invalid one."""
 
     def shape_of(folder: str) -> ModelShape:
         return policy if folder == recipe.model.folder else planned_shape(folder, recipe.override_of(folder))
 
     frozen: dict[str, Built] = {}
+    # Under LoRA the reference is the policy without adapters, so it needs no memory of its own.
     if recipe.has_reference and not recipe.lora.rank:
         frozen["reference"] = Built(policy, layout)
     further = recipe.further_models

@@ -1,4 +1,4 @@
-"""The kinds of memory laid over the phases of a run: start, rollout, reshard, log-probs, train, save."""
+"""Memory by phase of a run: start, rollout, reshard, log-probs, train, save."""
 
 from __future__ import annotations
 
@@ -28,15 +28,16 @@ from megarl.reshard.layouts.adapters import adapter_layouts
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+# States that may be offloaded, by the names in trainer.offload.
 _ALL = ("parameters", "gradients", "optimizer")
 
 
 def memory_table(recipe: Recipe, models: Models, platform: Platform, *, gpu_gib: float | None = None) -> MemoryTable:
-    """The memory of a recipe by phase, each phase's on the rank that has the most then.
+    """Return the memory of a recipe by phase, each phase on its fullest rank.
 
-    `gpu_gib` is the memory of a GPU, which `rollout.gpu_memory_utilization` is a share of. Looked at is one rank of
-    each pipeline stage: ranks of a stage hold as much, up to a few elements of padding; and the first rank of an
-    engine, where engines have ranks of their own.
+    `gpu_gib` is the memory of a GPU; `rollout.gpu_memory_utilization` is a share of it. One rank of each pipeline stage
+    is examined, because ranks of a stage differ only by a few elements of padding. Separate engines add their first
+    rank.
     """
     layout = models.policy.layout
     ranks = [layout.rank(tp=0, dp=0, pp=stage) for stage in range(layout.pp)]
@@ -53,7 +54,7 @@ def memory_table(recipe: Recipe, models: Models, platform: Platform, *, gpu_gib:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank: of all models, of its engine, or of both."""
+    """Memory of one rank: models, engine, or both."""
 
     recipe: Recipe
     models: Models
@@ -81,7 +82,7 @@ class RankMemory:
 
     @cached_property
     def policy(self) -> TrainerStates:
-        """The policy's states once it has been updated: an optimizer has no moments before."""
+        """Return the policy's states after its first update. Before it, an optimizer has no moments."""
         if not self.has_trainer:
             return trainer.NOTHING
         return self._trained(self.models.policy, self.recipe.optimizer.name, self.recipe.lora.rank)
@@ -94,7 +95,7 @@ class RankMemory:
 
     @cached_property
     def frozen(self) -> dict[str, int]:
-        """Bytes of each model that only scores."""
+        """Return bytes of each model used only for scoring."""
         if not self.has_trainer:
             return {}
         return {
@@ -111,7 +112,7 @@ class RankMemory:
 
     @cached_property
     def waiting(self) -> int:
-        """Memory in which an engine makes its FP8 weights during a reshard."""
+        """Return bytes used by an engine to make its FP8 weights during a reshard."""
         if not self.has_engine or self.recipe.rollout.quantization == "none":
             return 0
         return engine.waiting_bytes(
@@ -144,6 +145,7 @@ class RankMemory:
             return 0
         rollout = self.recipe.rollout
         default = engine.BATCHED_TOKENS[self.platform.kind]
+        # The same limit as set in `platform.vllm_on_cpu`.
         if not self.platform.is_gpu:
             default = max(default, self.recipe.context_tokens)
         return engine.step_bytes(
@@ -156,30 +158,30 @@ class RankMemory:
 
     @cached_property
     def staging(self) -> int:
-        """Two buckets of the reshard at most, or all that there is."""
+        """Return bytes of reshard staging: two buckets, or all weights if they are smaller."""
         if not self.recipe.has_engine or self.layout.num_ranks == 1:
             return 0
         bucket = self.recipe.weights.bucket_mib << 20
         return min(2 * bucket, self.engine_weights + self.policy.parameters)
 
     def cache_room(self) -> CacheRoom:
-        """The requests that fit in the KV cache of the rank's engine."""
+        """Return the requests fitting in the KV cache of the rank's engine."""
         blocks = self.cache_bytes // self._block_bytes
-        # vLLM holds one block back.
+        # vLLM 0.30 holds one block back.
         tokens = max(0, blocks - 1) * self._block_tokens
         most = self.recipe.rollout.max_concurrent_requests
         return CacheRoom(tokens, self.recipe.context_tokens, most, min(most, self._requests_of_step))
 
     @property
     def _requests_of_step(self) -> int:
-        """Requests of a training step that one engine gets."""
+        """Return the requests of a training step handled by one engine."""
         train = self.recipe.train
         attempts = math.ceil(train.prompts_per_step * train.samples_per_prompt * self.recipe.algorithm.oversampling)
         num_engines = (self.layout.rollout_ranks or self.layout.world_size) // self.layout.rollout_tp
         return -(-attempts // max(num_engines, 1))
 
     def phases(self) -> Iterator[Phase]:
-        """All phases of the run on this rank."""
+        """Yield all phases of the run on this rank."""
         part: Literal["", "trainer", "engine"] = ""
         if self.layout.is_separate:
             part = "trainer" if self.has_trainer else "engine"
@@ -188,7 +190,7 @@ class RankMemory:
             yield Phase(name, self.rank, tuple(self._placed([*uses, *self._sent_beside(name)])), part)
 
     def _of_engine(self) -> dict[str, list[Use]]:
-        """The phases of a rank that only samples."""
+        """Return the phases of a rank used only for sampling."""
         return {"start engine": self._start(), "rollout": self._rollout(), "reshard engine": self._reshard()}
 
     def _of_trainer(self) -> dict[str, list[Use]]:
@@ -209,7 +211,8 @@ class RankMemory:
         return moments
 
     def _start(self) -> list[Use]:
-        """The fullest of: the engine as it is built, the models as they are, the first reshard."""
+        """Return the fullest moment of the start: engine being built, models in place, or first reshard."""
+        # Moments appear with the first update, so they are missing until then.
         began = replace(self.policy, moments=0)
         building = [*self._states(began, _ALL), *self._critic(()), *self._idle_engine(), *self._waiting()]
         if built := max(self.policy.built, self.critic.built):
@@ -225,13 +228,14 @@ class RankMemory:
 
     def _reshard(self, policy: TrainerStates | None = None) -> list[Use]:
         states = policy or self.policy
-        # A rank that is only one of both has room for the whole of it: nothing goes to the host, nothing sleeps.
+        # A separate rank holds only one of the two, so nothing is offloaded and nothing sleeps.
         is_alone = self.layout.is_separate
         uses = [*self._states(states, _ALL if is_alone else ("parameters",)), *self._critic(()), *self._waiting()]
         if states.merged:
             uses.append(Use("merged adapters", states.merged))
         if self.waiting:
             uses.append(Use("unquantised weights", self.waiting))
+        # On a colocated GPU the cache is released during a reshard.
         cache = 0 if self.platform.is_gpu and not is_alone else self.cache_bytes
         return [*uses, Use("engine weights", self.engine_weights), Use("KV cache", cache), Use("staging", self.staging)]
 
@@ -261,9 +265,9 @@ class RankMemory:
         ]
 
     def _fp8(self, built: Built) -> Iterator[Use]:
-        """Copies of the weights in FP8, which the policy keeps until the engine's turn.
+        """Yield FP8 copies of the weights, retained by the policy until the engine's turn.
 
-        Of activations, fewer are saved than without FP8: that is not counted.
+        FP8 also reduces the saved activations; that is not counted.
         """
         if self.recipe.trainer.fp8 != "none":
             models = {id(model): model.layouts for model in (built, self.models.policy)}
@@ -271,6 +275,7 @@ class RankMemory:
 
     def _save(self) -> list[Use]:
         saved = (self.policy + self.critic).saved
+        # Checkpoints are staged in whole blocks of page-locked memory.
         if self.platform.is_gpu:
             saved = -(-saved // PINNED_BLOCK_BYTES) * PINNED_BLOCK_BYTES
         return [
@@ -282,13 +287,14 @@ class RankMemory:
         ]
 
     def _working(self, name: str) -> list[Use]:
-        """All models while this one works: the critic in the place of the policy, the others beside it."""
+        """Return the memory of all models while one works. The critic replaces the policy, others are added to it."""
         if name == "critic":
             return [*self._states(self.policy, ()), *self._critic(_ALL), *self._waiting()]
         return [*self._states(self.policy, _ALL), *self._critic(()), *self._waiting(at_work=name)]
 
     def _states(self, states: TrainerStates, awake: Collection[str]) -> Iterator[Use]:
-        """A trained model's states: on the device what is `awake` or never offloaded, with its host copies."""
+        """Yield a trained model's states. On the device: states in `awake` or never offloaded. On the host: their
+        copies."""
         offload = self.recipe.trainer.offload
         is_here = {name: name in awake or name not in offload for name in _ALL}
         yield Use("parameters", states.parameters * is_here["parameters"])
@@ -298,19 +304,20 @@ class RankMemory:
         copies = states.pinned_parameters * ("parameters" in offload) + states.pinned_optimizer * (
             "optimizer" in offload
         )
-        # Beside engines with ranks of their own only models that take turns in training are ever offloaded.
+        # With separate engines, only models alternating in training (policy and critic) are ever offloaded.
         takes_turns = not self.layout.is_separate or self.models.critic is not None
         yield Use("offloaded copies", 0, copies * takes_turns)
         if states.on_host:
             yield Use("optimizer on the host", 0, states.on_host)
 
     def _critic(self, awake: Collection[str]) -> Iterator[Use]:
-        """The critic's states as one kind."""
+        """Yield the critic's states as one kind."""
         uses = [*self._states(self.critic, awake)]
         yield Use("critic", sum(use.device_bytes for use in uses), sum(use.host_bytes for use in uses))
 
     def _sent_beside(self, phase: str) -> Iterator[Use]:
-        """Memory of a reshard beside the trainer's other work: a copy of its weights, and in these phases staging."""
+        """Yield memory of a reshard overlapping the trainer's work: a copy of its weights, and staging in some
+        phases."""
         if not (self.has_trainer and self.layout.is_separate and self.recipe.weights.overlap):
             return
         policy = self.models.policy
@@ -319,7 +326,7 @@ class RankMemory:
             yield Use("staging", self.staging)
 
     def _waiting(self, at_work: str = "") -> Iterator[Use]:
-        """Models that only score: each waits in host memory."""
+        """Yield the memory of scoring models. On GPUs each waits in host memory until it is used."""
         for name, size in self.frozen.items():
             yield Use(
                 name, size if name == at_work or not self.platform.is_gpu else 0, size if self.platform.is_gpu else 0
@@ -333,11 +340,11 @@ class RankMemory:
         ]
 
     def _idle_engine(self) -> list[Use]:
-        """A sleeping engine has nothing; on a CPU it does not sleep."""
+        """Return the memory of an idle engine: none on a GPU, because it sleeps. On a CPU it cannot sleep."""
         return [] if self.platform.is_gpu else self._awake_engine()[:2]
 
     def _placed(self, uses: list[Use]) -> Iterator[Use]:
-        """With what libraries take; on a CPU all is the host's."""
+        """Yield the uses with the memory of libraries. On a CPU everything counts as host memory."""
         if self.platform.is_gpu:
             yield from uses
             yield Use("CUDA", CONTEXT_BYTES)
@@ -351,7 +358,10 @@ class RankMemory:
 
     @property
     def _deep_ep(self) -> int:
-        """The buffers that all models of the trainer share, for the widest; nothing where no token leaves its rank."""
+        """Return bytes of DeepEP's buffers, shared by all trainer models and sized for the widest.
+
+        0 if all experts of a token are on its own rank.
+        """
         num_ranks = self.layout.etp * self.layout.ep
         if num_ranks == 1:
             return 0
@@ -363,13 +373,14 @@ class RankMemory:
 
     @property
     def _num_communicators(self) -> int:
-        """Groups of several ranks that exchange anything: each axis, the world, the model-parallel ranks.
+        """Return the number of process groups with several ranks: each axis, the world, the model-parallel ranks.
 
-        Separate engines have a world for each, and a bridge to the trainer.
+        Separate engines add a world of their own, and a cross-world process group with the trainer.
         """
         layout = self.layout
         bridge = [layout.num_ranks] if layout.is_separate else []
         if not self.has_trainer:
+            # The first two: tensor-parallel group and world of the engine, equal in size.
             return sum(size > 1 for size in (layout.rollout_tp, layout.rollout_tp, *bridge))
         axes = [*bridge, layout.tp, layout.pp, layout.dp * layout.cp, layout.cp]
         axes += [layout.tp * layout.pp, layout.world_size]
@@ -406,6 +417,7 @@ class RankMemory:
         is_bf16 = self.itemsize == 2
         given = trainer_config.megatron
         granularity = given.get("recompute_granularity")
+        # ("core_attn",) is Megatron-Core's default for recompute_modules.
         recomputed = given.get("recompute_modules", ("core_attn",)) if granularity == "selective" else ()
         if trainer_config.recompute == "selective":
             recomputed = trainer_config.recompute_modules
@@ -437,7 +449,7 @@ class RankMemory:
 
     @property
     def _cache_asked(self) -> int:
-        """Bytes that the engine may use for its KV cache: given, or what vLLM finds left of its share of the GPU."""
+        """Return bytes available for the KV cache: as given, or vLLM's remainder of its share of the GPU."""
         share = self.recipe.rollout.gpu_memory_utilization
         if share is None:
             return int(self.recipe.rollout.kv_cache_gib * 2**30)
@@ -448,6 +460,6 @@ class RankMemory:
 
     @property
     def _graphs(self) -> int:
-        """Bytes of the engine's CUDA graphs."""
+        """Return bytes of the engine's CUDA graphs."""
         has_graphs = self.has_engine and not self.recipe.rollout.vllm.get("enforce_eager")
         return GRAPH_BYTES if has_graphs else 0

@@ -1,4 +1,4 @@
-"""The memory table of a run: what each kind of memory takes on a rank, phase by phase. Plain data."""
+"""Memory table of a run: bytes of each kind of memory on a rank, by phase. Plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Bytes that one kind of memory takes on one rank: of its GPU, and of the host's memory."""
+    """Bytes of one kind of memory on one rank, on its GPU and on the host."""
 
     kind: str
     device_bytes: int = 0
@@ -17,17 +17,17 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """The fullest moment of a phase, on the rank that has the most then.
+    """Fullest moment of a phase, on the fullest rank.
 
-    `name` is the phase's as metrics have it, with the model that works in it where that is not the policy:
-    `train critic`; or with `engine` where engines' own ranks have it too: `reshard engine`.
+    `name` is the phase's name in metrics. It is followed by the working model unless that is the policy (`train
+    critic`), or by `engine` for a phase of separate engines (`reshard engine`).
     """
 
     name: str
     rank: int
     uses: tuple[Use, ...]
     part: Literal["", "trainer", "engine"] = ""
-    """The kind of rank, where each is only one of both (rollout.placement separate)."""
+    """Kind of rank under rollout.placement separate; empty if a rank is both."""
 
     @property
     def device_bytes(self) -> int:
@@ -39,39 +39,39 @@ class Phase:
 
     @property
     def place(self) -> str:
-        """The rank, and what it is: `engine rank 4`."""
+        """Return the rank and its kind: `engine rank 4`."""
         return f"{self.part} rank {self.rank}".strip()
 
     @property
     def metric(self) -> str:
-        """The phase of `memory/PHASE_gib` that this is a part of."""
+        """Return the phase of `memory/PHASE_gib` including this one."""
         first = self.name.partition(" ")[0]
         return "checkpoint" if first == "save" else first
 
     def of(self, kind: str) -> Use:
-        """The use of one kind; zero where there is none."""
+        """Return the use of one kind, or zero bytes."""
         return next((use for use in self.uses if use.kind == kind), Use(kind))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheRoom:
-    """How many requests the KV cache of one engine really holds."""
+    """Capacity of one engine's KV cache in requests."""
 
     tokens: int
     longest: int
-    """Tokens of the longest request: prompt and completion."""
+    """Tokens of the longest request, prompt and completion."""
     max_concurrent_requests: int
     under_way: int
-    """Requests that a training step gives an engine to decode at once: all of its share, or as many as may be."""
+    """Concurrent requests of one engine in a training step: its share of the step, at most the maximum."""
 
     @property
     def mean_requests(self) -> int:
-        """Requests that fit together while they have half of the longest's tokens: all grow to it, evenly spread."""
+        """Return the requests fitting together at half the longest length, the mean of lengths growing evenly."""
         return 2 * self.tokens // self.longest
 
     @property
     def warning(self) -> str | None:
-        """A line if the cache holds less than a quarter of the requests under way at their mean length."""
+        """Return a warning if the cache holds less than a quarter of the concurrent requests at their mean length."""
         if 4 * self.mean_requests >= self.under_way:
             return None
         return (
@@ -82,12 +82,12 @@ class CacheRoom:
 
     @property
     def longest_requests(self) -> int:
-        """Requests of the longest kind that fit together."""
+        """Return the number of longest requests fitting together."""
         return self.tokens // self.longest
 
     @property
     def mean_length(self) -> int:
-        """Tokens that a request may have on average for all to fit that may be decoded together."""
+        """Return the average tokens a request may have if the maximum number of requests is decoded together."""
         return self.tokens // self.max_concurrent_requests
 
     def __str__(self) -> str:
@@ -105,21 +105,21 @@ class CacheRoom:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTable:
-    """All phases of a run, and the room of its engines' KV caches; None without an engine."""
+    """All phases of a run, and the KV cache capacity of its engines (None without an engine)."""
 
     phases: tuple[Phase, ...]
     cache: CacheRoom | None
     is_gpu: bool
-    """Else ranks are on a CPU, and all memory is the host's."""
+    """False: ranks are on a CPU, so all memory is host memory."""
 
     @property
     def fullest(self) -> Phase:
-        """The phase that takes the most of a GPU's memory."""
+        """Return the phase using the most GPU memory."""
         return max(self.phases, key=lambda phase: phase.device_bytes)
 
     @property
     def fullest_host(self) -> tuple[Phase, ...]:
-        """The phase that takes the most host memory of a rank: of one that trains, then of an engine's own."""
+        """Return the phase with the most host memory for each kind of rank: trainer first, then engine."""
         parts = dict.fromkeys(phase.part for phase in self.phases)
         return tuple(
             max((phase for phase in self.phases if phase.part == part), key=lambda phase: phase.host_bytes)
@@ -127,19 +127,19 @@ class MemoryTable:
         )
 
     def host_bytes(self, num_trainers: int, num_engines: int = 0) -> int:
-        """Bytes of host memory of so many ranks that train, and so many of engines' own, each at its fullest."""
+        """Return bytes of host memory of given numbers of trainer and engine ranks, each at its fullest."""
         counts = (num_trainers, num_engines)
         return sum(count * phase.host_bytes for count, phase in zip(counts, self.fullest_host, strict=False))
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """All kinds that take anything in some phase, in the order of the phases."""
+        """Return all kinds using memory in some phase, in the order of the phases."""
         return tuple(
             dict.fromkeys(use.kind for phase in self.phases for use in phase.uses if use.device_bytes or use.host_bytes)
         )
 
     def predicted(self) -> dict[str, int]:
-        """Bytes of a GPU, or on a CPU of a rank's process, by the phases of `memory/PHASE_gib`."""
+        """Return bytes of a GPU (on a CPU: of a rank's process) by the phases of `memory/PHASE_gib`."""
         found: dict[str, int] = {}
         for phase in self.phases:
             taken = phase.device_bytes if self.is_gpu else phase.host_bytes
@@ -147,7 +147,7 @@ class MemoryTable:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """JSON values: bytes by phase and kind, and the room of the cache."""
+        """Return JSON values: bytes by phase and kind, and the capacity of the cache."""
         phases = [
             {
                 "phase": phase.name,

@@ -1,8 +1,8 @@
-"""A trained model on a rank: parameters, gradients, main weights, moments. Integers only.
+"""Bytes of a trained model on a rank: parameters, gradients, main weights, moments. Integers only.
 
-With the distributed optimizer Megatron lays a chunk's parameters into one buffer, last parameter first, each beginning
-at a multiple of 64 elements, buckets ending at a multiple of 128 and of the data-parallel size; of each bucket a
-data-parallel rank has main weights and moments of an equal part. Source: Megatron-Core 0.16.1,
+With the distributed optimizer, Megatron-Core stores the parameters of a chunk in one buffer, last parameter first. Each
+begins at a multiple of 64 elements. Buckets end at a multiple of 128 and of the data-parallel size. Each data-parallel
+rank owns main weights and moments for an equal part of each bucket. Source: Megatron-Core 0.16.1,
 distributed/param_and_grad_buffer.py and optimizer/distrib_optimizer.py.
 """
 
@@ -21,7 +21,7 @@ _PARAMETER_MULTIPLE, _BUCKET_MULTIPLE = 64, 128
 
 
 class Parameter(NamedTuple):
-    """Elements of one parameter on a rank, whether Megatron gives it a bucket of its own, whether it has one axis."""
+    """Elements of one parameter on a rank. Flags: it has its own bucket in Megatron-Core, it has one axis only."""
 
     numel: int
     has_own_bucket: bool = False
@@ -37,19 +37,19 @@ class TrainerStates:
     main_weights: int
     moments: int
     merged: int = 0
-    """Weights with their LoRA adapters merged in, while they are resharded or exported."""
+    """Weights merged with their LoRA adapters, existing during a reshard or an export."""
     pinned_parameters: int = 0
-    """Host memory for parameters that are offloaded; pinned memory comes in powers of two."""
+    """Host memory for offloaded parameters. Pinned memory comes in powers of two."""
     pinned_optimizer: int = 0
-    """Host memory for main weights and moments that are offloaded."""
+    """Host memory for offloaded main weights and moments."""
     saved: int = 0
-    """All that this rank writes into a checkpoint; nothing is gathered for that."""
+    """Bytes written by this rank into a checkpoint. Nothing is gathered for it."""
     on_host: int = 0
-    """Host memory of the part of the optimizer that works there: main weights, moments, gradients, pinned copies."""
+    """Host memory of the optimizer's part there: main weights, moments, gradients, pinned copies."""
     built: int = 0
-    """Bytes of the device that an optimizer with a part on the host takes while it is built, and gives back."""
+    """Temporary device bytes while an optimizer with a part on the host is built."""
     built_on_host: int = 0
-    """The same of the host."""
+    """Temporary host bytes while that optimizer is built."""
 
     @property
     def optimizer(self) -> int:
@@ -57,7 +57,7 @@ class TrainerStates:
 
     @property
     def all(self) -> int:
-        """Bytes of the device while the model trains."""
+        """Return bytes on the device while the model trains."""
         return self.parameters + self.gradients + self.optimizer
 
     def __add__(self, other: TrainerStates) -> TrainerStates:
@@ -78,14 +78,15 @@ def trainer_states(
     adapters: MegatronLayouts | None = None,
     host_fraction: float = 0.0,
 ) -> TrainerStates:
-    """The states of a model on a rank; `itemsize` bytes a weight.
+    """Return the states of a model on a rank, with `itemsize` bytes a weight.
 
-    With the layouts of LoRA `adapters` these alone are trained. `is_pinned`: host copies are in pinned memory. The
-    optimizer of the `host_fraction` of the parameters is in host memory.
+    With layouts of LoRA `adapters`, only the adapters are trained. `is_pinned`: host copies are in pinned memory. The
+    optimizer of a share `host_fraction` of the parameters is in host memory.
     """
     frozen, merged = 0, 0
     trained = layouts
     if adapters is not None:
+        # The base weights are frozen: they have no gradients and no optimizer states, but may be offloaded.
         shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
         linears = {
             name.partition("adapter.")[0] + "weight"
@@ -112,25 +113,27 @@ def trainer_states(
 
 
 def parameter_bytes(layouts: MegatronLayouts, rank: int, itemsize: int) -> int:
-    """Bytes of a frozen model on a rank."""
+    """Return bytes of a frozen model on a rank."""
     shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
     return sum(map(math.prod, shapes.values())) * itemsize
 
 
 def fp8_bytes(layouts: MegatronLayouts, rank: int) -> int:
-    """Bytes of the copies in FP8 of a rank's linear layers: one by rows, one by columns, and their scales."""
+    """Return bytes of FP8 copies of a rank's linear layers: one by rows, one by columns, and their scales."""
     shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
+    # Transformer Engine leaves these matrices in 16 bits.
     kept = ("word_embeddings.weight", "output_layer.weight", "router.weight")
     numel = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) > 1 and not name.endswith(kept))
     return 2 * (numel + numel * FLOAT32 // FP8_BLOCK**2)
 
 
 def buffers_of(layouts: MegatronLayouts, rank: int) -> Iterator[tuple[Sequence[Parameter], int, int]]:
-    """The gradient buffers of a rank: their parameters, the number of data-parallel shards, and the rank's own."""
+    """Yield the gradient buffers of a rank: parameters, number of data-parallel shards, the rank's own shard."""
     parallel = layouts.parallel
     at = parallel.coordinates(rank)
     dense_shards = parallel.dp * parallel.cp
     expert_shards = parallel.world_size // (parallel.etp * parallel.ep * parallel.pp)
+    # Megatron-Core gives tied embeddings a bucket of their own if first and last stage must sum their gradients.
     is_shared = layouts.model.tie_word_embeddings and parallel.pp > 1
     shapes = parameter_shapes(layouts, at)
     for chunk in range(parallel.vpp):
@@ -149,6 +152,7 @@ def buffers_of(layouts: MegatronLayouts, rank: int) -> Iterator[tuple[Sequence[P
         if dense:
             yield dense, dense_shards, at.dp * parallel.cp + at.cp
         if experts:
+            # Experts have their own data-parallel groups, so Megatron-Core puts them into a buffer of their own.
             yield experts, expert_shards, at.edp
 
 
@@ -167,7 +171,7 @@ def _buffer_states(
     has_main = itemsize < FLOAT32
     copies = has_main + num_moments
     if not is_distributed:
-        # Each parameter, its main weight and its moments have a storage of their own.
+        # Each parameter, its main weight and its moments have their own storage.
         pinned = sum(_pinned(parameter.numel * itemsize, is_pinned) for parameter in parameters)
         pinned_state = copies * sum(_pinned(parameter.numel * FLOAT32, is_pinned) for parameter in parameters)
         return TrainerStates(
@@ -200,23 +204,23 @@ def _buffer_states(
         moments=on_device * FLOAT32 * num_moments,
         pinned_parameters=_pinned(size * itemsize, is_pinned),
         pinned_optimizer=copies * sum(_pinned(part * FLOAT32, is_pinned) for part in held),
-        # Weights are written by one of the ranks that have them. Of the optimizer each writes its own part, in float32
-        # also of weights that are main weights themselves.
+        # Weights are written by one of the ranks holding them. Each rank writes its own part of the optimizer, in
+        # float32 even if the weights serve as main weights.
         saved=numel * itemsize // num_shards + (1 + num_moments) * own * FLOAT32,
-        # Weights go to the host by way of pinned copies, which torch's allocator keeps.
+        # Weights move to the host through pinned copies, and torch's allocator does not free these.
         on_host=sum((1 + num_moments) * part * FLOAT32 + _pinned(part * FLOAT32, is_pinned) for part in moved)
         + is_pinned * sum(_pinned(part * itemsize, True) for part in copied),
-        # Megatron first builds it of whole parameters, then of this rank's parts.
+        # Megatron-Core first builds the optimizer for whole parameters, then for this rank's parts.
         built=(numel - sum(copied)) * FLOAT32 * has_main if moved else 0,
         built_on_host=sum(copied) * FLOAT32,
     )
 
 
 def _taken_to_the_host(numels: Sequence[int], is_vector: Sequence[bool], fraction: float) -> list[int]:
-    """Those of the parameters that Megatron takes to the host: matrices first, until the fraction is reached.
+    """Return the sizes of parameters moved to the host: matrices first, until the fraction is reached.
 
-    Its order within a layer is another one, and of several chunks it does so once, over all of them: which makes a
-    difference of one parameter a chunk at most.
+    Megatron-Core's order within a layer differs, and it handles several chunks at once. The error is at most one
+    parameter a chunk.
     """
     total = sum(max(numel, 0) for numel in numels)
     taken: list[int] = []
@@ -239,6 +243,7 @@ class _Bucket(NamedTuple):
 
 def _buckets(parameters: Sequence[Parameter], num_shards: int) -> list[_Bucket]:
     multiple = math.lcm(num_shards, _BUCKET_MULTIPLE)
+    # Buckets are padded so that they split evenly over the shards; 128 is a requirement of Megatron-Core.
     buckets: list[_Bucket] = []
     inside: list[tuple[int, int]] = []
     begin = position = 0
@@ -272,5 +277,5 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _pinned(size: int, is_pinned: bool) -> int:
-    """Bytes that a host copy takes: torch's allocator of pinned memory rounds each up to a power of two."""
+    """Return bytes of a host copy: torch's pinned-memory allocator rounds each up to a power of two."""
     return 1 << (size - 1).bit_length() if is_pinned and size else size
