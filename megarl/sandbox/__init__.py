@@ -1,11 +1,11 @@
-"""The sandbox: runs a Python program that nobody trusts, on a plain Linux machine, without root or containers.
+"""Sandbox running untrusted Python programs on a plain Linux machine, without root or containers.
 
-Each run is a process of its own, forked from a spawner that has imported Python's usual modules. It sees a read-only
-Python and a private /tmp, no network and no other process; the kernel takes its calls from a list and bounds its CPU
-time, memory and output. Who asked for the run gets bytes and numbers: whether they are right is decided outside.
+Each run is a process forked from a spawner. The spawner has already imported Python's usual modules. A run sees a
+read-only Python and a private /tmp, but no network and no other process. The kernel allows only listed system calls and
+limits CPU time, memory and output. The caller gets bytes and numbers; whether they are right is decided outside.
 
-Reading order: `layers` (what protects, and what to do where a machine lacks it), `sandbox` (a program in, its output
-out), `load` (how busy the machine is), `check` (what this machine has), `remote` (a SandboxFusion server instead). In
-other processes, by the standard library alone: `spawner` (forks a process for each run), `inside` (what that process
-does), `namespaces`, `landlock`, `seccomp`, `kernel` (system calls).
+Reading order: `layers` (protections, and remedies for a machine without them), `sandbox` (runs programs), `load` (how
+busy the machine is), `check` (examines this machine), `remote` (a SandboxFusion server instead). The other modules run
+in other processes and use only the standard library: `spawner` (forks a process for each run), `inside` (prepares that
+process), `namespaces`, `landlock`, `seccomp`, `kernel` (system calls).
 """

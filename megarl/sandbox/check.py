@@ -1,4 +1,4 @@
-"""An examination of this machine: which layers its sandbox has, and how long a run takes."""
+"""Examination of this machine: layers of its sandbox, and the time of a run."""
 
 from __future__ import annotations
 
@@ -11,31 +11,32 @@ from megarl.sandbox.layers import LAYERS, Layers
 from megarl.sandbox.sandbox import Sandbox, SandboxError, SandboxSettings
 from megarl.types import ConfigError
 
+# One run is too short to measure, so take the mean of these.
 _RUNS = 10
 
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """The layers of this machine, and a sentence on whether programs run in them."""
+    """Layers of this machine, and a sentence on whether programs run in them."""
 
     layers: Layers
     works: bool
     text: str
     landlock_version: int | None = None
-    """Of the kernel; None where it has none."""
+    """Landlock version of the kernel. None: the kernel has none."""
 
     @property
     def notes(self) -> list[str]:
-        """The gaps that an active layer leaves here."""
+        """Return the operations that an active layer does not cover here."""
         if "landlock" not in self.layers.active or self.landlock_version is None:
             return []
         lacks = landlock.lacks(self.landlock_version)
-        rest = f"; it does not govern {', '.join(lacks)}, which namespaces and seccomp do" if lacks else ""
+        rest = f"; it does not govern {', '.join(lacks)}, covered by namespaces and seccomp" if lacks else ""
         return [f"Landlock's version is {self.landlock_version}{rest}"]
 
     @property
     def is_complete(self) -> bool:
-        """Whether programs run under the strict default."""
+        """Return whether programs run with all layers, the default of `sandbox.require`."""
         return self.works and not set(LAYERS) - self.layers.active
 
     def as_json(self) -> dict[str, Any]:
@@ -51,7 +52,8 @@ class Examination:
 
 
 def examine() -> Examination:
-    """Start a sandbox with whatever layers there are, and run a program in it."""
+    """Start a sandbox with all available layers, and run a program in it."""
+    # require=() lets the sandbox start without missing layers, so that all of them can be reported.
     sandbox = Sandbox(SandboxSettings(require=(), packages=()))
     version = None
     with contextlib.suppress(OSError):
@@ -65,5 +67,5 @@ def examine() -> Examination:
             return Examination(found, False, f"programs do not run here: {error}", version)
         assert sandbox.found is not None
         return Examination(
-            sandbox.found, True, f"a program takes {1000 * seconds:.1f} ms of CPU time beside its own", version
+            sandbox.found, True, f"a program takes {1000 * seconds:.1f} ms of CPU time in addition to its own", version
         )

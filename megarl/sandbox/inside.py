@@ -1,4 +1,4 @@
-"""In the process of a run: rights are given up, then the program is run."""
+"""The process of a run: drop all rights, then run the program."""
 
 from __future__ import annotations
 
@@ -24,6 +24,7 @@ from megarl.sandbox.kernel import PR_SET_DUMPABLE, PR_SET_NO_NEW_PRIVS, drop_cap
 from megarl.sandbox.namespaces import DEVICES
 
 _FILE = "program.py"
+# Limits without a recipe field, far above the needs of a test program: file size, open files, tasks, stack.
 _MAX_FILE_BYTES = 16 << 20
 _MAX_OPEN_FILES = 64
 _MAX_TASKS = 128
@@ -33,28 +34,29 @@ READY = b"ready"
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """The parts of a machine's sandbox, known when its spawner has started."""
+    """State of a machine's sandbox after its spawner has started."""
 
     layers: frozenset[str]
     trees: tuple[str, ...]
-    """Folders that a program may read."""
+    """Folders readable for a program."""
     listable: tuple[str, ...]
-    """Folders whose names alone it may read."""
+    """Folders in which a program may only list names."""
     search_path: tuple[str, ...]
     used_bytes: int
-    """Address space of the spawner, which a run begins with."""
+    """Address space of the spawner in bytes, inherited by every run."""
     counts_tasks: bool
-    """Whether the kernel counts a user's threads by namespace, so that they can be bounded."""
+    """Whether the kernel counts a user's threads by namespace. Only then can they be limited."""
 
 
 def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
-    """Give up all rights but those of a run. Raises OSError for a layer that was there when the spawner started."""
+    """Drop all rights except the rights of a run. Raises OSError if an available layer fails."""
     layers = confinement.layers
     os.setsid()
     os.umask(0o077)
     if "namespaces" in layers:
         os.chdir("/tmp")
     _limit(confinement, limits)
+    # Without no_new_privs, the kernel lets neither Landlock nor seccomp filters be set by an unprivileged process.
     prctl(PR_SET_NO_NEW_PRIVS, 1)
     prctl(PR_SET_DUMPABLE, 0)
     drop_capabilities()
@@ -65,15 +67,17 @@ def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
             usable=DEVICES,
             writable=("/tmp",) if "namespaces" in layers else (),
         )
+    # The filter comes last, because it forbids the system calls used above.
     if "seccomp" in layers:
         seccomp.apply(is_alone="namespaces" in layers)
 
 
 def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
-    # Whole seconds, and the kernel counts them by samples: whether it was too long is decided by the exact time.
+    # rlimits have whole seconds, and the kernel samples CPU time. `sandbox` therefore compares the exact time.
     cpu = math.floor(limits["cpu_seconds"]) + 1
     most = {
         resource.RLIMIT_CPU: cpu + 1,
+        # A limit on the address space includes the spawner's own, inherited by the fork.
         resource.RLIMIT_AS: confinement.used_bytes + limits["memory_bytes"],
         resource.RLIMIT_FSIZE: _MAX_FILE_BYTES,
         resource.RLIMIT_NOFILE: _MAX_OPEN_FILES,
@@ -85,28 +89,30 @@ def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
     if confinement.counts_tasks:
         most[resource.RLIMIT_NPROC] = _MAX_TASKS
     for what, number in most.items():
+        # Without rights a hard limit can only be lowered.
         hard = resource.getrlimit(what)[1]
         allowed = number if hard == resource.RLIM_INFINITY else min(number, hard)
-        # SIGXCPU comes a second before the end that nobody can put off.
+        # SIGXCPU (soft limit) comes a second before SIGKILL (hard limit). A program can ignore only the former.
         soft = min(cpu, allowed) if what == resource.RLIMIT_CPU else allowed
         resource.setrlimit(what, (soft, allowed))
 
 
 def run(source: bytes, search_path: Sequence[str]) -> NoReturn:
-    """Run a program as Python runs a file, and end with its exit code."""
+    """Run a program like a Python file, then exit with its exit code."""
     code = 1
     try:
         _like_new(search_path)
         code = _run(source)
     except BaseException:
-        # The program may have left nothing intact.
+        # The program may have broken any state, even sys.stderr, so nothing can be reported.
         pass
     finally:
         os._exit(code)
 
 
 def _like_new(search_path: Sequence[str]) -> None:
-    """The state in which Python begins a program."""
+    """Restore the state in which Python starts a program."""
+    # The spawner froze the garbage collector's objects and switched it off.
     gc.enable()
     signal.signal(signal.SIGINT, signal.SIG_DFL)
     sys.path[:] = search_path
@@ -126,6 +132,7 @@ def _run(source: bytes) -> int:
     code = 0
     try:
         text = source.decode()
+        # Tracebacks read source lines from this cache, because the program is not in a file.
         linecache.cache[_FILE] = (len(text), None, text.splitlines(keepends=True), _FILE)
         exec(compile(text, _FILE, "exec", dont_inherit=True), main.__dict__)
     except SystemExit as ended:
@@ -134,6 +141,7 @@ def _run(source: bytes) -> int:
         _print_error(error)
         code = 1
     try:
+        # Python's own order at exit: wait for threads, run atexit functions, flush.
         threading._shutdown()  # pyright: ignore[reportAttributeAccessIssue]
         atexit._run_exitfuncs()
         sys.stdout.flush()
@@ -154,7 +162,7 @@ def _exit_code(given: object) -> int:
 
 
 def _print_error(error: BaseException) -> None:
-    """The traceback without this file's frames."""
+    """Print the traceback without frames of this file."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -163,5 +171,5 @@ def _print_error(error: BaseException) -> None:
 
 
 def limits_of(text: bytes) -> Mapping[str, Any]:
-    """The limits of a run from the message that asks for it."""
+    """Return the limits of a run, given as JSON in its request."""
     return json.loads(text)

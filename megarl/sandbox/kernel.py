@@ -1,4 +1,4 @@
-"""System calls that Python has no function for."""
+"""System calls without a function in Python."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import os
 import platform
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
-# Keeps the interpreter's lock: the child of a raw clone goes on where its parent was.
+# PyDLL keeps the interpreter's lock: the child of a raw clone continues where its parent was, holding it.
 _HOLDING_LIBC = ctypes.PyDLL(None, use_errno=True)
 
 _NUMBERS = {
@@ -18,7 +18,7 @@ _NUMBERS = {
 _SINCE_5 = {
     "mount_setattr": 442, "landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446,
 }  # fmt: skip
-"""Of kernels since 5.0 every machine has the same numbers."""
+"""Numbers of calls added since Linux 5.0, equal on every machine."""
 
 CLONE_NEWTIME, CLONE_NEWNS, CLONE_NEWCGROUP = 0x80, 0x00020000, 0x02000000
 CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x04000000, 0x08000000, 0x10000000
@@ -27,6 +27,7 @@ MS_RDONLY, MS_NOSUID, MS_NODEV, MS_NOEXEC, MS_REMOUNT = 1, 2, 4, 8, 32
 MS_BIND, MS_REC, MS_PRIVATE = 4096, 16384, 1 << 18
 MNT_DETACH = 2
 PR_SET_PDEATHSIG, PR_SET_DUMPABLE, PR_CAPBSET_DROP, PR_SET_NO_NEW_PRIVS = 1, 4, 24, 38
+# SIGCHLD as termination signal makes `wait` work for a cloned child as for a forked one.
 _SIGCHLD = 17
 _CAPABILITY_VERSION = 0x20080522
 _AT_FDCWD, _AT_RECURSIVE = -100, 0x8000
@@ -34,11 +35,11 @@ _MOUNT_ATTR = {MS_RDONLY: 1, MS_NOSUID: 2, MS_NODEV: 4, MS_NOEXEC: 8}
 
 
 class KernelError(OSError):
-    """A system call failed; the text names it."""
+    """Failure of a system call; the text names the call."""
 
 
 def machine() -> str:
-    """The processor as system call tables name it; KernelError for one that they do not have here."""
+    """Return the processor's name in system call tables. Raises KernelError for an unsupported processor."""
     name = platform.machine()
     if name not in _NUMBERS:
         raise KernelError(0, f"the sandbox knows the system calls of {', '.join(_NUMBERS)}, not of {name}")
@@ -53,14 +54,17 @@ def _checked(result: int, what: str) -> int:
 
 
 def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
-    """A system call by name. Raises KernelError."""
+    """Make a system call by name. Raises KernelError."""
     number = _SINCE_5.get(name) or _NUMBERS[machine()][name]
     given = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
     return _checked(_LIBC.syscall(ctypes.c_long(number), *given), name)
 
 
 def clone(flags: int) -> int:
-    """Fork into new namespaces: 0 in the child, where only `os.fork` makes a process that Python knows in full."""
+    """Fork into new namespaces; return 0 in the child.
+
+    After a raw clone, Python's own state in the child is not fully initialised: only `os.fork` does that.
+    """
     zero = ctypes.c_long(0)
     number = ctypes.c_long(_NUMBERS[machine()]["clone"])
     return _checked(_HOLDING_LIBC.syscall(number, ctypes.c_long(flags | _SIGCHLD), zero, zero, zero, zero), "clone")
@@ -81,19 +85,20 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
-    """Set flags of a mount, such as MS_RDONLY; those that it has stay. Raises KernelError.
+    """Add flags to a mount, such as MS_RDONLY. Existing flags stay. Raises KernelError.
 
-    `recursive`, of the mounts below, too, which kernels before 5.12 cannot.
+    `recursive` includes mounts below it, impossible before Linux 5.12.
     """
     attributes = sum(attribute for flag, attribute in _MOUNT_ATTR.items() if flags & flag)
     packed = ctypes.create_string_buffer(attributes.to_bytes(8, "little") + bytes(24), 32)
     try:
         syscall("mount_setattr", _AT_FDCWD, target.encode(), _AT_RECURSIVE if recursive else 0, packed, 32)
     except KernelError as error:
-        if error.errno != errno.ENOSYS:  # a kernel before 5.12
+        if error.errno != errno.ENOSYS:  # Linux before 5.12 has no mount_setattr.
             raise
         if recursive:
             raise KernelError(errno.ENOSYS, f"{target} cannot be made read-only: Linux 5.12 or newer can") from None
+        # A remount replaces all flags, so repeat the existing ones. statvfs and mount use different bits for relatime.
         kept = os.statvfs(target).f_flag & (MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048 | 4096)
         relatime = {1024: 1024, 2048: 2048, 4096: 1 << 21}
         kept = (kept & 15) | sum(flag for bit, flag in relatime.items() if kept & bit)
@@ -101,22 +106,22 @@ def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
 
 
 def pivot_root() -> None:
-    """Make the current folder the root, and leave the old one behind."""
+    """Make the current folder the root, and detach the old root."""
     syscall("pivot_root", b".", b".")
     _checked(_LIBC.umount2(b".", ctypes.c_int(MNT_DETACH)), "umount of the old root")
     os.chdir("/")
 
 
 def drop_capabilities() -> None:
-    """Give up every capability of this process, also those that a program could give it."""
+    """Drop every capability of this process, including capabilities gained by running another program."""
     number = 0
     while True:
         try:
             prctl(PR_CAPBSET_DROP, number)
         except KernelError as error:
-            if error.errno == 22:  # EINVAL: beyond the last
+            if error.errno == 22:  # EINVAL: beyond the last capability.
                 break
-            if error.errno != 1:  # EPERM: it has none to give up
+            if error.errno != 1:  # EPERM: the process has no capability to drop.
                 raise
             break
         number += 1

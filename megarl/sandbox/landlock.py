@@ -1,4 +1,4 @@
-"""Landlock: a process gives up all files but those below some folders, and the network (landlock(7))."""
+"""Landlock: restrict a process to files below some folders, and cut off its network (landlock(7))."""
 
 from __future__ import annotations
 
@@ -9,11 +9,12 @@ from collections.abc import Sequence
 
 from megarl.sandbox.kernel import KernelError, syscall
 
+# Access rights of linux/landlock.h. The first version has bits 0 to 12; later versions add the named ones.
 _READ_FILE, _READ_DIR, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
 _ALL_OF_FIRST = (1 << 13) - 1
 _REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 _NEVER = 1 | 1 << 6 | 1 << 9 | 1 << 11
-"""Executing, and making devices and sockets."""
+"""Never allowed: executing, and making devices and sockets."""
 _TCP_BIND_AND_CONNECT = 3
 _ABSTRACT_SOCKETS_AND_SIGNALS = 3
 _VERSION_FLAG = 1
@@ -21,12 +22,12 @@ _PATH_BENEATH = 1
 
 
 def version() -> int:
-    """The kernel's version of Landlock. Raises KernelError where it has none, or it is switched off."""
+    """Return the kernel's version of Landlock. Raises KernelError if it has none or it is switched off."""
     return syscall("landlock_create_ruleset", None, 0, _VERSION_FLAG)
 
 
 def lacks(known: int) -> list[str]:
-    """The operations that a version of Landlock does not govern."""
+    """Return the operations not governed by a version of Landlock."""
     since = {2: "moving files between folders", 3: "truncating files", 4: "TCP", 5: "devices", 6: "signals"}
     return [what for first, what in since.items() if known < first]
 
@@ -34,14 +35,17 @@ def lacks(known: int) -> list[str]:
 def restrict(
     *, readable: Sequence[str], listable: Sequence[str], usable: Sequence[str], writable: Sequence[str]
 ) -> None:
-    """Give up all files but these: `usable` are files, the others folders with what is below, or files.
+    """Restrict this process to the given files. `usable` are files; the others are files, or folders with everything
+    below.
 
     Needs no_new_privs. Raises KernelError.
     """
     known = version()
+    # A ruleset with a right unknown to the kernel is rejected, so request only rights of its version.
     files = _ALL_OF_FIRST | (_REFER if known >= 2 else 0) | (_TRUNCATE if known >= 3 else 0)
     handled = files | (_IOCTL_DEV if known >= 5 else 0)
     attributes = struct.pack("<QQQ", handled, _TCP_BIND_AND_CONNECT, _ABSTRACT_SOCKETS_AND_SIGNALS)
+    # The structure grew: file rights (8 bytes), network since version 4 (16), scopes since version 6 (24).
     size = 24 if known >= 6 else 16 if known >= 4 else 8
     rules = syscall("landlock_create_ruleset", attributes, size, 0)
     try:
@@ -62,6 +66,7 @@ def _allow(rules: int, path: str, access: int) -> None:
     try:
         place = os.open(path, os.O_PATH | os.O_CLOEXEC)
     except FileNotFoundError:
+        # A missing path needs no rule: everything without one is denied.
         return
     except OSError as error:
         raise KernelError(error.errno or 0, f"{path}: {error.strerror}") from None

@@ -1,4 +1,4 @@
-"""The layers of the sandbox: what each is for, and what to do on a machine that lacks it."""
+"""Layers of the sandbox: purpose of each, and remedies for a machine without it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REMEDIES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """The layers that a machine has, and why others are missing."""
+    """Layers of a machine, and the reason for each missing one."""
 
     active: frozenset[str]
     faults: Mapping[str, str]
@@ -41,11 +41,11 @@ class Layers:
         return self.faults.get(layer) or "not tried"
 
     def require(self, required: Collection[str]) -> None:
-        """Raise ConfigError for required layers that are missing."""
+        """Raise ConfigError for required layers missing on this machine."""
         if missing := [layer for layer in LAYERS if layer in required and layer not in self.active]:
             said = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in missing)
             others = ", ".join(layer for layer in required if layer not in missing)
-            # Never as root, whatever the recipe requires.
+            # Running programs as root is never offered, whatever the recipe requires.
             less = f"or with less, at your own risk: sandbox.require=[{others}]; "
             raise ConfigError(
                 f"sandbox.require: this machine has no {' and no '.join(missing)} to run programs in ({said}); "
@@ -53,10 +53,10 @@ class Layers:
             )
 
     def require_least(self) -> None:
-        """Raise ConfigError without the layers that no setting makes up for.
+        """Raise ConfigError without the layers needed under every setting.
 
-        These are a user without rights, and namespaces or seccomp: with neither, what a program starts outlives it, and
-        its limits.
+        Needed are an unprivileged user, and namespaces or seccomp. Without both, processes started by a program outlive
+        it and its limits.
         """
         if "unprivileged" not in self.active:
             self.require(("unprivileged",))
@@ -64,13 +64,13 @@ class Layers:
         if not self.active & set(either):
             said = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in either)
             raise ConfigError(
-                "sandbox.require: this machine has neither namespaces nor seccomp, so that programs could start others "
-                f"that outlive their limits ({said}); let it have one of them, or run programs elsewhere, by "
+                "sandbox.require: this machine has neither namespaces nor seccomp, so programs could start others "
+                f"that outlive their limits ({said}); enable one of them, or run programs elsewhere, by "
                 "sandbox.url"
             )
 
     def notice(self, required: Collection[str]) -> str | None:
-        """The notice where a run goes on without a layer that the machine lacks; None where it lacks none."""
+        """Return a notice if a run continues without missing layers. None: no layer is missing."""
         missing = [layer for layer in LAYERS if layer not in self.active and layer not in required]
         if not missing:
             return None

@@ -1,4 +1,4 @@
-"""How long a run has computed and waited for a CPU: on a busy machine its time by the clock says little."""
+"""CPU time and CPU waiting time of a run. On a busy machine, wall-clock time says little."""
 
 from __future__ import annotations
 
@@ -8,13 +8,14 @@ from pathlib import Path
 
 
 def busy_seconds(spawner: int) -> float:
-    """Seconds that the processes below a spawner have had a CPU, or waited for one; 0 where the kernel does not tell.
+    """Return seconds during which the processes below a spawner had a CPU or waited for one.
 
-    Of a process's threads the one counts that waited longest.
+    In a process, only the thread with the longest wait counts for waiting. 0: the kernel does not report it.
     """
     nanoseconds = 0
     for pid in _below(spawner):
         computed, waited = 0, 0
+        # A process may end while it is read; then it simply does not count.
         with suppress(OSError, ValueError):
             for thread in Path(f"/proc/{pid}/task").iterdir():
                 numbers = (thread / "schedstat").read_text().split()

@@ -34,26 +34,29 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 HOST_NAME = "sandbox"
 _TMP = "/tmp"
 _OUTSIDE_TMP = "/.tmp"
-"""Where trees below the machine's /tmp are mounted: each run's own /tmp would cover them in their place.
+"""Mount point of trees below the machine's /tmp. Each run's own /tmp would cover them in their original place.
 
-A symbolic link in the run's /tmp leads to them. A mount there would be writable to Landlock, as all below /tmp is.
+A symbolic link in the run's /tmp leads to them. Mounted there, they would be writable for Landlock, like all of /tmp.
 """
 _BUILT_AT = "/sys"
-"""Where the new root is put together, over what nobody runs Python from; only this process sees it there."""
+"""Mount point for building the new root. No Python is ever run from /sys, and only this process sees the mount."""
+# The spawner enters the first set once. Each run gets the second set anew.
 _LASTING = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
 _OF_A_RUN = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC
+# Files in a run's /tmp, and user ids: the first is far above ids in use, the second is `nobody`.
 _MAX_FILES = 4096
 _FIRST_USER = 1_000_000_000
 _NOBODY = 65534
 
 
 def become_unprivileged() -> None:
-    """As root, become a user that owns nothing on this machine, for good. Raises OSError where that is impossible.
+    """As root, become a user owning nothing on this machine, for good. Raises OSError if that is impossible.
 
-    Not `nobody`, if it can be avoided: other services may run as that.
+    `nobody` is the second choice: other services may run as that user.
     """
     for user in (_FIRST_USER + os.getpid(), _NOBODY):
         try:
+            # Groups first: after setresuid the process has no right to change them.
             os.setgroups([])
             os.setresgid(user, user, user)
             os.setresuid(user, user, user)
@@ -64,11 +67,12 @@ def become_unprivileged() -> None:
 
 
 def enter(trees: Sequence[str], prepare: bool) -> None:
-    """Move this process into namespaces whose root has only `trees`, read-only, some devices and an empty /tmp.
+    """Move this process into namespaces with a root of only `trees` (read-only), some devices and an empty /tmp.
 
-    As root (`prepare`) the root folder is built with root's rights, since it may be the only one who can read Python,
-    and then given up. Raises OSError with the step that failed; the process is of no use then.
+    As root (`prepare`), the root folder is built with root's rights, then these are dropped: perhaps only root can read
+    Python. Raises OSError with the failed step; the process is useless then.
     """
+    # Opened first, because /proc is not in the new root.
     proc = os.open("/proc", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         if prepare:
@@ -78,7 +82,8 @@ def enter(trees: Sequence[str], prepare: bool) -> None:
         user, group = os.geteuid(), os.getegid()
         unshare(_LASTING)
         socket.sethostname(HOST_NAME)
-        prctl(PR_SET_DUMPABLE, 1)  # else its files in /proc are root's
+        prctl(PR_SET_DUMPABLE, 1)  # Otherwise root owns its files in /proc.
+        # Linux requires denying setgroups before an unprivileged process may write gid_map.
         _write(proc, "self/setgroups", "deny")
         _write(proc, "self/uid_map", f"{user} {user} 1")
         _write(proc, "self/gid_map", f"{group} {group} 1")
@@ -89,12 +94,15 @@ def enter(trees: Sequence[str], prepare: bool) -> None:
 
 
 def start_run() -> int:
-    """Fork the first process of a run: 0 in it. It sees no other process, and no mount it makes is seen by others."""
+    """Fork the first process of a run; return 0 in it.
+
+    It sees no other process, and others do not see its mounts.
+    """
     return clone(_OF_A_RUN)
 
 
 def mount_private_tmp(size_bytes: int) -> None:
-    """Cover /tmp with an empty one of a run, which keeps the links to trees. Raises OSError."""
+    """Cover /tmp with an empty one for a run, with the same links to trees. Raises OSError."""
     links = {name: os.readlink(f"{_TMP}/{name}") for name in os.listdir(_TMP)}
     options = f"size={size_bytes},nr_inodes={_MAX_FILES},mode=700"
     mount("tmpfs", _TMP, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
@@ -113,6 +121,7 @@ def _write(proc: int, name: str, text: str) -> None:
 
 
 def _build_root(trees: Sequence[str]) -> None:
+    # Private propagation: no mount below is seen outside this namespace.
     mount("", "/", "", MS_REC | MS_PRIVATE)
     mount("tmpfs", _BUILT_AT, "tmpfs", MS_NOSUID, "size=1m,mode=755")
     os.umask(0o022)
@@ -128,6 +137,7 @@ def _build_root(trees: Sequence[str]) -> None:
         mount(device, _BUILT_AT + device, "", MS_BIND)
     os.chdir(_BUILT_AT)
     pivot_root()
+    # Read-only comes last, since the folders above must still be created.
     restrict_mount("/", MS_RDONLY | MS_NOSUID | MS_NODEV)
 
 
@@ -139,7 +149,7 @@ def _build_folder(path: str) -> None:
 
 
 def _build_file(path: str) -> None:
-    """A file alone, unless it is in a folder that is there as a whole."""
+    """Mount a single file, unless its folder is already mounted."""
     place = _place(path)
     if os.path.exists(place):
         return
@@ -150,11 +160,11 @@ def _build_file(path: str) -> None:
 
 
 def _place(path: str) -> str:
-    """Where a tree is mounted while the root is built; one below /tmp gets the link to it, too."""
+    """Return the mount point of a tree while the root is built. A tree below /tmp also gets its link."""
     if not path.startswith(f"{_TMP}/"):
         return _BUILT_AT + path
     below = path.removeprefix(f"{_TMP}/")
-    # One link for all of a folder of /tmp: libraries find each other by `..`, which follows the real folders.
+    # Link the top folder in /tmp, not the tree: libraries find each other by `..`, following the real folders.
     name = below.partition("/")[0]
     if not os.path.lexists(f"{_BUILT_AT}{_TMP}/{name}"):
         os.symlink(f"{_OUTSIDE_TMP}/{name}", f"{_BUILT_AT}{_TMP}/{name}")

@@ -16,17 +16,18 @@ from megarl.types import ConfigError
 MAX_TRIES = 5
 _FIRST_WAIT_SECONDS = 0.25
 _PATIENCE_SECONDS = 30.0
-"""How much longer than the run itself an answer may take: a server makes requests wait for one another."""
+"""Extra seconds to wait for an answer beyond the run's own limit, because a server queues requests."""
 _MAX_ANSWER_BYTES = 64 << 20
+# HTTP status codes of a busy server: request timeout, too early, too many requests.
 _BUSY = (408, 425, 429)
 
 
 class AnySandbox(Protocol):
-    """A sandbox, here or elsewhere."""
+    """A sandbox, local or remote."""
 
     @property
     def settings(self) -> SandboxSettings:
-        """Its settings."""
+        """Return its settings."""
         ...
 
     def start(self) -> None:
@@ -40,21 +41,21 @@ class AnySandbox(Protocol):
         ...
 
     def close(self) -> None:
-        """End it."""
+        """Close it."""
         ...
 
 
 def open_sandbox(settings: SandboxSettings) -> AnySandbox:
-    """The sandbox of a recipe's settings: a server's where they have a `url`, else this machine's. Close it."""
+    """Return the sandbox of a recipe's settings: a server if `url` is set, else this machine. The caller closes it."""
     return Sandbox(settings) if settings.url is None else RemoteSandbox(settings)
 
 
 class RemoteSandbox:
-    """Runs programs on a server.
+    """Sandbox running programs on a server.
 
-    A request that the server does not answer, or answers with an error of its own (5xx, 429, SandboxError), is sent
-    again up to `MAX_TRIES` times, with pauses that double; each further try is counted in `Ran.retries`. Limits of time
-    are the server's, by its clock. A user and password in the address are sent as HTTP's basic authorization.
+    A request is retried up to `MAX_TRIES` times with doubling pauses, if it gets no answer or a server error (5xx, 429,
+    SandboxError). `Ran.retries` counts the retries. Time limits are the server's, by its clock. A user and password in
+    the address are sent as HTTP basic authorization.
     """
 
     def __init__(self, settings: SandboxSettings, *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -64,14 +65,16 @@ class RemoteSandbox:
         parts = urlsplit(settings.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
             shown = settings.url.rpartition("@")[2]
-            raise ConfigError(f"sandbox.url = {shown!r}: is no address; give one such as http://127.0.0.1:8080")
+            raise ConfigError(
+                f"sandbox.url = {shown!r}: is not a valid address; give one such as http://127.0.0.1:8080"
+            )
         self._connect = http.client.HTTPSConnection if parts.scheme == "https" else http.client.HTTPConnection
         self._host = parts.netloc.rpartition("@")[2]
         self._headers = {"Content-Type": "application/json"}
         if parts.username is not None:
             user = f"{unquote(parts.username)}:{unquote(parts.password or '')}"
             self._headers["Authorization"] = f"Basic {base64.b64encode(user.encode()).decode()}"
-        # As messages name it, without what nobody should read there.
+        # The address for messages, without user and password.
         self._url = f"{parts.scheme}://{self._host}{parts.path}"
         self._path = parts.path.rstrip("/").removesuffix("/run_code") + "/run_code"
 
@@ -80,19 +83,20 @@ class RemoteSandbox:
         return self._settings
 
     def start(self) -> None:
-        """Try a program. Raises ConfigError where the server does not run it."""
+        """Run a trial program. Raises ConfigError if the server does not run it."""
         try:
             ran = self.run("print(sum(range(10)))")
         except SandboxError as error:
-            raise ConfigError(f"sandbox.url: {error}; start the server, or mend its address") from None
+            raise ConfigError(f"sandbox.url: {error}; start the server, or correct its address") from None
         if ran.outcome != "ok" or ran.stdout.strip() != "45":
             raise ConfigError(f"sandbox.url = {self._url}: the server does not run Python: {ran}")
 
     def run(
         self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
     ) -> Ran:
-        """Run a program on the server, see `Sandbox.run`. Raises SandboxError where no try got an answer."""
+        """Run a program on the server (see `Sandbox.run`). Raises SandboxError if every try failed."""
         seconds = self._settings.timeout_seconds if cpu_seconds is None else cpu_seconds
+        # SandboxFusion compiles before running; both get the limit of the run.
         request = {
             "code": program,
             "language": "python",
@@ -117,7 +121,7 @@ class RemoteSandbox:
         raise SandboxError(f"{self._url} gave no answer in {MAX_TRIES} tries; the last: {fault}")
 
     def close(self) -> None:
-        """Nothing is kept open."""
+        """Do nothing: no connection is kept open."""
 
     def _post(self, body: bytes, seconds: float) -> Mapping[str, Any]:
         connection = self._connect(self._host, timeout=seconds)
@@ -127,6 +131,7 @@ class RemoteSandbox:
             text = response.read(_MAX_ANSWER_BYTES)
         finally:
             connection.close()
+        # An overloaded server may answer later, so the caller retries; other faults are permanent.
         if response.status >= 500 or response.status in _BUSY:
             raise _BusyError(f"HTTP {response.status}")
         if response.status != 200:
@@ -134,18 +139,18 @@ class RemoteSandbox:
         try:
             answer = json.loads(text)
         except ValueError:
-            raise _BusyError(f"an answer that is no JSON: {text[:200]!r}") from None
+            raise _BusyError(f"the answer is not valid JSON: {text[:200]!r}") from None
         if not isinstance(answer, dict) or answer.get("status") not in ("Success", "Failed"):
             raise _BusyError(f"an answer without a result: {text[:200]!r}")
         return answer
 
 
 class _BusyError(Exception):
-    """The server failed, not the program: another try may succeed."""
+    """Failure of the server, not of the program: a retry may succeed."""
 
 
 def _ran(answer: Mapping[str, Any], room: int, wall_seconds: float, retries: int) -> Ran:
-    """The end of a run as a server tells it."""
+    """Return the result of a run from a server's answer."""
     result = answer.get("run_result") or answer.get("compile_result")
     if not isinstance(result, Mapping):
         raise _BusyError("an answer without run_result")

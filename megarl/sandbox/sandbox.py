@@ -1,4 +1,4 @@
-"""A sandbox of this machine: a program and its input in, its output and its end out."""
+"""Sandbox of this machine: takes a program and its input, returns its output and exit."""
 
 from __future__ import annotations
 
@@ -27,13 +27,15 @@ from megarl.sandbox.layers import LAYERS, Layers
 from megarl.sandbox.load import busy_seconds
 from megarl.types import ConfigError
 
+# Seconds for the spawner or a program to start, for a killed process to end, and least extension of a deadline.
 _START_SECONDS = 60.0
 _KILL_SECONDS = 10.0
 _LEAST_EXTENSION_SECONDS = 0.05
 _PART_BYTES = 64 << 10
 _MAX_ERROR_BYTES = 16 << 10
-"""Of standard error; what comes after is dropped."""
+"""Limit of standard error; further output is dropped."""
 _MAX_MESSAGE_BYTES = 64 << 10
+# Seals make a memory file constant: the program cannot change its own source or input.
 _SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
 _SPAWNER = """
 import sys
@@ -46,23 +48,23 @@ _ENVIRONMENT = {
     "HOME": "/tmp",
     "TMPDIR": "/tmp",
     "LANG": "C.UTF-8",
-    "PYTHONHASHSEED": "0",  # the order of a set must not differ from run to run
+    "PYTHONHASHSEED": "0",  # The order of a set must not differ between runs.
     "OPENBLAS_NUM_THREADS": "1",
     "OMP_NUM_THREADS": "1",
 }
 _TRIAL = "import colorsys, os\nprint(os.getuid(), sum(range(10)))"
-"""Imports what the spawner has not."""
+"""Trial program importing a module that the spawner has not imported."""
 
 Outcome = Literal["ok", "error", "timeout", "output"]
 
 
 class SandboxError(Exception):
-    """The sandbox itself failed, not the program in it."""
+    """Failure of the sandbox itself, not of the program in it."""
 
 
 @dataclass(frozen=True, slots=True)
 class SandboxSettings:
-    """Settings of a sandbox: the recipe's `sandbox`."""
+    """Settings of a sandbox: the recipe's section `sandbox`."""
 
     require: tuple[str, ...] = LAYERS
     url: str | None = None
@@ -73,20 +75,21 @@ class SandboxSettings:
     output_kib: int = 64
     packages: tuple[str, ...] = ("numpy",)
     longest_seconds: float | None = None
-    """Limit by the clock of a run that computes or waits for a CPU meanwhile; left out, three times that of others."""
+    """Wall-clock limit of a run that computes or waits for a CPU. Default: three times the limit of an idle run."""
 
     @property
     def wall_seconds(self) -> float:
-        """Limit by the clock of a run that does nothing: what it computes, or waits for a CPU, comes on top."""
+        """Return the wall-clock limit of an idle run in seconds. Time of computing or waiting for a CPU is added to
+        it."""
         return self.wall_timeout_seconds or max(10 * self.timeout_seconds, 30.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """The end of a run.
+    """Result of a run.
 
-    `outcome`: `ok`: it ended with exit code 0; `error`: with another, or by a signal (128 and its number); `timeout`:
-    it took too long; `output`: it printed more than it may. Texts are decoded from UTF-8, other bytes replaced.
+    `outcome` is `ok` (exit code 0), `error` (another exit code, or 128 plus the signal's number), `timeout` (too long)
+    or `output` (printed too much). Texts are decoded from UTF-8, with other bytes replaced.
     """
 
     outcome: Outcome
@@ -96,15 +99,15 @@ class Ran:
     cpu_seconds: float
     wall_seconds: float
     retries: int = 0
-    """Requests that a server had to be sent again."""
+    """Retries of requests to a server."""
     is_by_clock: bool = False
-    """Whether a `timeout` was by the clock, not of CPU time."""
+    """Whether a `timeout` was due to the wall clock, not to CPU time."""
 
 
 class Sandbox:
-    """Runs programs one after the other, each in a process of its own; starts its spawner with the first one.
+    """Sandbox running programs one after the other, each in its own process. The spawner starts with the first program.
 
-    May be used by any thread; close it in the end. `_without` are layers to leave out, for tests of the others.
+    Any thread may use it; close it at the end. `_without` leaves out layers, for tests of the others.
     """
 
     def __init__(self, settings: SandboxSettings, *, _without: Sequence[str] = ()) -> None:
@@ -121,14 +124,14 @@ class Sandbox:
 
     @property
     def found(self) -> Layers | None:
-        """The layers that this machine was found to have, None before a start."""
+        """Return the layers found on this machine. None: not started yet."""
         return self._layers
 
     def start(self) -> None:
-        """Start the spawner and try a program.
+        """Start the spawner and run a trial program.
 
-        Raises ConfigError where a layer of `require` is missing or a package is not installed, SandboxError where the
-        sandbox does not work.
+        Raises ConfigError if a required layer is missing or a package is not installed, SandboxError if the sandbox
+        fails.
         """
         with self._lock:
             self._started()
@@ -136,9 +139,9 @@ class Sandbox:
     def run(
         self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
     ) -> Ran:
-        """Run a program in Python with this standard input; limits other than the settings' may be given.
+        """Run a Python program with this standard input. Limits of the settings may be overridden.
 
-        Raises as `start`.
+        Raises the errors of `start`.
         """
         with self._lock:
             self._started()
@@ -150,12 +153,12 @@ class Sandbox:
             )
 
     def close(self) -> None:
-        """End the spawner and what it runs; may be called again, and at the same time as `run`."""
+        """Stop the spawner and its run. Safe to call again, and concurrently with `run`."""
         connection = self._connection
         if connection is not None:
             with contextlib.suppress(OSError):
-                connection.shutdown(socket.SHUT_RDWR)  # wakes who waits for it
-        # Whoever runs a program closes what it uses itself.
+                connection.shutdown(socket.SHUT_RDWR)  # Wakes a thread waiting for it.
+        # A thread in `run` holds the lock and closes the descriptors it uses.
         with self._lock:
             self._close()
 
@@ -165,6 +168,7 @@ class Sandbox:
         if connection is not None:
             connection.close()
         if process is not None:
+            # The spawner exits by itself when its connection closes.
             try:
                 process.wait(_KILL_SECONDS)
             except subprocess.TimeoutExpired:
@@ -175,7 +179,7 @@ class Sandbox:
         if self._process is not None and self._process.poll() is None:
             return
         self._close()
-        # Unsuccessful namespaces leave a process of no use behind; the next one does without.
+        # Failed namespaces leave a useless process behind, so start another spawner without them.
         tried = [layer for layer in LAYERS if layer not in self._without]
         faults: dict[str, str] = dict.fromkeys(self._without, "left out")
         while True:
@@ -208,8 +212,10 @@ class Sandbox:
         root = str(Path(megarl.__file__).parents[1])
         with theirs:
             self._process = subprocess.Popen(
+                # -P -S -s -B: no paths of this folder or user, no site packages, no bytecode files.
                 [interpreter, "-P", "-S", "-s", "-B", "-c", _SPAWNER, root, str(theirs.fileno()), json.dumps(start)],
                 env=_ENVIRONMENT,
+                # stdout is discarded and only stderr is read: it carries the reason if the start fails.
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.PIPE,
@@ -235,7 +241,7 @@ class Sandbox:
         return told["layers"], told["faults"]
 
     def _try(self) -> None:
-        """Run a program that needs what others need. Raises SandboxError where it does not end as it should."""
+        """Run a program with typical needs. Raises SandboxError if it does not end as expected."""
         try:
             ran = self._run(_TRIAL, "", cpu_seconds=10.0, output_bytes=_PART_BYTES)
         except SandboxError as error:
@@ -264,6 +270,7 @@ class Sandbox:
                 theirs.append(write)
             started = time.monotonic()
             socket.send_fds(self._connection, [json.dumps(limits).encode()], theirs)
+            # Close this side's copies: a pipe reports its end only after all writers closed it.
             while theirs:
                 os.close(theirs.pop())
             assert self._process is not None
@@ -275,7 +282,7 @@ class Sandbox:
             self._close()
             raise SandboxError(f"the sandbox's spawner ended: {error}") from None
         except BaseException:
-            self._close()  # what it would still say belongs to no other run
+            self._close()  # Its late messages must not be taken for another run's.
             raise
         finally:
             for descriptor in (*theirs, *ours):
@@ -284,7 +291,7 @@ class Sandbox:
 
 
 class _Run:
-    """A run under way: what it prints is read, within bounds, until it ends or must be ended."""
+    """Run in progress: reads its output within limits until it ends or must be killed."""
 
     def __init__(
         self,
@@ -305,12 +312,13 @@ class _Run:
         self._ended: dict[str, float] = {}
 
     def watch(self) -> None:
-        """Until the run has ended and its pipes are empty. Raises SandboxError where the machine keeps it from that."""
+        """Read until the run has ended and its pipes are empty. Raises SandboxError if the machine prevents that."""
         poll = select.poll()
         for descriptor in (*self._read, self._connection.fileno()):
             poll.register(descriptor, select.POLLIN)
         num_open = len(self._read)
         is_killed = False
+        # Before the program begins, the machine's time to start it counts, not the program's limit.
         deadline = time.monotonic() + _START_SECONDS
         while num_open or not self._ended:
             for descriptor, _ in poll.poll(max(0.0, deadline - time.monotonic()) * 1000 + 1):
@@ -329,7 +337,7 @@ class _Run:
                     deadline = self._begun + self._wall_seconds
             if time.monotonic() >= deadline and (num_open or not self._ended):
                 if self._ended:
-                    raise SandboxError("a program has ended, and something that it started goes on")
+                    raise SandboxError("a program has ended, but a process started by it continues")
                 if is_killed:
                     raise SandboxError("a run that was killed does not end")
                 deadline = self._extended()
@@ -340,20 +348,23 @@ class _Run:
                 self._connection.send(b"kill")
 
     def _extended(self) -> float:
-        """The time by which a run ends that has reached its deadline: what it computed or waited for does not count."""
+        """Return the new deadline of a run that reached its deadline. Time of computing or waiting for a CPU does not
+        count."""
         if self._begun is None:
             said = bytes(self._read[self._status]).decode(errors="replace")
             raise SandboxError(
                 said or f"a program has not begun in {_START_SECONDS:g} s: this machine is overloaded or has no memory"
             )
+        # Extend only by a useful amount; otherwise return a time in the past, so that the run is killed.
         least = time.monotonic() + _LEAST_EXTENSION_SECONDS
         until = self._begun + min(self._wall_seconds + busy_seconds(self._spawner), self._most_seconds)
         return until if until >= least else self._begun
 
     def _take(self, pipe: int) -> bool:
-        """Read what there is; False at its end."""
+        """Read the available bytes of a pipe. Returns False at its end."""
         part = os.read(pipe, _PART_BYTES)
         room = self._room[pipe]
+        # Read everything even beyond the limit, so that the program does not block on a full pipe.
         self._read[pipe] += part[:room]
         self._room[pipe] = max(0, room - len(part))
         self._is_too_long = self._is_too_long or (pipe == self._printed and len(part) > room)
@@ -366,7 +377,7 @@ class _Run:
         cpu_seconds = self._ended["cpu_seconds"]
         exit_code = int(self._ended["exit_code"])
         outcome: Outcome = "ok" if exit_code == 0 else "error"
-        # SIGXCPU is the limit's, and SIGKILL where that was ignored.
+        # SIGXCPU comes from the CPU limit. SIGKILL follows if the program ignored it.
         is_killed = exit_code == 128 + signal.SIGXCPU or (exit_code == 128 + signal.SIGKILL and cpu_seconds > 1)
         if self._is_late or cpu_seconds > cpu_limit or is_killed:
             outcome = "timeout"
@@ -378,7 +389,7 @@ class _Run:
 
 
 def _sealed(content: bytes) -> int:
-    """A descriptor of a file in memory that nobody can change any more, at its beginning."""
+    """Return a descriptor of an unchangeable file in memory, positioned at its beginning."""
     file = os.memfd_create("megarl-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     rest = memoryview(content)
     while rest:
@@ -390,7 +401,7 @@ def _sealed(content: bytes) -> int:
 
 @lru_cache(maxsize=1)
 def _python() -> tuple[str, list[str], list[str]]:
-    """The interpreter without a virtual environment, the folders that it reads, its search path for modules."""
+    """Return the interpreter outside any virtual environment, the folders it reads, and its module search path."""
     interpreter = getattr(sys, "_base_executable", None) or sys.executable
     library = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix}))
     search_path = [str(library), str(library / "lib-dynload")]
@@ -401,9 +412,10 @@ def _python() -> tuple[str, list[str], list[str]]:
 
 
 def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """The folders of packages with their libraries, files of modules, and the folders that these are in."""
+    """Return the folders of packages and their libraries (or module files), and the folders containing them."""
     found: list[str] = []
     places: list[str] = []
+    # Only plain names: `find_spec` of a dotted name would import the parent package here.
     for name in names:
         spec = importlib.util.find_spec(name) if name.isidentifier() else None
         if spec is None or not (spec.submodule_search_locations or spec.origin):
@@ -412,11 +424,12 @@ def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
             )
         if not spec.submodule_search_locations:
             file = Path(spec.origin or "")
-            if file.is_file():  # else it is in the interpreter itself
+            if file.is_file():  # Otherwise it is built into the interpreter.
                 found.append(str(file))
                 places.append(str(file.parent))
             continue
         folder = Path(spec.submodule_search_locations[0])
+        # Wheels put shared libraries into a folder NAME.libs next to the package.
         found += [str(place) for place in (folder, folder.with_name(f"{name}.libs")) if place.is_dir()]
         places.append(str(folder.parent))
     return found, sorted(set(places))

@@ -1,6 +1,6 @@
-"""A filter of system calls: what is not on the list is refused (seccomp(2), the kernel's seccomp_filter.rst).
+"""System call filter: calls not on the list are refused (seccomp(2), the kernel's seccomp_filter.rst).
 
-A program has one process: it may start threads, but neither processes nor programs, and has no socket to anywhere.
+A program has one process. It may start threads, but no processes and no other programs, and it has no outside socket.
 """
 
 from __future__ import annotations
@@ -33,13 +33,17 @@ sched_get_priority_max:146:125 sched_get_priority_min:147:126 capget:125:90 fute
 get_robust_list:274:100 set_tid_address:218:96 rseq:334:293 arch_prctl:158:- exit:60:93 exit_group:231:94 wait4:61:260
 waitid:247:95 restart_syscall:219:128 getrandom:318:278 recvfrom:45:207
 """
-"""name:number on x86_64:number on aarch64, - where it has none."""
+"""Entries are name:number on x86_64:number on aarch64, or - if the processor has no such call."""
 _OF_ITS_OWN = """
 kill:62:129 tkill:200:130 tgkill:234:131 chmod:90:- fchmod:91:52 fchmodat:268:53 truncate:76:45 utime:132:-
 utimensat:280:88
 """
-"""Allowed where a program sees no process and no file but its own: what is the user's it must not signal, and Landlock
-does not govern modes, times and, before its version 3, sizes of files."""
+"""Calls allowed only if a program sees just its own processes and files.
+
+Otherwise it must not signal the user's processes. Landlock does not govern modes and times of files, and before its
+version 3 not their sizes.
+"""
+# Calls allowed only with certain arguments, by processor.
 _AT_CONDITION = {
     "x86_64": {"clone": 56, "clone3": 435, "prlimit64": 302, "ioctl": 16, "socketpair": 53, "fcntl": 72, "sendto": 44},
     "aarch64": {
@@ -54,12 +58,13 @@ _AT_CONDITION = {
 }
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: what Python itself asks of a descriptor."""
+"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: used by Python itself on a descriptor."""
 _FILE_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1033, 1034)
-"""Of fcntl: duplicates, flags, locks, a pipe's size, seals; none that has the kernel signal the owner of a file."""
+"""Commands of fcntl: duplicates, flags, locks, a pipe's size, seals. None makes the kernel signal a file's owner."""
 _F_SETFL, _O_ASYNC = 4, 0x2000
 _AF_UNIX = 1
 
+# Opcodes of the kernel's classic BPF, offsets in struct seccomp_data, then return values.
 _LOAD, _EQUAL, _ANY_BIT, _RETURN = 0x20, 0x15, 0x45, 0x06
 _NUMBER, _MACHINE, _ARGUMENTS = 0, 4, 16
 _ALLOW, _KILL_PROCESS, _REFUSE = 0x7FFF0000, 0x80000000, 0x00050000
@@ -67,27 +72,29 @@ _SET_MODE_FILTER = 1
 _TO_THE_END = -1
 
 _Instruction = tuple[int, int, int, int]
-"""Code, jump if true, jump if false, constant."""
+"""Fields: code, jump if true, jump if false, constant."""
 
 
 def program(name: str, *, is_alone: bool) -> bytes:
-    """The filter in the kernel's form for a processor, `x86_64` or `aarch64`.
+    """Return the filter in the kernel's format for a processor, `x86_64` or `aarch64`.
 
-    `is_alone`: the program sees no process and no file but its own.
+    `is_alone`: the program sees just its own processes and files.
     """
     column = 1 if name == "x86_64" else 2
     listed = [entry.split(":") for entry in (_ALLOWED + (_OF_ITS_OWN if is_alone else "")).split()]
     numbers = [int(entry[column]) for entry in listed if entry[column] != "-"]
     at_condition = _AT_CONDITION[name]
+    # A foreign architecture (such as 32-bit calls) has other call numbers, so it ends the process.
     steps: list[_Instruction] = [
         (_LOAD, 0, 0, _MACHINE),
         (_EQUAL, 1, 0, _ARCHITECTURE[name]),
         (_RETURN, 0, 0, _KILL_PROCESS),
         (_LOAD, 0, 0, _NUMBER),
     ]
-    # glibc falls back to clone, whose flags a filter can read.
+    # A filter cannot read clone3's flags. With ENOSYS glibc falls back to clone, where it can.
     steps += _if_number(at_condition["clone3"], [(_RETURN, 0, 0, _REFUSE | errno.ENOSYS)])
     steps += _if_number(at_condition["clone"], _only_if([(_ANY_BIT, 0, CLONE_THREAD)]))
+    # prlimit64 of process 0, the caller itself.
     steps += _if_number(at_condition["prlimit64"], _only_if([(_EQUAL, 0, 0)]))
     steps += _if_number(at_condition["socketpair"], _only_if([(_EQUAL, 0, _AF_UNIX)]))
     steps += _if_number(at_condition["ioctl"], _only_if([(_EQUAL, 1, value) for value in _HARMLESS_IOCTLS]))
@@ -104,7 +111,7 @@ def _if_number(number: int, then: list[_Instruction]) -> list[_Instruction]:
 
 
 def _only_if(tests: list[tuple[int, int, int]]) -> list[_Instruction]:
-    """Allow a call if any of these tests of its arguments' low 32 bits holds: code, argument, constant."""
+    """Return steps allowing a call if any test holds for the low 32 bits of an argument: code, argument, constant."""
     steps: list[_Instruction] = []
     for code, argument, constant in tests:
         steps += [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), (code, 0, 1, constant), (_RETURN, 0, 0, _ALLOW)]
@@ -121,7 +128,7 @@ _FCNTL: list[_Instruction] = [
     *_only_if([(_EQUAL, 1, command) for command in _FILE_COMMANDS]),
 ]
 _SENDTO: list[_Instruction] = [
-    # Without an address: to the other end of a pair. It has two halves.
+    # Allowed without an address: to the other end of a socket pair. The address has two 32-bit halves.
     (_LOAD, 0, 0, _ARGUMENTS + 32),
     (_EQUAL, 0, 3, 0),
     (_LOAD, 0, 0, _ARGUMENTS + 36),
@@ -132,7 +139,7 @@ _SENDTO: list[_Instruction] = [
 
 
 def apply(*, is_alone: bool) -> None:
-    """Filter the calls of this process from now on. Raises KernelError."""
+    """Filter the system calls of this process from now on. Raises KernelError."""
     code = program(machine(), is_alone=is_alone)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = ctypes.create_string_buffer(struct.pack("@HxxxxxxP", len(code) // 8, ctypes.addressof(buffer)), 16)

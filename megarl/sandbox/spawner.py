@@ -1,7 +1,7 @@
-"""The spawner: a small process that forks one for each run, and ends it.
+"""The spawner: a small process forking and ending a process for each run.
 
-It is told of a run by descriptors alone, never reads a program nor what it prints: what a run could find in the memory
-that it begins with is the spawner's, and that of no other run.
+It receives a run as descriptors only, and never reads a program or its output. Memory inherited by a run therefore
+holds nothing of other runs.
 """
 
 from __future__ import annotations
@@ -27,24 +27,25 @@ from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, KernelE
 
 MAX_MESSAGE_BYTES = 4096
 _DESCRIPTORS = 5
-"""Of a run: the program, its standard input, output and error, and where it says that it begins."""
+"""Descriptors of a run: program, standard input, output and error, and a pipe reporting its start."""
 _PREPARED = """
 collections heapq bisect itertools functools math random string re datetime copy statistics operator io json typing
 fractions decimal time enum dataclasses array queue cmath numbers abc contextlib inspect textwrap struct
 """.split()  # noqa: SIM905
-"""Modules that programs of tests often import."""
+"""Modules often imported by test programs. Each fork inherits them."""
 _TMP_BYTES = 64 << 20
 _COUNTS_BY_NAMESPACE = (5, 14)
-"""The kernel since which a user's tasks are counted in each user namespace; before, others of the user would count."""
+"""Kernel version counting a user's tasks by user namespace. Earlier kernels also count the user's other tasks."""
 
 
 def spawn(control: int, start: dict[str, Any]) -> NoReturn:
-    """Serve runs until the other side closes the connection; `start` says which layers to try, and folders."""
+    """Serve runs until the other side closes the connection. `start` names the layers to try, and folders."""
     connection = socket.socket(fileno=control)
     confinement, faults = _set_up(start)
     connection.send(json.dumps({"layers": sorted(confinement.layers), "faults": faults}).encode())
-    # Until now an error was to reach whoever starts it.
+    # Until here an error had to reach the starting process through stderr.
     os.dup2(0, 2)
+    # Frozen objects are not touched by the garbage collector, so forks share their memory pages.
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -54,14 +55,14 @@ def spawn(control: int, start: dict[str, Any]) -> NoReturn:
             os._exit(0)
         if len(descriptors) == _DESCRIPTORS:
             connection.send(json.dumps(_serve(connection, confinement, limits_of(text), descriptors)).encode())
-        # Else it is the end of a run that has ended meanwhile.
+        # Otherwise it is a kill request for a run that has ended meanwhile.
 
 
 def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
-    """Enter the layers that there are. Returns them, and why others are missing."""
+    """Enter all available layers. Returns them, and the reasons for missing ones."""
     for name in _PREPARED:
         importlib.import_module(name)
-    # Opened while /proc is there.
+    # Opened now, because the new root has no /proc.
     memory = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
     faults: dict[str, str] = {}
     layers = {"limits"}
@@ -71,7 +72,7 @@ def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
             namespaces.enter(start["trees"], is_root)
             layers.add("namespaces")
         except OSError as error:
-            # Half-way in: another spawner begins without them.
+            # This process is half-way in and useless. Another spawner starts without namespaces.
             faults["namespaces"] = str(error.strerror)
             return Confinement(frozenset(), (), (), (), 0, False), faults
     elif is_root:
@@ -90,6 +91,7 @@ def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
             else:
                 faults[layer] = fault
     _import_packages(start["packages"], start["listable"])
+    # Measured after all imports: it is the address space with which each run begins.
     used_bytes = int(os.read(memory, 200).split()[0]) * resource.getpagesize()
     os.close(memory)
     trees, listable, search_path = (tuple(start[name]) for name in ("trees", "listable", "search_path"))
@@ -102,11 +104,12 @@ def _kernel() -> tuple[int, ...]:
 
 
 def _import_packages(names: Sequence[str], folders: Sequence[str]) -> None:
-    """Import packages once for all programs, as the user who runs them; one that fails will tell who imports it."""
+    """Import packages once for all programs, as their user. A failing package fails again in the program importing
+    it."""
     before = list(sys.path)
     sys.path += folders
     for name in names:
-        with contextlib.suppress(BaseException):  # some end the process, or try to
+        with contextlib.suppress(BaseException):  # Some packages call sys.exit.
             importlib.import_module(name)
     sys.path[:] = before
 
@@ -120,7 +123,7 @@ def _probe_seccomp() -> None:
 
 
 def _fault_in_child(probe: Any) -> str | None:
-    """Why something that cannot be undone fails, tried in a process of its own; None where it works."""
+    """Return why an irreversible step fails, tried in a separate process. None: it works."""
     told, tell = os.pipe()
     child = os.fork()
     if child == 0:
@@ -139,7 +142,7 @@ def _fault_in_child(probe: Any) -> str | None:
 
 
 def _serve(connection: socket.socket, confinement: Confinement, limits: Any, descriptors: list[int]) -> dict[str, Any]:
-    """Run a program to its end, or until the other side has it killed. Returns its exit code and CPU time."""
+    """Run a program to its end, or until the other side has it killed. Returns exit code, CPU time and memory."""
     has_namespaces = "namespaces" in confinement.layers
     try:
         child = namespaces.start_run() if has_namespaces else os.fork()
@@ -153,6 +156,7 @@ def _serve(connection: socket.socket, confinement: Confinement, limits: Any, des
     finally:
         for descriptor in descriptors:
             os.close(descriptor)
+    # A pidfd can be polled together with the connection, unlike `wait`.
     ended = os.pidfd_open(child)
     poll = select.poll()
     poll.register(ended, select.POLLIN)
@@ -161,6 +165,7 @@ def _serve(connection: socket.socket, confinement: Confinement, limits: Any, des
         ready = {descriptor for descriptor, _ in poll.poll()}
         if ended in ready:
             break
+        # Any message here is a kill request; an empty one means that the other side has gone.
         asked = connection.recv(MAX_MESSAGE_BYTES)
         os.kill(child, signal.SIGKILL)
         if not asked:
@@ -176,26 +181,28 @@ def _serve(connection: socket.socket, confinement: Confinement, limits: Any, des
 
 
 def _exit_code(status: int) -> int:
-    """As a shell has it: 128 and more for a signal."""
+    """Return the exit code as in a shell: 128 plus the number of a signal."""
     code = os.waitstatus_to_exitcode(status)
     return code if code >= 0 else 128 - code
 
 
 def _be_first(confinement: Confinement, limits: Any, descriptors: list[int]) -> NoReturn:
-    """The first process of a run's namespaces: its end is the end of all in them."""
+    """Be the first process of a run's namespaces. Its end ends all processes in them."""
     status = descriptors[-1]
     try:
+        # Die with the spawner.
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         namespaces.mount_private_tmp(_TMP_BYTES)
         program = os.fork()
         if program == 0:
             _be_program(confinement, limits, descriptors)
-        # No end of its pipes may stay open here.
+        # An open pipe end here would delay the end of file seen by the reader.
         os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         os._exit(_exit_code(os.waitpid(program, 0)[1]))
     except BaseException as error:
         os.write(status, f"the sandbox could not be set up: {error}".encode())
     finally:
+        # Never return into the spawner's loop.
         os._exit(1)
 
 
@@ -205,7 +212,7 @@ def _be_program(confinement: Confinement, limits: Any, descriptors: list[int]) -
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         with os.fdopen(program, "rb") as file:
             source = file.read()
-        # Out of the way of 0, 1 and 2.
+        # Move them above 0 to 2, so that dup2 does not overwrite one still needed.
         kept = [_above(descriptor) for descriptor in (given, printed, warned, status)]
         for number, descriptor in enumerate(kept[:3]):
             os.dup2(descriptor, number)
@@ -225,7 +232,7 @@ def _above(descriptor: int) -> int:
 
 
 def main() -> NoReturn:
-    """The process's beginning: arguments are the connection's descriptor and `start` as JSON."""
+    """Start the spawner process. Arguments: the connection's descriptor, and `start` as JSON."""
     control, start = int(sys.argv[1]), json.loads(sys.argv[2])
     sys.argv[:] = [""]
     nothing = os.open(os.devnull, os.O_RDWR)
@@ -233,7 +240,7 @@ def main() -> NoReturn:
         os.dup2(nothing, descriptor)
     os.close(nothing)
     with contextlib.suppress(OSError), open("/proc/self/oom_score_adj", "w") as file:
-        # Where memory runs out, programs go before the training.
+        # If memory runs out, the kernel kills programs before the training.
         file.write("1000")
     os.closerange(3, control)
     spawn(control, start)

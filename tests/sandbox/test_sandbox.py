@@ -139,7 +139,7 @@ def test_what_a_program_leaves_behind_is_a_fault_of_the_sandbox(monkeypatch: pyt
         os.write(pipes[2][1], b"ready")
         theirs.send(b'{"exit_code": 0, "cpu_seconds": 0.1}')
         before = time.process_time()
-        with pytest.raises(SandboxError, match="something that it started goes on"):
+        with pytest.raises(SandboxError, match="a process started by it continues"):
             run.watch()
         assert time.process_time() - before < 0.1, "it waits, and does not ask again and again"
     finally:
