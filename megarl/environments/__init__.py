@@ -1,7 +1,7 @@
-"""Environments that a policy acts in: a small async protocol and a table of members; no torch.
+"""Environments for a policy: a small async protocol and a table of members. No torch.
 
-A new environment is a file here and a line in `ENVIRONMENTS`; or a class in a file of its own, which the recipe names
-(`rollout.environment: path/to/file.py:Class`).
+To add an environment, add a file here and a line in `ENVIRONMENTS`. Or write a class in a file of your own and name it
+in the recipe (`rollout.environment: path/to/file.py:Class`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.files.import_path import Choices
 from megarl.types import ConfigError, Problem, ToolCall
 
 Message = Mapping[str, Any]
-"""A message of a conversation: `role`, `content` and what else the chat template reads."""
+"""Message of a conversation: `role`, `content` and any other field read by the chat template."""
 
 ENVIRONMENTS = {
     "single_turn": "megarl.environments.single_turn:SingleTurn",
@@ -32,15 +32,15 @@ ENVIRONMENTS = {
     "openenv": "megarl.environments.openenv:OpenEnv",
     "verifiers": "megarl.environments.verifiers:Verifiers",
 }
-"""The environments that a recipe can name, and where their classes are."""
+"""Environments by their names in a recipe, with the import paths of their classes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """How an attempt begins: the messages that the policy answers first, and the tools that it may call.
+    """Beginning of an attempt: messages for the policy to answer, and tools it may call.
 
     `tools` are JSON schemas in OpenAI's form, {"type": "function", "function": {"name": ..., "description": ...,
-    "parameters": {...}}}; the chat template writes them into the prompt.
+    "parameters": {...}}}. The chat template writes them into the prompt.
     """
 
     messages: tuple[Message, ...]
@@ -49,11 +49,11 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A completion of the policy: its text without special tokens, and its number within the attempt, from 0.
+    """Completion of the policy: its text without special tokens, and its number within the attempt, from 0.
 
-    `finish_reason` is `length` where the completion met a limit of its length before it ended. `calls` are the tools
-    that it calls, in its order, and `reasoning` is what it thought before; `text` is without both, `completion` with
-    them. `is_last` says that `rollout.max_turns` allows no further turn.
+    `finish_reason` is `length` if the completion met a length limit. `calls` are its tool calls in order, `reasoning`
+    is its thinking. `text` excludes both, `completion` includes them. `is_last`: `rollout.max_turns` allows no further
+    turn.
     """
 
     number: int
@@ -67,13 +67,12 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """The answer to a turn: the observation (messages before the next turn), a reward, whether the attempt is done.
+    """Answer to a turn: observation (messages before the next turn), reward, and whether the attempt is done.
 
-    The reward of an attempt is the sum of its steps' rewards. Where no step has one, the recipe's reward functions
-    score the text of the last turn. `answer_correct` is the verdict for accuracy metrics and
-    `algorithm.dynamic_sampling`. Where no step has one, a sum of 1 is right and 0 wrong; after any other sum the run
-    logs no accuracy. `metrics` are numbers of this step, each logged as `environment/NAME`: the mean over attempts of
-    the sum over steps.
+    The reward of an attempt is the sum of its steps' rewards. If no step has one, the recipe's reward functions score
+    the text of the last turn. `answer_correct` is the verdict for accuracy metrics and `algorithm.dynamic_sampling`. If
+    no step has a verdict, a sum of 1 counts as right and 0 as wrong; for any other sum no accuracy is logged. `metrics`
+    are numbers of this step, logged as `environment/NAME`: summed over steps, then averaged over attempts.
     """
 
     messages: tuple[Message, ...] = ()
@@ -84,68 +83,69 @@ class Step:
 
 
 class EnvironmentUnavailableError(Exception):
-    """A fault that is not the policy's, such as a server that does not answer: the attempt is begun anew.
+    """Fault outside the policy, such as an unreachable server: the attempt is retried from its beginning.
 
-    `rollout.budget.attempts` says how often; then it has no reward.
+    `rollout.budget.attempts` limits the attempts. After the last one there is no reward.
     """
 
 
 class Environment(Protocol):
-    """One attempt at a problem: made fresh for it, with the recipe's `rollout.environment_kwargs`, and closed once.
+    """One attempt at a problem, constructed with the recipe's `rollout.environment_kwargs` and closed once.
 
-    Its methods may be plain `def` and block: its attempts then run in processes (`rollout.environment_processes`).
+    Methods may be plain `def` and block. Attempts then run in processes (`rollout.environment_processes`).
 
-    One whose attempts always have the same tools may say so in an attribute `tools`, as `Start` has them: they are
-    checked before a run starts. One that makes its problems of their numbers (`Problem.index`) says so with
-    `makes_problems = True`, and takes data `environment:COUNT`; the record's `split` is then train or validation. Its
-    constructor takes settings, `reset` opens what must be closed. A method `check()`, if any, is called once before a
-    run starts, and raises what is wrong.
+    An environment with constant tools may list them in an attribute `tools`, in the form of `Start`. They are then
+    checked before a run starts. An environment making its problems from their numbers (`Problem.index`) has
+    `makes_problems = True` and takes data `environment:COUNT`; the record's `split` is then train or validation. Its
+    constructor takes settings; only `reset` opens resources to be closed. An optional method `check()` is called once
+    before a run starts, and raises an error if something is wrong.
     """
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        """Begin. Equal problems and seeds begin alike."""
+        """Begin the attempt. Equal problems and seeds begin alike."""
         ...
 
     async def step(self, turn: Turn) -> Step:
-        """Take the policy's turn."""
+        """Answer the policy's turn."""
         ...
 
     async def close(self) -> None:
-        """Release resources; called once, after the attempt's end or error."""
+        """Release resources. Called once, after the attempt's end or error."""
         ...
 
 
 class Agent(Protocol):
-    """An agent that makes an attempt by itself at `rollout.endpoint`, which records it; made fresh for each."""
+    """Agent making an attempt by itself at `rollout.endpoint`, constructed anew for each attempt. The endpoint records
+    it."""
 
     async def run(self, told: Mapping[str, Any], base_url: str, api_key: str) -> float | None:
         """Make an attempt. Returns its reward, or None: the recipe's reward functions score the last completion.
 
-        `told` is the problem, as the program of environment `command` gets it. Whatever this raises ends the attempt
-        with an error, and it is cancelled after `rollout.agent.timeout_seconds`.
+        `told` is the problem in the form given to the program of environment `command`. Any exception ends the attempt
+        with an error. The attempt is cancelled after `rollout.agent.timeout_seconds`.
         """
         ...
 
 
 def is_agent(name: str) -> bool:
-    """Whether a recipe's environment is a program or an `Agent`, which talk to the endpoint. Raises ConfigError."""
+    """Return whether a recipe's environment is a program or an `Agent`, using the endpoint. Raises ConfigError."""
     return name == "command" or inspect.iscoroutinefunction(getattr(_CHOICES.load(name), "run", None))
 
 
 METHODS = ("reset", "step", "close")
-"""Of an environment."""
+"""Methods of an environment."""
 TOOL_SCHEMA = "_megarl_tool_schema"
-"""The attribute of a method that is a tool (`environments.tools`)."""
+"""Attribute marking a method as a tool (see `environments.tools`)."""
 PROCESSES_PER_CPU, MAX_DEFAULT_PROCESSES = 4, 64
-"""Of an environment that may block, where the recipe does not say."""
+"""Defaults for a blocking environment: processes for each CPU, and at most this number of processes."""
 _CHOICES = Choices("rollout.environment", "environment", "class", ENVIRONMENTS)
 
 
 def find_environment(name: str) -> Callable[..., Environment]:
-    """The class that a recipe names: one of `ENVIRONMENTS`, `package.module:Class` or `path/to/file.py:Class`.
+    """Return the class named in a recipe: one of `ENVIRONMENTS`, `package.module:Class` or `path/to/file.py:Class`.
 
-    Or the environment of a function `interact(messages)` (`megarl.environments.interact`). Raises ConfigError where
-    there is none, or it has not the methods of `Environment`.
+    A function `interact(messages)` is wrapped in an environment (`megarl.environments.interact`). Raises ConfigError if
+    the class does not exist or lacks a method of `Environment`.
     """
     from megarl.environments.interact import Interact, is_interact
 
@@ -154,21 +154,21 @@ def find_environment(name: str) -> Callable[..., Environment]:
         return partial(Interact, found)
     if not inspect.isclass(found):
         raise ConfigError(
-            f"rollout.environment: {name!r}: is no class; give one with `async def` {', '.join(METHODS)}, or "
+            f"rollout.environment: {name!r}: is not a class; give one with `async def` {', '.join(METHODS)}, or "
             "a function interact(messages)"
         )
     if inspect.iscoroutinefunction(getattr(found, "run", None)):
-        return cast(Callable[..., Environment], found)  # an Agent
+        return cast(Callable[..., Environment], found)  # It is an Agent, without the methods of an environment.
     if wrong := [method for method in METHODS if not inspect.isfunction(getattr(found, method, None))]:
         raise ConfigError(f"rollout.environment: {name!r}: the class lacks `async def` {', '.join(wrong)}")
     return cast(Callable[..., Environment], found)
 
 
 def num_processes(name: str, given: int | None) -> int:
-    """How many processes the attempts of an environment run in, 0: none but the driver, where agents are, too.
+    """Return the number of processes for the attempts of an environment. 0: attempts run in the driver, as do agents.
 
-    `given` is the recipe's `rollout.environment_processes`. Raises ConfigError where the driver would have to run a
-    method that is no coroutine.
+    `given` is the recipe's `rollout.environment_processes`. Raises ConfigError if the driver would run a method other
+    than a coroutine.
     """
     if is_agent(name):
         return 0
@@ -179,25 +179,27 @@ def num_processes(name: str, given: int | None) -> int:
     tools = [member for member in members if hasattr(member, TOOL_SCHEMA)]
     if given == 0 and not all(map(inspect.iscoroutinefunction, methods)):
         raise ConfigError(
-            f"rollout.environment_processes = 0: a method of {name} is no `async def` and would hold up the driver; "
+            f"rollout.environment_processes = 0: a method of {name} is not `async def` and would block the driver; "
             "leave the field out, or write all three as coroutines that do not block"
         )
     if given is not None:
         return given
+    # Blocking tools run in threads of a process: in the driver they would compete with its event loop.
     may_block = not all(map(inspect.iscoroutinefunction, (*methods, *tools, *functions)))
     return min(PROCESSES_PER_CPU * (os.cpu_count() or 1), MAX_DEFAULT_PROCESSES) if may_block else 0
 
 
 def with_sandbox(name: str, settings: Mapping[str, Any], sandbox: Mapping[str, Any]) -> Mapping[str, Any]:
-    """An environment's settings with those of the recipe's `sandbox`, if its constructor takes them and has none."""
+    """Return an environment's settings with the recipe's `sandbox` added, if its constructor takes one and none is
+    given."""
     takes = "sandbox" in inspect.signature(find_environment(name)).parameters
     return {"sandbox": dict(sandbox), **settings} if takes else settings
 
 
 def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], Environment]:
-    """A function that makes the environment of that name with its settings, `rollout.environment_kwargs`.
+    """Return a function making the environment `name` with its settings, `rollout.environment_kwargs`.
 
-    Raises ConfigError as `find_environment`, and for settings that its constructor does not take, or lacks.
+    Raises the ConfigErrors of `find_environment`, and one for unknown or missing settings.
     """
     found = find_environment(name)
     try:

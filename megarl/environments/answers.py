@@ -1,4 +1,4 @@
-"""Checks of what an environment answers."""
+"""Checks of an environment's answers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.environments import Start, Step
 
 
 def checked_start(start: object) -> Start:
-    """The start, if it is one. Raises TypeError."""
+    """Return the start if it is valid. Raises TypeError."""
     if not isinstance(start, Start):
         raise TypeError(f"reset gave {start!r:.80}, not a Start")
     _check_messages(start.messages, "reset")
@@ -22,7 +22,7 @@ def checked_start(start: object) -> Start:
 
 
 def checked_step(step: object) -> Step:
-    """The step, if it is one. Raises TypeError, and ValueError for numbers that are none."""
+    """Return the step if it is valid. Raises TypeError, and ValueError for numbers that are not finite."""
     if not isinstance(step, Step):
         raise TypeError(f"step gave {step!r:.80}, not a Step")
     _check_messages(step.messages, "step")
@@ -43,4 +43,5 @@ def _are_mappings(values: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:
 
 
 def _is_number(value: object) -> bool:
+    # Most scalars of numpy are not instances of int or float.
     return isinstance(value, int | float | np.number) and math.isfinite(value)

@@ -1,4 +1,4 @@
-"""A calculator as a tool: arithmetic of numbers and a few functions, with limits on size."""
+"""A calculator as a tool: arithmetic of numbers and a few functions, limited in size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Number = int | float
 
 MAX_CHARACTERS = 500
 MAX_BITS = 2048
-"""Of an integer, so that every operation takes microseconds."""
+"""Maximum bits of an integer. Every operation then takes microseconds."""
 MAX_DEPTH = 50
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -31,6 +31,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos,
 
 
 def _round(value: Number, digits: int = 0) -> Number:
+    # More digits than a float has are useless, and huge numbers of them make `round` slow.
     if not isinstance(digits, int) or abs(digits) > 100:
         raise ToolError("round takes up to 100 digits")
     return round(value, digits) if digits else round(value)
@@ -44,7 +45,7 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 class Calculator(ToolEnvironment):
-    """The problem's messages, and a calculator."""
+    """Environment with the problem's messages and a calculator."""
 
     @tool
     async def calculator(self, expression: str) -> str:
@@ -56,9 +57,9 @@ class Calculator(ToolEnvironment):
 
 
 def evaluate(expression: str) -> Number:
-    """The value of an arithmetic expression; integers are exact. Raises ToolError for all that is none or is too large.
+    """Return the value of an arithmetic expression. Integers are exact.
 
-    Takes at most milliseconds whatever the expression.
+    Raises ToolError for anything else or too large. Any expression takes at most milliseconds.
     """
     tree = arithmetic_tree(expression)
     try:
@@ -70,26 +71,28 @@ def evaluate(expression: str) -> Number:
 
 
 def arithmetic_tree(expression: str) -> ast.expr:
-    """Python's tree of an expression. Raises ToolError for a text that is too long or not an expression."""
+    """Return Python's syntax tree of an expression. Raises ToolError if the text is too long or not an expression."""
     if len(expression) > MAX_CHARACTERS:
         raise ToolError(f"the expression has {len(expression)} characters, {MAX_CHARACTERS} are allowed")
+    # Models also write the signs for times and divided by, and ^ for powers.
     written = expression.replace("\u00d7", "*").replace("\u00f7", "/").replace("^", "**").strip()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # Python warns of `1or 2`
+            warnings.simplefilter("ignore")  # Python warns about text like `1or 2`.
             return ast.parse(written, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise ToolError("this is no arithmetic expression") from None
 
 
 def as_text(value: Number) -> str:
-    """An integer's digits; of a fraction up to twelve, without trailing zeros."""
+    """Return an integer's digits, or up to twelve digits of a fraction without trailing zeros."""
     return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
 def _value(node: ast.expr, depth: int) -> Number:
     if depth > MAX_DEPTH:
         raise ToolError("the expression is nested too deeply")
+    # `type`, not `isinstance`: True and False are ints, too, but not numbers here.
     if isinstance(node, ast.Constant) and type(node.value) in (int, float):
         found: Any = node.value
     elif isinstance(node, ast.UnaryOp) and type(node.op) in _UNARY:
@@ -105,6 +108,7 @@ def _value(node: ast.expr, depth: int) -> Number:
         found = function(*(_value(argument, depth + 1) for argument in node.args))
     else:
         raise ToolError("only numbers, + - * / // % **, brackets and functions are allowed")
+    # Check every intermediate value: the next operation could be slow with a huge one.
     if isinstance(found, int) and found.bit_length() > MAX_BITS:
         raise ToolError("the number is too large")
     if isinstance(found, complex) or (isinstance(found, float) and not math.isfinite(found)):
@@ -114,12 +118,13 @@ def _value(node: ast.expr, depth: int) -> Number:
 
 def _binary(node: ast.BinOp, left: Number, right: Number) -> Any:
     if isinstance(node.op, ast.Pow) and isinstance(left, int) and isinstance(right, int):
-        # Refused before it is computed: 9**9**9 has hundreds of millions of digits.
+        # Check before computing: 9**9**9 has hundreds of millions of digits.
         if right > 0 and (left.bit_length() - 1) * right > MAX_BITS:
             raise ToolError("the number is too large")
         if right < 0 and abs(right) > MAX_BITS:
             raise ToolError("the exponent is too large")
     if isinstance(node.op, ast.Div) and isinstance(left, int) and isinstance(right, int) and right:
+        # A whole quotient of integers stays exact: a float would lose digits of large numbers.
         quotient, remainder = divmod(left, right)
         return quotient if remainder == 0 else left / right
     return _BINARY[type(node.op)](left, right)

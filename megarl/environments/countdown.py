@@ -26,14 +26,16 @@ _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] 
     ast.Div: operator.truediv,
 }
 _SIGNS: dict[type[ast.unaryop], Callable[[Fraction], Fraction]] = {ast.UAdd: operator.pos, ast.USub: operator.neg}
+# Other signs for times, divided by and minus, as models write them.
 _WRITTEN_OTHERWISE = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-", "\u00b7": "*"})
 
 
 class Countdown:
-    """Numbers to a target, drawn from the problem's index, or `numbers` and `target` of its record.
+    """Game of reaching a target with given numbers, drawn from the problem's index or from its record.
 
-    The last line of a turn that has an expression is its guess; `= TARGET` may follow it. A guess that is wrong gets
-    told why, as long as there are `max_guesses`. The reward is 1 for the target, else 0. Each number may be used once.
+    A record gives `numbers` and `target`. The guess is the last line of a turn with an expression; `= TARGET` may
+    follow. A wrong guess gets the reason as a reply, up to `max_guesses` guesses. The reward is 1 for the target, else
+    0. Each number may be used once.
     """
 
     makes_problems = True
@@ -68,20 +70,23 @@ class Countdown:
 
 
 def draw(index: int, num_numbers: int, max_number: int) -> tuple[list[int], int]:
-    """Numbers and a target that some of them reach, other than each of them; equal for equal arguments."""
+    """Return numbers and a target reachable with some of them, but not equal to one. Equal arguments give equal
+    results."""
+    # A text as seed gives the same problem in every process.
     generator = random.Random(f"countdown {index} {num_numbers} {max_number}")
     while True:
         numbers = [generator.randint(1, max_number) for _ in range(num_numbers)]
         value = Fraction(numbers[0])
         for number in numbers[1 : generator.randint(2, num_numbers)]:
             choices = [value + number, value - number, value * number, value / number]
+            # Only positive whole numbers below 1000: intermediate values stay easy to compute by hand.
             value = generator.choice([choice for choice in choices if choice.denominator == 1 and 0 < choice < 1000])
         if value not in numbers:
             return numbers, int(value)
 
 
 def fault_of(text: str, numbers: list[int], target: int) -> str | None:
-    """Why the guess of a text does not reach the target; None where it does."""
+    """Return why the guess in a text misses the target. None: it reaches it."""
     expression = guess_in(text)
     if expression is None:
         return "there is no expression"
@@ -89,6 +94,7 @@ def fault_of(text: str, numbers: list[int], target: int) -> str | None:
         value = exact_value(expression)
     except ToolError as error:
         return str(error)
+    # The expression may use each given number only as often as it is given.
     used = Counter(int(number) for number in re.findall(r"[0-9]+", expression))
     if spare := used - Counter(numbers):
         return f"{next(iter(spare))} is used too often"
@@ -98,7 +104,7 @@ def fault_of(text: str, numbers: list[int], target: int) -> str | None:
 
 
 def exact_value(expression: str) -> Fraction:
-    """The value of whole numbers with + - * / and brackets, without rounding. Raises ToolError for anything else."""
+    """Return the exact value of whole numbers with + - * / and brackets. Raises ToolError for anything else."""
     try:
         return _value(arithmetic_tree(expression), 0)
     except ZeroDivisionError:
@@ -118,7 +124,7 @@ def _value(node: ast.expr, depth: int) -> Fraction:
 
 
 def guess_in(text: str) -> str | None:
-    """The expression of the last line that has one, without tags, \\boxed{} and what follows `=`."""
+    """Return the expression of the last line with one, without tags, \\boxed{} and any text after `=`."""
     for line in reversed(re.sub(r"</?\w+>", "\n", text).splitlines()):
         boxed = re.search(r"\\boxed\{(.*)\}", line)
         before = (boxed.group(1) if boxed else line).partition("=")[0].translate(_WRITTEN_OTHERWISE)

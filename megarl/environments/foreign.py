@@ -1,7 +1,7 @@
-"""Environments of other libraries, in child processes of the interpreter that has the library.
+"""Environments of other libraries, run in child processes with the library's own interpreter.
 
-A child (`foreign_child`) serves many episodes, one request at a time. One that hangs, dies or answers nonsense is
-killed: the episode whose request it was fails, the others are played again in a new child, to the same answers.
+A child (`foreign_child`) serves many episodes, one request at a time. If it hangs, dies or gives an invalid answer, it
+is killed. The episode of the faulty request fails. Other episodes are replayed in a new child, to the same answers.
 """
 
 from __future__ import annotations
@@ -26,6 +26,7 @@ from megarl.types import ConfigError, Problem
 
 _SCRIPT = Path(__file__).with_name("foreign_child.py")
 _MAX_ANSWER_BYTES = 16 << 20
+# Importing a library for the first time can take minutes on a shared file system.
 _START_SECONDS = 300.0
 _GIB = 1 << 30
 
@@ -36,32 +37,32 @@ _NAMES = itertools.count()
 
 
 class ChildError(Exception):
-    """A child process died or answered what is no answer."""
+    """A child process died or gave an invalid answer."""
 
 
 class ForeignError(Exception):
-    """An exception of the library."""
+    """An exception raised by the library."""
 
 
 class NotRepeatedError(Exception):
-    """An episode that was played again in a new child went otherwise than before."""
+    """A replayed episode gave other answers in a new child than before."""
 
 
 class _LostError(Exception):
-    """The child ended before it was asked; another episode's request did it."""
+    """The child ended before it was asked, because of another episode's request."""
 
 
 class ForeignEnvironment:
-    """An environment of a library, played in a child process.
+    """Environment of a library, played in a child process.
 
-    `python` is the interpreter that has the library (default: megarl's own), `processes` the children of all attempts
-    together, `seconds` the time that one answer may take, `memory_gib` the limit of a child's address space.
+    `python` is the interpreter with the library (default: megarl's own). `processes` is the number of children for all
+    attempts together. `seconds` limits the time of one answer, `memory_gib` a child's address space.
     """
 
     makes_problems = True
     library: str
     package: str
-    """As pip knows it."""
+    """Name of the package for pip."""
 
     def __init__(
         self,
@@ -84,9 +85,10 @@ class ForeignEnvironment:
         require(self._command[0], self.library, self.package)
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        self._place = problem.index  # attempts at one problem share a child, which makes it once
+        self._place = problem.index  # Attempts at one problem share a child: it makes it once.
         split = problem.record.get("split")
         request = {"do": "reset", "settings": self._settings, "index": problem.index}
+        # Without a split (no `environment:COUNT` data) problems are not divided into training and validation.
         value = await self._ask({**request, "is_heldout": split and split != "train"})
         has_system = bool(problem.messages) and problem.messages[0]["role"] == "system"
         system = value.get("system")
@@ -98,7 +100,7 @@ class ForeignEnvironment:
         value = await self._ask({"do": "step", "text": turn.text})
         reward, done, correct = value.get("reward"), value.get("done"), value.get("correct")
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
-            raise ChildError(f"the reward is {reward!r:.80}, no finite number")
+            raise ChildError(f"the reward is {reward!r:.80}, not a finite number")
         if not isinstance(done, bool) or not isinstance(correct, bool | None):
             raise ChildError(f"the answer to a turn is {value!r:.200}")
         messages = () if done else ({"role": "user", "content": _text(value)},)
@@ -110,7 +112,7 @@ class ForeignEnvironment:
             self._child = None
 
     def check(self) -> None:
-        """Make the first problem. Raises ConfigError where that fails."""
+        """Make the first problem. Raises ConfigError if this fails."""
         try:
             asyncio.run(self._tried())
         except Exception as error:
@@ -123,12 +125,14 @@ class ForeignEnvironment:
             await close_shared()
 
     async def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        """The child's answer; where it was lost through another episode, this one is played again in a new child."""
+        """Return the child's answer. If another episode made the child end, first replay this one in a new child."""
         while True:
             try:
                 if self._child is None or self._child.has_ended:
                     children = shared(self._command, lambda: _Children(self._command))
                     self._child = await children.child(self._place % self._processes)
+                    # The answers so far must repeat exactly: otherwise the policy's history would not match the
+                    # episode.
                     for earlier, known in self._told:
                         if await self._child.ask(self._name, earlier, self._seconds) != known:
                             raise NotRepeatedError("the environment did not repeat itself in a new process")
@@ -142,13 +146,13 @@ class ForeignEnvironment:
 def _text(value: Mapping[str, Any]) -> str:
     text = value.get("text")
     if not isinstance(text, str):
-        raise ChildError(f"the observation is {text!r:.80}, no text")
+        raise ChildError(f"the observation is {text!r:.80}, not a text")
     return text
 
 
 @lru_cache(maxsize=64)
 def require(python: str, module: str, package: str) -> None:
-    """Raise ConfigError where the interpreter does not have the module; it is not imported."""
+    """Raise ConfigError if the interpreter lacks the module. The module is not imported."""
     command = [python, "-c", f"import importlib.util as u; raise SystemExit(u.find_spec({module!r}) is None)"]
     try:
         found = subprocess.run(command, capture_output=True, timeout=_START_SECONDS).returncode == 0
@@ -165,7 +169,7 @@ def require(python: str, module: str, package: str) -> None:
 
 
 class _Child:
-    """A child process; its requests wait for each other."""
+    """A child process. Its requests wait for each other."""
 
     def __init__(self, process: asyncio.subprocess.Process) -> None:
         self._process = process
@@ -176,11 +180,12 @@ class _Child:
 
     @classmethod
     async def start(cls, command: _Command) -> _Child:
-        """Raises ChildError where it does not start."""
+        """Start a child. Raises ChildError if this fails."""
         python, library, memory_bytes = command
         process = await asyncio.create_subprocess_exec(
             python, str(_SCRIPT), library, str(os.getpid()), *([str(memory_bytes)] if memory_bytes else []),
             stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
+            # Its own process group lets `kill` reach processes that the library starts.
             start_new_session=True, limit=_MAX_ANSWER_BYTES,
         )  # fmt: skip
         child = cls(process)
@@ -191,10 +196,10 @@ class _Child:
         return child
 
     async def ask(self, session: str, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """The answer to a request, in at most so many seconds once it is sent.
+        """Return the answer to a request, within `seconds` after it is sent.
 
-        Raises _LostError where the child ended before, ForeignError for what the library raised, TimeoutError and
-        ChildError, after which the child is killed.
+        Raises _LostError if the child had ended before, and ForeignError for errors of the library. Raises TimeoutError
+        and ChildError after killing the child.
         """
         async with self._lock:
             if self.has_ended:
@@ -202,6 +207,7 @@ class _Child:
             number = next(self._numbers)
             self._write({"id": number, "session": session, **request})
             told = await self._answer(seconds)
+            # A child out of step would answer later requests with earlier answers.
             if told.get("id") != number or not (isinstance(told.get("value"), dict) or "error" in told):
                 await self.kill()
                 raise ChildError(f"the child's answer is {told!r:.200}")
@@ -210,12 +216,12 @@ class _Child:
         return told["value"]
 
     def forget(self, session: str) -> None:
-        """Close a session; nothing is awaited."""
+        """Close a session without waiting."""
         if not self.has_ended:
             self._write({"session": session, "do": "close"})
 
     async def kill(self) -> None:
-        """Kill the child and all of its process group."""
+        """Kill the child and its process group."""
         self.has_ended = True
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
@@ -224,7 +230,7 @@ class _Child:
 
     def _write(self, message: Mapping[str, Any]) -> None:
         assert self._process.stdin
-        with suppress(ConnectionError, RuntimeError):  # one that ended is noticed when its answer is awaited
+        with suppress(ConnectionError, RuntimeError):  # If the child ended, waiting for its answer fails.
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _answer(self, seconds: float) -> dict[str, Any]:
@@ -235,14 +241,14 @@ class _Child:
                 line = await self._process.stdout.readline()
             told = json.loads(line) if line else None
             if told is not None and not isinstance(told, dict):
-                raise ValueError("no object")
+                raise ValueError("it is not an object")
             is_whole = told is not None
         except TimeoutError:
             raise TimeoutError(f"the environment did not answer within {seconds:g} s") from None
         except ValueError as error:
-            raise ChildError(f"the child's answer is none: {error}") from None
+            raise ChildError(f"the child's answer is not valid: {error}") from None
         finally:
-            if not is_whole:  # cancelled, too: what it still writes must not answer another request
+            if not is_whole:  # Also if cancelled: a late answer must not match another request.
                 await self.kill()
         if told is None:
             raise ChildError(f"the child ended with {self._process.returncode}: {self._said}")
@@ -250,7 +256,7 @@ class _Child:
 
 
 class _Children:
-    """The children of a library by number, started when first needed and replaced when they ended."""
+    """Children of a library by number, started when first needed and replaced after they end."""
 
     def __init__(self, command: _Command) -> None:
         self._command = command

@@ -1,5 +1,6 @@
-"""Runs episodes of a library in the interpreter that has it; started by its path, it imports of megarl
-`rewards/harmless.py` alone, by its path too.
+"""Episodes of a library, run in the library's own interpreter.
+
+The file is started by its path. It imports nothing from megarl except `rewards/harmless.py`, also by path.
 
     python foreign_child.py LIBRARY PARENT_PID [MEMORY_BYTES]
 
@@ -11,8 +12,8 @@ A request is a line of JSON on standard input, its answer a line on standard out
     {"id": 2, "value": {"text": "...", "reward": 0.5, "done": true, "correct": false}}
     {"session": "a", "do": "close"}
 
-An exception of the library is the `error` of an answer; `close` has none. Its prints go to standard error. The first
-line that this writes is {"ready": true}, or {"refused": "..."} where the library cannot be imported.
+An exception of the library is the `error` of an answer; `close` has no answer. The library's prints go to standard
+error. The first line written is {"ready": true}, or {"refused": "..."} if the library cannot be imported.
 """
 
 import ctypes
@@ -29,18 +30,20 @@ import signal
 import sys
 import warnings
 
+# PR_SET_PDEATHSIG of linux/prctl.h: die with the parent.
 DEATH_SIGNAL = 1
 HELD_OUT_PARTS = 64
-"""Of 256: the share of all questions that are kept for validation."""
+"""Of 256 equal parts, the share of all questions reserved for validation."""
 MAX_DRAWS = 2000
+# A prime stride keeps the problems of neighbouring seeds apart.
 SEED_STEP = 1_000_003
 MAX_SEED = 1 << 32
 
 
 class ReasoningGym:
-    """A problem of a task of reasoning-gym, `index` its number, scored by the task's own scorer.
+    """Problem of a reasoning-gym task. `index` is its number, and the task's own scorer scores the answer.
 
-    `is_heldout` chooses among questions by their hash, so that no question is asked in training and in validation.
+    `is_heldout` selects questions by their hash, so training and validation never share one.
     """
 
     def __init__(self, settings):
@@ -57,6 +60,7 @@ class ReasoningGym:
         if answer is not None:
             answer = harmless().harmless_answer(self.settings["task"], answer, self.entry)
         score = float(self.dataset.score_answer(answer, self.entry))
+        # Scores are sums of floats, so a perfect one may be slightly below 1.
         return {"text": "", "reward": score, "done": True, "correct": score >= 0.99}
 
     def close(self):
@@ -65,7 +69,7 @@ class ReasoningGym:
 
 @functools.lru_cache(maxsize=1)
 def harmless():
-    """megarl's rules of what may be evaluated, by the path of their file."""
+    """Import megarl's rules about safe answers from the path of their file."""
     path = pathlib.Path(__file__).parents[1] / "rewards" / "harmless.py"
     spec = importlib.util.spec_from_file_location("harmless", path)
     assert spec is not None and spec.loader is not None
@@ -75,7 +79,7 @@ def harmless():
 
 
 def answer_in(text, place):
-    """The answer of a completion, or None; dumping all candidates must not score."""
+    """Return the answer of a completion, or None. Listing all candidates must not score, so the last one counts."""
     if place == "text":
         return text.strip()
     pattern = r"<answer>\s*(.*?)\s*</answer>" if place == "tags" else r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
@@ -87,15 +91,19 @@ def system_prompt(name):
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     if name not in SYSTEM_PROMPTS:
-        raise ValueError(f"system {name!r} is no prompt of reasoning-gym: {', '.join(SYSTEM_PROMPTS)}")
+        raise ValueError(f"system {name!r} is not a prompt of reasoning-gym: {', '.join(SYSTEM_PROMPTS)}")
     return SYSTEM_PROMPTS[name]
 
 
 @functools.lru_cache(maxsize=256)
 def problem_of(task, config, seed, is_heldout):
-    """The dataset of one problem, and the problem. Tasks make all their problems at once, or each from its seed."""
+    """Return the dataset of one problem, and the problem.
+
+    Tasks make all their problems at once or each from its seed, so every problem gets a dataset of size 1.
+    """
     import reasoning_gym
 
+    # Draw seeds until the question's hash falls into the wanted part.
     for draw in range(MAX_DRAWS):
         dataset = reasoning_gym.create_dataset(
             task, seed=(seed + draw * (SEED_STEP + 2)) % MAX_SEED, size=1, **json.loads(config)
@@ -108,7 +116,7 @@ def problem_of(task, config, seed, is_heldout):
 
 
 class Gem:
-    """An environment of GEM, made by `gem.make`, its seed the problem's number."""
+    """Environment of GEM, made by `gem.make`. Its seed follows from the problem's number."""
 
     def __init__(self, settings):
         for module in settings["modules"]:
@@ -124,7 +132,7 @@ class Gem:
         observation, reward, terminated, truncated, info = self.environment.step(text)
         is_done = bool(terminated or truncated)
         told = [info[name] for name in ("correct", "is_correct", "success") if isinstance(info.get(name), bool)]
-        # A game won gives 1, a lost one may give a part of it.
+        # GEM rewards a won game with 1. A lost one may get partial reward.
         correct = told[0] if told else float(reward) >= 1.0 if is_done else None
         return {"text": shown(observation, info), "reward": float(reward), "done": is_done, "correct": correct}
 
@@ -135,7 +143,7 @@ class Gem:
 
 
 def shown(observation, info):
-    """An observation as the policy reads it, with what the environment says before and after it."""
+    """Return an observation with the environment's prefix and suffix, as shown to the policy."""
     parts = [info.get("prefix"), observation, info.get("suffix")]
     return "\n".join(str(part).strip("\n") for part in parts if part)
 
@@ -155,7 +163,7 @@ LIBRARIES = {"reasoning_gym": import_reasoning_gym, "gem": import_gem}
 
 
 class Session:
-    """An episode, with the global random numbers as it left them: libraries draw from them, and share them."""
+    """Episode with its own state of the global random generators, because libraries share these."""
 
     def __init__(self, episode):
         self.episode = episode
@@ -181,9 +189,10 @@ def set_random_states(states):
 
 
 def answer(request, sessions, library):
-    """Carry a request out; what it gives is the answer's value."""
+    """Carry out a request, and return the answer's value."""
     name, action = request["session"], request["do"]
     if action == "reset":
+        # Libraries may draw from global generators while they make an episode, so seed them by the problem.
         random.seed(request["index"])
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(request["index"] % MAX_SEED)
@@ -216,13 +225,15 @@ def serve(requests, answers, library):
 def main():
     library, parent = sys.argv[1], int(sys.argv[2])
     ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)
+    # The parent may have died before prctl took effect.
     if os.getppid() != parent:
         return
     if len(sys.argv) > 3:
         resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[3]), resource.RLIM_INFINITY))
-    # Modules beside this file have the names of libraries; those of the user are in the current folder.
+    # Modules next to this file have names of libraries. The user's own modules are in the current folder.
     here = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here] + [os.getcwd()]
+    # The library may print. Keep the real descriptors for the protocol, and send its prints to standard error.
     requests = os.fdopen(os.dup(0), encoding="utf-8")
     answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
     nothing = os.open(os.devnull, os.O_RDONLY)

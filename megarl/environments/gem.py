@@ -9,11 +9,11 @@ from megarl.environments.foreign import ForeignEnvironment
 
 
 class Gem(ForeignEnvironment):
-    """The environment `name`, made with `config`; its seed is the problem's number, and `seed` the run's.
+    """Environment `name` of GEM, made with `config`. Its seed is made of the problem's number and the run's `seed`.
 
-    Its observations are messages of the user, one a turn, without the earlier ones. `modules` are imported before, and
-    may register environments of your own. Its pins do not fit beside megarl's: `python` is the interpreter of a virtual
-    environment that has gem-llm.
+    Each observation is a user message, without the earlier ones. `modules` are imported first and may register your own
+    environments. gem-llm cannot be installed together with megarl, because their pinned versions differ. So `python`
+    must be the interpreter of a virtual environment with gem-llm.
     """
 
     library = "gem"

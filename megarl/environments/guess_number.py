@@ -1,4 +1,4 @@
-"""A game of several turns: guess a number by what is said of the guesses before, higher or lower."""
+"""Guess a number: a game of several turns with the hints higher and lower."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from megarl.types import Problem
 
 
 class GuessNumber:
-    """A number from 1 to `max_number`, drawn from the problem's index; the last number of a turn is its guess.
+    """Number from 1 to `max_number`, drawn from the problem's index. The last number of a turn is its guess.
 
     The reward is 1 for the number within `max_guesses`, else 0.
     """
@@ -24,11 +24,13 @@ class GuessNumber:
         self.max_guesses = max_guesses
 
     async def reset(self, problem: Problem, seed: int) -> Start:
+        # A text as seed gives the same problem in every process.
         self.secret = random.Random(f"guess_number {problem.index}").randint(1, self.max_number)
         question = f"I think of a number from 1 to {self.max_number}. Guess it, one number a turn."
         return Start((*problem.messages[:-1], {"role": "user", "content": question}))
 
     async def step(self, turn: Turn) -> Step:
+        # Limits on text and digits keep the search fast and `int` within Python's limit for any completion.
         numbers = re.findall(r"\d+", turn.text[-2000:])
         guess = int(numbers[-1]) if numbers and len(numbers[-1]) < 20 else None
         if guess == self.secret:

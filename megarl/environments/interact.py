@@ -1,4 +1,4 @@
-"""RL2's `interact(messages)`: a function that answers a conversation with new messages, or ends it.
+"""RL2's `interact(messages)`: a function answering a conversation with new messages, or ending it.
 
     TOOL = {"name": "price", "description": "...", "parameters": {...}}     # or a list of them; may be missing
 
@@ -6,7 +6,7 @@
         called = re.search(r"<tool_call>(.*?)</tool_call>", messages[-1]["content"], re.DOTALL)
         return [{"role": "tool", "content": answer(called[1])}] if called else []
 
-in a file is `rollout.environment: path/to/file.py:interact` in a recipe.
+In a recipe, name its file: `rollout.environment: path/to/file.py:interact`.
 """
 
 from __future__ import annotations
@@ -22,28 +22,28 @@ from megarl.environments.tools import begun
 from megarl.types import Problem
 
 KNOWN = ("messages", "answer", "record")
-"""Parameters by which a function is told of an attempt; others are settings."""
+"""Parameters filled with data of an attempt. Other parameters are settings."""
 
 
 def is_interact(found: object) -> bool:
-    """Whether an object is a function that takes the messages of a conversation."""
+    """Return whether an object is a function with a parameter `messages`."""
     return inspect.isfunction(found) and "messages" in inspect.signature(found).parameters
 
 
 class Interact:
-    """The problem's messages, and after each turn those that the function returns; an empty list ends the attempt.
+    """Environment giving the problem's messages, then after each turn the messages returned by a function.
 
-    The function is not called after the last turn that `rollout.max_turns` allows. Its `messages` are the whole
-    conversation, the policy's turns with calls and reasoning as they were sampled; by name it may take the problem's
-    `answer` and `record`, and `settings`. It may be `async def`; others run in a thread. The policy is shown the tools
-    `TOOL` of its module. Reward functions score the last turn.
+    An empty list ends the attempt. The function is not called after the last turn allowed by `rollout.max_turns`. Its
+    `messages` are the whole conversation; the policy's turns include calls and reasoning as sampled. By name it may
+    take the problem's `answer` and `record`, and `settings`. It may be `async def`; otherwise it runs in a thread. The
+    policy sees the tools `TOOL` of its module. Reward functions score the last turn.
     """
 
     def __init__(self, function: Callable[..., Any], **settings: Any) -> None:
         parameters = inspect.signature(function).parameters
         self._function, self._settings = function, settings
         self._told = [name for name in KNOWN if name in parameters]
-        inspect.signature(function).bind(**dict.fromkeys(self._told), **settings)  # raises TypeError
+        inspect.signature(function).bind(**dict.fromkeys(self._told), **settings)  # Raises TypeError.
         given = getattr(sys.modules.get(function.__module__), "TOOL", None) or ()
         self.tools = tuple(map(_schema, [given] if isinstance(given, Mapping) else given))
 
@@ -58,7 +58,7 @@ class Interact:
             return Step(done=True)
         problem = self._problem
         values = {"messages": self._messages, "answer": problem.answer, "record": dict(problem.record)}
-        told = copy.deepcopy({name: values[name] for name in self._told})  # it may change what it is given
+        told = copy.deepcopy({name: values[name] for name in self._told})  # The function may change its arguments.
         new = await begun(self._function, told | self._settings)
         if not isinstance(new, Sequence) or isinstance(new, str):
             raise TypeError(f"{self._function.__name__} gave {new!r:.80}, not a list of messages")
@@ -70,5 +70,5 @@ class Interact:
 
 
 def _schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A tool as chat templates take it."""
+    """Return a tool in the form for chat templates."""
     return tool if "function" in tool else {"type": "function", "function": dict(tool)}

@@ -1,4 +1,4 @@
-"""Mastermind: a game of several turns, guess a word of few letters by how many of them stood right."""
+"""Mastermind: guess a word in several turns, by the number of letters in place."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ LETTERS = "ABCDEFGH"
 
 
 class Mastermind:
-    """A word of `length` letters, each of the first `num_letters`, drawn from the problem's index.
+    """Word of `length` letters from the first `num_letters`, drawn from the problem's index.
 
-    The last word of a turn that has the length and the letters is its guess. The reward is 1 for the word within
-    `max_guesses`, else the share of letters that the last guess had in their places, by `partial_reward` (0: none).
+    The guess is the last word of a turn with the right length and letters. The reward is 1 for the word within
+    `max_guesses`. Otherwise it is `partial_reward` (0: none) times the share of letters in place in the last guess.
     """
 
     makes_problems = True
@@ -34,6 +34,7 @@ class Mastermind:
         self.partial_reward = partial_reward
 
     async def reset(self, problem: Problem, seed: int) -> Start:
+        # A text as seed gives the same problem in every process.
         generator = random.Random(f"mastermind {problem.index}")
         self.secret = "".join(generator.choice(self.letters) for _ in range(self.length))
         question = (
@@ -58,6 +59,6 @@ class Mastermind:
 
 
 def marks(guess: str, secret: str) -> tuple[int, int]:
-    """How many letters of a guess stand in their place, and how many more are in the word elsewhere."""
+    """Return the number of letters in place, and of letters elsewhere in the word."""
     right = sum(one == other for one, other in zip(guess, secret, strict=False))
     return right, (Counter(guess) & Counter(secret)).total() - right

@@ -1,4 +1,4 @@
-"""An environment behind an OpenEnv server: a session of its own for each attempt, over a websocket."""
+"""Environment behind an OpenEnv server: one websocket session for each attempt."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     import aiohttp
 
 _MAX_MESSAGE_BYTES = 16 << 20
+# Seconds until a started server is healthy, and between tries for a free session.
 _START_SECONDS = 120.0
 _CAPACITY_SECONDS = 0.1
 _LAUNCHER = """
@@ -31,26 +32,27 @@ os.getppid() == int(sys.argv[1]) or os._exit(1)
 os.execvp(sys.argv[2], sys.argv[2:])
 """
 _WORDS = {"done", "reward", "metadata"}
-"""Fields of an observation that are not for the policy."""
+"""Fields of an observation not shown to the policy."""
 
 
 class ServerError(Exception):
-    """The server's answer is an error, or none."""
+    """The server's answer is an error or not valid."""
 
 
 class UnreachableError(EnvironmentUnavailableError):
-    """The server cannot be reached, or left in the middle of an attempt."""
+    """The server cannot be reached, or closed the connection during an attempt."""
 
 
 class OpenEnv:
-    """An environment of the OpenEnv server at `url`, or of one that `command` starts.
+    """Environment of the OpenEnv server at `url`, or of a server started by `command`.
 
-    `command` is a program and its arguments, `{port}` among them standing for a free port. A turn's text is the field
-    `action` of the environment's action, whose other fields are `action_fields`; left out, it is the only text that
-    the server's schema needs. The observation's field `observation` is shown; left out, its only text, or else all as
-    JSON. With `tools` the policy calls the environment's tools (MCP), and a turn without a call ends the attempt. The
-    seed of `reset` is the problem's number, `reset` holds its other parameters. Of `max_sessions` attempts at once each
-    waits for the server where it takes fewer, `seconds` at most, as for any answer.
+    `command` is a program with arguments; `{port}` in them is replaced by a free port. A turn's text becomes the field
+    `action` of the environment's action; `action_fields` are its other fields. By default `action` is the only text
+    required by the server's schema. The observation's field `observation` is shown; by default its only text, or
+    everything as JSON. With `tools` the policy calls the environment's tools (MCP), and a turn without a call ends the
+    attempt. The problem's number is the seed of `reset`; the setting `reset` has its other parameters. At most
+    `max_sessions` attempts run at once. If the server takes fewer, each attempt waits up to `seconds`, the limit for
+    any answer.
     """
 
     makes_problems = True
@@ -97,7 +99,7 @@ class OpenEnv:
             return Start(messages)
         listed = (await self._stepped({"type": "list_tools"}))["observation"].get("tools")
         if not isinstance(listed, list):
-            raise ServerError("the environment lists no tools; leave tools out")
+            raise ServerError("the environment lists no tools; leave out the setting tools")
         return Start(messages, tuple(_schema(tool) for tool in listed))
 
     async def step(self, turn: Turn) -> Step:
@@ -117,7 +119,7 @@ class OpenEnv:
             self._server.places.release()
 
     def check(self) -> None:
-        """Begin an attempt. Raises ConfigError where that fails."""
+        """Begin an attempt. Raises ConfigError if this fails."""
         try:
             asyncio.run(self._tried())
         except Exception as error:
@@ -132,9 +134,10 @@ class OpenEnv:
             await close_shared()
 
     async def _called(self, calls: Sequence[ToolCall]) -> Step:
-        """The replies to the calls of a turn, in order; the sum of their rewards."""
+        """Return the replies to the calls of a turn in order, and the sum of their rewards."""
         messages: list[Message] = []
         rewards: list[float] = []
+        # After a call that ends the episode the server accepts no further one.
         is_done = not calls
         for call in calls:
             reply = f"error: {call.error}"
@@ -151,7 +154,7 @@ class OpenEnv:
         return Step(tuple(messages), sum(rewards) if rewards else None, is_done)
 
     async def _connect(self, reset: Mapping[str, Any]) -> dict[str, Any]:
-        """A session, begun; waits for a place where the server has none."""
+        """Begin a session and return its first observation, waiting while the server is full."""
         async with asyncio.timeout(self._seconds):
             while True:
                 self._connection = await self._server.connect()
@@ -166,13 +169,13 @@ class OpenEnv:
             return await self._answer({"type": "step", "data": action})
 
     async def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """The server's observation. Raises ServerError, UnreachableError."""
+        """Return the server's observation. Raises ServerError and UnreachableError."""
         assert self._connection is not None
         try:
             await self._connection.send_str(json.dumps(message))
             told = json.loads(await self._connection.receive_str())
-        except (TypeError, ConnectionError) as error:  # TypeError: another message than a text, such as the end
-            raise UnreachableError(f"the server left: {error}") from None
+        except (TypeError, ConnectionError) as error:  # TypeError: not a text message, such as the end.
+            raise UnreachableError(f"the server closed the connection: {error}") from None
         except ValueError as error:
             raise ServerError(f"the server's answer is not JSON: {error}") from None
         data = told.get("data") if isinstance(told, dict) else None
@@ -181,11 +184,11 @@ class OpenEnv:
                 raise _FullError
             raise ServerError(f"{data.get('code')}: {data.get('message')} {data.get('errors', '')}"[:1000])
         if not isinstance(data, dict) or not isinstance(data.get("observation"), dict):
-            raise ServerError(f"the answer is no observation: {told!r:.200}")
+            raise ServerError(f"the answer is not an observation: {told!r:.200}")
         return data
 
     def _shown(self, told: Mapping[str, Any]) -> str:
-        """The observation as the policy reads it."""
+        """Return the observation as shown to the policy."""
         observation = told["observation"]
         if self._observation is not None:
             if self._observation not in observation:
@@ -197,11 +200,11 @@ class OpenEnv:
 
 
 class _FullError(Exception):
-    """The server has as many sessions as it takes."""
+    """The server has no free session."""
 
 
 def _words(value: Any) -> str:
-    """A value as text. Tools of MCP wrap theirs: its `data`, or the texts of its `content`."""
+    """Return a value as text. MCP tools wrap it: in `data`, or in the texts of `content`."""
     if isinstance(value, Mapping):
         if isinstance(value.get("message"), str):
             return value["message"]
@@ -218,18 +221,18 @@ def _reward(told: Mapping[str, Any]) -> float | None:
     if reward is None:
         return None
     if not isinstance(reward, int | float) or not math.isfinite(reward):
-        raise ServerError(f"the reward is {reward!r:.80}, no finite number")
+        raise ServerError(f"the reward is {reward!r:.80}, not a finite number")
     return float(reward)
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    """A tool of the server as chat templates take it."""
+    """Return a tool of the server in the form for chat templates."""
     named = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
     return {"type": "function", "function": named}
 
 
 class _Server:
-    """A server, ours to start and to end where it has a command, and the connections to it."""
+    """Server and its connections. With a command, it is started and stopped here."""
 
     def __init__(self, url: str, command: tuple[str, ...], max_sessions: int) -> None:
         self.places = asyncio.Semaphore(max_sessions)
@@ -240,15 +243,18 @@ class _Server:
         self._text_field: str | None = None
 
     async def start(self) -> None:
-        """Start the server where it is not running, and wait until it is healthy."""
+        """Start the server if it is not running, and wait until it is healthy."""
         async with self._lock:
             if self._client is None:
+                # Imported here: only recipes with this environment need aiohttp.
                 import aiohttp
 
+                # No limit on connections: `max_sessions` is the limit.
                 connector = aiohttp.TCPConnector(limit=0)
                 self._client = aiohttp.ClientSession(connector=connector)
             if not self._command or (self._process is not None and self._process.returncode is None):
                 return
+            # Another process may take the port first. Then the server ends, and its output is in the error.
             port = _free_port()
             self._url = f"http://127.0.0.1:{port}"
             command = [part.replace("{port}", str(port)) for part in self._command]
@@ -264,7 +270,7 @@ class _Server:
                 await asyncio.sleep(0.1)
 
     async def connect(self) -> aiohttp.ClientWebSocketResponse:
-        """A new session. Raises UnreachableError."""
+        """Open a new session. Raises UnreachableError."""
         assert self._client is not None
         import aiohttp
 
@@ -274,7 +280,7 @@ class _Server:
             raise UnreachableError(f"{self._url}: no session: {error}") from None
 
     async def text_field(self) -> str:
-        """The only text that an action needs, by the server's schema."""
+        """Return the only text field required for an action, by the server's schema."""
         if self._text_field is not None:
             return self._text_field
         assert self._client is not None
@@ -287,6 +293,7 @@ class _Server:
             raise UnreachableError(f"{self._url}/schema: cannot be read: {error}") from None
         needed = action.get("required", ())
         texts = [name for name, part in action.get("properties", {}).items() if part.get("type") == "string"]
+        # Optional fields count only if no text field is required.
         texts = [name for name in texts if name in needed] or texts
         if len(texts) != 1:
             raise ServerError(f"the action has the texts {', '.join(texts) or 'none'}; name one in action")

@@ -1,6 +1,6 @@
-"""The driver's side of a process that an environment's attempts run in, one after the other.
+"""Driver's side of a process running an environment's attempts one after the other.
 
-What comes from it is JSON; nothing is unpickled.
+Messages are JSON; nothing is unpickled.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from megarl.types import ConfigError, PeerLostError
 
 MAX_ANSWER_BYTES = 16 << 20
 START_SECONDS = 300.0
-"""Limit for the import of an environment."""
+"""Time limit for importing an environment."""
 _SERVER = "megarl.environments.server:serve"
 
 
@@ -28,26 +28,27 @@ class ProcessSettings:
     """Settings of an environment's processes."""
 
     environment: str
-    """The recipe's name of it."""
+    """Name of the environment in the recipe."""
     settings: Mapping[str, Any]
     """`rollout.environment_kwargs`."""
     memory_bytes: int
-    """Limit of a process's address space beyond what the imports take."""
+    """Limit of a process's address space, in addition to the imports."""
     search_path: tuple[str, ...]
     """`sys.path` of the process."""
     folder: str
-    """Its current folder."""
+    """Current folder of the process."""
 
 
 def process_settings(environment: str, settings: Mapping[str, Any], memory_gib: float) -> ProcessSettings:
-    """Settings for processes in the current folder that import what this one can."""
+    """Return settings for processes in the current folder with this process's import paths."""
     folder = os.getcwd()
+    # An empty entry of sys.path means the current folder, so name it explicitly.
     search_path = tuple(entry or folder for entry in sys.path)
     return ProcessSettings(environment, settings, int(memory_gib * (1 << 30)), search_path, folder)
 
 
 class Process(Protocol):
-    """An environment's process, on this node or another."""
+    """Process of an environment, on this node or another."""
 
     def wait_until_ready(self) -> None:
         """See `EnvironmentProcess.wait_until_ready`."""
@@ -58,18 +59,18 @@ class Process(Protocol):
         ...
 
     def close(self) -> None:
-        """Kill it."""
+        """Kill the process."""
 
 
 MakeProcess = Callable[[ProcessSettings, str | None], Process]
-"""Starts a process for an environment; the text is the path of its output's log."""
+"""Function starting a process for an environment. The text is the path of its output's log."""
 
 
 class EnvironmentProcess:
-    """A process that plays attempts one after the other; asked by one thread at a time, closed by any."""
+    """Process playing attempts one after the other. One thread at a time may ask it, any thread may close it."""
 
     def __init__(self, settings: ProcessSettings, log_file: str | None = None) -> None:
-        """Start the process without waiting for it. Raises PeerLostError where the machine can start none."""
+        """Start the process without waiting for it. Raises PeerLostError if the machine cannot start it."""
         self._name = settings.environment
         self._num_requests = 0
         self._lock = threading.Lock()
@@ -86,14 +87,13 @@ class EnvironmentProcess:
             "memory_bytes": settings.memory_bytes,
         }
         self._is_ready = False
-        with suppress(OSError):  # a process that ended already is noticed when its answer is awaited
+        with suppress(OSError):  # If it ended already, waiting for its answer fails.
             send(self._process.connection, start)
 
     def wait_until_ready(self) -> None:
         """Wait until the environment is imported.
 
-        Raises ConfigError where it cannot be, or not in time, PeerLostError where the process ends or is closed
-        meanwhile.
+        Raises ConfigError if the import fails or takes too long, PeerLostError if the process ends or is closed.
         """
         if self._is_ready:
             return
@@ -112,16 +112,17 @@ class EnvironmentProcess:
         self._is_ready = True
 
     def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        """The answer to a request: see `server.serve`; or how the process `ended`, or that its node is `lost`.
+        """Return the answer to a request (see `server.serve`), or `ended` with the reason, or `lost` for a lost node.
 
-        Either needs another process then.
+        After the latter two a new process is needed.
         """
         self._num_requests += 1
         try:
             send(self._process.connection, {"id": self._num_requests, **request})
             return receive_answer(self._process.connection, self._num_requests, MAX_ANSWER_BYTES)
         except UnsendableError as error:
-            return {"error": f"TypeError: the environment cannot be told what is no JSON: {error}"}
+            return {"error": f"TypeError: the message to the environment is not valid JSON: {error}"}
+        # A process that breaks the protocol cannot be trusted with another request.
         except FrameError as error:
             self.close()
             return {"ended": f"sent {error}"}
@@ -129,12 +130,12 @@ class EnvironmentProcess:
             return {"ended": self._end()}
 
     def close(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and all its descendants."""
         with self._lock:
             self._ended = self._ended or self._process.kill()
 
     def _end(self) -> str:
-        """How the process ended that closed its connection."""
+        """Return how the process ended after it closed its connection."""
         with self._lock:
             self._ended = self._ended or self._process.end()
             return self._ended

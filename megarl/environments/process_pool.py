@@ -1,6 +1,6 @@
-"""A pool of processes that environments run in: one attempt at a time in each, so that a kill ends no other.
+"""Pool of environment processes. Each runs one attempt at a time, so killing one affects no other attempt.
 
-A thread asks a process over a socket, the event loop awaits the thread.
+A thread asks a process over a socket, and the event loop awaits the thread.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ Result = TypeVar("Result")
 
 
 class EnvironmentProcessError(EnvironmentUnavailableError):
-    """The process of an environment ended, or its answer is not valid. The attempt may begin once more in another."""
+    """The process of an environment ended or gave an invalid answer. The attempt may be retried in another process."""
 
 
 class RaisedError(Exception):
-    """An exception of an environment in its process; the text begins with the kind of error and a colon."""
+    """Exception raised by an environment in its process. The text begins with the error's type and a colon."""
 
 
 class EnvironmentPool:
-    """Processes for attempts, started when an attempt needs one, at most `num_processes`, and kept until `close`.
+    """Processes for attempts: started on demand, at most `num_processes`, retained until `close`.
 
-    A process that hangs, ended, or is no longer fit is killed and replaced. What environments print goes to
-    `log_folder/environment_NNNN.log`, from number `first_log` on; `make_process` starts processes, here or elsewhere.
+    A process is killed and replaced if it hangs, ended or is no longer fit. Output of environments goes to
+    `log_folder/environment_NNNN.log`, numbered from `first_log`. `make_process` starts a process, here or elsewhere.
     """
 
     def __init__(
@@ -44,22 +44,22 @@ class EnvironmentPool:
         first_log: int = 0,
         make_process: MakeProcess = EnvironmentProcess,
     ) -> None:
-        # One to ask a process, and one to kill it meanwhile.
+        # Two threads a process: one asks it, another can kill it meanwhile.
         self._threads = ThreadPoolExecutor(max(1, 2 * num_processes), thread_name_prefix="environment")
         logs = [
             str(log_folder.absolute() / f"environment_{number:04d}.log") if log_folder else None
             for number in range(first_log, first_log + num_processes)
         ]
         self._seats = [Seat(lambda log=log: make_process(settings, log), self._threads) for log in logs]
-        self._free: asyncio.LifoQueue[Seat] = asyncio.LifoQueue()  # who has a process first
+        self._free: asyncio.LifoQueue[Seat] = asyncio.LifoQueue()  # Reuse seats with a running process first.
         for seat in reversed(self._seats):
             self._free.put_nowait(seat)
 
     @asynccontextmanager
     async def seat(self) -> AsyncIterator[Seat]:
-        """A process for one attempt, when one is free, its environment imported.
+        """Provide a process for one attempt as soon as one is free, with its environment imported.
 
-        Raises ConfigError where it cannot be imported there, PeerLostError where the process does not start.
+        Raises ConfigError if the environment cannot be imported there, PeerLostError if the process does not start.
         """
         seat = await self._free.get()
         try:
@@ -70,30 +70,30 @@ class EnvironmentPool:
             self._free.put_nowait(seat)
 
     def close(self) -> None:
-        """Kill the processes; calling it again does nothing."""
+        """Kill the processes. Calling it again does nothing."""
         for seat in self._seats:
             seat.kill()
         self._threads.shutdown()
 
 
 class Seat:
-    """The place of a process: empty before the first and after a kill."""
+    """Place for a process: empty before the first one and after a kill."""
 
     def __init__(self, make: Callable[[], Process], threads: ThreadPoolExecutor) -> None:
         self._make = make
         self._threads = threads
         self._process: Process | None = None
         self.num_killed = 0
-        """Processes of the attempt that were killed or ended."""
+        """Number of this attempt's processes that were killed or ended."""
 
     def environment(self) -> SeatedEnvironment:
-        """The environment of an attempt in this process."""
+        """Return the environment of an attempt in this process."""
         return SeatedEnvironment(self)
 
     async def ready(self) -> None:
-        """Start a process where there is none, and wait until it is ready; once more where it ends meanwhile.
+        """Start a process if there is none, and wait until it is ready. Retry once if it ends meanwhile.
 
-        Errors: see `EnvironmentPool.seat`.
+        Errors are described at `EnvironmentPool.seat`.
         """
         with suppress(PeerLostError):
             await self._start()
@@ -110,10 +110,10 @@ class Seat:
             raise
 
     async def ask(self, request: dict[str, Any]) -> Any:
-        """The value that a request has; where it is cancelled, the process is killed.
+        """Return the value of a request's answer. If cancelled, kill the process.
 
-        Raises RaisedError for what the environment raised, EnvironmentUnavailableError, and EnvironmentProcessError
-        where the process is gone.
+        Raises RaisedError for errors of the environment, EnvironmentUnavailableError, and EnvironmentProcessError if
+        the process is gone.
         """
         if self._process is None:
             raise EnvironmentProcessError("the environment's process was killed")
@@ -133,29 +133,29 @@ class Seat:
         return self._process is None
 
     def kill(self) -> None:
-        """Kill the process, if there is one, and all that it started; nothing is awaited."""
+        """Kill the process, if any, and all its descendants, without waiting."""
         process, self._process = self._process, None
         if process is not None:
             self.num_killed += 1
             self._threads.submit(process.close)
 
     async def _awaited(self, call: Callable[[], Result]) -> Result:
-        """The result of a call that blocks, from a thread."""
+        """Return the result of a blocking call made in a thread."""
         try:
             return await asyncio.get_running_loop().run_in_executor(self._threads, call)
         except asyncio.CancelledError:
-            self.kill()  # its answer must not be another request's, and the thread waits for it
+            self.kill()  # Ends the waiting thread; a late answer cannot be mixed up.
             raise
 
 
 class SeatedEnvironment:
-    """An environment in another process."""
+    """Environment running in another process."""
 
     def __init__(self, seat: Seat) -> None:
         self._seat = seat
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        await self._seat.ready()  # the attempt may have been begun anew, after a kill
+        await self._seat.ready()  # A retried attempt may need a new process.
         value = await self._seat.ask({"do": "reset", "problem": asdict(problem), "seed": seed})
         return Start(tuple(value["messages"]), tuple(value["tools"]))
 

@@ -17,17 +17,17 @@ from megarl.types import ConfigError, Problem
 
 
 class Python(ToolEnvironment):
-    """The problem's messages, and Python. `sandbox` are the recipe's settings of that name, unless given."""
+    """Environment with the problem's messages and Python. `sandbox` defaults to the recipe's section of that name."""
 
     def __init__(self, *, sandbox: Mapping[str, Any] | None = None, **settings: Any) -> None:
         super().__init__(**settings)
         given = SandboxSettings(**(sandbox or {}))
-        # A program ends before the tool's own time does, which would cost the process, even if it gets no CPU.
+        # End a program before the tool's own time limit, even if it gets no CPU: exceeding that would cost the process.
         wall_seconds, longest_seconds = min(given.wall_seconds, 0.5 * self.tool_seconds), 0.8 * self.tool_seconds
         self._settings = replace(given, wall_timeout_seconds=wall_seconds, longest_seconds=longest_seconds)
 
     def check(self) -> None:
-        """Run a program. Raises ConfigError where the sandbox does not work."""
+        """Run a trial program. Raises ConfigError if the sandbox does not work."""
         with contextlib.closing(open_sandbox(self._settings)) as sandbox:
             try:
                 sandbox.start()
@@ -35,12 +35,12 @@ class Python(ToolEnvironment):
                 raise ConfigError(str(error)) from None
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        """Begin, with a sandbox that runs. Raises EnvironmentUnavailableError where it does not."""
+        """Begin with a running sandbox. Raises EnvironmentUnavailableError if it does not start."""
         await begun(self._started, {})
         return await super().reset(problem, seed)
 
     def _started(self) -> AnySandbox:
-        """The sandbox; what fails in it is no fault of the policy's."""
+        """Return the sandbox. Its failures are not the policy's fault."""
         try:
             return _sandbox(json.dumps(asdict(self._settings)))
         except (SandboxError, ConfigError) as error:
@@ -66,7 +66,7 @@ class Python(ToolEnvironment):
         raise ToolError("\n".join(filter(None, (why, ran.stdout.rstrip(), ran.stderr.rstrip()))))
 
     def _time_of(self, ran: Ran) -> str:
-        """The time that was too long."""
+        """Return the time limit that was exceeded."""
         if not ran.is_by_clock:
             return f"{self._settings.timeout_seconds:g} seconds of CPU time"
         return f"{self._settings.timeout_seconds if self._settings.url else ran.wall_seconds:.2g} seconds by the clock"
@@ -74,7 +74,8 @@ class Python(ToolEnvironment):
 
 @lru_cache(maxsize=4)
 def _sandbox(settings: str) -> AnySandbox:
-    """This process's sandbox of these settings, started, for all attempts; it ends with the process."""
+    """Return this process's running sandbox with these settings. All attempts share it; it ends with the process."""
+    # JSON serves as a hashable key for the cache. It turns tuples into lists.
     given = json.loads(settings)
     lists = {name: tuple(given[name]) for name in ("require", "packages")}
     sandbox = open_sandbox(SandboxSettings(**{**given, **lists}))

@@ -1,4 +1,4 @@
-"""Any task of reasoning-gym, its problems made from numbers, its answers scored by its own scorer."""
+"""Any task of reasoning-gym: problems made from numbers, answers scored by the task's own scorer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Place = Literal["tags", "boxed", "text"]
 
 
 class ReasoningGym(ForeignEnvironment):
-    """A problem of a task, such as `basic_arithmetic`; `config` are the task's own settings.
+    """Problem of a task, such as `basic_arithmetic`. `config` has the task's own settings.
 
-    Problems are a function of their number and of `seed`. With data `environment:COUNT` a question is either for
-    training or for validation. The answer is what stands in the last <answer> tags of the turn, in its last \\boxed{},
-    or the whole text. `system` is the name of a system prompt of reasoning-gym, for problems that have none: default,
-    simple, direct, chain_of_draft, DeepSeekZero.
+    A problem is a function of its number and of `seed`. With data `environment:COUNT` a question is used either for
+    training or for validation. `answer` names the place of the answer: the last <answer> tags of the turn (tags), its
+    last \\boxed{} (boxed), or the whole text (text). `system` names a system prompt of reasoning-gym for problems
+    without one: default, simple, direct, chain_of_draft, DeepSeekZero.
     """
 
     library = "reasoning_gym"

@@ -18,13 +18,13 @@ from megarl.files.strict_json import parse
 from megarl.types import DataError
 
 SATURATION = 1.2
-"""k1: how soon another occurrence of a term in a document adds little."""
+"""k1 of BM25. With a smaller value, repeated occurrences of a term in a document add less."""
 LENGTH_NORMALIZATION = 0.75
-"""b: 0 leaves the documents' lengths aside, 1 counts occurrences by length."""
+"""b of BM25. 0 ignores the documents' lengths, 1 counts occurrences in proportion to length."""
 
 
 class Search(ToolEnvironment):
-    """The problem's messages, and a search over the documents of a JSONL file `corpus` ("text", perhaps "title")."""
+    """Environment with the problem's messages and a search over a JSONL file `corpus` ("text", optionally "title")."""
 
     def __init__(self, corpus: str, *, num_results: int = 3, **settings: Any) -> None:
         super().__init__(**settings)
@@ -46,7 +46,7 @@ class Search(ToolEnvironment):
 
 
 class Index:
-    """The documents of a corpus by their terms."""
+    """Index of a corpus by terms."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(texts)
@@ -67,35 +67,37 @@ class Index:
         }
 
     def scores(self, query: str) -> NDArray[np.float64]:
-        """The score of each document, [documents]; 0 without a term of the query."""
+        """Return the score of each document, [documents]. It is 0 without a term of the query."""
         scores = np.zeros(len(self.texts))
         for term in dict.fromkeys(terms(query)):
             if term not in self._postings:
                 continue
             numbers, frequencies = self._postings[term]
+            # The inverse document frequency with + 1 in the logarithm, so that it is never negative.
             rarity = np.log(1 + (len(self.texts) - len(numbers) + 0.5) / (len(numbers) + 0.5))
             scores[numbers] += rarity * frequencies * (SATURATION + 1) / (frequencies + self._norm[numbers])
         return scores
 
     def best(self, query: str, count: int) -> list[int]:
-        """Numbers of the documents with the highest scores, best first; equals in the corpus's order."""
+        """Return numbers of the documents with the highest scores, best first. Ties follow the corpus's order."""
         scores = self.scores(query)
+        # A stable sort keeps ties in order, so results do not depend on the machine.
         order = np.argsort(-scores, kind="stable")[:count]
         return [int(number) for number in order if scores[number] > 0]
 
 
 def terms(text: str) -> list[str]:
-    """The words of a text in small letters."""
+    """Return the words of a text in lower case."""
     return re.findall(r"\w+", text.lower())
 
 
 @lru_cache(maxsize=8)
 def _index_of_file(path: str) -> Index:
-    """The index of a JSONL file, made once in a process."""
+    """Return the index of a JSONL file, made once in a process."""
     try:
         lines = check_regular(Path(path)).read_bytes().splitlines()
     except OSError as error:
-        raise DataError(f"{path}: the corpus cannot be read ({error.strerror}); mend its path") from error
+        raise DataError(f"{path}: the corpus cannot be read ({error.strerror}); correct its path") from error
     texts = [_text(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not texts:
         raise DataError(f'{path}: the corpus holds no document; write one {{"text": ...}} per line')
@@ -108,6 +110,6 @@ def _text(path: str, number: int, line: bytes) -> str:
     except ValueError as error:
         raise DataError(f"{path}, line {number}: not JSON ({error}); each line must be one JSON object") from None
     if not isinstance(fields, Mapping) or not isinstance(fields.get("text"), str):
-        raise DataError(f'{path}, line {number}: no document; give {{"text": ...}}, perhaps with a "title"')
+        raise DataError(f'{path}, line {number}: not a document; give {{"text": ...}}, perhaps with a "title"')
     title = fields.get("title")
     return f"{title}\n{fields['text']}" if isinstance(title, str) and title else fields["text"]

@@ -1,4 +1,4 @@
-"""The main function of an environment's process: it plays one attempt after the other, asked step by step."""
+"""Main function of an environment's process. It plays one attempt after the other, one request a step."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ MAX_ERROR_CHARACTERS = 4000
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer until the driver closes the connection.
+    """Answer requests until the driver closes the connection.
 
-    The first message has the recipe's name of the environment, its settings and a limit of memory; the answer is that
-    it is ready, or why it is refused. Each later one has a method with what it is given, and a number, which the answer
-    repeats: the `value`, or the `error` that it raised, or why it is `unavailable`. An answer that `is_last` says that
-    the process is not fit for another attempt.
+    The first message has the environment's name in the recipe, its settings and a memory limit. Its answer is `ready`,
+    or `refused` with the reason. Each later request has a method with its arguments, and a number repeated in the
+    answer. The answer is a `value`, an `error` it raised, or `unavailable` with the reason. `is_last` in an answer
+    means the process is not fit for another attempt.
     """
     with suppress(EOFError, OSError):
         start = receive(connection, None)
@@ -36,6 +36,7 @@ def serve(connection: socket.socket) -> None:
         except MegarlError as error:
             send(connection, {"refused": str(error)[:MAX_ERROR_CHARACTERS]})
             return
+        # Limited after the import: memory of the libraries does not count.
         limit_memory(start["memory_bytes"])
         send(connection, {"ready": True})
         process = os.getpid()
@@ -45,16 +46,16 @@ def serve(connection: socket.socket) -> None:
                 request = receive(connection, None)
                 answer = player.answer(request)
                 if os.getpid() != process:
-                    # The environment forked, and this is the copy: the connection belongs to the original.
+                    # The environment forked, and this is the child. The connection belongs to the parent.
                     os._exit(0)
                 try:
                     send(connection, {"id": request["id"], **answer})
                 except UnsendableError as error:
-                    send(connection, {"id": request["id"], "error": f"TypeError: it gave what is no JSON: {error}"})
+                    send(connection, {"id": request["id"], "error": f"TypeError: its answer is not JSON: {error}"})
 
 
 class _Player:
-    """Plays attempts with the environment that `make` makes, anew at each reset."""
+    """Player of attempts, with a new environment from `make` at each reset."""
 
     def __init__(self, make: Callable[[], Environment], runner: asyncio.Runner) -> None:
         self._make = make
@@ -66,7 +67,8 @@ class _Player:
             return {"value": self._value(request), "is_last": self._is_unfit()}
         except EnvironmentUnavailableError as error:
             return {"unavailable": _text(error)}
-        except BaseException as error:  # SystemExit and the time-outs of some libraries are no Exception
+        except BaseException as error:  # SystemExit and timeouts of some libraries are not Exceptions.
+            # After a MemoryError the process may be in any state, so it plays no further attempt.
             return {"error": f"{type(error).__name__}: {_text(error)}", "is_last": isinstance(error, MemoryError)}
 
     def _value(self, request: dict[str, Any]) -> dict[str, Any] | None:
@@ -81,6 +83,7 @@ class _Player:
             turn = request["turn"]
             calls = tuple(ToolCall(**call) for call in turn["calls"])
             return _step(checked_step(self._called(self._environment.step, Turn(**{**turn, "calls": calls}))))
+        # Forget the environment first, so that a failing `close` is not called again.
         environment, self._environment = self._environment, None
         if environment is not None:
             self._called(environment.close)
@@ -91,7 +94,7 @@ class _Player:
         return self._runner.run(_awaited(found)) if inspect.isawaitable(found) else found
 
     def _is_unfit(self) -> bool:
-        """Between two attempts: a function that hangs still runs in its thread."""
+        """Return whether, between two attempts, a hanging function still runs in its thread."""
         return self._environment is None and any(t.name.startswith(CALL_THREAD) for t in threading.enumerate())
 
 
@@ -104,7 +107,7 @@ def _start(start: Start) -> dict[str, Any]:
 
 
 def _step(step: Step) -> dict[str, Any]:
-    """The step as JSON has it: numbers of numpy become Python's."""
+    """Return the step as JSON values. Numbers of numpy become Python's."""
     return {
         "messages": list(map(dict, step.messages)),
         "reward": None if step.reward is None else float(step.reward),
@@ -118,4 +121,4 @@ def _text(error: BaseException) -> str:
     try:
         return str(error)[:MAX_ERROR_CHARACTERS]
     except Exception:
-        return "its text cannot be had"
+        return "its text cannot be read"

@@ -1,4 +1,4 @@
-"""Processes and connections that all attempts of an event loop share, until the loop's run ends."""
+"""Processes and connections shared by all attempts of an event loop, until the loop's run ends."""
 
 from __future__ import annotations
 
@@ -7,12 +7,13 @@ from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
+# Bytes of output retained, and characters of them shown in a message.
 _KEPT_BYTES = 1 << 14
 _SHOWN = 400
 
 
 class Tail:
-    """The end of what a process says, read so that it never waits."""
+    """End of a process's output. It is read continuously, so the process never blocks on a full pipe."""
 
     def __init__(self, stream: asyncio.StreamReader | None) -> None:
         assert stream is not None
@@ -36,11 +37,12 @@ class Closable(Protocol):
 
 Shared = TypeVar("Shared", bound=Closable)
 
+# By event loop: asyncio's processes and connections cannot be used in another loop.
 _SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Hashable, Any]] = WeakKeyDictionary()
 
 
 def shared(key: Hashable, make: Callable[[], Shared]) -> Shared:
-    """The part of this event loop under a key, made when it is first asked for."""
+    """Return the object of this event loop under a key, made at first use."""
     known = _SHARED.setdefault(asyncio.get_running_loop(), {})
     if key not in known:
         known[key] = make()
@@ -48,6 +50,6 @@ def shared(key: Hashable, make: Callable[[], Shared]) -> Shared:
 
 
 async def close_shared() -> None:
-    """Close all that this event loop has."""
+    """Close all shared objects of this event loop."""
     for part in _SHARED.pop(asyncio.get_running_loop(), {}).values():
         await part.close()

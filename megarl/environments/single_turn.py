@@ -1,4 +1,4 @@
-"""One question, one answer: the environment whose first step is done."""
+"""One question, one answer: the first step is done."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megarl.types import Problem
 
 
 class SingleTurn:
-    """The problem's own messages, then nothing; reward functions score the answer."""
+    """Environment with the problem's own messages and no reply. Reward functions score the answer."""
 
     async def reset(self, problem: Problem, seed: int) -> Start:
         return Start(problem.messages)

@@ -35,23 +35,23 @@ from megarl.types import Problem, ToolCall
 
 METRICS = {
     "tools/NAME/calls": ("count", "calls of a tool, mean over attempts"),
-    "tools/NAME/errors": ("count", "calls of a tool that raised or were not answered in time, mean over attempts"),
-    "tools/NAME/seconds": ("seconds", "how long a tool ran, mean over attempts"),
-    "tools/invalid": ("count", "calls of no tool or with wrong arguments, mean over attempts"),
-    "tools/truncated": ("count", "replies that lost their middle, mean over attempts"),
+    "tools/NAME/errors": ("count", "calls of a tool with an error or a timeout, mean over attempts"),
+    "tools/NAME/seconds": ("seconds", "running time of a tool, mean over attempts"),
+    "tools/invalid": ("count", "calls of an unknown tool or with wrong arguments, mean over attempts"),
+    "tools/truncated": ("count", "replies shortened in the middle, mean over attempts"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 CALL_THREAD = "call of "
-"""With this the name of a thread begins that a function runs in."""
+"""Beginning of the name of a thread running a tool's function."""
 
 
 def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any] | None = None) -> Any:
-    """Mark a method of a `ToolEnvironment` as a tool. `schema` is the JSON schema of its parameters, if not its own.
+    """Mark a method of a `ToolEnvironment` as a tool. `schema` replaces the JSON schema of its parameters.
 
-    Methods with `async def` run concurrently and must not block. Others may: an environment with such a tool runs in
-    processes (`rollout.environment_processes`), and the tool in a thread there, one after the other within an attempt.
-    Parameters need type hints that JSON knows: str, int, float, bool, list, dict, Literal, X | None.
+    Methods with `async def` run concurrently and must not block. Other methods may block: the environment then runs in
+    processes (`rollout.environment_processes`). There the tool runs in a thread, one call at a time within an attempt.
+    Parameters need type hints known to JSON: str, int, float, bool, list, dict, Literal, X | None.
     """
 
     def mark(marked: Callable[..., Any]) -> Callable[..., Any]:
@@ -62,10 +62,10 @@ def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any
 
 
 def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """The schema of a function as chat templates take it, {"type": "function", "function": {...}}.
+    """Return the schema of a function in the form for chat templates, {"type": "function", "function": {...}}.
 
-    The docstring up to the first empty line describes the tool; a line `name: text` in it describes a parameter. Raises
-    TypeError for a parameter without a type that JSON knows.
+    The docstring up to the first empty line describes the tool. A line `name: text` after it describes a parameter.
+    Raises TypeError for a parameter without a type known to JSON.
     """
     description, told = _described(inspect.getdoc(function) or "")
     if parameters is None:
@@ -92,7 +92,7 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
 
 
 def _described(text: str) -> tuple[str, dict[str, str]]:
-    """The description of a tool, and those of its parameters."""
+    """Return the description of a tool, and the descriptions of its parameters."""
     description, _, rest = text.partition("\n\n")
     told = {}
     for line in rest.splitlines():
@@ -117,17 +117,17 @@ def _schema_of_type(hint: Any, place: str) -> dict[str, Any]:
         return {"type": "array"} | ({"items": _schema_of_type(arguments[0], place)} if arguments else {})
     if hint is dict or origin in (dict, Mapping):
         return {"type": "object"}
-    raise TypeError(f"{place} has the type {hint}, which JSON does not know; use str, int, float, bool, list or dict")
+    raise TypeError(f"{place} has the type {hint}, unknown to JSON; use str, int, float, bool, list or dict")
 
 
 class ToolEnvironment:
-    """The problem's messages and the class's tools; done with the first turn that calls none.
+    """Environment with the problem's messages and the class's tools. The first turn without a call ends the attempt.
 
-    Each call of a turn gets one reply, a message of role `tool`, in the order of the calls however they finish. A call
-    that cannot be carried out, a tool that raises and one that takes longer than `tool_seconds` are replied to with an
-    error; EnvironmentUnavailableError is no fault of the policy's: the attempt begins anew. A reply longer than
-    `max_reply_characters` loses its middle (`rollout.budget.reply_tokens` is a limit in tokens). The recipe's
-    `rollout.budget.invalid_calls` says after how many calls in a row that cannot be carried out the attempt ends.
+    Each call of a turn gets one reply, a message of role `tool`, in the order of the calls. An invalid call, a raising
+    tool and one slower than `tool_seconds` get an error as reply. EnvironmentUnavailableError is not the policy's
+    fault, so the attempt is retried. A reply longer than `max_reply_characters` is shortened in the middle
+    (`rollout.budget.reply_tokens` is a limit in tokens). `rollout.budget.invalid_calls` limits the invalid calls in a
+    row before the attempt ends.
     """
 
     def __init__(self, *, max_reply_characters: int = 4000, tool_seconds: float = 30.0) -> None:
@@ -135,6 +135,7 @@ class ToolEnvironment:
             raise ValueError("max_reply_characters must be 100 at least, tool_seconds above 0")
         self.max_reply_characters = max_reply_characters
         self.tool_seconds = tool_seconds
+        # Blocking tools may change the environment's state, so calls of an attempt must not overlap.
         self._one_at_a_time = asyncio.Lock()
         marked = [name for name in dir(type(self)) if hasattr(getattr(type(self), name), TOOL_SCHEMA)]
         self.tools: tuple[Mapping[str, Any], ...] = tuple(getattr(getattr(self, name), TOOL_SCHEMA) for name in marked)
@@ -152,7 +153,7 @@ class ToolEnvironment:
             return Step(done=True, metrics=metrics)
         invalid = [call for call in turn.calls if call.error is not None]
         is_cut = turn.finish_reason == "length" and turn.calls[-1].error is not None
-        metrics["tools/invalid"] = float(len(invalid) - is_cut)  # the turn's length broke the last one, not the policy
+        metrics["tools/invalid"] = float(len(invalid) - is_cut)  # The length limit broke the last call, not the policy.
         messages = await asyncio.gather(*(self._reply(call, metrics) for call in turn.calls))
         return Step(tuple(messages), metrics=metrics)
 
@@ -160,19 +161,20 @@ class ToolEnvironment:
         pass
 
     async def _reply(self, call: ToolCall, metrics: dict[str, float]) -> Message:
-        """The message that answers a call."""
+        """Return the message answering a call."""
         text = f"error: {call.error}" if call.error is not None else await self._called(call, metrics)
         cut = cut_in_the_middle(text, self.max_reply_characters)
         metrics["tools/truncated"] += cut != text
         return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": cut}
 
     async def _called(self, call: ToolCall, metrics: dict[str, float]) -> str:
-        """The result of a tool as text, or its error."""
+        """Return the result of a tool as text, or its error."""
         function = self._functions[call.name]
         metrics[f"tools/{call.name}/calls"] += 1
         start = time.perf_counter()
         try:
             async with self._waiting(function):
+                # Start again after the lock: time spent waiting for another call is not the tool's.
                 start = time.perf_counter()
                 found = await asyncio.wait_for(begun(function, call.arguments or {}), self.tool_seconds)
             return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
@@ -181,7 +183,7 @@ class ToolEnvironment:
             return f"error: the tool took longer than {self.tool_seconds:g} seconds"
         except EnvironmentUnavailableError:
             raise
-        except Exception as error:  # a tool of the user's may raise anything
+        except Exception as error:  # A user's tool may raise anything.
             metrics[f"tools/{call.name}/errors"] += 1
             return f"error: {error}" if isinstance(error, ToolError) else f"error: {type(error).__name__}: {error}"
         finally:
@@ -192,11 +194,14 @@ class ToolEnvironment:
 
 
 class ToolError(Exception):
-    """An error that a tool replies with; its text is the reply's."""
+    """Error replied by a tool. Its text is the reply."""
 
 
 def begun(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
-    """A call of a function, begun. A function that blocks gets a thread that does not keep the process from ending."""
+    """Start a call of a function, and return its awaitable.
+
+    A blocking function gets a daemon thread, so that a hanging call does not keep the process from ending.
+    """
     if inspect.iscoroutinefunction(function):
         return function(**arguments)
     loop = asyncio.get_running_loop()
@@ -213,7 +218,7 @@ def begun(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitab
             report = (result.set_exception, error)
         else:
             report = (result.set_result, value)
-        with contextlib.suppress(RuntimeError):  # the loop has ended, nobody waits
+        with contextlib.suppress(RuntimeError):  # The loop has ended, so nothing awaits the result.
             loop.call_soon_threadsafe(settle, *report)
 
     threading.Thread(target=run, name=f"{CALL_THREAD}{function.__name__}", daemon=True).start()
@@ -221,7 +226,7 @@ def begun(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitab
 
 
 def cut_in_the_middle(text: str, max_characters: int) -> str:
-    """The text, or its beginning and its end around a marker, `max_characters` together."""
+    """Return the text, or its beginning and end around a marker, `max_characters` in total."""
     if len(text) <= max_characters:
         return text
     marker = f"\n[... {len(text) - max_characters} characters and more left out ...]\n"

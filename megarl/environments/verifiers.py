@@ -19,17 +19,18 @@ from megarl.environments.shared import Tail, close_shared, shared
 from megarl.types import ConfigError
 
 _SCRIPT = Path(__file__).with_name("verifiers_child.py")
+# Seconds to load a taskset, and to wait for the process to end before killing it.
 _START_SECONDS = 300.0
 _END_SECONDS = 2.0
 
 
 class Verifiers:
-    """A task of the taskset `taskset`, an installed package or a module of the current folder, with `config`.
+    """Task of the taskset `taskset`, an installed package or a module of the current folder, with `config`.
 
-    `harness` plays it, one of verifiers' or of your own (`harness_config`), in processes of its own on this machine;
-    further fields of the environment's config are `env`. The first `max_tasks` tasks are used; with data
-    `environment:COUNT` the last of them, a share of `heldout`, for validation only, the others for training only.
-    `python` is the interpreter of a virtual environment that has verifiers and uv.
+    `harness` plays it (one of verifiers' or your own, with `harness_config`), in its own processes on this machine.
+    `env` has further fields of the environment's config. The first `max_tasks` tasks are used. With data
+    `environment:COUNT` the last tasks, a share of `heldout`, are for validation only, and the others for training only.
+    `python` is the interpreter of a virtual environment with verifiers and uv.
     """
 
     makes_problems = True
@@ -62,7 +63,7 @@ class Verifiers:
         return await player.play({"task": task, "base_url": base_url, "api_key": api_key})
 
     def check(self) -> None:
-        """Load the taskset. Raises ConfigError where that fails."""
+        """Load the taskset. Raises ConfigError if this fails."""
         try:
             asyncio.run(self._tried())
         except Exception as error:
@@ -77,7 +78,7 @@ class Verifiers:
 
 
 def task_of(index: int, split: str | None, num_tasks: int, heldout: float) -> int:
-    """The task of a problem; tasks of validation are the last ones."""
+    """Return the number of a problem's task. The last tasks are for validation."""
     num_heldout = max(1, math.floor(num_tasks * heldout))
     if split is None:
         return index % num_tasks
@@ -91,7 +92,7 @@ def _player(command: tuple[str, str]) -> _Player:
 
 
 class _Player:
-    """The process that has the taskset and forks for each task, started when first needed and again if it ended."""
+    """Process with the taskset, forking for each task. It starts on demand, and again after it ended."""
 
     def __init__(self, python: str, settings: str) -> None:
         self._python, self._settings = python, settings
@@ -102,7 +103,7 @@ class _Player:
         self._num_tasks = 0
 
     async def start(self) -> int:
-        """The number of tasks. Raises ChildError where they cannot be loaded."""
+        """Return the number of tasks. Raises ChildError if they cannot be loaded."""
         async with self._lock:
             if self._process is not None:
                 return self._num_tasks
@@ -128,7 +129,7 @@ class _Player:
             return self._num_tasks
 
     async def play(self, request: Mapping[str, Any]) -> float:
-        """The reward of a task. Raises ForeignError, and ChildError where the process ended."""
+        """Return the reward of a task. Raises ForeignError, and ChildError if the process ended."""
         number = next(self._numbers)
         result = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
@@ -136,6 +137,7 @@ class _Player:
             return await result
         finally:
             del self._waiting[number]
+            # Nobody waits for this task any more (cancelled), so free its resources.
             if not result.done() or result.cancelled():
                 self._write({"kill": number})
 
@@ -152,7 +154,7 @@ class _Player:
             self._process.stdin.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self, process: asyncio.subprocess.Process, said: Tail) -> None:
-        """Hand answers to those who wait until the process ends; then it may be started again."""
+        """Deliver answers to their waiting tasks until the process ends. Then it may be started again."""
         assert process.stdout
         try:
             while line := await process.stdout.readline():
@@ -165,9 +167,10 @@ class _Player:
                 else:
                     result.set_exception(ForeignError(str(told.get("error", told))))
         except ValueError as error:
-            said_last = f"its answer is none: {error}"
+            said_last = f"its answer is not valid: {error}"
         else:
             said_last = f"the child ended: {said}"
+        # Cleared before the waiting requests fail, so that a new request starts another process.
         self._process = None
         for result in self._waiting.values():
             if not result.done():
@@ -176,7 +179,7 @@ class _Player:
 
 
 async def _end(process: asyncio.subprocess.Process, said: Tail) -> None:
-    """End the process, which kills its forks, or is killed with them."""
+    """Close the process's input and wait: it kills its forks. After a timeout kill all of them."""
     assert process.stdin
     process.stdin.close()
     with suppress(TimeoutError):

@@ -1,11 +1,13 @@
-"""Plays tasks of a taskset of verifiers against an endpoint; started by its path, it imports nothing of megarl.
+"""Tasks of a verifiers taskset, played against an endpoint.
+
+The file is started by its path and imports nothing from megarl.
 
     python verifiers_child.py PARENT_PID
 
-The first line of standard input has the settings, its answer {"ready": true, "num_tasks": 50} or {"refused": "..."}.
-Then a request is a line {"id": 1, "task": 7, "base_url": "...", "api_key": "..."}, its answer {"id": 1, "reward": 0.5}
-or {"id": 1, "error": "..."}, in any order; {"kill": 1} ends a task. Importing verifiers takes seconds: it is done once,
-and a task is played in a fork.
+The first line of standard input has the settings. Its answer is {"ready": true, "num_tasks": 50} or {"refused": "..."}.
+Each further line is a request {"id": 1, "task": 7, "base_url": "...", "api_key": "..."}. Its answer is {"id": 1,
+"reward": 0.5} or {"id": 1, "error": "..."}, in any order. {"kill": 1} ends a task. Importing verifiers takes seconds,
+so it is imported once, and each task is played in a fork.
 """
 
 import asyncio
@@ -19,20 +21,21 @@ import signal
 import sys
 from contextlib import suppress
 
+# PR_SET_PDEATHSIG of linux/prctl.h: die with the parent.
 DEATH_SIGNAL = 1
 MAX_ERROR_CHARACTERS = 900
-"""An answer is shorter than what a pipe takes whole."""
+"""Limit of an error's text, so that a pipe takes an answer as one piece even from several writers."""
 
 
 def load(settings):
-    """The environment, and its first tasks."""
+    """Return the environment and its first tasks."""
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     environment = loaders.load_environment(loaders.resolve_env_config(settings["env"]))
     return environment, list(itertools.islice(environment.taskset, settings["max_tasks"]))
 
 
 async def played(environment, task, base_url):
-    """The reward of an episode. Raises RuntimeError with its errors."""
+    """Return the reward of an episode. Raises RuntimeError with its errors."""
     vf = importlib.import_module("verifiers.v1")
     client = vf.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
     context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig())
@@ -45,10 +48,11 @@ async def played(environment, task, base_url):
 
 
 def play(environment, tasks, request, answers):
-    """In a fork: play a task, answer, and end."""
+    """In a fork: play a task, answer, and exit."""
     code = 1
     try:
         ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)
+        # Its own process group lets `end` kill all processes of the task.
         os.setsid()
         os.environ["OPENAI_API_KEY"] = request["api_key"]
         try:
@@ -66,7 +70,8 @@ def tell(answers, message):
 
 
 def serve(requests, answers, environment, tasks):
-    """Fork for each request until standard input ends; then end all."""
+    """Fork for each request until standard input ends, then kill all forks."""
+    # `select` also wakes for SIGCHLD through this pipe, so ended forks are noticed at once.
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     signal.signal(signal.SIGCHLD, lambda *_: None)
@@ -90,6 +95,7 @@ def serve(requests, answers, environment, tasks):
                 continue
             pid = os.fork()
             if pid == 0:
+                # The fork must not wake the parent's loop.
                 signal.set_wakeup_fd(-1)
                 os.close(requests)
                 play(environment, tasks, request, answers)
@@ -98,7 +104,7 @@ def serve(requests, answers, environment, tasks):
 
 
 def reap(running, answers):
-    """Forks that ended; what is left of their process groups is killed."""
+    """Collect ended forks, kill their process groups, and answer for failed ones."""
     with suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
@@ -118,17 +124,20 @@ def end(pids):
 
 def main():
     ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)
+    # The parent may have died before prctl took effect.
     if os.getppid() != int(sys.argv[1]):
         return
-    # Modules beside this file have the names of libraries; those of the user are in the current folder.
+    # Modules next to this file have names of libraries. The user's own modules are in the current folder.
     here = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here] + [os.getcwd()]
-    # Programs of the interpreter's environment, uv among them, are found by the harness.
+    # The harness finds programs of the interpreter's environment, such as uv, by PATH.
     os.environ["PATH"] = os.pathsep.join([os.path.dirname(sys.executable), os.environ.get("PATH", "")])
+    # Harnesses may print. Keep the real descriptors for the protocol, and send prints to standard error.
     requests, answers = os.dup(0), os.dup(1)
     os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
     os.dup2(2, 1)
     line = b""
+    # Read byte by byte: a buffer would swallow later requests.
     while not line.endswith(b"\n"):
         line += os.read(requests, 1)
     try:

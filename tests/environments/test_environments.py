@@ -59,7 +59,7 @@ def test_a_class_of_a_file(tmp_path: Path) -> None:
         pytest.param("{folder}/absent.py:Game", ["absent.py", "no such file"], id="no file"),
         pytest.param("{folder}/game.py:Gone", ["has no class 'Gone'"], id="no class"),
         pytest.param("{folder}/game.py:Half", ["lacks `async def` close"], id="no method"),
-        pytest.param("{folder}/game.py:function", ["no class"], id="a function"),
+        pytest.param("{folder}/game.py:function", ["is not a class"], id="a function"),
         pytest.param("{folder}/raises.py:Game", ["ZeroDivisionError"], id="raises"),
         pytest.param("megarl.absent:Game", ["megarl.absent"], id="no module"),
     ],

@@ -116,7 +116,7 @@ def test_episodes_of_a_child_do_not_share_random_numbers(toy: None) -> None:
         pytest.param("nan", ForeignError, "ValueError", id="not a number"),
         pytest.param("die", ChildError, "ended with", id="dies"),
         pytest.param("hang", TimeoutError, "within 2 s", id="hangs"),
-        pytest.param("swallow", ChildError, "answer is none", id="nonsense"),
+        pytest.param("swallow", ChildError, "answer is not valid", id="nonsense"),
     ],
 )
 def test_a_faulty_episode_fails_alone(toy: None, text: str, error: type[Exception], words: str) -> None:

@@ -102,7 +102,7 @@ EXPECTED = {
     "exit": ("SystemExit: 3", 0),
     "away": ("EnvironmentUnavailableError: no server", 0),
     "text": ("TypeError: step gave 'done', not a Step", 0),
-    "object": ("TypeError: it gave what is no JSON: Object of type object is not JSON serializable", 0),
+    "object": ("TypeError: its answer is not JSON: Object of type object is not JSON serializable", 0),
     "nan": ("ValueError: step gave the reward nan", 0),
     "long": ("EnvironmentProcessError: the environment's process sent a message of ", 2),
 }
@@ -195,5 +195,5 @@ def test_an_environment_runs_in_processes_where_it_may_block(file: Path) -> None
     assert number.pop("Coroutines") == 0 and all(4 <= found <= 64 for found in number.values())
     assert num_processes("calculator", None) == 0 and num_processes("calculator", 3) == 3
     assert num_processes(f"{file}:Tools", 0) == 0
-    with pytest.raises(ConfigError, match=r"rollout\.environment_processes = 0: a method of .* is no `async def`"):
+    with pytest.raises(ConfigError, match=r"rollout\.environment_processes = 0: a method of .* is not `async def`"):
         num_processes(f"{file}:Acts", 0)
