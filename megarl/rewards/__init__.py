@@ -1,23 +1,22 @@
 """Rewards: functions of a sample's text, its gold answer and more.
 
-A reward function is called with keywords: its parameters are named after the values of a sample that it wants
-(`calling.PARAMETERS`), in any order, so that `def f(completion_text, answer)`, RL2's `def reward_fn(messages, answer)`
-and `def f(record, num_tokens, **rest)` all work. It returns a `megarl.types.Reward`, a number, or None where it does
-not apply (`scores`). It may be slow: it runs in a process of its own that is killed at a deadline. A recipe names
-functions of the table below, or its own as `package.module:function` or `path/to/file.py:function`, each with a weight
-and keyword arguments of its own if it likes.
+A reward function is called with keyword arguments. Its parameters, in any order, are named after values of a sample
+(`calling.PARAMETERS`): `def f(completion_text, answer)`, RL2's `def reward_fn(messages, answer)` and `def f(record,
+num_tokens, **rest)` all work. It returns a `megarl.types.Reward`, a number, or None if it does not apply (`scores`). It
+may be slow: it runs in a separate process, killed at a deadline. A recipe names functions of the table below, or its
+own as `package.module:function` or `path/to/file.py:function`. Each may have a weight and keyword arguments.
 
-`reasoning_gym.TASK` is the scorer of a task of reasoning-gym. `judge` and `remote`, or `judge.NAME` and `remote.NAME`
-where there are several, are no functions: the driver asks a server of the user's over HTTP, many completions at once.
+`reasoning_gym.TASK` is the scorer of a reasoning-gym task. `judge` and `remote` (or `judge.NAME` and `remote.NAME` for
+several) are not functions: the driver asks a server of the user over HTTP, many completions at once.
 
 Reading order: `boxed`, `think_answer_tags`, `gsm8k`, `math_competition`, `multiple_choice` (answers), `final_answers`
-(where they stand), `math_equivalence` (is the answer right), `quantities` and `units` (numbers with units),
-`formulas` (parser and comparison of formulas), `choice_answers` (letters of choices), `answer_format`, `length`,
-`harmless` (what may be evaluated), `reasoning_gym`, `code` (does a program pass its tests), `code_cases` (formats of
-tests), `code_programs` (how they are run), `calling` (what a function is called with), `scores` (what it may return),
-`server` (the process that calls functions), `worker` (the driver's side of one process, a `platform.killable` one),
-`served` (a server that scores), `judge` and `remote` (its two kinds), `scoring` (the pool).
-Importing this package imports no reward function; a function's module is imported in a reward process only.
+(their places), `math_equivalence` (is the answer right), `quantities` and `units` (numbers with units), `formulas`
+(parser and comparison of formulas), `choice_answers` (letters of choices), `answer_format`, `length`, `harmless` (safe
+evaluation), `reasoning_gym`, `code` (does a program pass its tests), `code_cases` (formats of tests), `code_programs`
+(programs running them), `calling` (arguments of a function), `scores` (its results), `server` (process calling
+functions), `worker` (driver's side of one process, a `platform.killable` one), `served` (a scoring server), `judge` and
+`remote` (its two kinds), `scoring` (the pool). Importing this package imports no reward function; a function's module
+is imported in a reward process only.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ SERVED = {
     "judge": "megarl.rewards.judge:Judge",
     "remote": "megarl.rewards.remote:RemoteModel",
 }
-"""Rewards of servers, asked by the driver."""
+"""Rewards from servers, asked by the driver."""
 
 RECORD_CHECKS = {
     "code": "megarl.rewards.code_cases:check_record",
@@ -55,8 +54,10 @@ RECORD_CHECKS = {
     "reasoning_gym": "megarl.rewards.reasoning_gym:check_record",
     "reasoning_gym.TASK": "megarl.rewards.reasoning_gym:check_metadata",
 }
-"""Functions of answer, record and the recipe's keyword arguments, called for every record before a start: ValueError
-for one that the reward cannot score. Their modules are light to import."""
+"""Functions of answer, record and the recipe's keyword arguments, called for every record before a start.
+
+They raise ValueError for a record that the reward cannot score. Their modules are light to import.
+"""
 
 ANSWER_READERS = {
     "boxed": "megarl.rewards.final_answers:boxed_answer",
@@ -67,8 +68,10 @@ ANSWER_READERS = {
     "reasoning_gym": "megarl.rewards.reasoning_gym:final_answer",
     "reasoning_gym.TASK": "megarl.rewards.reasoning_gym:final_answer",
 }
-"""Functions of completion, record and the recipe's keyword arguments: the final answer that is scored, as text, or None
-(`majority_at_K`). Their modules are light to import."""
+"""Functions of completion, record and the recipe's keyword arguments.
+
+They return the scored final answer as text, or None (for `majority_at_K`). Their modules are light to import.
+"""
 
 _BOXED = "Work through the problem step by step. Then write the final answer, and nothing else, in \\boxed{}."
 _TAGS = (
@@ -98,7 +101,7 @@ SYSTEM_PROMPTS = {
     "reasoning_gym": _TAGS,
     "reasoning_gym.TASK": _TAGS,
 }
-"""Instructions for the formats of functions, used with `data.system_prompt: default`."""
+"""Instructions for the formats of functions, used under `data.system_prompt: default`."""
 
 FORM_PROMPTS = {
     "boxed": _BOXED,
@@ -111,7 +114,7 @@ FORM_PROMPTS = {
         "and has nothing else."
     ),
 }
-"""Instructions for the forms that keyword arguments of functions choose: `forms`, `form` or `place`."""
+"""Instructions for the forms chosen by a function's keyword arguments `forms`, `form` or `place`."""
 
 
 _CHOICES = Choices("reward.functions", "reward", "function", REWARDS | SERVED)
@@ -120,20 +123,21 @@ _SERVED_NAME = re.compile(rf"({'|'.join(SERVED)})(?:\.[\w-]+)?", re.ASCII)
 
 
 def locate(name: str) -> str:
-    """The import path that a recipe's reward name stands for; imports nothing. Raises ConfigError if it is for none."""
+    """Return the import path of a recipe's reward name, without importing it. Raises ConfigError for an unknown
+    name."""
     if task := _TASK.fullmatch(name):
         return f"megarl.rewards.reasoning_gym:{task[1]}"
     return _CHOICES.locate(served_kind(name) or name)
 
 
 def served_kind(name: str) -> str | None:
-    """The kind of server, `judge` or `remote`, that a recipe's reward name stands for; None for a function."""
+    """Return the kind of server (`judge` or `remote`) of a recipe's reward name. None: it is a function."""
     found = _SERVED_NAME.fullmatch(name)
     return found[1] if found else None
 
 
 def system_prompt_of(name: str, kwargs: Mapping[str, Any]) -> str | None:
-    """The instruction for a reward function's format, of several forms that it takes the first; None without one."""
+    """Return the instruction for a reward function's format (the first of several forms). None: it has no format."""
     chosen = next((kwargs[key] for key in ("forms", "form", "place") if kwargs.get(key)), None)
     if chosen is None:
         return SYSTEM_PROMPTS.get(kind_of(name))
@@ -141,18 +145,18 @@ def system_prompt_of(name: str, kwargs: Mapping[str, Any]) -> str | None:
 
 
 def kind_of(name: str) -> str:
-    """The key of this package's tables for a recipe's reward name: `reasoning_gym.TASK` for all its tasks."""
+    """Return the key of this package's tables for a recipe's reward name: `reasoning_gym.TASK` for all its tasks."""
     return "reasoning_gym.TASK" if _TASK.fullmatch(name) else name
 
 
 def metric_name(name: str) -> str:
-    """The name of a reward function in metrics, `reward/NAME/mean`: the function's own, without its module or file."""
+    """Return the name of a reward function in metrics (`reward/NAME/mean`), without its module or file."""
     return name.rpartition(":")[2]
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """The reward function of that name; imports its module or runs its file.
+    """Return the reward function `name`, importing its module or running its file.
 
-    Raises ConfigError if there is no such function, or its module cannot be imported.
+    Raises ConfigError if the function does not exist or its module cannot be imported.
     """
     return import_object(locate(name), "reward.functions")

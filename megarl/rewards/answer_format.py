@@ -1,4 +1,4 @@
-"""The reward for a completion's format alone."""
+"""Reward for a completion's format alone."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ def answer_format(
     valid_score: float = 1.0,
     invalid_score: float = 0.0,
 ) -> FunctionScore:
-    """Score whether the completion has a form, or is matched as a whole by a regular expression `pattern`.
+    """Score the completion's form, or a full match with a regular expression `pattern`.
 
-    With both, it must satisfy both; `.` matches line ends too. It says nothing of the answer: `answer_correct` is what
-    other functions say. Metric: `valid`.
+    With both, both must hold; `.` also matches line ends. The answer is not judged: `answer_correct` is left to other
+    functions. Metric: `valid`.
     """
     if form is None and pattern is None:
         raise ValueError(f"give a form, one of {', '.join(_FORMS)}, or a pattern")

@@ -1,4 +1,4 @@
-"""The reward for an answer in \\boxed{}."""
+"""Reward for an answer in \\boxed{}."""
 
 from __future__ import annotations
 
@@ -10,8 +10,8 @@ from megarl.types import Reward
 def boxed(completion_text: str, answer: str, *, correct_score: float = 1.0) -> Reward:
     """Score the last \\boxed{} of the completion against the gold answer.
 
-    The format is valid if there is such a box and it is closed. The score is `correct_score` for the right answer, half
-    of it for one that is right as text but no mathematics, else zero.
+    The format is valid if the box exists and is closed. The score is `correct_score` for the right answer, half of it
+    for an answer equal as text but not parsable as mathematics, else zero.
     """
     prediction = last_boxed(completion_text)
     if prediction is None:

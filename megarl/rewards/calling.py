@@ -1,4 +1,4 @@
-"""Arguments of reward functions, chosen by the names of their parameters."""
+"""Arguments of reward functions, selected by the names of their parameters."""
 
 from __future__ import annotations
 
@@ -24,17 +24,17 @@ PARAMETERS = {
     "correct_score": "float: reward.correct_score",
     "sandbox": "megarl.sandbox.remote.AnySandbox: runs programs of the policy, if it is named; the recipe's sandbox",
 }
-"""The values of a sample that a reward function may take, by the name of its parameter."""
+"""Values of a sample available to a reward function, by parameter name."""
 
 _OF_THE_RECIPE = ("correct_score",)
-"""Parameters that are no part of the sample; a function's kwargs may replace their values."""
+"""Parameters not belonging to the sample. A function's kwargs may replace their values."""
 _WHEN_NAMED = "sandbox"
-"""Not among the `**rest` of a function: a machine without a sandbox can run others."""
+"""Not passed through `**rest`: most functions work on a machine without a sandbox."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """A completion to score, with its problem and its place in the attempt; JSON values."""
+    """Completion to score, with its problem and its place in the attempt; JSON values."""
 
     completion_text: str
     answer: Any
@@ -54,7 +54,7 @@ class Sample:
         prompt_messages: Sequence[Mapping[str, Any]],
         turn: int,
     ) -> Sample:
-        """The sample of a completion; `turn` is its number among the attempt's completions, from 1."""
+        """Return the sample of a completion. `turn` is its number among the attempt's completions, from 1."""
         return cls(
             completion_text,
             problem.answer,
@@ -66,7 +66,7 @@ class Sample:
         )
 
     def values(self, names: frozenset[str], correct_score: float) -> dict[str, Any]:
-        """The values of these `PARAMETERS`."""
+        """Return the values of the given `PARAMETERS`."""
         said = {"role": "assistant", "content": self.completion_text}
         known = {
             "completion_text": self.completion_text,
@@ -79,7 +79,7 @@ class Sample:
             "truncated": self.finish_reason == "length",
             "turn": self.turn,
             "correct_score": correct_score,
-            "sandbox": None,  # the reward process has one of its own
+            "sandbox": None,  # The reward process has its own.
         }
         return {name: known[name] for name in names}
 
@@ -90,14 +90,14 @@ class BoundFunction:
 
     function: Callable[..., Any]
     needs: frozenset[str]
-    """The `PARAMETERS` that it takes, by name."""
+    """The `PARAMETERS` passed to it, by name."""
     positional: Mapping[str, Any]
-    """Its positional-only parameters, in order, with their defaults."""
+    """Its positional-only parameters in order, with their defaults."""
     kwargs: Mapping[str, Any]
     """The recipe's keyword arguments for it."""
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """The function's result for the values of a sample; values that it does not take are left out."""
+        """Return the function's result for a sample's values. Values without a parameter are not passed."""
         given = {name: values[name] for name in self.needs} | dict(self.kwargs)
         arguments = [given.pop(name, default) for name, default in self.positional.items()]
         return self.function(*arguments, **given)
@@ -106,29 +106,30 @@ class BoundFunction:
 def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> BoundFunction:
     """Bind a function to the recipe's `kwargs`.
 
-    Raises ConfigError for a required parameter without a value and for keyword arguments that it does not take.
+    Raises ConfigError for a required parameter without a value, and for unknown keyword arguments.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise ConfigError(
-            f"reward.functions: {name!r}: its parameters cannot be seen; call it from a function written in Python, "
+            f"reward.functions: {name!r}: its parameters cannot be read; call it from a function written in Python, "
             f"such as: {expected(name)}"
         ) from None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
     if reserved := [key for key in kwargs if key in PARAMETERS and key not in _OF_THE_RECIPE]:
         raise ConfigError(
-            f"reward.functions: {name!r}: kwargs.{reserved[0]}: is a value of the sample, which the recipe cannot "
-            "give; leave it out"
+            f"reward.functions: {name!r}: kwargs.{reserved[0]}: is a value of the sample, so the recipe cannot "
+            "set it; leave it out"
         )
     if foreign := [key for key in kwargs if key not in named and not takes_any]:
         near = nearest(foreign[0], named)
         hint = f"did you mean {near}?" if near else f"it takes {', '.join(named) or 'none'}"
-        raise ConfigError(f"reward.functions: {name!r}: kwargs.{foreign[0]}: is no parameter of it; {hint}")
+        raise ConfigError(f"reward.functions: {name!r}: kwargs.{foreign[0]}: is not a parameter; {hint}")
     for parameter in named.values():
         if parameter.default is parameter.empty and parameter.name not in (*PARAMETERS, *kwargs):
             raise ConfigError(_unknown(name, parameter.name))
+    # A function with **rest gets every value of the sample except the sandbox.
     wanted = named.keys() | (PARAMETERS.keys() - {_WHEN_NAMED} if takes_any else set())
     needs = frozenset(key for key in PARAMETERS if key in wanted and key not in kwargs)
     positional = {p.name: p.default for p in named.values() if p.kind is p.POSITIONAL_ONLY}
@@ -136,11 +137,12 @@ def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> 
 
 
 def expected(name: str) -> str:
-    """The line that defines a reward function of that name."""
+    """Return an example of a reward function's definition."""
     return f"def {metric_name(name)}(completion_text: str, answer: str) -> float | megarl.types.Reward"
 
 
 def _unknown(name: str, parameter: str) -> str:
+    # Parameter names of other libraries' reward functions (verl, TRL), for a helpful hint.
     meant = {"solution_str": "completion_text", "completions": "completion_text", "ground_truth": "answer"}
     near = meant.get(parameter) or nearest(parameter, PARAMETERS)
     hint = f" Did you mean {near}?" if near else ""

@@ -1,4 +1,4 @@
-"""Answers that are the letter of a choice, perhaps with the choice's text: `(C) 12`, `C. 12`, `\\textbf{(C)}`."""
+"""Answers naming the letter of a choice, optionally with its text: `(C) 12`, `C. 12`, `\\textbf{(C)}`."""
 
 from __future__ import annotations
 
@@ -15,11 +15,14 @@ _HEDGE = re.compile(
     r"^\W*(?:and|or|not)\b|^\s*[,;/&+]|\b(?:and|or|not|nor|maybe|perhaps)\b.*\b[A-Z]\b|\(\s*[A-Z]\s*\)"
     r"|(?:^|[\s,])[A-Z]\s*[).:](?:\s|$)|^\W*[A-Z]\W*$"
 )
-"""A second choice behind the first."""
+"""Text naming a second choice after the first."""
 
 
 def choice_agreement(prediction: str, answer: str) -> bool | None:
-    """Whether two answers name the same letter; None unless both are a letter and one has a text behind it or marks."""
+    """Return whether two answers name the same letter.
+
+    None: one is not a letter, or both are plain letters without text or brackets.
+    """
     gold, predicted = plain_text(answer), plain_text(prediction)
     letter, found = choice_letter(gold), choice_letter(predicted)
     if letter is None or found is None:
@@ -28,7 +31,7 @@ def choice_agreement(prediction: str, answer: str) -> bool | None:
 
 
 def choice_letter(text: str) -> str | None:
-    """The letter that a text is, or that stands in brackets or before a full stop and one choice's text."""
+    """Return the letter of a text: alone, in brackets, or before a full stop and one choice's text."""
     text = _LABEL.sub("", text)
     alone = _ALONE.fullmatch(text)
     if alone:
@@ -38,5 +41,5 @@ def choice_letter(text: str) -> str | None:
 
 
 def is_hedged(text: str) -> bool:
-    """Whether the text behind a letter names another choice, or takes the letter back."""
+    """Return whether the text after a letter names another choice, or takes the letter back."""
     return _HEDGE.search(text) is not None

@@ -1,4 +1,4 @@
-"""The reward for a program that passes its tests."""
+"""Reward for a program that passes its tests."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from megarl.sandbox.remote import AnySandbox
 from megarl.types import Reward
 
 METRICS = {
-    "reward/code/passed": ("share", "tests that a program passed, mean over samples"),
+    "reward/code/passed": ("share", "passed tests, mean over samples"),
     "reward/code/wrong": ("share", "tests with a wrong output"),
     "reward/code/runtime_errors": ("share", "tests that ended with an error"),
     "reward/code/timeouts": ("share", "tests that took too long"),
-    "reward/code/unrun": ("share", "tests that were not run, after one that failed or without a program"),
-    "reward/code/judge_errors": ("share", "tests counted as wrong because the comparison itself raised"),
-    "reward/code/wall_timeouts": ("share", "tests that took too long by the clock"),
+    "reward/code/unrun": ("share", "tests not run, after a failed one or without a program"),
+    "reward/code/judge_errors": ("share", "tests counted as wrong because the comparison raised an error"),
+    "reward/code/wall_timeouts": ("share", "tests exceeding the wall-clock limit"),
     "reward/code/cpu_seconds": ("seconds", "CPU time of a sample's tests, mean"),
-    "reward/code/retries": ("count", "requests to a sandbox's server that were sent again, mean over samples"),
+    "reward/code/retries": ("count", "retried requests to a sandbox's server, mean over samples"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
@@ -37,11 +37,11 @@ def code(
 ) -> Reward:
     """Run the last fenced block of the completion on the tests of `code_cases`, or of a `field` of the record.
 
-    `score`: all: `correct_score` for a program that passes all, and testing ends with the first that it fails;
-    fraction: that part of it. Only the first `max_tests` count. The first that takes too long is the last that is run.
-    The format is valid if there is such a block. Metrics: `passed`, `wrong`, `runtime_errors`, `timeouts`, `unrun`:
-    shares of the tests, one each; `judge_errors`: those wrong where the comparison itself raised; `wall_timeouts`: the
-    time-outs by the clock; `cpu_seconds` of all runs; `retries` of requests to a server.
+    `score` all: `correct_score` for passing all tests; testing stops at the first failure. fraction: the passed share
+    of it. Only the first `max_tests` count. Testing also stops at the first timeout. The format is valid if the block
+    exists. Metrics: shares of the tests `passed`, `wrong`, `runtime_errors`, `timeouts`, `unrun`; `judge_errors`: wrong
+    because the comparison raised an error; `wall_timeouts`: timeouts by the wall clock; `cpu_seconds` of all runs;
+    `retries` of requests to a server.
     """
     if score not in ("all", "fraction"):
         raise ValueError(f"score is {score!r}; give all or fraction")
@@ -56,10 +56,12 @@ def code(
     counts: dict[str, int] = dict.fromkeys(("passed", "wrong", "runtime_errors", "timeouts"), 0)
     seconds, retries, judge_errors, wall_timeouts = 0.0, 0, 0, 0
     for case in cases:
+        # All tests share a CPU budget. A test without budget left counts as a timeout.
         left = settings.total_timeout_seconds - seconds
         if left <= 0:
             counts["timeouts"] += 1
             break
+        # A remote sandbox is assumed to have numpy. A local one has only the packages of its settings.
         trial = Trial(source, case, has_numpy=settings.url is not None or "numpy" in settings.packages)
         ran = sandbox.run(
             trial.program,
@@ -73,12 +75,13 @@ def code(
         if ran.outcome == "ok":
             try:
                 outcome = "passed" if trial.passes(ran.stdout) else "wrong"
-            except Exception:  # what the policy prints must not spare it the verdict
+            except Exception:  # Output must not escape the verdict by breaking the comparison.
                 outcome = "wrong"
                 judge_errors += 1
         else:
             outcome = {"error": "runtime_errors", "timeout": "timeouts", "output": "wrong"}[ran.outcome]
         counts[outcome] += 1
+        # After a timeout further tests would probably time out too, at full cost.
         if outcome == "timeouts" or (outcome != "passed" and score == "all"):
             break
     shares = {name: count / len(cases) for name, count in counts.items()}

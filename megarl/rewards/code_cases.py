@@ -1,12 +1,12 @@
-"""Tests of programs as data sets have them: ColossalRL's, PRIME's (of APPS and TACO) and LiveCodeBench's.
+"""Tests of programs in the formats of ColossalRL, PRIME (APPS and TACO) and LiveCodeBench.
 
-- ColossalRL and PRIME: {"inputs": [...], "outputs": [...]}, or its JSON; with "fn_name" a function is called, an input
-  being its arguments: a list, or a text with one JSON value a line. Without, an input is the standard input, an output
-  what must be printed, each a text or a list of lines.
+- ColossalRL and PRIME: {"inputs": [...], "outputs": [...]}, or its JSON. With "fn_name" a function is called. An input
+  is then its arguments: a list, or a text with one JSON value a line. Without it an input is the standard input and an
+  output the expected print-out, each a text or a list of lines.
 - LiveCodeBench: [{"input", "output", "testtype": "stdin" or "functional"}, ...] or its JSON, in `public_test_cases` and
-  `private_test_cases` of the record, the latter perhaps packed; the function's name is in `metadata`.
+  `private_test_cases` of the record, the latter possibly packed. The function's name is in `metadata`.
 
-A packed list is base64 of zlib of a pickle of a text. It is not unpickled: the text is read out of it.
+A packed list is base64 of zlib of a pickle of a text. It is never unpickled: only the text is read from it.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import Any
 
+# A small packed text may expand enormously, so stop there.
 MAX_UNPACKED_BYTES = 256 << 20
 _FORMS = (
     'give {"inputs": [...], "outputs": [...]}, perhaps with "fn_name", or a list of {"input": ..., "output": ...}, '
@@ -32,10 +33,11 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A test. With `function` its `arguments` give the value `expected`; else `stdin` makes a program print it.
+    """A test. With `function`, its `arguments` must give the value `expected`; else `stdin` must make a program print
+    it.
 
-    `text`: the value as the data have it, where they do not say whether it is a text such as "5" or what it spells: a
-    function may return either.
+    `text` is the expected value as written, if the data do not say whether it is a text such as "5" or the value it
+    spells. A function may return either.
     """
 
     expected: Any
@@ -46,9 +48,10 @@ class Case:
 
 
 def read_cases(answer: Any, record: Mapping[str, Any], field: str | None = None) -> tuple[Case, ...]:
-    """The tests of a sample: of a field of the record, or where they are found: answer, test_cases, LiveCodeBench's.
+    """Return the tests of a sample: from a field of the record, else from its test_cases, LiveCodeBench's fields, or
+    the answer.
 
-    Raises ValueError for what is in none of the forms.
+    Raises ValueError for data in an unknown format.
     """
     if field is not None:
         if field not in record:
@@ -61,10 +64,11 @@ def read_cases(answer: Any, record: Mapping[str, Any], field: str | None = None)
 
 
 def check_record(answer: Any, record: Mapping[str, Any], *, field: str | None = None, **kwargs: Any) -> None:
-    """Raise ValueError for a record without tests; those that it has are not read, for that takes long."""
+    """Raise ValueError for a record without tests. Existing tests are not parsed, because that takes long."""
     names = ("public_test_cases", "private_test_cases", "test_cases") if field is None else (field,)
     if any(record.get(name) for name in names):
         return
+    # Anything but a short plain text may be (packed) tests.
     if field is None and (not isinstance(answer, str) or answer.lstrip()[:1] in ("{", "[") or len(answer) > 200):
         return
     raise ValueError(f"the record has no {' nor '.join(names)}, and no tests as its answer; {_FORMS}")
@@ -107,7 +111,7 @@ def _case(given: Any, expected: Any, function: Any) -> Case:
     if not function:
         return Case(_text(expected), _text(given))
     if not isinstance(function, str):
-        raise ValueError(f"fn_name is {function!r:.80}, no name")
+        raise ValueError(f"fn_name is {function!r:.80}, not a name")
     if isinstance(given, str):
         arguments = tuple(json.loads(line) for line in given.splitlines() if line.strip())
     elif isinstance(given, list):
@@ -116,16 +120,17 @@ def _case(given: Any, expected: Any, function: Any) -> Case:
         raise ValueError(f"an input of {function} is {given!r:.80}; give a list of arguments, or one a line as JSON")
     text = None
     if isinstance(expected, str):
-        with suppress(ValueError):  # else it is a text as it is
+        with suppress(ValueError):  # Not JSON: it is a plain text.
             parsed = json.loads(expected, parse_float=_finite)
-            # What is in quotes or brackets is JSON on purpose.
+            # Quotes or brackets are JSON on purpose, so only other texts are ambiguous.
             text = None if isinstance(parsed, str | list | dict) else expected
             expected = parsed
     return Case(expected, function=function, arguments=arguments, text=text)
 
 
 def _finite(digits: str) -> float:
-    """The value of a number in JSON. Raises ValueError for one beyond all floats, which would equal all such others."""
+    """Return the value of a JSON number. Raises ValueError if it exceeds all floats: all such numbers would be
+    equal."""
     value = float(digits)
     if math.isinf(value):
         raise ValueError(f"{digits} is beyond all floats")
@@ -133,7 +138,7 @@ def _finite(digits: str) -> float:
 
 
 def _text(value: Any) -> str:
-    """A text, or its lines, as one."""
+    """Return a text, or a list of lines joined into one."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -148,7 +153,7 @@ def _function_name(metadata: Any) -> str | None:
 
 
 def _parsed(text: str) -> Any:
-    """The value of JSON, or of LiveCodeBench's packed JSON."""
+    """Return the value of JSON, or of LiveCodeBench's packed JSON."""
     try:
         return json.loads(text)
     except ValueError:
@@ -156,20 +161,24 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(_unpacked(text))
     except ValueError:
-        raise ValueError(f"tests are {text[:80]!r}, no JSON; {_FORMS}") from None
+        raise ValueError(f"tests are {text[:80]!r}, not JSON; {_FORMS}") from None
 
 
 @lru_cache(maxsize=8)
 def _unpacked(text: str) -> str:
-    """The text in a pickle, packed by zlib and base64. Nothing is executed; ValueError for anything but a text."""
+    """Return the text in a pickle packed by zlib and base64.
+
+    Nothing is executed. Raises ValueError for anything but a text.
+    """
     try:
         unpacker = zlib.decompressobj()
         data = unpacker.decompress(base64.b64decode(text, validate=True), MAX_UNPACKED_BYTES)
         if unpacker.unconsumed_tail:
             raise ValueError("packed tests are too large")
+        # `genops` only lists the pickle's operations. A text is the argument of one of the UNICODE operations.
         found = [argument for operation, argument, _ in pickletools.genops(data) if "UNICODE" in operation.name]
     except (binascii.Error, zlib.error) as error:
         raise ValueError(str(error)) from None
     if len(found) != 1 or not isinstance(found[0], str):
-        raise ValueError("packed tests are no text")
+        raise ValueError("packed tests are not a text")
     return found[0]

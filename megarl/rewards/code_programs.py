@@ -1,4 +1,4 @@
-"""Programs that run a solution on a test, and the comparison of what they give with what is expected."""
+"""Programs running a solution on a test, and the comparison of their results with the expected ones."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ from typing import Any, TypeGuard
 from megarl.rewards.code_cases import Case
 
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
-"""Tolerances of decimal fractions, as in ColossalRL (numpy.allclose)."""
+"""Tolerances for decimal fractions, as in ColossalRL (numpy.allclose)."""
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-"""A number as programs print it. Python's float() also takes 1_0, nan, inf and digits of other scripts."""
+"""A number as printed by programs. Python's float() also accepts 1_0, nan, inf and digits of other scripts."""
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 _PRELUDE = """
 import bisect, cmath, collections, copy, datetime, fractions, functools, heapq, io, itertools, math, operator
@@ -31,7 +31,7 @@ from typing import *
 from random import *
 from builtins import *
 """
-"""Imported before a solution: many forget to. `builtins` come last, since pow of math is not Python's."""
+"""Imports for solutions without their own. `builtins` come last, because pow of math differs from Python's."""
 _NUMPY = "import numpy\nimport numpy as np\n"
 _CALL = """
 import io, json, sys
@@ -53,29 +53,33 @@ _printed.flush()
 
 
 def last_block(text: str) -> str | None:
-    """The source in the last fenced block of a text; None without one, or if the last is not closed."""
+    """Return the source in the last fenced block of a text. None: there is none, or the last is not closed."""
     opened: tuple[str, int] | None = None
     found = None
     for fence in _FENCE.finditer(text):
         if opened is None:
             opened, found = (fence[1], fence.end() + 1), None
+        # A fence closes only with the same character, at least the same length, and no language name (CommonMark).
         elif fence[1][0] == opened[0][0] and len(fence[1]) >= len(opened[0]) and not fence[2].strip():
             found, opened = text[opened[1] : fence.start()], None
     return found if opened is None else None
 
 
 class Trial:
-    """A solution's program for a test: what is run, its standard input, and the verdict on its output."""
+    """A solution's program for one test: program, standard input, and verdict on its output."""
 
     def __init__(self, source: str, case: Case, *, has_numpy: bool) -> None:
         self._case = case
+        # Importing numpy takes longer than most tests run.
         needs_numpy = has_numpy and re.search(r"\b(np|numpy)\.", source) is not None
         prelude = _PRELUDE + (_NUMPY if needs_numpy else "")
         if case.function is None:
+            # The source is compiled separately, so that its own `from __future__` and line numbers work.
             self.program = f"{prelude}\nexec(compile({source!a}, 'solution.py', 'exec', dont_inherit=True))"
             self.stdin = case.stdin
             return
-        # Not to be guessed by a solution that prints; whoever finds it out can but change his own answer.
+        # A secret marks the result's line, so that printed text is not taken for it. Finding it gains nothing: it marks
+        # only the solution's own result.
         self._mark = secrets.token_hex(16)
         given = {
             "prelude": prelude,
@@ -88,12 +92,12 @@ class Trial:
 
     @property
     def output_bytes(self) -> int:
-        """Room for the output, twice as long as expected."""
+        """Return the output limit in bytes: twice the expected length plus a margin."""
         expected = self._case.expected
         return 4096 + 2 * len(expected if isinstance(expected, str) else json.dumps(expected))
 
     def passes(self, stdout: str) -> bool:
-        """Whether a run that ended well gave what is expected."""
+        """Return whether the output of a successful run is as expected."""
         if self._case.function is None:
             return same_output(stdout, self._case.expected)
         for line in reversed(stdout.splitlines()):
@@ -103,16 +107,17 @@ class Trial:
                 except (ValueError, RecursionError):
                     return False
                 is_text = self._case.text is not None and found == self._case.text
+                # Compare with what JSON makes of the expected value, since the result came through JSON, too.
                 return is_text or same_value(found, json.loads(json.dumps(self._case.expected)))
         return False
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Whether a program printed what is expected, line by line.
+    """Return whether a program printed the expected text, line by line.
 
-    Blanks around lines and words, and empty lines before the first and after the last, do not count. Words are equal as
-    texts, or as finite decimals in ASCII digits, which may differ by 1e-5 of their value where a fraction is expected.
-    Lines end at \\n alone.
+    Blanks around lines and words are ignored, as are empty lines at the beginning and end. Words must be equal texts,
+    or finite decimals in ASCII digits. If a fraction is expected, these may differ by 1e-5 of its value. Only \\n ends
+    a line.
     """
     lines, others = _lines(printed), _lines(expected)
     return len(lines) == len(others) and all(map(_same_line, lines, others))
@@ -133,18 +138,19 @@ def _same_line(line: str, other: str) -> bool:
 def _same_word(word: str, other: str) -> bool:
     if word == other:
         return True
+    # An expected integer must match exactly. Very long words are not parsed, to keep the comparison fast.
     if not re.search(r"[0-9][.eE]|\.[0-9]", other) or len(word) > 100:
         return False
     return _DECIMAL.fullmatch(word) is not None and _DECIMAL.fullmatch(other) is not None and _close(word, other)
 
 
 def _close(found: float | str, expected: float | str) -> bool:
-    """Whether two decimals are finite and nearly equal."""
+    """Return whether two decimals are finite and nearly equal."""
     try:
         other = float(expected)
         tolerance = _ABSOLUTE + _RELATIVE * abs(other)
         one = float(found)
-    except OverflowError:  # an integer beyond all floats
+    except OverflowError:  # An integer exceeds all floats.
         return found == expected
     if not math.isfinite(one) or not math.isfinite(other):
         return found == expected
@@ -152,9 +158,9 @@ def _close(found: float | str, expected: float | str) -> bool:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Whether a function returned what is expected, both as JSON has them.
+    """Return whether a function returned the expected value, both as JSON values.
 
-    Floats may differ as in `same_output`. APPS and TACO put what is expected into a list of one: that counts, too.
+    Floats may differ as in `same_output`. APPS and TACO wrap the expected value into a list of one; that also counts.
     """
     return _same(found, expected) or (isinstance(expected, list) and len(expected) == 1 and _same(found, expected[0]))
 
@@ -170,4 +176,5 @@ def _same(found: Any, expected: Any) -> bool:
         return found.keys() == expected.keys() and all(_same(found[key], expected[key]) for key in found)
     if isinstance(found, float) or isinstance(expected, float):
         return _is_number(found) and _is_number(expected) and _close(found, expected)
+    # True is not 1 and 1 is not "1", though Python's == says otherwise for the former.
     return type(found) is type(expected) and found == expected

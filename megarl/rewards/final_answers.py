@@ -1,4 +1,5 @@
-"""The final answer that a completion states: in a box, in tags, after #### or Answer. Light: the driver imports it."""
+"""Final answer stated in a completion: in a box, in tags, after #### or Answer. Light, because the driver imports
+it."""
 
 from __future__ import annotations
 
@@ -13,16 +14,16 @@ from megarl.rewards import ANSWER_READERS, kind_of
 
 AnswerForm = Literal["boxed", "tags", "hashes", "answer_line"]
 ReadAnswer = Callable[[str, Mapping[str, Any]], str | None]
-"""Reads the final answer from a completion to a record."""
+"""Function reading the final answer from a completion and its record."""
 
 GSM8K_FORMS: tuple[Literal["hashes", "boxed"], ...] = ("hashes", "boxed")
-"""The forms of `gsm8k` unless its keyword argument `forms` says otherwise."""
+"""Default forms of `gsm8k`, replaced by its keyword argument `forms`."""
 MATH_COMPETITION_FORMS: tuple[Literal["boxed"], ...] = ("boxed",)
-"""The forms of `math_competition` unless its keyword argument `forms` says otherwise."""
+"""Default forms of `math_competition`, replaced by its keyword argument `forms`."""
 NUMBER = r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
-"""A regular expression of a number as grade-school solutions write it."""
+"""Regular expression of a number as written in grade-school solutions."""
 MARKED_NUMBER = re.compile(rf"####[ \t]*[*_$]*\\?({NUMBER})")
-"""#### and the number behind it, which may be in bold or between dollar signs."""
+"""#### and the following number, possibly in bold or between dollar signs."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _OPENING_BRACE = re.compile(r"\s*\{")
@@ -31,18 +32,19 @@ _BARE = re.compile(
     r"(?:(?P<dollars>[^$\n]*)\$|(?P<formula>(?:\\.|[^\s$\\])+))",
     re.ASCII,
 )
-"""The contents of a box without braces begin with a sign, a digit, a command or a single letter."""
+"""Contents of a box without braces, beginning with a sign, a digit, a command or a single letter."""
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _OPEN, _CLOSE = _TAGS[2:]
 _ANSWER_LABEL = re.compile(r"\banswer[ \t]*+:", re.IGNORECASE)
 
 
 def last_box(text: str) -> tuple[int, str] | None:
-    """Where the last box begins, and its contents; None without a box or if the last is not closed.
+    """Return the start of the last box and its contents. None: there is no box, or the last is not closed.
 
-    A box is \\boxed{4}, \\boxed {4}, \\fbox{4}, or \\boxed 4: without braces a formula up to the next space, or up to
-    a dollar sign in the same line.
+    A box is \\boxed{4}, \\boxed {4}, \\fbox{4}, or \\boxed 4. Without braces the contents are a formula up to the next
+    space, or up to a dollar sign in the same line.
     """
+    # Search backwards: scanning a long text from its start for each box would be quadratic.
     for command in _commands_from_the_end(text):
         opening = _OPENING_BRACE.match(text, command.end())
         if opening is not None:
@@ -65,13 +67,13 @@ def _commands_from_the_end(text: str) -> Iterator[re.Match[str]]:
 
 
 def _until_brace(text: str, start: int) -> str | None:
-    """The text up to the brace that closes the group which begins at `start`; None without that brace."""
+    """Return the text up to the brace closing the group opened before `start`. None: it is not closed."""
     position = start
     depth = 1
     while position < len(text):
         character = text[position]
         if character == "\\":
-            position += 1  # an escaped brace is a character, not a group
+            position += 1  # An escaped brace is a character, not a group.
         depth += (character == "{") - (character == "}")
         if depth == 0:
             return text[start:position]
@@ -80,7 +82,7 @@ def _until_brace(text: str, start: int) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """The contents of the last box; None without a box or if the last is not closed."""
+    """Return the contents of the last box. None: there is no box, or the last is not closed."""
     found = last_box(text)
     return None if found is None else found[1]
 
@@ -93,16 +95,17 @@ def marked_line(text: str, marked: re.Match[str]) -> str:
 
 
 def last_tagged(text: str) -> str | None:
-    """The contents of the last <answer>...</answer>; None without one."""
+    """Return the contents of the last <answer>...</answer>. None: there is none."""
     found = last_tags(text)
     return None if found is None else found[1]
 
 
 def last_tags(text: str) -> tuple[int, str] | None:
-    """Where the last <answer>...</answer> begins, and its contents."""
+    """Return the start of the last <answer>...</answer>, and its contents. None: there is none."""
     end = text.rfind(_CLOSE)
     while end >= 0:
         before = text.rfind(_CLOSE, 0, end)
+        # Take the first opening tag after the previous closing one, so that nested opening tags are contents.
         start = text.find(_OPEN, before + 1, end)
         if start >= 0:
             return start, text[start + len(_OPEN) : end]
@@ -111,7 +114,7 @@ def last_tags(text: str) -> tuple[int, str] | None:
 
 
 def _last_answer_line(text: str) -> tuple[int, str] | None:
-    """Where the answer of the last line `Answer: x` begins, and x."""
+    """Return the start of the answer in the last line `Answer: x`, and x. None: there is none."""
     end = len(text)
     while end >= 0:
         start = text.rfind("\n", 0, end) + 1
@@ -123,10 +126,10 @@ def _last_answer_line(text: str) -> tuple[int, str] | None:
 
 
 def last_stated(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerForm, str] | None:
-    """The answer that stands last in one of these forms, with its form; None without one.
+    """Return the last answer in one of these forms, with its form. None: there is none.
 
-    boxed: \\boxed{x}; tags: <answer>x</answer>; hashes: `#### 42`, a number; answer_line: a line `Answer: x`, where x
-    may have a box around it. The time it takes grows with the text's length alone.
+    boxed: \\boxed{x}; tags: <answer>x</answer>; hashes: `#### 42`, a number; answer_line: a line `Answer: x`, with or
+    without a box around x. The running time is linear in the text's length.
     """
     found: list[tuple[int, AnswerForm, str]] = []
     if "hashes" in forms and (marked := deque(MARKED_NUMBER.finditer(text), maxlen=1)):
@@ -145,7 +148,7 @@ def last_stated(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerForm, s
 
 
 def has_valid_tags(completion_text: str) -> bool:
-    """Whether each of the four tags occurs exactly once, in order, and the text ends with the last."""
+    """Return whether each of the four tags occurs exactly once, in order, and the text ends with the last."""
     places = [completion_text.find(tag) for tag in _TAGS]
     return (
         all(completion_text.count(tag) == 1 for tag in _TAGS)
@@ -155,17 +158,17 @@ def has_valid_tags(completion_text: str) -> bool:
 
 
 def without_thoughts(text: str) -> str:
-    """The text after its last </think>; all of it without one."""
+    """Return the text after its last </think>, or all of it without one."""
     return text.rpartition("</think>")[2]
 
 
 def boxed_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
-    """The answer that `boxed` scores."""
+    """Return the answer scored by `boxed`."""
     return last_boxed(text)
 
 
 def tagged_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
-    """The answer that `think_answer_tags` scores."""
+    """Return the answer scored by `think_answer_tags`."""
     return last_tagged(text)
 
 
@@ -177,7 +180,8 @@ def competition_answer(
     thoughts: Literal["optional", "required"] = "optional",
     **kwargs: Any,
 ) -> str | None:
-    """The answer that `math_competition` scores, after the last </think>; None without one in a valid format."""
+    """Return the answer scored by `math_competition`, after the last </think>. None: there is none in a valid
+    format."""
     if thoughts == "required" and _TAGS[1] not in text:
         return None
     stated = last_stated(without_thoughts(text), forms)
@@ -185,8 +189,9 @@ def competition_answer(
 
 
 def gold_answers(answer: Any) -> list[str]:
-    """The gold answers, each without a box around it. Raises ValueError where there is none."""
+    """Return the gold answers without a box around them. Raises ValueError if there is none."""
     given = answer if isinstance(answer, list) else [answer]
+    # bool is a subclass of int, but True is not an answer.
     texts = [str(one) for one in given if isinstance(one, str | int | float) and not isinstance(one, bool)]
     if not texts or len(texts) < len(given):
         raise ValueError(f"the gold answer is {answer!r:.80}; give a text, or a list of texts that are all right")
@@ -199,9 +204,9 @@ def check_gold_answers(answer: Any, record: Mapping[str, Any], **kwargs: Any) ->
 
 
 def reader_of(functions: Sequence[tuple[str, Mapping[str, Any]]]) -> ReadAnswer | None:
-    """How the final answer is read from a completion: as the first of these reward functions that has a format does.
+    """Return a function reading the final answer from a completion, by the first reward function with a known format.
 
-    Functions are given by name, with their keyword arguments. None: they say nothing of where an answer stands.
+    Functions are given by name with their keyword arguments. None: no function says where an answer is.
     """
     for name, kwargs in functions:
         path = ANSWER_READERS.get(kind_of(name))

@@ -1,4 +1,4 @@
-"""The reward for the number that answers a grade-school problem."""
+"""Reward for the number answering a grade-school problem."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ def gsm8k(
     forms: tuple[Form, ...] | list[Form] = GSM8K_FORMS,
     method: Literal["strict", "flexible"] = "strict",
 ) -> Reward:
-    """Score the number of the completion's last `#### n`, \\boxed{n} or <answer>n</answer>, those of `forms`.
+    """Score the number in the completion's last `#### n`, \\boxed{n} or <answer>n</answer>, as far as listed in
+    `forms`.
 
-    The gold answer is a number or GSM8K's solution, which ends with `#### n`. Numbers are equal by value: 1,234 and
-    $1234.00. The whole line behind #### must be a number, perhaps with a unit: 3/4, 5 million, 5 apples, not 10-12.
-    `correct_score` for the right one, `format_score` for another in one of the forms, else zero. tags: the
-    four tags of `think_answer_tags` must be well-formed. Method flexible: without any of the forms the last number of
-    the completion counts, while the format is invalid (verl's flexible). Metric: `fallback`, the share of these.
-    ColossalChat's gsm8k: forms [tags], format_score 1, reward.correct_score 10. Raises ValueError for a gold answer
-    that is no number.
+    The gold answer is a number, or GSM8K's solution ending with `#### n`. Numbers are equal by value: 1,234 and
+    $1234.00. The whole line after #### must be a number, optionally with a unit: 3/4, 5 million, 5 apples, but not
+    10-12. The score is `correct_score` for the right number, `format_score` for another number in one of the forms,
+    else zero. For tags, the four tags of `think_answer_tags` must be well-formed. Method flexible (verl's): without any
+    of the forms, the last number of the completion counts, but the format is invalid. Metric: `fallback`, the share of
+    these. ColossalChat's gsm8k: forms [tags], format_score 1, reward.correct_score 10. Raises ValueError for a gold
+    answer that is not a number.
     """
     if method not in get_args(Literal["strict", "flexible"]):
         raise ValueError(f"method is {method!r}; give strict or flexible")
@@ -50,12 +51,12 @@ def gsm8k(
 
 
 def gold_number(answer: Any) -> Fraction:
-    """The number of a gold answer. Raises ValueError where it has none."""
+    """Return the number of a gold answer. Raises ValueError if it has none."""
     text = str(answer)
     marked = deque(MARKED_NUMBER.finditer(text), maxlen=1)
     number = _quantity(marked_line(text, marked[0]) if marked else text)
     if number is None:
-        raise ValueError(f"the gold answer {text!r:.80} is no number, nor does it end with '#### n'")
+        raise ValueError(f"the gold answer {text!r:.80} is not a number, nor does it end with '#### n'")
     return number
 
 
@@ -72,7 +73,7 @@ def final_answer(
     method: Literal["strict", "flexible"] = "strict",
     **kwargs: Any,
 ) -> str | None:
-    """The number that is scored; None where the completion states none."""
+    """Return the scored number. None: the completion states none."""
     number, _ = _stated_number(text, tuple(forms), method)
     return None if number is None else str(number)
 
@@ -80,16 +81,17 @@ def final_answer(
 def _stated_number(
     text: str, forms: tuple[Form, ...], method: Literal["strict", "flexible"]
 ) -> tuple[Fraction | None, bool]:
-    """The number that a completion states, and whether it does so in one of the forms."""
+    """Return the number stated by a completion, and whether it is in one of the forms."""
     number = _in_form(text, forms)
     if number is not None or method == "strict":
         return number, number is not None
+    # A deque of one keeps only the last match, so a long text needs no list of all.
     found = deque(_ANY_NUMBER.finditer(text), maxlen=1)
     return (_number(found[0][1]) if found else None), False
 
 
 def _in_form(text: str, forms: tuple[Form, ...]) -> Fraction | None:
-    """The number in the form that comes last; None where that holds none, or there is none of them."""
+    """Return the number in the last of the forms. None: it holds no number, or there is no form."""
     stated = last_stated(text, forms)
     if stated is None:
         return None
@@ -100,14 +102,15 @@ def _in_form(text: str, forms: tuple[Form, ...]) -> Fraction | None:
 
 
 def _quantity(text: str) -> Fraction | None:
-    """The number that a text is, with or without a unit; None for anything more, such as `10-12` or `5 or 6`."""
+    """Return the number of a text with or without a unit. None: the text holds more, such as `10-12` or `5 or 6`."""
     text = _without_marks(text.strip())
+    # The limit keeps huge numbers and long texts from taking time.
     found = read_quantity(text) if len(text) <= _MAX_CHARACTERS else None
     return None if found is None else found.number
 
 
 def _without_marks(text: str) -> str:
-    """The text without asterisks of bold type, dollar signs of a formula and a full stop."""
+    """Return the text without asterisks of bold type, dollar signs of a formula and a full stop."""
     text = text.removesuffix(".").strip("*_ ").removesuffix(".")
     is_formula = len(text) > 2 and text[0] == text[-1] == "$"
     return text[1:-1].strip().removesuffix(".") if is_formula else text

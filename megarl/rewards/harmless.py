@@ -1,7 +1,7 @@
-"""Texts that are harmless to evaluate as Python: literals and formulas, in which nothing can be called or looked up.
+"""Check of texts to be evaluated as Python: only literals and formulas, without calls and look-ups, are harmless.
 
-Some scorers of reasoning-gym evaluate what an answer says. Needs the standard library alone: the process of the
-environment `reasoning_gym` loads this file too.
+Some scorers of reasoning-gym evaluate an answer's text. This file uses only the standard library, because the process
+of environment `reasoning_gym` loads it too.
 """
 
 from __future__ import annotations
@@ -20,26 +20,26 @@ _MAX_NESTING = 50
 _ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant)
 
 LITERALS = frozenset(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"))
-"""Tasks whose scorers evaluate an answer that is not the gold one as a Python literal."""
+"""Tasks with scorers evaluating an answer as a Python literal if it differs from the gold one."""
 FORMULAS = frozenset(
     ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
 )
-"""Tasks whose scorers evaluate the answer as a formula."""
+"""Tasks with scorers evaluating the answer as a formula."""
 
 
 def harmless_answer(task: str, said: str, entry: Mapping[str, Any]) -> str:
-    """An answer to an entry of a task; none where its scorer would evaluate it and it might do more than be a value."""
+    """Return an answer to a task's entry, or an empty one if evaluating it might do more than give a value."""
     if task in FORMULAS:
         return said if is_formula(said) else ""
     if task in LITERALS:
-        # Only what is none of these texts is evaluated.
+        # The scorer evaluates only texts other than these.
         known = (entry["answer"].strip(), *entry["metadata"].get("valid_answers", ()))
         return said if said in known or is_literal(said) else ""
     return said
 
 
 def is_literal(text: str) -> bool:
-    """Whether a text is a number, a string, or lists and the like of these."""
+    """Return whether a text is a number, a string, or a list, tuple, dict or set of these."""
     try:
         ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -48,10 +48,10 @@ def is_literal(text: str) -> bool:
 
 
 def is_formula(text: str) -> bool:
-    """Whether a text is of numbers, variables of one letter, arithmetic, powers and usual functions.
+    """Return whether a text consists of numbers, one-letter variables, arithmetic, powers and usual functions.
 
-    It has no attribute, no quotes, no brackets but round ones and no other name, so that a parser that evaluates it
-    finds nothing but mathematics. Powers of powers may still take any time and memory.
+    It has no attributes, no quotes, only round brackets and no other names, so evaluating it can do nothing but
+    mathematics. Powers of powers may still take any time and memory.
     """
     if _TOKEN.sub("", text) or _depth(text) > _MAX_NESTING:
         return False
@@ -59,7 +59,7 @@ def is_formula(text: str) -> bool:
 
 
 def is_integer_arithmetic(text: str) -> bool:
-    """Whether a text is of numbers and operators alone, those of bits among them."""
+    """Return whether a text consists of whole numbers and operators, including bit operators."""
     try:
         tree = ast.parse(text, mode="eval")
     except (ValueError, SyntaxError, MemoryError, RecursionError):

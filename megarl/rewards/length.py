@@ -1,4 +1,4 @@
-"""The reward for a completion's length."""
+"""Reward for a completion's length."""
 
 from __future__ import annotations
 
@@ -19,11 +19,10 @@ def length(
 ) -> FunctionScore:
     """Score the number of tokens: 1 at the `target`, falling linearly to 0 over `width` tokens beyond it.
 
-    at_most: 1 below the target too; exact: it falls on both sides. The target is the same for all, or stands in a
-    `field` of each record; `width` is the target if left out. A negative `weight` makes a penalty of it. It does not
-    judge format or answer. Metrics: `over`, the share of completions longer than the target, and `distance_tokens`, the
-    mean distance to it. Source: L1 (https://arxiv.org/abs/2503.04697), its exact and maximal lengths, kept within 0
-    and 1.
+    at_most: also 1 below the target; exact: it falls on both sides. The target is the same for all, or in a `field` of
+    each record. `width` defaults to the target. A negative `weight` makes it a penalty. Format and answer are not
+    judged. Metrics: `over`, the share of completions longer than the target, and `distance_tokens`, the mean distance
+    to it. Source: L1 (https://arxiv.org/abs/2503.04697), its exact and maximal lengths, limited to 0 to 1.
     """
     if mode not in ("at_most", "exact"):
         raise ValueError(f"mode is {mode!r}; give at_most or exact")
@@ -36,11 +35,11 @@ def length(
 
 
 def target_of(record: Mapping[str, Any], target: int | None, field: str | None) -> int:
-    """The target in tokens. Raises ValueError without one, or for one that is no number from 1 on."""
+    """Return the target in tokens. Raises ValueError without a target, or if it is not a number from 1."""
     if (target is None) == (field is None):
         raise ValueError("give either a target or the field of the records that holds it")
     if field is not None and field not in record:
-        raise ValueError(f"the record has no field {field!r}, which holds the target")
+        raise ValueError(f"the record has no field {field!r}, to hold the target")
     value = target if field is None else record[field]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < 1e9:
         raise ValueError(f"the target is {value!r:.80}; give a number of tokens from 1 on")

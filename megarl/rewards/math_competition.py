@@ -1,4 +1,4 @@
-"""The reward for the answer to a problem of a mathematical competition."""
+"""Reward for the answer to a problem of a mathematical competition."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ def math_competition(
 ) -> Reward:
     """Score the final answer by one of three levels: right, wrong, or without a valid format.
 
-    The answer stands after the last </think>, in the last of these `forms`: \\boxed{}, a line `Answer: x`, or
-    <answer> tags. The format is invalid without one, and with thoughts required where </think> is missing. Gold answers
-    may be several, as a list, each with or without a box around it: one that agrees is enough. One that agrees as text
-    only earns the mean of right and wrong (`math_equivalence.agreement`). Metric: `level_N`, the share of right answers
-    where the record has a `level` N (`Level 5`, as MATH writes it). verl's and slime's math_dapo: wrong_score and
-    invalid_score -1, forms [answer_line]; DeepScaleR: thoughts required.
+    The answer is taken after the last </think>, from the last of these `forms`: \\boxed{}, a line `Answer: x`, or
+    <answer> tags. The format is invalid without one; with thoughts required also without </think>. There may be a list
+    of gold answers, each with or without a box: one that agrees is enough. Agreement as text only earns the mean of
+    right and wrong (`math_equivalence.agreement`). Metric: `level_N`, the share of right answers if the record has a
+    `level` N (`Level 5` in MATH). verl's and slime's math_dapo: wrong_score and invalid_score -1, forms [answer_line].
+    DeepScaleR: thoughts required.
     """
     if not forms or set(forms) - set(get_args(Form)):
         raise ValueError(f"forms are {forms!r}; give some of {', '.join(get_args(Form))}")

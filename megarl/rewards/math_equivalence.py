@@ -29,13 +29,14 @@ _IN_BASE = re.compile(r"([0-9][0-9A-F]*)_\{?(?:\\text\s*\{)?(?:[0-9]+|[a-z]+)\}*
 
 
 def agreement(prediction: str, answer: str) -> float:
-    """1 if `prediction` equals `answer`; 0.5 if it does but has a brace too many or too few; else 0.
+    """Return 1 if `prediction` equals `answer`, 0.5 if they are equal except for stray braces, else 0.
 
-    Both are LaTeX or plain text, with or without an enclosing \\boxed{}. In turn: equal texts agree; choices are
-    compared by letter; plain numbers and quantities exactly (`quantities`); all else is parsed and compared by its
-    value (`formulas`). Where neither can be parsed, or one is beyond the caps, they agree if they say the same but for
-    spaces, braces that hold nothing, and the case of words. An empty prediction never agrees.
+    Both are LaTeX or plain text, with or without an enclosing \\boxed{}. The steps: equal texts agree. Choices are
+    compared by letter, plain numbers and quantities exactly (`quantities`). Everything else is parsed and compared by
+    value (`formulas`). If neither can be parsed, or one exceeds the limits, they agree as texts, ignoring spaces,
+    meaningless braces and the case of words. An empty prediction never agrees.
     """
+    # Long answers are hardly ever a formula, and comparing them as one could take long.
     if len(prediction) > MAX_ANSWER_CHARACTERS or len(answer) > MAX_ANSWER_CHARACTERS:
         return float(prediction.split() == answer.split())
     prediction, answer = normalized(prediction), normalized(answer)
@@ -50,6 +51,7 @@ def agreement(prediction: str, answer: str) -> float:
     predicted_quantity = read_quantity(prediction, words)
     if predicted_quantity and gold_quantity:
         return float(same_quantity(predicted_quantity, gold_quantity))
+    # A gold answer in another base, 101_2, is often answered without naming the base.
     gold_base = _IN_BASE.fullmatch(answer)
     if gold_base and gold_base[1] == prediction:
         return 1.0
@@ -60,11 +62,13 @@ def _of_formulas(prediction: str, answer: str) -> float:
     gold, words = _gold_formula(answer)
     predicted = _formula(prediction, words)
     if gold is None or predicted is None:
+        # Both are words, or not understood, so only the spelling can be compared.
         if all(tree is None or _is_word(tree) for tree in (gold, predicted)):
             return float(is_same_text(prediction, answer))
         return 0.5 if predicted is None and is_same_without_stray_braces(prediction, answer) else 0.0
     if gold == predicted:
         return 1.0
+    # Numeric evaluation of huge powers or factorials would take too long.
     if not is_within_caps(prediction) or not is_within_caps(answer):
         return 0.0
     if _same_with_units(gold, predicted):
@@ -73,20 +77,21 @@ def _of_formulas(prediction: str, answer: str) -> float:
 
 
 def _is_word(tree: Node) -> bool:
-    """Whether a tree is a name in capitals, which is a word beside other words: YES and yes."""
+    """Return whether a tree is a name in capitals, to be compared as a word: YES and yes."""
     return tree.kind == "symbol" and len(tree.value) > 1 and tree.value.isupper()
 
 
+# Many completions are compared with the same gold answer, so its parsed form is cached.
 @lru_cache(maxsize=256)
 def _gold_quantity(answer: str) -> tuple[Quantity | None, frozenset[str]]:
-    """A gold answer as a quantity, and the names of its unit."""
+    """Return a gold answer as a quantity, and the names of its unit."""
     quantity = read_quantity(answer)
     return quantity, quantity.unit.names if quantity and quantity.unit else _NO_WORDS
 
 
 @lru_cache(maxsize=256)
 def _gold_formula(answer: str) -> tuple[Node | None, frozenset[str]]:
-    """A gold answer's tree, and the names of its unit."""
+    """Return a gold answer's tree, and the names of its unit."""
     tree = _formula(answer, None)
     return tree, tree.value.names if tree is not None and tree.kind == "quantity" else _NO_WORDS
 
@@ -98,7 +103,10 @@ def _formula(text: str, words: Collection[str] | None, *, groups: bool = True) -
 
 
 def _other_readings(prediction: str, answer: str) -> list[tuple[Node, Node]]:
-    """Other trees of the two: single letters as variables, not units; `100,200,300` as a list like the gold one."""
+    """Return other readings of both texts.
+
+    Single letters may be variables instead of units, and `100,200,300` a list if the gold answer is one.
+    """
     readings: list[tuple[Node | None, Node | None]] = []
     if re.search(r"(?<=\s)[A-Za-z]\b", prediction + answer):
         readings.append((parsed(answer), parsed(prediction)))
@@ -111,8 +119,10 @@ def _same_with_units(gold: Node, predicted: Node) -> bool:
     gold, gold_unit = _without_unit(gold)
     predicted, unit = _without_unit(predicted)
     same: Callable[[Fraction], bool] = lambda factor: Comparison(factor).same(gold, predicted)  # noqa: E731
+    # Both with units: convert between units of equal dimensions.
     if gold_unit and unit:
         return gold_unit.dimensions == unit.dimensions and same(unit.factor / gold_unit.factor)
+    # A percentage may also be written as its value: 50% and 0.5.
     if unit and unit.is_percentage:
         return same(unit.factor)
     if gold_unit and gold_unit.is_percentage and same(1 / gold_unit.factor):

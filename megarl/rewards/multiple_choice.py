@@ -1,4 +1,4 @@
-"""The reward for the letter of the right choice."""
+"""Reward for the letter of the right choice."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _STATED = re.compile(
     + r"|(?<!not )(?<!n't )\b(?i:choose|chose|pick|select|go\s+with)\s+(?i:(?:option|choice|answer)\s+)?" + _LETTER,
     re.MULTILINE,
 )  # fmt: skip
-"""A choice that is called the answer. One that is only mentioned, `since option A, ...`, is none."""
+"""A choice called the answer. A choice only mentioned, `since option A, ...`, does not match."""
 _SECOND = re.compile(r"[\s*_.):,;\]]*(?i:or|and|/|&)[\s*_]*(?i:(?:option|choice)\s+)?\(?[A-Z]\b")
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices of a problem: their labels, and their texts where the record has them."""
+    """Choices of a problem: their labels, and their texts if the record has them."""
 
     labels: tuple[str, ...]
     texts: tuple[str, ...] = ()
@@ -43,7 +43,8 @@ class Choices:
         return _LETTERS[: len(self.labels)]
 
     def letter(self, said: str) -> str | None:
-        """The letter of the choice that a text names: by label, the choice's own text, or letter; else None."""
+        """Return the letter of the choice named by a text: by label, by the choice's own text, or by letter. None: no
+        choice."""
         return self.by_label(said) or self.by_text(said) or self.by_letter(said)
 
     def by_label(self, said: str) -> str | None:
@@ -53,14 +54,14 @@ class Choices:
         return _only(said, self.texts)
 
     def by_letter(self, said: str) -> str | None:
-        """The letter that a text is, or is led by."""
+        """Return the letter that a text consists of or begins with."""
         plain = _plain(said)
         alone = _ALONE.fullmatch(plain)
         letter = alone[1].upper() if alone else self._leading(plain)
         return letter if letter and letter in self.letters else None
 
     def _leading(self, plain: str) -> str | None:
-        """The letter before the text of its choice, or before a reason; None where the text names another choice."""
+        """Return the letter before its choice's text or before a reason. None: the text names another choice."""
         led = _LED_BY.fullmatch(plain)
         if led is not None:
             named = self.by_text(led[2])
@@ -71,7 +72,7 @@ class Choices:
         return reason[1] if reason else choice_letter(plain)
 
     def by_index(self, said: str) -> str | None:
-        """The letter of an index from 0, where the labels are no numbers themselves."""
+        """Return the letter of an index from 0, unless labels are numbers themselves."""
         text = said.strip()
         is_index = text.isdecimal() and not any(label.isdecimal() for label in self.labels)
         return _LETTERS[int(text)] if is_index and len(text) < 3 and int(text) < len(self.labels) else None
@@ -87,19 +88,20 @@ def multiple_choice(
     field: str | None = None,
     gold: Gold | None = None,
 ) -> Reward:
-    """Score the choice that the completion ends with against the gold one.
+    """Score the choice at the completion's end against the gold one.
 
     Choices are in the record's `choices` or `options`, or another `field`: a list, {"label": [...], "text": [...]} or
-    {"A": ...}; without any there are `num_choices`, at most 26. The gold answer is a letter or label, a choice's text,
-    or its index from 0; `gold` says which, and must where an answer could be two of them. Only the completion after its
-    last </think> counts: its last box or <answer> tags, else its last `the answer is (B)`, else a last line that is a
-    choice alone. The format is valid where one of these names exactly one choice. Metrics: `chosen_A`, `chosen_B`, ...:
-    the share of answers with this letter. Raises ValueError for a gold answer that is none of the choices, or of which
-    this is not clear.
+    {"A": ...}. Without any there are `num_choices`, at most 26. The gold answer is a letter or label, a choice's text,
+    or its index from 0. `gold` says which one, and is required if an answer could be two of them. Only the completion
+    after its last </think> counts: its last box or <answer> tags, else its last `the answer is (B)`, else a last line
+    consisting of a choice. The format is valid if one of these names exactly one choice. Metrics: `chosen_A`,
+    `chosen_B`, ...: the share of answers with this letter. Raises ValueError for a gold answer that is not a choice or
+    is ambiguous.
     """
     choices = choices_of(record, field, num_choices)
     right = gold_choice(answer, choices, gold)
     letter = _chosen(without_thoughts(completion_text), choices)
+    # At most 10 letters become metrics, to keep their number small.
     shown = _LETTERS[: min(len(choices.labels), 10)] if choices.texts or num_choices else ""
     metrics = {f"chosen_{each}": float(each == letter) for each in shown}
     is_correct = letter == right
@@ -107,9 +109,9 @@ def multiple_choice(
 
 
 def choices_of(record: Mapping[str, Any], field: str | None = None, num_choices: int | None = None) -> Choices:
-    """The choices of a record. Raises ValueError for those in no known form."""
+    """Return the choices of a record. Raises ValueError for an unknown form."""
     if field is not None and field not in record:
-        raise ValueError(f"the record has no field {field!r}, which holds the choices")
+        raise ValueError(f"the record has no field {field!r}, to hold the choices")
     name = field or next((name for name in _FIELDS if record.get(name)), None)
     if name is None:
         if num_choices is not None and not (type(num_choices) is int and 2 <= num_choices <= len(_LETTERS)):
@@ -130,7 +132,7 @@ def choices_of(record: Mapping[str, Any], field: str | None = None, num_choices:
 
 
 def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
-    """The letter of the gold choice. Raises ValueError where it is none of them, or might be two."""
+    """Return the letter of the gold choice. Raises ValueError if it is not a choice, or might be two."""
     text = str(answer).strip()
     readings = {
         "letter": choices.by_label(text) or choices.by_letter(text),
@@ -151,7 +153,7 @@ def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
 def final_answer(
     text: str, record: Mapping[str, Any], *, num_choices: int | None = None, field: str | None = None, **kwargs: Any
 ) -> str | None:
-    """The letter that is scored; None where the completion names no choice."""
+    """Return the scored letter. None: the completion names no choice."""
     return _chosen(without_thoughts(text), choices_of(record, field, num_choices))
 
 
@@ -172,8 +174,10 @@ def _chosen(text: str, choices: Choices) -> str | None:
     marked = [found for found in (last_box(text), last_tags(text)) if found is not None]
     if marked:
         return choices.letter(max(marked)[1])
+    # Letters that are not choices, as in "the answer is I think", are skipped.
     stated = deque((found for found in _STATED.finditer(text) if _stated_letter(found) in choices.letters), maxlen=1)
     if stated:
+        # "the answer is A or B" names two choices, so it counts as none.
         return None if _SECOND.match(text, stated[0].end()) else _stated_letter(stated[0])
     lines = text.strip().splitlines()
     return choices.letter(lines[-1]) if lines else None
@@ -184,7 +188,7 @@ def _stated_letter(found: re.Match[str]) -> str:
 
 
 def _only(said: str, names: Sequence[str]) -> str | None:
-    """The letter of the only name that a text is; None where it is none, or several."""
+    """Return the letter of the only name equal to a text. None: no name or several are equal."""
     plain = _plain(said).casefold()
     folded = [_plain(name).casefold() for name in names]
     return _LETTERS[folded.index(plain)] if folded.count(plain) == 1 else None

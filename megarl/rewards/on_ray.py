@@ -19,15 +19,15 @@ from megarl.types import PeerLostError
 
 
 def nodes_in_turn() -> Iterator[str]:
-    """The cluster's nodes, round-robin and without end."""
+    """Return the cluster's nodes, round-robin and without end."""
     return cycle([node["NodeID"] for node in ray.nodes() if node["Alive"]])
 
 
 def actor_on(node: str, made: Callable[..., object], *given: object, **options: int) -> Any:
-    """An actor `made(*given)` on a node, or on another where that is lost.
+    """Return an actor `made(*given)` on a node, or on another one if that node is lost.
 
-    It takes no CPU in Ray's count: all of those may be the ranks'. What asks for no resource at all Ray places at
-    random, whatever the strategy; so it asks for a byte.
+    It takes no CPU in Ray's count, because the ranks may take all of them. Ray 2.60 places an actor without any
+    resource at random, ignoring the strategy. So the actor asks for one byte of memory.
     """
     there = NodeAffinitySchedulingStrategy(node, soft=True)
     actor: Any = ray.remote(made).options(num_cpus=0, memory=1, scheduling_strategy=there, **options)
@@ -35,32 +35,32 @@ def actor_on(node: str, made: Callable[..., object], *given: object, **options: 
 
 
 def on_nodes_in_turn() -> MakeScorer:
-    """A constructor of reward workers, round-robin over the cluster's nodes."""
+    """Return a constructor of reward workers, round-robin over the cluster's nodes."""
     nodes = nodes_in_turn()
     return lambda settings, log_file: RayRewardWorker(next(nodes), settings, log_file)
 
 
 class RayRewardWorker:
-    """A `RewardWorker` in an actor on a node; if the node is lost, Ray restarts it on another."""
+    """A `RewardWorker` in an actor on a node. If the node is lost, Ray restarts it on another."""
 
     def __init__(self, node: str, settings: WorkerSettings, log_file: str | None) -> None:
         self._is_closed = False
         self._start_timeout_seconds = settings.start_timeout_seconds
-        # Two calls at once: one of them interrupts the other.
+        # Two concurrent calls, so that `interrupt` can run while `ask` does.
         self._actor = actor_on(node, RewardWorker, settings, log_file, max_restarts=-1, max_concurrency=2)
         self._interrupting: Any = None
 
     def ask(self, sample: Sample) -> Scored:
-        """See `RewardWorker.ask`. Raises PeerLostError also if the cluster has no room for the actor any more."""
+        """See `RewardWorker.ask`. Also raises PeerLostError if the cluster has no room for the actor any more."""
         deadline = time.monotonic() + self._start_timeout_seconds
-        if self._interrupting is not None:  # it is not for this sample
+        if self._interrupting is not None:  # It was meant for the previous sample.
             with suppress(RayError):
                 ray.get(self._interrupting)
             self._interrupting = None
         while True:
             try:
                 return ray.get(self._actor.ask.remote(sample))
-            except RayActorError as error:  # its node may be lost: Ray starts it elsewhere, and scoring can be repeated
+            except RayActorError as error:  # If its node is lost, Ray restarts it elsewhere.
                 if self._is_closed or time.monotonic() > deadline:
                     raise PeerLostError(f"a reward worker on Ray is lost or closed: {error}") from None
                 time.sleep(1.0)
@@ -71,7 +71,7 @@ class RayRewardWorker:
             self._interrupting = self._actor.interrupt.remote()
 
     def close(self) -> None:
-        """Kill the actor; its reward process and all that it started end with it."""
+        """Kill the actor. Its reward process and all descendants end with it."""
         self._is_closed = True
         with suppress(RayError):
             ray.kill(self._actor)

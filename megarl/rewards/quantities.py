@@ -1,4 +1,4 @@
-"""An exact parser of plain numbers with units.
+"""Exact parser of plain numbers with units.
 
 `1,234`, `3 1/2`, `1.5e3`, `0.\\overline{3}`, `33\\frac{1}{3}\\%`, `5\\text{ cm}^2`, `60 miles per hour`.
 """
@@ -41,9 +41,9 @@ _NUMBERS = {
     "power": re.compile(_POWER_OF_TEN),
     "decimal": re.compile(_DECIMAL),
 }
-"""Forms of an unsigned number; the longest match counts."""
+"""Forms of an unsigned number. The longest match counts."""
 _NO_NUMBER_FOLLOWS = re.compile(r"\s*(?:[0-9.,!?^_'+*/|(){\[\]}:;=<>~-]|\\ldots|\\cdots|\\dots|$)")
-"""Signs that make a formula of the number before them."""
+"""Signs after a number that make it part of a formula."""
 _MULTIPLE = re.compile(rf"\s*(?:\\text\s*\{{\s*)?({'|'.join(MULTIPLES)})s?\b\s*\}}?")
 _FRACTION_WORD = re.compile(r"(?:\s+|\s*-\s*|\s*\\text\s*\{\s*)([a-z]+)\s*\}?\s*$")
 _CURRENCIES = (("\\$", "dollar"), ("$", "dollar"), ("€", "euro"), ("£", "sterling"))
@@ -58,14 +58,14 @@ class Quantity:
 
     @property
     def value(self) -> Fraction:
-        """The number in base units."""
+        """Return the number in base units."""
         return self.number * self.unit.factor if self.unit else self.number
 
 
 def read_quantity(text: str, known: Collection[str] | None = None) -> Quantity | None:
-    """Parse a text that is a number with or without a unit; None for any other text.
+    """Parse a number with or without a unit. None: any other text.
 
-    `known`: the words that may be units beside those with a meaning (`units.read_unit`).
+    `known` lists words accepted as units in addition to those with a meaning (`units.read_unit`).
     """
     text, currency = without_currency(text)
     number, end = _read_number(text)
@@ -74,31 +74,34 @@ def read_quantity(text: str, known: Collection[str] | None = None) -> Quantity |
     rest = text[end:]
     if not rest.strip():
         return Quantity(number, currency)
+    # A degree sign is written as a power, but it is a unit.
     if _NO_NUMBER_FOLLOWS.match(rest) and not re.match(r"\s*\^\s*\{?\s*\\circ", rest):
         return None
     if currency is not None and not _MULTIPLE.match(rest):
         return None
     if re.match(r"[A-Za-z](?![A-Za-z])", rest):
-        # "5m" is a product, "5 m" a length.
+        # "5m" is a product, but "5 m" is a length.
         return None
     word = _FRACTION_WORD.match(rest)
     if word and word[1] in FRACTION_WORDS:
+        # 2 fifths is 2/5, but half of a fraction is not written so.
         return Quantity(number * FRACTION_WORDS[word[1]]) if number.denominator == 1 else None
     if found := _MULTIPLE.match(rest):
         number *= MULTIPLES[found[1]]
         rest = rest[found.end() :]
     if not rest.strip():
         return Quantity(number, currency)
+    # Without a space, as in "5x", a word is a unit only if it has a meaning.
     is_known, unit = read_unit(rest, () if rest[0].isalpha() else known)
     return Quantity(number, unit) if is_known and currency is None else None
 
 
 def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
-    """Whether the numbers are equal, exactly.
+    """Return whether the numbers are equal, exactly.
 
-    Units are compared if the gold answer has one: a prediction in another unit is converted, one without has
-    the gold's. A percentage also equals its value as a fraction, 50% and 0.5, and 5% equals a gold 5, but 0.5% does
-    not equal 0.5.
+    Units are compared if the gold answer has one. A prediction in another unit is converted; one without a unit gets
+    the gold's. A percentage also equals its value as a fraction (50% and 0.5). 5% equals a gold 5, but 0.5% does not
+    equal 0.5.
     """
     if gold.unit and prediction.unit:
         return gold.unit.dimensions == prediction.unit.dimensions and gold.value == prediction.value
@@ -111,7 +114,7 @@ def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
 
 
 def without_currency(text: str) -> tuple[str, Unit | None]:
-    """The text without a currency's sign before it, and the currency."""
+    """Return the text without a leading currency sign, and the currency."""
     text = text.strip()
     for sign, name in _CURRENCIES:
         for negative in ("-", ""):
@@ -121,7 +124,7 @@ def without_currency(text: str) -> tuple[str, Unit | None]:
 
 
 def _read_number(text: str) -> tuple[Fraction | None, int]:
-    """The number at the start of `text`, and the index of its end."""
+    """Return the number at the start of `text`, and the index of its end."""
     sign = _SIGN.match(text)
     assert sign is not None
     found = [(form, match) for form, pattern in _NUMBERS.items() if (match := pattern.match(text, sign.end()))]
@@ -151,6 +154,7 @@ def _value(form: str, match: re.Match[str]) -> Fraction | None:
         return _repeating(match)
     *_, in_braces, in_brackets, bare = match.groups()
     exponent = (match["exponent"] if form == "scientific" else None) or in_braces or in_brackets or bare
+    # 10**100000 would take too much memory and time.
     if len(exponent) > 5 or abs(int(exponent)) > MAX_DIGITS:
         return None
     mantissa = _decimal(match["mantissa"]) if form == "scientific" else Fraction(1)
@@ -169,7 +173,7 @@ def _fraction(match: re.Match[str]) -> Fraction:
 
 
 def _repeating(match: re.Match[str]) -> Fraction:
-    """`0.1\\overline{6}`, or `0.1666...` with a digit three times or several digits twice."""
+    """Return the value of `0.1\\overline{6}`, or of `0.1666...` with a digit three times or several digits twice."""
     if repeated := match["repeated"] or match["digit"]:
         fixed = re.match(r"[0-9.]+", match[0].replace("...", ""))
         assert fixed is not None

@@ -1,6 +1,6 @@
-"""The scorers of reasoning-gym, for records that it made: `reasoning_gym.TASK`, or each record's own task.
+"""Scorers of reasoning-gym for its own records: `reasoning_gym.TASK`, or each record's own task.
 
-An attribute of this module that is a task's name is that task's reward function.
+The attribute of this module named after a task is the task's reward function.
 """
 
 from __future__ import annotations
@@ -17,12 +17,13 @@ from megarl.types import ConfigError, Reward
 
 Place = Literal["tags", "boxed", "text"]
 
+# Scores are sums of floats, so a perfect one may be slightly below 1.
 _CORRECT_FROM = 0.99
 _MAX_CHARACTERS = 20_000
-"""Longer answers score zero: some scorers take time that grows with a power of the length."""
+"""Longer answers score zero: the time of some scorers grows with a power of the length."""
 
 _BOARDS = ("arc_agi", "rearc")
-"""Tasks whose scorers compare tuples, which JSON writes as lists."""
+"""Tasks with scorers comparing tuples, stored by JSON as lists."""
 _NO_GOLD = ("null", "", "None")
 
 
@@ -34,9 +35,9 @@ def reasoning_gym(
     correct_score: float = 1.0,
     place: Place = "tags",
 ) -> Reward:
-    """Score the answer by the scorer of the task that made the record, `metadata.source_dataset`.
+    """Score the answer by the task in `metadata.source_dataset` of the record.
 
-    The rest is as in `scorer_of`. Metric: the task's own name, its mean score.
+    Everything else is as in `scorer_of`. Metric: the mean score under the task's own name.
     """
     task = task_of(record)
     scored = _score(task, completion_text, answer, record, correct_score, place, {})
@@ -49,13 +50,13 @@ def reasoning_gym(
 
 
 def scorer_of(task: str) -> Callable[..., Reward]:
-    """The reward function of a task.
+    """Return the reward function of a task.
 
-    It scores the last <answer> tags, the last \\boxed{} or all of the completion (`place`), by the task's own scorer,
-    `correct_score` times; the answer is correct from 0.99 on. The record needs the `metadata` that reasoning-gym gave
-    it, an object or its JSON, at the top or in `extra_info`. `config` are the task's settings, for scorers that look at
-    them. Where a scorer evaluates the answer, one that is neither literal nor formula counts as empty (`harmless`).
-    Metric: `raw`, the scorer's own value.
+    It scores the last <answer> tags, the last \\boxed{} or all of the completion (`place`) by the task's own scorer,
+    multiplied by `correct_score`. The answer is correct from 0.99. The record needs reasoning-gym's `metadata`, an
+    object or its JSON, at the top or in `extra_info`. `config` has the task's settings, for scorers depending on them.
+    If a scorer evaluates the answer, one that is neither literal nor formula counts as empty (`harmless`). Metric:
+    `raw`, the scorer's own value.
     """
 
     def score(
@@ -73,6 +74,7 @@ def scorer_of(task: str) -> Callable[..., Reward]:
 
 
 def __getattr__(name: str) -> Callable[..., Reward]:
+    # Python asks for private names (such as __path__) too; they are not tasks.
     if name.startswith("_"):
         raise AttributeError(name)
     check_task(name)
@@ -80,13 +82,13 @@ def __getattr__(name: str) -> Callable[..., Reward]:
 
 
 def check_task(task: str) -> None:
-    """Raise ConfigError for a task that reasoning-gym does not have."""
+    """Raise ConfigError for a task unknown to reasoning-gym."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
     if task == "composite":
         raise ConfigError(
-            "reward.functions: 'reasoning_gym.composite': is made of several tasks; name reasoning_gym, which asks the "
+            "reward.functions: 'reasoning_gym.composite': is made of several tasks; name reasoning_gym, using the "
             "task of each record"
         )
     if task in DATASETS:
@@ -98,24 +100,25 @@ def check_task(task: str) -> None:
 
 
 def metadata_of(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """The metadata that reasoning-gym gave a record; None without any. Raises ValueError for what is no object."""
+    """Return reasoning-gym's metadata of a record. None: it has none. Raises ValueError if they are not an object."""
     extra = record.get("extra_info")
     places = [record, extra] if isinstance(extra, Mapping) else [record]
     value = next((place["metadata"] for place in places if place.get("metadata") is not None), None)
+    # Some data sets spread the metadata over extra_info itself.
     if value is None and isinstance(extra, Mapping) and "source_dataset" in extra:
         value = extra
     if isinstance(value, str):
         try:
             value = json.loads(value)
         except ValueError:
-            raise ValueError(f"its metadata are {value!r:.80}, no JSON") from None
+            raise ValueError(f"its metadata are {value!r:.80}, not JSON") from None
     if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"its metadata are {value!r:.80}, no object")
+        raise ValueError(f"its metadata are {value!r:.80}, not an object")
     return value
 
 
 def task_of(record: Mapping[str, Any]) -> str:
-    """The task that made a record. Raises ValueError where it does not tell."""
+    """Return the task of a record. Raises ValueError if it names none."""
     metadata = metadata_of(record)
     task = None if metadata is None else metadata.get("source_dataset")
     if not isinstance(task, str):
@@ -127,18 +130,18 @@ def task_of(record: Mapping[str, Any]) -> str:
 
 
 def check_record(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
-    """Raise ValueError for a record whose task is not told (`reasoning_gym`)."""
+    """Raise ValueError for a record without the name of its task (`reasoning_gym`)."""
     task_of(record)
 
 
 def check_metadata(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
     """Raise ValueError for a record without reasoning-gym's metadata (`reasoning_gym.TASK`)."""
     if metadata_of(record) is None:
-        raise ValueError("the record has no metadata, which reasoning-gym's scorers read")
+        raise ValueError("the record has no metadata, needed by reasoning-gym's scorers")
 
 
 def final_answer(text: str, record: Mapping[str, Any], *, place: Place = "tags", **kwargs: Any) -> str | None:
-    """The answer that is scored; None where the completion states none. Raises ValueError for an unknown place."""
+    """Return the scored answer. None: the completion states none. Raises ValueError for an unknown place."""
     places: dict[str, Callable[[str], str | None]] = {"tags": last_tagged, "boxed": last_boxed, "text": str}
     if place not in places:
         raise ValueError(f"place is {place!r}; give one of {', '.join(places)}")
@@ -172,22 +175,22 @@ def _score(
 
 
 def _raw(task: str, dataset: Any, said: str, entry: Mapping[str, Any]) -> float:
-    """The scorer's value; 0 where it raises on the answer, though not on the gold one."""
+    """Return the scorer's value, or 0 if it raises on the answer but not on the gold one."""
     if task == "game_of_life_halting":
-        # Its scorer takes every text for True.
+        # Its scorer evaluates any text as True.
         return float(said.casefold() == entry["answer"].casefold())
     try:
         return float(dataset.score_answer(said, entry))
     except Exception:
         if entry["answer"] not in _NO_GOLD:
-            dataset.score_answer(entry["answer"], entry)  # raises where the record is at fault
+            dataset.score_answer(entry["answer"], entry)  # Raises if the record is faulty.
         return 0.0
 
 
 def _refuse_evaluated(task: str, entry: Mapping[str, Any]) -> None:
-    """Raise ValueError where a scorer would evaluate what a record has, and that might do more than stand for a value.
+    """Raise ValueError if a scorer would evaluate unsafe text from a record.
 
-    Data come from elsewhere, as answers do.
+    Data come from outside, like answers, so they are checked as well.
     """
     metadata = entry["metadata"]
     checks = {
@@ -200,7 +203,7 @@ def _refuse_evaluated(task: str, entry: Mapping[str, Any]) -> None:
     if task in checks:
         text, is_harmless = checks[task]
         if not is_harmless(str(text)):
-            raise ValueError(f"{task} would evaluate {text!r:.80} of the record as Python, and it is no formula")
+            raise ValueError(f"{task} would evaluate {text!r:.80} of the record as Python, but it is not a formula")
 
 
 @lru_cache(maxsize=128)
@@ -208,11 +211,12 @@ def _dataset(task: str, config: str) -> Any:
     import reasoning_gym
 
     check_task(task)
+    # The seed does not matter: the dataset is used for its scorer only.
     return reasoning_gym.create_dataset(task, seed=0, size=1, **json.loads(config))
 
 
 def _as_made(value: Any) -> Any:
-    """Metadata with whole numbers as keys again, which JSON writes as texts."""
+    """Return metadata with whole numbers as keys, stored by JSON as texts."""
     if isinstance(value, Mapping):
         keys = list(value)
         are_numbers = bool(keys) and all(isinstance(key, str) and key.lstrip("-").isdecimal() for key in keys)

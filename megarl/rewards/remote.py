@@ -1,4 +1,4 @@
-"""The reward of a model that another server runs, by HTTP."""
+"""Reward of a model run by another server, over HTTP."""
 
 from __future__ import annotations
 
@@ -13,12 +13,13 @@ from megarl.rewards.served import ServedReward
 
 
 class RemoteModel(ServedReward[RemoteModelConfig]):
-    """A reward model at a server, in slime's, OpenRLHF's or vLLM's protocol. The score is the server's own number."""
+    """Reward model at a server, in slime's, OpenRLHF's or vLLM's protocol. The score is the server's own number."""
 
     config_class = RemoteModelConfig
 
     def __init__(self, name: str, config: RemoteModelConfig) -> None:
         if config.protocol == "vllm":
+            # /pooling is at vLLM's root, not below /v1, so a url ending with /v1 is accepted.
             self.path, self.left_out_path = "/pooling", "/v1"
         super().__init__(name, config)
 
@@ -42,7 +43,7 @@ class RemoteModel(ServedReward[RemoteModelConfig]):
         if isinstance(value, Mapping):
             names = ("data",) if self.config.protocol == "vllm" else ("score", "reward", "rewards", "scores")
             value = next((value[name] for name in names if name in value), None)
-        # Lists of one, and of vLLM's token-wise rewards the last token's.
+        # Unwrap lists of one. Of vLLM's token-wise rewards take the last token's.
         while isinstance(value, list | dict) and value:
             value = value.get("data") if isinstance(value, dict) else value[-1]
         if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value):

@@ -1,10 +1,10 @@
 """Results of reward functions: validation, weighted sum, and metrics by function.
 
 A function returns
-- a `megarl.types.Reward`: a score, and whether the format is valid and the answer correct;
-- a number, or True or False for 1 and 0: a score alone, without flags of format and answer;
-- a `FunctionScore`: a score with metrics, and those of the flags that it knows;
-- None: it does not apply to this sample, and is left out of the sum and of the function's metrics.
+- a `megarl.types.Reward`: a score, a valid or invalid format, a right or wrong answer;
+- a number, or True or False for 1 and 0: a score without flags of format and answer;
+- a `FunctionScore`: a score with metrics and the flags it knows;
+- None: it does not apply to this sample, and is excluded from the sum and the function's metrics.
 """
 
 from __future__ import annotations
@@ -25,35 +25,35 @@ from megarl.types import Reward
 METRICS = {
     "reward/NAME/mean": (
         "score",
-        "score of a reward function, without its weight, mean over the samples that it has scored",
+        "score of a reward function, without its weight, mean over the samples scored by it",
     ),
     "reward/NAME/std": ("score", "standard deviation of a reward function's scores"),
     "reward/NAME/min": ("score", "least score of a reward function"),
     "reward/NAME/max": ("score", "largest score of a reward function"),
-    "reward/NAME/unscored": ("share", "samples of which the function has no opinion"),
-    "reward/unscored": ("count", "samples of which no function has an opinion"),
+    "reward/NAME/unscored": ("share", "samples without a score of the function"),
+    "reward/unscored": ("count", "samples without a score of any function"),
     "reward/source/SOURCE/count": ("count", "scored samples of a data source (reward.source_field)"),
     "reward/source/SOURCE/mean": ("score", "reward of a data source's samples, mean"),
-    "reward/source/SOURCE/accuracy": ("share", "right answers of a data source, where all its answers are judged"),
-    "reward/source/SOURCE/unjudged": ("share", "answers of a data source that nothing judged, in place of accuracy"),
-    "reward/source/SOURCE/format_valid": ("share", "answers of a data source whose format is valid"),
+    "reward/source/SOURCE/accuracy": ("share", "right answers of a data source, if all its answers are judged"),
+    "reward/source/SOURCE/unjudged": ("share", "unjudged answers of a data source, instead of accuracy"),
+    "reward/source/SOURCE/format_valid": ("share", "answers of a data source in a valid format"),
     "reward/source/SOURCE/FUNCTION": ("score", "score of a reward function in a data source, mean"),
-    "reward/NAME/OWN": ("own", "a number of the function's own, mean over the samples that have it"),
+    "reward/NAME/OWN": ("own", "a metric of the function itself, mean over the samples with it"),
 }
 """Names, units and meanings, for `tracking.table`."""
 MAX_SOURCES = 50
-"""Data sources with metrics of their own."""
+"""Maximum number of data sources with metrics of their own."""
 _REST = "other"
 
 Item = TypeVar("Item")
 
 MAX_ABSOLUTE_SCORE = 1e6
-"""Limit of a score: float32 sums of squares of millions of such scores are exact enough, and finite."""
+"""Limit of a score: float32 sums of squares of millions of them stay finite and exact enough."""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionScore:
-    """A function's score of a sample; flags are None if it does not judge format or answer."""
+    """A function's score of a sample. A flag is None if the function does not judge format or answer."""
 
     score: float
     format_valid: bool | None = None
@@ -62,12 +62,13 @@ class FunctionScore:
 
 
 def checked(result: Any) -> FunctionScore | None:
-    """Validate a function's result; None if it does not apply. Raises TypeError or ValueError for other kinds."""
+    """Validate a function's result. None: it does not apply. Raises TypeError or ValueError for other kinds."""
     if result is None:
         return None
     if isinstance(result, FunctionScore):
         return _checked_score(result)
     if not isinstance(result, Reward):
+        # numpy's bool is not a Real.
         if not isinstance(result, Real | np.bool_):
             raise TypeError(f"returned {result!r:.200}, not a number, None or a megarl.types.Reward")
         return FunctionScore(_moderate(float(result), result))
@@ -75,7 +76,7 @@ def checked(result: Any) -> FunctionScore | None:
         raise TypeError(f"returned a score that is not a number: {result!r:.200}")
     for name in ("format_valid", "answer_correct"):
         if getattr(result, name) not in (True, False):
-            raise TypeError(f"returned a Reward whose {name} is not True or False: {result!r:.200}")
+            raise TypeError(f"returned a Reward with a {name} other than True or False: {result!r:.200}")
     score = _moderate(float(result.score), result)
     return FunctionScore(score, bool(result.format_valid), bool(result.answer_correct), _finite(result.metrics))
 
@@ -85,7 +86,7 @@ def _checked_score(result: FunctionScore) -> FunctionScore:
         raise TypeError(f"returned a score that is not a number: {result!r:.200}")
     for name in ("format_valid", "answer_correct"):
         if getattr(result, name) not in (True, False, None):
-            raise TypeError(f"returned a FunctionScore whose {name} is not True, False or None: {result!r:.200}")
+            raise TypeError(f"returned a FunctionScore with a {name} other than True, False or None: {result!r:.200}")
     metrics = _finite(result.metrics)
     return FunctionScore(_moderate(float(result.score), result), result.format_valid, result.answer_correct, metrics)
 
@@ -96,11 +97,11 @@ def combined(
     judges: Mapping[str, Judging],
     correct_score: float = 1.0,
 ) -> Reward:
-    """The reward: the sum of weight x score over the functions that apply, with each function's own score.
+    """Return the reward: the sum of weight x score over the applying functions, with each function's own score.
 
-    The format is good if all functions that judge it say so, or if none judges it. The answer is right if all its
-    `judges` say so (`verdict`), wrong if none of them applies, and not judged (None) without a judge or where a verdict
-    is missing. Raises ValueError for too large a sum.
+    The format is valid if all functions judging it agree, or none judges it. The answer is right if all its `judges`
+    say so (`verdict`), and wrong if none of them applies. It is not judged (None) without a judge or if a verdict is
+    missing. Raises ValueError for a too large sum.
     """
     opinions = {name: score for name, score in scores.items() if score is not None}
     total = float(sum(weights[name] * opinion.score for name, opinion in opinions.items()))
@@ -129,16 +130,17 @@ def _answer(opinions: Mapping[str, FunctionScore], judges: Mapping[str, Judging]
 
 
 def verdict(opinion: FunctionScore, judging: Judging, correct_score: float) -> bool | None:
-    """Whether a function that judges the answer says that it is right; None: its score is not a verdict."""
+    """Return whether an answer-judging function calls the answer right. None: its score is not a verdict."""
     if opinion.answer_correct is not None:
         return opinion.answer_correct
+    # A function declared as judge without a flag of its own judges by reaching the score of a right answer.
     if judging == "declared":
         return opinion.score >= correct_score
     return verdict_by_value(opinion.score)
 
 
 def verdict_by_value(score: float) -> bool | None:
-    """The verdict of a score that is the only one: 1 is right, 0 wrong, and any other is not a verdict."""
+    """Return the verdict of a single score: 1 is right, 0 is wrong, any other is not a verdict."""
     return bool(score) if score in (0.0, 1.0) else None
 
 
@@ -152,10 +154,10 @@ def with_served(
     judges_format: bool = True,
     judges_answer: bool = True,
 ) -> Reward:
-    """The reward of the functions, `own`, and of servers by name, as `combined` makes it of all of them.
+    """Return the reward of the functions (`own`) and the servers by name, equal to `combined` of all of them.
 
-    The flags say whether any of the functions judged format or answer; `judges` are those of all functions and servers.
-    Raises ValueError for too large a sum.
+    The flags say whether any function judged format or answer. `judges` includes all functions and servers. Raises
+    ValueError for a too large sum.
     """
     part = None
     if own is not None and any(score is not None for score in own.scores.values()):
@@ -163,9 +165,10 @@ def with_served(
         answer_correct = own.answer_correct if judges_answer else None
         part = FunctionScore(own.score, format_valid, answer_correct)
     of_functions = strongest(kind for name, kind in judges.items() if name not in served)
-    # An own part whose judges have no opinion leaves the verdict to the servers.
+    # If the functions' judges have no opinion, the servers give the verdict.
     of_own: Judging = "declared" if part is not None and part.answer_correct is not None else "none"
     of_served: dict[str, Judging] = {name: judges.get(name, "none") for name in served}
+    # The functions were weighted in their process already, so their sum gets weight 1.
     total = combined({**served, "": part}, {**weights, "": 1.0}, {**of_served, "": of_own}, correct_score)
     if total.answer_correct is None and of_functions == "declared" and of_own == "none":
         total = replace(total, answer_correct=False)
@@ -180,7 +183,8 @@ def with_served(
 
 
 def read_reply(reply: Mapping[str, Any], names: Iterable[str]) -> Reward:
-    """A reward of these functions from a reward process's reply. Raises KeyError, TypeError, ValueError for another."""
+    """Return the reward of these functions from a process's reply. Raises KeyError, TypeError, ValueError if
+    invalid."""
     scores: dict[str, float | None] = {}
     for name in names:
         score = checked(reply["scores"][name])
@@ -193,17 +197,17 @@ def read_reply(reply: Mapping[str, Any], names: Iterable[str]) -> Reward:
 
 
 def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
-    """Each function's scores and own numbers (`Reward.metrics`): METRICS.
+    """Return each function's scores and own metrics (`Reward.metrics`); names are in METRICS.
 
-    The functions' score of a sample of which none has an opinion is zero. Samples whose scoring failed
-    (`reward/errors`, `/timeouts`) are left out.
+    A sample without any function's opinion has score zero. Samples with failed scoring (`reward/errors`, `/timeouts`)
+    are excluded.
     """
     rewards = list(rewards)
     scored = [reward.scores for reward in rewards if reward.scores]
     if not scored:
         return {}
     metrics = {"reward/unscored": float(sum(all(s is None for s in scores.values()) for scores in scored))}
-    # Sources of a mixture have functions of their own.
+    # Sources of a mixture may have different functions.
     for name in dict.fromkeys(name for scores in scored for name in scores):
         asked = [scores[name] for scores in scored if name in scores]
         opinions = [score for score in asked if score is not None]
@@ -220,7 +224,7 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
 
 
 def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
-    """`accuracy`, the share of right answers, where all were judged; else `unjudged`, the share that was not."""
+    """Return `accuracy`, the share of right answers, if all were judged. Otherwise `unjudged`, the unjudged share."""
     verdicts = [reward.answer_correct for reward in rewards]
     if None in verdicts:
         return {"unjudged": verdicts.count(None) / len(verdicts)}
@@ -228,10 +232,9 @@ def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
 
 
 def by_source_name(named: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
-    """Items that are given with the name of its data source, by names as metrics have them.
+    """Group items by data source, under the source's name in metrics.
 
-    Names are written with _ for what is no letter, digit, dot, - or _; from the 51st on, in order of size, all are
-    `other`.
+    Characters other than letters, digits, dot, - and _ become _. From the 51st on, in order of size, all are `other`.
     """
     found: dict[str, list[Item]] = {}
     for name, item in named:
@@ -244,7 +247,7 @@ def by_source_name(named: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
 
 
 def source_metrics(rewards: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
-    """Metrics of each data source's rewards, `reward/source/...`, by its name."""
+    """Return metrics of each data source's rewards, `reward/source/...`, by its name."""
     metrics: dict[str, float] = {}
     for name, found in rewards.items():
         own = {
@@ -262,11 +265,11 @@ def source_metrics(rewards: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
 
 
 def _finite(metrics: Any) -> dict[str, float]:
-    """A function's own numbers. Raises TypeError or ValueError for what is none."""
+    """Return a function's own metrics. Raises TypeError or ValueError if they are not finite numbers by name."""
     if not isinstance(metrics, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Real | np.bool_) for name, value in metrics.items()
     ):
-        raise TypeError(f"returned a Reward whose metrics are no numbers by name: {metrics!r:.200}")
+        raise TypeError(f"returned a Reward with metrics that are not numbers by name: {metrics!r:.200}")
     found = {name: float(value) for name, value in metrics.items()}
     if not all(map(math.isfinite, found.values())):
         raise ValueError(f"returned metrics that are not finite: {metrics!r:.200}")

@@ -1,7 +1,7 @@
-"""A pool of processes that run reward functions, each replaced if it fails or does not answer in time.
+"""Pool of processes for reward functions. A process is replaced if it fails or exceeds its time limit.
 
-A thread per process talks to it over a socket; the event loop only awaits the threads. A process serves one completion
-at a time, so killing it loses no other. Servers that score (`served`) are asked by the event loop itself.
+One thread a process talks to it over a socket; the event loop only awaits the threads. A process scores one completion
+at a time, so killing it loses no other. Scoring servers (`served`) are asked by the event loop itself.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from megarl.terminal import FirstOfEachKind
 METRICS = {
     "reward/lost_processes": (
         "count",
-        "reward processes that ended while they had a sample, which was then scored once more in a fresh process",
+        "reward processes that ended while scoring a sample, retried once in a fresh process",
     ),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 
 class Scorer(Protocol):
-    """A reward process, on this node or another."""
+    """Reward process, on this node or another."""
 
     def ask(self, sample: Sample) -> Scored:
         """See `RewardWorker.ask`."""
@@ -47,7 +47,7 @@ class Scorer(Protocol):
 
 
 class _Scoring:
-    """A completion that a thread scores, until nobody wants its score any more."""
+    """Scoring of a completion in a thread, until it is done or its score is no longer wanted."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -66,7 +66,7 @@ class _Scoring:
                 self._worker = None
 
     def give_up(self) -> None:
-        """Have its process killed, if it is at work on it."""
+        """Interrupt the scoring: its process, if at work on it, is killed."""
         with self._lock:
             self._is_unwanted = True
             if self._worker is not None:
@@ -74,19 +74,20 @@ class _Scoring:
 
 
 MakeScorer = Callable[[WorkerSettings, str | None], Scorer]
-"""Starts a process for reward functions; the text is the path of their output's log."""
+"""Function starting a process for reward functions. The text is the path of its output's log."""
 
 
 class RewardPool:
-    """Score completions in `num_workers` processes that live until `close`.
+    """Scores completions in `num_workers` processes living until `close`.
 
-    A completion whose scoring exceeds a time limit, raises, ends its process, or returns anything but what `scores`
-    accepts gets the score zero and a `Scored.failure`, and is left out where the settings say so. Time is measured from
-    when a process, its functions imported, takes the completion. Construction starts the processes without waiting for
-    them; without functions there are none, and all rewards are servers', or zero. It raises ConfigError for wrong
+    A completion gets score zero and a `Scored.failure` if scoring exceeds a time limit, raises, ends its process, or
+    returns anything not accepted by `scores`. The settings may drop such completions instead. Time counts from when a
+    process with imported functions takes the completion. Construction starts the processes without waiting for them.
+    Without functions there are no processes, and rewards come from servers, or are zero. Raises ConfigError for wrong
     settings of a server.
-    `make_worker` makes them, here or elsewhere; their output goes to `log_folder/reward_NNNN.log`, numbered from
-    `first_log`; `notice` is called with the first failure of each kind.
+
+    `make_worker` creates the processes, here or elsewhere. Their output goes to `log_folder/reward_NNNN.log`, numbered
+    from `first_log`. `notice` is called with the first failure of each kind.
     """
 
     def __init__(
@@ -116,15 +117,16 @@ class RewardPool:
         self._threads = ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="reward")
 
     def __len__(self) -> int:
-        """The number of processes."""
+        """Return the number of processes."""
         return len(self._workers)
 
     async def score(self, sample: Sample) -> Scored:
-        """The weighted sum of the functions' scores; format and answer are good if all functions that judge them agree.
+        """Return the weighted sum of the functions' scores. Format and answer are good if all functions judging them
+        agree.
 
-        Any number may be awaited at once; each waits for a free process. Raises ConfigError if a function cannot be
-        imported, PeerLostError if the processes do not start or the pool is closed meanwhile. Where it is cancelled,
-        the process is killed and replaced: it does not go on with what nobody wants.
+        Any number of calls may be awaited concurrently; each waits for a free process. Raises ConfigError if a function
+        cannot be imported, PeerLostError if the processes do not start or the pool is closed. If cancelled, the process
+        is killed and replaced, so that it does not continue unwanted work.
         """
         if not self._served and not self._workers:
             scored = Scored(combined({}, {}, {}))
@@ -159,7 +161,8 @@ class RewardPool:
         return scored
 
     async def _by_all(self, sample: Sample) -> Scored:
-        """The functions' and the servers' scores, at the same time; of failures a server's is told first."""
+        """Return the scores of functions and servers, run concurrently. A server's failure is reported before a
+        function's."""
         asked: list[Awaitable[Scored | FunctionScore | ServerFailedError]]
         asked = [_by_server(one, sample) for one in self._served.values()]
         if self._workers:
@@ -167,6 +170,7 @@ class RewardPool:
         tasks = [asyncio.ensure_future(one) for one in asked]
         try:
             found = await asyncio.gather(*tasks)
+        # One failure fails the sample, so the remaining calls would be wasted.
         finally:
             for task in tasks:
                 task.cancel()
@@ -191,26 +195,26 @@ class RewardPool:
             return Scored.failed("error", f"{', '.join(served)}: {error}")
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the last call: METRICS where processes were lost, and each server's calls."""
+        """Return counts since the last call: lost processes (METRICS) and each server's calls."""
         found = {key: value for one in self._served.values() for key, value in one.metrics().items()}
         if num_lost := self._num_lost.pop(COUNTED_FOR.get(), 0):
             found["reward/lost_processes"] = float(num_lost)
         return found
 
     async def aclose(self) -> None:
-        """Close, with the connections to servers."""
+        """Close the pool and the connections to servers."""
         self.close()
         for one in self._served.values():
             await one.aclose()
 
     def close(self) -> None:
-        """Kill the processes and drop what they were scoring; calling it again does nothing."""
+        """Kill the processes and drop unfinished scorings. Calling it again does nothing."""
         for worker in self._workers:
             worker.close()
         self._threads.shutdown(cancel_futures=True)
 
     def _score(self, scoring: _Scoring, sample: Sample) -> Scored:
-        worker = self._idle.get()  # never waits: there are as many threads as workers
+        worker = self._idle.get()  # Never waits, because there is one thread a worker.
         try:
             return scoring.run(worker, sample)
         finally:

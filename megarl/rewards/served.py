@@ -1,7 +1,7 @@
-"""Rewards that a server gives over HTTP: calls, tries, and exact counts of how each ended.
+"""Rewards from a server over HTTP: calls, retries, and exact counts of their results.
 
-The driver's event loop asks, so that a single process has many calls in flight; nothing that a server answers is
-executed, and no answer is read beyond its bound.
+The driver's event loop sends the requests, so a single process has many calls in flight. No answer of a server is
+executed, and none is read beyond a size limit.
 """
 
 from __future__ import annotations
@@ -32,27 +32,28 @@ from megarl.types import ConfigError
 MAX_ANSWER_BYTES = 4 << 20
 _MAX_PAUSE_SECONDS = 60.0
 _SHOWN_CHARACTERS = 300
+# HTTP status codes of a busy server: request timeout, too early, too many requests.
 _BUSY = (408, 425, 429)
 METRICS = {
-    "reward/NAME/calls": ("count", "HTTP requests to a server that scores"),
-    "reward/NAME/retries": ("count", "requests that repeat one"),
-    "reward/NAME/errors": ("count", "requests that ended with an error"),
-    "reward/NAME/timeouts": ("count", "requests that were not answered in time"),
-    "reward/NAME/parse_errors": ("count", "answers without a score that could be read"),
-    "reward/NAME/cancelled": ("count", "requests that were given up because the sample was"),
-    "reward/NAME/substituted": ("count", "samples that got the function's parse_error_score"),
+    "reward/NAME/calls": ("count", "HTTP requests to a scoring server"),
+    "reward/NAME/retries": ("count", "retries of requests"),
+    "reward/NAME/errors": ("count", "requests ending with an error"),
+    "reward/NAME/timeouts": ("count", "requests without an answer in time"),
+    "reward/NAME/parse_errors": ("count", "answers without a readable score"),
+    "reward/NAME/cancelled": ("count", "requests aborted because the sample was aborted"),
+    "reward/NAME/substituted": ("count", "samples with the function's parse_error_score"),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 _COUNTED = tuple(name.rpartition("/")[2] for name in METRICS)
 COUNTED_FOR: ContextVar[str] = ContextVar("COUNTED_FOR", default="training")
-"""Whom calls are counted for: attempts of training may go on during an evaluation."""
+"""Purpose for which calls are counted. Attempts of training may continue during an evaluation."""
 
 Config = TypeVar("Config", bound=ServedConfig)
 
 
 class ServerFailedError(Exception):
-    """No call for a completion got a score; its text is how the last one ended."""
+    """No call gave a score for a completion. The text describes the end of the last call."""
 
     def __init__(self, kind: Failure, text: str) -> None:
         super().__init__(text)
@@ -60,11 +61,11 @@ class ServerFailedError(Exception):
 
 
 class RefusedError(Exception):
-    """The server refuses the request: another try would be refused too."""
+    """The server refuses the request. A retry would be refused too."""
 
 
 class FailedCallError(Exception):
-    """The server answered with an error: another try may succeed."""
+    """The server answered with an error. A retry may succeed."""
 
     def __init__(self, text: str, wait_seconds: float = 0.0) -> None:
         super().__init__(text)
@@ -73,36 +74,38 @@ class FailedCallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _NoScore:
-    """The end of a call that gave no score."""
+    """End of a call without a score."""
 
     kind: Failure
     text: str
     wait_seconds: float = 0.0
     is_final: bool = False
-    """Another call would end so too."""
+    """Whether a retry would end in the same way."""
 
 
 class ServedReward(Generic[Config]):
-    """A reward that a server gives. A kind of server has a `path`, makes a `request` and has its answer `read`.
+    """Reward from a server. Each kind of server has a `path`, makes a `request` and lets `read` interpret its answer.
 
-    Of the calls each ends as one of: a score, `errors` (no connection, an answer that is no JSON, another status than
-    200), `timeouts`, `parse_errors` (an answer without a score), `cancelled` (nobody wants it any more). `tell_once` is
-    called with a kind and a text of what should not go unnoticed.
+    Each call ends as one of: a score, `errors` (no connection, invalid JSON, a status other than 200), `timeouts`,
+    `parse_errors` (an answer without a score), `cancelled` (no longer wanted). `tell_once` is called with a kind and a
+    text for events to be reported once.
     """
 
     path = ""
-    """Where the server answers, below its url."""
+    """Path of the service below the url."""
     left_out_path = ""
-    """The end that a url may have though the path is not below it."""
+    """Possible end of a url to be removed, because `path` is not below it."""
     amount_names: tuple[str, ...] = ()
-    """The names of all amounts."""
+    """Names of all amounts."""
 
     def __init__(self, name: str, config: Config) -> None:
-        """Raises ConfigError for a url that is none, and for a key that is not in the environment."""
+        """Raises ConfigError for an invalid url, and for a key missing in the environment."""
         self.name, self.config = name, config
         parts = urlsplit(config.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
-            raise self.fault(f"kwargs.url = {config.url!r}: is no address; give one such as http://127.0.0.1:8000/v1")
+            raise self.fault(
+                f"kwargs.url = {config.url!r}: is not a valid address; give one such as http://127.0.0.1:8000/v1"
+            )
         self._url, self._shown_url = self._address(parts), f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
         self._headers = {"Content-Type": "application/json", **config.headers}
         if config.api_key_env:
@@ -116,27 +119,27 @@ class ServedReward(Generic[Config]):
         self.tell_once: Callable[[str, str], object] = lambda kind, text: None
 
     def request(self, sample: Sample) -> Mapping[str, Any]:
-        """The request's body, JSON values."""
+        """Return the request's body as JSON values."""
         raise NotImplementedError
 
     def read(self, answer: Any) -> float:
-        """The score of an answer, a JSON value. Raises ValueError where it has none."""
+        """Return the score of an answer, a JSON value. Raises ValueError if it has none."""
         raise NotImplementedError
 
     def amounts(self, answer: Any) -> Mapping[str, float]:
-        """Amounts by name that are added up over all answers: tokens, money."""
+        """Return amounts by name to be summed over all answers: tokens, money."""
         return {}
 
     @property
     def reads_records(self) -> bool:
-        """Whether what it asks depends on fields of a record."""
+        """Return whether requests depend on fields of a record."""
         return False
 
     def check_record(self, sample: Sample) -> None:
         """Raise ValueError for a record that this reward cannot score."""
 
     async def score(self, sample: Sample) -> FunctionScore:
-        """The score of a completion, after as many calls as it takes. Raises ServerFailedError where none gave one."""
+        """Return the score of a completion, retrying as needed. Raises ServerFailedError if no call gave one."""
         self._adopt_loop()
         try:
             body = json.dumps(self.request(sample)).encode()
@@ -146,7 +149,7 @@ class ServedReward(Generic[Config]):
         while num_calls < self.config.max_tries and not ended.is_final:
             if num_calls:
                 self._count("retries")
-                # Not all that failed together come back together.
+                # Random pauses: requests that failed together must not all return together.
                 wait = max(pause * (1 + self._random.random()), ended.wait_seconds)
                 await asyncio.sleep(min(wait, _MAX_PAUSE_SECONDS))
                 pause *= 2
@@ -160,7 +163,7 @@ class ServedReward(Generic[Config]):
         raise ServerFailedError(ended.kind, f"{self._shown_url}, the last of {num_calls} calls: {ended.text}")
 
     async def _call(self, body: bytes) -> FunctionScore | _NoScore:
-        """One call, and how it ended; counted."""
+        """Make one call, count it, and return its result."""
         self._count("calls")
         try:
             async with asyncio.timeout(self.config.timeout_seconds):
@@ -203,10 +206,8 @@ class ServedReward(Generic[Config]):
         self._counts.setdefault(COUNTED_FOR.get(), defaultdict(float))[name] += amount
 
     def metrics(self) -> dict[str, float]:
-        """Counts since the last time of what was scored for the caller (`COUNTED_FOR`): METRICS.
-
-        The amounts of the kind of server are among them.
-        """
+        """Return counts since the last call for the caller's purpose (`COUNTED_FOR`): METRICS and the server's
+        amounts."""
         counts = self._counts.pop(COUNTED_FOR.get(), {})
         names = (*_COUNTED, *self.amount_names)
         return {f"reward/{metric_name(self.name)}/{name}": counts.get(name, 0.0) for name in names}
@@ -219,7 +220,7 @@ class ServedReward(Generic[Config]):
             await session.close()
 
     def fault(self, text: str) -> ConfigError:
-        """The error of a setting in the recipe."""
+        """Return the error of a setting in the recipe."""
         return ConfigError(f"reward.functions: {self.name!r}: {text}")
 
     def _scored(self, score: float) -> FunctionScore:
@@ -231,6 +232,7 @@ class ServedReward(Generic[Config]):
     async def _post(self, body: bytes) -> Any:
         if self._session is None or self._session.closed:
             raise FailedCallError("its connections were closed")
+        # A redirect could send the key to another server.
         asked = self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False)
         async with asked as response:
             text = await _bounded(response)
@@ -241,17 +243,17 @@ class ServedReward(Generic[Config]):
         try:
             return json.loads(text)
         except (ValueError, RecursionError):
-            raise FailedCallError(f"an answer that is no JSON: {_shown(text)}") from None
+            raise FailedCallError(f"the answer is not valid JSON: {_shown(text)}") from None
 
     def _adopt_loop(self) -> None:
-        """Connections and places belong to one event loop: another gets its own."""
+        """Bind connections and slots to the running event loop, because they cannot be used in another."""
         loop = asyncio.get_running_loop()
         if self._is_closed or (self._loop is loop and self._session is not None):
             return
         self._loop = loop
         self._slots = asyncio.Semaphore(self.config.max_in_flight)
         connector = aiohttp.TCPConnector(limit=0)
-        # The environment's proxies are for servers elsewhere; one of this cluster is asked by http, without them.
+        # Proxies of the environment are for outside servers. Servers of this cluster are reached by http, without them.
         trusts_environment = self._url.startswith("https:")
         self._session = aiohttp.ClientSession(
             connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=trusts_environment
@@ -263,17 +265,19 @@ class ServedReward(Generic[Config]):
         if not key:
             raise self.fault(f"kwargs.api_key_env = {name}: the environment has no such variable; export it")
         if not (key.isascii() and key.isprintable()):
-            raise self.fault(f"kwargs.api_key_env = {name}: the variable is no key: not all of it is printable ASCII")
+            raise self.fault(
+                f"kwargs.api_key_env = {name}: the variable is not a key: it has other than printable ASCII"
+            )
         return key
 
     def _address(self, parts: SplitResult) -> str:
-        """Where calls go: the url with the kind's path, before its query."""
+        """Return the address of calls: the url with the kind's path, before its query."""
         path = parts.path.rstrip("/").removesuffix(self.path).removesuffix(self.left_out_path) + self.path
         return parts._replace(path=path, fragment="").geturl()
 
 
 def served_reward(function: RewardFunctionConfig) -> ServedReward[Any]:
-    """The reward of a server that a recipe names. Raises ConfigError for keyword arguments that it does not take."""
+    """Return the server's reward named in a recipe. Raises ConfigError for unknown keyword arguments."""
     kind = served_kind(function.name)
     assert kind is not None
     module, _, name = SERVED[kind].partition(":")
@@ -290,7 +294,7 @@ def served_reward(function: RewardFunctionConfig) -> ServedReward[Any]:
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    """The answer's body. Raises FailedCallError for one that is too long."""
+    """Return the answer's body. Raises FailedCallError if it is too long."""
     parts = bytearray()
     async for part in response.content.iter_chunked(1 << 16):
         parts += part
@@ -301,6 +305,7 @@ async def _bounded(response: aiohttp.ClientResponse) -> bytes:
 
 def _retry_after(response: aiohttp.ClientResponse) -> float:
     given = response.headers.get("Retry-After", "")
+    # Only seconds are read; the header's other form, a date, is rare and ignored.
     return float(given) if given.isdecimal() and len(given) < 6 else 0.0
 
 

@@ -1,4 +1,4 @@
-"""The main function of a reward process: it imports the functions and scores one completion after another."""
+"""Main function of a reward process. It imports the functions and scores one completion after the other."""
 
 from __future__ import annotations
 
@@ -23,12 +23,11 @@ MAX_ERROR_CHARACTERS = 4000
 
 
 def serve(connection: socket.socket) -> None:
-    """Answer until the driver closes the connection.
+    """Answer requests until the driver closes the connection.
 
-    The first message names the functions, their weights and keyword arguments, and has the settings of a sandbox, which
-    is started for a function that needs one; the answer is that they are ready and
-    which values of a sample they need, or why they are refused. Each later one has these values of a sample and a
-    number, which the answer repeats.
+    The first message names the functions, their weights and keyword arguments, and has the settings of a sandbox
+    (started only if a function needs one). Its answer is `ready` with the sample values the functions need, or
+    `refused` with the reason. Each later request has these values of a sample and a number, repeated in the answer.
     """
     with suppress(EOFError, OSError):
         start = receive(connection, None)
@@ -44,6 +43,7 @@ def serve(connection: socket.socket) -> None:
             judges={f["name"]: f["judging"] for f in start["functions"]},
             correct_score=start["correct_score"],
         )
+        # Limited after the imports: memory of the libraries does not count.
         limit_memory(MEMORY_LIMIT_BYTES)
         send(connection, {"ready": True, "needs": sorted(needs)})
         process = os.getpid()
@@ -53,13 +53,13 @@ def serve(connection: socket.socket) -> None:
                 request["values"]["sandbox"] = sandbox
             answer = _answer(functions, weighing, request["values"])
             if os.getpid() != process:
-                # A function forked, and this is the copy: the connection belongs to the original.
+                # A function forked, and this is the child. The connection belongs to the parent.
                 os._exit(0)
             send(connection, {"id": request["id"], **answer})
 
 
 def _started(settings: dict[str, Any]) -> AnySandbox:
-    """The sandbox of these settings, which works. Raises ConfigError or SandboxError where it does not."""
+    """Return a working sandbox with these settings. Raises ConfigError or SandboxError if it does not work."""
     sandbox = open_sandbox(SandboxSettings(**settings))
     sandbox.start()
     return sandbox
@@ -80,7 +80,7 @@ def _answer(functions: dict[str, BoundFunction], weighing: _Weighing, values: di
         for name, function in functions.items():
             scores[name] = checked(function(values))
         total = combined(scores, *weighing)
-    except BaseException:  # SystemExit and the time-outs of some libraries are no Exception
+    except BaseException:  # SystemExit and timeouts of some libraries are not Exceptions.
         return {"error": f"{name}: {_shortened_traceback()}"}
     return {
         "score": total.score,
@@ -96,5 +96,6 @@ def _answer(functions: dict[str, BoundFunction], weighing: _Weighing, values: di
 def _shortened_traceback() -> str:
     try:
         return traceback.format_exc()[-MAX_ERROR_CHARACTERS:]
+    # Formatting may fail itself, for instance after a MemoryError or in an error's own __str__.
     except BaseException as error:
         return f"{type(error).__name__} while the error was formatted"

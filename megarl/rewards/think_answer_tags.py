@@ -1,4 +1,4 @@
-"""The reward for reasoning in <think> tags and an answer in <answer> tags."""
+"""Reward for reasoning in <think> tags and an answer in <answer> tags."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ def think_answer_tags(completion_text: str, answer: str, *, correct_score: float
     """Score the last <answer>...</answer> of the completion against the gold answer.
 
     The format is valid if each of the four tags occurs exactly once, in order, and the completion ends with </answer>.
-    The score is zero unless it is; otherwise as in `boxed`. `answer_correct` does not ask for the format.
+    The score is zero for an invalid format; otherwise as in `boxed`. `answer_correct` ignores the format.
     """
     format_valid = has_valid_tags(completion_text)
     prediction = last_tagged(completion_text)

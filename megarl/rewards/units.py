@@ -1,4 +1,4 @@
-"""Units behind a number: what is one, and its multiple of base units."""
+"""Units after a number: recognition, and their multiples of base units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_UNIT_WORDS = 4
 
 @dataclass(frozen=True)
 class Unit:
-    """A unit as a multiple of base units: `cm^2` is 1/10000 of metre^2; `%` is 1/100, without dimensions."""
+    """Unit as a multiple of base units: `cm^2` is 1/10000 of metre^2; `%` is 1/100, without dimensions."""
 
     factor: Fraction
     dimensions: Dimensions
@@ -25,21 +25,23 @@ class Unit:
 
     @property
     def names(self) -> frozenset[str]:
-        """The base units."""
+        """Return the base units."""
         return frozenset(name for name, _ in self.dimensions)
 
 
 def read_unit(text: str, known: Collection[str] | None = None) -> tuple[bool, Unit | None]:
-    """Whether `text` is a unit, and which; None for a unit without meaning, such as "units" or "th" of "5th".
+    """Return whether `text` is a unit, and its unit. The latter is None for words without meaning ("units", "th" of
+    "5th").
 
-    Any other word is a unit of its own where it is among `known`, in the singular. Without `known` each word is, but
-    those that change a number, such as "halves" or "about".
+    Any other word is a unit of its own if it is among `known`, in the singular. Without `known` every word is, except
+    words changing a number, such as "halves" or "about".
     """
     factor = Fraction(1)
     dimensions: Counter[str] = Counter()
     words = 0
     for name, exponent in _unit_words(text):
         words += 1
+        # More words are a sentence, not a unit.
         if words > MAX_UNIT_WORDS or name is None:
             return False, None
         if name in _NO_UNIT:
@@ -57,9 +59,10 @@ def read_unit(text: str, known: Collection[str] | None = None) -> tuple[bool, Un
 
 
 def _meaning(name: str, known: Collection[str] | None, *, is_text: bool) -> tuple[Fraction, dict[str, int]] | None:
-    """A unit's factor and dimensions; None for a word that is none."""
+    """Return a unit's factor and dimensions. None: the word is not a unit."""
     singular = _singular(name.lower())
     found = _UNITS.get(name) or _UNITS.get(singular)
+    # V, A and K are units only inside \\text{}; elsewhere they are variables.
     if found is None and is_text and len(name) == 1:
         found = _UNITS.get(f"text {name}")
     if found is not None:
@@ -72,7 +75,7 @@ def _meaning(name: str, known: Collection[str] | None, *, is_text: bool) -> tupl
 
 
 def is_number_word(word: str) -> bool:
-    """Whether a word changes the number before it, or makes a formula of it."""
+    """Return whether a word changes the number before it, or makes a formula of it."""
     word = word.lower()
     return word in _NOT_A_UNIT or _singular(word) in _NOT_A_UNIT or word in FRACTION_WORDS
 
@@ -87,13 +90,14 @@ _UNIT_PART = re.compile(
 
 
 def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
-    """Each word of a unit with its exponent; None for text that cannot be in a unit."""
+    """Yield each word of a unit with its exponent, and None for text that cannot be in a unit."""
     text = _FRACTION.sub(r"\1/\2", text)
     text = _WRAPPED.sub(r" \1 ", text.replace("\\%", "%").replace("\\$", "dollar"))
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?\b|°", " degree ", text)
     text = re.sub(r"degree\s+C\b", "celsius", re.sub(r"degree\s+F\b", "fahrenheit", text))
     text = re.sub(r"^(?:\s|\\,|\\ |~)+|\s+$", "", text.replace("\\ ", " "))
     position = 0
+    # `sign` is the exponent's sign (-1 after "per" or /), `before` the power of a leading "square" or "cubic".
     sign, before = 1, 1
     while position < len(text):
         found = _UNIT_PART.match(text, position)
@@ -136,9 +140,9 @@ FRACTION_WORDS = {
 } | {
     "half": Fraction(1, 2), "halves": Fraction(1, 2), "quarter": Fraction(1, 4), "quarters": Fraction(1, 4),
 }  # fmt: skip
-"""Words behind a whole number that make a fraction of it: 2 fifths."""
+"""Words after a whole number making it a fraction: 2 fifths."""
 MULTIPLES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-"""Words behind a number that multiply it."""
+"""Words after a number that multiply it."""
 _NOT_A_UNIT = set(MULTIPLES) | set(
     """
     and or no not half third quarter plus minus times time over to by less least more most than about approximately
@@ -154,7 +158,7 @@ _NOT_A_UNIT = set(MULTIPLES) | set(
     ninety quadrillion quintillion hundredfold fold tuple recurring repeating repeated
     """.split()  # noqa: SIM905
 )
-"""Words beside a number that are no unit: they change it, or make it no number."""
+"""Words near a number that are not units: they change it, or make it something other than a number."""
 _COUNTED = set(
     """
     apple orange pear banana egg cookie cake pie pizza slice candy chocolate cupcake muffin donut doughnut bagel
@@ -173,7 +177,7 @@ _COUNTED = set(
     route function subset sequence soldier sailor
     """.split()  # noqa: SIM905
 ) - {"prime", "mile", "square", "point", "pair", "can", "cup"} | {"pair", "point"}
-"""Words for what is counted, in the singular: units of their own in any answer."""
+"""Words for counted things, in the singular. They are units of their own in any answer."""
 
 _LENGTH, _TIME, _MASS, _VOLUME = {"metre": 1}, {"second": 1}, {"gram": 1}, {"metre": 3}
 _LITRE = Fraction(1, 1000)
@@ -245,6 +249,6 @@ _UNITS: dict[str, tuple[Fraction, dict[str, int]]] = {
 
 
 def unit_named(name: str) -> Unit:
-    """A known unit. Raises KeyError for another."""
+    """Return a known unit. Raises KeyError for another."""
     factor, dimensions = _UNITS[name]
     return Unit(factor, tuple(sorted(dimensions.items())))

@@ -1,4 +1,4 @@
-"""The driver's side of a reward process: starts it, queries it, replaces it when it fails or exceeds a time limit."""
+"""Driver's side of a reward process: start, query, and replacement after a failure or an exceeded time limit."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ from megarl.sandbox.sandbox import SandboxSettings
 from megarl.types import ConfigError, PeerLostError, Reward
 
 _SHORT_SECONDS = 0.05
-"""The CPU time of an answer within this time is not measured."""
+"""CPU time is not measured for answers within this time in seconds, because measuring takes time itself."""
 _MAX_REPLY_BYTES = 64 << 10
 """Limit of a reply: scores or a shortened traceback."""
 _MAX_OUTPUT_CHARACTERS = 2000
 _MAX_LOST = 2
-"""A completion is scored once more where its process ended: the kernel's or an operator's kill is not its fault."""
+"""Processes tried for a completion. A kill by the kernel or an operator is not its fault, so it is retried once."""
 
 _SERVER = "megarl.rewards.server:serve"
 
 Failure = Literal["error", "timeout", "parse_error"]
-"""Why a completion has no score: what scores it raised, took too long, or a server's answer has no verdict."""
+"""Why a completion has no score: an error in scoring, a timeout, or a server's answer without a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """The reward of a completion; where it could not be scored, zero, with the kind of failure and its description."""
+    """Reward of a completion. If scoring failed, it is zero, with the kind of failure and its description."""
 
     reward: Reward
     failure: Failure | None = None
@@ -52,13 +52,13 @@ class Scored:
     judges_answer: bool = True
     """Whether any function judged the answer."""
     is_left_out: bool = False
-    """A completion that could not be scored counts as one without a reward."""
+    """Whether the failed completion counts as one without a reward."""
     num_lost: int = 0
-    """Reward processes that ended by themselves or were killed from outside while they had this completion."""
+    """Number of reward processes that ended or were killed from outside while scoring this completion."""
 
     @property
     def kept_reward(self) -> Reward | None:
-        """The reward of its trajectory; None where it is left out."""
+        """Return the reward of its trajectory. None: it is left out."""
         return None if self.is_left_out else self.reward
 
     @classmethod
@@ -73,32 +73,35 @@ class WorkerSettings:
     functions: tuple[RewardFunctionConfig, ...]
     correct_score: float
     timeout_seconds: float
-    """Limit of CPU seconds per completion, of the process and its descendants."""
+    """Limit of CPU seconds per completion, for the process and its descendants."""
     wall_timeout_seconds: float
     """Limit of wall-clock seconds per completion."""
     search_path: tuple[str, ...]
     """`sys.path` of the process."""
     folder: str
-    """Its current folder."""
+    """Current folder of the process."""
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
-    """Of the sandbox of functions that take one; its total CPU seconds come on top of the first limit."""
+    """Sandbox for functions that take one. Its total CPU seconds are added to the first limit."""
     start_timeout_seconds: float = 300.0
-    """Limit of wall-clock seconds for the import of the functions."""
+    """Limit of wall-clock seconds for importing the functions."""
     served: tuple[RewardFunctionConfig, ...] = ()
-    """The rewards of servers, which no process of its own asks."""
+    """Rewards from servers, asked by the driver without a process."""
     on_failure: Literal["zero", "leave_out"] = "zero"
-    """Fate of completions that could not be scored."""
+    """Treatment of completions with failed scoring."""
     judges: Mapping[str, Judging] = field(default_factory=dict)
-    """How each of `functions` and `served` judges the answer, by name; those that are missing do not."""
+    """How each of `functions` and `served` judges the answer, by name. Missing ones do not judge it."""
 
     @property
     def judging(self) -> Judging:
-        """How all of them together judge the answer."""
+        """Return how all of them together judge the answer."""
         return strongest(self.judges.values())
 
 
 def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) -> WorkerSettings:
-    """Settings for processes in the current folder, which can import modules from it where the recipe names some."""
+    """Return settings for processes in the current folder.
+
+    The folder is on their search path only if the recipe names functions of a module there.
+    """
     folder = os.getcwd()
     search_path = [entry for entry in sys.path if entry]
     if any(_is_in(folder, function.name) for function in reward.functions):
@@ -110,6 +113,7 @@ def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) 
         judges=judging(reward.functions),
         correct_score=reward.correct_score,
         timeout_seconds=reward.timeout_seconds,
+        # Wall-clock time includes waiting for a CPU, so its limit is more generous.
         wall_timeout_seconds=reward.wall_timeout_seconds or max(10 * reward.timeout_seconds, 30.0),
         search_path=tuple(search_path),
         folder=folder,
@@ -118,7 +122,7 @@ def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) 
 
 
 def _is_in(folder: str, name: str) -> bool:
-    """Whether a folder has the top-level module of a recipe's own reward function; imports nothing."""
+    """Return whether a folder has the top-level module of a recipe's own reward function, without importing it."""
     if ":" not in name:
         return False
     with suppress(ConfigError):
@@ -128,12 +132,12 @@ def _is_in(folder: str, name: str) -> bool:
 
 
 class RewardWorker:
-    """A reward process with its keeper; used by one thread at a time, but interrupted and closed by any."""
+    """Reward process with its supervisor. One thread at a time uses it; any thread may interrupt or close it."""
 
     def __init__(self, settings: WorkerSettings, log_file: str | None = None) -> None:
-        """Start the process without waiting for it. What the functions print goes to `log_file`, within bounds.
+        """Start the process without waiting for it. Output of the functions goes to `log_file`, limited in size.
 
-        Raises PeerLostError where the machine can start no process.
+        Raises PeerLostError if the machine cannot start a process.
         """
         self._settings = settings
         self._log_file = log_file
@@ -148,7 +152,7 @@ class RewardWorker:
     def wait_until_ready(self) -> None:
         """Wait until the functions are imported.
 
-        Raises ConfigError if they cannot be, or not in time; PeerLostError if the process ends or is closed meanwhile.
+        Raises ConfigError if the import fails or takes too long, PeerLostError if the process ends or is closed.
         """
         if self._is_ready:
             return
@@ -177,8 +181,8 @@ class RewardWorker:
     def ask(self, sample: Sample) -> Scored:
         """Return the reward of a completion: the weighted sum of the functions' scores.
 
-        Where the process ends, while it starts or scores, a fresh one scores once more. Raises as `wait_until_ready`,
-        which it waits for first; the time limits start after that.
+        If the process ends while starting or scoring, a fresh one retries once. Raises the errors of
+        `wait_until_ready`, called first; the time limits start after it.
         """
         with self._asking:
             self._is_asking = True
@@ -200,16 +204,16 @@ class RewardWorker:
                 self._restart()
 
     def interrupt(self) -> None:
-        """End the scoring under way, if there is one: its process is killed and replaced. Does not wait for that."""
+        """Abort the scoring in progress, if any: its process is killed and replaced. Does not wait for it."""
         with self._asking:
             if self._is_asking:
                 self._is_interrupted = True
                 with suppress(OSError):
-                    # Wakes the thread that waits for an answer.
+                    # Wakes the thread waiting for an answer.
                     self._connection.shutdown(socket.SHUT_RDWR)
 
     def _answer(self, sample: Sample) -> Scored:
-        """Return the process's score of a completion. Raises _ProcessLostError where the process ends meanwhile."""
+        """Return the process's score of a completion. Raises _ProcessLostError if the process ends meanwhile."""
         self._num_requests += 1
         values = sample.values(self._needs, self._settings.correct_score)
         request = {"id": self._num_requests, "values": values}
@@ -217,6 +221,7 @@ class RewardWorker:
         try:
             send(self._connection, request, limits.remaining)
             reply = receive_answer(self._connection, self._num_requests, _MAX_REPLY_BYTES, limits.remaining)
+            # The function's last work may have exceeded the limit between two checks.
             limits.check_cpu()
             return self._scored(reply)
         except _OverdueError as error:
@@ -228,6 +233,7 @@ class RewardWorker:
             self._restart()
             return Scored.failed("error", f"{self._names}: the reward process sent {error}")
         except (EOFError, OSError):
+            # The closed connection was this side's own doing, so the process did not fail.
             if self._is_interrupted:
                 return Scored.failed("error", f"{self._names}: the scoring was interrupted")
             ended = self._restart(is_ending=True)
@@ -235,7 +241,7 @@ class RewardWorker:
             raise _ProcessLostError(text, was_scoring=True) from None
 
     def close(self) -> None:
-        """Kill the process and all that it started."""
+        """Kill the process and all its descendants."""
         with self._lock:
             self._is_closed = True
             self._process.kill()
@@ -245,13 +251,14 @@ class RewardWorker:
         return ", ".join(function.name for function in self._settings.functions)
 
     def _limits_with_sandbox(self) -> WorkerSettings:
-        """The settings, with time for the programs of functions that run some."""
+        """Return the settings, with additional time for programs run in the sandbox."""
         if "sandbox" not in self._needs:
             return self._settings
         settings, seconds = self._settings, self._settings.sandbox.total_timeout_seconds
         return replace(
             settings,
             timeout_seconds=settings.timeout_seconds + seconds,
+            # Programs may wait for a CPU on a busy machine, so wall-clock time grows by a multiple.
             wall_timeout_seconds=settings.wall_timeout_seconds + 10 * seconds,
         )
 
@@ -265,7 +272,7 @@ class RewardWorker:
                 judges_answer=reply.get("judges_answer") is not False,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise FrameError(f"no reward: {error}") from None
+            raise FrameError(f"not a reward: {error}") from None
 
     def _start(self) -> None:
         settings = self._settings
@@ -290,7 +297,7 @@ class RewardWorker:
             "correct_score": settings.correct_score,
             "sandbox": asdict(settings.sandbox),
         }
-        with suppress(OSError):  # a process that ended already is noticed when its answer is awaited
+        with suppress(OSError):  # If it ended already, waiting for its answer fails.
             send(self._connection, start)
 
     def _restart(self, *, is_ending: bool = False) -> str:
@@ -303,7 +310,7 @@ class RewardWorker:
         return ended
 
     def _output(self) -> str:
-        """The end of the functions' output, for an error message."""
+        """Return the end of the functions' output, for an error message."""
         if self._log_file is None:
             return ""
         try:
@@ -326,7 +333,7 @@ class _OverdueError(Exception):
 
 
 class _Limits:
-    """The time limits of a request: CPU seconds of all descendants of a keeper, and wall-clock seconds."""
+    """Time limits of a request: CPU seconds of all descendants of the supervisor process, and wall-clock seconds."""
 
     def __init__(self, keeper: int, settings: WorkerSettings) -> None:
         self._keeper = keeper
@@ -337,7 +344,7 @@ class _Limits:
         self._cpu_used = 0.0
 
     def remaining(self) -> float:
-        """Seconds until the limits must be checked again. Raises _OverdueError if one is exceeded."""
+        """Return seconds until the limits must be checked again. Raises _OverdueError if one is exceeded."""
         elapsed = time.monotonic() - self._started
         if elapsed >= self._wall_limit:
             raise _OverdueError(f"took more than reward.wall_timeout_seconds = {self._wall_limit:g} by the clock")
@@ -347,12 +354,14 @@ class _Limits:
         if self._cpu_before is None:
             self._cpu_before = cpu_seconds_below(self._keeper)
         self.check_cpu()
+        # At least 10 ms between checks: reading CPU times in /proc takes time, too.
         return min(max(self._cpu_limit - self._cpu_used, 0.01), wall_left)
 
     def check_cpu(self) -> None:
-        """Raise _OverdueError if the CPU limit is exceeded; a quick answer is not measured."""
+        """Raise _OverdueError if the CPU limit is exceeded. A quick answer is not measured."""
         if self._cpu_before is None:
             return
+        # The time of descendants that ended may disappear from /proc, so never let it decrease.
         self._cpu_used = max(self._cpu_used, cpu_seconds_below(self._keeper) - self._cpu_before)
         if self._cpu_used >= self._cpu_limit:
             raise _OverdueError(f"took more than reward.timeout_seconds = {self._cpu_limit:g} CPU seconds")

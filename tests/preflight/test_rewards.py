@@ -101,13 +101,13 @@ def test_reward_functions_that_work_are_accepted(recipe: Callable[..., Recipe], 
 @pytest.mark.parametrize(
     ("function", "bad", "told"),
     [
-        pytest.param("gsm8k", {"gt_answer": "three"}, "the gold answer 'three' is no number", id="gsm8k"),
+        pytest.param("gsm8k", {"gt_answer": "three"}, "the gold answer 'three' is not a number", id="gsm8k"),
         pytest.param(
             {"name": "length", "kwargs": {"field": "budget"}}, {"budget": None}, "the target is None", id="length"
         ),
         pytest.param({"name": "boxed", "needs": ["a.b"]}, {"a": {"c": 1}}, "it has no field 'a.b'", id="needs"),
         pytest.param("code", {"test_cases": None}, "has no public_test_cases nor private_test_cases", id="code"),
-        pytest.param("judge", {"a": {"c": 1}}, "no field 'a.b', which the judge's prompt shows", id="judge"),
+        pytest.param("judge", {"a": {"c": 1}}, "no field 'a.b', used by the judge's prompt", id="judge"),
         pytest.param("multiple_choice", {"gt_answer": "77"}, "none of the 26 choices", id="multiple choice"),
         pytest.param("reasoning_gym.gcd", {"metadata": None}, "has no metadata", id="a task of reasoning-gym"),
         pytest.param("math_competition", {"gt_answer": [None]}, "the gold answer is [None]", id="competition"),

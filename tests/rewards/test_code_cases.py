@@ -93,7 +93,7 @@ class Command:
         pytest.param([{"input": "1"}], "a test is", id="without output"),
         pytest.param([{"input": "1", "output": "1", "testtype": "functional"}], "func_name", id="without a name"),
         pytest.param(
-            base64.b64encode(zlib.compress(pickle.dumps(Command()))).decode(), "no JSON", id="a pickle that runs"
+            base64.b64encode(zlib.compress(pickle.dumps(Command()))).decode(), "not JSON", id="a pickle that runs"
         ),
     ],
 )
@@ -104,7 +104,7 @@ def test_what_is_no_test_is_refused(answer, error):
 
 def test_a_bomb_is_not_unpacked(monkeypatch):
     monkeypatch.setattr("megarl.rewards.code_cases.MAX_UNPACKED_BYTES", 1 << 20)
-    with pytest.raises(ValueError, match="no JSON"):
+    with pytest.raises(ValueError, match="not JSON"):
         read_cases(base64.b64encode(zlib.compress(bytes(2 << 20))).decode(), {})
 
 

@@ -273,11 +273,11 @@ def test_verdicts_by_number_and_by_pattern():
 @pytest.mark.parametrize(
     ("given", "told"),
     [
-        pytest.param({"url": "localhost"}, r"kwargs\.url = 'localhost': is no address", id="address"),
+        pytest.param({"url": "localhost"}, r"kwargs\.url = 'localhost': is not a valid address", id="address"),
         pytest.param({"modle": "m"}, r"kwargs\.modle", id="unknown"),
         pytest.param({"choices": {"A": 1}}, "two verdicts", id="one verdict"),
         pytest.param({"scale": [5, 1]}, "lowest and the highest", id="scale"),
-        pytest.param({"pattern": "("}, "no regular expression", id="pattern"),
+        pytest.param({"pattern": "("}, "not a regular expression", id="pattern"),
         pytest.param({"api_key_env": "NO_SUCH_VARIABLE"}, "NO_SUCH_VARIABLE", id="key"),
         pytest.param({"prompt": "no/such/file"}, r"kwargs\.prompt = no/such/file", id="no prompt"),
         pytest.param({"prompt": "unknown.txt"}, "{{golden}}", id="placeholder"),

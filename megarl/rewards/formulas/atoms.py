@@ -1,4 +1,4 @@
-"""The parts of a formula between its signs: numbers, symbols, powers, functions, brackets, sets, matrices."""
+"""Operands of a formula: numbers, symbols, powers, functions, brackets, sets, matrices."""
 
 from __future__ import annotations
 
@@ -22,9 +22,12 @@ DECORATIONS = frozenset(
 )
 _FONTS = frozenset(("mathbf", "mathrm", "mathit", "mathsf", "boldsymbol", "bm", "text"))
 _SHAPES = {"angle": "angle", "triangle": "triangle", "odot": "circle", "square": "square"}
+# A half-open interval such as (0, 1] closes with the other bracket.
 _CLOSING = {"(": (")", "]"), "[": ("]", ")")}
+# Letters followed by brackets: the first set are functions in any case, the second only before one letter or number.
 _ALWAYS_FUNCTIONS = frozenset("fgFG")
 _PERHAPS_FUNCTIONS = frozenset("hpqsuvyPQRSTHV")
+# Two-letter words to be read as text; any other two letters are a product of variables.
 _TWO_LETTER_WORDS = frozenset(
     "am an as at ax be by do go ha he hi if in is it me my no of oh on or ox so to up us we id no".split()  # noqa: SIM905
 )
@@ -32,27 +35,30 @@ _PRODUCT_LETTERS = frozenset("abcxyz")
 
 
 def is_product(word: str) -> bool:
-    """Whether adjacent letters are a product of variables; others are a word, a unit or a name such as AB."""
+    """Return whether adjacent letters are a product of variables. Otherwise they are a word, a unit or a name such as
+    AB."""
     if word.isupper() or len(word) > 4:
         return False
     if not word.islower():
         return len(word) == 2 and word[0].islower()
     if len(word) == 2:
         return word not in _TWO_LETTER_WORDS
+    # Letters without a vowel are hardly a word. abc and xyz are variables even with one.
     return not set(word) & set("aeiou") or set(word) <= _PRODUCT_LETTERS
 
 
 class Atoms(Commands):
-    """The grammar of factors."""
+    """Grammar of factors."""
 
     def starts_factor(self) -> bool:
-        """Whether the next token begins another factor of a product."""
+        """Return whether the next token begins another factor of a product."""
         token = self.token
         if token.kind in ("number", "letter"):
             return True
         if token.kind == "word":
             return token.text.isupper()
         if token.kind == "sign":
+            # Within bars, the next | closes them. Outside it begins an absolute value.
             return token.text in ("(", "[", "{") or (token.text == "|" and self.bars == 0)
         return token.kind == "command" and self._is_atom(token.text)
 
@@ -65,7 +71,7 @@ class Atoms(Commands):
         )  # fmt: skip
 
     def power(self) -> Node:
-        """A factor with its index, powers, factorials and per cent."""
+        """Parse a factor with its index, powers, factorials and percent."""
         self.descend()
         node = self.atom()
         while True:
@@ -84,6 +90,7 @@ class Atoms(Commands):
                 if is_double:
                     self.advance()
                 node = Node("call", (node,), "double_factorial" if is_double else "factorial")
+            # Outside brackets % is a unit at the end of the text, read by the parser.
             elif text in ("%", "\\%") and self.brackets:
                 self.advance()
                 node = Node("quotient", (node, number(100)))
@@ -98,32 +105,36 @@ class Atoms(Commands):
     def _raised(self, base: Node) -> Node:
         exponent = self.script()
         if exponent.kind == "constant" and exponent.value == "degree":
+            # 90^\circ is not a power but 90 degrees.
             return joined("product", [base, DEGREE])
         if exponent.kind == "symbol" and exponent.value.startswith("prime"):
             return self._primed(base, exponent.value.count("'"))
+        # f^{-1}(x) is the inverse function, not a reciprocal.
         is_inverse = base.kind == "symbol" and base.value in _ALWAYS_FUNCTIONS and exponent == number(-1)
         if is_inverse and self.token.text == "(":
             return self._applied(symbol(base.value + "^-1'"))
         is_matrix = base.kind in ("matrix", "transpose") or (base.kind == "symbol" and base.value[:1].isupper())
+        # A^T is a transpose, if A can be a matrix.
         if is_matrix and exponent in (symbol("T"), symbol("top")):
             return Node("transpose", (base,))
         return Node("power", (base, exponent))
 
     def _primed(self, base: Node, count: int) -> Node:
         if base.kind not in ("symbol", "apply", "index"):
-            raise NotMathematicsError("a prime behind what is no symbol")
+            raise NotMathematicsError("a prime after something other than a symbol")
         return self._applied(Node(base.kind, base.parts, base.value + "'" * count))
 
     def _indexed(self, base: Node) -> Node:
+        # x^2_1 is (x_1)^2: LaTeX allows both orders.
         if base.kind == "power" and base.parts[0].kind == "symbol":
             return Node("power", (self._indexed(base.parts[0]), base.parts[1]))
         if base.kind != "symbol" and not (base.kind == "constant" and base.value in ("e", "i")):
-            raise NotMathematicsError("an index behind what is no symbol")
+            raise NotMathematicsError("an index after something other than a symbol")
         index = self.script()
         return self._applied(Node("index", (index,), base.value))
 
     def script(self) -> Node:
-        """Parse the operand behind ^ or _: a group, or one token. Digits without braces are taken as one number."""
+        """Parse the operand after ^ or _: a group, or one token. Digits without braces count as one number."""
         token = self.token
         if token.text == "{" and token.kind == "sign":
             following = self.following()
@@ -148,6 +159,7 @@ class Atoms(Commands):
         if token.text == "'":
             self.advance()
             return symbol("prime'")
+        # x^+ has a sign as index, but x^-1 is a negative exponent.
         if token.text in ("+", "-"):
             self.advance()
             if self.token.kind == "number":
@@ -161,6 +173,7 @@ class Atoms(Commands):
             self.advance()
             return symbol(token.text)
         node = self.atom()
+        # 2^3^2 is 2^(3^2): powers associate to the right.
         if self.token.text == "^" and self.token.kind == "sign":
             self.advance()
             self.descend()
@@ -169,12 +182,12 @@ class Atoms(Commands):
         return node
 
     def _skip_to_brace(self) -> int:
-        """Skip a group without groups in it; the number of its tokens."""
+        """Skip a group without inner groups. Returns the number of its tokens."""
         self.advance()
         skipped = 0
         while self.token.text != "}":
             if self.token.kind == "end" or self.token.text == "{":
-                raise NotMathematicsError("a script that is not understood")
+                raise NotMathematicsError("an unknown script")
             skipped += 1
             self.advance()
         self.advance()
@@ -187,6 +200,7 @@ class Atoms(Commands):
             return number(token.number if token.number is not None else Fraction(0))
         if token.kind == "letter":
             self.advance()
+            # e and i are constants in answers, hardly ever variables.
             if token.text in ("e", "i"):
                 return Node("constant", (), token.text)
             return self._applied(symbol(token.text))
@@ -209,13 +223,14 @@ class Atoms(Commands):
         return symbol(text) if len(text) == 1 or text.isupper() else Node("words", (), text.lower())
 
     def _applied(self, function: Node) -> Node:
-        """f(x) where the brackets behind a symbol hold arguments; else the symbol."""
+        """Return f(x) if the brackets after a symbol hold arguments, else the symbol."""
         if self.token.text != "(" or self.token.kind != "sign":
             return function
         name = function.value.rstrip("'")
         is_function = name in _ALWAYS_FUNCTIONS or name != function.value
         if function.kind == "index" or not is_function:
             following, behind = self.following(), self._tokens[min(self._place + 2, len(self._tokens) - 1)]
+            # h(x) is a function, but h(a + b) is rather a product.
             is_simple = following.kind in ("letter", "number") and behind.text == ")"
             is_function = (name in _PERHAPS_FUNCTIONS or (function.kind == "index" and name in "fghFG")) and is_simple
         if not is_function or function.kind == "apply":
@@ -236,6 +251,7 @@ class Atoms(Commands):
         if opening != "|":
             raise NotMathematicsError(f"{opening!r}")
         self.advance()
+        # Between bars, | closes them; `bars` counts the open pairs.
         self.bars += 1
         self.brackets += 1
         node = self.sum()
@@ -250,6 +266,7 @@ class Atoms(Commands):
         closing = self._tokens[self._place - 1].text
         if node.kind == "list" and node.value == ",":
             return Node("tuple", node.parts, opening + closing)
+        # Only intervals and tuples may mix brackets.
         if closing != _CLOSING[opening][0] or node.kind == "list":
             raise NotMathematicsError("brackets that do not match")
         return node
@@ -257,6 +274,7 @@ class Atoms(Commands):
     def group(self) -> Node:
         self.expect("{")
         self.brackets += 1
+        # A group in braces starts anew: bars outside it cannot close inside.
         bars, self.bars = self.bars, 0
         node = self.items()
         if self.token.text == "choose":
@@ -273,6 +291,7 @@ class Atoms(Commands):
             self.advance()
             return EMPTY_SET
         self.brackets += 1
+        # In a set, | and : separate the condition, so they must not begin an absolute value.
         bars, self.bars = self.bars, self.bars + 1
         node = self.items()
         if self.token.text in ("|", "mid", ":"):
@@ -283,6 +302,7 @@ class Atoms(Commands):
         self.expect("\\}")
         if node.kind == "builder":
             return node
+        # Items joined by "or" are one element's alternatives, not elements.
         return Node("set", node.parts if node.kind == "list" and node.value != "or" else (node,))
 
     def _command(self) -> Node:

@@ -13,11 +13,12 @@ _MATRICES = ("pmatrix", "matrix", "vmatrix", "Vmatrix", "array", "cases", "Bmatr
 
 
 class Commands(Cursor):
-    """The grammar of a command's arguments."""
+    """Grammar of a command's arguments."""
 
     def until(self, *closing: str) -> Node:
-        """The items up to a closing sign."""
+        """Return the items up to a closing sign."""
         self.brackets += 1
+        # Bars outside the brackets cannot close inside them.
         bars, self.bars = self.bars, 0
         node = self.items()
         self.bars = bars
@@ -28,11 +29,12 @@ class Commands(Cursor):
         return node
 
     def argument(self) -> Node:
-        r"""The argument of a command: a group, or a single token; `\frac12` has two of one digit."""
+        r"""Parse the argument of a command: a group, or a single token. `\frac12` has two arguments of one digit."""
         token = self.token
         if token.text == "{" and token.kind == "sign":
             return self.group()
         if token.kind == "number" and token.text.isdigit() and len(token.text) > 1:
+            # Take the first digit only, and leave the rest of the number as the next token.
             left = token.text[1:]
             self._tokens[self._place] = Token("number", left, token.start + 1, False, Fraction(int(left)))
             return number(int(token.text[0]))
@@ -54,13 +56,14 @@ class Commands(Cursor):
         return Node("call", (self.argument(), degree), "root")
 
     def spelled_argument(self) -> str:
-        """The tokens of an argument, as they are: a name."""
+        """Return the tokens of an argument unchanged, as a name."""
         if self.token.text != "{":
             token = self.token
             if token.kind not in ("letter", "word", "number"):
                 raise NotMathematicsError("a name is missing")
             self.advance()
             spelled = token.text
+            # The tokenizer split a word into letters. `origin` marks its first one, so join them again.
             while token.origin and self.token.kind == "letter" and not self.token.spaced and not self.token.origin:
                 spelled += self.token.text
                 self.advance()
@@ -85,6 +88,7 @@ class Commands(Cursor):
         node = self._call(name, self._function_argument(), base)
         if exponent is None:
             return node
+        # sin^{-1} is the arcsine, not 1/sin. Other exponents are powers: sin^2 x.
         if exponent == number(-1) and name in ("sin", "cos", "tan", "cot", "sec", "csc"):
             return Node("call", node.parts, "arc" + name)
         return Node("power", (node, exponent))
@@ -95,19 +99,23 @@ class Commands(Cursor):
             return Node("power", (Node("constant", (), "e"), argument))
         if name in ("log", "ln", "lg"):
             if base is None:
+                # log without a base is unclear (10 or e), so it stays symbolic and equals only another log.
                 base = {"ln": Node("constant", (), "e"), "lg": number(10), "log": symbol("log")}[name]
             return Node("call", (argument, base), "log")
         if base is not None:
             raise NotMathematicsError(f"an index of {name}")
+        # These have several arguments and no numeric value here, so compare them by their arguments.
         if name in ("max", "min", "gcd", "lcm", "det"):
             return Node("apply", tuple(parts), name)
         return Node("call", (argument,), name)
 
     def _function_argument(self) -> Node:
-        """Brackets, or the factors up to the next sign, function or bracket."""
+        """Parse brackets, or the factors up to the next sign, function or bracket: `sin 2x cos x` is a product of two
+        functions."""
         if self.token.text == "(" and self.token.kind == "sign":
             self.advance()
             return self.until(")")
+        # sin -x is not clear enough.
         if self.token.text in ("-", "+"):
             raise NotMathematicsError("a sign behind a function")
         parts = [self.power()]
@@ -121,6 +129,7 @@ class Commands(Cursor):
         name = self.spelled_argument()
         if name not in _MATRICES:
             raise NotMathematicsError(f"the environment {name}")
+        # The columns of an array, {cc}, do not matter.
         if name == "array":
             self.spelled_argument()
             name = "matrix"
@@ -143,6 +152,7 @@ class Commands(Cursor):
         self.brackets -= 1
         self.advance()
         self.spelled_argument()
+        # Cases of one column are a list.
         if name == "cases" and all(len(row.parts) == 1 for row in rows):
             return Node("list", tuple(row.parts[0] for row in rows), ",")
         kind = {"pmatrix": "matrix", "Bmatrix": "matrix"}.get(name, name)

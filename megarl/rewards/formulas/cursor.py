@@ -1,4 +1,4 @@
-"""A reader of tokens that counts how deeply it is nested."""
+"""Reader of tokens, counting its nesting depth."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from megarl.rewards.formulas.nodes import Node
 from megarl.rewards.formulas.tokens import NotMathematicsError, Token
 
 MAX_DEPTH = 60
-"""Limit of brackets in brackets and of powers of powers; a level takes about ten of Python's thousand frames."""
+"""Limit of nested brackets and of powers of powers. A level takes about ten of Python's thousand frames."""
 
 
 class Cursor:
-    """A place in the tokens of a text."""
+    """Position in the tokens of a text."""
 
     def __init__(self, source: str, tokens: list[Token]) -> None:
         self.source = source
@@ -20,7 +20,7 @@ class Cursor:
         self.bars = 0
         self._depth = 0
 
-    # The grammar, which the classes above this one give.
+    # The grammar, implemented by subclasses.
     def items(self) -> Node:
         raise NotImplementedError
 

@@ -1,4 +1,4 @@
-"""Whether two parsed answers are the same: numbers, formulas, equations, pairs, lists, sets, matrices."""
+"""Equality of two parsed answers: numbers, formulas, equations, pairs, lists, sets, matrices."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.rewards.formulas.number_sets import INEQUALITIES, same_set
 from megarl.rewards.formulas.values import is_proportional, is_within_percent, same_value
 
 MAX_MATCHED = 40
-"""Longer lists are compared in order only."""
+"""Longer lists are compared in order only, because matching them in any order takes quadratic time."""
 _FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "=": "=", "!=": "!="}
 _DOTS = symbol("ldots")
 _CONSTANTS_OF_INTEGRATION = ("C", "c", "K", "k")
@@ -20,12 +20,12 @@ _CONSTANTS_OF_INTEGRATION = ("C", "c", "K", "k")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """`factor`: what a number of the prediction is multiplied by, because of its unit."""
+    """Comparison of two answers. Numbers of the prediction are multiplied by `factor`, because of their unit."""
 
     factor: Fraction = Fraction(1)
 
     def same(self, gold: Node, predicted: Node) -> bool:
-        """Whether the predicted answer is the gold one."""
+        """Return whether the predicted answer equals the gold one."""
         gold = both_signs(without_domain(gold))
         predicted = both_signs(without_domain(_without_approximation(predicted)))
         if gold == predicted and self.factor == 1:
@@ -35,6 +35,7 @@ class Comparison:
             return by_name
         gold_name, gold = solutions(gold)
         predicted_name, predicted = solutions(predicted)
+        # x = 5 and y = 5 are different answers. A name in one of them only is ignored.
         if gold_name and predicted_name and gold_name != predicted_name:
             return False
         if gold.kind == "relation" or predicted.kind == "relation":
@@ -42,7 +43,7 @@ class Comparison:
         return self._unrelated(gold, predicted)
 
     def _named(self, gold: Node, predicted: Node) -> bool | None:
-        """The verdict on values with names, `x=1, y=2`; None if neither has them."""
+        """Return the verdict on named values, `x=1, y=2`. None: neither side has them."""
         golds, found = assignments(gold), assignments(predicted)
         if golds and found:
             return golds.keys() == found.keys() and all(self.same(golds[name], found[name]) for name in golds)
@@ -53,18 +54,21 @@ class Comparison:
             return False
         if other.kind != "tuple" or other.value != "()" or len(other.parts) != len(values or {}):
             return None
+        # (1, 2) as answer to x=1, y=2: values in the order of their names.
         ordered = [value for _, value in sorted((values or {}).items())]
         pairs = zip(ordered, other.parts, strict=True)
         return all(self.same(one, two) if golds else self.same(two, one) for one, two in pairs)
 
     def _related(self, gold: Node, predicted: Node) -> bool:
         verdict = same_set(gold, predicted)
+        # Every equation in one variable is a set of solutions too, but as an equation it must agree itself.
         if verdict is not None and not _is_equation(gold):
             return verdict
         if gold.kind == predicted.kind == "relation":
             return self._same_relation(gold, predicted)
         if gold.kind == "relation":
             if gold.value == ("in",):
+                # `x \in A` and A alone are the same answer.
                 return gold.parts[0].kind == "symbol" and self.same(gold.parts[1], predicted)
             return _is_equation(gold) and is_label(gold.parts[0]) and self.same(gold.parts[-1], predicted)
         if predicted.value == ("in",):
@@ -72,22 +76,26 @@ class Comparison:
         return _is_equation(predicted) and self._names_or_holds(gold, predicted.parts)
 
     def _names_or_holds(self, gold: Node, parts: Sequence[Node]) -> bool:
-        """Whether an equation gives the gold value a name, `x = 5` or `5 = x`, or is a computation of it."""
+        """Return whether an equation names the gold value (`x = 5`, `5 = x`) or is a computation of it."""
         values = [part for part in parts if not is_label(part)]
+        # With two names or more, the gold answer must be a symbol itself: y = x.
         if len(values) < len(parts) - 1:
             return gold.kind == "symbol" and self.same(gold, parts[-1])
         is_named = len(values) == len(parts) or is_label(parts[0]) or is_label(parts[-1])
         return is_named and all(self.same(gold, value) for value in values)
 
     def _same_relation(self, gold: Node, predicted: Node) -> bool:
+        # Relations such as "subset" have no arithmetic, so compare them part by part.
         if BLANK in gold.parts or BLANK in predicted.parts or not _is_arithmetic(gold) or not _is_arithmetic(predicted):
             is_alike = gold.value == predicted.value and len(gold.parts) == len(predicted.parts)
             return is_alike and all(map(self.same, gold.parts, predicted.parts))
         if _is_equation(gold) and _is_equation(predicted):
             return self._same_equation(gold, predicted)
+        # Bring each step to the form "difference < 0". Equal up to positive factors then means equivalent.
         one, other = _steps(gold), _steps(predicted)
         return len(one) == len(other) and all(
             sign == found
+            # An inequation != may also be multiplied by a negative number.
             and (is_proportional(part, against) > 0 or (sign == "!=" and is_proportional(part, against) < 0))
             for (part, sign), (against, found) in zip(one, other, strict=True)
         )
@@ -95,19 +103,23 @@ class Comparison:
     def _same_equation(self, gold: Node, predicted: Node) -> bool:
         left, right = gold.parts[0], gold.parts[-1]
         found_left, found_right = predicted.parts[0], predicted.parts[-1]
+        # 5 = x is read as x = 5.
         if is_label(found_right) and not is_label(found_left):
             found_left, found_right = found_right, found_left
         if is_label(right) and not is_label(left):
             left, right = right, left
         if is_label(left) and is_label(found_left) and same_label(left, found_left) and self.same(right, found_right):
             return True
+        # x = 5 has a single solution, so a multiple such as 2x = 10 must not match it by proportion.
         if len(gold.parts) > 2 or len(predicted.parts) > 2 or (is_label(left) and not right.symbols()):
             return False
         difference = joined("sum", [left, negative(right)])
         found = joined("sum", [found_left, negative(found_right)])
+        # Either side may be solved for a variable: y = 2x + 1 and 2x - y + 1 = 0.
         is_solved = _determines(left, right, found) or _determines(found_left, found_right, difference)
         return is_solved or is_proportional(difference, found) != 0
 
+    # A union or condition makes both sides sets, even if the other one looks like a tuple.
     def _unrelated(self, gold: Node, predicted: Node) -> bool:
         if any(_is_number_set(node) for node in (gold, predicted)):
             return self._same_sets(gold, predicted)
@@ -115,6 +127,7 @@ class Comparison:
             return self._same_items(gold, predicted)
         if gold.kind == "tuple" or predicted.kind == "tuple":
             return self._same_tuples(gold, predicted)
+        # A set of one element equals the element.
         if gold.kind == "set" or predicted.kind == "set":
             one, other = (each.parts if each.kind == "set" else (each,) for each in (gold, predicted))
             return len(one) == len(other) == 1 and self.same(one[0], other[0])
@@ -146,11 +159,14 @@ class Comparison:
         return all(map(self.same, gold.parts, predicted.parts))
 
     def _same_items(self, gold: Node, predicted: Node) -> bool:
+        # "A or B" as the prediction names two choices, so it does not answer with both.
         if predicted.kind == "list" and predicted.value == "or" and any(_is_choice(part) for part in predicted.parts):
             return gold.value == "or" and self._match(gold.parts, predicted.parts)
         one, other = gold.parts, predicted.parts
+        # Solutions given as equations are not values: keep x = 1, x = 2 apart from 1, 2.
         if not any(_is_equation(part) for part in one) and any(_is_equation(part) for part in other):
             return False
+        # With dots the order matters: 1, 2, 3, ... is a sequence.
         if _DOTS in one or _DOTS in other:
             return len(one) == len(other) and all(map(self.same, one, other))
         if "set" in (gold.kind, predicted.kind):
@@ -165,7 +181,7 @@ class Comparison:
         return [*found, *parts[MAX_MATCHED:]]
 
     def _match(self, golds: Sequence[Node], predicted: Sequence[Node]) -> bool:
-        """Whether the items are the same in any order."""
+        """Return whether the items are equal in any order."""
         if len(golds) != len(predicted):
             return False
         if len(golds) > MAX_MATCHED:
@@ -180,6 +196,7 @@ class Comparison:
 
     def _same_tuples(self, gold: Node, predicted: Node) -> bool:
         predicted = _without_point_name(predicted)
+        # A list without brackets may be a tuple, except with infinity: that is an interval.
         if predicted.kind == "list" and predicted.value == "," and gold.value == "()" and INFINITY not in gold.walk():
             predicted = Node("tuple", predicted.parts, "()")
         if gold.kind != "tuple" or predicted.kind != "tuple" or gold.value != predicted.value:
@@ -191,6 +208,7 @@ class Comparison:
             if len(gold.parts) != len(predicted.parts):
                 return False
             first, found = gold.parts[0], predicted.parts[0]
+            # a : b = c : d exactly if a d = b c for all parts, without division by zero.
             return all(
                 same_value(joined("product", [first, two]), joined("product", [found, one]))
                 for one, two in zip(gold.parts[1:], predicted.parts[1:], strict=True)
@@ -200,6 +218,7 @@ class Comparison:
 
     def _same_expression(self, gold: Node, predicted: Node) -> bool:
         gold_degrees, predicted_degrees = _degrees(gold), _degrees(predicted)
+        # Only one side is in degrees: pi on the other side means radians, otherwise the sign was left out.
         if (gold_degrees is None) != (predicted_degrees is None):
             plain = gold if gold_degrees is None else predicted
             if not any(node.kind == "constant" and node.value == "pi" for node in plain.walk()):
@@ -208,7 +227,7 @@ class Comparison:
 
 
 def both_signs(node: Node) -> Node:
-    r"""The list of both formulas that one with \pm or \mp is."""
+    r"""Return both formulas meant by one with \pm or \mp, as a list."""
     if node.kind == "list":
         parts = [both_signs(part) for part in node.parts]
         flat = [part for each in parts for part in (each.parts if each.kind == "list" else (each,))]
@@ -237,22 +256,24 @@ def _is_arithmetic(node: Node) -> bool:
 
 
 def _steps(node: Node) -> list[tuple[Node, str]]:
-    """The differences of a chain of inequalities with their signs, all to be less than zero."""
+    """Return the differences of a chain of inequalities with their signs; each must be less than zero."""
     found = []
     for left, sign, right in zip(node.parts, node.value, node.parts[1:], strict=False):
         if sign in (">", ">="):
             left, right, sign = right, left, _FLIPPED[sign]
         found.append((joined("sum", [left, negative(right)]), sign))
+    # A descending chain is reversed, so that equal chains have equal order.
     return found if node.value[0] in ("<", "<=", "=", "!=") else found[::-1]
 
 
 def _determines(left: Node, right: Node, difference: Node) -> bool:
-    """Whether `difference = 0` is solved by `left = right` alone: it is linear in the symbol `left`."""
+    """Return whether `left = right` is the only solution of `difference = 0`, which is linear in the symbol `left`."""
     if left.kind != "symbol" or left.value in right.symbols() or left.value not in difference.symbols():
         return False
     zero = number(0)
     if not same_value(_replaced(difference, left, right), zero):
         return False
+    # An equal, non-zero slope between three points means linear.
     at = [_replaced(difference, left, number(point)) for point in (1, 2, 3)]
     slope = joined("sum", [at[1], negative(at[0])])
     return same_value(slope, joined("sum", [at[2], negative(at[1])])) and not same_value(slope, zero)
@@ -277,13 +298,13 @@ def _is_number_set(node: Node) -> bool:
 
 
 def _without_point_name(node: Node) -> Node:
-    """The coordinates of `A(3,4)`."""
+    """Return the coordinates of a point with a name, `A(3,4)`."""
     is_point = node.kind == "product" and len(node.parts) == 2 and node.parts[1].kind == "tuple"
     return node.parts[1] if is_point and _is_choice(node.parts[0]) else node
 
 
 def _without_approximation(node: Node) -> Node:
-    r"""The formula without a decimal behind it that is within 1% of it: `\frac16 \approx 0.1667`."""
+    r"""Return the formula without a following decimal within 1% of it: `\frac16 \approx 0.1667`."""
     if node.kind != "relation" or node.value[-1] != "approx" or not set(node.value[:-1]) <= {"="}:
         return node
     exact_part, rounded = node.parts[-2:]
@@ -303,7 +324,7 @@ def _as_quotient(node: Node) -> Node | None:
 
 
 def _with_matrix(node: Node) -> Node:
-    """A product of numbers and a matrix as the matrix of products."""
+    """Return a product of numbers and a matrix as the matrix of products."""
     if node.kind == "negative" and node.parts[0].kind == "matrix":
         return _scaled(node.parts[0], [number(-1)])
     if node.kind != "product":
@@ -322,17 +343,18 @@ def _scaled(matrix: Node, factors: list[Node]) -> Node:
 
 
 def _degrees(node: Node) -> Node | None:
-    """The number of degrees; None for a formula that is none."""
+    """Return the number of degrees. None: the formula is not in degrees."""
     if node.kind == "negative":
         inner = _degrees(node.parts[0])
         return inner and negative(inner)
     if node.kind != "product" or DEGREE not in node.parts:
         return None
+    # The degree sign alone is one degree.
     return joined("product", [part for part in node.parts if part != DEGREE] or [number(1)])
 
 
 def _with_constant_of(gold: Node, predicted: Node) -> Node:
-    """The prediction with the gold answer's constant of integration: `x^2+C` and `x^2+c`."""
+    """Return the prediction with the gold answer's constant of integration: `x^2+C` and `x^2+c`."""
     constant = symbol("C")
     if gold.kind != "sum" or predicted.kind != "sum" or constant not in gold.parts or constant in predicted.parts:
         return predicted

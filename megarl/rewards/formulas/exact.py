@@ -1,4 +1,4 @@
-"""The exact value of a formula of rational numbers."""
+"""Exact value of a formula of rational numbers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from fractions import Fraction
 from megarl.rewards.formulas.nodes import Node
 
 MAX_BITS = 20_000
-"""Limit of an exact number, so that an operation takes microseconds."""
+"""Limit of an exact number. An operation then takes microseconds."""
 
 
 class NoValueError(ArithmeticError):
-    """A formula without a value, or with one beyond the limits."""
+    """The formula has no value, or one beyond the limits."""
 
 
 def exact(node: Node) -> Fraction | None:
-    """The value of a formula of rational numbers; None for any other, and beyond the limits."""
+    """Return the value of a formula of rational numbers. None: other formulas, and values beyond the limits."""
     try:
         return _exact(node)
     except (NoValueError, ZeroDivisionError, OverflowError):
@@ -26,6 +26,7 @@ def exact(node: Node) -> Fraction | None:
 def _exact(node: Node) -> Fraction:
     if node.kind == "number":
         return node.value
+    # A degree is pi/180, not rational.
     if node.kind == "constant" and node.value == "degree":
         raise NoValueError
     parts = [_exact(part) for part in node.parts]
@@ -34,6 +35,7 @@ def _exact(node: Node) -> Fraction:
     elif node.kind == "product":
         found = Fraction(1)
         for part in parts:
+            # Check each step: the product of many factors could grow beyond all limits.
             found = _bounded(found * part)
     elif node.kind == "quotient":
         found = parts[0] / parts[1]
@@ -57,6 +59,7 @@ def _bounded(found: Fraction) -> Fraction:
 def _exact_power(base: Fraction, exponent: Fraction) -> Fraction:
     if exponent.denominator != 1 or (base == 0 and exponent <= 0):
         raise NoValueError
+    # Estimate the size before computing. Powers of 1 and -1 never grow.
     bits = max(base.numerator.bit_length(), base.denominator.bit_length()) - (abs(base) == 1)
     if bits * abs(exponent) > MAX_BITS:
         raise NoValueError
@@ -75,6 +78,7 @@ def _exact_factorial(operand: Fraction) -> Fraction:
 def _exact_binomial(over: Fraction, under: Fraction) -> Fraction:
     if over.denominator != 1 or under.denominator != 1 or not 0 <= over <= 5000 or under < 0:
         raise NoValueError
+    # Use the symmetry of binomials for fewer steps.
     found = Fraction(1)
     for step in range(int(min(under, max(over - under, 0) if under <= over else under))):
         if under > over:
@@ -91,6 +95,7 @@ def _exact_root(radicand: Fraction, degree: Fraction) -> Fraction:
 
 
 def _whole_root(radicand: int, degree: int) -> int:
+    # Bisection with integers, because floats are not exact.
     low, high = 0, 1 << (radicand.bit_length() // degree + 1)
     while low < high:
         middle = (low + high) // 2

@@ -1,4 +1,4 @@
-"""The tree of a formula."""
+"""Tree of a formula."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """A part of a formula. Equal trees are the same formula.
+    """Part of a formula. Equal trees are the same formula.
 
     Kinds: number (value: Fraction), symbol and constant (value: name), sum, product, quotient, power, negative, sign
     (value: 1 for \\pm, -1 for \\mp), call (value: function), apply (value: unknown function), index (value: name;
     a_{n+1}), tuple (value: its brackets), list (value: `,`, `and` or `or`), set, builder (variable, condition), matrix
-    (value: environment; parts: rows), row, relation (value: the signs between the parts), setop (value: sign), ratio,
+    (value: environment; parts: rows), row, relation (value: signs between the parts), setop (value: sign), ratio,
     transpose, words (value: text), quantity (value: unit), blank.
     """
 
@@ -24,13 +24,13 @@ class Node:
     value: Any = None
 
     def walk(self) -> Iterator[Node]:
-        """This node and all below it."""
+        """Yield this node and all nodes below it."""
         yield self
         for part in self.parts:
             yield from part.walk()
 
     def symbols(self) -> set[str]:
-        """The names of all symbols and unknown functions."""
+        """Return the names of all symbols and unknown functions."""
         return {node.value for node in self.walk() if node.kind in ("symbol", "apply", "index")}
 
 
@@ -49,12 +49,13 @@ def symbol(name: str) -> Node:
 
 
 def negative(node: Node) -> Node:
+    # Fold signs into numbers and cancel double ones, so that equal formulas have equal trees.
     if node.kind == "number":
         return number(-node.value)
     return node.parts[0] if node.kind == "negative" else Node("negative", (node,))
 
 
 def joined(kind: str, parts: list[Node]) -> Node:
-    """A sum or product, flat; a single part as it is."""
+    """Return a flat sum or product. A single part is returned unchanged."""
     flat = [part for node in parts for part in (node.parts if node.kind == kind else (node,))]
     return flat[0] if len(flat) == 1 else Node(kind, tuple(flat))

@@ -1,4 +1,4 @@
-"""Sets of real numbers: intervals, unions, solutions of inequalities. Two are compared at points."""
+"""Sets of real numbers: intervals, unions, solutions of inequalities. Two sets are compared at points."""
 
 from __future__ import annotations
 
@@ -12,18 +12,19 @@ from megarl.rewards.formulas.nodes import BLANK, EMPTY_SET, INFINITY, Node, nega
 from megarl.rewards.formulas.values import as_fraction, real_value
 
 _NEAR = Fraction(1, 10**40)
-"""Two numbers this close, relative to their size, are equal: values have 50 digits."""
+"""Relative distance below which two numbers are equal. Values have 50 digits."""
 _STEPS = (Fraction(1, 10**12), Fraction(1, 10**6), Fraction(1, 100))
-"""How far beside an edge sets are compared."""
+"""Distances from an edge at which sets are compared."""
 _GRID = (*(Fraction(step * 7, 3) for step in range(-9, 10)), Fraction(1001, 3), Fraction(-1001, 3))
-"""Where sets are compared in any case."""
+"""Points at which sets are always compared."""
 INEQUALITIES = frozenset(("<", "<=", ">", ">=", "!="))
 MAX_EDGES = 40
 
 
 @dataclass(frozen=True, slots=True)
 class NumberSet:
-    """A set by its membership. `edges`: numbers where membership may change, if all are known."""
+    """Set defined by its membership. `edges` are the numbers where membership may change, or None if not all are
+    known."""
 
     contains: Callable[[Fraction], bool]
     edges: tuple[Fraction, ...] | None
@@ -31,7 +32,7 @@ class NumberSet:
 
 
 def same_set(one: Node, other: Node) -> bool | None:
-    """Whether two formulas are the same set of real numbers; None if one is not such a set."""
+    """Return whether two formulas are the same set of real numbers. None: one is not a set of real numbers."""
     first = number_set(one)
     second = number_set(other) if first is not None else None
     if first is None or second is None:
@@ -39,6 +40,7 @@ def same_set(one: Node, other: Node) -> bool | None:
     if first.variable and second.variable and first.variable != second.variable:
         return False
     edges = (first.edges or ()) + (second.edges or ())
+    # Without any edges known, agreement at the fixed points alone proves nothing.
     if (first.edges is None and second.edges is None) or len(edges) > MAX_EDGES:
         return None
     return all(first.contains(point) == second.contains(point) for point in _points(edges))
@@ -52,7 +54,7 @@ def _points(edges: tuple[Fraction, ...]) -> list[Fraction]:
 
 
 def number_set(node: Node) -> NumberSet | None:
-    """The set of real numbers that a formula is; None for any other formula."""
+    """Return the set of real numbers meant by a formula. None: any other formula."""
     try:
         return _number_set(node)
     except NoValueError:
@@ -72,6 +74,7 @@ def _number_set(node: Node) -> NumberSet | None:
         return _combined([_number_set(part) for part in node.parts], node.value)
     if node.kind == "relation":
         return _solutions(node)
+    # \mathbb{R} - \{0\} is a set difference.
     if node.kind == "sum" and len(node.parts) == 2 and node.parts[1].kind == "negative":
         sets = [_number_set(node.parts[0]), _number_set(node.parts[1].parts[0])]
         return _combined(sets, "setminus")
@@ -87,6 +90,7 @@ def _interval(node: Node) -> NumberSet | None:
         return None
     low, high = (_end(part) for part in node.parts)
     has_low, has_high = node.value[0] == "[", node.value[1] == "]"
+    # An infinite end must be open, and an interval's ends must be in order. Otherwise it is a pair of numbers.
     if (low is None and (has_low or node.parts[0] == INFINITY)) or (high is None and has_high):
         return None
     if (high is None and node.parts[1] != INFINITY) or (low is not None and high is not None and low >= high):
@@ -101,7 +105,7 @@ def _interval(node: Node) -> NumberSet | None:
 
 
 def _end(node: Node) -> Fraction | None:
-    """An interval's end; None for an infinite one."""
+    """Return an interval's end. None: it is infinite."""
     return None if node in (INFINITY, negative(INFINITY)) else _number(node)
 
 
@@ -130,7 +134,7 @@ def _combined(sets: list[NumberSet | None], sign: str) -> NumberSet | None:
 
 
 def _solutions(node: Node) -> NumberSet | None:
-    """The numbers that fulfil inequalities or an equation in one variable: `1 < x \\le 2`."""
+    """Return the numbers satisfying inequalities or an equation in one variable: `1 < x \\le 2`."""
     names = node.symbols() - {"mathbbR"}
     if node.value == ("in",) and node.parts[0].kind == "symbol":
         found = _number_set(node.parts[1])
@@ -148,6 +152,7 @@ def _solutions(node: Node) -> NumberSet | None:
             return False
         return all(_holds(left, sign, right) for left, sign, right in zip(values, node.value, values[1:], strict=False))
 
+    # Edges are known only if the variable stands alone between numbers.
     is_plain = all((left == variable) != (right == variable) for left, _, right in pairs)
     ends = [part for part in node.parts if part != variable]
     if not is_plain or any(end.symbols() for end in ends):
@@ -168,7 +173,7 @@ def _holds(left: Fraction, sign: str, right: Fraction) -> bool:
 
 
 def _built(node: Node) -> NumberSet | None:
-    """`{x | condition}`."""
+    """Return the set `{x | condition}`."""
     head, condition = node.parts
     domain = None
     if head.kind == "relation" and head.value == ("in",):
@@ -185,11 +190,12 @@ def _built(node: Node) -> NumberSet | None:
 
 
 def _all_or_any(node: Node) -> NumberSet | None:
-    """Several relations: those joined by `or` are a union; others too, where no number fulfils all."""
+    """Return the set of several relations: a union for `or`. Others are a union too, if no number satisfies all."""
     sets = [_number_set(part) for part in node.parts]
     known = [each for each in sets if each is not None]
     if len(known) < len(sets) or len({each.variable for each in known}) > 1:
         return None
+    # Several equations are solutions to be compared as a list.
     if all(set(part.value) == {"="} for part in node.parts):
         return None
     edges = None if any(each.edges is None for each in known) else tuple(e for each in known for e in each.edges or ())

@@ -1,4 +1,4 @@
-"""A parser of answers in LaTeX or plain text. It refuses all that it does not know."""
+"""Parser of answers in LaTeX or plain text. It rejects anything unknown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.rewards.formulas.nodes import BLANK, Node, joined, negative, number
 from megarl.rewards.formulas.tokens import NotMathematicsError, Token, tokenized
 
 ReadUnit = Callable[[str, bool], tuple[bool, Any]]
-"""Whether a text is a unit, and which. It is given whether the text stands apart from the number before it."""
+"""Function returning whether a text is a unit, and its unit. The flag: a space precedes the text."""
 
 _RELATIONS = {
     "=": "=", "<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!=", "in": "in", "notin": "notin", "approx": "approx",
@@ -25,9 +25,9 @@ _CONNECTIVES = {",": ",", ";": ",", "and": "and", "or": "or"}
 
 
 def parsed(text: str, read_unit: ReadUnit | None = None, *, groups: bool = True) -> Node | None:
-    """The tree of a normalised text; None for a text that is no formula.
+    """Return the tree of a normalised text. None: the text is not a formula.
 
-    `read_unit` reads a unit at the end of the text. `groups`: whether `1,234` outside brackets is one number.
+    `read_unit` reads a unit at the end of the text. `groups`: `1,234` outside brackets is one number.
     """
     try:
         return _Parser(text, read_unit, groups=groups).whole()
@@ -36,14 +36,14 @@ def parsed(text: str, read_unit: ReadUnit | None = None, *, groups: bool = True)
 
 
 class _Parser(Atoms):
-    """Statements, relations, sums and products; `Atoms` parses what is between their signs."""
+    """Grammar of statements, relations, sums and products. `Atoms` parses the operands."""
 
     def __init__(self, text: str, read_unit: ReadUnit | None, *, groups: bool) -> None:
         super().__init__(text, _with_single_letters(tokenized(text, groups=groups)))
         self._read_unit = read_unit
 
     def whole(self) -> Node:
-        """The whole text: a formula, or a list of several, perhaps with a unit at the end."""
+        """Parse the whole text: a formula or a list of several, optionally with a unit at the end."""
         node = self.items()
         if _has_words(node):
             raise NotMathematicsError("words")
@@ -58,6 +58,7 @@ class _Parser(Atoms):
         found = [self.relation()]
         connective = ""
         while (sign := self._connective()) is not None:
+            # "or" anywhere makes the list alternatives; commas before it only separate.
             connective = "or" if "or" in (sign, connective) else "and" if "and" in (sign, connective) else ","
             found.append(self.relation())
         return Node("list", tuple(found), connective) if connective else found[0]
@@ -67,6 +68,7 @@ class _Parser(Atoms):
             self.advance()
             return "and"
         found = _CONNECTIVES.get(self.token.text) if self.token.kind in ("sign", "word", "text") else None
+        # ", and" is one connective.
         while self.token.kind in ("sign", "word", "text") and self.token.text in _CONNECTIVES:
             found = found if self.token.text in ",;" else _CONNECTIVES[self.token.text]
             self.advance()
@@ -76,8 +78,10 @@ class _Parser(Atoms):
         self._skip_label()
         if (sign := self._relation_sign()) is not None:
             node = self.set_expression()
+            # "= 5" is an answer with the left side omitted.
             return node if sign == "=" else Node("relation", (BLANK, node), (sign,))
         parts = [self.set_expression()]
+        # Within a set's braces, a colon begins the condition.
         if self.token.text == ":" and self.bars == 0:
             return self._ratio(parts)
         signs: list[str] = []
@@ -132,6 +136,7 @@ class _Parser(Atoms):
             return self._term()
         sign = self.token.text
         self.advance()
+        # +-5 and --5 have a sign of their own after the operator.
         if not is_first and self.token.text in ("+", "-"):
             return self._with_sign(sign, self._signed_term(is_first=True))
         return self._with_sign(sign, self._term())
@@ -152,7 +157,9 @@ class _Parser(Atoms):
             elif self.token.text in ("/", "div"):
                 self.advance()
                 node = Node("quotient", (node, self._signed_factor()))
+            # A letter after a number may begin its unit instead of another factor.
             elif self.starts_factor() and not self._has_unit_here():
+                # Two numbers in a row are a typo or a list, except when the second begins a power: 2 3^2.
                 if self.token.kind == "number" and not (self.token.spaced and self.following().text == "^"):
                     raise NotMathematicsError("two numbers side by side")
                 node = joined("product", [node, self.power()])
@@ -167,7 +174,7 @@ class _Parser(Atoms):
         return self.power()
 
     def _factor_or_mixed(self) -> Node:
-        """A factor, or a mixed number: `3 1/2`, `3\\frac12`."""
+        """Parse a factor, or a mixed number: `3 1/2`, `3\\frac12`."""
         first, second = self.token, self.following()
         is_whole = first.kind == "number" and first.text.isdigit()
         if is_whole and second.kind == "command" and second.text == "frac" and not self._is_unit_at(second):
@@ -190,6 +197,7 @@ class _Parser(Atoms):
 
     def _mixed(self, whole: Token, part: Node) -> Node:
         over, under = (each.value for each in part.parts)
+        # 3 5/2 is not a mixed number, and reading it as a product would guess.
         if not 0 <= over < under:
             raise NotMathematicsError("a mixed number with an improper fraction")
         return number((whole.number or 0) + over / under)
@@ -201,13 +209,15 @@ class _Parser(Atoms):
         return self._unit_here() is not None
 
     def _unit_here(self) -> tuple[Any] | None:
-        """The unit that the remaining text is, in a tuple of one; None if it is none."""
+        """Return the unit forming the remaining text, in a tuple of one. None: it is not a unit."""
         token = self.token
         if self._read_unit is None or self.brackets or token.kind == "end":
             return None
+        # A LaTeX space or command separates like a space.
         is_spaced = token.spaced or self.source[token.start] == "\\"
         is_candidate = (
             token.kind == "text"
+            # A single letter directly after a number is a variable, as in 5m.
             or (token.kind in ("letter", "word") and (is_spaced or len(token.origin or token.text) > 1))
             or token.text in ("%", "\\%", "\\$")
             or (token.text == "frac" and self._is_unit_at(token))
@@ -219,18 +229,19 @@ class _Parser(Atoms):
 
 
 def _has_words(node: Node) -> bool:
-    """Whether there are words other than the name before an equals sign."""
+    """Return whether there are words, except a name before an equals sign."""
     if node.kind == "relation" and node.parts[0].kind == "words":
         return any(_has_words(part) for part in node.parts[1:])
     return node.kind == "words" or any(_has_words(part) for part in node.parts)
 
 
 def _with_single_letters(tokens: list[Token]) -> list[Token]:
-    """The tokens with words that are products of variables cut into their letters."""
+    """Return the tokens with products of variables split into their letters."""
     found: list[Token] = []
     for token in tokens:
         if token.kind == "word" and is_product(token.text):
             for place, letter in enumerate(token.text):
+                # The first letter remembers the word, in case it turns out to be a unit.
                 origin = "" if place else token.text
                 found.append(Token("letter", letter, token.start + place, token.spaced and not place, origin=origin))
         else:

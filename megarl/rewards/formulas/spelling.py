@@ -1,4 +1,4 @@
-"""One spelling for the many ways to write the same LaTeX or Unicode, and texts compared brace by brace."""
+"""Normalisation of the many ways to write the same LaTeX or Unicode, and comparison of texts brace by brace."""
 
 # ruff: noqa: RUF001
 
@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import re
 
+# Limits of answers evaluated as formulas, so that a comparison takes milliseconds.
 MAX_ANSWER_CHARACTERS = 1000
 MAX_NESTING = 10
 MAX_EXPONENT = 10_000
@@ -37,10 +38,11 @@ _WRITTEN_OTHERWISE = {
     r"\end{smallmatrix}": r"\end{matrix}", r"\therefore": "", r"\implies": r"\Rightarrow ", r"\rightarrow": r"\to ",
     r"\longrightarrow": r"\to ", "<=": r"\le ", ">=": r"\ge ",
 }  # fmt: skip
-"""Unicode characters and LaTeX spellings, each with its normalised spelling."""
+"""Normalised spellings of Unicode characters and LaTeX commands."""
 _SPELLING = re.compile(
     "|".join(
         re.escape(sign) + ("(?![A-Za-z])" if sign[-1].isalpha() and sign[0] == "\\" else "")
+        # Longest first, and no letter after a command: \le must not match within \left.
         for sign in sorted(_WRITTEN_OTHERWISE, key=len, reverse=True)
     )
 )
@@ -54,7 +56,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?=[^\s{])")
 _PAIRS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"))
 _THIN = re.compile(r"(?<=\d)(?:\{,\}\s*|,?\\!|\\,|\\ |~)(?=\d{3}(?!\d))")
-"""Separators of thousands that cannot be those of a list."""
+"""Separators of thousands that cannot separate a list."""
 _SPACE = re.compile(r"\\[,! ]|~|\s+")
 _POWER_TOWER = re.compile(r"(?:\^|\*\*)[\s{(+-]*(\d+)\s*(?:\^|\*\*)[\s{(+-]*(\d+)")
 _EXPONENT = re.compile(r"(?:\^|\*\*)[\s{(+-]*(\d+)")
@@ -69,13 +71,13 @@ _ALL_DOTTED = re.compile(r"\\dot\s*\{?(\d)\}?(\d*)\s*\\dot\s*\{?(\d)\}?")
 _BRACKETED_REPETEND = re.compile(r"(?<=\d\.)\((\d+)\)")
 _WHOLE_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*\d[^{}]*)\}")
 _MEANINGFUL = re.compile(r"[_^]\s*\{|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{|\}\s*\{")
-"""A brace that holds an index, an exponent, or the argument of a command."""
+"""A brace around an index, an exponent, or a command's argument."""
 
 
 def normalized(text: str) -> str:
-    """The text in normalised spelling, without an enclosing box, dollar signs or a final full stop."""
+    """Return the text in normalised spelling, without an enclosing box, dollar signs or a final full stop."""
     text = text.strip()
-    for _ in range(3):  # a box in dollars in a box is the deepest that is seen
+    for _ in range(3):  # A box in dollars in a box is the deepest nesting seen in answers.
         text = _without_wrapping(text)
     text = _SPELLING.sub(lambda sign: _WRITTEN_OTHERWISE[sign[0]], text).strip()
     text = _SCRIPTS.sub(_script, text)
@@ -84,9 +86,11 @@ def normalized(text: str) -> str:
     text = _LETTERLESS_TEXT.sub(r"\1", text)
     text = _WHOLE_TEXT.sub(r"\1", text) if _WHOLE_TEXT.fullmatch(text) else text
     text = _ORDINAL.sub(r"\1", text)
+    # A leading ~ means "about", not a space.
     text = r"\sim " + text[1:] if text.startswith("~") and text[1:].strip() else text
     text = _THIN.sub("", text)
     without_stop = re.sub(r"(?:[.,;]|\\[,!]|\s)+$", "", text)
+    # Three final dots are a sequence's continuation, not a full stop.
     return text.strip() if text.rstrip().endswith(("...", r"\ldots")) or not without_stop else without_stop
 
 
@@ -111,7 +115,7 @@ def _without_wrapping(text: str) -> str:
 
 
 def _closing_brace(text: str, position: int) -> int:
-    """The index of the brace that closes the group which is open at `position`; -1 without one."""
+    """Return the index of the brace closing the group open at `position`. -1: it is not closed."""
     depth = 1
     while position < len(text):
         if text[position] == "\\":
@@ -125,8 +129,9 @@ def _closing_brace(text: str, position: int) -> int:
 
 
 def canonical(text: str) -> str:
-    """The text without spaces that mean nothing and without braces around a single token. Other braces stay."""
+    """Return the text without meaningless spaces, and without braces around single tokens. Other braces stay."""
     text = _SPACE.sub(" ", text).strip()
+    # \0 marks a space with a meaning, such as the one in "1, 234", while others are removed.
     text = re.sub(r"(?<=\d),\s+(?=\d{3}(?!\d))", ",\0", text)
     text = re.sub(r"(?<=[\w}])\s+(?=[\w{])|(?<=\d[eE])\s+", "\0", text)
     text = re.sub(r"\s+", "", text)
@@ -145,16 +150,16 @@ def _without_braces_of_single(found: re.Match[str]) -> str:
 
 
 def is_same_text(one: str, other: str) -> bool:
-    """Whether two normalised texts that are not mathematics say the same.
+    """Return whether two normalised texts, not mathematics, say the same.
 
-    Words are compared without case, single letters with it. Braces that hold an index, an exponent or an argument
-    count; others do not.
+    Words are compared without case, single letters with case. Only braces around an index, an exponent or an argument
+    count.
     """
     return _loose(one) == _loose(other)
 
 
 def is_same_without_stray_braces(one: str, other: str) -> bool:
-    """Whether two texts differ only in spaces and in braces that hold no index, exponent or argument."""
+    """Return whether two texts differ only in spaces and in braces not holding an index, exponent or argument."""
     if _MEANINGFUL.search(one) or _MEANINGFUL.search(other):
         return False
     return _without_braces(canonical(one)) == _without_braces(canonical(other))
@@ -174,12 +179,12 @@ def _lower_words(text: str) -> str:
 
 
 def plain_text(text: str) -> str:
-    r"""The text with its \text{...} unwrapped."""
+    r"""Return the text with its \text{...} unwrapped."""
     return " ".join(_TEXT.sub(r" \1 ", text).split())
 
 
 def is_within_caps(text: str) -> bool:
-    """Whether a text's length, nesting, powers, factorials and binomials are small enough to be evaluated."""
+    """Return whether a text's length, nesting, powers, factorials and binomials are small enough to evaluate."""
     if len(text) > MAX_ANSWER_CHARACTERS or _NESTED_FACTORIAL.search(text):
         return False
     towers = _POWER_TOWER.findall(text)

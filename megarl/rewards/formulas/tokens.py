@@ -1,4 +1,4 @@
-"""A formula's tokens: numbers with their exact value, letters, words, commands, texts, signs."""
+"""Tokens of a formula: numbers with their exact value, letters, words, commands, texts, signs."""
 
 from __future__ import annotations
 
@@ -12,21 +12,21 @@ MAX_TOKENS = 600
 
 
 class NotMathematicsError(ValueError):
-    """The text is no formula that this grammar knows, or is beyond its limits."""
+    """The text is not a formula of this grammar, or exceeds its limits."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """`kind`: number, letter, word, command, text, sign or end. `start`: its place in the text."""
+    """A token. `kind` is number, letter, word, command, text, sign or end; `start` is its index in the text."""
 
     kind: str
     text: str
     start: int
     spaced: bool = False
-    """Whether a space stands before it."""
+    """Whether a space precedes it."""
     number: Fraction | None = None
     origin: str = ""
-    """The whole word, in the token of its first letter."""
+    """Whole word, in the token of its first letter."""
 
 
 FUNCTION_WORDS = frozenset(
@@ -68,14 +68,15 @@ _ARGUMENT = re.compile(r"\*?\s*\{([^{}]*)\}")
 _MATHEMATICAL_TEXT = re.compile(
     r"[\s()]*(?:[A-Z](?:\s*[,)(&]+\s*|\s+and\s+|\s+or\s+))+[A-Z][\s()]*|[\s\d.,=+*/()<>-]*\d[^A-Za-z]*"
 )
-"""Letters of choices, or numbers, in a text."""
+"""Letters of choices, or numbers, within a text."""
 _SPACES = frozenset((",", "!", " ", "\n", "/"))
 
 
 def tokenized(text: str, *, groups: bool = True) -> list[Token]:
-    """The tokens of a normalised text, the last of kind `end`. Raises NotMathematicsError beyond the limits.
+    """Return the tokens of a normalised text, ending with one of kind `end`. Raises NotMathematicsError beyond the
+    limits.
 
-    `groups`: whether `1,234` outside brackets is one number; else a list.
+    `groups`: `1,234` outside brackets is one number, otherwise a list.
     """
     found: list[Token] = []
     position = depth = 0
@@ -90,9 +91,11 @@ def tokenized(text: str, *, groups: bool = True) -> list[Token]:
             continue
         if len(found) >= MAX_TOKENS:
             raise NotMathematicsError("too many tokens")
+        # Only ASCII digits: int() would also accept digits of other scripts.
         if (character.isascii() and character.isdigit()) or (
             character == "." and text[position + 1 : position + 2].isdigit()
         ):
+            # Within brackets, 1,234 is a pair or an interval.
             token, position = _number(text, position, spaced, groups=groups and depth == 0)
             found.append(token)
         elif character == "\\":
@@ -107,6 +110,7 @@ def tokenized(text: str, *, groups: bool = True) -> list[Token]:
             if text.startswith("...", position):
                 found.append(Token("command", "ldots", position, spaced))
                 position += 3
+            # Without a space before it, as in 5!=120, the ! is a factorial.
             elif text.startswith("!=", position) and spaced:
                 found.append(Token("command", "ne", position, spaced))
                 position += 2
@@ -131,7 +135,7 @@ def _word(word: str, position: int, spaced: bool) -> Token:
 
 
 def _command(text: str, position: int, spaced: bool, found: list[Token]) -> int:
-    """Append the token of the command at `position`; the position after it."""
+    """Append the token of the command at `position`. Returns the position after it."""
     command = _COMMAND.match(text, position)
     if command is None:
         raise NotMathematicsError("a backslash at the end")
@@ -139,10 +143,12 @@ def _command(text: str, position: int, spaced: bool, found: list[Token]) -> int:
     argument = _ARGUMENT.match(text, command.end())
     if name in _TEXTUAL | _UPRIGHT and argument is not None:
         content = argument[1].strip()
+        # Upright letters are variables, but in \text only e and i are.
         if re.fullmatch("[A-Za-z]" if name in _UPRIGHT else "[ei]", content):
             found.append(Token("letter", content, position, spaced))
         elif _MATHEMATICAL_TEXT.fullmatch(content):
             start = argument.start(1)
+            # Choices or numbers in \text are mathematics, so tokenize them.
             found.extend(
                 Token(token.kind, token.text, start + token.start, token.spaced, token.number)
                 for token in tokenized(argument[1])[:-1]
@@ -164,9 +170,11 @@ def _command(text: str, position: int, spaced: bool, found: list[Token]) -> int:
 
 
 def _number(text: str, position: int, spaced: bool, *, groups: bool) -> tuple[Token, int]:
+    # After ^ an index is not a base: 2^3_1.
     if text[position - 1 : position] != "^" and (match := _IN_BASE.match(text, position)):
         return Token("number", match[0], position, spaced, _in_base(match)), match.end()
     if match := _REPEATING.match(text, position):
+        # 0.33... may be a rounded decimal, so a single digit must occur three times.
         repeats = match["dotted"] is None or len(match["once"]) > 1 or match["dotted"].endswith(match["once"] * 3)
         if repeats and match.end() - match.start() <= MAX_DIGITS:
             return Token("number", match[0], position, spaced, _repeating(match)), match.end()
@@ -176,7 +184,7 @@ def _number(text: str, position: int, spaced: bool, *, groups: bool) -> tuple[To
 
 
 def decimal(text: str) -> Fraction:
-    """The value of `1,234.5` or `1.5e3`. Raises NotMathematicsError beyond MAX_DIGITS."""
+    """Return the value of `1,234.5` or `1.5e3`. Raises NotMathematicsError beyond MAX_DIGITS."""
     exponent = re.split("[eE]", text)[1:]
     if len(text) > MAX_DIGITS or (exponent and (len(exponent[0]) > 5 or abs(int(exponent[0])) > MAX_DIGITS)):
         raise NotMathematicsError("too many digits")
@@ -195,7 +203,8 @@ def _in_base(match: re.Match[str]) -> Fraction:
 
 
 def _repeating(match: re.Match[str]) -> Fraction:
-    r"""`0.1\overline{6}`, `0.1\bar6`, or `0.1666...` with a digit three times or several digits twice."""
+    r"""Return the value of `0.1\overline{6}`, `0.1\bar6`, or `0.1666...` (a digit three times or several digits
+    twice)."""
     fixed, repeated = match["fixed"], match["braced"] or match["bare"]
     if match["dotted"] is not None:
         repeated = match["once"]

@@ -1,4 +1,4 @@
-"""The value of a formula in 50 digits at chosen values of its symbols."""
+"""Value of a formula in 50 digits, at chosen values of its symbols."""
 
 from __future__ import annotations
 
@@ -16,11 +16,13 @@ from megarl.rewards.formulas.nodes import Node
 
 DIGITS = 50
 _TOLERANCE = mpmath.mpf(10) ** -40
-"""Relative to the values and to what cancelled on the way. 10 of the digits are left for errors of rounding."""
+"""Tolerance relative to the values and to cancelled terms. It leaves 10 of 50 digits for rounding errors."""
 MAX_MAGNITUDE = 400
-"""Limit of the binary exponent of what a function or a power takes: the digits that it needs grow with it."""
+"""Limit of the binary exponent of arguments to functions and powers: the digits needed grow with it."""
+# Gamma of larger numbers would take too long.
 MAX_GAMMA = 1 << 24
 
+# A clone: changing the precision must not affect other users of mpmath in this process.
 _context = mpmath.mp.clone()
 _context.dps = DIGITS
 _DEGREE = _context.pi / 180
@@ -29,9 +31,9 @@ _KINDS_OF_POINTS = ("positive", "large", "mixed", "mixed")
 
 
 class Evaluation:
-    """The numeric value of formulas with one choice of values for their symbols.
+    """Numeric value of formulas, with one choice of values for their symbols.
 
-    `scale`: the largest summand so far. A difference that is small against it is an error of rounding.
+    `scale` is the largest summand so far. A difference small against it is a rounding error.
     """
 
     def __init__(self, kind: str, seed: int) -> None:
@@ -40,8 +42,9 @@ class Evaluation:
         self.scale = _context.mpf(0)
 
     def value(self, node: Node) -> Any:
-        """Raises NoValueError."""
+        """Return the value. Raises NoValueError."""
         try:
+            # mpmath raises all of these outside a function's domain, or for too large numbers.
             found = self._value(node)
         except (
             ZeroDivisionError,
@@ -98,9 +101,10 @@ class Evaluation:
         return _point(node.value, self._kind, self._seed)
 
     def _unknown_function(self, name: str, parts: list[Any]) -> Any:
-        """A smooth function that differs from name to name and depends on all arguments."""
+        """Return a smooth function of all arguments, different for every name."""
         found = _point(name, "positive", 0)
         for place, part in enumerate(parts):
+            # Sines of large arguments lose digits.
             if _context.mag(part) > 20:
                 raise NoValueError
             shift = _point(f"{name} {place}", "positive", 0)
@@ -110,8 +114,10 @@ class Evaluation:
 
 @lru_cache(maxsize=4096)
 def _point(name: str, kind: str, seed: int) -> Any:
+    # Seeded by name: a symbol has the same value in both formulas and in every process.
     generator = random.Random(f"{name} {kind} {seed}")
     size = generator.uniform(0.3, 3.0) if kind != "large" else generator.uniform(3.0, 30.0)
+    # Negative values find differences such as x and |x|; positive ones keep roots and logarithms real.
     sign = -1 if kind == "mixed" and generator.random() < 0.7 else 1
     return sign * _context.mpf(size) + _context.mpf(generator.getrandbits(100)) / (1 << 140)
 
@@ -132,7 +138,7 @@ def _power(base: Any, exponent: Any) -> Any:
         if not _is_real(exponent) or _context.re(exponent) <= 0:
             raise NoValueError
         return _context.mpf(0)
-    # mpmath needs as many digits more as the result has before its point.
+    # mpmath needs more digits, as many as the result has before its point.
     if abs(_context.mag(base) * exponent) > 1 << 20 or abs(exponent) > 1 << 40:
         raise NoValueError
     return _context.power(base, exponent)
@@ -141,6 +147,7 @@ def _power(base: Any, exponent: Any) -> Any:
 def _root(radicand: Any, degree: Any) -> Any:
     if degree == 2:
         return _context.sqrt(radicand)
+    # An odd root of a negative number is real, while mpmath would take the complex principal value.
     if _is_real(radicand) and _context.re(radicand) < 0 and degree == int(_context.re(degree)) and int(degree) % 2:
         return -_context.power(-_context.re(radicand), 1 / degree)
     return _power(radicand, 1 / degree)
@@ -193,22 +200,22 @@ def _call(name: str, parts: list[Any]) -> Any:
     if name not in ("abs", "root", "log"):
         for part in parts:
             _limited(part)
-            # Functions of large numbers need as many digits more.
+            # Functions of large numbers need more digits.
             if name.endswith("h") and abs(part) > 1000:
                 raise NoValueError
     return function(*parts)
 
 
 def same_value(one: Node, other: Node, factor: Fraction = Fraction(1)) -> bool:
-    """Whether `one` and `other * factor` have the same value for all values of their symbols.
+    """Return whether `one` and `other * factor` have the same value for all values of their symbols.
 
-    Rational numbers are compared exactly, others in 40 digits at four points: two positive, two of any sign. Where both
-    are complex, or have no value, at one of the latter, they are not compared there.
+    Rational numbers are compared exactly, others in 40 digits at four points: two positive, two of any sign. Points of
+    any sign are skipped if both values are complex, or if one does not exist.
     """
     first, second = exact(one), exact(other)
     if first is not None and second is not None:
         return first == second * factor
-    # An exact number of more digits than are computed is equal to exact ones alone.
+    # An exact number with more digits than are computed equals only exact numbers.
     has_symbols = bool(one.symbols() | other.symbols())
     if not has_symbols and any(_is_longer(each) for each in (first, second)):
         return False
@@ -226,7 +233,7 @@ def _is_longer(number: Fraction | None) -> bool:
 
 
 def _same_at(one: Node, other: Node, factor: Fraction, kind: str, seed: int) -> bool | None:
-    """Whether two formulas agree at a point; None where they are not compared there."""
+    """Return whether two formulas agree at a point. None: they are not compared there."""
     evaluation = Evaluation(kind, seed)
     try:
         first = evaluation.value(one)
@@ -237,9 +244,11 @@ def _same_at(one: Node, other: Node, factor: Fraction, kind: str, seed: int) -> 
     except NoValueError:
         second = None
     if first is None or second is None:
+        # At positive points a formula without a value differs from one with a value.
         return None if kind == "mixed" or first is second else False
     if is_close(first, second, evaluation.scale):
         return True
+    # Roots and logarithms of negative numbers have several complex branches, so a difference proves nothing.
     if kind == "mixed" and not (_is_real(first) and _is_real(second)):
         return None
     return False
@@ -250,7 +259,7 @@ def is_close(first: Any, second: Any, scale: Any = 0) -> bool:
 
 
 def real_value(node: Node, values: dict[str, Any] | None = None) -> Any:
-    """The real value of a formula without symbols other than `values`; raises NoValueError."""
+    """Return the real value of a formula with symbols only among `values`. Raises NoValueError."""
     if values:
         node = _with_values(node, values)
     if node.symbols():
@@ -268,7 +277,7 @@ def _with_values(node: Node, values: dict[str, Fraction]) -> Node:
 
 
 def is_within_percent(one: Node, other: Node) -> bool:
-    """Whether two formulas without symbols have real values that differ by 1% at most."""
+    """Return whether two formulas without symbols have real values differing by 1% at most."""
     try:
         first, second = real_value(one), real_value(other)
     except NoValueError:
@@ -277,7 +286,7 @@ def is_within_percent(one: Node, other: Node) -> bool:
 
 
 def as_fraction(value: Any) -> Fraction:
-    """A real number as it is stored. Raises NoValueError for one of enormous size."""
+    """Return a real number's stored value. Raises NoValueError if it is enormous."""
     sign, mantissa, exponent, _ = _context.mpf(value)._mpf_
     if abs(exponent) > MAX_BITS:
         raise NoValueError
@@ -285,7 +294,7 @@ def as_fraction(value: Any) -> Fraction:
 
 
 def is_proportional(one: Node, other: Node) -> int:
-    """1 or -1 where `one` is `other` times a positive or a negative constant, else 0."""
+    """Return 1 or -1 if `one` is `other` times a positive or a negative constant, else 0."""
     ratios: list[Any] = []
     for seed, kind in enumerate(_KINDS_OF_POINTS):
         evaluation = Evaluation(kind, seed)
@@ -293,6 +302,7 @@ def is_proportional(one: Node, other: Node) -> int:
             first, second = evaluation.value(one), evaluation.value(other)
         except NoValueError:
             continue
+        # A value that cancelled to almost zero has no reliable ratio.
         if min(abs(first), abs(second)) <= _TOLERANCE * evaluation.scale or second == 0 or first == 0:
             return 0
         ratios.append(first / second)
