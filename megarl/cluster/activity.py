@@ -1,4 +1,4 @@
-"""The activity of a rank: which of the driver's calls it carried out when, and how much memory they took."""
+"""Busy time and peak memory of a rank's calls."""
 
 from __future__ import annotations
 
@@ -12,16 +12,17 @@ from megarl.platform import memory
 
 @dataclass(slots=True)
 class Activity:
-    """The calls of a rank since they were last taken."""
+    """Statistics of a rank's calls since the last `take`."""
 
     busy_seconds: float = 0.0
-    """How long it carried out calls, of whatever kind."""
+    """Seconds spent in calls of all methods."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    """The most memory that was in use by the end of a call, since the end of the call before, by method."""
+    """Peak memory in use by method, from the end of the previous call to the end of this one."""
 
     @contextmanager
     def during(self, method: str) -> Iterator[None]:
-        """Note a call that ends well: after a fault the device may not be asked anything."""
+        """Record the duration and peak memory of a call, if it succeeds."""
+        # No try/finally: after a fault the device must not be queried, so a failed call is not recorded.
         began = time.monotonic()
         yield
         self.busy_seconds += time.monotonic() - began
@@ -29,7 +30,7 @@ class Activity:
             self.peak_bytes[method] = max(self.peak_bytes.get(method, 0), peak)
 
     def take(self) -> Activity:
-        """The activity so far, which is then forgotten."""
+        """Return the statistics so far and reset them."""
         taken = Activity(self.busy_seconds, self.peak_bytes)
         self.busy_seconds, self.peak_bytes = 0.0, {}
         return taken

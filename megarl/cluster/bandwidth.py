@@ -1,4 +1,7 @@
-"""Bandwidths of the links between ranks, measured in pairs; a slow rank's partners are cleared by their other pairs."""
+"""Bandwidth test of the links between ranks, in rounds of disjoint pairs.
+
+In rings of three or more, a slow rank does not discredit its partners: each has another pair as well.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +16,19 @@ import torch.distributed as dist
 from megarl.platform import device
 
 WITHIN, ACROSS = "within nodes", "across nodes"
+"""Kinds of links: between ranks of one node, and between ranks of different nodes."""
 
 _TRIALS = 5
+"""Repetitions of an exchange. The fastest one counts, because interference only slows an exchange down."""
 _BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
+"""Bytes of an exchange, by type of device."""
 
 
 class Bandwidth:
-    """A worker that exchanges with its neighbours on its node and with ranks of the same local rank on other nodes."""
+    """Worker for bandwidth tests.
+
+    Its partners are its neighbours on the node, and the ranks with the same local rank on neighbouring nodes.
+    """
 
     def __init__(self, rank: int, world_size: int, topology: Sequence[Sequence[str]], timeout_seconds: float) -> None:
         device.init_world(timeout_seconds)
@@ -28,19 +37,25 @@ class Bandwidth:
         self._mine, self._theirs = torch.zeros(2, size, dtype=torch.uint8, device=device.current())
 
     def measure(self) -> dict[str, float]:
-        """Bandwidths in bytes per second: with the best partner of each kind, and of an all-reduce over all ranks."""
+        """Return this rank's bandwidths in bytes per second, by kind.
+
+        `WITHIN` and `ACROSS` hold the best partner's bandwidth; `all-reduce` is a collective of all ranks.
+        """
         found: dict[str, float] = {}
         world, size = dist.get_world_size(), self._mine.nbytes
-        # First of all the collective: a backend that joins ranks on first use then joins all of them.
+        # The collective runs first: a backend with connections on first use then connects all ranks at once.
         seconds = min(self._timed(partial(dist.all_reduce, self._mine)) for _ in range(_TRIALS))
+        # Bus bandwidth, as in nccl-tests: in a ring, each rank sends 2 (n - 1) / n times the buffer.
         found["all-reduce"] = 2 * (world - 1) / world * size / seconds
         for kind, partners in self._rounds:
             exchange = partial(self._exchange, partners.get(self._rank))
             seconds = min(self._timed(exchange) for _ in range(_TRIALS))
             if self._rank in partners:
+                # Factor 2: a pair sends in both directions at the same time.
                 found[kind] = max(found.get(kind, 0.0), 2 * size / seconds)
         self._mine = self._theirs = torch.zeros(1)
-        torch.cuda.empty_cache()  # an engine counts what is free
+        # An engine started later sizes its KV cache by the free memory.
+        torch.cuda.empty_cache()
         return found
 
     def _exchange(self, partner: int | None) -> None:
@@ -52,7 +67,8 @@ class Bandwidth:
 
     def _timed(self, exchange: Callable[[], object]) -> float:
         dist.barrier()
-        self._theirs[-1].item()  # an accelerator works behind the clock's back
+        # An accelerator works asynchronously; `item` waits for it before the clock is read.
+        self._theirs[-1].item()
         started = time.perf_counter()
         exchange()
         self._mine[-1].item()
@@ -61,10 +77,11 @@ class Bandwidth:
 
 
 def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
-    """Rounds of disjoint pairs of ranks, each round with its kind; `nodes` is the node of each rank.
+    """Return rounds of disjoint pairs of ranks: each round's kind, and the partner of each of its ranks.
 
-    Kinds: neighbours on a node, then equal local ranks on neighbouring nodes. Among three or more, each has two
-    partners, so that a slow link is told from its neighbours.
+    `nodes[r]` is the node of rank r. Pairs `WITHIN` nodes are neighbours on a node. Pairs `ACROSS` nodes have the same
+    local rank on neighbouring nodes. In a ring of three or more, each member has two partners. This separates a slow
+    link from its neighbours.
     """
     on_node = [[r for r, node in enumerate(nodes) if node == name] for name in dict.fromkeys(nodes)]
     within, across = [], []
@@ -81,15 +98,16 @@ def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
 
 
 def _rounds(size: int) -> list[list[tuple[int, int]]]:
-    """The pairs of neighbours in a ring, in rounds of disjoint pairs."""
+    """Return the pairs of neighbours in a ring of `size` members, in rounds of disjoint pairs."""
     line = [[(i, i + 1) for i in range(first, size - 1, 2)] for first in (0, 1)]
+    # A ring of two has only one pair, so the pair closing the ring would repeat it.
     return [pairs for pairs in (*line, [(0, size - 1)] if size > 2 else []) if pairs]
 
 
 def slow_links(
     topology: Sequence[Sequence[str]], measured: Sequence[Mapping[str, float]], least_share: float
 ) -> Iterator[str]:
-    """Messages about ranks whose bandwidth of a kind is below `least_share` of the median rank's."""
+    """Yield a message for each rank with less than `least_share` of the median rank's bandwidth of a kind."""
     for kind in (WITHIN, ACROSS):
         if not (known := [speeds[kind] for speeds in measured if kind in speeds]):
             continue
@@ -103,7 +121,7 @@ def slow_links(
 
 
 def summary(measured: Sequence[Mapping[str, float]]) -> str:
-    """The median and the slowest rank's bandwidth of each kind, in a line."""
+    """Return a line with the median and the slowest rank's bandwidth of each kind."""
     told = []
     for kind in (WITHIN, ACROSS, "all-reduce"):
         if known := [speeds[kind] for speeds in measured if kind in speeds]:

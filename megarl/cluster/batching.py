@@ -1,4 +1,4 @@
-"""The driver's side of a model on the ranks: sends a batch to the replicas in packed rows, reorders the results."""
+"""Driver-side proxy of a model on the ranks: packs batches into rows, sends them, and reorders the results."""
 
 from __future__ import annotations
 
@@ -21,23 +21,22 @@ from megarl.types import MegarlError
 
 @dataclass(slots=True)
 class Work:
-    """The trainer's passes since they were last counted.
-
-    Tokens of the policy's updates, and model FLOPs of all updates and of scoring.
-    """
+    """Counters of the trainer's passes since the last `take`."""
 
     update_tokens: int = 0
+    """Tokens of the policy's updates."""
     flops: float = 0.0
+    """Model FLOPs of all updates and of scoring."""
 
     def take(self) -> Work:
-        """A copy, after which counting begins anew."""
+        """Return the counts so far and reset them."""
         taken = Work(self.update_tokens, self.flops)
         self.update_tokens, self.flops = 0, 0.0
         return taken
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Within, passes are not counted: those of an evaluation."""
+        """Exclude the passes within this context from the counts, for evaluations."""
         before = self.update_tokens, self.flops
         try:
             yield
@@ -47,59 +46,63 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """A model on the ranks, called with whole batches.
+    """Model on the ranks, called with whole batches.
 
-    `name` is its name in `worker.trainer.TrainerWorker`. A replica's rows are sent to its first rank, which broadcasts
-    them within the replica.
+    The driver sends a replica's rows only to the replica's first rank. That rank broadcasts them to the others.
     """
 
     group: WorkerGroup
     layout: ParallelConfig
     max_tokens_per_microbatch: int
+    """Capacity of a row in tokens."""
     row_multiple: int = 1
+    """The capacity of a row is rounded down to a multiple of this number of tokens."""
     attention_ratio: float = 65536.0
+    """Cost model of packing: a sequence of l tokens costs l * (1 + l / attention_ratio). See `data.packing.pack`."""
     together: int = 1
     """Number of consecutive sequences that must share a row: 2 for pairs."""
     keeps_samples: bool = False
-    """Whether in updates all sequences of a sample share a row, for losses of whole trajectories."""
+    """Whether, in updates, all sequences of a sample share a row. Losses of whole trajectories need it."""
     name: str = "policy"
+    """Name of the model in `worker.trainer.TrainerWorker`."""
     shape: ModelShape | None = None
-    """Its sizes, for the FLOPs of its passes; None: they are not counted."""
+    """Sizes of the model, to count the FLOPs of its passes. None: they are not counted."""
     update_passes: float = 3.0
-    """An update's FLOPs as a multiple of a forward pass's: 3, but 2 where only adapters have gradients of weights."""
+    """FLOPs of an update as a multiple of a forward pass's. 3, but 2 if only adapters have weight gradients."""
     work: Work = field(default_factory=Work)
-    """Where its passes are counted, with those of other models."""
+    """Counters of its passes, shared with other models."""
 
     async def update(
         self, batch: TokenBatch, kl_coefficient: float | None = None, *, kto_kl: float | None = None
     ) -> dict[str, Metric]:
-        """One optimizer step on a whole batch. Returns the batch's metrics.
+        """Run one optimizer step on a whole batch and return the batch's metrics.
 
-        `kl_coefficient` and `kto_kl` as in `TrainingEngine.update`. Raises MegarlError for a sample that no row holds,
-        where rows keep samples whole.
+        `kl_coefficient` weighs the KL to the reference (default: algorithm.kl_coefficient). `kto_kl` is KTO's KL, in
+        nats per answer. Raises MegarlError if rows keep samples whole and a sample does not fit in a row.
         """
         packed = self._pack_samples(batch) if self.keeps_samples else self._pack(batch.lengths, self.together)
         rows = [[batch.select(row) for row in replica] for replica in packed]
         if self.name == "policy":
-            # A critic learns of the same tokens: they count once.
+            # A critic trains on the same tokens; counting them twice would double the reported rate.
             self.work.update_tokens += len(batch.token_ids)
         self._count(batch, self.update_passes)
         results = await self.group.scatter(f"{self.name}.update", self._by_rank(rows), kl_coefficient, kto_kl)
         return merge(results[rank] for ranks in self._reporting_ranks() for rank in ranks)
 
     async def forward(self, batch: TokenBatch) -> NDArray[np.float32]:
-        """Log-probs (policy, reference; nats) or values (critic, reward model) of a batch: float32 [tokens].
+        """Return log-probs (policy, reference; nats) or values (critic, reward model) of a batch: float32 [tokens].
 
-        Entry t belongs to predicting token t; it is zero on the sequences' first tokens.
+        Entry t belongs to predicting token t. It is zero on the first token of each sequence.
         """
         return await self._gather("forward", batch)
 
     async def forward_with_entropies(self, batch: TokenBatch) -> NDArray[np.float32]:
-        """As `forward` of a policy, but float32 [2, tokens]: log-probs and entropies, in nats."""
+        """Return a policy's log-probs and entropies of a batch, in nats: float32 [2, tokens]. See `forward`."""
         return await self._gather("forward_with_entropies", batch)
 
     async def _gather(self, method: str, batch: TokenBatch) -> NDArray[np.float32]:
-        """The values of every token by a method of the model: float32 [..., tokens]."""
+        """Call a forward method of the model and return its values, in the batch's order: float32 [..., tokens]."""
+        # A forward pass reads only the tokens, so the other arrays are not sent.
         batch = batch.with_arrays({})
         self._count(batch, 1.0)
         sent = self._filled(batch.num_sequences)
@@ -113,44 +116,52 @@ class RankModel:
         ]
         gathered = np.zeros((*found[0][1].shape[:-1], len(batch.token_ids)), np.float32)
         for row, values in found:
-            # Repeated sequences only fill rows.
+            # Drop the values of repeated sequences; they only fill rows (see `_filled`).
             is_asked = np.repeat(np.asarray(row) < batch.num_sequences, batch.lengths[sent[row]])
             gathered[..., batch.tokens_of(sent[row])[is_asked]] = values[..., is_asked]
         return gathered
 
     def _count(self, batch: TokenBatch, passes: float) -> None:
+        """Add a batch's model FLOPs; `passes` is a multiple of a forward pass."""
         if self.shape is not None:
             self.work.flops += passes * forward_flops(self.shape, batch.lengths)
 
     async def teach(self, batch: TokenBatch) -> None:
-        """Have a teacher write the lessons of a batch's trained tokens, which the policy's next update reads."""
+        """Have a teacher compute its distillation targets ("lessons") for a batch's trained tokens.
+
+        The teacher's ranks write the targets. The policy's next update reads them.
+        """
         sent = batch.with_arrays({})
         sent.taught = batch.taught
         self._count(batch, 1.0)
-        # A row that repeats a sequence writes the same lessons again.
+        # Repeating sequences is harmless: their rows write the same targets again.
         sent = sent.select(self._filled(batch.num_sequences))
         rows = [[sent.select(row) for row in replica] for replica in self._pack(sent.lengths, self.together)]
         await self.group.scatter(f"{self.name}.teach", self._by_rank(rows))
 
     def _filled(self, num_sequences: int) -> NDArray[np.int64]:
-        """The sequences of a batch, the last ones repeated: so many that every rank has as many rows, none empty."""
+        """Return the indices of a batch's sequences, padded by repeating the last ones: int64 [sequences].
+
+        The padding gives every rank the same number of rows, none of them empty.
+        """
         unit = self.layout.dp * self.layout.rows_multiple * self.together
         missing = -num_sequences % unit
         everything = np.arange(num_sequences)
         return np.concatenate([everything, np.tile(everything[-self.together :], missing // self.together)])
 
     def _pack_samples(self, batch: TokenBatch) -> list[list[list[int]]]:
+        """Pack with all sequences of a sample in one row. Raise MegarlError if a sample does not fit."""
         try:
             return self._pack(batch.lengths, batch.num_segments)
         except ValueError as error:
             raise MegarlError(
-                f"trainer.max_tokens_per_microbatch = {self.max_tokens_per_microbatch}: {error}. algorithm.policy_loss "
-                "is of whole trajectories, whose segments share a microbatch: raise it, or use a loss of tokens, such "
-                "as clipped"
+                f"trainer.max_tokens_per_microbatch = {self.max_tokens_per_microbatch}: {error}. This "
+                "algorithm.policy_loss needs all segments of a trajectory in one microbatch. Raise the limit, or use "
+                "a loss of single tokens, such as clipped."
             ) from error
 
     def _pack(self, lengths: NDArray[np.int64], together: int | NDArray[np.int64]) -> list[list[list[int]]]:
-        """Indices of the sequences in each row of each data-parallel replica."""
+        """Return the indices of the sequences in each row of each data-parallel replica."""
         layout, multiple = self.layout, self.row_multiple
         return pack(
             lengths,
@@ -163,16 +174,17 @@ class RankModel:
         )
 
     def _by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:
-        """The rows of every replica at its first rank, None at the others."""
+        """Return an argument for each rank: a replica's rows at its first rank, None at the others."""
         per_rank: list[Sequence[TokenBatch] | None] = [None] * self.layout.world_size
         for replica, rows in enumerate(per_replica):
             per_rank[self.layout.replica_ranks(replica)[0]] = rows
         return per_rank
 
     def _reporting_ranks(self) -> list[list[int]]:
-        """The ranks that return each replica's results, by context-parallel rank."""
+        """Return the ranks with each replica's results, in order of their context-parallel rank."""
         layout = self.layout
         return [
+            # The last pipeline stage has the outputs; its tensor-parallel ranks all have the same ones.
             [layout.rank(tp=0, cp=part, dp=replica, pp=layout.pp - 1) for part in range(layout.cp)]
             for replica in range(layout.dp)
         ]

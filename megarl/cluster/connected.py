@@ -1,8 +1,8 @@
-"""A worker group whose ranks, wherever they were started, connect back to the driver.
+"""Worker group of ranks on any node. They connect back to the driver, whatever launcher started them.
 
 Both ends of a connection prove that they know a key (`handshake`). Subclasses start the processes and notice their end:
-`srun.SrunGroup`, `ray.RayGroup`. A process sends its node and switches and receives its rank: nodes under one switch
-get consecutive ranks. Of many ranks the driver speaks to one relay a node (`relay`).
+`srun.SrunGroup`, `ray.RayGroup`. A process sends its node and switches, and receives its rank. Nodes under one switch
+get consecutive ranks. With many ranks, the driver speaks to one relay per node (`relay`).
 """
 
 from __future__ import annotations
@@ -40,14 +40,16 @@ from megarl.platform.rendezvous import Rendezvous
 from megarl.types import PeerLostError
 
 _END_SECONDS = 60.0
+"""Limit on waiting for the launcher to end all processes."""
 _SIOCGIFADDR = 0x8915
+"""Linux's ioctl for the IPv4 address of a network interface."""
 
 Address = tuple[str, int]
 """Host and port."""
 
 
 class _RemoteHandle(RankHandle):
-    """The handle of a process on any node; it can be ended only together with all others."""
+    """Handle of a process on any node. It can be ended only together with all others."""
 
     def __init__(
         self, rank: int, process: Introduction, connected: socket.socket, log: Path, group: ConnectedGroup
@@ -57,12 +59,12 @@ class _RemoteHandle(RankHandle):
         self.socket = connected
         self.socket.setblocking(False)
         self.relayed: Relayed | None = None
-        """Its node's relay, if it has one: commands and answers go through it."""
+        """Relay of its node, if any. Commands and answers go through it."""
         self.ended_at: float | None = None
-        """When the launcher told that this process ended, the first of all."""
+        """Time of the launcher's report that this process ended first."""
 
     def tell(self, message: dict[str, Any]) -> None:
-        """Send a JSON message, before the rank serves. Raises PeerLostError."""
+        """Send a JSON message, before the rank serves. Raise PeerLostError if the process is lost."""
         self.socket.setblocking(True)
         try:
             send_json(self.socket, message)
@@ -80,7 +82,8 @@ class _RemoteHandle(RankHandle):
         self._group.end_processes()
 
     def _lost_at(self, noticed: float) -> float:
-        # The end is known only of all processes together: who of them was first, the launcher or the connections tell.
+        # `died` completes for all processes together. Only the launcher's report, or the end of the connection, shows
+        # which process was first.
         return noticed if self.ended_at is None else min(noticed, self.ended_at)
 
     def release(self) -> None:
@@ -99,7 +102,7 @@ class _RemoteHandle(RankHandle):
 
 
 class ConnectedGroup(WorkerGroup):
-    """A `WorkerGroup` of processes that a launcher starts on several nodes."""
+    """`WorkerGroup` of processes started by a launcher on several nodes."""
 
     _most_stacks_seconds = 60.0
 
@@ -111,44 +114,44 @@ class ConnectedGroup(WorkerGroup):
         self._addresses: list[str] = []
         self._ended: asyncio.Task[str] | None = None
         self._key = secrets.token_bytes(32)
-        """Processes of this start prove that they know it: one of an earlier start, that is late, does not come in."""
+        """Key of this start. It keeps out late processes of an earlier start."""
         self.most_direct = 64
-        """Up to so many ranks are reached directly, more through one relay on each node that has several of them."""
+        """Number of ranks up to which each is reached directly. With more, a node with several ranks has a relay."""
 
     @abstractmethod
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
-        """Start the processes, each to call `connect` with this address and key."""
+        """Start the processes. Each one must call `connect` with this address and key."""
 
     @abstractmethod
     async def await_end(self) -> str:
-        """Wait until all processes have ended; returns how, in words."""
+        """Wait until all processes have ended. Return how they ended, in words."""
 
     @abstractmethod
     def end_processes(self) -> None:
-        """Have the launcher kill what still runs; may be called again."""
+        """Have the launcher kill the remaining processes. Repeated calls are allowed."""
 
     def note_first_end(self, turn: int) -> None:
-        """Note whose process ended first, before others are ended for it: their ends may be heard of sooner."""
+        """Record the process that ended first, before others are ended for it: their ends may be noticed sooner."""
         for handle in self._remote_handles:
             if handle.turn == turn:
                 handle.ended_at = time.time()
 
     def local_ranks(self, processes: Sequence[Introduction]) -> Sequence[int] | None:
-        """Each rank's place among all ranks of its node; None where no other group is there."""
+        """Return each rank's index among all ranks of its node; None if no other group is there."""
         return None
 
     def show_stacks(self) -> None:
         """Do nothing, unless the launcher can reach the processes."""
 
     def _show_busy_stacks(self) -> None:
-        # A byte of urgent data raises SIGURG in a rank, on any node; its thread that reads passes over it. A second one
-        # before that, as a stopped rank may get, could become part of a message.
+        # A byte of urgent TCP data raises SIGURG in a rank on any node. The rank's reading thread skips the byte. A
+        # second byte before the first is skipped (in a stopped rank) could become part of a message.
         for handle in self._handles:
             with contextlib.suppress(OSError):
                 handle.socket.send(b"!", socket.MSG_OOB)
 
     def host(self) -> str:
-        """The host name or address at which other nodes reach this one."""
+        """Return the host name or address at which other nodes reach this one."""
         return socket.gethostname()
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
@@ -172,6 +175,7 @@ class ConnectedGroup(WorkerGroup):
             finally:
                 self._make_handles(met, log_folder)
             relays = self._nodes_with_relay() if self.world_size > self.most_direct else {}
+            # In a thread, because these sends block.
             await asyncio.get_running_loop().run_in_executor(None, self._tell_ranks, in_order(met), relays)
             if relays:
                 await self._meet_relays(relays, server, log_folder)
@@ -180,6 +184,7 @@ class ConnectedGroup(WorkerGroup):
         return Rendezvous(self.part.key, host=self._addresses[0], port=port)
 
     def _make_handles(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
+        """Create the handles of the connected processes, in the order of their ranks."""
         self._remote_handles = [
             _RemoteHandle(rank, process, met[process], log_folder / f"rank_{rank:04d}.log", self)
             for rank, process in enumerate(in_order(met), self.part.first_rank)
@@ -189,13 +194,14 @@ class ConnectedGroup(WorkerGroup):
             self._note_end()
 
     def _nodes_with_relay(self) -> dict[int, list[_RemoteHandle]]:
-        """The ranks of each node that has several, by the first of them, which starts the node's relay."""
+        """Return the ranks of each node with several ranks, by the first of them. That rank starts the node's relay."""
         on_node: dict[str, list[_RemoteHandle]] = {}
         for handle in self._remote_handles:
             on_node.setdefault(handle.node, []).append(handle)
         return {handles[0].rank: handles for handles in on_node.values() if len(handles) > 1}
 
     def _tell_ranks(self, processes: Sequence[Introduction], relays: Mapping[int, Sequence[_RemoteHandle]]) -> None:
+        """Send each process its rank, environment, log, address and relay."""
         self.hosts, self.topology = [process.host for process in processes], rank_topology(processes)
         self._addresses = reached_at(
             [(s.socket.getpeername()[0], s.socket.getsockname()[0]) for s in self._remote_handles]
@@ -216,14 +222,16 @@ class ConnectedGroup(WorkerGroup):
     async def _meet_relays(
         self, relays: Mapping[int, Sequence[_RemoteHandle]], server: socket.socket, log_folder: Path
     ) -> None:
-        """Accept the nodes' relays and tell their ranks where they listen. Raises PeerLostError."""
+        """Accept the nodes' relays and send their addresses to their ranks. Raise PeerLostError if one does not
+        connect.
+        """
         met: dict[int, socket.socket] = {}
         told: dict[int, dict[str, Any]] = {}
 
         def first_rank(message: dict[str, Any]) -> int:
             first = int(message.get("first_rank", -1))
             if first not in relays or first in told:
-                raise ValueError(f"{first} is the first rank of no node, or its relay is here already")
+                raise ValueError(f"rank {first} is not the first rank of a node, or its relay has connected already")
             told[first] = {"host": message["host"], "port": message["port"]}
             return first
 
@@ -257,21 +265,23 @@ class ConnectedGroup(WorkerGroup):
         return answers, awaited
 
     def _note_end(self) -> None:
+        """Record the end of all processes and end their connections."""
         for handle in self._remote_handles:
             handle.died.set_result(time.time())
-            # A node that lost its power ends no connection.
+            # A node that lost power does not end its connection, so the driver does.
             with contextlib.suppress(OSError):
                 handle.socket.shutdown(socket.SHUT_RDWR)
             if handle.relayed is not None:
                 handle.relayed.cut()
 
     async def _watch(self) -> str:
+        """Wait for the end of all processes, record it, and return how they ended."""
         how = await self.await_end()
         self._note_end()
         return how
 
     async def _until_ended(self, meeting: Coroutine[Any, Any, None], log_folder: Path) -> None:
-        """Wait for a meeting, unless the processes end before. Raises PeerLostError."""
+        """Wait for a meeting. Raise PeerLostError if it fails, or if the processes end before."""
         ended, task = self._ended, asyncio.create_task(meeting)
         assert ended is not None
         try:
@@ -288,31 +298,36 @@ class ConnectedGroup(WorkerGroup):
         await super()._end()
         self.end_processes()
         if self._ended is not None:
-            # A scheduler that does not answer shall not keep the driver.
+            # A scheduler that does not answer must not block the driver.
             await asyncio.wait([self._ended], timeout=_END_SECONDS)
 
 
 def connect(address: Address, key: bytes, process: Introduction) -> None:
-    """The main function of a process: introduce it to the driver, receive its rank, serve as that rank."""
+    """Run a process: introduce it to the driver, receive its rank, and serve as that rank."""
     sock = socket.create_connection(address)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     introduce(sock, key, process._asdict())
     told = receive_json(sock)
     os.environ.update(told["environment"])
+    # Slurm and Ray may give GPUs also to ranks for the CPU.
     chosen_device.hide_gpus()
+    # Gloo would choose an interface by the host name. The interface to the driver is one that other nodes reach.
     if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_of(told["address"])):
         os.environ["GLOO_SOCKET_IFNAME"] = name
+    # Redirect the descriptors themselves, so that output of C libraries goes to the log too.
     output = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(output, stream)
+    # The kernel sends SIGURG only to the owner of a socket. See `_show_busy_stacks`.
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
-    faulthandler.register(signal.SIGURG, all_threads=True)  # see `_show_busy_stacks`
+    faulthandler.register(signal.SIGURG, all_threads=True)
     served = sock
     if told["relays"]:
         relay.start(address, key, told["address"], told["relays"])
     if told["is_relayed"]:
         served = _join_relay(receive_json(sock), key, told["rank"])
-        Inbox(sock)  # notices come here, as ever
+        Inbox(sock)  # notices still come on the direct connection
+    # Each rank has its own folder for temporary files, removed with the rank.
     folder = PrivateFolder()
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder.path)
     try:
@@ -322,7 +337,7 @@ def connect(address: Address, key: bytes, process: Introduction) -> None:
 
 
 def _join_relay(told: Mapping[str, Any], key: bytes, rank: int) -> socket.socket:
-    """A connection to the relay of this node."""
+    """Connect to the relay of this node."""
     connected = socket.create_connection((told["host"], told["port"]))
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     introduce(connected, key, {"rank": rank})
@@ -330,10 +345,12 @@ def _join_relay(told: Mapping[str, Any], key: bytes, rank: int) -> socket.socket
 
 
 def interface_of(address: str) -> str | None:
-    """The network interface whose first IPv4 address this is; None if there is none."""
+    """Return the network interface with this address as its first IPv4 address; None if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
+                # struct ifreq has 16 bytes for the name, with a final zero, then a sockaddr_in. Its
+                # bytes 20 to 23 are the address.
                 request = struct.pack("256s", name.encode()[:15])
                 if socket.inet_ntoa(fcntl.ioctl(sock, _SIOCGIFADDR, request)[20:24]) == address:
                     return name
@@ -341,10 +358,10 @@ def interface_of(address: str) -> str | None:
 
 
 def reached_at(connections: Sequence[tuple[str, str]]) -> list[str]:
-    """Addresses at which other nodes reach the ranks, from the ends (rank's, driver's) of their connections.
+    """Return addresses at which other nodes reach the ranks. `connections` are pairs of ends (rank's, driver's).
 
-    A rank on the driver's own machine may have connected through the loopback interface: it gets the driver's address
-    of connections from other machines.
+    A rank on the driver's machine may have connected through the loopback interface. It gets the driver's address in
+    connections from other machines.
     """
     arrived = next((own for theirs, own in connections if theirs != own), None)
     return [(arrived or own) if theirs == own else theirs for theirs, own in connections]

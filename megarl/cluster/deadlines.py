@@ -1,4 +1,4 @@
-"""Deadlines of calls to the ranks, by verb (method)."""
+"""Deadlines of calls to the ranks, by method (also called verb, as in `cluster.verb_timeout_seconds`)."""
 
 from __future__ import annotations
 
@@ -8,21 +8,23 @@ from typing import NamedTuple
 from megarl.config import ClusterConfig
 
 _NUM_FIRST = 3
+"""Calls of a method before its own history counts. The first ones compile, allocate and connect."""
 _TIMES_SLOWEST = 10.0
+"""Limit of a later call, as a multiple of the method's slowest call so far."""
 
 
 class Limit(NamedTuple):
-    """A limit in seconds, and the recipe's field that sets it (empty: none)."""
+    """Limit in seconds, and the recipe's field to raise it with (empty: none)."""
 
     seconds: float
     field: str = ""
 
 
 class Deadlines:
-    """Limits by verb: given ones, and for the others a limit from the verb's own history.
+    """Limits by method: given ones, or limits derived from the method's own history.
 
-    A verb without a given limit has `longest` for its first three calls, which compile, allocate and connect; from then
-    on `_TIMES_SLOWEST` times its slowest call, but at least `shortest` and at most `longest`.
+    A method without a given limit has `longest` for its first `_NUM_FIRST` calls. From then on it has `_TIMES_SLOWEST`
+    times its slowest call, but at least `shortest` and at most `longest`.
     """
 
     def __init__(self, shortest: Limit, longest: Limit, given: Mapping[str, Limit] | None = None) -> None:
@@ -33,16 +35,16 @@ class Deadlines:
 
     @classmethod
     def same(cls, seconds: float, field: str = "") -> Deadlines:
-        """One limit for every verb."""
+        """Return deadlines with one limit for every method."""
         return cls(Limit(seconds, field), Limit(seconds, field))
 
     @property
     def shortest(self) -> Limit:
-        """The least limit of a verb without a given one."""
+        """Return the least limit of a method without a given one."""
         return self._shortest
 
     def of(self, verb: str) -> Limit:
-        """The limit of the verb's next call."""
+        """Return the limit of the method's next call."""
         if verb in self._given:
             return self._given[verb]
         if self._num_calls.get(verb, 0) < _NUM_FIRST:
@@ -51,13 +53,13 @@ class Deadlines:
         return min(max(self._shortest, fitting), self._longest)
 
     def note(self, verb: str, seconds: float) -> None:
-        """Record how long a call took."""
+        """Record the duration of a call."""
         self._num_calls[verb] = self._num_calls.get(verb, 0) + 1
         self._slowest[verb] = max(seconds, self._slowest.get(verb, 0.0))
 
 
 def run_deadlines(cluster: ClusterConfig) -> Deadlines:
-    """The limits of a run's verbs, from its recipe."""
+    """Return the limits of a run's methods, from its recipe."""
     build = Limit(cluster.build_timeout_seconds, "cluster.build_timeout_seconds")
     checkpoint = Limit(cluster.checkpoint_timeout_seconds, "cluster.checkpoint_timeout_seconds")
     given = dict.fromkeys(("save_checkpoint", "finish_checkpoint", "load_checkpoint", "export"), checkpoint)

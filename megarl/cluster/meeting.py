@@ -1,4 +1,4 @@
-"""Where processes of a run connect to one of them: strangers neither delay nor enter."""
+"""Acceptance of a run's processes at a listening socket. Strangers (peers without the key) cause no delay."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from typing import Any, TypeVar
 from megarl.cluster.handshake import StrangerError, admit
 
 STRANGERS = 64
-"""So many connections that prove nothing may wait at a time, beside those that are expected."""
+"""Number of unproven connections that may wait at a time, in addition to the expected ones."""
 
 _INTRODUCTION_SECONDS = 10
+"""Limit on the handshake of a connection."""
 
 Who = TypeVar("Who")
 
@@ -24,18 +25,20 @@ async def meet(
     count: int,
     parse: Callable[[dict[str, Any]], Who],
 ) -> None:
-    """Accept connections, concurrently, until `met` has `count` processes, each by what `parse` makes of its message.
+    """Accept connections, concurrently, until `met` holds `count` processes.
 
-    `server` must be non-blocking; so are the sockets. `parse` raises TypeError or ValueError for a message of nobody
-    who is expected. Raises OSError where connections cannot be accepted.
+    `parse` turns the first message of a process into its key in `met`. It raises TypeError or ValueError for an
+    unexpected message. `server` must be non-blocking, and the accepted sockets are as well. Raises OSError if
+    connections cannot be accepted.
     """
     loop = asyncio.get_running_loop()
     complete: asyncio.Future[None] = loop.create_future()
-    # Strangers may hold a connection each for a while, not all descriptors of this process.
+    # Strangers may hold a few connections for a while, but must not use up this process's file descriptors.
     room = asyncio.Semaphore(count + STRANGERS)
 
     async def hear(connected: socket.socket) -> None:
         connected.setblocking(False)
+        # Commands and answers are often short: Nagle's algorithm would delay them.
         connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         try:
             told = await asyncio.wait_for(admit(connected, key), _INTRODUCTION_SECONDS)
@@ -64,4 +67,5 @@ async def meet(
         accepting.cancel()
         await asyncio.wait([accepting])
     if not complete.done():
+        # `met` is incomplete, so accepting failed: raise its error.
         accepting.result()

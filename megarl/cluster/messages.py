@@ -1,7 +1,7 @@
-"""Messages from the driver to a rank: commands, carried out one after the other, and notices, which reach it at once.
+"""Messages from the driver to a rank: commands, executed in order, and notices, handled at once.
 
-A rank that waits in a collective reads no command. So a thread reads for it: notices take effect there, and commands
-wait for their turn.
+A rank waiting in a collective reads no command. So a thread reads for it: notices take effect there, and commands wait
+in a queue.
 """
 
 from __future__ import annotations
@@ -17,40 +17,41 @@ from typing import Any, BinaryIO
 from megarl.platform.broken_bridges import break_off
 
 HEAD = struct.Struct("<Q")
-"""The head of a message: the length of its pickle in bytes."""
+"""Head of a message: the length of its pickle in bytes."""
 
 _NOTICE = 1 << 63
-"""This bit of the head tells a notice from a command."""
+"""Bit of the head set in notices and clear in commands."""
 
 
 def pack(content: Any) -> bytes:
-    """A message: head and pickle."""
+    """Return a command or an answer as bytes: head and pickle."""
     body = pickle.dumps(content, protocol=5)
     return HEAD.pack(len(body)) + body
 
 
 def pack_broken(name: str, reason: str) -> bytes:
-    """The notice that a bridge is broken off."""
+    """Return the notice that a cross-world process group, called bridge in the code, is aborted."""
     body = pickle.dumps((name, reason), protocol=5)
     return HEAD.pack(_NOTICE | len(body)) + body
 
 
 class Inbox:
-    """The driver's messages to this rank: a thread lets notices take effect, the commands are iterated over."""
+    """Reader of the driver's messages to this rank. Its thread handles notices; iteration yields the commands."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._commands: SimpleQueue[bytes | Exception | None] = SimpleQueue()
-        # Never closed: closing it would wait for the thread, which reads until the driver closes its end.
+        # The stream is never closed: closing would wait for the thread, and the thread reads until the driver leaves.
         stream = connected.makefile("rb")
         Thread(target=self._read, args=(stream,), name="inbox", daemon=True).start()
 
     def __iter__(self) -> Iterator[bytes]:
-        """The commands in their order, until the driver closes its end. Raises OSError where the connection breaks."""
+        """Yield the commands in order, until the driver closes its end. Raise OSError if the connection breaks."""
         while (command := self._commands.get()) is not None:
             if isinstance(command, Exception):
                 raise command
             yield command
-            command = None  # a batch is not held until the next command has come
+            # Free a large batch now, not when the next command arrives.
+            command = None
 
     def _read(self, stream: BinaryIO) -> None:
         try:
@@ -61,6 +62,7 @@ class Inbox:
                     break_off(*pickle.loads(message))
                 else:
                     self._commands.put(message)
+                # Free the message before the thread blocks in the next read.
                 del message
         except Exception as error:
             self._commands.put(error)

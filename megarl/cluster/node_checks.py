@@ -28,29 +28,32 @@ from megarl.platform.visible_gpus import installed_gpus
 from megarl.types import MegarlError
 
 _CLOCK_SECONDS = 60.0
+"""Difference of a clock from the median clock, beyond which it is a fault."""
 _LEAST_FREE_BYTES = 1 << 30
+"""Free space that the run folder needs at least."""
 _REACH_SECONDS = 10.0
+"""Limit on a connection from one node to another."""
 
 
 class NodeReport:
-    """A worker that inspects its node, on the first rank of each; the other ranks return None."""
+    """Worker for the inspection of nodes. The first rank of each node works; the others return None."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._server: socket.socket | None = None
 
     def look(self, models: Sequence[str], run_folder: str) -> dict[str, Any] | None:
-        """Unreadable model folders, disk space, memory, shared memory, device, GPUs, clock of this rank's node.
+        """Inspect this rank's node and return the findings as plain data, for `faults`.
 
-        Also the GPUs that it may use with their compute capabilities, the versions of libraries that decide what these
-        can do, why installed CUDA libraries cannot be imported or extensions be compiled, and a port to connect to,
-        open until `close`.
+        They cover model folders, the run folder's space, host memory, shared memory, device, GPUs and clock. They list the usable
+        GPUs with compute capabilities, and the versions of libraries using them. They say why CUDA libraries cannot be
+        imported or extensions compiled. `port` is a port to connect to, open until `close`.
         """
         if os.environ["LOCAL_RANK"] != "0":
             return None
         writable, has_cuda = Path(run_folder), device.current().type == "cuda"
         self._server = socket.create_server(("", 0), backlog=4096)
         return {
-            # A folder that is there may be a mount point with nothing mounted.
+            # A folder may exist as an empty mount point, so the check reads a file in it.
             "unread": [folder for folder in models if not os.access(Path(folder) / "config.json", os.R_OK)],
             "is_writable": writable.is_dir() and os.access(writable, os.W_OK),
             "free_bytes": shutil.disk_usage(writable).free if writable.is_dir() else 0,
@@ -67,7 +70,7 @@ class NodeReport:
         }
 
     def reach(self, addresses: Mapping[str, tuple[str, int]]) -> dict[str, str] | None:
-        """Why this rank's node cannot connect to others, by their names."""
+        """Return why this rank's node cannot connect to other nodes, by their names."""
         if self._server is None:
             return None
         with ThreadPoolExecutor(len(addresses)) as pool:
@@ -75,13 +78,14 @@ class NodeReport:
             return {node: why for node, why in zip(addresses, found, strict=True) if why}
 
     def close(self) -> None:
-        """Close the port; may be called again."""
+        """Close the port. Repeated calls are allowed."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
 
 def _shared_memory_fault() -> str | None:
+    """Return why shared memory cannot be used; None if it can."""
     try:
         check_shared_memory()
     except MegarlError as error:
@@ -89,6 +93,7 @@ def _shared_memory_fault() -> str | None:
 
 
 def _problem(address: tuple[str, int]) -> str | None:
+    """Return why an address cannot be reached; None if it can."""
     try:
         socket.create_connection(address, _REACH_SECONDS).close()
     except OSError as error:
@@ -96,9 +101,10 @@ def _problem(address: tuple[str, int]) -> str | None:
 
 
 def gpus() -> list[str]:
-    """Name and driver version of each GPU of the node's driver; none without a driver."""
+    """Return name and driver version of each GPU known to the node's driver; empty without a driver."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
+        # nvidia-smi hangs on some broken GPUs, hence the timeout.
         done = subprocess.run(command, capture_output=True, text=True, timeout=30)
     except (OSError, subprocess.TimeoutExpired):
         return []
@@ -108,10 +114,10 @@ def gpus() -> list[str]:
 async def inspect(
     ranks: RunRanks, recipe: Recipe, run_folder: Path, planned: RankHostBytes | None = None
 ) -> tuple[list[str], list[str]]:
-    """Faults of the nodes of a recipe's ranks, a line each with node and remedy, and notices about them.
+    """Check the nodes of a recipe's ranks and return faults (a line each, with node and remedy) and notices.
 
-    `planned`: host memory that each rank will take; None: it is not compared with the nodes'.
-    The ranks' worker must be a `NodeReport`; it may be replaced afterwards. Bandwidths are those within each group.
+    `planned` is the host memory that each rank will take, in bytes; None leaves it out of the checks.
+    The ranks' worker must be a `NodeReport`; it may be replaced afterwards. Bandwidths are measured within each group.
     """
     cluster = recipe.cluster
     models = [str(Path(model).absolute()) for model in (recipe.model.folder, *recipe.further_models.values())]
@@ -125,6 +131,7 @@ async def inspect(
         tried = await ranks.call("reach", addresses)
         wrong = list(unreached({node: why for node, why in zip(nodes, tried, strict=True) if why}))
     await ranks.call("close")
+    # Bandwidths are measured only where ranks have links: not for one rank, nor on one node without GPUs.
     if wrong or len(nodes) == 1 or (len(reports) == 1 and not reports[nodes[0]]["gpus"]):
         return wrong, []
     linked = [group for group in ranks.groups if group.world_size > 1]
@@ -142,7 +149,10 @@ def all_faults(
     run_folder: str,
     planned: RankHostBytes | None,
 ) -> list[str]:
-    """Faults that the nodes' reports show; `nodes` is the node of each rank, `planned` as of `inspect`."""
+    """Return the faults in the nodes' reports, a line each.
+
+    `nodes` is the node of each rank, `planned` the host memory of each rank in bytes, or None.
+    """
     found = [
         fault
         for kind, asked in kinds_of_nodes(recipe, nodes)
@@ -152,7 +162,10 @@ def all_faults(
 
 
 def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Counter[str], dict[str, Need]]]:
-    """The nodes of each kind, with how many ranks each has, and what is asked of them; `nodes` are the ranks'."""
+    """Yield each kind of nodes (each node with its number of ranks) and the needs of its ranks.
+
+    `nodes` is the node of each rank.
+    """
     asked = needs(recipe)
     if recipe.cluster.groups.engines is None:
         yield Counter(nodes), asked
@@ -164,7 +177,7 @@ def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Count
 
 
 async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, float]]:
-    """Each rank's bandwidths to others of its group; see `Bandwidth.measure`."""
+    """Return each rank's bandwidths to others of its group; see `Bandwidth.measure`."""
     settings = {"topology": group.topology, "timeout_seconds": recipe.cluster.collective_timeout_seconds}
     await group.construct("megarl.cluster.bandwidth:Bandwidth", settings)
     return await group.call("measure")
@@ -173,22 +186,27 @@ async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, floa
 def faults(
     reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_node: int, asked: Mapping[str, Need]
 ) -> Iterator[str]:
-    """Faults of each of like nodes from its report by `NodeReport.look`, and what of `asked` it does not meet."""
+    """Yield the faults of nodes of one kind, from the report of each (`NodeReport.look`), and its unmet needs.
+
+    `asked` are the needs of the ranks, by recipe field.
+    """
     most = max(len(report["gpus"]) for report in reports.values())
     drivers = {gpu for report in reports.values() for gpu in report["gpus"]}
+    # The median clock is the reference, so that one wrong clock does not make all others look wrong.
     clock = sorted(report["time"] for report in reports.values())[len(reports) // 2]
     for node, report in reports.items():
         for folder in report["unread"]:
-            yield f"node {node}: {folder} is not there or cannot be read; put it on storage that all nodes share"
+            yield f"node {node}: {folder} is not there or cannot be read; put it on storage shared by all nodes"
         if not report["is_writable"]:
-            yield f"node {node}: {run_folder} cannot be written; set runs_folder to storage that all nodes share"
+            yield f"node {node}: {run_folder} cannot be written; set runs_folder to storage shared by all nodes"
         elif report["free_bytes"] < _LEAST_FREE_BYTES:
             free = report["free_bytes"] / 2**20
-            yield f"node {node}: {run_folder} has {free:.0f} MiB left; make room or set runs_folder"
+            yield f"node {node}: {run_folder} has {free:.0f} MiB left; free space there, or set runs_folder"
         if report["shared_memory"]:
             yield f"node {node}: {report['shared_memory']}"
         if report["device"]:
             yield f"node {node}: {report['device']}"
+        # Nodes of one kind have the same number of GPUs. A node with fewer has lost one.
         if most and len(report["gpus"]) < max(ranks_per_node, most):
             yield f"node {node}: shows {len(report['gpus'])} GPUs, the run needs {ranks_per_node}; exclude the node"
         for module, fault in report["broken"].items():
@@ -200,16 +218,16 @@ def faults(
             yield f"node {node}: Triton cannot compile kernels when the engine starts: {report['compiler']}"
         yield from (f"node {node}: {fault}" for fault in unmet_needs(asked, report["usable_gpus"], report["versions"]))
         if abs(report["time"] - clock) > _CLOCK_SECONDS:
-            yield f"node {node}: its clock is {report['time'] - clock:+.0f} s off; have it set"
+            yield f"node {node}: its clock is {report['time'] - clock:+.0f} s off; synchronise it, for example with NTP"
     if len(drivers) > 1:
-        yield f"nodes have different GPUs or drivers: {', '.join(sorted(drivers))}; take nodes of one kind"
+        yield f"nodes have different GPUs or drivers: {', '.join(sorted(drivers))}; use nodes of one kind"
 
 
 def unreached(tried: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """The nodes that others cannot connect to, from the results of `NodeReport.reach`."""
+    """Yield a message for each node not reachable from others, from the results of `NodeReport.reach`."""
     for node in dict.fromkeys(node for found in tried.values() for node in found):
         others = {other: found[node] for other, found in tried.items() if node in found}
         yield (
             f"node {node}: its ports cannot be reached from {', '.join(others)} ({next(iter(others.values()))}); "
-            "have its firewall let the job's nodes in, or exclude the node"
+            "open its firewall to the job's nodes, or exclude the node"
         )

@@ -1,4 +1,4 @@
-"""The process of a rank, and the messages between it and the worker group."""
+"""Process of a rank: it executes the driver's commands and answers them."""
 
 from __future__ import annotations
 
@@ -28,22 +28,25 @@ from megarl.platform.spans import Span, record, span
 from megarl.types import MegarlError
 
 _asked: str | None = None
-"""The last signal to stop that this process received."""
+"""Name of the last stop signal received by this process; every answer reports it."""
 _DEVICE_FAULTS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS", "EngineDeadError")
+"""Parts of error texts of a lost GPU (CUDA, cuDNN, cuBLAS) or of a dead vLLM engine."""
 
 
 def _is_lost(error: Exception) -> bool:
-    """Whether an error means that this rank's device or peers are lost; a restart may help then."""
+    """Return whether an error means a lost device or lost peers. A restart may help then."""
     text = f"{type(error).__name__}: {error}"
     return is_left(error) or isinstance(error, TimeoutError) or any(word in text for word in _DEVICE_FAULTS)
 
 
 def _report(error: Exception) -> dict[str, Any]:
-    """An exception as plain data for the driver, where its class might not unpickle."""
+    """Return an exception as plain data for the driver, where its class might not unpickle."""
     text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
+        # The log may be on a full disk; the driver must get the report all the same.
         print(text, file=sys.stderr, flush=True)
     known = error if isinstance(error, MegarlError) else disk_full(error)
+    # The driver raises the error again under its nearest class in `megarl.types`.
     named = next((c.__name__ for c in type(known).__mro__ if c.__module__ == MegarlError.__module__), None)
     return {
         "class": type(error).__qualname__,
@@ -57,26 +60,32 @@ def _report(error: Exception) -> dict[str, Any]:
 
 
 class _Host:
-    """The process of a rank, with its worker once that is made."""
+    """State of a rank's process: its worker, once constructed, and the statistics of its calls."""
 
     def __init__(self) -> None:
         self.worker: Any = None
         self.activity = Activity()
 
     def construct(self, path: list[str], worker: str, kwargs: dict[str, Any]) -> None:
-        """Put a worker in place; see `WorkerGroup.start`."""
+        """Construct the worker; see `WorkerGroup.start`."""
+        # The worker must be importable as in the driver, whatever started this interpreter.
         sys.path[:] = path
         module, _, name = worker.partition(":")
         rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        # With the garbage collector on, a rank's imports take 8.5 s of CPU time instead of 6.3.
         with uncollected():
             imported = importlib.import_module(module)
         self.worker = getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
 
     def bound(self, command: bytes) -> tuple[str, Callable[[], Any]]:
-        """The method and the call of a command: a method of the worker, or `part.method`, with its arguments.
+        """Decode a command and return its method's name and the call.
 
-        `__init__` makes the worker, `__settle__` tells where the ranks meet, `__activity__` takes what was noted of the
-        calls before, `__spans__` begins or ends the recording of spans.
+        The method is one of the worker's, or `part.method` of one of its parts. The process itself has four:
+
+        - `__init__` constructs the worker.
+        - `__settle__` sets the rendezvous of the ranks.
+        - `__activity__` takes the statistics of earlier calls.
+        - `__spans__` starts or stops the recording of spans.
         """
         method, args, kwargs = pickle.loads(command)
         own = {
@@ -90,7 +99,7 @@ class _Host:
 
     @contextlib.contextmanager
     def noted(self, method: str) -> Iterator[None]:
-        """Note a call, unless it asks for what was noted."""
+        """Record statistics and span of a call, except for calls that fetch these records."""
         if method in ("__activity__", "__spans__"):
             yield
             return
@@ -99,14 +108,14 @@ class _Host:
 
 
 def _record_spans(is_on: bool) -> tuple[float, list[Span]]:
-    """This process's clock, and the spans that were recorded before."""
+    """Start or stop recording spans. Return this process's monotonic clock (seconds) and the spans recorded before."""
     return time.monotonic(), record(is_on)
 
 
 def note_signals() -> None:
-    """Survive signals that ask a job to stop; the next answer reports them to the driver, which saves and ends.
+    """Survive stop signals. The next answer reports them to the driver, and the driver saves and ends the run.
 
-    An operator or a scheduler may send any of them to a rank alone. None may end it, or the run would end unsaved.
+    An operator or a scheduler may send any of them to a single rank. If one ended the rank, the run would end unsaved.
     """
 
     def note(number: int, _: Any) -> None:
@@ -118,12 +127,14 @@ def note_signals() -> None:
 
 
 def serve(sock: socket.socket, store_port: int = 0) -> None:
-    """Serve the rank named by `RANK` until the driver closes its end; first tell it the port of this rank's store."""
+    """Serve the rank named by `RANK` until the driver closes its end. First send the port of this rank's store."""
     faulthandler.enable()
+    # The driver asks for stacks by SIGUSR2. The handler is in C: it works while Python waits in a collective.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
     note_signals()
     host = _Host()
     with sock:
+        # A child holding the socket would keep the connection open after this rank's end.
         sock.set_inheritable(False)
         sock.sendall(pack((True, store_port, None)))
         for command in Inbox(sock):
@@ -134,14 +145,15 @@ def serve(sock: socket.socket, store_port: int = 0) -> None:
                 answer = pack((True, result, _asked))
             except Exception as error:
                 answer = pack((False, _report(error), _asked))
-            command = call = result = None  # a batch is not held until the next command has come
+            # Free a large batch or result now, not when the next command arrives.
+            command = call = result = None
             sock.sendall(answer)
     if hasattr(host.worker, "close"):
         host.worker.close()
 
 
 def leave() -> NoReturn:
-    """End this process at once: Python's finalisation of torch, vLLM and Megatron takes seconds."""
+    """End this process at once. Python's finalisation of torch, vLLM and Megatron would take seconds."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -149,6 +161,6 @@ def leave() -> NoReturn:
 
 
 def main(connection: socket.socket) -> NoReturn:
-    """Be a rank on this machine: serve it, then end at once."""
+    """Run a rank on this machine: serve it, then end the process at once."""
     serve(connection)
     leave()

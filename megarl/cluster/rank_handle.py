@@ -1,4 +1,4 @@
-"""The driver's end of one rank: its connection, its log, and how its process ended."""
+"""Driver's end of one rank: its connection, its log, and the reason of its end."""
 
 from __future__ import annotations
 
@@ -18,7 +18,9 @@ from megarl.cluster.messages import HEAD
 from megarl.terminal import printable
 
 _REPORT_GRACE_SECONDS = 1.0
+"""Time for the end of a process to become known after its connection ended."""
 _LOG_TAIL_LINES = 60
+"""Lines of a log quoted in an error."""
 _NOISE = re.compile(
     r"^(?:"
     r"\S+\.py:\d+: \w*Warning: .*\n(?:  .*\n)?"  # Python's warnings, and the line of code below
@@ -28,11 +30,14 @@ _NOISE = re.compile(
     r")",
     re.MULTILINE,
 )
-"""Lines of other libraries in a rank's log that do not help to explain its end."""
+"""Pattern of log lines from other libraries. They do not help to explain a rank's end."""
 
 
 class RankError(Exception):
-    """The error that a rank reported; `echo`: a mere consequence of another rank's leaving a collective."""
+    """Error reported by a rank, or the loss of a rank (`report` is None). `at` is its time in seconds since the epoch.
+
+    `echo`: the error is a mere consequence, because another rank left a collective.
+    """
 
     def __init__(
         self, handle: RankHandle, at: float, *, echo: bool = False, report: Mapping[str, Any] | None = None
@@ -41,23 +46,24 @@ class RankError(Exception):
 
 
 def log_tail(log: Path) -> str:
-    """The last lines of a rank's log, without other libraries' notices."""
+    """Return the last lines of a rank's log, without other libraries' notices."""
     if not log.exists():
         return f"{log} was not written."
     with log.open("rb") as file:
+        # Logs can be large, so only the last 64 KiB are read.
         file.seek(max(0, file.seek(0, os.SEEK_END) - 65536))
         text = _NOISE.sub("", file.read().decode(errors="replace"))
     lines = printable(text).splitlines()[-_LOG_TAIL_LINES:]
-    return "\n".join([f"The end of {log}:", *lines]) if lines else f"{log} tells nothing."
+    return "\n".join([f"The end of {log}:", *lines]) if lines else f"{log} has no messages."
 
 
 def log_size(log: Path) -> int:
-    """Size of a log in bytes; 0 if it does not exist."""
+    """Return the size of a log in bytes; 0 if it does not exist."""
     return log.stat().st_size if log.exists() else 0
 
 
 def log_since(log: Path, start: int) -> str:
-    """The text of a log from byte `start` on."""
+    """Return the text of a log from byte `start` on."""
     if not log.exists():
         return ""
     with log.open("rb") as file:
@@ -66,9 +72,10 @@ def log_since(log: Path, start: int) -> str:
 
 
 class RankHandle(ABC):
-    """The driver's end of one rank: its connection and log. `died` is done when its process is known to have ended.
+    """Driver's end of one rank: its connection and log.
 
-    `asked` is the signal to stop that the rank received, if any.
+    `died` completes with the time at which the process's end became known. `asked` is the stop signal received by the
+    rank, if any.
     """
 
     socket: socket.socket
@@ -93,39 +100,40 @@ class RankHandle(ABC):
         return self.content(answer)
 
     async def notify(self, notice: bytes) -> None:
-        """Send a message that the rank takes at once, also in a call, and does not answer; a dead one gets none."""
+        """Send a notice. The rank handles it at once, even within a call, without an answer. A dead rank is skipped."""
         with contextlib.suppress(OSError):
             await self._send(notice)
 
     def content(self, answer: bytearray | memoryview) -> Any:
-        """The result of the rank's method. Raises `RankError` if it raised."""
+        """Decode an answer and return the method's result. Raise `RankError` if the method raised."""
         answered, content, self.asked = pickle.loads(answer)
         if not answered:
             raise RankError(self, content["time"], echo=content["echo"], report=content)
         return content
 
     async def lost(self) -> RankError:
-        """The error of a rank that is gone, after a moment in which the end of its process may become known."""
+        """Return the error of a lost rank, after a moment in which the end of its process may become known."""
         noticed = time.time()
         await asyncio.wait([self.died], timeout=_REPORT_GRACE_SECONDS)
         return RankError(self, self._lost_at(noticed))
 
     def _lost_at(self, noticed: float) -> float:
-        """When a rank was lost whose connection was seen to end at `noticed`."""
+        """Return the time of a rank's loss; `noticed` is the time at which its connection ended."""
         return self.died.result() if self.died.done() else noticed
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether the connection ended between driver and rank, while nothing is known of the rank's own end."""
+        """Whether only the connection to the rank ended, and nothing is known of the rank's own end."""
         return False
 
     def dismiss(self) -> None:
-        """Tell the rank, by the end of its stream, to leave."""
+        """Make the rank leave, by the end of its stream."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
 
     async def _send(self, message: bytes) -> None:
-        async with self._sending:  # a long message is sent in parts
+        # A long message is sent in parts; another one must not come in between.
+        async with self._sending:
             await asyncio.get_running_loop().sock_sendall(self.socket, message)
 
     async def _read(self, size: int) -> bytearray:
@@ -148,11 +156,11 @@ class RankHandle(ABC):
 
     @abstractmethod
     def exit_reason(self, is_dead: bool) -> str:
-        """How the rank ended, in words that follow its name; `is_dead`: its process ended by itself."""
+        """Return how the rank ended, in words that follow its name. `is_dead`: its process ended by itself."""
 
     def log_tail(self) -> str:
         return log_tail(self.log)
 
 
 Answers = dict[RankHandle, asyncio.Future[Any]]
-"""The answers of ranks to a command, as they come."""
+"""Answers of ranks to a command, completed as they arrive."""

@@ -1,4 +1,4 @@
-"""Queues of calls to overlapping sets of ranks: first in, first out, per rank."""
+"""First-in, first-out queues of calls to overlapping sets of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class _Turn:
-    """A call in the queues of its ranks; `num_behind` are those in which it is not yet first."""
+    """Place of a call in the queues of its ranks. It is not yet first in `num_behind` of them."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -17,25 +17,27 @@ class _Turn:
         self.has_come: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def be_first(self) -> None:
-        """Be first in one more queue; in the last of them, its turn has come."""
+        """Record that the call became first in one more queue. In the last of them, its turn has come."""
         self.num_behind -= 1
+        # `has_come` is done already if the waiting call was cancelled.
         if not self.num_behind and not self.has_come.done():
             self.has_come.set_result(None)
 
 
 class RankQueues:
-    """A queue of calls per rank; a call runs while it is at the head of the queues of all its ranks.
+    """One queue of calls per rank. A call runs while it is at the head of the queues of all its ranks.
 
-    A call joins all its queues at once, with no `await` between, so every queue has the calls in the order in which
-    they were made. That gives:
+    A call joins all its queues at once, without an `await` in between. So every queue holds the calls in the order in
+    which they were made. This gives:
 
-    - Order: of two calls that share a rank, the one made first runs first, on every rank that they share. Ranks of
-      which a lock each is taken one after the other do not promise that: who waits for rank 0 has not yet asked for
-      rank 1, and a later call for rank 1 alone overtakes it.
-    - No deadlock: of all calls that have not ended, the one made first is at the head of all its queues, so it runs.
-    - No starvation: before a call stand only calls made before it, finitely many, and none joins them later. So a call
-      of the whole world waits for those that are under way, and those that come after it wait for it.
-    - Calls to disjoint ranks do not meet, unless a call to ranks of both waits between them.
+    - Order: of two calls with a common rank, the earlier one runs first, on every common rank. One lock per rank, taken
+      in turn, would not ensure this. A call waiting for rank 0 has not yet asked for rank 1. A later call for rank 1
+      alone would overtake it.
+    - No deadlock: the earliest of all unfinished calls is at the head of all its queues, so it runs.
+    - No starvation: only earlier calls, a finite number, precede a call, and none joins them later. So a call to all
+      ranks waits for the calls in progress, and later calls wait for it.
+    - Independence: calls to disjoint ranks do not wait for each other, unless a call to ranks of both waits between
+      them.
     """
 
     def __init__(self, num_ranks: int) -> None:
@@ -43,7 +45,10 @@ class RankQueues:
 
     @asynccontextmanager
     async def turn(self, ranks: Sequence[int]) -> AsyncIterator[None]:
-        """Within it the caller is first in the queues of all these ranks. A waiter that is cancelled leaves them."""
+        """Wait to be first in the queues of all these ranks, and stay first within the context.
+
+        A cancelled waiter leaves the queues.
+        """
         turn = _Turn(ranks)
         for rank in ranks:
             self._queues[rank].append(turn)
@@ -57,6 +62,7 @@ class RankQueues:
                 self._leave(rank, turn)
 
     def _leave(self, rank: int, turn: _Turn) -> None:
+        """Remove a call from a rank's queue. If it was the head, the next call becomes first."""
         queue = self._queues[rank]
         if queue[0] is not turn:
             queue.remove(turn)

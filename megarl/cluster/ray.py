@@ -1,6 +1,6 @@
-"""A worker group on a Ray cluster: Ray places the ranks and starts their processes; they connect back to the driver.
+"""Worker group on a Ray cluster. Ray places and starts the ranks, and they connect back to the driver.
 
-Ray transports neither commands nor tensors: a run is the same with every launcher.
+Ray transports neither commands nor tensors, so a run is the same with every launcher.
 """
 
 from __future__ import annotations
@@ -30,26 +30,29 @@ from megarl.rewards.on_ray import actor_on, nodes_in_turn
 from megarl.types import ConfigError, PeerLostError
 
 _SWITCHES_LABEL = "switches"
-"""Label of a node (ray start --labels): the switches above it from the network's root, joined by dots."""
+"""Node label (ray start --labels): the switches above the node from the network's root, joined by dots."""
 
 
 class _Process:
-    """An actor that becomes one rank."""
+    """Actor running one rank."""
 
     def serve(self, folder: str, address: Address, key: bytes, turn: int) -> None:
         """Serve as a rank, in the driver's current `folder`, until the group ends."""
+        # A recipe's relative paths start from the driver's folder; Ray starts actors in another one.
         os.chdir(folder)
         here, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
         switches = str(here.get_node_labels().get(_SWITCHES_LABEL) or "").split(".")
         gpus = tuple(int(number) for number in ray.get_gpu_ids())
+        # Several Ray nodes may run on one host. The ID distinguishes them.
         node = f"{host} ({here.get_node_id()[:8]})"
         connect(address, key, Introduction(turn, node, host, tuple(filter(None, switches)), gpus))
 
 
 def join(address: str) -> None:
-    """Connect this process to the Ray cluster at an address. Raises ConfigError where none answers."""
+    """Connect this process to the Ray cluster at an address. Raise ConfigError if no cluster answers."""
     if ray.is_initialized():
         return
+    # Ray would otherwise send usage statistics over the internet.
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     on_term = signal.getsignal(signal.SIGTERM)
     try:
@@ -60,15 +63,16 @@ def join(address: str) -> None:
             "`ray start --head` or launch/slurm/ray.sbatch, or set cluster.launcher=local"
         ) from None
     finally:
-        signal.signal(signal.SIGTERM, on_term)  # Ray puts in one that exits at once
+        # ray.init (2.60) installs a handler that exits at once; the driver must save first.
+        signal.signal(signal.SIGTERM, on_term)
 
 
 class RayGroup(ConnectedGroup):
-    """A `WorkerGroup` of one Ray actor for each rank, on the cluster at an address. Make one with `start`.
+    """`WorkerGroup` of one Ray actor per rank, on the cluster at an address. Create one, then call `start`.
 
-    The ranks of a node are consecutive. A group that is a part of the run has whole nodes' places, and a node's rest
-    together: the ranks of an engine share a node where they fit. Waits for nodes that the cluster lacks; raises
-    ConfigError, with what there is, if they do not join.
+    The ranks of a node are consecutive. A group within a run fills whole nodes and keeps its remaining ranks on one
+    node. So the ranks of an engine share a node if they fit. Waits for nodes that the cluster lacks. Raises
+    ConfigError, with the present nodes, if they do not join.
     """
 
     def __init__(self, world_size: int, address: str, kind: NodeKind, part: PartOfRun | None = None) -> None:
@@ -78,7 +82,7 @@ class RayGroup(ConnectedGroup):
         self._served: list[Any] = []
         self._placed: Any = None
         self._is_ending = False
-        """Whether the driver has ended the actors."""
+        """Whether the driver has killed the actors."""
 
     def host(self) -> str:
         join(self._address)
@@ -90,7 +94,7 @@ class RayGroup(ConnectedGroup):
         while True:
             alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             alive = [node for node in alive if all(node.get(name, 0.0) >= amount for name, amount in others.items())]
-            # With a GPU build of torch, nodes without GPUs are not what is waited for.
+            # A GPU build of torch waits for nodes with GPUs, even while only CPU nodes have joined.
             has_gpus = torch.version.cuda or any(node.get("GPU") for node in alive)
             kind = "GPU" if has_gpus and environment.get(chosen_device.VARIABLE) != "cpu" else "CPU"
             have = sorted((int(node.get(kind, 0)) for node in alive), reverse=True)
@@ -108,11 +112,13 @@ class RayGroup(ConnectedGroup):
             told = lack
             await asyncio.sleep(1.0)
         places = [min(per_node, self.world_size - first) for first in range(0, self.world_size, per_node)]
+        # STRICT_SPREAD puts each bundle on another node, so that only ranks of one bundle share a node.
         self._placed = placement_group([{kind: count, **others} for count in places], strategy="STRICT_SPREAD")
         try:
             await asyncio.to_thread(ray.get, self._placed.ready(), timeout=60.0)
         except RayError as error:
             raise PeerLostError(f"Ray did not place its ranks: {error}") from None
+        # Actors claim only what their bundle holds: GPUs, or CPUs.
         own = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_gpus": 0, "num_cpus": 1}
         self._actors = [
             ray.remote(_Process)
@@ -133,6 +139,7 @@ class RayGroup(ConnectedGroup):
             ray.get(ended)
             await asyncio.to_thread(ray.wait, self._served, num_returns=len(self._served))
         except RayError as error:
+            # Actors killed by the driver fail here too; none of them is the first cause.
             if not self._is_ending:
                 self.note_first_end(self._served.index(ended[0]))
             self.end_processes()
@@ -150,13 +157,13 @@ class RayGroup(ConnectedGroup):
 
 
 def environments_on_nodes_in_turn() -> MakeProcess:
-    """A constructor of environments' processes, round-robin over the cluster's nodes."""
+    """Return a constructor of environments' processes, round-robin over the cluster's nodes."""
     nodes = nodes_in_turn()
     return lambda settings, log_file: _RayEnvironmentProcess(next(nodes), settings, log_file)
 
 
 class _RayEnvironmentProcess:
-    """An `EnvironmentProcess` in an actor on a node, or on another where that is lost."""
+    """`EnvironmentProcess` in an actor on a node, or on another node if that one is lost."""
 
     def __init__(self, node: str, settings: ProcessSettings, log_file: str | None) -> None:
         self._actor = actor_on(node, EnvironmentProcess, settings, log_file)
@@ -174,6 +181,6 @@ class _RayEnvironmentProcess:
             return {"lost": f"the environment's process on Ray is lost: {error}"}
 
     def close(self) -> None:
-        """Kill the actor; the process and all that it started end with it."""
+        """Kill the actor. The process and its children end with it."""
         with contextlib.suppress(RayError):
             ray.kill(self._actor)

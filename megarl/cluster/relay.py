@@ -1,11 +1,12 @@
-"""The relay of a node: one connection to the driver for all ranks of the node, so that the driver speaks to nodes.
+"""Relay of a node: one connection to the driver for all ranks of the node.
 
-A process of its own that unpickles nothing. It proves the key of the group's start to the driver, and the ranks prove
-it to the relay, by the same handshake. What the driver sends of a call comes as one batch: messages, each with the
-ranks that it is for. Their answers go back together when all have come, or after a moment those that have: a rank that
-fails, or that is awaited in vain, must not hide what the others said. Their order per rank stays. An empty answer says
-that the rank ended. The ranks keep their connections to the driver, which reaches them there when they are to show
-their stacks, and with notices.
+So the driver speaks to nodes, not to ranks. A relay is a process of its own and unpickles nothing. It proves the key of
+the group's start to the driver. The ranks prove the key to the relay, by the same handshake.
+
+The driver sends a call as one batch: messages, each with its ranks. The relay returns their answers together once all
+have arrived. After a moment it sends the answers present: a rank that fails or hangs must not hide the others'. Each
+rank's answers keep their order. An empty answer means: the rank has ended. The ranks keep their connections to the
+driver for notices and for requests of stacks.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from megarl.cluster.meeting import meet
 from megarl.cluster.messages import HEAD
 
 BATCH = struct.Struct("<I")
-"""The head of a batch: how many parts follow."""
+"""Head of a batch: its number of parts."""
 PART = struct.Struct("<IQ")
-"""The head of a part: to how many ranks it goes, and its bytes. The ranks follow, as uint32, then the message."""
+"""Head of a part: its number of ranks and its message's bytes. The ranks follow as uint32, then the message."""
 ANSWER = struct.Struct("<IQ")
-"""The head of an answer: its rank, and the bytes of the message that follows; 0: the rank has ended."""
+"""Head of an answer: its rank and its message's bytes. The message follows; 0 bytes: the rank has ended."""
 
 _GATHER_SECONDS = 0.05
+"""Time from a call's first answer to the sending of the answers present."""
 _LOOK_SECONDS = 1.0
+"""Interval of checks, while ranks connect, for the end of the driver."""
 _PROGRAM = """
 import json, sys
 told = json.loads(sys.stdin.readline())
@@ -46,6 +49,7 @@ main(**told)
 def start(driver: tuple[str, int], key: bytes, address: str, ranks: Sequence[int]) -> None:
     """Start the relay of these ranks, on the interface with this address. It ends when the driver closes its end."""
     told = {"path": sys.path, "driver": driver, "key": key.hex(), "address": address, "ranks": list(ranks)}
+    # The key goes through standard input: other users can read command lines. -P: no import from the current folder.
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _PROGRAM], stdin=subprocess.PIPE, text=True, start_new_session=True
     )
@@ -55,17 +59,18 @@ def start(driver: tuple[str, int], key: bytes, address: str, ranks: Sequence[int
 
 
 def main(driver: tuple[str, int], key: str, address: str, ranks: Sequence[int]) -> None:
-    """The main function of the process."""
+    """Run the relay's process."""
     asyncio.run(_serve((driver[0], driver[1]), bytes.fromhex(key), address, ranks))
 
 
 async def _serve(driver: tuple[str, int], key: bytes, address: str, ranks: Sequence[int]) -> None:
+    """Connect to the driver, accept the node's ranks, and relay until the driver closes its end."""
     met: dict[int, socket.socket] = {}
 
     def rank_of(told: dict[str, Any]) -> int:
         rank = int(told.get("rank", -1))
         if rank not in ranks or rank in met:
-            raise ValueError(f"{rank} is none of ranks {ranks}, or is here already")
+            raise ValueError(f"rank {rank} is not one of ranks {ranks}, or has connected already")
         return rank
 
     with socket.create_server((address, 0), backlog=4096) as server:
@@ -77,6 +82,7 @@ async def _serve(driver: tuple[str, int], key: bytes, address: str, ranks: Seque
         meeting = asyncio.create_task(meet(met, server, key, len(ranks), rank_of))
         while not meeting.done():
             await asyncio.wait([meeting], timeout=_LOOK_SECONDS)
+            # The driver has ended this start, so the missing ranks will never come.
             if _has_ended(upward):
                 return
         meeting.result()
@@ -87,7 +93,7 @@ async def _serve(driver: tuple[str, int], key: bytes, address: str, ranks: Seque
 
 
 def _has_ended(connected: socket.socket) -> bool:
-    """Whether the other end of a connection is closed, and nothing that it sent is unread."""
+    """Return whether the other end of a connection is closed and all its data has been read."""
     try:
         return not connected.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -98,22 +104,24 @@ def _has_ended(connected: socket.socket) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """A call under way: how many of its ranks have not answered, and the answers that have not been sent."""
+    """Call in progress: its number of ranks without an answer, and its answers not yet sent."""
 
     num_awaited: int = 0
     gathered: list[bytes] = field(default_factory=list)
 
 
 class _Relay:
+    """Forwarder between the driver's connection and those of the ranks."""
+
     def __init__(self, upward: asyncio.StreamWriter) -> None:
         self._upward = upward
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._batches: dict[int, _Batch] = {}
-        """The batch that each rank works for, or worked for last."""
+        """Current or latest batch of each rank."""
         self._listening: set[asyncio.Task[None]] = set()
 
     async def add(self, connected: Mapping[int, socket.socket]) -> None:
-        """Take in all ranks, each of which answers once unasked."""
+        """Accept all ranks. Each one sends an answer first, unasked."""
         first = _Batch(len(connected))
         for rank, sock in connected.items():
             reader, self._ranks[rank] = await asyncio.open_connection(sock=sock)
@@ -121,9 +129,9 @@ class _Relay:
             self._listening.add(asyncio.create_task(self._listen(rank, reader)))
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        """Pass on what the driver sends, until it closes its end; then close the ranks' ends, and wait until they left.
+        """Forward the driver's batches until it closes its end. Then close the ranks' ends and wait until they left.
 
-        A rank that does not leave is killed by the launcher.
+        The launcher kills a rank that does not leave.
         """
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:
@@ -134,6 +142,7 @@ class _Relay:
         await asyncio.wait(self._listening)
 
     async def _pass_batch(self, reader: asyncio.StreamReader) -> None:
+        """Read one batch from the driver and send its messages to their ranks."""
         (num_parts,) = BATCH.unpack(await reader.readexactly(BATCH.size))
         batch = _Batch()
         for _ in range(num_parts):
@@ -146,7 +155,7 @@ class _Relay:
                 self._ranks[rank].write(message)
 
     async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
-        """Take a rank's answers until it ends."""
+        """Collect a rank's answers until it ends."""
         try:
             while True:
                 (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
@@ -154,10 +163,11 @@ class _Relay:
                 self._take(rank, ANSWER.pack(rank, size), message)
         except (asyncio.IncompleteReadError, OSError):
             self._take(rank, ANSWER.pack(rank, 0))
-            # At once: launchers end all ranks when one has ended, and who was first is told by the order of the news.
+            # Sent at once: a launcher ends all ranks after one, and only the order of these reports shows the first.
             self._send(self._batches[rank])
 
     def _take(self, rank: int, *answer: bytes) -> None:
+        """Add a rank's answer to its batch. Send the batch when it is complete, or a moment after its first answer."""
         batch = self._batches[rank]
         batch.num_awaited -= 1
         if not batch.gathered:
@@ -167,5 +177,6 @@ class _Relay:
             self._send(batch)
 
     def _send(self, batch: _Batch) -> None:
+        """Send the collected answers of a batch to the driver."""
         self._upward.write(b"".join(batch.gathered))
         batch.gathered.clear()

@@ -1,4 +1,4 @@
-"""The driver's end of a node's relay (`relay`): one message for all ranks of the node, one read for their answers."""
+"""Driver's end of a node's relay (`relay`): one message for all ranks of the node, one read for their answers."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ from megarl.cluster.rank_handle import Answers, RankHandle
 from megarl.cluster.relay import ANSWER, BATCH, PART
 
 _READ_BYTES = _SHORT_BYTES = 1 << 16
+"""Bytes of one read, and the size below which the parts of a message are joined before they are sent."""
 _MOST_BUFFERS = 64
-"""Buffers that one call of the kernel is given, far below its limit."""
+"""Buffers given to one system call, far below the kernel's limit."""
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """A call under way: its answers, how many are still to come, and what is done with the last or fails with one."""
+    """RPC in flight to one node. `whole` completes with the last answer, or fails with the first error."""
 
     answers: Answers
     num_awaited: int
     whole: asyncio.Future[None]
 
     def take(self, handle: RankHandle, message: memoryview) -> None:
-        """Take a rank's answer, which fails with the error that reading it raises."""
+        """Take a rank's answer. It fails with the error raised by decoding it."""
         answer = self.answers[handle]
-        if answer.done():  # the group is at its end
+        if answer.done():  # cancelled, because the group is ending
             return
         try:
             answer.set_result(handle.content(message))
@@ -41,17 +42,18 @@ class _Batch:
             self.whole.set_result(None)
 
     def fail(self, handle: RankHandle, error: Exception) -> None:
-        """Let a rank's answer fail, and with it the whole."""
+        """Fail a rank's answer, and with it the whole batch."""
         self.answers[handle].set_exception(error)
         if not self.whole.done():
             self.whole.set_exception(error)
-            self.whole.exception()  # whoever waits may have heard of another one's before
+            # Marks the error as retrieved: the waiting call may have left already, at another node's error.
+            self.whole.exception()
 
 
 class Relayed:
-    """The ranks of a node behind its relay; `handles` are known by rank.
+    """Ranks of a node behind its relay. `handles` are keyed by rank.
 
-    `cut_off` are those that a call could not reach since the relay had ended, not they.
+    `cut_off` are ranks that a call could not reach because the relay had ended. The ranks themselves may be alive.
     """
 
     def __init__(self, handles: Mapping[int, RankHandle], connected: socket.socket) -> None:
@@ -68,14 +70,15 @@ class Relayed:
         self._is_read = self._is_waiting_to_write = False
 
     def ask(self, messages: Mapping[RankHandle, bytes], answers: Answers) -> asyncio.Future[None]:
-        """Send ranks of the node a command each; their `answers` come, or fail as those of `RankHandle.ask`.
+        """Send a command each to ranks of the node. Their `answers` complete or fail as in `RankHandle.ask`.
 
-        Returns a future that is done when all have answered, and fails with the first that fails: a thousand are more
-        to wait for than one of each node.
+        Returns a future. It completes after all answers, and fails with the first failure. So a call to a thousand
+        ranks waits for one future per node.
         """
         batch = _Batch(answers, len(messages), self._loop.create_future())
         self._awaited |= dict.fromkeys(messages, batch)
-        if not self._is_read:  # ranks answer once unasked, perhaps before anybody awaits it
+        # Ranks answer once unasked. Reading starts only now, when a call waits for these answers.
+        if not self._is_read:
             self._loop.add_reader(self.socket, self._read)
             self._is_read = True
         if gone := set(messages) if self._is_lost else self._ended & messages.keys():
@@ -87,25 +90,26 @@ class Relayed:
         return batch.whole
 
     def dismiss(self) -> None:
-        """Tell the ranks, by the end of the stream, to leave."""
+        """Make the ranks leave, by the end of the stream."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
 
     def cut(self) -> None:
-        """End the connection, for the processes are known to have ended: whoever is awaited is lost."""
+        """End the connection once the processes are known to have ended. Ranks with a call in progress are lost."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Close the connection; may be called again."""
+        """Close the connection. Repeated calls are allowed."""
         if self.socket.fileno() >= 0:
             self._loop.remove_reader(self.socket)
             self._loop.remove_writer(self.socket)
             self.socket.close()
 
     def _send(self, parts: list[bytes]) -> None:
+        """Queue a message, and start to send it if nothing else is being sent."""
         is_sending = bool(self._unsent)
-        # A long message is not copied; short ones are sent as one.
+        # Long messages are not copied. Short parts are joined, for fewer system calls.
         if sum(map(len, parts)) < _SHORT_BYTES:
             parts = [b"".join(parts)]
         self._unsent += [memoryview(part) for part in parts if part]
@@ -113,7 +117,7 @@ class Relayed:
             self._write()
 
     def _write(self) -> None:
-        """Send as much as the connection takes now, and the rest when it takes more."""
+        """Send as much as the connection takes now, and the remainder when it takes more."""
         try:
             while self._unsent:
                 self._drop(self.socket.sendmsg(list(islice(self._unsent, _MOST_BUFFERS))))
@@ -122,11 +126,12 @@ class Relayed:
             self._is_waiting_to_write = True
             return
         except OSError:
-            self._unsent.clear()  # reading tells of it
+            self._unsent.clear()  # `_read` meets the same failure and reports it
         if self._is_waiting_to_write:
             self._is_waiting_to_write = not self._loop.remove_writer(self.socket)
 
     def _drop(self, num_sent: int) -> None:
+        """Drop sent bytes from the queue."""
         while num_sent:
             first = self._unsent.popleft()
             if num_sent < len(first):
@@ -135,6 +140,7 @@ class Relayed:
             num_sent -= len(first)
 
     def _read(self) -> None:
+        """Read what has arrived. If the relay has ended, all ranks with a call in progress are lost."""
         try:
             received = self.socket.recv(_READ_BYTES)
         except BlockingIOError:
@@ -151,7 +157,7 @@ class Relayed:
         self._take_answers()
 
     def _take_answers(self) -> None:
-        """Give those who wait the answers that are there in full."""
+        """Deliver the complete answers to the calls waiting for them."""
         view, start = memoryview(self._unread), 0
         while len(view) - start >= ANSWER.size:
             rank, size = ANSWER.unpack_from(view, start)
@@ -166,10 +172,11 @@ class Relayed:
                 self._lose(handle)
             start = end
         if start:
+            # A new buffer: one with views of it cannot be shortened.
             self._unread = bytearray(view[start:])
 
     def _lose(self, handle: RankHandle) -> None:
-        """Tell who waits for a rank, if anybody does, that it is gone."""
+        """Report a rank as lost to the call waiting for it, if any."""
 
         async def tell(batch: _Batch) -> None:
             error = await handle.lost()
@@ -183,7 +190,8 @@ class Relayed:
 
 
 def _batch(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
-    """The batch of some ranks' commands; one that several have in common goes once."""
+    """Return the parts of a batch of commands. A command common to several ranks is in it once."""
+    # Compared by identity, because comparing long messages would be slow.
     distinct = {id(message): message for message in messages.values()}
     ranks: defaultdict[int, list[int]] = defaultdict(list)
     if len(distinct) == 1:

@@ -1,4 +1,4 @@
-"""Engine replicas that are started again, in the background, after their group was lost."""
+"""Restarts of lost engine replicas, in the background."""
 
 from __future__ import annotations
 
@@ -11,13 +11,14 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.types import MegarlError
 
 _MOST_STARTS = 3
+"""Attempts to restart a replica."""
 
 
 class Replacements:
-    """The groups that take the places of lost ones.
+    """Groups started in place of lost ones.
 
-    `start` starts and constructs the engine of a group with so many ranks from this number on; `tell` hears what
-    becomes of them, a line each.
+    `start(num_ranks, first_rank)` starts a group and constructs its engine. The second argument is called with messages
+    about progress, a line each.
     """
 
     def __init__(self, start: Callable[[int, int], Awaitable[WorkerGroup]], tell: Callable[[str], object]) -> None:
@@ -26,38 +27,42 @@ class Replacements:
         self._ready: list[WorkerGroup] = []
 
     def replace(self, lost: WorkerGroup, error: Exception, num_left: int) -> None:
-        """Start a lost group again."""
-        self._tell(f"{self._name(lost)} is lost: {error}. Its requests go to the other {num_left}; it is started again")
+        """Restart a lost group in the background. `num_left` is the number of remaining replicas."""
+        self._tell(
+            f"{self._name(lost)} is lost: {error}. The other {num_left} take over its requests; it is being restarted"
+        )
         task = asyncio.create_task(self._replace(lost))
         self._starting.add(task)
         task.add_done_callback(self._starting.discard)
 
     @property
     def has_started(self) -> bool:
-        """Whether there are groups to `take`."""
+        """Whether `take` would return a group."""
         return bool(self._ready)
 
     def take(self) -> list[WorkerGroup]:
-        """The groups that have started since the call before."""
+        """Return the groups started since the previous call."""
         ready, self._ready = self._ready, []
         return ready
 
     async def close(self) -> None:
-        """End the starts that are under way, and the groups that nobody took."""
+        """Cancel the starts in progress, and close the groups not taken."""
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
         await asyncio.gather(*(group.close() for group in self.take()))
 
     async def _replace(self, lost: WorkerGroup) -> None:
+        """Close a lost group and start its replacement, in several attempts."""
         began = time.monotonic()
+        # The old processes must be gone before new ones use their GPUs.
         await lost.close()
         for attempt in range(1, _MOST_STARTS + 1):
             try:
                 group = await self._start(lost.world_size, lost.part.first_rank)
             except Exception as error:
                 told = str(error) if isinstance(error, MegarlError) else repr(error)
-                self._tell(f"{self._name(lost)} does not start again, attempt {attempt} of {_MOST_STARTS}: {told}")
+                self._tell(f"{self._name(lost)} failed to restart, attempt {attempt} of {_MOST_STARTS}: {told}")
             else:
                 self._ready.append(group)
                 seconds = time.monotonic() - began
@@ -65,7 +70,8 @@ class Replacements:
                     f"{self._name(lost)} has started again in {seconds:.1f} s; it samples after the next reshard"
                 )
                 return
-        self._tell(f"{self._name(lost)} stays lost: it is not started again")
+        self._tell(f"{self._name(lost)} stays lost: there are no more attempts to restart it")
 
     def _name(self, group: WorkerGroup) -> str:
+        """Return the name of a group's engine for messages."""
         return engine_named(group.part.ranks(group.world_size))

@@ -1,6 +1,7 @@
-"""All ranks of a run: the trainers' group and, where engines are separate, a group of its own for each replica.
+"""All ranks of a run: the trainers' group and, if engines are separate, one group per engine replica.
 
-A group is a domain of failure and has one world of `torch.distributed`; ranks of different groups meet on a bridge.
+A group fails as a whole and has a `torch.distributed` world of its own. Ranks of different groups exchange weights over
+a cross-world process group, called bridge in the code.
 """
 
 from __future__ import annotations
@@ -17,33 +18,36 @@ from megarl.platform.rendezvous import Meeting
 from megarl.types import PeerLostError
 
 _CAUSE_SECONDS = 2.0
-"""After a failure the other groups have so long to tell of an earlier one."""
+"""Seconds to wait, after a failure, for another group to report the root cause."""
 
 _MOST_BRIDGES = 3
+"""Attempts of one reshard before the run fails."""
 _LEAVE_SECONDS = 5.0
-"""A rank that waits on a bridge has left it so long after it was broken off."""
+"""Time after an abort within which every waiting rank leaves the process group."""
 _SLACK_SECONDS = 20.0
-"""To find a rank that is stopped, and to end its group, takes at most so long where limits are short."""
+"""Longest time, with short limits, to find a stopped rank and to end its group."""
 _MEET_SECONDS = 60.0
-"""A rank that has not come to a bridge so long after the others is missing."""
+"""Time for the last ranks to join a new process group, after the others. A rank absent by then is missing."""
 
 Answer = TypeVar("Answer")
 
 
 class RunRanks:
-    """The ranks of all groups of a run, by their numbers in the run: the trainers' first, then replica by replica."""
+    """Ranks of all groups of a run, by their numbers in the run: the trainers' first, then replica by replica."""
 
     def __init__(self, trainers: WorkerGroup, replicas: Sequence[WorkerGroup] = ()) -> None:
         self.trainers, self.replicas = trainers, list(replicas)
         self.is_separate = bool(replicas)
         """Whether the engines have ranks of their own."""
         self.on_lost: Callable[[WorkerGroup, Exception], object] | None = None
-        """Hears of a replica's group that ended while others go on; without it the end of one is the run's."""
+        """Callback (group, error) for a lost replica while others go on. None: losing one ends the run."""
         self._num_bridges = 0
         self._broken = asyncio.Event()
-        """Set where the bridge that was made last is broken off."""
+        """Set when the newest process group between groups is aborted."""
         self._bridged: list[WorkerGroup] = []
+        """Groups connected by the newest process group; empty if it is not usable."""
         self._has_unfetched_reports = False
+        """Whether `finish_send` still has to fetch the trainers' reports."""
 
     @property
     def groups(self) -> list[WorkerGroup]:
@@ -52,17 +56,17 @@ class RunRanks:
 
     @property
     def world_size(self) -> int:
-        """The ranks of all groups."""
+        """Number of ranks of all groups."""
         return sum(group.world_size for group in self.groups)
 
     @property
     def topology(self) -> list[tuple[str, ...]]:
-        """As of a group."""
+        """Each rank's node and the switches above it; see `WorkerGroup`."""
         return [place for group in self.groups for place in group.topology]
 
     @property
     def hosts(self) -> list[str]:
-        """As of a group."""
+        """Each rank's address for other nodes; see `WorkerGroup`."""
         return [host for group in self.groups for host in group.hosts]
 
     def set_deadlines(self, make: Callable[[], Deadlines]) -> None:
@@ -71,18 +75,18 @@ class RunRanks:
             group.deadlines = make()
 
     def on_asked(self, hear: Callable[[str], object]) -> None:
-        """Have a signal to stop heard that reached any rank; see `WorkerGroup`."""
+        """Set the callback for a stop signal received by any rank; see `WorkerGroup`."""
         for group in self.groups:
             group.on_asked = hear
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """As of a group: call the method on all ranks of all groups at once. A replica that is lost has no answers."""
+        """Call the method on all ranks of all groups at once and return the answers. A lost replica has no answers."""
         engines = [self._unless_lost(group, group.call(method, *args, **kwargs)) for group in self.replicas]
         found = await together([self.trainers.call(method, *args, **kwargs), *engines])
         return [answer for answers in found for answer in answers]
 
     async def call_engines(self, method: str, *args: Any) -> list[Any]:
-        """Call the method on all ranks that have engines."""
+        """Call the method on all ranks with engines and return the answers."""
         if not self.is_separate:
             return await self.trainers.call(method, *args)
         found = await together([self._unless_lost(group, group.call(method, *args)) for group in self.replicas])
@@ -91,7 +95,7 @@ class RunRanks:
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
     ) -> list[Any]:
-        """As of a group: call the method on some ranks, all of one group. Raises PeerLostError if it is lost."""
+        """Call the method on some ranks, all of one group; see `WorkerGroup.ask`. Raise PeerLostError if it is lost."""
         group = next((group for group in self.groups if ranks[0] in group.part.ranks(group.world_size)), None)
         if group is None:
             raise PeerLostError(f"ranks {list(ranks)}: their group has ended")
@@ -103,14 +107,14 @@ class RunRanks:
             raise
 
     def add(self, groups: Sequence[WorkerGroup]) -> None:
-        """Let these replicas take part from the next reshard on."""
+        """Include these replicas from the next reshard on."""
         self.replicas = sorted([*self.replicas, *groups], key=lambda group: group.part.first_rank)
 
     async def reshard(self, verify: bool, version: int) -> list[dict[str, float]]:
-        """Move the trainers' weights, of this version, into the engines of all groups; the ranks' reports.
+        """Move the trainers' weights of this version into the engines of all groups. Return the ranks' reports.
 
-        Where replicas came or went, or one is lost meanwhile, the groups are bridged anew first, which moves and
-        verifies all weights. Raises PeerLostError where no replica is left or bridges do not hold.
+        If replicas came or went, or one is lost meanwhile, the groups first create a new process group. Creating it
+        moves and verifies all weights. Raises PeerLostError if no replica is left, or if every attempt is aborted.
         """
         broken: list[str] = []
         for attempt in range(_MOST_BRIDGES):
@@ -121,6 +125,8 @@ class RunRanks:
                 calls = [self._call(g, "reshard", [verify] * g.world_size, version, limit=limit) for g in groups]
             else:
                 calls = self._joining(groups, version, limit)
+            # Cleared until the reshard succeeds: after an exception this process group must not be used
+            # again.
             self._bridged = []
             left: list[WorkerGroup] = []
             engines = [
@@ -139,27 +145,28 @@ class RunRanks:
                 self._bridged = groups
                 return [report for reports in found for report in reports]
             broken = told or ["a replica was lost"]
-            # What ended every bridge, with all groups alive, is most likely with the engine that left first.
+            # If attempts fail although all groups are alive, the engine that left first is most likely at fault. It is
+            # ended before the last attempt, provided that another engine remains.
             is_last_but_one = attempt == _MOST_BRIDGES - 2
             if is_last_but_one and groups == self.groups and left and len(self.replicas) > 1 and self.on_lost:
                 what = f"left the reshard first, at attempt {attempt + 1} of {_MOST_BRIDGES}"
                 await self._end(range(left[0].world_size), left[0], what)
-        raise PeerLostError(f"{_MOST_BRIDGES} reshards in a row were broken off: {'; '.join(broken)}")
+        raise PeerLostError(f"{_MOST_BRIDGES} reshards in a row were aborted: {'; '.join(broken)}")
 
     @property
     def is_bridged(self) -> bool:
-        """Whether a reshard needs no new bridge."""
+        """Whether a reshard can use the existing process group."""
         return self.groups == self._bridged
 
     async def send(
         self, verify: bool, version: int, at_rest: Awaitable[object], on_copied: Callable[[], object]
     ) -> list[dict[str, float]]:
-        """As `reshard` over the bridge that is there, but from copies of the weights, beside other calls of trainers.
+        """Reshard over the existing process group from copies of the weights, while trainers execute other calls.
 
-        The engines take part once `at_rest` is done, and the trainers begin to send when all engines do. `on_copied` is
-        called when the trainers have their copies. Returns the engines' reports once they have the weights;
-        `finish_send` has those of the trainers. Where a replica is lost meanwhile the others get the same copies by
-        `reshard`, between two other calls of the trainers.
+        The engines take part once `at_rest` is done. The trainers begin to send when all engines take part. `on_copied`
+        is called when the trainers have their copies. Returns the engines' reports once they have the weights;
+        `finish_send` returns the trainers'. If a replica is lost meanwhile, `reshard` gives the same copies to the
+        others. It runs between two other calls of the trainers.
         """
         if not self.is_bridged:
             # A replica was lost since the caller looked.
@@ -186,7 +193,7 @@ class RunRanks:
             async with self._watched("reshard", limit):
                 found = await together([copied(), *engines])
         except PeerLostError:
-            # Engines that are lost to the last may have waited for a trainer, which knows why.
+            # All engines are lost, perhaps because they waited for a failed trainer. Its own error is raised first.
             await self.finish_send()
             raise
         reports = [report for reports in found for report in reports]
@@ -198,18 +205,18 @@ class RunRanks:
         return await self.reshard(verify, version)
 
     async def finish_send(self) -> list[dict[str, float]]:
-        """The trainers' reports of a `send` that ended well, if nobody has asked for them yet."""
+        """Return the trainers' reports of a `send` that succeeded; empty if they were fetched already."""
         if not self._has_unfetched_reports:
             return []
         self._has_unfetched_reports = False
         reports = await self.trainers.call("finish_reshard")
-        # A trainer may have met the end of an engine that had taken all.
+        # A trainer may have lost an engine after the engine had received all weights.
         if any("lost" in report for report in reports):
             self._bridged = []
         return [report for report in reports if "lost" not in report]
 
     async def _without_missing(self, groups: Sequence[WorkerGroup], call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-        """The trainers' answers; a replica that did not come to their bridge is ended, for they go on without it."""
+        """Return the trainers' answers. End each replica missing from their process group: they go on without it."""
         reports = await call
         missing = {rank for report in reports for rank in report.get("missing", ())}
         first, ending = 0, []
@@ -217,25 +224,25 @@ class RunRanks:
             lacking = sorted(missing.intersection(range(first, first + group.world_size)))
             if lacking and group in self.replicas:
                 own = [rank - first for rank in lacking]
-                ending.append(self._end(own, group, "did not come to the bridge of the others"))
+                ending.append(self._end(own, group, "did not join the process group of the others"))
             first += group.world_size
         await asyncio.gather(*ending)
         return reports
 
     async def _end(self, ranks: Sequence[int], group: WorkerGroup, what: str) -> None:
-        """End a replica because of what these of its ranks did."""
+        """End a replica because of a fault (`what`) of these of its ranks."""
         error = await group.end_because_of(ranks, what)
         self._lose(group, error if isinstance(error, PeerLostError) else PeerLostError(str(error)))
 
     @asynccontextmanager
     async def _watched(self, method: str, limit: float) -> AsyncIterator[None]:
-        """Within, a replica that is stopped is found and ended; the others only wait for it.
+        """Find and end a stopped replica within this context; the other ranks only wait for it.
 
-        A reshard that works may take its whole `limit`, at first that of a collective. So whether replicas are stopped
-        is looked at each time the shortest limit of all verbs has passed, and soon after the bridge is broken off.
+        A working reshard may take its whole `limit`, at first that of a collective. So the search begins each time the
+        shortest limit of all methods has passed. It also begins soon after an abort.
         """
         seconds, began = self.trainers.deadlines.shortest.seconds, time.monotonic()
-        # Stacks of ranks on other nodes may come late, through a shared file system.
+        # Stacks of ranks on other nodes may arrive late, through a shared file system.
         patience = limit / 2
 
         async def watch() -> None:
@@ -243,7 +250,9 @@ class RunRanks:
                 waited = time.monotonic() - began
                 await self._end_stopped(self.replicas, f"did not answer `{method}` within {waited:.0f} s", patience)
             await asyncio.sleep(_LEAVE_SECONDS)
-            await self._end_stopped(self.groups, f"did not leave `{method}` over a broken bridge", patience)
+            await self._end_stopped(
+                self.groups, f"did not leave `{method}` after its process group was aborted", patience
+            )
 
         watching = asyncio.create_task(watch())
         try:
@@ -253,6 +262,7 @@ class RunRanks:
             await asyncio.wait([watching])
 
     async def _is_broken_within(self, seconds: float) -> bool:
+        """Wait for an abort of the process group, for `seconds` at most, and return whether it happened."""
         try:
             await asyncio.wait_for(self._broken.wait(), seconds)
         except TimeoutError:
@@ -260,13 +270,14 @@ class RunRanks:
         return True
 
     async def _end_stopped(self, groups: Sequence[WorkerGroup], what: str, patience_seconds: float) -> None:
+        """End those groups with a stopped rank, if the run can lose groups (`on_lost`)."""
         if self.on_lost is not None:
             await asyncio.gather(*(group.end_if_stopped(what, patience_seconds) for group in groups))
 
     def _joining(
         self, groups: Sequence[WorkerGroup], version: int, seconds: float
     ) -> list[Coroutine[Any, Any, list[Any]]]:
-        """The calls by which the groups meet on a new bridge."""
+        """Return the calls by which the groups create a new process group."""
         self._num_bridges += 1
         self._broken.clear()
         name, topology = self._bridge, [place for group in groups for place in group.topology]
@@ -282,30 +293,31 @@ class RunRanks:
     def _call(
         self, group: WorkerGroup, method: str, per_rank: Sequence[Any], *args: Any, limit: float
     ) -> Coroutine[Any, Any, list[Any]]:
-        """A group's part in a reshard, which may take `limit` seconds."""
-        # Ranks that wait for a stopped one are given the time to learn that it is gone.
+        """Return a group's call in a reshard, with a limit of `limit` seconds."""
+        # Ranks waiting for a stopped one need extra time, until it is found and the process group is aborted.
         slack = max(limit, _SLACK_SECONDS) if self.on_lost is not None else limit
         return group.scatter(method, per_rank, *args, slack_seconds=slack, heard=self._break_off_if_left)
 
     @property
     def _bridge(self) -> str:
-        """The name of the bridge that was made last."""
+        """Name of the newest process group between groups."""
         return f"bridge_{self._num_bridges}"
 
     def _break_off(self, reason: str) -> None:
-        """Have all ranks leave the bridge, for one of them is lost."""
+        """Abort the process group on all ranks, because one of them is lost."""
         if not self._broken.is_set():
             self._broken.set()
             for group in self.groups:
                 group.break_off(self._bridge, reason)
 
     def _break_off_if_left(self, report: Mapping[str, Any]) -> None:
-        # Those that wait for who is missing tell of it themselves.
+        """Abort the process group if a rank reports that it left."""
+        # When ranks are missing, all others time out and report it themselves.
         if "lost" in report and not report.get("missing"):
             self._break_off(report["lost"])
 
     async def _unless_lost(self, group: WorkerGroup, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-        """A replica's answers; none where its loss leaves others."""
+        """Return a replica's answers; empty if it is lost and others remain."""
         try:
             return await call
         except PeerLostError as error:
@@ -313,7 +325,7 @@ class RunRanks:
             return []
 
     def _lose(self, group: WorkerGroup, error: PeerLostError) -> None:
-        """Cut a replica's group off. Raises the error where the run cannot do without it."""
+        """Remove the group of a lost replica. Raise the error if the run cannot go on without it."""
         if group is self.trainers or self.on_lost is None or self.replicas == [group]:
             raise error
         if group in self.replicas:
@@ -322,7 +334,7 @@ class RunRanks:
             self.on_lost(group, error)
 
     def show_stacks(self) -> None:
-        """As of a group."""
+        """Make the ranks of all groups write their stacks; see `WorkerGroup.show_stacks`."""
         for group in self.groups:
             group.show_stacks()
 
@@ -335,7 +347,7 @@ class RunRanks:
 async def _noted_if_left(
     group: WorkerGroup, call: Coroutine[Any, Any, list[Any]], left: list[WorkerGroup]
 ) -> list[Any]:
-    """A replica's answers to a reshard; `left` are those that gave it up, in this order."""
+    """Return a replica's answers to a reshard. Append the replica to `left` if it left the process group."""
     reports = await call
     if any("lost" in report for report in reports):
         left.append(group)
@@ -343,10 +355,10 @@ async def _noted_if_left(
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """The answers of calls to different groups at the same time.
+    """Await calls to different groups at the same time and return their answers.
 
-    Raises the error that was first: where one group's is only the consequence of another's that left a collective, that
-    one's. Calls of the others are left under way, to end with their groups.
+    Raises the first error. If that only reflects another group leaving a collective, raises the other group's error.
+    Calls of the other groups stay in progress and end with their groups.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
@@ -361,10 +373,12 @@ async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]
     errors = [error for task in tasks if task.done() and (error := task.exception()) is not None]
     if errors:
         for task in tasks:
+            # asyncio warns about errors that nobody retrieves; these calls may still fail later.
             task.add_done_callback(lambda done: done.cancelled() or done.exception())
         raise min(errors, key=_is_echo)
     return [task.result() for task in tasks]
 
 
 def _is_echo(error: BaseException | None) -> bool:
+    """Return whether an error only reflects another rank's leaving of a collective."""
     return isinstance(error, RankFailedError) and error.is_echo

@@ -1,4 +1,4 @@
-"""Slurm jobs of recipes: a batch script of `launch/slurm/` with the recipe's sizes, shown or submitted."""
+"""Slurm jobs of recipes: a batch script of `launch/slurm/` with the recipe's sizes, printed or submitted."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from megarl.config.cluster import ClusterConfig, NodeGroup
 from megarl.types import ConfigError
 
 HOME = Path(__file__).resolve().parents[2]
+"""Root of megarl's repository."""
 
 
 def render(recipe: Recipe, arguments: Sequence[str]) -> str:
-    """The batch script of a recipe's launcher; `arguments` are further ones of `megarl train`.
+    """Return the batch script of a recipe's launcher. `arguments` are further arguments of `megarl train`.
 
-    Jobs of one name wait for each other, so that two never write to one run folder. Raises ConfigError where megarl is
-    not installed from its repository.
+    Jobs of one name wait for each other, so that two never write to one run folder. Raises ConfigError if megarl is not
+    installed from its repository, or for Ray with `cluster.groups.engines`.
     """
     script = HOME / "launch/slurm" / ("ray.sbatch" if recipe.cluster.launcher == "ray" else "train.sbatch")
     try:
@@ -39,10 +40,11 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
     for option, value in values.items():
         template = re.sub(rf"(?m)^#SBATCH --{option}=.*$", f"#SBATCH --{option}={value}", template)
     if (engines := cluster.groups.engines) is not None:
-        # Of one name the components, too, would wait for each other.
+        # Components of the same name would wait for each other, as jobs do.
         own = _sizes(engines, has_gpus) | {"job-name": f"{recipe.name}-engines"}
         options = [*(f"--{option}={value}" for option, value in own.items()), "--exclusive", "--mem=0"]
         component = "\n".join(f"#SBATCH {option}" for option in ["hetjob", *options, *engines.sbatch_options])
+        # A function as replacement, because `re.sub` would interpret backslashes in a text.
         template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{component}\nMEGARL_HOME=", template, count=1)
     template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda found: found[1] + _header(recipe), template)
     ours = f"MEGARL_HOME={shlex.quote(str(HOME))}\nset -- {shlex.join(arguments)}"
@@ -50,24 +52,24 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
 
 
 def _sizes(nodes: ClusterConfig | NodeGroup, has_gpus: bool) -> dict[str, object]:
-    """The options of sbatch for so many like nodes."""
+    """Return sbatch's options for the size of one kind of nodes."""
     per_node = nodes.ranks_per_node
     sizes: dict[str, object] = {"nodes": nodes.nodes, "ntasks-per-node": per_node}
     return sizes | ({"gpus-per-node": per_node} if has_gpus else {})
 
 
 def _header(recipe: Recipe) -> str:
-    """The comments of a rendered script, in place of the template's own."""
+    """Return the comments of a rendered script, in place of the template's own."""
     return (
         f"# The job of run {recipe.name}, written by megarl slurm: recipe, nodes and ranks are set.\n"
-        f"# The site's settings are those of {HOME}/launch/slurm/site.env, or of the file that MEGARL_SITE names.\n"
+        f"# The site's settings are in {HOME}/launch/slurm/site.env, or in the file named by MEGARL_SITE.\n"
     )
 
 
 def submit(script: str, options: Sequence[str]) -> str:
-    """Submit a batch script with further `options`, after sbatch's --test-only. Returns sbatch's output.
+    """Submit a batch script with further `options`, after a trial with --test-only. Return sbatch's output.
 
-    Raises ConfigError with sbatch's message where it refuses.
+    Raises ConfigError with sbatch's message if it refuses the job.
     """
     if shutil.which("sbatch") is None:
         raise ConfigError("sbatch: not found; submit from a node that has Slurm's commands, or use megarl slurm render")

@@ -1,4 +1,4 @@
-"""A worker group inside a Slurm job: `srun` starts one task for each rank. The driver runs on the job's first node."""
+"""Worker group inside a Slurm job. `srun` starts one task per rank. The driver runs on the job's first node."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ from megarl.platform.processes import die_with
 
 
 class SrunGroup(ConnectedGroup):
-    """A `WorkerGroup` of the tasks of a job step. Make one with `start`, within the job; `options` are srun's.
+    """`WorkerGroup` of the tasks of a job step. Create one within the job, then call `start`. `options` are srun's.
 
-    A group that is a part of the run has the part's places on the nodes of its `kind`, filled node by node in Slurm's
-    order: the ranks of an engine share a node where their number divides a node's. `kind` is left out where the group
-    is the run, on all nodes of the job. The key is sent over standard input, which srun
-    forwards to every task: no other user can read it, and no file has it.
+    A group within a run fills the nodes of its `kind`, node by node in Slurm's order. So the ranks of an engine share a
+    node if their number divides a node's. Without `kind`, the group is the whole run, on all nodes of the job. The key
+    is sent over standard input; srun forwards it to every task. No other user can read it, and no file holds it.
     """
 
     def __init__(
@@ -48,13 +47,14 @@ class SrunGroup(ConnectedGroup):
         if self.world_size == self.part.num_ranks:
             sizes = [f"--nodes={kind.nodes}", f"--ntasks-per-node={kind.ranks_per_node}", "--distribution=block"]
         else:
-            # A node's name for each task.
+            # SLURM_HOSTFILE has a line per task: the name of its node. Only --distribution=arbitrary reads it.
             names = await self._nodes()
             self._placed = log_folder / f"nodes_{self.part.first_rank:04d}.txt"
             self._placed.write_text("".join(f"{name}\n" for name in names))
             placed = {"SLURM_HOSTFILE": str(self._placed.absolute())}
             sizes = [f"--nodes={len(set(names))}", "--distribution=arbitrary"]
             sizes += [] if kind.component is None else [f"--het-group={kind.component}"]
+        # --overlap: the steps of several groups run in one job. -P: no import from the current folder.
         command = [
             "srun", *sizes, f"--ntasks={self.world_size}", "--kill-on-bad-exit=1", "--overlap",
             f"--output={log_folder.absolute() / self.start_log}", *self._options,
@@ -62,7 +62,8 @@ class SrunGroup(ConnectedGroup):
         ]  # fmt: skip
         inherited = dict(os.environ)
         if placed:
-            inherited.pop("SLURM_NTASKS_PER_NODE", None)  # of the whole job
+            # The number for the whole job would contradict the placement of this group.
+            inherited.pop("SLURM_NTASKS_PER_NODE", None)
         self._srun = await asyncio.create_subprocess_exec(
             *command, env={**inherited, **environment, **placed}, stdin=asyncio.subprocess.PIPE, start_new_session=True
         )
@@ -71,7 +72,7 @@ class SrunGroup(ConnectedGroup):
         self._srun.stdin.close()
 
     async def _nodes(self) -> list[str]:
-        """The node of each of the group's tasks."""
+        """Return the node of each of the group's tasks."""
         component = "" if self._kind.component is None else f"_HET_GROUP_{self._kind.component}"
         listing = await asyncio.create_subprocess_exec(
             "scontrol",
@@ -94,21 +95,22 @@ class SrunGroup(ConnectedGroup):
 
     def show_stacks(self) -> None:
         if self._srun is not None and self._srun.returncode is None:
-            self._srun.send_signal(signal.SIGUSR2)  # srun passes it on
+            self._srun.send_signal(signal.SIGUSR2)  # srun forwards it to its tasks
 
     def end_processes(self) -> None:
-        # What srun does when it is asked to terminate: Slurm kills all tasks.
+        # On SIGTERM, srun makes Slurm kill all tasks.
         if self._srun is not None and self._srun.returncode is None:
             with contextlib.suppress(ProcessLookupError):
                 self._srun.terminate()
 
 
 def main() -> None:
-    """The main function of a task; arguments are the driver's host and port."""
+    """Run a task. The arguments are the driver's host and port."""
     host, port = sys.argv[1:]
     die_with(os.getppid())
     key = bytes.fromhex(sys.stdin.readline())
-    # The switches above the node and its name, joined by dots, as many as the pattern has.
+    # Slurm gives the switches above the node, and its name, joined by dots. Names may contain dots too, so the split
+    # stops after as many dots as the pattern has.
     name = os.environ.get("SLURMD_NODENAME", socket.gethostname())
     dots = os.environ.get("SLURM_TOPOLOGY_ADDR_PATTERN", "").count(".")
     switches = os.environ.get("SLURM_TOPOLOGY_ADDR", name).split(".", dots)[:-1]

@@ -1,4 +1,4 @@
-"""Stacks of ranks, as `faulthandler` writes them: where each rank is, and whether it waits in a collective."""
+"""Stacks of ranks, as written by `faulthandler`: where each rank is, and whether it waits in a collective."""
 
 from __future__ import annotations
 
@@ -7,31 +7,37 @@ import re
 from collections.abc import Mapping, Sequence
 
 _HEADING = "(most recent call first):"
+"""End of the line above each thread's frames. faulthandler writes the main thread last."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
 _WAIT = re.compile(
     r"\b(wait|barrier|synchronize|broadcast|recv|send|\w*reduce\w*|\w*gather\w*|all_to_all\w*|\w+Store)\("
 )
+"""Calls that wait for other ranks."""
 _WAITING_FILES = ("/torch/distributed/", "/megarl/platform/bridge.py", "/megarl/platform/beside.py")
+"""Parts of paths. A main thread in one of these files waits for other ranks."""
 _OUTERMOST = re.compile(r" in (?:<module>|_run_module_as_main)$|^  \.\.\.$", re.MULTILINE)
+"""Last line of complete stacks: the outermost frame, or the dots of a stack cut by faulthandler."""
 _MOST_FRAMES = 12
+"""Frames shown of a stack."""
 _MOST_STACKS = 8
+"""Different stacks shown."""
 
 
 def is_whole(stacks: str) -> bool:
-    """Whether the stacks are complete: the main thread's first frame, or the last frame that is shown, is there."""
+    """Return whether the stacks are complete: the main thread's first frame, or the last frame shown, is there."""
     _, heading, main_thread = stacks.rpartition(_HEADING)
     return bool(heading) and _OUTERMOST.search(main_thread) is not None
 
 
 def summary(stacks: Mapping[int, str]) -> str:
-    """The innermost frames of each rank's main thread; ranks with the same stack are listed together."""
+    """Return the innermost frames of each rank's main thread. Ranks with the same stack are listed together."""
     alike: dict[str, list[int]] = {}
     for rank, text in stacks.items():
         _, heading, main_thread = text.rpartition(_HEADING)
         frames = [line for line in main_thread.splitlines() if _FRAME.search(line)] if heading else []
         shown = frames[:_MOST_FRAMES] + ["  ..."] * (len(frames) > _MOST_FRAMES)
         alike.setdefault("\n".join(shown or ["  wrote no stack"]), []).append(rank)
-    # First those that stand apart: most ranks wait for them.
+    # Rare stacks come first: most ranks only wait for the few that stand elsewhere.
     kinds = sorted(alike.items(), key=lambda kind: len(kind[1]))
     lines = ["Where the ranks stood; their logs have all threads:"]
     for frames, ranks in kinds[:_MOST_STACKS]:
@@ -42,7 +48,7 @@ def summary(stacks: Mapping[int, str]) -> str:
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
-    """Ranks, in ascending order, in words: `rank 3`, `ranks 0-2, 5`."""
+    """Return ranks, in ascending order, in words: `rank 3`, `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -54,12 +60,12 @@ def ranks_named(ranks: Sequence[int]) -> str:
 
 
 def engine_named(ranks: Sequence[int]) -> str:
-    """A separate engine replica, in words."""
+    """Return the name of a separate engine replica in words."""
     return f"the engine of {ranks_named(ranks)}"
 
 
 def waits_in_collective(stacks: str) -> bool:
-    """Whether the main thread is in a call that waits for other ranks.
+    """Return whether the main thread waits for other ranks.
 
     False without a stack: a process that writes none is stopped.
     """
@@ -69,5 +75,5 @@ def waits_in_collective(stacks: str) -> bool:
         return False
     if any(part in innermost["file"] for part in _WAITING_FILES):
         return True
-    # Calls into C leave no frame: the line that made the call tells.
+    # Calls into C leave no frame, so the source line of the call is searched.
     return _WAIT.search(linecache.getline(innermost["file"], int(innermost["line"]))) is not None

@@ -1,4 +1,4 @@
-"""The topology of processes in the network, and the ranks that follow from it."""
+"""Topology of a run's processes in the network, and the ranks derived from it."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any, NamedTuple
 
 
 class NodeKind(NamedTuple):
-    """Like nodes of a run: of all, or of those that only engines have."""
+    """Nodes of one kind: all nodes of the run, or only those of trainers or of engines."""
 
     first_rank: int
-    """The run's first rank on them; the others follow, node by node."""
+    """First rank of the run on these nodes; the others follow, node by node."""
     nodes: int
     ranks_per_node: int
     component: int | None = None
-    """Their place in a heterogeneous Slurm job."""
+    """Index of the nodes' component in a heterogeneous Slurm job."""
     ray_resources: Mapping[str, float] = {}
-    """Resources of Ray's nodes of this kind, beside GPUs or CPUs."""
+    """Resources of Ray's nodes of this kind, in addition to GPUs or CPUs."""
 
 
 class Introduction(NamedTuple):
-    """A process's first message to the driver.
+    """First message of a process to the driver.
 
-    `turn` is its index among the launcher's processes, node by node; `host` is its address for other ranks; `switches`
-    are those above its node, from the network's root; `gpus` are its own, if the launcher assigned any.
+    `turn` is its index among the launcher's processes, node by node. `host` is its address for other ranks. `switches`
+    are the switches above its node, from the network's root. `gpus` are its own, if the launcher assigned any.
     """
 
     turn: int
@@ -35,22 +35,22 @@ class Introduction(NamedTuple):
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> Introduction:
-        """Parse an introduction from JSON values. Raises TypeError or ValueError."""
+        """Parse an introduction from JSON values. Raise TypeError or ValueError if it is not valid."""
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         process = cls(**plain)
         kinds = (process.turn, int), (process.node, str), (process.host, str)
         if not all(isinstance(value, kind) for value, kind in kinds):
-            raise TypeError(f"{fields} is no introduction")
+            raise TypeError(f"{fields} is not a valid introduction")
         return process
 
 
 def in_order(processes: Iterable[Introduction]) -> list[Introduction]:
-    """The processes by rank: those of a node are consecutive, and so are the nodes under a switch."""
+    """Return the processes by rank. The ranks of a node are consecutive, and so are the nodes under a switch."""
     return sorted(processes, key=lambda process: (process.switches, process.turn))
 
 
 def rank_topology(processes: Sequence[Introduction]) -> list[tuple[str, ...]]:
-    """Each rank's node and the switches above it, nearest first; no switches where ranks have unequally many."""
+    """Return each rank's node and the switches above it, nearest first; no switches if their number differs by rank."""
     depths = {len(process.switches) for process in processes}
     return [(p.node, *(reversed(p.switches) if len(depths) == 1 else ())) for p in processes]
 
@@ -58,9 +58,9 @@ def rank_topology(processes: Sequence[Introduction]) -> list[tuple[str, ...]]:
 def environments(
     processes: Sequence[Introduction], local_ranks: Sequence[int] | None = None
 ) -> Iterator[dict[str, str]]:
-    """Environment variables of each rank: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GPUs.
+    """Yield the environment variables of each rank: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GPUs.
 
-    `local_ranks`, by rank, are given where ranks of other groups are on the nodes too.
+    `local_ranks`, by rank, are given if ranks of other groups share the nodes.
     """
     on_node, local_rank = Counter(process.node for process in processes), Counter[str]()
     world = {"WORLD_SIZE": str(len(processes))}
@@ -68,7 +68,7 @@ def environments(
         node = process.node
         place = local_rank[node] if local_ranks is None else local_ranks[rank]
         own = {"RANK": str(rank), "LOCAL_RANK": str(place), "LOCAL_WORLD_SIZE": str(on_node[node])}
-        # Every rank sees all GPUs of its node's ranks, whoever gave them out.
+        # Every rank sees all GPUs of its node's ranks, also where Slurm or Ray gave each rank only its own.
         gpus = ",".join(str(gpu) for other in processes if other.node == node for gpu in other.gpus)
         yield world | own | ({"CUDA_VISIBLE_DEVICES": gpus} if gpus else {})
         local_rank[node] += 1

@@ -1,7 +1,6 @@
-"""A worker group: the driver's calls to its ranks, and the one end that every failure leads to.
+"""Remote calls from the driver to a fixed set of rank processes. Any failure ends the whole group.
 
-Who starts the processes, and how a rank is reached, is its kinds' part: `local.LocalGroup`, `srun.SrunGroup`,
-`ray.RayGroup`.
+Subclasses start the processes and reach the ranks: `local.LocalGroup`, `srun.SrunGroup`, `ray.RayGroup`.
 """
 
 from __future__ import annotations
@@ -26,16 +25,21 @@ from megarl.cluster.stacks import is_whole, ranks_named, summary, waits_in_colle
 from megarl.platform.rendezvous import Rendezvous
 
 _REPORT_GRACE_SECONDS = 1.0
+"""Time, after a failure, for other ranks to report an earlier one."""
 _LEAVE_SECONDS = 10.0
+"""Time for ranks to exit by themselves when the group closes."""
 _KILL_SECONDS = 10.0
+"""Limit on waiting for the end of killed processes."""
 _STACKS_SECONDS = 5.0
+"""Time for ranks to write their stacks."""
 _LOOK_SECONDS = 0.1
+"""Interval of looking for stacks in the logs."""
 
 
 class RankFailedError(types.MegarlError):
-    """A rank raised an unexpected error; the message has the rank and the cause, a note the traceback.
+    """Unexpected error of a rank. The message has the rank and the cause, a note the traceback.
 
-    Its exit code is that of an internal error: a restarted run would most likely meet it again.
+    Its exit code is that of an internal error: a restarted run would most likely fail in the same way.
     """
 
     def __init__(self, rank: int, cause: str, details: str = "") -> None:
@@ -43,21 +47,24 @@ class RankFailedError(types.MegarlError):
         self.rank = rank
         self.cause = cause
         self.is_echo = False
-        """Whether the rank only met a collective that another one had left."""
+        """Whether the rank failed only because another one had left a collective."""
         if details:
             self.add_note(details.rstrip())
 
 
 class RankLostError(RankFailedError, types.PeerLostError):
-    """A rank died, missed a deadline, or lost its device or its peers; a note has its log's end or its traceback."""
+    """Loss of a rank: it died, missed a deadline, or lost its device or its peers.
+
+    A note has the end of its log, or its traceback.
+    """
 
 
 @dataclass(frozen=True, slots=True)
 class PartOfRun:
-    """A group's place in a run of several groups: its ranks are `first_rank` and on of `num_ranks`, all with one key.
+    """Place of a group in a run of several groups: ranks from `first_rank` on, of `num_ranks`, all with one key.
 
-    Logs and messages have these numbers; calls, and the ranks themselves, number a group's ranks from 0. With the key
-    they sign what they send each other; what they prove to the driver is a key of the group's start.
+    Logs and messages use these numbers. Calls, and the ranks themselves, number a group's ranks from 0. Ranks sign
+    their messages to each other with the key. To the driver they prove another key, drawn for the group's start.
     """
 
     first_rank: int
@@ -65,45 +72,48 @@ class PartOfRun:
     key: bytes
 
     def ranks(self, world_size: int) -> range:
-        """The numbers of a group of this size."""
+        """Return the run's numbers of the ranks of a group of this size."""
         return range(self.first_rank, self.first_rank + world_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """A call in progress: its method, its deadline, its ranks' answers."""
+    """Call in progress: its method, its deadline, its ranks' answers."""
 
     method: str
     limit: Limit
     answers: Answers
     awaited: Sequence[asyncio.Future[Any]]
-    """As `WorkerGroup._ask` returns it."""
+    """Futures to wait for, as returned by `WorkerGroup._ask`."""
 
     def is_answered(self) -> bool:
-        """Whether all ranks have answered, none with an error."""
+        """Return whether all ranks have answered without an error."""
         return all(part.done() and not part.cancelled() and part.exception() is None for part in self.awaited)
 
     def silent(self) -> list[RankHandle]:
-        """The ranks that have not answered."""
+        """Return the ranks without an answer."""
         return [handle for handle, answer in self.answers.items() if not answer.done()]
 
     def errors(self) -> list[Exception]:
-        """The errors of answers that failed; a cancelled one has not failed."""
+        """Return the errors of failed answers. A cancelled answer has not failed."""
         ended = [answer for answer in self.answers.values() if answer.done() and not answer.cancelled()]
         return [error for answer in ended if isinstance(error := answer.exception(), Exception)]
 
 
 def _hand_over(heard: Callable[[Any], object], answer: asyncio.Future[Any]) -> None:
+    """Pass a rank's answer to the callback, unless the call failed."""
     if not answer.cancelled() and answer.exception() is None:
         heard(answer.result())
 
 
 def _ranks(handles: Sequence[RankHandle]) -> str:
+    """Return ranks in words."""
     return ranks_named([handle.rank for handle in handles])
 
 
 def _packed(method: str, per_rank: Sequence[Any], args: Sequence[Any]) -> list[bytes]:
-    """A message for each rank; ranks with the same first argument, such as None, have one in common."""
+    """Return a message for each rank. Ranks with the same first argument, such as None, share a message."""
+    # Keyed by identity: arguments such as lists of batches are not hashable.
     messages: dict[int, bytes] = {}
     for first in per_rank:
         if id(first) not in messages:
@@ -112,30 +122,33 @@ def _packed(method: str, per_rank: Sequence[Any], args: Sequence[Any]) -> list[b
 
 
 class WorkerGroup(ABC):
-    """`world_size` ranks that execute the driver's commands, whoever starts their processes: make one, and `start` it.
+    """Group of `world_size` ranks executing the driver's calls. Create one of a subclass, then call `start`.
 
-    A rank executes one command at a time, in the order in which the calls were made; calls to disjoint ranks run at
-    the same time (`RankQueues`), and the event loop stays free meanwhile. The first failure kills the group: a
-    `MegarlError` of a rank keeps its class, a full disk is a DiskFullError, a rank that is gone raises `RankLostError`,
-    anything else `RankFailedError`, in all calls that are under way, now and ever after. So does a call that is
-    cancelled half-way; one that is cancelled while it waits for its ranks harms nothing.
+    A rank executes one call at a time, in the order in which the calls were made. Calls to disjoint ranks run at the
+    same time (`RankQueues`). The event loop stays free meanwhile.
 
-    `deadlines` are how long a call may wait for its slowest rank, by verb: a rank that misses its own is lost, and is
-    named with where all ranks stood. `on_asked` hears of a signal to stop that reached a rank. By rank, `hosts` says
-    how others reach its node, `topology` which node that is and which switches are above it, nearest first.
+    The first failure kills the group. All calls in progress and all later calls raise its error. A `MegarlError` of a
+    rank keeps its class, and a full disk is a DiskFullError. A lost rank raises `RankLostError`, anything else
+    `RankFailedError`. A call cancelled half-way also kills the group. A call cancelled while it waits for its ranks
+    does no harm.
+
+    `deadlines` limit how long a call waits for its slowest rank, by method. A rank missing its deadline is lost: the
+    error names it and shows where all ranks stood. `on_asked` is the callback for a stop signal received by a rank. By
+    rank, `hosts` is the address of its node for others. `topology` is that node and the switches above it, nearest
+    first.
     """
 
     _most_stacks_seconds = _STACKS_SECONDS
-    """How long stacks are waited for at most: those of ranks on other nodes come through a shared file system."""
+    """Longest time to wait for stacks. Ranks on other nodes write them through a shared file system."""
 
     def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
-        """`part` is the group's place in the run; left out, it is all of it."""
+        """Create a group without processes. `part` is its place in the run; by default the group is the whole run."""
         self.world_size = world_size
         self.part = part or PartOfRun(0, world_size, secrets.token_bytes(32))
         self.hosts: list[str] = []
         self.topology: list[tuple[str, ...]] = []
         self.meeting: Rendezvous | None = None
-        """Where the ranks meet, once they have started."""
+        """Rendezvous of the ranks, once they have started."""
         self.start_timeout_seconds = 300.0
         self.deadlines = Deadlines.same(self.start_timeout_seconds)
         self._handles: list[RankHandle] = []
@@ -155,13 +168,12 @@ class WorkerGroup(ABC):
         start_timeout_seconds: float = 300.0,
         environment: Mapping[str, str] | None = None,
     ) -> Self:
-        """Start the ranks and construct `Class(rank=..., world_size=..., **kwargs)` in each; returns the group.
+        """Start the ranks, construct `Class(rank=..., world_size=..., **kwargs)` in each, and return the group.
 
-        `worker` is "package.module:Class". `environment` is added to the driver's own; `RANK`, `WORLD_SIZE`,
-        `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and a private `TMPDIR`, which goes when the group ends, to that. Output goes
-        to `log_folder/rank_NNNN.log`. The ranks die with the thread that called this. `start_timeout_seconds` is how
-        long the interpreters may take to answer, then this worker to be made, and then every call until the group has
-        other `deadlines`.
+        `worker` is "package.module:Class". The ranks have the driver's environment, `environment`, `RANK`,
+        `WORLD_SIZE`, `LOCAL_RANK`, `LOCAL_WORLD_SIZE` and a private `TMPDIR`, removed when the group ends. Output goes
+        to `log_folder/rank_NNNN.log`. The ranks die with the calling thread. `start_timeout_seconds` limits the
+        interpreters' start, then the worker's construction, and then every call until the group has other `deadlines`.
         """
         try:
             log_folder.mkdir(parents=True, exist_ok=True)
@@ -169,7 +181,9 @@ class WorkerGroup(ABC):
             self.deadlines = Deadlines.same(start_timeout_seconds, "cluster.start_timeout_seconds")
             await self._start_processes(log_folder, environment or {})
             everyone = range(self.world_size)
-            ports = await self._exchange("start", everyone, [b""] * self.world_size)  # each rank answers once unasked
+            # Each rank answers once without a command, so the messages are empty.
+            ports = await self._exchange("start", everyone, [b""] * self.world_size)
+            # A fresh world name: messages signed in a lost group are not valid in its replacement.
             self.meeting = replace(self._rendezvous(ports[0]), world=secrets.token_hex(16))
             settle = pack(("__settle__", (self.meeting,), {}))
             await self._exchange("settle", everyone, [settle] * self.world_size)
@@ -180,11 +194,14 @@ class WorkerGroup(ABC):
         return self
 
     async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
-        """Put a worker in place on every rank; see `start`. One that was there before is left to the collector."""
+        """Construct a worker on every rank; see `start`. The garbage collector frees the previous one."""
         await self.call("__init__", list(sys.path), worker, dict(kwargs))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the worker's method, or `part.method` of one of its parts, with the same arguments; answers by rank."""
+        """Call the worker's method with the same arguments on every rank, and return the answers by rank.
+
+        `part.method` calls a method of one of the worker's parts.
+        """
         message = pack((method, args, kwargs))
         return await self._exchange(method, range(self.world_size), [message] * self.world_size)
 
@@ -197,10 +214,11 @@ class WorkerGroup(ABC):
         slack_seconds: float = 0.0,
         heard: Callable[[Any], object] | None = None,
     ) -> list[Any]:
-        """Call the worker's method with `per_rank[rank]` as first argument on every rank; answers by rank.
+        """Call the worker's method with `per_rank[rank]` as first argument on every rank.
 
-        `budget_seconds`: see `ask`. `slack_seconds` later is its deadline too, but that is no time it works for.
-        `heard` is called with each answer as it comes.
+        Returns the answers by rank. `budget_seconds`: see `ask`. `slack_seconds` extend the deadline too, but are not
+        working time. The last argument is a callback for each answer, called as it arrives. Raises ValueError if
+        `per_rank` has a wrong length.
         """
         if len(per_rank) != self.world_size:
             raise ValueError(
@@ -214,8 +232,9 @@ class WorkerGroup(ABC):
     ) -> list[Any]:
         """Call the worker's method on some ranks, with `per_rank[i]` as first argument on rank `ranks[i]`.
 
-        Answers in the order of `ranks`. The other ranks are free for other calls meanwhile. A call that works for
-        `budget_seconds`, such as sampling for a while, has its deadline so much later.
+        Returns the answers in the order of `ranks`. The other ranks are free for other calls meanwhile.
+        `budget_seconds` is planned working time, such as sampling for a while; it extends the deadline. Raises
+        ValueError for wrong ranks or a wrong number of arguments.
         """
         if len(per_rank) != len(ranks):
             raise ValueError(f"ask of {method} needs {len(ranks)} arguments, one per rank: got {len(per_rank)}")
@@ -228,23 +247,23 @@ class WorkerGroup(ABC):
 
     @property
     def seconds_in_calls(self) -> float:
-        """For how long some of the ranks have been in a call so far, in all."""
+        """Total time so far with at least one rank in a call."""
         return self._seconds_in_calls + (time.monotonic() - self._in_calls_since if self._calls else 0.0)
 
     @abstractmethod
     def show_stacks(self) -> None:
-        """Have the ranks write to their logs where each of their threads is, and go on, if they can be reached."""
+        """Make the ranks write the stacks of all threads to their logs and go on, if they can be reached."""
 
     def break_off(self, bridge: str, reason: str) -> None:
-        """Tell the ranks, whatever they do, that nobody is to wait on this bridge: see `platform.broken_bridges`."""
+        """Abort a process group between worlds (bridge) on all ranks, even in a call; see `platform.broken_bridges`."""
         notice = pack_broken(bridge, reason)
         self._notices = [notified for notified in self._notices if not notified.done()]
         self._notices += [asyncio.create_task(handle.notify(notice)) for handle in self._handles]
 
     async def end_if_stopped(self, what: str, patience_seconds: float) -> None:
-        """End the group where a rank shows no sign of life for so long, because of `what` it did; else it goes on.
+        """End the group if a rank shows no sign of life for this time. `what` is its fault, for the error.
 
-        May be called again: a rank that did not answer is ended, so none has an unread signal when the next is sent.
+        Repeated calls are allowed. A silent rank is ended, so none has an unread signal when the next one is sent.
         """
         if self._ending is not None:
             return
@@ -253,7 +272,7 @@ class WorkerGroup(ABC):
             await self._end_once(partial(self._fall_silent, what, stopped, stacks))
 
     async def end_because_of(self, ranks: Sequence[int], what: str) -> Exception:
-        """End the group because of what these of its ranks did; the error of every call from now on."""
+        """End the group because of a fault (`what`) of these of its ranks. Return the error of every later call."""
 
         async def end() -> Exception:
             silent = [self._handles[rank] for rank in ranks]
@@ -262,7 +281,10 @@ class WorkerGroup(ABC):
         return await self._end_once(end)
 
     async def close(self) -> None:
-        """End of file tells the ranks to leave; one that has not left after a few seconds, or is busy, is killed."""
+        """Close the group: let its ranks leave, by the end of their streams.
+
+        A rank is killed if it is busy, or has not left after a few seconds.
+        """
         await self._end_once(self._leave)
 
     @abstractmethod
@@ -271,7 +293,7 @@ class WorkerGroup(ABC):
 
     @abstractmethod
     def _rendezvous(self, port: int) -> Rendezvous:
-        """Where the ranks meet; `port` is that of rank 0's store, if it keeps one."""
+        """Return the rendezvous of the ranks. `port` is that of rank 0's store, if it keeps one."""
 
     async def _exchange(
         self,
@@ -282,7 +304,7 @@ class WorkerGroup(ABC):
         slack_seconds: float = 0.0,
         heard: Callable[[Any], object] | None = None,
     ) -> list[Any]:
-        """Send each rank its message when the turn of all has come; the answers in the order of `ranks`."""
+        """Send each rank its message once all ranks are free. Return the answers in the order of `ranks`."""
         async with self._queues.turn(ranks):
             if self._ending is not None:
                 raise await asyncio.shield(self._ending)
@@ -303,31 +325,32 @@ class WorkerGroup(ABC):
                 if not call.is_answered():
                     raise await self._end_once(partial(self._diagnose, call))
             except BaseException as error:
-                # A call abandoned half-way leaves its ranks in no known state.
+                # A call abandoned half-way leaves its ranks in an unknown state.
                 await self._end_once(partial(self._abandon, method, error))
                 raise
             finally:
                 self._calls.remove(call)
                 if not self._calls:
                     self._seconds_in_calls += time.monotonic() - self._in_calls_since
+            # Planned working time says nothing about how slow the method is.
             self.deadlines.note(method, time.monotonic() - begun - budget_seconds)
             if asked := next((handle.asked for handle in handles if handle.asked), None):
                 self.on_asked(asked)
             return [answer.result() for answer in answers.values()]
 
     def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[Any]]]:
-        """Send ranks a command each; their answers, in the same order, as of `RankHandle.ask`.
+        """Send ranks a command each. Return their answers, in the same order, and futures to wait for.
 
-        And what to wait for: when all of it is done, all have answered, and when any fails, one has failed.
+        All these futures are done when all ranks have answered. One fails as soon as any rank fails.
         """
         answers: Answers = {handle: asyncio.create_task(handle.ask(message)) for handle, message in messages.items()}
         return answers, list(answers.values())
 
     async def _end_once(self, end: Callable[[], Coroutine[Any, Any, Exception]]) -> Exception:
-        """End the group in this way, unless it is ending already; the error of every call from now on."""
+        """End the group in this way, unless it is ending already. Return the error of every later call."""
         if self._ending is None:
             self._ending = asyncio.create_task(end())
-        # However many calls wait for the end, and whichever of them is cancelled, the end is reached.
+        # Several calls may wait for the end. The shield lets it complete even if some of them are cancelled.
         return await asyncio.shield(self._ending)
 
     async def _leave(self) -> Exception:
@@ -341,13 +364,14 @@ class WorkerGroup(ABC):
         return types.PeerLostError("the worker group is closed")
 
     async def _abandon(self, method: str, error: BaseException) -> Exception:
+        """End the group because a call stopped half-way with this error."""
         await self._end()
         return types.PeerLostError(f"`{method}` was abandoned: {error!r}")
 
     async def _diagnose(self, call: _Call) -> Exception:
-        """End the group because a rank failed or did not answer in time; the error that names the first cause.
+        """End the group because a rank failed or did not answer in time. Return the error that names the first cause.
 
-        After a failure the other ranks, those of other calls too, have a moment to tell of an earlier one.
+        After a failure, other ranks (of other calls too) have a moment to report an earlier one.
         """
         calls = list(self._calls)
         if not call.errors():
@@ -359,17 +383,19 @@ class WorkerGroup(ABC):
         failures: list[tuple[RankError, _Call]] = []
         for other in calls:
             for error in other.errors():
-                if not isinstance(error, RankError):  # an answer that the driver cannot read
+                # The driver cannot decode an answer: the driver's own error is the cause.
+                if not isinstance(error, RankError):
                     await self._end()
                     return error
                 failures.append((error, other))
-        # A launcher that ends all for one rank may end another node's relay before that rank's end is reported.
+        # Consequences come last. So do ranks cut off by their relay: a launcher ending all processes for one rank may
+        # end another node's relay before that rank's end is reported.
         first, failed = min(failures, key=lambda found: (found[0].echo, found[0].handle.is_cut_off, found[0].at))
-        # Ranks that gave up a collective wait for one that did not come to it.
+        # The failure is only a consequence. The cause is a rank that did not enter the collective, if there is one.
         if first.echo and (silent := failed.silent()):
             stacks = await self._stacks()
             if stopped := [handle for handle in silent if not waits_in_collective(stacks[handle.rank])]:
-                return await self._fall_silent(f"did not come to a collective of `{failed.method}`", stopped, stacks)
+                return await self._fall_silent(f"did not enter a collective of `{failed.method}`", stopped, stacks)
         return await self._fail(failed.method, first)
 
     async def _fail(self, method: str, first: RankError) -> Exception:
@@ -394,9 +420,9 @@ class WorkerGroup(ABC):
     async def _fall_silent(
         self, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str], remedy: str = ""
     ) -> Exception:
-        """End the group and return the error that names the ranks that stopped, and shows where all ranks stood.
+        """End the group. Return an error that names the stopped ranks and shows where all ranks stood.
 
-        Those that only wait for them in a collective are said to.
+        It lists silent ranks that only wait for them in a collective as waiting.
         """
         stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
         await self._end()
@@ -408,11 +434,12 @@ class WorkerGroup(ABC):
         return error
 
     def _show_busy_stacks(self) -> None:
-        """As `show_stacks`, of ranks that are in a call or at its end."""
+        """Make ranks in a call, or at its end, write their stacks."""
         self.show_stacks()
 
     async def _stacks(self, seconds: float = _STACKS_SECONDS) -> dict[int, str]:
-        """The stacks of each rank, empty for one that is stopped or cannot be reached."""
+        """Return the stacks of each rank; empty for one that is stopped or cannot be reached."""
+        # Only text after the present end of a log counts, because logs may hold stacks of earlier requests.
         ends = {handle: log_size(handle.log) for handle in self._handles}
         self._show_busy_stacks()
         stacks: dict[int, str] = {}
@@ -431,7 +458,8 @@ class WorkerGroup(ABC):
         if pending := {*under_way, *self._notices}:
             for future in pending:
                 future.cancel()
-            await asyncio.wait(pending)  # none reads a connection that is closed under it
+            # No task may still read a connection when it is closed.
+            await asyncio.wait(pending)
         for handle in handles:
             handle.kill()
         if handles:

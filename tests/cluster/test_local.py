@@ -268,7 +268,7 @@ def test_a_rank_that_misses_a_collective_is_named_when_the_others_give_up():
             await group.call("join_gloo")
             with pytest.raises(RankFailedError) as caught:
                 await group.call("collective_that_one_misses", 1, 0.5)
-            told = "rank 1 of 2 did not come to a collective of `collective_that_one_misses`"
+            told = "rank 1 of 2 did not enter a collective of `collective_that_one_misses`"
             assert (caught.value.rank, caught.value.cause) == (1, told)
 
     asyncio.run(drive())

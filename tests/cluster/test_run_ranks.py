@@ -118,7 +118,7 @@ def test_a_replica_that_does_not_come_to_a_new_bridge_is_lost_not_the_run(
             began = time.monotonic()
             assert await ranks.reshard(False, 1) == [{}] * 3
             assert time.monotonic() - began < 15.0
-            told = "did not come to the bridge of the others" if how == "stopped" else "was killed by SIGKILL"
+            told = "did not join the process group of the others" if how == "stopped" else "was killed by SIGKILL"
             [(group, error)] = lost
             assert group is absent and isinstance(error, RankLostError) and f"rank 3 of 4 {told}" in str(error)
             assert [version for _, _, version in await ranks.call("exchange")] == [1] * 3
@@ -136,14 +136,14 @@ def test_a_replica_that_does_not_come_to_a_new_bridge_is_lost_not_the_run(
             ("in a message", "before a message"),
             [
                 "rank 2 of 4 was killed by SIGKILL (out of memory?) during `reshard`",
-                "rank 3 of 4 did not leave `reshard` over a broken bridge",
+                "rank 3 of 4 did not leave `reshard` after its process group was aborted",
             ],
         ),
         (
             ("opening", "opening"),
             [
                 "rank 2 of 4 was killed by SIGKILL (out of memory?) during `join`",
-                "rank 3 of 4 did not leave `join` over a broken bridge",
+                "rank 3 of 4 did not leave `join` after its process group was aborted",
             ],
         ),
     ],
@@ -198,7 +198,7 @@ def test_a_replica_that_leaves_every_bridge_is_lost_before_the_last(tmp_path: Pa
             # Without another the run ends, and who left is named.
             await other.call("leave_every_bridge")
             ranks._bridged = []
-            with pytest.raises(PeerLostError, match="3 reshards in a row were broken off: rank 3: a fault of its own"):
+            with pytest.raises(PeerLostError, match="3 reshards in a row were aborted: rank 3: a fault of its own"):
                 await ranks.reshard(False, 2)
 
     asyncio.run(play())

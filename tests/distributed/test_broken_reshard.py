@@ -113,7 +113,7 @@ def test_the_others_have_the_newest_weights(
             how = "was killed by SIGKILL"
             if number == signal.SIGSTOP:
                 # In the meeting the others may miss it before it is found to be stopped.
-                how = r"(?:did not answer `\w+` within \d+ s|did not come to the bridge of the others)"
+                how = r"(?:did not answer `\w+` within \d+ s|did not join the process group of the others)"
             elif moment == "own world":
                 how = "raised OwnWorldError during `reshard`: NCCL error"
             assert re.search(f"rank 1 of 3 {how}", str(lost[0][1])), lost
