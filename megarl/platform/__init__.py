@@ -1,6 +1,6 @@
-"""The platform: CUDA as it is, or a CPU behind two small substitutes.
+"""The platform: CUDA, or a CPU with two small sets of substitutes.
 
-`megatron_on_cpu` lets the unmodified Megatron-Core train over gloo, `vllm_on_cpu` keeps vLLM's CPU weights plain, so
-that the same trainer, engine and reshard run on a laptop. Nothing outside this room asks which of the two it is,
-beyond `device.current()`.
+`megatron_on_cpu` lets the unmodified Megatron-Core train over gloo. `vllm_on_cpu` keeps vLLM's CPU weights unpacked.
+The same trainer, engine and reshard therefore run on a laptop. Code outside this package distinguishes CPU and CUDA
+only through `device.current()`.
 """

@@ -1,6 +1,7 @@
-"""Work of a rank beside its main thread: in a thread, on a GPU with a stream of its own.
+"""Background work of a rank: a thread, with its own CUDA stream on a GPU.
 
-The two threads share no group of ranks: a group's collectives are matched by the order in which each rank began them.
+Main thread and background thread must not share a process group. torch matches a group's collectives by the order of
+their calls on each rank. Two threads have no common order.
 """
 
 from __future__ import annotations
@@ -18,10 +19,14 @@ from megarl.platform import device
 Value = TypeVar("Value")
 
 _NAP_SECONDS = 1e-3
+"""Seconds between two checks for the end of the background work."""
 
 
 def begin(work: Callable[[], Value]) -> Future[Value]:
-    """Do this in a thread, after what the device was given so far; its value, or its error."""
+    """Run `work` in a background thread, and return a future with its value or its error.
+
+    On a GPU the work starts after all kernels queued so far on the current stream.
+    """
     done: Future[Value] = Future()
     stream = None
     if device.current().type == "cuda":
@@ -33,19 +38,20 @@ def begin(work: Callable[[], Value]) -> Future[Value]:
             with torch.cuda.stream(stream):
                 value = work()
                 if stream is not None:
+                    # A done future promises finished kernels, not only queued ones.
                     stream.synchronize()
         except BaseException as error:
             done.set_exception(error)
         else:
             done.set_result(value)
 
-    # A rank that ends waits for no thread.
+    # A daemon thread: a rank that exits must not wait for unfinished background work.
     threading.Thread(target=run, name="beside", daemon=True).start()
     return done
 
 
 def finish(begun: Future[Value]) -> Value:
-    """Wait for what was begun; its value, or its error is raised."""
+    """Wait for work started by `begin`. Return its value or raise its error."""
     while not begun.done():
         time.sleep(_NAP_SECONDS)
     return begun.result()

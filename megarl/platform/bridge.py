@@ -1,18 +1,18 @@
-"""Bridges: process groups over ranks of several worlds of `torch.distributed`, made anew when a world comes or goes.
+"""Cross-world process groups ("bridges"): groups over ranks of several `torch.distributed` worlds.
 
-A bridge is no subgroup of a world: its ranks are numbered by themselves (`rank_in`, `ProcessGroup.size`), and functions
-of torch that look a group up in the world's tables do not take it.
+They are created again whenever a world comes or goes. A bridge is not a subgroup of a world. It numbers its ranks
+by itself (`rank_in`, `ProcessGroup.size`). torch functions using the world's tables of groups reject it.
 
-Nobody waits on a bridge for longer than the driver lets it (`broken_bridges`). Over gloo a rank that ends mostly fails
-what the others wait for, but not where it ends in the middle of a message: then neither the end of the connection nor
-`abort` wakes them, and the group's destructor waits as long as they do. So exchanges are waited for in short turns, and
-a group with an exchange that cannot end is kept until torch gives it up.
+No rank waits longer than the driver permits (`broken_bridges`). Over gloo, the end of a rank usually fails the
+exchanges of its peers. It does not if the rank ends in the middle of a message. Then neither the closed connection nor
+`abort` wakes the peers, and the group's destructor blocks too. Waits therefore happen in short turns, and a group with
+a stuck exchange is retained until torch ends the exchange.
 
-Over NCCL the host waits in `cuda.synchronize` for kernels that nobody ends, until `abort` ends them; torch's watchdog
-(TORCH_NCCL_ASYNC_ERROR_HANDLING, by default 3) ends the process that sees a failed connection or the group's timeout
-before. An aborted exchange looks like one that is done, so who has synchronised must `check` the bridge; and that all
-ranks agree afterwards is the driver's affair, which tells all of them and makes another bridge. This was written by
-torch's sources and has not run on GPUs.
+Over NCCL the host waits in `cuda.synchronize` for stuck kernels until `abort` ends them. Before that, torch's watchdog
+(TORCH_NCCL_ASYNC_ERROR_HANDLING, default 3) may end a process after a failed connection or the group's timeout. An
+aborted exchange looks finished, so callers must `check` the group after synchronising. The driver makes all ranks
+agree afterwards: it notifies all of them and creates another group. This follows torch's sources and has not run on
+GPUs.
 """
 
 from __future__ import annotations
@@ -37,30 +37,32 @@ from megarl.platform.rendezvous import Meeting
 Met = TypeVar("Met")
 
 _LOOK_SECONDS = 0.01
+"""Seconds between two checks while ranks connect."""
 _NAP_SECONDS = 1e-4
+"""Seconds between two checks of a GPU exchange in a background thread."""
 _TURN = timedelta(seconds=0.2)
-"""An exchange is waited for so long before the next look whether the bridge holds."""
+"""Longest wait for an exchange before the next check for a cancelled group."""
 
 
 @dataclass(slots=True)
 class _Bridge:
-    """A bridge that this rank is on."""
+    """State of a cross-world process group joined by this rank."""
 
     name: str
     exchanges: list[dist.Work] = field(default_factory=list)
-    """Those that are under way."""
+    """Exchanges in flight."""
 
 
 _bridges: WeakKeyDictionary[ProcessGroup, _Bridge] = WeakKeyDictionary()
 _given_up: list[tuple[ProcessGroup, list[dist.Work]]] = []
-"""Groups that were left, with exchanges that have not ended: their destructor would wait for these."""
+"""Groups left by this rank, with their unfinished exchanges. Their destructors would block, so they are retained."""
 
 
 def open_bridge(meeting: Meeting, own_rank: int, timeout_seconds: float) -> ProcessGroup:
-    """The process group over the ranks that meet: gloo, and NCCL for tensors of a GPU. A collective of theirs.
+    """Join a cross-world process group and return it: gloo, and NCCL for GPU tensors. A collective of its ranks.
 
-    `own_rank` is this one's in its world. Raises PeerGoneError, with the ranks that are missing, where not all come in
-    time, and where the driver breaks the bridge off.
+    `own_rank` is this rank's number in its world. Raises PeerGoneError, with the missing ranks, if ranks do not arrive
+    in time. Raises it too if the driver cancels the group.
     """
     _forget_what_has_ended()
     timeout = timedelta(seconds=timeout_seconds)
@@ -72,6 +74,7 @@ def open_bridge(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proc
         return store, dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, num_ranks, timeout)
 
     store, gloo = _unless_broken(meeting.name, meet)
+    # dist.new_group knows only ranks of one world, so assemble the group from its backends.
     group = ProcessGroup(store, rank, num_ranks)
     kinds = ProcessGroup.BackendType
     group._set_default_backend(kinds.GLOO)
@@ -82,7 +85,7 @@ def open_bridge(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proc
         options._timeout = timeout
         nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, num_ranks, options)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
-        # In a thread of its own: the driver's further messages shall not wait for NCCL.
+        # Abort in a thread of its own: NCCL may take long, and further messages of the driver must not wait.
         broken_bridges.on_broken(
             meeting.name, lambda: threading.Thread(target=_abort, args=(nccl,), daemon=True).start()
         )
@@ -90,9 +93,10 @@ def open_bridge(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proc
 
 
 def _unless_broken(name: str, meet: Callable[[], Met]) -> Met:
-    """Call `meet` in a thread, which is left to itself where the bridge is broken off meanwhile; its result or error.
+    """Call `meet` in a thread. Return its result or raise its error.
 
-    Connecting waits within torch for whoever has ended since it came.
+    Raises PeerGoneError if the driver cancels the group meanwhile, and abandons the thread. torch gives no other way to
+    interrupt a connection to a rank that has just ended.
     """
     met: list[Met] = []
     failed: list[Exception] = []
@@ -114,7 +118,8 @@ def _unless_broken(name: str, meet: Callable[[], Met]) -> Met:
 
 
 def _await_all(store: Store, rank: int, num_ranks: int, meeting: Meeting) -> None:
-    """Wait until all ranks are at the store; one that ended meanwhile would be waited for as long as a collective."""
+    """Wait until all ranks are in the store. Raises PeerGoneError for missing ranks or a cancelled group."""
+    # Without this a rank that died early would block the others for the timeout of a whole collective.
     store.set(f"here {rank}", "")
     everyone = [f"here {other}" for other in range(num_ranks)]
     last_look = time.monotonic() + meeting.seconds
@@ -122,12 +127,14 @@ def _await_all(store: Store, rank: int, num_ranks: int, meeting: Meeting) -> Non
         _check(meeting.name)
         if time.monotonic() > last_look:
             missing = [other for other, name in enumerate(everyone) if not store.check([name])]
-            raise PeerGoneError(f"ranks {missing} of a bridge did not come to it within {meeting.seconds:g} s", missing)
+            raise PeerGoneError(
+                f"ranks {missing} did not join the cross-world process group within {meeting.seconds:g} s", missing
+            )
         time.sleep(_LOOK_SECONDS)
 
 
 def begun(work: dist.Work | None, group: ProcessGroup | None) -> dist.Work:
-    """An exchange (`async_op=True`) over a group, to be waited for by `wait`."""
+    """Register an exchange (`async_op=True`) over a group and return it. `wait` must follow."""
     assert work is not None
     if group is not None and (bridge := _bridges.get(group)) is not None:
         bridge.exchanges.append(work)
@@ -135,11 +142,10 @@ def begun(work: dist.Work | None, group: ProcessGroup | None) -> dist.Work:
 
 
 def wait(work: dist.Work, group: ProcessGroup | None, *, is_on_host: bool = True) -> None:
-    """Wait for an exchange over a group, from any thread. Raises PeerGoneError where a bridge is broken off meanwhile.
+    """Wait for an exchange over a group, from any thread. Raises PeerGoneError if the driver cancels the group.
 
-    An exchange of GPU memory is, as ever, waited for by the stream: `check` the bridge when that is synchronised. But
-    in any other thread than the main one the host waits too: with CUDA_DEVICE_MAX_CONNECTIONS 1 all streams share one
-    queue, and a wait in it would hold up the main thread's kernels, which other ranks may be waiting for.
+    An exchange of GPU memory makes only the stream wait, as usual in torch. `check` the group after synchronising the
+    stream. In a background thread the host waits too.
     """
     bridge = None if group is None else _bridges.get(group)
     if bridge is None:
@@ -149,42 +155,47 @@ def wait(work: dist.Work, group: ProcessGroup | None, *, is_on_host: bool = True
         while not _has_ended(work):
             _check(bridge.name)
     elif threading.current_thread() is not threading.main_thread():
-        # NCCL aborts an exchange that is given a time to end in.
+        # With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue. A wait queued here would block kernels of the
+        # main thread, and other ranks may be waiting for these. So the host waits. It polls, because
+        # torch aborts an NCCL exchange waited for with a timeout.
         while not work.is_completed():
             _check(bridge.name)
             time.sleep(_NAP_SECONDS)
-    # What is left behind by a failure has ended, too.
+    # `work.wait()` may raise, but the exchange has ended in this case too.
     bridge.exchanges.remove(work)
     work.wait()
     _check(bridge.name)
 
 
 def _has_ended(work: dist.Work) -> bool:
-    """Whether an exchange ends within a turn, well or not."""
+    """Return whether an exchange ends within `_TURN`, successfully or not."""
     with suppress(RuntimeError):
         work.wait(_TURN)
     return work.is_completed()
 
 
 def finish(work: dist.Work | None, group: ProcessGroup | None, *, is_on_host: bool = True) -> None:
-    """Wait, as `wait` does, for an exchange that has just begun; None is one that has ended."""
+    """Register an exchange and wait for it as `wait` does. None stands for a finished exchange."""
     if work is not None:
         wait(begun(work, group), group, is_on_host=is_on_host)
 
 
 def check(group: ProcessGroup | None) -> None:
-    """Raise PeerGoneError where the group is a bridge that was broken off."""
+    """Raise PeerGoneError if the group is a cross-world group cancelled by the driver."""
     if group is not None and (bridge := _bridges.get(group)) is not None:
         _check(bridge.name)
 
 
 def _check(name: str) -> None:
     if (reason := broken_bridges.reason_of(name)) is not None:
-        raise PeerGoneError(f"the driver has broken the bridge off: {reason}")
+        raise PeerGoneError(f"the driver cancelled the cross-world process group: {reason}")
 
 
 def close_bridge(group: ProcessGroup | None) -> None:
-    """Leave a bridge, if any, whether or not the other ranks can be reached: those that wait for this one fail."""
+    """Leave a cross-world process group; None does nothing. Works without its other ranks.
+
+    Exchanges of peers waiting for this rank fail.
+    """
     if group is None:
         return
     if (bridge := _bridges.pop(group, None)) is not None:
@@ -196,7 +207,7 @@ def close_bridge(group: ProcessGroup | None) -> None:
 
 
 def _abort(group: ProcessGroup | dist.ProcessGroupNCCL) -> None:
-    # What is under way with ranks that are gone shall not be waited for.
+    # Exchanges with lost ranks would never end by themselves.
     with suppress(RuntimeError):
         group.abort()
 
@@ -206,11 +217,11 @@ def _forget_what_has_ended() -> None:
 
 
 def name_of(group: ProcessGroup | None) -> str:
-    """The name of a bridge; empty for a group of this rank's own world."""
+    """Return the name of a cross-world group; an empty string for a group of this rank's own world."""
     bridge = None if group is None else _bridges.get(group)
     return "" if bridge is None else bridge.name
 
 
 def rank_in(group: ProcessGroup | None) -> int:
-    """This process's rank in a group; None: in its world."""
+    """Return this process's rank in a group, or in its world for None."""
     return dist.get_rank() if group is None else group.rank()

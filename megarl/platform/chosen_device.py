@@ -1,6 +1,6 @@
-"""The device that a recipe chooses for its ranks (`cluster.device`), and why a machine cannot provide it.
+"""The device chosen by a recipe for its ranks (`cluster.device`), and checks of the machine for it.
 
-torch is not imported: the checks before a start use this too. `platform.device` adds what torch itself answers.
+Does not import torch, because the checks before a start use it too. `platform.device` adds the answer of torch.
 """
 
 from __future__ import annotations
@@ -15,27 +15,28 @@ from megarl.platform.gpu_needs import library_versions
 from megarl.platform.visible_gpus import driver_version, installed_gpus
 
 VARIABLE = "MEGARL_DEVICE"
-"""Environment variable of ranks: auto, cpu or cuda."""
+"""Environment variable of ranks with the value of `cluster.device`: auto, cpu or cuda."""
 
 LEAST_DRIVERS = {12: "525.60.13", 13: "580.65.06"}
-"""The least driver for Linux by the major version of CUDA. Source: NVIDIA's CUDA Toolkit release notes."""
+"""Oldest Linux driver by major version of CUDA. Source: NVIDIA's CUDA Toolkit release notes."""
 
 
 def chosen() -> str:
-    """Return what the recipe chose for this rank; `auto` in a process that is not a rank."""
+    """Return the device chosen by the recipe for this rank; `auto` in a process without a rank."""
     return os.environ.get(VARIABLE, "auto")
 
 
 def hide_gpus() -> None:
-    """Hide the GPUs from this process if it is a rank for the CPU. Slurm and Ray give each task GPUs of their own."""
+    """Hide the GPUs from this process if its rank runs on the CPU. Call it before CUDA is initialised."""
+    # Slurm and Ray set CUDA_VISIBLE_DEVICES for each task, so the value set by the driver does not last.
     if chosen() == "cpu":
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
 def device_fault(choice: str, can_use_cuda: bool | None = None) -> str | None:
-    """Return why this machine does not have the device `choice` (auto, cpu, cuda); None where nothing is wrong.
+    """Return why this machine cannot provide the device `choice` (auto, cpu, cuda); None if it can.
 
-    `can_use_cuda` is torch's answer, None where torch is not asked: then only what is certain without it counts.
+    `can_use_cuda` is the answer of torch, or None without torch. Then only problems certain without torch are reported.
     """
     if choice == "cpu" or can_use_cuda:
         return None
@@ -43,15 +44,13 @@ def device_fault(choice: str, can_use_cuda: bool | None = None) -> str | None:
     if not shown:
         if choice == "auto":
             return None
-        return (
-            "cluster.device = cuda: no NVIDIA GPU is visible here; take a node with GPUs, or set cluster.device=auto."
-        )
+        return "cluster.device = cuda: no NVIDIA GPU is visible here; use a node with GPUs, or set cluster.device=auto."
     reason = gpu_fault()
     if reason is None and can_use_cuda is None:
         return None
     reason = reason or (
         f"torch {version('torch')} cannot use them with driver {driver_version()}; "
-        "`python -c 'import torch; torch.cuda.init()'` says why"
+        "`python -c 'import torch; torch.cuda.init()'` prints the reason"
     )
     return (
         f"cluster.device = {choice}: this machine has {len(shown)} GPUs ({shown[0].name}), but {reason}. To leave them "
@@ -60,7 +59,7 @@ def device_fault(choice: str, can_use_cuda: bool | None = None) -> str | None:
 
 
 def gpu_fault() -> str | None:
-    """Return why the installed torch cannot use this machine's GPUs, as far as versions decide it; else None."""
+    """Return why the installed torch cannot use this machine's GPUs, judged by versions only; None if it can."""
     cuda = library_versions().get("CUDA")
     if cuda is None:
         return f"torch {version('torch')} is a build for CPUs; run VENV=DIR launch/setup.sh gpu"
@@ -68,10 +67,10 @@ def gpu_fault() -> str | None:
 
 
 def driver_fault(found: str | None, cuda: int, supported: int | None) -> str | None:
-    """Return why a driver is too old for the CUDA of major version `cuda`; None where it is not, or is unknown.
+    """Return why the driver version `found` is too old for CUDA `cuda`; None if it is new enough or unknown.
 
-    `supported` is the major version of CUDA that the loaded driver library has. It decides where it is known, because
-    NVIDIA's compatibility package brings a newer library for an older kernel driver.
+    `cuda` is a major version, and `supported` that of the loaded driver library. `supported` decides if it is known,
+    because NVIDIA's compatibility package provides a newer library for an older kernel driver.
     """
     least = LEAST_DRIVERS.get(cuda)
     if found is None or least is None:
@@ -83,10 +82,11 @@ def driver_fault(found: str | None, cuda: int, supported: int | None) -> str | N
 
 
 def supported_cuda() -> int | None:
-    """Return the major version of CUDA that the driver's library supports; None where it cannot be loaded."""
+    """Return the major CUDA version supported by the driver's library; None if it cannot be loaded."""
     try:
         library, found = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
         error = library.cuDriverGetVersion(ctypes.byref(found))
     except (OSError, AttributeError):
         return None
+    # The version is 1000 * major + 10 * minor (CUDA driver API, cuDriverGetVersion).
     return found.value // 1000 if error == 0 and found.value else None

@@ -1,4 +1,4 @@
-"""The folder in which vLLM keeps what torch.compile made, one for each device of each node."""
+"""vLLM's cache folder for code compiled by torch.compile: one folder per device of each node."""
 
 from __future__ import annotations
 
@@ -12,28 +12,30 @@ from megarl.types import ConfigError
 
 _VARIABLE = "VLLM_CACHE_ROOT"
 _NODE_LOCAL = Path("/tmp")
-"""Not TMPDIR, which ends with the run, and not a home folder, which all nodes may share."""
+"""Parent folder on the node's own disk. TMPDIR ends with the run, and nodes may share a home folder."""
 
 
 def use_own_folder() -> None:
-    """Set vLLM's VLLM_CACHE_ROOT to `folder_of_device`, before an engine is built. Without effect on a CPU.
+    """Set VLLM_CACHE_ROOT to `folder_of_device`. Call it before an engine is built. No effect on a CPU.
 
-    vLLM 0.30 names a folder by its configuration and the rank in the engine's world (compilation/backends.py), but the
-    compiled code contains the index of the device. Two engines of a node, or one that starts again on another device,
-    would run code that was compiled for another GPU.
+    vLLM 0.30 names a cache folder by configuration and rank in the engine's world (compilation/backends.py). But the
+    compiled code contains the device index. Without this, a second engine of the node would run code compiled for
+    another GPU. So would an engine restarted on another device.
 
-    Raises ConfigError if other users can write the folder, because vLLM executes what it finds there.
+    Raises ConfigError if other users can write the folder, because vLLM executes its contents.
     """
     here = device.current()
     if here.type != "cuda":
         return
+    # A folder chosen by the user is not checked: its permissions are the user's decision.
     if not os.environ.get(_VARIABLE):
         _make_private(_own_root())
     os.environ[_VARIABLE] = str(folder_of_device(here.index or 0))
 
 
 def folder_of_device(index: int) -> Path:
-    """Return the folder of this node's GPU `index`: below VLLM_CACHE_ROOT if it is set, else on the node's own disk."""
+    """Return the folder of this node's GPU `index`: below VLLM_CACHE_ROOT if set, else on the node's own disk."""
+    # Nodes may share a folder named by the user, so the host name separates them.
     given = os.environ.get(_VARIABLE)
     root = Path(given).expanduser() / socket.gethostname() if given else _own_root() / "vllm"
     return root / f"cuda{index}"
@@ -45,9 +47,10 @@ def _own_root() -> Path:
 
 def _make_private(folder: Path) -> None:
     folder.mkdir(mode=0o700, exist_ok=True)
+    # lstat: another user may have put a link here, and `exist_ok` accepts it.
     found = folder.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid() or found.st_mode & 0o022:
         raise ConfigError(
-            f"{folder}: compiled kernels are kept there, but other users can write it; remove it, or set {_VARIABLE} "
+            f"{folder}: vLLM keeps compiled kernels here, but other users can write it; remove it, or set {_VARIABLE} "
             "to a folder of your own."
         )

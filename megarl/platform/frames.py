@@ -1,6 +1,6 @@
-"""Messages between the driver and a killable process: JSON objects, each preceded by its length.
+"""Messages between the driver and a supervised process: JSON objects, each preceded by its length in bytes.
 
-Nothing that is received is executed or unpickled.
+Received data is never executed or unpickled.
 """
 
 from __future__ import annotations
@@ -14,29 +14,31 @@ from typing import Any
 
 _LENGTH = struct.Struct("!I")
 _PART_BYTES = 1 << 20
+"""Most bytes per `recv`, which allocates its buffer before any data arrives."""
 
 Patience = Callable[[], float]
-"""Returns the seconds to wait before it is called again, and raises when time is up. None: wait for ever."""
+"""A timeout policy. Returns the seconds until its next call, and raises when time is up. None waits forever."""
 
 
 class FrameError(Exception):
-    """A received message is not one of this protocol."""
+    """A received message violates this protocol."""
 
 
 class UnsendableError(Exception):
-    """A message has a value that JSON cannot represent."""
+    """A message contains a value without a JSON form."""
 
 
 def send(connection: socket.socket, message: dict[str, Any], patience: Patience | None = None) -> None:
     """Send a message.
 
-    Raises UnsendableError, before anything is sent, for a value that JSON cannot represent, OSError if the other side
-    is gone, and what `patience` raises.
+    Raises UnsendableError, before any byte is sent, for a value without a JSON form. Raises OSError if the other side
+    is gone, and the errors of `patience`.
     """
     try:
         payload = json.dumps(message, allow_nan=False).encode()
     except (TypeError, ValueError, RecursionError) as error:
         raise UnsendableError(str(error)) from None
+    # send() in parts, not sendall(): a full buffer must not outlast the timeout policy.
     rest = memoryview(_LENGTH.pack(len(payload)) + payload)
     while rest:
         if patience:
@@ -51,8 +53,8 @@ def send(connection: socket.socket, message: dict[str, Any], patience: Patience 
 def receive(connection: socket.socket, max_bytes: int | None, patience: Patience | None = None) -> dict[str, Any]:
     """Receive a message.
 
-    Raises EOFError if the other side is gone, FrameError for a message above `max_bytes` or that is no JSON object, and
-    what `patience` raises.
+    Raises EOFError if the other side is gone. Raises FrameError if the message exceeds `max_bytes` or is not a JSON
+    object. Raises the errors of `patience`.
     """
     (size,) = _LENGTH.unpack(_receive_exactly(connection, _LENGTH.size, patience))
     if max_bytes is not None and size > max_bytes:
@@ -63,16 +65,17 @@ def receive(connection: socket.socket, max_bytes: int | None, patience: Patience
     except (ValueError, RecursionError):
         raise FrameError(f"a message that is not JSON: {bytes(payload[:60])!r}") from None
     if not isinstance(message, dict):
-        raise FrameError(f"a message that is no JSON object: {bytes(payload[:60])!r}")
+        raise FrameError(f"a message that is not a JSON object: {bytes(payload[:60])!r}")
     return message
 
 
 def receive_answer(
     connection: socket.socket, number: int, max_bytes: int | None, patience: Patience | None = None
 ) -> dict[str, Any]:
-    """Receive the answer whose `id` is the number of the newest request; those to earlier ones are dropped.
+    """Receive the answer with `id` equal to `number`, the newest request. Drop answers to earlier requests.
 
-    Forks of the process may have sent them. Raises as `receive`, and FrameError for one to a request never made.
+    Forks of the process may send late answers. Raises the errors of `receive`, and FrameError if an answer belongs to a
+    request never made.
     """
     while True:
         answer = receive(connection, max_bytes, patience)
@@ -84,7 +87,7 @@ def receive_answer(
 
 
 def within(seconds: float) -> Patience:
-    """Patience for so many seconds from now; raises TimeoutError."""
+    """Return a timeout policy for `seconds` from now. It raises TimeoutError after them."""
     deadline = time.monotonic() + seconds
 
     def remaining() -> float:

@@ -1,8 +1,8 @@
-"""Needs of a recipe's number formats: compute capability of GPUs, versions of Transformer Engine and CUDA.
+"""Requirements of a recipe's number formats: GPU compute capability, versions of Transformer Engine and CUDA.
 
-Libraries find out in a rank's first step, or choose another kernel. The requirements were read in Transformer Engine
-2.11 (pytorch/quantization.py), Megatron-Core 0.16.1 (fp8_utils.py, fp4_utils.py) and vLLM 0.30 (platforms/cuda.py,
-attention backends).
+Without this check the libraries fail only in the first step, or silently choose another kernel. Sources: Transformer
+Engine 2.11 (pytorch/quantization.py), Megatron-Core 0.16.1 (fp8_utils.py, fp4_utils.py) and vLLM 0.30
+(platforms/cuda.py, attention backends).
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import Capability, Gpu
 
 NAMED_GPUS: dict[str, Capability] = {"h100": (9, 0), "h200": (9, 0), "b200": (10, 0)}
-"""Compute capability of the GPUs that `cluster.gpu_memory_gib` may name."""
+"""Compute capability of the GPU names accepted by `cluster.gpu_memory_gib`."""
 
 GENERATIONS: dict[Capability, str] = {
     (7, 0): "Volta",
@@ -32,12 +32,15 @@ GENERATIONS: dict[Capability, str] = {
     (9, 0): "Hopper",
     (10, 0): "Blackwell",
 }
-"""NVIDIA's name of a compute capability and those behind it, up to the next."""
+"""NVIDIA's generation names by their first compute capability. Each reaches up to the next entry."""
 
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """A compute capability from `least` on, below `below`, and versions of libraries; how to do without is `remedy`."""
+    """Requirement for a compute capability in [`least`, `below`) and for least versions of libraries.
+
+    `remedy` is advice for machines without them.
+    """
 
     least: Capability
     below: Capability | None = None
@@ -46,7 +49,7 @@ class Need:
     remedy: str = ""
 
     def range_missed_by(self, capability: Capability) -> str | None:
-        """The compute capabilities that would do, in words, where this one does not; else None."""
+        """Return the accepted range in words if `capability` is outside of it; else None."""
         if capability < self.least:
             return f"{_number(self.least)} ({generation(self.least)}) or newer"
         if self.below is not None and capability >= self.below:
@@ -54,7 +57,10 @@ class Need:
         return None
 
     def missed_by_libraries(self, versions: Mapping[str, str]) -> Iterator[str]:
-        """Which libraries do not do, from `library_versions`; development builds count as what they lead to."""
+        """Yield a message per missing or outdated library. `versions` is the result of `library_versions`.
+
+        A development build counts as its coming release.
+        """
         asked = {"Transformer Engine": self.transformer_engine, "CUDA": self.cuda}
         for name, least in asked.items():
             if least is None:
@@ -71,26 +77,26 @@ _MEGATRON_FP8 = {
     "mxfp8": Need((10, 0), below=(12, 0), transformer_engine="2.1.0"),
     "custom": Need((8, 9), transformer_engine="2.9.0"),
 }
-"""By `trainer.megatron.fp8_recipe`. (That for delayed scaling is refused.)"""
+"""Requirements by `trainer.megatron.fp8_recipe`. (The recipe `delayed` is refused elsewhere.)"""
 _MEGATRON_FP4 = Need((10, 0), transformer_engine="2.7.0")
 
 
 def field_needs() -> dict[str, Need]:
-    """The needs of the recipe's own fields, for any value but the default."""
-    # FlashInfer's attention reads a cache in FP8 from Ampere on, vLLM's others from Ada on.
+    """Return the requirements of recipe fields, valid for every value except the default."""
+    # FlashInfer's attention reads an FP8 cache from Ampere on, vLLM 0.30's other backends from Ada on.
     has_flashinfer = not runs_on_cpu() and find_spec("flashinfer") is not None
     return {
         "trainer.fp8": replace(_MEGATRON_FP8["blockwise"], remedy="set trainer.fp8=none"),
-        # An older GPU has no products in FP8: vLLM would take kernels whose weights no reshard can write.
+        # Older GPUs have no FP8 matrix products. vLLM then chooses kernels with a weight layout no reshard can write.
         "rollout.quantization": Need((8, 9), remedy="set rollout.quantization=none"),
         "rollout.kv_cache_dtype": Need((8, 0) if has_flashinfer else (8, 9), remedy="set rollout.kv_cache_dtype=auto"),
     }
 
 
 def needs(recipe: Recipe, *, is_trained: bool = True) -> dict[str, Need]:
-    """The needs of a recipe's fields, by `field = value`, of those that ask for more than every GPU has.
+    """Return the requirements of a recipe's fields, by `field = value`. Fields for every GPU are left out.
 
-    Without `is_trained` only the engines' count.
+    With `is_trained=False` only fields of the engines count.
     """
     trainer, rollout = recipe.trainer, recipe.rollout
     given = {"trainer.fp8": trainer.fp8} if is_trained else {}
@@ -99,6 +105,7 @@ def needs(recipe: Recipe, *, is_trained: bool = True) -> dict[str, Need]:
     known = field_needs()
     found = {f"{field} = {value}": known[field] for field, value in given.items() if value not in ("none", "auto")}
     settings = trainer.megatron if is_trained else {}
+    # "delayed" is the default of Megatron-Core 0.16.1.
     scaling = str(settings.get("fp8_recipe", "delayed"))
     if settings.get("fp8") and scaling in _MEGATRON_FP8:
         found[f"trainer.megatron.fp8_recipe = {scaling}"] = replace(
@@ -114,9 +121,10 @@ def needs(recipe: Recipe, *, is_trained: bool = True) -> dict[str, Need]:
 def unmet_needs(
     asked: Mapping[str, Need], gpus: Sequence[Gpu], versions: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Those of `asked`, as `needs` gives it, that GPUs and libraries lack: a line each, with remedy; like GPUs once.
+    """Yield one message, with its remedy, per requirement of `asked` not met by GPUs or libraries.
 
-    `versions` are all `library_versions`; None where they are not known.
+    `asked` is the result of `needs`. Equal GPUs are reported once. `versions` is the result of `library_versions`, or
+    None if unknown.
     """
     for field, need in asked.items():
         for gpu in dict.fromkeys(gpus):
@@ -128,12 +136,16 @@ def unmet_needs(
 
 
 def library_versions() -> dict[str, str]:
-    """Versions of Transformer Engine and of torch's CUDA, as far as this environment has them; nothing is imported."""
+    """Return the installed versions of Transformer Engine and of torch's CUDA. Imports neither library.
+
+    Keys are "Transformer Engine" and "CUDA". A missing library has no key.
+    """
     found: dict[str, str] = {}
     with suppress(PackageNotFoundError):
         found["Transformer Engine"] = version("transformer-engine")
     torch = find_spec("torch")
     if torch is not None and torch.origin is not None:
+        # Read the file instead of importing torch, which takes seconds on a login node.
         written = Path(torch.origin).with_name("version.py")
         stated = re.search(r"^cuda\b.*= *'([0-9.]+)'$", written.read_text(encoding="utf-8"), re.MULTILINE)
         found |= {"CUDA": stated[1]} if stated else {}
@@ -141,7 +153,7 @@ def library_versions() -> dict[str, str]:
 
 
 def generation(capability: Capability) -> str:
-    """NVIDIA's name of a compute capability's generation."""
+    """Return NVIDIA's generation name of a compute capability; "unknown" before Volta."""
     return next((GENERATIONS[first] for first in sorted(GENERATIONS, reverse=True) if first <= capability), "unknown")
 
 

@@ -1,4 +1,4 @@
-"""Host memory of this machine that a process may use. torch is not imported."""
+"""Host memory available to a process on this machine. Does not import torch."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def machine_bytes() -> int:
-    """Bytes of host memory that this process may use: all of the machine's, or less under a cgroup's limit."""
+    """Return the bytes of host memory available to this process: the machine's total, or less by a cgroup limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *cgroup_limits()])
 
 
 def cgroup_limits(cgroup_file: Path = _CGROUP_FILE, root: Path = _CGROUP_ROOT) -> Iterator[int]:
-    """Bytes that this process's memory cgroup and each cgroup around it allow; none where there is no limit.
+    """Yield the limits in bytes of this process's memory cgroup and its parents. Yield nothing without a limit.
 
-    `cgroup_file` lists the process's cgroups, `root` is where their file system is mounted.
+    `cgroup_file` lists the process's cgroups. `root` is the mount point of the cgroup file system.
     """
     with contextlib.suppress(OSError):
         for line in cgroup_file.read_text().splitlines():
             _, controllers, path = line.split(":", 2)
+            # An empty list of controllers marks cgroup v2 (cgroups(7)); v1 has one line per controller.
             if controllers == "":
                 yield from _limits_around(root, path, "memory.max")
             elif "memory" in controllers.split(","):
@@ -32,12 +33,12 @@ def cgroup_limits(cgroup_file: Path = _CGROUP_FILE, root: Path = _CGROUP_ROOT) -
 
 
 def _limits_around(root: Path, path: str, name: str) -> Iterator[int]:
-    """The limits in a cgroup's file and in those of all cgroups around it."""
+    """Yield the limits of a cgroup and of all its parents, innermost first."""
     own = root / path.strip("/")
     for folder in (own, *own.parents):
         if not folder.is_relative_to(root):
             return
-        # In a container the path may be the host's, of which only the outer folders are mounted.
+        # In a container the path may be the host's, and then only its outer folders exist below `root`.
         with contextlib.suppress(OSError):
             text = (folder / name).read_text().strip()
             if text != "max":

@@ -1,7 +1,7 @@
-"""The keeper of a killable process: its parent, which limits its output and ends it with the driver.
+"""Supervisor (`keeper`) of a killable process: its parent process, caps its log and ends it with the driver.
 
-It is a process of its own, so that it can adopt all processes that the other starts, also those that leave their
-process group, and kill them when that or the driver ends.
+The supervisor is a separate process, so that it can adopt orphans: all descendants of the supervised process, even
+after they left its process group. It kills all of them when the supervised process or the driver ends.
 """
 
 from __future__ import annotations
@@ -20,16 +20,19 @@ from typing import NoReturn
 from megarl.platform.processes import ENDING_SIGNALS, adopt_orphans, die_with, kill_descendants
 
 MAX_LOG_BYTES = 1 << 20
-"""Limit of a process's log; further output is dropped."""
+"""Limit of a process's log in bytes; further output is dropped."""
 
 _PART_BYTES = 64 << 10
+"""Bytes per read; the capacity of a pipe on Linux (pipe(7))."""
 
 
 def keep(connection_descriptor: int, log_file: str | None, server: str) -> NoReturn:
-    """Start a process that runs `server` (`package.module:name`) on that connection.
+    """Supervise a child process that calls `server` (`package.module:name`) with a socket. Never returns.
 
-    Ends when it ends, with its exit code, or when stdin is closed.
+    `connection_descriptor` is the socket's file descriptor. Output goes to `log_file`, or nowhere if it is None. Exits
+    with the child's exit code (128 + signal if killed), or with 0 when stdin is closed.
     """
+    # Before the fork, so that no descendant can escape.
     adopt_orphans()
     os.set_inheritable(connection_descriptor, False)
     output, printed = os.pipe()
@@ -38,10 +41,12 @@ def keep(connection_descriptor: int, log_file: str | None, server: str) -> NoRet
     if child == 0:
         os.close(output)
         _be_server(keeper, socket.socket(fileno=connection_descriptor), printed, server)
+    # Without these the driver would not see the child's end, and the pipe would never report its end.
     os.close(connection_descriptor)
     os.close(printed)
     log = _CappedLog(log_file)
     exit_code = _watch(child, output, log)
+    # First kill all writers of the pipe; then the loop ends after the last output.
     kill_descendants()
     while log.copy(output):
         pass
@@ -61,7 +66,7 @@ def _be_server(keeper: int, connection: socket.socket, printed: int, server: str
         assert isinstance(sys.stdout, io.TextIOWrapper)
         sys.stdout.reconfigure(line_buffering=True)
         _ignore_ending_signals()
-        # Only here: the imports of the server must not become the keeper's.
+        # Imported only in the child, so that the supervisor does not run the server's imports.
         module, _, name = server.partition(":")
         getattr(importlib.import_module(module), name)(connection)
         sys.stdout.flush()
@@ -72,7 +77,8 @@ def _be_server(keeper: int, connection: socket.socket, printed: int, server: str
 
 
 def _ignore_ending_signals() -> None:
-    """Ignore signals to the whole job; processes that it forks or starts handle them by default."""
+    """Ignore signals sent to the whole job. Child processes of this process get their default handlers back."""
+    # A Python handler, not SIG_IGN: exec resets handlers to the default, but keeps ignored signals ignored.
     for number in ENDING_SIGNALS:
         signal.signal(number, lambda *_: None)
 
@@ -85,14 +91,15 @@ def _ignore_ending_signals() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
 
     def hold() -> None:
-        """Block the signals until the child is ready to handle them."""
+        """Block the signals across a fork, so that none reaches the child before `restore`."""
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
 
     os.register_at_fork(before=hold, after_in_parent=release, after_in_child=restore)
 
 
 def _watch(child: int, output: int, log: _CappedLog) -> int:
-    """Copy output and reap orphans until the child ends or stdin is closed. Returns the child's exit code, or 0."""
+    """Copy output and reap orphans until the child ends or stdin is closed. Return the child's exit code, or 0."""
+    # SIGCHLD writes to this pipe, so that one poll() waits for output, for stdin and for the child's end.
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
     for number in (*ENDING_SIGNALS, signal.SIGCHLD):
@@ -102,7 +109,7 @@ def _watch(child: int, output: int, log: _CappedLog) -> int:
     for descriptor in (0, woken, output):
         poll.register(descriptor, select.POLLIN)
     while True:
-        # Before the first wait too: the child may have ended before its signal was listened to.
+        # Also before the first poll(): the child may have ended before the SIGCHLD handler was installed.
         exit_code = _reap(child)
         if exit_code is not None:
             return exit_code
@@ -116,7 +123,7 @@ def _watch(child: int, output: int, log: _CappedLog) -> int:
 
 
 def _reap(child: int) -> int | None:
-    """Reap all that ended. Returns the exit code of `child` (128 + signal), if it is among them."""
+    """Reap all ended children. Return the exit code of `child` (128 + signal if killed), or None if it still runs."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -127,7 +134,7 @@ def _reap(child: int) -> int | None:
 
 
 class _CappedLog:
-    """A log file that is created with its first byte and limited to `MAX_LOG_BYTES`."""
+    """A log file, created with its first byte and limited to `MAX_LOG_BYTES`."""
 
     def __init__(self, path: str | None) -> None:
         self._path = path
@@ -135,7 +142,7 @@ class _CappedLog:
         self._room = MAX_LOG_BYTES if path else 0
 
     def copy(self, output: int) -> bool:
-        """Copy available output from a pipe; False if the pipe is closed."""
+        """Copy available output from a pipe. Return False if the pipe is closed."""
         part = os.read(output, _PART_BYTES)
         if part and self._room > 0:
             self._write(part)
@@ -153,13 +160,15 @@ class _CappedLog:
             if self._room <= 0:
                 _write_all(self._file, b"\n[more is not kept: this log has reached its size limit]\n")
         except OSError as error:
+            # A full disk must not end the process: it goes on without a log.
             self._room = 0
-            print(f"warning: {self._path}: cannot keep what is printed ({error.strerror})", file=sys.stderr)
+            print(f"warning: {self._path}: cannot write the log ({error.strerror})", file=sys.stderr)
 
     def _open(self) -> None:
         assert self._path is not None
         Path(self._path).parent.mkdir(parents=True, exist_ok=True)
         self._file = os.open(self._path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o644)
+        # A restarted process appends to the log of its predecessor; both together stay below the limit.
         self._room -= os.fstat(self._file).st_size
 
 

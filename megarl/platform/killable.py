@@ -1,4 +1,7 @@
-"""A process that can be killed with all that it starts: a keeper holds it, a socket connects it with this one."""
+"""A supervised child process, killable with all its descendants and connected by a socket.
+
+Its supervisor (`keeper`) is a process between this one and the child.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +14,9 @@ from collections.abc import Sequence
 from contextlib import suppress
 
 _OWN_END_SECONDS = 2.0
-"""Limit for a process that closed its connection to end by itself, so that its exit code is known."""
+"""Seconds for a process to exit by itself after it closed its connection, so that its exit code is known."""
 _END_SECONDS = 10.0
-"""Limit for the processes of a keeper to end after SIGKILL."""
+"""Seconds for the supervisor to kill its processes and to exit."""
 _KEEPER = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -23,16 +26,16 @@ keep(int(sys.argv[2]), sys.argv[3] or None, sys.argv[4])
 
 
 class KillableProcess:
-    """A process that runs `server`, a function `package.module:name` of a connection; `connection` is the other end.
+    """A process that calls `server` (`package.module:name`) with a socket. `connection` is the other end.
 
-    `search_path` is its `sys.path`, `folder` its current one. What it prints goes to `log_file`, within bounds. It ends
-    with this process. Raises OSError where the machine can start none.
+    `search_path` becomes its `sys.path`, `folder` its current folder. Its output goes to `log_file`, at most
+    `keeper.MAX_LOG_BYTES`. It ends with this process. Raises OSError if the machine cannot start a process.
     """
 
     def __init__(self, server: str, *, search_path: Sequence[str], folder: str, log_file: str | None) -> None:
         self.connection, theirs = socket.socketpair()
         with theirs:
-            # -P: the folder of the script or the current one must not come before the search path.
+            # -P: neither the script's folder nor the current one may come before the search path.
             self._keeper = subprocess.Popen(
                 [sys.executable, "-P", "-c", _KEEPER, json.dumps(search_path), str(theirs.fileno()), log_file or "",
                  server],
@@ -45,18 +48,19 @@ class KillableProcess:
 
     @property
     def pid(self) -> int:
-        """The keeper's id; the process and all that it started are below it."""
+        """Process id of the supervisor, an ancestor of the process and of all its descendants."""
         return self._keeper.pid
 
     def end(self) -> str:
-        """As `kill`, of a process that closed its connection: it may end by itself before."""
+        """Wait 2 s for a process that closed its connection, then `kill`. Return how it ended."""
         with suppress(subprocess.TimeoutExpired):
             self._keeper.wait(_OWN_END_SECONDS)
         return self.kill()
 
     def kill(self) -> str:
-        """Have the keeper kill all processes and end. Returns how the process ended."""
+        """Have the supervisor kill all processes and exit. Return how the process ended, in words."""
         assert self._keeper.stdin is not None
+        # The supervisor watches its standard input: the end of file asks it to exit.
         self._keeper.stdin.close()
         try:
             code = self._keeper.wait(_END_SECONDS)
@@ -64,9 +68,10 @@ class KillableProcess:
             self._keeper.kill()
             code = self._keeper.wait()
         with suppress(OSError):
-            # Wakes a thread that waits for an answer; closing alone would not.
+            # shutdown() wakes a thread waiting for an answer; close() alone does not.
             self.connection.shutdown(socket.SHUT_RDWR)
         self.connection.close()
+        # Codes above 128 stand for 128 + signal, as in a shell.
         if code <= 128:
             return f"ended with exit code {code}"
         with suppress(ValueError):

@@ -1,4 +1,4 @@
-"""Errors of a collective that another rank left, told from a rank's own."""
+"""Recognition of errors of collectives left by another rank, in contrast to errors of this rank."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
+# torch raises plain RuntimeErrors for lost peers. gloo and NCCL can be recognised only by these parts of the text.
 _TEXTS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Broken pipe", "NCCL")
 
 
 class PeerGoneError(ConnectionError):
-    """A rank that others wait for has ended, or has left what they wait for; `missing` are those that did not come."""
+    """A peer has ended, or has left a collective or group. `missing` lists ranks that never joined the group."""
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -18,12 +19,12 @@ class PeerGoneError(ConnectionError):
 
 
 class OwnWorldError(RuntimeError):
-    """A collective of a replica's own ranks failed while they moved weights; its cause is that."""
+    """A collective among a replica's own ranks failed during a weight transfer. `__cause__` is the original error."""
 
 
 @contextmanager
 def in_own_world() -> Iterator[None]:
-    """Within it collectives are those of a replica's own ranks. Raises OwnWorldError where one is left."""
+    """Mark the block's collectives as those of a replica's own ranks. Raises OwnWorldError if a peer leaves one."""
     try:
         yield
     except Exception as error:
@@ -33,9 +34,10 @@ def in_own_world() -> Iterator[None]:
 
 
 def told_of_bridge(error: Exception) -> dict[str, Any]:
-    """A rank's answer when it leaves a bridge because another has: `lost`, why, and which ranks were `missing` there.
+    """Return a rank's answer to the driver after a peer left a cross-world process group.
 
-    Raises errors of other kinds, those of its own world among them, again.
+    `lost` is the reason, `missing` the ranks that never joined. Errors of other kinds, and OwnWorldError, are raised
+    again.
     """
     if isinstance(error, OwnWorldError) or not is_left(error):
         raise error
@@ -43,8 +45,9 @@ def told_of_bridge(error: Exception) -> dict[str, Any]:
 
 
 def is_left(error: BaseException | None) -> bool:
-    """Whether an error or one of its causes is a collective that another rank left."""
+    """Return whether an error, or one of its causes, comes from a collective left by another rank."""
     while error is not None:
+        # Compared by name, because this module does not import torch.
         names = {f"{c.__module__}.{c.__name__}" for c in type(error).__mro__}
         told = isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
         if told or isinstance(error, ConnectionError) or "torch.distributed.DistError" in names:

@@ -1,8 +1,7 @@
-"""Lets the unmodified Megatron-Core 0.16.1 run on a CPU over gloo.
+"""Patches of torch that let the unmodified Megatron-Core 0.16.1 run on a CPU over gloo.
 
-Megatron asks for device "cuda" by name, for CUDA's random state and for tensor types called `torch.cuda.*`. On a
-machine without CUDA this module answers those questions with the CPU. Nothing of Megatron is edited, and a machine
-with CUDA is left alone.
+Megatron asks for the device "cuda" by name, for CUDA's random state, and for tensor types named `torch.cuda.*`. On a
+machine without CUDA this module answers with the CPU. It edits no file of Megatron. With CUDA it does nothing.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ import torch
 from torch.utils._device import _device_constructors
 
 FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
-"""The torch functions that Megatron calls with device="cuda"."""
+"""The torch functions called by Megatron with device="cuda"."""
 
 _MARK = "_megarl"
-"""The attribute that tells our `Tensor.cuda` from torch's."""
+"""Attribute marking the patched `Tensor.cuda`, so that patches are installed only once."""
 
 
 class _NoStream(contextlib.nullcontext[None]):
-    """A CUDA stream or event where there is none: all work is synchronous."""
+    """Stand-in for a CUDA stream or event on a CPU. Its methods do nothing because all work is synchronous."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -38,13 +37,14 @@ class _NoStream(contextlib.nullcontext[None]):
 
 
 def prepare() -> None:
-    """Install the substitutes once, before Megatron is imported. Without effect where CUDA is available."""
+    """Install the patches once, before Megatron is imported. No effect if CUDA is available."""
     if torch.cuda.is_available() or hasattr(torch.Tensor.cuda, _MARK):
         return
-    # Megatron's jit_fuser is torch.compile, which would build C++ for every tiny function.
+    # Megatron's jit_fuser is torch.compile. On a CPU it would compile C++ code for every tiny function.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     warnings.filterwarnings("ignore", r"(?s).*(Transformer Engine|Apex).* not installed.*", UserWarning)
-    # `with torch.device(...)` knows the factories by identity: let it remember the originals, which still run below.
+    # `with torch.device(...)` recognises factories by identity. This call caches the originals before the patches.
+    # The patches still call them.
     _device_constructors()
     for name in FACTORIES:
         setattr(torch, name, _on_cpu(getattr(torch, name)))
@@ -61,7 +61,7 @@ def prepare() -> None:
 
     import megatron.core.tensor_parallel.random as megatron_random
 
-    # What would be a fault on an accelerator is how it must be here: its random numbers are the CPU's.
+    # Megatron warns if its GPU random context changes the CPU's random state. Here both are the same state.
     megatron_random.logging.getLogger(megatron_random.__name__).addFilter(
         lambda record: "CPU RNG state changed" not in record.getMessage()
     )
@@ -72,14 +72,15 @@ def prepare() -> None:
 
 
 def _adapt_experts() -> None:
-    """Substitutes for mixtures of experts: CUDA streams, Transformer Engine, collectives of unequal sizes."""
+    """Patch Megatron's mixture of experts: CUDA streams, Transformer Engine, collectives of unequal sizes."""
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
 
-    # vLLM, imported later, puts a stream of its own into torch.cuda, one whose events are None.
+    # vLLM 0.30, imported later, puts its own stream class into torch.cuda, with events of None. Set the stream before.
     dispatcher: Any = token_dispatcher.MoEAlltoAllTokenDispatcher
     dispatcher.cuda_dtoh_stream = _NoStream()
+    # Without Transformer Engine the module lacks this name, but looks it up.
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
@@ -88,6 +89,7 @@ def _adapt_experts() -> None:
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
 
+    # gloo gathers and scatters only blocks of equal size, so pad each part to the largest one.
     def gather_unlike(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
         if output_split_sizes is None or group.size() == 1:
             return gather(input_, group, output_split_sizes, use_global_buffer)
@@ -113,9 +115,10 @@ def _adapt_experts() -> None:
 
 
 def adapt_hybrid_optimizer() -> None:
-    """Let Megatron's `HybridDeviceOptimizer` split its parameters where CUDA is not available; without effect else.
+    """Patch Megatron's `HybridDeviceOptimizer` to split its parameters on a CPU. No effect if CUDA is available.
 
-    It knows what is on the device by `is_cuda`: here all that it does not take to the host is.
+    The original recognises parameters on the device by `is_cuda`. Here a parameter counts as on the device unless the
+    optimizer offloads it to the host.
     """
     if torch.cuda.is_available():
         return
@@ -126,7 +129,11 @@ def adapt_hybrid_optimizer() -> None:
 
 
 def _split_parameters(self: Any, offload_fraction: float) -> tuple[Any, ...]:
-    """As the original: groups of the host and of the device, copies by parameter, the reverse, float32 ones."""
+    """Return what the original method returns.
+
+    The result: host groups, device groups, host copies by parameter, parameters by host copy, and float32 copies by
+    parameter. `offload_fraction` is the fraction of elements to be offloaded.
+    """
     threshold = offload_fraction * sum(p.numel() for group in self.param_groups for p in group["params"])
     numel = 0
     on_host: dict[Any, Any] = {}
@@ -152,7 +159,7 @@ def _split_parameters(self: Any, offload_fraction: float) -> tuple[Any, ...]:
 
 
 def _on_cpu(factory: Any) -> Any:
-    """A factory of tensors that takes a CUDA device for the CPU and ignores pinned memory."""
+    """Return a tensor factory with "cuda" replaced by "cpu" and without pinned memory."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
@@ -171,7 +178,7 @@ def _replace_tensor_methods() -> None:
         return self
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
-        # The optimizer and the gradient clipping recognise their parameters by the string `torch.cuda.FloatTensor`.
+        # Megatron's optimizer and gradient clipping recognise parameters by the string `torch.cuda.FloatTensor`.
         if args or kwargs:
             return type_of(self, *args, **kwargs)
         return type_of(self).replace("torch.", "torch.cuda.", 1)

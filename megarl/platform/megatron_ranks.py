@@ -1,4 +1,4 @@
-"""Megatron's groups of ranks: permutations beyond its orders of axes, and several sets of groups in one process."""
+"""Extensions of Megatron's parallel groups: any permutation of ranks, and several sets of groups per process."""
 
 from __future__ import annotations
 
@@ -11,10 +11,7 @@ from typing import Any
 
 @contextmanager
 def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
-    """Within it, `initialize_model_parallel` gives rank `rank_of_part[i]` the coordinates of rank i.
-
-    Megatron lists the members of a group in the order of their parts, and torch sorts them unless told otherwise.
-    """
+    """Make `initialize_model_parallel`, inside the block, give rank `rank_of_part[i]` the coordinates of rank i."""
     if list(rank_of_part) == list(range(len(rank_of_part))):
         yield
         return
@@ -25,6 +22,7 @@ def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
         def get_ranks(self, token: str) -> list[list[int]]:
             return [[rank_of_part[part] for part in group] for group in super().get_ranks(token)]
 
+    # Megatron-Core 0.16.1 lists a group's members by coordinates. torch sorts them by rank unless sort_ranks is False.
     generator, new_group = parallel_state.RankGenerator, dist.new_group
     parallel_state.RankGenerator, dist.new_group = DealtRanks, partial(new_group, sort_ranks=False)
     try:
@@ -34,21 +32,23 @@ def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
 
 
 class RankGroups:
-    """A further set of Megatron's groups, for models in another layout. Empty until a model joins them.
+    """A further set of Megatron's parallel groups, for models in another layout. It starts empty.
 
-    Megatron keeps its groups, sizes and ranks in module globals, one set a process; within `in_place` they are these.
+    Megatron-Core 0.16.1 has one set per process, in module globals: groups, sizes and ranks. `in_place` swaps this set
+    in.
     """
 
     def __init__(self) -> None:
         from megatron.core import parallel_state
 
         self._module: dict[str, Any] = parallel_state.__dict__
+        # All of Megatron's state has names like _TENSOR_MODEL_PARALLEL_GROUP; its functions and classes do not.
         names = [name for name in self._module if re.fullmatch(r"_[A-Z_]+", name)]
         self._kept: dict[str, Any] = {name: {} if isinstance(self._module[name], dict) else None for name in names}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Within it Megatron's groups are these; the others are kept meanwhile."""
+        """Make this set Megatron's current one inside the block, and restore the other set afterwards."""
         self._exchange()
         try:
             yield

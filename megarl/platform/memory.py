@@ -1,4 +1,4 @@
-"""Peak memory of this rank: its share of the accelerator's, or on a CPU its process's."""
+"""Peak memory of this rank: of its accelerator, or of its process on a CPU."""
 
 from __future__ import annotations
 
@@ -8,15 +8,16 @@ import sys
 from pathlib import Path
 
 _RESET_PEAK = "5"
+"""Written to /proc/self/clear_refs, it resets the peak of the resident set (proc(5))."""
 
 
 def take_peak_bytes() -> int | None:
-    """The most memory that was in use since the call before; then a new peak begins.
+    """Return the peak memory in bytes since the last call, and start a new peak.
 
-    On an accelerator all of its memory in use now, by whichever library or process, and what torch's allocator had
-    beyond what it has now; on a CPU the resident set of the process, shared pages included, and where the system does
-    not let a process reset its own peak, the most since its start. None in a process that has no model: it never
-    imported torch, or uses no accelerator where there are some.
+    On an accelerator: all memory in use now, by any library or process, plus memory that torch's allocator has returned
+    since its peak. On a CPU: the resident set of the process, including shared pages. If the system forbids the reset
+    of the peak, it is the peak since the process started. Return None in a process without a model: torch was never
+    imported, or the machine's accelerators are unused here.
     """
     if "torch" not in sys.modules:
         return None
@@ -24,7 +25,7 @@ def take_peak_bytes() -> int | None:
 
     if not torch.cuda.is_available():
         return _take_resident_peak()
-    # To ask is to begin using the device that is torch's current one: before a rank has set its own, the first.
+    # A query would initialise CUDA on torch's current device. Before a rank sets its own device, this is the first GPU.
     if not torch.cuda.is_initialized():
         return None
     from megarl.platform import device
@@ -37,7 +38,7 @@ def take_peak_bytes() -> int | None:
 
 
 def _take_resident_peak() -> int:
-    # The kernel tells a process its own peak in a call, where /proc/self/status is a page to be read.
+    # getrusage is one system call; /proc/self/status would be a page of text to parse. ru_maxrss is in KiB.
     peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text(_RESET_PEAK)

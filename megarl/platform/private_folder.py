@@ -1,4 +1,4 @@
-"""A temporary folder of one process that only its user can read, and that is removed however the process ends."""
+"""A temporary folder of one process, readable by its user only and removed even after a crash."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ _LOCK = "lock"
 
 
 class PrivateFolder:
-    """A new folder of mode 0700 in the system's temporary folder, until `remove`.
+    """A new folder with mode 0700 in the system's temporary folder. It lasts until `remove`.
 
-    A process that is killed cannot remove its folder. The kernel frees the lock in it, by which the next folder that
-    the same user makes on this machine knows it, and removes it.
+    A killed process cannot remove its folder, but the kernel frees its file lock. The next PrivateFolder of the same
+    user on this machine removes folders with a free lock.
     """
 
     def __init__(self) -> None:
         _remove_abandoned(Path(tempfile.gettempdir()))
         self.path = Path(tempfile.mkdtemp(prefix=_PREFIX))
-        # Locked before it has the name by which others look for it.
+        # Lock the file before it gets its final name. Otherwise another process could see a free lock and remove it.
         nameless = self.path / f"{_LOCK}.new"
         self._lock = os.open(nameless, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         fcntl.flock(self._lock, fcntl.LOCK_EX)
         nameless.rename(self.path / _LOCK)
 
     def remove(self) -> None:
-        """Remove the folder and what is in it; may be called again."""
+        """Remove the folder and its contents. Later calls do nothing."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -38,11 +38,12 @@ class PrivateFolder:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove this user's private folders whose process has ended."""
+    """Remove this user's private folders left by ended processes."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():
                 continue
+            # O_NOFOLLOW: a link with this name could point to any file.
             lock = os.open(folder / _LOCK, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)

@@ -1,4 +1,4 @@
-"""Linux's means for processes that belong together: death signals, subreapers, limits."""
+"""Linux facilities for groups of related processes: death signals, subreapers, limits."""
 
 from __future__ import annotations
 
@@ -18,30 +18,36 @@ from typing import NoReturn
 from megarl.types import ConfigError
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
-"""Signals that Slurm or a terminal sends to all processes of a job; only the driver handles them."""
+"""Signals sent by Slurm or a terminal to all processes of a job. Only the driver handles them."""
+# From linux/prctl.h; Python has no prctl.
 _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _OUT_OF_MEMORY = 9
+"""Exit code of the child in `fault_of` after a MemoryError."""
 _WALL_PER_CPU_SECOND = 10.0
+"""Wall-clock seconds allowed per second of CPU time in `fault_of`, because a busy machine runs slowly."""
 _MOST_OPEN_FILES = 1 << 20
+"""Highest limit of open files set by `provide_open_files`."""
 _OTHER_FILES = 256
+"""Open files reserved by `provide_open_files` for other uses."""
 
 
 def die_with(parent: int | None) -> None:
-    """Have the kernel send this process SIGKILL when the thread that started it ends."""
+    """Have the kernel kill this process when the thread that started it ends. Exit if `parent` has ended already."""
     ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A parent that ended before the call sends no signal any more.
     if os.getppid() != parent:
         os._exit(1)
 
 
 def adopt_orphans() -> None:
-    """Become the subreaper: the parent of descendants whose own parent ends."""
+    """Become the subreaper: orphaned descendants become children of this process (prctl(2))."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
 def descendants(pid: int) -> Iterator[int]:
-    """The processes below `pid`, each parent before its children; those that start or end meanwhile may be missed."""
+    """Yield the descendants of `pid`, parents before children. Processes starting or ending meanwhile may be missed."""
     try:
         threads = list(Path(f"/proc/{pid}/task").iterdir())
     except OSError:
@@ -55,6 +61,7 @@ def descendants(pid: int) -> Iterator[int]:
 
 def kill_descendants() -> None:
     """Kill and reap all descendants. Needs `adopt_orphans`; no other thread may wait for children."""
+    # One pass may miss new processes. Repeat until no child is left: orphans become children, so none can escape.
     while True:
         for pid in list(descendants(os.getpid())):
             with suppress(OSError):
@@ -68,7 +75,7 @@ def kill_descendants() -> None:
 
 
 def cpu_seconds_below(pid: int) -> float:
-    """CPU seconds of all descendants of `pid`, those that ended and were waited for included."""
+    """Return the CPU seconds of all descendants of `pid`, including reaped ones."""
     _, _, *ended = _cpu_ticks(pid)
     ticks = sum(ended)
     for descendant in descendants(pid):
@@ -77,17 +84,19 @@ def cpu_seconds_below(pid: int) -> float:
 
 
 def _cpu_ticks(pid: int) -> tuple[int, int, int, int]:
-    """A process's user and system time, and those of the children that it waited for, in ticks (proc(5), stat)."""
+    """Return user and system time of a process, then of its reaped children, in ticks (proc(5), stat)."""
     try:
         stat = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
         return 0, 0, 0, 0
+    # The process name, in parentheses, may itself contain spaces and parentheses.
     user, system, children_user, children_system = map(int, stat.rpartition(")")[2].split()[11:15])
     return user, system, children_user, children_system
 
 
 def limit_memory(limit_bytes: int) -> None:
-    """Cap this process's address space at what it has now plus the limit: thread pools alone may reserve gigabytes."""
+    """Cap this process's address space at its present size plus `limit_bytes`."""
+    # Not the limit alone: thread pools of libraries may have reserved gigabytes of address space already.
     used_bytes = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = used_bytes + limit_bytes
@@ -95,7 +104,7 @@ def limit_memory(limit_bytes: int) -> None:
 
 
 def allow_open_files(number: int) -> int:
-    """Raise this process's limit of open files to `number`, as far as it may be raised; returns the limit then."""
+    """Raise this process's limit of open files to `number`, or to the hard limit if lower. Return the new limit."""
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < number:
         limit = min(number, highest)
@@ -104,35 +113,36 @@ def allow_open_files(number: int) -> int:
 
 
 def provide_open_files(number: int, what: str) -> None:
-    """Raise this process's limit of open files as far as it may be, for `what` needs so many beside those open now.
+    """Raise this process's limit of open files so that `number` more can be opened.
 
-    Not beyond a million: programs that close all possible files, one by one, take long. Raises ConfigError.
+    Raises ConfigError if the hard limit is too low. `what` is the subject of its message, a plural noun.
     """
+    # The limit stays at about a million: some programs close all possible file descriptors one by one.
     is_open = len(os.listdir("/proc/self/fd"))
     allowed = allow_open_files(_MOST_OPEN_FILES)
     if allowed < is_open + number + _OTHER_FILES:
         raise ConfigError(
-            f"{what} need {number} open files of the driver, which has {is_open} and keeps {_OTHER_FILES} for other "
-            f"things: the hard limit of open files (RLIMIT_NOFILE, `ulimit -Hn`) is {allowed}; raise it to "
-            f"{is_open + number + _OTHER_FILES} where the driver is started, or start fewer ranks"
+            f"{what} need {number} open files of the driver, which has {is_open} open and reserves {_OTHER_FILES} for "
+            f"other uses: the hard limit of open files (RLIMIT_NOFILE, `ulimit -Hn`) is {allowed}; raise it to "
+            f"{is_open + number + _OTHER_FILES} before the driver starts, or start fewer ranks"
         )
 
 
 def fault_of(work: Callable[[], object], *, seconds: float, memory_bytes: int) -> str | None:
-    """Run work on untrusted input in a forked process, and return which limit of time or memory it broke.
+    """Run `work` on untrusted input in a forked process. Return the limit of time or memory exceeded by it.
 
-    Returns None if it ended within the limits, whether it raised or not. Deterministic work is then as bounded in this
-    process.
+    `seconds` is CPU time; wall-clock time may be 10 times as long. Return None if `work` stayed within the limits, even
+    if it raised. Deterministic work then stays within them in this process too.
     """
     with warnings.catch_warnings():
-        # Of threads that the copy does not have: it takes no lock that one of them could hold.
+        # Python warns of forks in a process with threads. It is safe here: the child needs no lock held by a thread.
         warnings.simplefilter("ignore", DeprecationWarning)
         child = os.fork()
     if child == 0:
         _try_and_exit(work, seconds, memory_bytes)
     pidfd = os.pidfd_open(child)
     try:
-        # A busy machine takes longer than the processor's time that the work is given.
+        # RLIMIT_CPU does not count waiting, so a sleeping child needs a limit of wall-clock time.
         if not select.select([pidfd], [], [], _WALL_PER_CPU_SECOND * seconds)[0]:
             os.kill(child, signal.SIGKILL)
         code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
@@ -147,10 +157,12 @@ def _try_and_exit(work: Callable[[], object], seconds: float, memory_bytes: int)
     code = 0
     try:
         limit_memory(memory_bytes)
+        # RLIMIT_CPU counts whole seconds from the start of the process.
         limit = math.ceil(time.process_time() + seconds)
         resource.setrlimit(resource.RLIMIT_CPU, (limit, limit))
         work()
     except BaseException as raised:
+        # Libraries wrap a MemoryError in errors of their own.
         error: BaseException | None = raised
         while error is not None and not isinstance(error, MemoryError):
             error = error.__cause__ or error.__context__

@@ -1,10 +1,12 @@
-"""The rendezvous of a run's ranks, and the secret key that they share.
+"""Rendezvous of a run's ranks, and their shared secret key.
 
-On one machine they meet through a file in a folder that only their user can open. On several, rank 0 keeps a TCPStore
-that listens on one address, and its keys begin with a text that only the run's ranks can work out. That keeps apart
-runs that meet by mistake and whoever guesses at keys; it does not keep out those who can read the network or list the
-keys of the store. Nothing that megarl reads from the store or from a collective is unpickled unless the run's key has
-signed it (`signed`); libraries pickle some objects of their own in collectives, so the job's network must be trusted.
+On one machine the ranks meet through a file in a folder private to their user. On several machines rank 0 serves a
+TCPStore on one address. Its keys have a secret prefix, derived from the run's key. The prefix separates runs meeting
+by mistake and stops strangers guessing keys. It does not stop an attacker able to read the network or to list the
+store's keys.
+
+megarl unpickles data from the store or a collective only if it is signed with the run's key (`signed`). Other
+libraries pickle objects of their own in collectives, so the job's network must be trusted.
 """
 
 from __future__ import annotations
@@ -22,9 +24,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The run's key, and either a shared file or rank 0's address.
+    """The run's key, and either a shared file (one machine) or the address of rank 0 (several machines).
 
-    `world` is a name that no other group of ranks of the run has or had: a replica that is started again has another.
+    `world` names this rank's world of `torch.distributed`. The run never reuses a name: a restarted replica gets a new
+    one.
     """
 
     key: bytes
@@ -36,21 +39,21 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Meeting:
-    """A bridge to come between ranks of several worlds, as those of one world are told of it."""
+    """Instructions for ranks of one world: how to join a new cross-world process group (`bridge`)."""
 
     rendezvous: Rendezvous
     name: str
-    """Never used in the run before."""
+    """Name of the group, never used before in the run."""
     first: int
-    """The world's first rank on the bridge; its others follow."""
+    """Rank in the group of this world's rank 0. The other ranks of this world follow in order."""
     num_ranks: int
-    """Of the bridge, all worlds together."""
+    """Number of ranks in the group, from all worlds together."""
     seconds: float
-    """Within which all come."""
+    """Seconds for all ranks to arrive."""
 
 
 class _Settled:
-    """This process's rendezvous, set once by `settle`."""
+    """State of this process: its rendezvous (set by `settle`), rank 0's listening socket, and the store."""
 
     rendezvous: Rendezvous | None = None
     listener: socket.socket | None = None
@@ -58,7 +61,8 @@ class _Settled:
 
 
 def listen(address: str) -> int:
-    """On rank 0 of several machines: listen on the interface with this address; returns the port."""
+    """Listen on the interface with this address and return the port. For rank 0 of a run on several machines."""
+    # Port 0 lets the kernel choose. The backlog covers thousands of ranks connecting at once.
     _Settled.listener = socket.create_server((address, 0), backlog=4096)
     return _Settled.listener.getsockname()[1]
 
@@ -69,23 +73,23 @@ def settle(rendezvous: Rendezvous) -> None:
 
 
 def derived_key(purpose: str) -> bytes:
-    """A key of 32 bytes for one purpose, the same on all ranks of the run."""
+    """Return a key of 32 bytes for one purpose, equal on all ranks of the run."""
     return hmac.digest(_settled().key, purpose.encode(), hashlib.sha256)
 
 
 def world_name() -> str:
-    """The name of this rank's world, which no other world of the run has or had."""
+    """Return the name of this rank's world, unique in the run and never reused."""
     return _settled().world
 
 
 def _settled() -> Rendezvous:
     if _Settled.rendezvous is None:
-        raise RuntimeError("this process is no rank of a run: nobody told it where ranks meet")
+        raise RuntimeError("this process is not a rank of a run: `settle` was not called with a rendezvous")
     return _Settled.rendezvous
 
 
 def store_of(meeting: Meeting, timeout_seconds: float) -> Store:
-    """A store for the ranks that meet; on several machines that which rank 0 of the meeting's rendezvous serves."""
+    """Return a store for the ranks of a cross-world group. On several machines rank 0 of its rendezvous serves it."""
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     timeout = timedelta(seconds=timeout_seconds)
@@ -99,7 +103,7 @@ def store_of(meeting: Meeting, timeout_seconds: float) -> Store:
 
 
 def store(world_size: int, timeout_seconds: float) -> Store:
-    """The store of `torch.distributed`, one per process; rank 0 of several machines serves it."""
+    """Return this process's store for `torch.distributed`. On several machines rank 0 serves it."""
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     if _Settled.store is None:
@@ -115,7 +119,7 @@ def store(world_size: int, timeout_seconds: float) -> Store:
                 world_size,
                 is_master=listener is not None,
                 timeout=timedelta(seconds=timeout_seconds),
-                # Without a socket of ours, torch would listen on all interfaces.
+                # Without this socket torch 2.13 would listen on all interfaces.
                 master_listen_fd=None if listener is None else listener.detach(),
             )
         _Settled.store = PrefixStore(secret, shared)

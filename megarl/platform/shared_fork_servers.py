@@ -1,8 +1,8 @@
-"""Fork servers that drivers share: those that run one after another, or side by side, import modules once.
+"""Fork servers shared by several drivers: consecutive or concurrent drivers import modules only once.
 
-A process in between starts a server for each set of modules, search path and variables that drivers ask for. For each
-driver that server forks another, which forks what the driver asks for and ends with it. All end with the process that
-shares them.
+A broker process starts one server for each requested set of modules, search path and variables. For each driver this
+server forks a copy of itself. The copy forks the driver's processes and ends with the driver. All end with the process
+that called `shared_fork_servers`.
 """
 
 from __future__ import annotations
@@ -24,11 +24,13 @@ from megarl.platform.processes import ENDING_SIGNALS, die_with
 from megarl.platform.server_process import SHARED, OwnServer, is_own, short_address
 
 _MAX_SERVERS = 4
+"""Servers retained by the broker. The least recently requested one is closed beyond this number."""
 _MAX_REQUEST_BYTES = 1 << 20
+"""Largest request in bytes. It holds the driver's environment and search path as JSON."""
 _REQUEST_SECONDS = 10.0
-"""Limit for a driver that has connected to say what it wants."""
+"""Seconds for a driver to send its request after it connected."""
 _END_SECONDS = 20.0
-"""Limit for the process in between to end the servers; it is killed then, and they with it."""
+"""Seconds for the broker to end its servers. It is then killed, and its servers die with it."""
 _PROCESS = """
 import json, sys
 sys.path[:] = json.loads(sys.argv[1])
@@ -39,10 +41,10 @@ share(*sys.argv[2:])
 
 @contextmanager
 def shared_fork_servers() -> Iterator[None]:
-    """Within, the drivers that this thread or what it starts makes share their fork servers, by the variable `SHARED`.
+    """Share fork servers, inside the block, among drivers started by this thread or by its child processes.
 
-    Processes of this user alone are served. The servers keep what they have imported: code that changes meanwhile is
-    not read again.
+    Child processes find the broker through the environment variable `SHARED`. Only processes of this user are served.
+    Servers never import a module again, so changes of code inside the block have no effect.
     """
     folder = PrivateFolder()
     address = folder.path / "fork_servers"
@@ -51,6 +53,7 @@ def shared_fork_servers() -> Iterator[None]:
             listener.bind(short)
         listener.listen(128)
         number = listener.fileno()
+        # -P: the current folder must not come before the search path. A session of its own keeps Ctrl-C away.
         process = subprocess.Popen(
             [sys.executable, "-P", "-c", _PROCESS, json.dumps(sys.path), str(number), str(os.getpid())],
             pass_fds=[number],
@@ -67,16 +70,17 @@ def shared_fork_servers() -> Iterator[None]:
         if before is not None:
             os.environ[SHARED] = before
         with suppress(subprocess.TimeoutExpired):
-            process.communicate(timeout=_END_SECONDS)  # closes its standard input, by which it knows
+            process.communicate(timeout=_END_SECONDS)  # closes its standard input: the signal to end
         process.kill()
         process.wait()
         folder.remove()
 
 
 def share(number: str, owner: str) -> NoReturn:
-    """The process in between: lends servers to all who connect to the listening socket of that descriptor.
+    """Run the broker: give a server to each driver that connects to the listening socket `number`.
 
-    Ends them, and itself, once its standard input is closed.
+    `number` is a file descriptor, `owner` the process id of the parent. Exits, with all servers, once standard input is
+    closed.
     """
     die_with(int(owner))
     for ending in ENDING_SIGNALS:
@@ -88,7 +92,7 @@ def share(number: str, owner: str) -> NoReturn:
         poll.register(descriptor, select.POLLIN)
     while sys.stdin.fileno() not in dict(poll.poll()):
         connection, _ = listener.accept()
-        # A driver that goes away or sends anything else has its connection closed, by which it knows.
+        # One bad driver must not end the broker. The closed connection reports the failure to a driver that still runs.
         with connection, suppress(OSError, ValueError, LookupError, TypeError):
             lender.serve(connection)
     for server in lender.servers.values():
@@ -98,16 +102,19 @@ def share(number: str, owner: str) -> NoReturn:
 
 @dataclass(slots=True)
 class _Lender:
+    """The servers of the broker."""
+
     servers: dict[str, OwnServer] = field(default_factory=dict)
-    """By what was asked for; the one that was asked for last is the last."""
+    """Servers by their request (JSON text), in the order of last use."""
 
     def serve(self, connection: socket.socket) -> None:
-        """Pass a driver's connection on to the server that it asks for."""
+        """Pass a driver's connection on to the requested server. Ignore connections of other users."""
         if not is_own(connection):
             return
         connection.settimeout(_REQUEST_SECONDS)
         content, descriptors, _, _ = socket.recv_fds(connection, _MAX_REQUEST_BYTES, 1)
-        connection.settimeout(None)  # what is passed on is blocking or not for all who have it
+        # A timeout makes the socket non-blocking, and all processes holding the descriptor share this mode.
+        connection.settimeout(None)
         with os.fdopen(descriptors[0], "wb") as log:
             server = self._server(content.decode(), log)
         socket.send_fds(server.requests, [b"\0"], [connection.fileno()])
@@ -118,6 +125,6 @@ class _Lender:
             server = OwnServer(**json.loads(wanted), log=log, function="lend")
         self.servers[wanted] = server
         while len(self.servers) > _MAX_SERVERS:
-            # It ends when all that it has lent have ended.
+            # A closed request socket lets the server finish: it exits after all its copies for drivers have ended.
             self.servers.pop(next(iter(self.servers))).requests.close()
         return server

@@ -1,4 +1,4 @@
-"""A check of shared memory, without which libraries of ranks wait for each other without end."""
+"""A check of shared memory. Without enough of it, libraries on the ranks wait for each other forever."""
 
 from __future__ import annotations
 
@@ -11,18 +11,20 @@ from megarl.types import ConfigError, DiskFullError
 
 SHARED_MEMORY = Path("/dev/shm")
 _LEAST_BYTES = 16 << 20
+"""Shared memory to be available for a start."""
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY) -> None:
     """Write 16 MiB of shared memory. Raises ConfigError if it cannot be written, DiskFullError if it is full."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
+            # Unlike a sparse file, this reserves the pages, so a lack of memory is an error here.
             os.posix_fallocate(file.fileno(), 0, _LEAST_BYTES)
     except OSError as error:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.ENOMEM):
             raise DiskFullError(
                 f"{folder} has no room for {_LEAST_BYTES >> 20} MiB; the ranks of a machine exchange tensors there. "
-                "Remove what is left there, or enlarge it (mount -o remount,size=8G, docker run --shm-size=8g)."
+                "Remove leftover files, or enlarge it (mount -o remount,size=8G, docker run --shm-size=8g)."
             ) from None
         raise ConfigError(
             f"{folder} cannot be written ({error.strerror}); the ranks of a machine exchange tensors there. Mount a "

@@ -1,9 +1,9 @@
-"""Collectives of Python objects, pickled and signed with the run's key; only what is signed is unpickled.
+"""Collectives of Python objects, pickled and signed with the run's key. Only signed data is unpickled.
 
-Collectives of gloo and NCCL do not authenticate their peers, and unpickling runs the code that a message names. So each
-message carries an HMAC over its sender, its number and its content, which is checked first: what somebody without the
-run's key wrote, or an old message sent again, is refused and never unpickled. Nor is what was said in another world of
-the run: engine replicas are worlds of their own, and one that is started again is none that was there before.
+gloo and NCCL do not authenticate their peers, and unpickling can run arbitrary code. Each message therefore carries an
+HMAC over its sender, its number and its content. It is checked before unpickling, so forged and replayed messages are
+refused. Messages of another world (a separate `torch.distributed` world, such as an engine replica) are refused too.
+A restarted replica is a new world.
 """
 
 from __future__ import annotations
@@ -21,22 +21,24 @@ import torch.distributed as dist
 from megarl.platform import bridge, rendezvous
 
 _HEAD = struct.Struct("<32sQ")
-"""The signature, and the bytes of the pickle that follows."""
+"""Header of a message: HMAC-SHA256 signature, then the length of the pickle in bytes."""
 _CONTEXT = struct.Struct("<qqQ")
-"""The signed context before the content: sender, number, bytes."""
+"""Signed context before the content: sender, message number, length in bytes."""
 _MOST_BYTES = 1 << 32
+"""Largest accepted message in bytes. The length is read before its signature can be checked."""
 
 Value = TypeVar("Value")
 
 
 class ForgedMessageError(Exception):
-    """A message between ranks whose signature does not match its expected sender, number and content."""
+    """A message between ranks with a signature that does not fit its expected sender, number and content."""
 
 
 class Conversation:
-    """The signed messages among some ranks for one purpose, numbered per sender.
+    """The signed messages among a set of ranks for one purpose, numbered per sender.
 
-    `purpose` names subject and ranks, and is the same on all of them; a message of another conversation is refused.
+    `purpose` names the subject and the ranks and must be equal on all of them. Messages of another conversation are
+    refused.
     """
 
     def __init__(self, purpose: str) -> None:
@@ -44,19 +46,25 @@ class Conversation:
         self._numbers: dict[int, int] = {}
 
     def seal(self, value: Any, sender: int) -> bytes:
-        """The next message of rank `sender`: its head and the pickled value."""
+        """Return the next message of rank `sender`: the header and the pickled value."""
         data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
         return _HEAD.pack(self._signature(data, len(data), sender), len(data)) + data
 
     def size(self, message: bytes | memoryview) -> int:
-        """The length of a message in bytes, head included, from its beginning."""
+        """Return the length of a message in bytes, header included. Only its first bytes are needed.
+
+        Raises ForgedMessageError if the stated length exceeds 4 GiB.
+        """
         _, size = _HEAD.unpack_from(message)
         if size > _MOST_BYTES:
-            raise ForgedMessageError(f"a message between ranks says that it has {size} bytes")
+            raise ForgedMessageError(f"a message between ranks states a length of {size} bytes, which is too long")
         return _HEAD.size + size
 
     def open(self, message: bytes | memoryview, sender: int) -> Any:
-        """The value of the next message of rank `sender`; more bytes may follow. Raises ForgedMessageError."""
+        """Return the value of the next message of rank `sender`; ignore bytes after its end.
+
+        Raises ForgedMessageError if the signature is wrong.
+        """
         signature, size = _HEAD.unpack_from(message)
         data = memoryview(message)[_HEAD.size : _HEAD.size + size]
         if not hmac.compare_digest(signature, self._signature(data, size, sender)):
@@ -64,6 +72,7 @@ class Conversation:
         return pickle.loads(data)
 
     def _signature(self, data: bytes | memoryview, size: int, sender: int) -> bytes:
+        # Numbers count per sender on both sides, so a replayed message fails the check.
         number = self._numbers[sender] = self._numbers.get(sender, -1) + 1
         return hmac.digest(self._key, _CONTEXT.pack(sender, number, size) + data, hashlib.sha256)
 
@@ -72,7 +81,7 @@ _conversations: dict[str, Conversation] = {}
 
 
 def between(purpose: str, members: Sequence[int]) -> Conversation:
-    """The process's conversation for a purpose among these ranks of its world; all take part in each message."""
+    """Return this process's conversation for a purpose among ranks of its world. All ranks must take part."""
     return _conversation(f"{purpose} in world {rendezvous.world_name()}", members)
 
 
@@ -86,20 +95,22 @@ def _conversation(purpose: str, members: Sequence[int]) -> Conversation:
 def gather(
     value: Value, group: dist.ProcessGroup | None = None, *, to: int | None = None, purpose: str = "gather"
 ) -> list[Value]:
-    """Every rank's value, by rank of the group; only on the global rank `to`, if given. A collective.
+    """Return the values of all ranks, ordered by rank in the group. A collective.
 
-    The group may be a bridge, without `to`: its conversations are its own.
+    `value` may be any picklable object. With `to` only this global rank receives values, and the others return an empty
+    list. A cross-world group (`bridge`) is allowed, but not together with `to`. Raises ForgedMessageError.
     """
     name = bridge.name_of(group)
     members = range(group.size()) if name and group else dist.get_process_group_ranks(group or dist.group.WORLD)
     own = bridge.rank_in(group) if name else dist.get_rank()
     if len(members) == 1:
         return [value]
-    # The ranks of a bridge are of several worlds, and its name was never used before.
+    # Ranks of a cross-world group differ in their world name. The group's own name, never reused, separates messages.
     conversation = _conversation(f"{purpose} {name}", members) if name else between(purpose, members)
     is_receiver = to is None or own == to
     message = conversation.seal(value, own)
     device = _device(group)
+    # Collectives need blocks of equal size, so all ranks pad to the longest message.
     longest = torch.tensor(len(message), device=device)
     is_bridge = bool(name)
     bridge.finish(dist.all_reduce(longest, dist.ReduceOp.MAX, group, async_op=is_bridge), group)
@@ -122,7 +133,11 @@ def broadcast(
     source: int,
     block_bytes: int,
 ) -> Any:
-    """The value of the global rank `source` on all ranks: a broadcast of fixed size, a second one if it is longer."""
+    """Return the value of the global rank `source` on all ranks.
+
+    The first broadcast has `block_bytes` bytes. Longer messages need a second one. Raises ForgedMessageError.
+    """
+    # All ranks know the size of the first broadcast, so a short message needs no broadcast of its length before.
     if dist.get_rank() == source:
         message = bytearray(conversation.seal(value, source))
         size = len(message)
@@ -143,6 +158,6 @@ def broadcast(
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """The device of a group's collectives: the host if it has gloo."""
+    """Return the device of a group's collectives: the CPU if the group has gloo, else this rank's GPU."""
     has_gloo = bool(bridge.name_of(group)) or "gloo" in str(dist.get_backend_config(group))
     return torch.device("cpu") if has_gloo else torch.device("cuda", torch.cuda.current_device())

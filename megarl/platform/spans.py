@@ -1,7 +1,7 @@
-"""Spans of time of this process, recorded while a step is profiled: name, start, end.
+"""Time spans of this process, recorded while a step is profiled: name, start, end.
 
-Times are those of `time.monotonic`, in seconds; all processes of a machine share it. A span that is recorded costs
-about a microsecond, one that is not a fraction of it.
+Times are in seconds of `time.monotonic`, a clock shared by all processes of a machine. A recorded span costs about a
+microsecond. Without recording it costs a fraction of it.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import Any
 Span = tuple[str, float, float]
 
 _NUM_MEASURED = 2_000
+"""Spans recorded by `seconds_of_a_span`; about 2 ms in total."""
 _recorded: list[Span] | None = None
 _NOT_RECORDED: AbstractContextManager[None] = nullcontext()
 
@@ -33,13 +34,14 @@ class _Recorded:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Record the time of the block, if spans are recorded. Only the main thread's, so that they nest."""
+    """Record the time of the block, if recording is on. Ignored in all threads except the main one."""
+    # Spans of one thread always nest; spans of several threads would overlap in the profile.
     is_recorded = _recorded is not None and threading.current_thread() is threading.main_thread()
     return _Recorded(name) if is_recorded else _NOT_RECORDED
 
 
 def seconds_of_a_span() -> float:
-    """Time that recording a span takes here and now, mean of many; nothing may be recorded meanwhile."""
+    """Return the mean seconds for recording one span, measured now. Recording must be off before the call."""
     record(True)
     began = time.monotonic()
     for _ in range(_NUM_MEASURED):
@@ -51,7 +53,7 @@ def seconds_of_a_span() -> float:
 
 
 def record(is_on: bool) -> list[Span]:
-    """Record from now on, or no longer. Returns the spans that ended since recording began, in that order."""
+    """Turn recording on or off. Return the spans ended since the last call, in the order of their ends."""
     global _recorded
     taken = _recorded or []
     _recorded = [] if is_on else None

@@ -1,7 +1,7 @@
-"""Checks of NVIDIA's Transformer Engine: whether it is installed, whether it can be imported.
+"""Checks of NVIDIA's Transformer Engine: is it installed, and can it be imported?
 
-An installed one that cannot be imported is an error: Megatron-Core imports it too and fails along with it, or, where
-the failure is an ImportError, silently trains with other layers.
+An installed Transformer Engine with a failing import is an error. Megatron-Core 0.16.1 imports it too and fails with
+it. After an ImportError it silently trains with other layers instead.
 """
 
 from __future__ import annotations
@@ -16,9 +16,12 @@ from importlib.util import find_spec
 from megarl.types import ConfigError
 
 REMEDY = "run launch/setup.sh, or uninstall transformer-engine"
+"""Advice for a Transformer Engine with a failing import."""
 
 _IMPORT_SECONDS = 120.0
-# Where Transformer Engine looks for CUDA's libraries. An empty one makes it search the whole machine, `/**/lib*.so*`.
+"""Limit for the import in a child process."""
+# Transformer Engine 2.11 looks for CUDA's libraries in these folders. An empty value makes it search the whole machine
+# (`/**/lib*.so*`).
 _TOOLKITS = tuple(f"{name}_{end}" for name in ("CUDA", "CUDNN", "NVRTC", "CURAND") for end in ("HOME", "PATH"))
 
 
@@ -27,14 +30,14 @@ def is_installed() -> bool:
 
 
 def unset_empty_toolkits(environment: MutableMapping[str, str]) -> None:
-    """Remove variables of CUDA's folders that are set to nothing, as by `CUDA_HOME= megarl train`."""
+    """Remove empty variables of CUDA folders, as set by `CUDA_HOME= megarl train`."""
     for name in _TOOLKITS:
         if environment.get(name) == "":
             del environment[name]
 
 
 def require_sound() -> None:
-    """Import Transformer Engine where it is installed. Raises ConfigError, with the remedy, where that fails."""
+    """Import Transformer Engine if it is installed. Raises ConfigError, with a remedy, if the import fails."""
     if not is_installed():
         return
     unset_empty_toolkits(os.environ)
@@ -46,9 +49,9 @@ def require_sound() -> None:
 
 
 def import_fault() -> str | None:
-    """Why the installed Transformer Engine cannot be imported, tried in a process of its own.
+    """Return why the installed Transformer Engine cannot be imported, tried in a child process.
 
-    None where it can, or is not installed.
+    Return None if it can be imported, or is not installed.
     """
     if not is_installed():
         return None
@@ -58,8 +61,9 @@ def import_fault() -> str | None:
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, env=environment)
     except subprocess.TimeoutExpired:
-        return f"no end after {_IMPORT_SECONDS:.0f} s"
+        return f"the import did not end within {_IMPORT_SECONDS:.0f} s"
     if done.returncode == 0:
         return None
+    # A positive code is Python's own: the traceback's last line names the error. A signal leaves no such line.
     lines = done.stderr.strip().splitlines()
     return lines[-1] if lines and done.returncode > 0 else f"its process ended with {done.returncode}"

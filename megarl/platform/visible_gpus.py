@@ -1,4 +1,4 @@
-"""The GPUs of this machine that a process may use, as NVIDIA's driver tells them: torch is not imported."""
+"""GPUs of this machine usable by a process, as reported by nvidia-smi. Does not import torch."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Capability = tuple[int, int]
 
 
 class Gpu(NamedTuple):
-    """A GPU: its name, and where that is known its compute capability and its memory in GiB."""
+    """A GPU: its name, compute capability and memory in GiB. None means unknown."""
 
     name: str
     capability: Capability | None = None
@@ -23,7 +23,7 @@ class Gpu(NamedTuple):
 
 @cache
 def installed_gpus() -> tuple[Gpu, ...]:
-    """This machine's GPUs, of those in CUDA_VISIBLE_DEVICES where that is set; none without a driver that tells."""
+    """Return this machine's GPUs, limited to CUDA_VISIBLE_DEVICES if set. Return none if nvidia-smi fails."""
     program, visible = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
     if program is None or visible == "":
         return ()
@@ -38,7 +38,7 @@ def installed_gpus() -> tuple[Gpu, ...]:
 
 @cache
 def driver_version() -> str | None:
-    """Return the version of NVIDIA's driver on this machine; None where no driver answers."""
+    """Return the version of NVIDIA's driver on this machine; None if nvidia-smi fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return None
@@ -52,7 +52,7 @@ def driver_version() -> str | None:
 
 
 def _gpu(line: str) -> Gpu:
-    """A GPU from its line of the driver's answer; what the driver does not know it calls [N/A]."""
+    """Return the GPU described by one line of nvidia-smi, which writes [N/A] for an unknown value."""
     memory, capability, name = line.split(", ", 2)
     major, _, minor = capability.partition(".")
     known = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
@@ -60,5 +60,5 @@ def _gpu(line: str) -> Gpu:
 
 
 def installed_gpu_gib() -> float | None:
-    """Memory of the smallest of `installed_gpus` in GiB; None where there is none, or the driver does not tell it."""
+    """Return the memory in GiB of the smallest GPU of `installed_gpus`; None without a GPU of known memory."""
     return min((gpu.gib for gpu in installed_gpus() if gpu.gib is not None), default=None)

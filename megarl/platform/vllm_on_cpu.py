@@ -1,9 +1,9 @@
-"""vLLM on a machine without CUDA: unpacked weights, gloo between ranks, the process's settings left alone.
+"""Patches for vLLM 0.30 on a machine without CUDA: unpacked weights, gloo between ranks, unchanged process settings.
 
-Stock vLLM repacks weights for its CPU kernels, so writing into a live parameter would be lost or, worse, unseen. Here
-linear layers and experts compute from the parameters themselves, which also makes float32 log-probs equal to Hugging
-Face's. So do those with FP8 weights, which vLLM has on few CPUs only: weights times scales, in the type of the
-activations, as its own kernels for CPUs compute.
+Stock vLLM repacks weights for its CPU kernels. A write into a live parameter would then be lost without an error. Here
+linear layers and experts compute from the parameters themselves. As a further effect, float32 log-probs equal those of
+Hugging Face. vLLM supports FP8 weights on few CPUs. Here they are multiplied by their scales, in the type of
+the activations, as in vLLM's own CPU kernels.
 """
 
 from __future__ import annotations
@@ -26,16 +26,17 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
+"""Variables set before vLLM is imported, unless the user has set them: offline, no compilation, few log messages."""
 
 
 def prepare() -> None:
-    """Install the substitutes, before vLLM is first imported. Without effect where CUDA is available."""
+    """Install the patches. Call it before the first import of vLLM. No effect if CUDA is available."""
     if not torch.cuda.is_available():
         _adapt_to_cpu()
 
 
 def check_build() -> None:
-    """Raise ConfigError in a rank on a CPU with vLLM's build for GPUs, whose CPU kernels are missing."""
+    """Raise ConfigError if this rank runs on a CPU but vLLM is the build for GPUs (without CPU kernels)."""
     from vllm.platforms import current_platform
 
     if device.current().type == "cpu" and not current_platform.is_cpu():
@@ -46,25 +47,24 @@ def check_build() -> None:
 
 
 def engine_arguments(max_model_len: int) -> dict[str, Any]:
-    """EngineArgs that vLLM needs on a CPU; none where CUDA is available.
-
-    Prefill in one piece: sampling with a seed rewinds its generator after a partial prefill, which CPU generators
-    cannot. Small blocks: the CPU default is longer than a short prompt, whose prefix would never be reused.
-    """
+    """Return the EngineArgs needed by vLLM on a CPU; an empty dict if CUDA is available."""
     if torch.cuda.is_available():
         return {}
     return {
         "enforce_eager": True,
         "enable_sleep_mode": False,
         "moe_backend": "auto",
+        # Prefill in one piece. After a partial prefill, seeded sampling rewinds its generator; CPU generators cannot.
         "enable_chunked_prefill": False,
         "max_num_batched_tokens": max(max_model_len, 8192),
+        # vLLM's default block on a CPU is longer than a short prompt, so its prefix would never be reused.
         "block_size": 32,
     }
 
 
 @functools.cache
 def _adapt_to_cpu() -> None:
+    # torch and vLLM read these variables during their import, so they come first.
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
 
@@ -80,12 +80,16 @@ def _adapt_to_cpu() -> None:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8, CPUUnquantizedExperts
     from vllm.v1.worker.cpu_worker import CPUWorker
 
-    torch._dynamo.config.disable = True  # torch may have been imported before the environment said so
+    # If torch was imported before the variables were set, it has missed TORCH_COMPILE_DISABLE.
+    torch._dynamo.config.disable = True
     replacements: list[tuple[Any, str, Any]] = [
+        # It would pack each linear layer's weight and replace the parameter by an empty tensor.
         (linear_layers, "dispatch_cpu_unquantized_gemm", _keep_plain_weight),
+        # It would reorder the experts' weights in place, and its kernel ignores the expert map of expert parallelism.
         (CPUUnquantizedExperts, "_supports_grouped_gemm", classmethod(lambda cls, moe_config: (True, None))),
         (CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None),
         (CPUUnquantizedExperts, "apply", _apply_plain_experts),
+        # vLLM supports FP8 on few CPUs; the substitutes below run on all.
         (CPUFp8BlockScaledMMKernel, "is_supported", classmethod(lambda cls, compute_capability=None: (True, None))),
         (
             CPUFp8BlockScaledMMKernel,
@@ -96,9 +100,9 @@ def _adapt_to_cpu() -> None:
         (CPUExpertsFp8, "_supports_current_device", staticmethod(lambda: True)),
         (CPUExpertsFp8, "apply", _apply_quantised_experts),
         (cpu_moe, "prepare_fp8_moe_layer_for_cpu", lambda w13, w2: (w13, w2)),
-        # The shared-memory communicator spins, and its segments outlive a crash.
+        # Use gloo: vLLM's shared-memory communicator busy-waits, and its segments remain after a crash.
         (CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False),
-        # It would bind all memory of the process, the trainer's too, to one NUMA node.
+        # It would bind all memory of the process, including the trainer's, to one NUMA node.
         (torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
         (CPUWorker, "init_device", _keeping_thread_control(CPUWorker.init_device)),
     ]
@@ -111,6 +115,8 @@ def _keep_plain_weight(layer: Any, remove_weight: bool) -> None:
 
 
 def _keeping_thread_control(init_device):
+    """Wrap `CPUWorker.init_device`. It replaces `torch.set_num_threads`; restore the original afterwards."""
+
     @functools.wraps(init_device)
     def wrapped(worker) -> None:
         set_num_threads = torch.set_num_threads
@@ -123,21 +129,24 @@ def _keeping_thread_control(init_device):
 
 
 def _apply_blocks(kernel, layer, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:
-    """A linear layer with FP8 blocks: x [..., in], weight [out, in], weight_scale_inv [out / 128, in / 128]."""
+    """Return the output [..., out] of a linear layer with FP8 weights in blocks of 128 x 128.
+
+    Shapes: x [..., in], bias [out], layer.weight [out, in], layer.weight_scale_inv [out / 128, in / 128].
+    """
     return F.linear(x, _dequantised(layer.weight, layer.weight_scale_inv, x.dtype), bias)
 
 
 def _apply_quantised_experts(
     experts, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *args: Any, **kwargs
 ) -> None:
-    """As `_apply_plain_experts`, of FP8 blocks with the scales `w1_scale` and `w2_scale` of `experts`."""
+    """Write the experts' output, as `_apply_plain_experts`, from FP8 weights. `experts` holds their scales."""
     plain_w1 = _dequantised(w1, experts.w1_scale, hidden_states.dtype)
     plain_w2 = _dequantised(w2, experts.w2_scale, hidden_states.dtype)
     _apply_plain_experts(experts, output, hidden_states, plain_w1, plain_w2, *args, **kwargs)
 
 
 def _dequantised(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, block: int = 128) -> torch.Tensor:
-    """FP8 blocks [..., out, in] times their scales [..., out / 128, in / 128], rounded up."""
+    """Return FP8 weights [..., out, in] times their scales [..., out / 128, in / 128] (sizes rounded up)."""
     wide = scale.repeat_interleave(block, -2).repeat_interleave(block, -1)
     return (weight.float() * wide[..., : weight.shape[-2], : weight.shape[-1]]).to(dtype)
 
@@ -157,15 +166,19 @@ def _apply_plain_experts(
     apply_router_weight_on_input: bool = False,
     **kwargs: Any,
 ) -> None:
-    """The experts' layer, one matrix product per local expert; gate rows above up rows in `w1`.
+    """Write the experts' layer into `output`, with one matrix product per local expert.
 
-    Shapes: output and hidden_states [tokens, hidden_size], w1 [experts, 2 * intermediate, hidden_size], w2 [experts,
-    hidden_size, intermediate], topk_weights and topk_ids [tokens, top_k].
+    In `w1` the gate rows come before the up rows. Shapes: output and hidden_states [tokens, hidden_size], w1 [experts,
+    2 * intermediate, hidden_size], w2 [experts, hidden_size, intermediate], topk_weights and topk_ids [tokens, top_k].
+    Raises NotImplementedError for activations except silu, for biases, and for router weights on the input.
     """
     if activation.value != "silu" or experts.w1_bias is not None or apply_router_weight_on_input:
-        raise NotImplementedError(f"experts with {activation.value}, biases or input weights have no plain CPU path")
+        raise NotImplementedError(
+            f"vLLM on CPU: experts with {activation.value}, biases or input weights are not supported; only silu is"
+        )
     output.zero_()
     for expert in range(global_num_experts):
+        # The map holds -1 for experts of other ranks.
         local = expert if expert_map is None else int(expert_map[expert])
         tokens, slots = torch.where(topk_ids == expert)
         if local < 0 or len(tokens) == 0:
