@@ -1,5 +1,5 @@
-"""The engine: vLLM inside the trainer's ranks.
+"""vLLM inside the trainer's ranks.
 
-`engine.RolloutEngine` is what a worker holds: `advance` samples for a while and hands the rank back. `executor` is how
-the first rank of a tensor-parallel group, which owns vLLM's scheduler, moves the others.
+A worker owns an `engine.RolloutEngine`: `advance` samples for a while, then returns the rank to the trainer. The first
+rank of a tensor-parallel group owns vLLM's scheduler. Through `executor` it sends commands to the other ranks.
 """

@@ -1,4 +1,4 @@
-"""vLLM's arguments and configuration for a recipe, and its refusals told as faults of the recipe."""
+"""vLLM's arguments and configuration for a recipe. Errors of vLLM become errors of recipe fields."""
 
 from __future__ import annotations
 
@@ -28,20 +28,22 @@ from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from megarl.engine.executor import LeaderExecutor  # noqa: E402
 
 VLLM_QUANTIZATION = {"fp8": "fp8_per_block", "fp8_per_channel": "fp8_per_channel"}
-"""vLLM's names for `rollout.quantization`: it quantises what it loads, in blocks of 128 x 128 or by rows."""
+"""vLLM's names for `rollout.quantization`. vLLM quantises loaded weights, in blocks of 128 x 128 or by rows."""
 ROUTERS = "*.mlp.gate"
+"""Pattern for the module names of expert routers, excluded from quantisation."""
 
 REASON_LENGTH = 400
-"""Characters of a refusal of vLLM that are told."""
+"""Most characters of a vLLM error shown to the user."""
 
 
 @contextmanager
 def refusals_named(config: RolloutConfig, max_model_len: int, *kinds: type[Exception]) -> Iterator[None]:
-    """Tell vLLM's refusals, errors of these kinds, as faults of the recipe. Raises ConfigError naming the field."""
+    """Convert vLLM's errors of these kinds, raised in the block, to a ConfigError naming the recipe field."""
     try:
         yield
     except kinds as error:
         text = re.sub(r"\s+", " ", str(error))
+        # vLLM 0.30 raises ValueErrors without a code, so the field is recognised by words of the message.
         if re.search(r"KV cache|cache blocks", text):
             share = config.gpu_memory_utilization
             given = f"kv_cache_gib = {config.kv_cache_gib:g}" if share is None else f"gpu_memory_utilization = {share}"
@@ -50,8 +52,9 @@ def refusals_named(config: RolloutConfig, max_model_len: int, *kinds: type[Excep
                 "rollout.sampling.max_new_tokens); raise it"
             )
         elif config.async_scheduling and re.search(r"[Aa]sync(hronous)? scheduling", text):
-            field = "rollout.async_scheduling = True: leave it out, then it is on where vLLM has it"
+            field = "rollout.async_scheduling = True: leave it out; it is then on wherever vLLM supports it"
         else:
+            # Name the keys that the message mentions, or all of `rollout.vllm` if it mentions none.
             given = [key for key in config.vllm if re.search(rf"\b{key.replace('_', '[_ ]')}\b", text)] or config.vllm
             field = ", ".join(f"rollout.vllm.{key} = {config.vllm[key]!r}" for key in given) or "rollout"
         reason = text
@@ -70,7 +73,11 @@ def engine_arguments(
     seed: int,
     override: Mapping[str, Any] | None = None,
 ) -> EngineArgs:
-    """vLLM's arguments for this recipe; a field of `rollout.vllm` that vLLM does not know is a ConfigError."""
+    """Return vLLM's arguments for this recipe.
+
+    `max_model_len` is in tokens. `override` holds replacements for fields of the model's config.json. Raises
+    ConfigError for a field of `rollout.vllm` unknown to vLLM, or set by another recipe field.
+    """
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for key in config.vllm:
         if key in ENGINE_FIELDS:
@@ -88,16 +95,20 @@ def engine_arguments(
         **_cache_size(config),
         **_quantization(config),
         "distributed_executor_backend": LeaderExecutor,
+        # Weights come from the trainer by a reshard, not from files.
         "load_format": "dummy",
+        # Log-probs of the distribution sampled from: temperature, top-p, top-k and min-p included.
         "logprobs_mode": "processed_logprobs",
         "enable_prefix_caching": True,
         "enable_sleep_mode": True,
-        "moe_backend": "triton",  # the only one on CUDA whose experts lie as they were loaded
+        # Of vLLM 0.30's CUDA backends only this one leaves the experts' weights in the layout in which they are loaded.
+        "moe_backend": "triton",
         "async_scheduling": config.async_scheduling,
         "disable_log_stats": True,
     }
     if torch.cuda.is_available() and device.cuda_toolkit() is None:
-        # The pass is vLLM's default on Hopper from two ranks on; FlashInfer compiles its kernel when the engine starts.
+        # vLLM 0.30 enables this pass on Hopper for two or more ranks. FlashInfer compiles its kernel at the engine's
+        # start, and needs a CUDA toolkit for it.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
     if override:
         arguments["hf_overrides"] = engine_overrides(read_object(Path(model_path) / "config.json"), override)
@@ -105,37 +116,39 @@ def engine_arguments(
 
 
 def _quantization(config: RolloutConfig) -> dict[str, Any]:
-    """FP8 weights and KV cache, as far as the recipe asks for them."""
+    """Return the arguments for FP8 weights and FP8 KV cache, if the recipe sets them."""
     found: dict[str, Any] = {} if config.kv_cache_dtype == "auto" else {"kv_cache_dtype": config.kv_cache_dtype}
     if config.quantization != "none":
         scheme = VLLM_QUANTIZATION[config.quantization]
-        # Routers stay as they are: vLLM would quantise those of some families, and choose other experts.
+        # vLLM would quantise the routers of some families, and they would then choose other experts than the trainer.
         found |= {"quantization": scheme, "quantization_config": {"ignore": [ROUTERS]}}
     return found
 
 
 def engine_config(arguments: EngineArgs, config: RolloutConfig) -> Any:
-    """vLLM's whole configuration; what it chose itself decides who records kept sets and what that goes with.
+    """Return vLLM's complete configuration, with the settings for recording kept sets added if they are needed.
 
-    Raises ValueError where `config` asks for steps that are begun ahead and the platform has none.
+    Raises ValueError if `config.async_scheduling` is true but vLLM's platform does not support it.
     """
     found = arguments.create_engine_config(UsageContext.LLM_CLASS)
     is_ahead = found.scheduler_config.async_scheduling
     if config.async_scheduling and not is_ahead:
-        raise ValueError("its platform switches async scheduling off")
+        raise ValueError("its platform does not support async scheduling")
     changes: dict[str, bool] = {}
     if config.sampling.is_truncated and found.use_v2_model_runner:
-        # The newer model runner records by itself, the older one does not know of it.
+        # vLLM's V2 model runner records kept sets by itself; the V1 runner does not know this setting.
         changes["return_sampling_mask"] = True
     elif config.sampling.is_truncated and is_ahead and config.async_scheduling is None:
-        changes["async_scheduling"] = False  # see KeptSetRecorder.complete
+        # Steps started ahead gain nothing with `KeptSetRecorder` (see its `complete`).
+        changes["async_scheduling"] = False
     if not changes:
         return found
     return dataclasses.replace(arguments, **cast(Any, changes)).create_engine_config(UsageContext.LLM_CLASS)
 
 
 def _cache_size(config: RolloutConfig) -> dict[str, Any]:
-    """The KV cache's own size, or what vLLM finds left of its share of the GPU: the trainer is not built yet then."""
+    """Return the argument for the size of the KV cache: a fraction of the GPU, or a size in bytes."""
+    # With a fraction, vLLM measures the free memory at its start. The trainer does not exist yet then.
     if config.gpu_memory_utilization is not None:
         return {"gpu_memory_utilization": config.gpu_memory_utilization}
     return {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30)}

@@ -1,4 +1,4 @@
-"""One rank's share of a vLLM engine: sample completions for a while, then hand the rank back to its trainer."""
+"""One rank's part of a vLLM engine: it samples for a limited time, then returns the rank to the trainer."""
 
 from __future__ import annotations
 
@@ -37,40 +37,41 @@ from megarl.engine.executor import CommandChannel, LeaderExecutor, serve, start_
 from megarl.engine.kept_sets import KeptSetRecorder, kept_sets, recordable  # noqa: E402
 
 METRICS = {
-    "memory/kv_usage": ("share", "the engines' KV cache in use at a time, the most of the step and of all engines"),
+    "memory/kv_usage": ("share", "peak fraction of the KV cache in use; maximum over the step and all engines"),
     "perf/preemptions": (
         "count",
-        "how often a running request lost its cache, for want of room, and was computed anew",
+        "number of preemptions: with a full KV cache, a running request loses its blocks and is recomputed",
     ),
     "perf/steps_ahead": (
         "share",
-        "engine steps that were begun before the one before had been read (rollout.async_scheduling)",
+        "fraction of engine steps started before the previous output was read (rollout.async_scheduling)",
     ),
 }
 """Names, units and meanings, for `tracking.table`."""
 
 
 _MOST_NAMED = 5
-"""Loose tensors that a notice names: the same ones recur in each layer."""
+"""Most loose tensors named in a notice. The same names recur in each layer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Running:
-    """A request that runs: vLLM's own id for it, and the first token of each weight version that samples it."""
+    """An unfinished request."""
 
     internal_id: str
+    """Id of the request inside vLLM."""
     versions: list[tuple[int, int]]
+    """A pair (first token's index, weight version) per weight version used for the completion, in order."""
 
 
 class RolloutEngine:
-    """A vLLM engine spread over `config.tp` consecutive ranks, in the processes that also train.
+    """A vLLM engine (replica) over `config.tp` consecutive ranks, in the same processes as the trainer.
 
-    Making one is a collective over the world: its ranks make all replicas together. Each method is called on all ranks
-    of a replica; only the leader's requests count.
+    The constructor is a collective over the world: all ranks create all replicas together. Call each method on all
+    ranks of a replica. Only requests given to the leader (its first rank) count.
 
-    Raises ConfigError for settings that vLLM refuses.
-
-    `weight_version` counts `weights_updated`; `model` is this rank's live vLLM module, `replica` the engine's number.
+    `weight_version` is the version of the live weights (see `weights_updated`). `model` is this rank's live vLLM
+    module, `replica` the number of the engine.
     """
 
     def __init__(
@@ -84,12 +85,14 @@ class RolloutEngine:
         override: Mapping[str, Any] | None = None,
         keep_experts: Callable[[NDArray[np.integer]], ExpertsHandle] | None = None,
     ) -> None:
-        """`keep_experts` takes the experts [tokens, layers, top_k] of each completion that has them.
+        """Build the engine with dummy weights. `max_model_len` is in tokens.
 
-        `override` are fields of the model's config.json with other values (`config.override`).
-        With top-p, top-k or min-p in `config.sampling`, completions come with the sets of tokens that these kept.
+        `override` holds replacements for fields of the model's config.json (`config.override`). `keep_experts` receives
+        the chosen experts [tokens, layers, top_k] of each completion with recorded experts, and returns their handle.
+        If `config.sampling` has top-p, top-k or min-p, completions include the kept sets of their tokens. Raises
+        ConfigError for settings refused by vLLM.
         """
-        # First, because vLLM stops reading its environment variables while the engine is built.
+        # First, because vLLM caches its environment variables while the engine is built.
         compile_cache.use_own_folder()
         vllm_on_cpu.check_build()
         with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
@@ -106,6 +109,7 @@ class RolloutEngine:
         self._running: dict[str, _Running] = {}
         self._keeps_kv = not config.recompute_kv
         self._channel = _open_channel(config.tp)
+        # vLLM reseeds the global generators while it is built; the trainer's random state must not change.
         with preserved_random_state():
             with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
                 vllm_config = engine_config(arguments, config)
@@ -115,10 +119,12 @@ class RolloutEngine:
             with refusals_named(config, max_model_len, ValueError, NotImplementedError):
                 self._start(vllm_config)
         self.model: torch.nn.Module = self._worker.get_model()
+        # Sleep level 2 drops the contents of the weights. A reshard rewrites parameters and vLLM restores buffers, but
+        # nothing restores other tensors. Level 1 copies everything to the host.
         loose = loose_tensors(self.model)
         self._sleep_level = 1 if loose else 2
         self.sleep_notices = [kept_weights_notice(self.model, loose)] if loose and self._can_sleep else []
-        """Notices for the user of an engine that sleeps."""
+        """Notices for the user about the costs of sleep."""
 
     def _start(self, vllm_config: Any) -> None:
         self._worker = start_worker(vllm_config, device.current().index or 0)
@@ -135,8 +141,9 @@ class RolloutEngine:
             self._executor: LeaderExecutor = core.model_executor
             self._executor.kv_usage = core.scheduler.get_kv_cache_usage
             if recorder is not None:
-                # Only now: vLLM's own check of its configs would refuse it.
+                # Set after the engine is built, because vLLM's check of its configuration would refuse it.
                 core.scheduler.return_sampling_mask = True
+            # While it is built, the engine commands the followers (cache sizes, warm-up); release them now.
             self._channel.release()
         else:
             serve(self._worker, self._channel)
@@ -149,14 +156,14 @@ class RolloutEngine:
         *,
         leave_after: int | None = None,
     ) -> list[Completion]:
-        """Sample until `leave_after` requests finished, nothing is unfinished or the budget has passed.
+        """Sample until `leave_after` requests are finished, none is left, or `budget_seconds` are over.
 
-        Returns what finished in this call. An aborted request comes back with the tokens it has; an id that is not
-        running is passed over. A request that vLLM refuses (too long, empty, an unknown token) comes back with the
-        finish reason `error` and why; the others go on. Followers return nothing, when their leader does.
+        Return the completions finished in this call. An aborted request returns with its tokens so far. Unknown ids in
+        `aborts` are ignored. A request refused by vLLM (too long, empty, unknown token) returns with finish reason
+        `error` and the cause; other requests continue. Followers return an empty list, at the same time as the leader.
 
-        No step is under way when this returns: what vLLM has begun ahead is read, so that weights may then be written
-        and memory given away.
+        No step is in flight afterwards. Steps started ahead are read first, so that the caller may write weights and
+        release memory.
         """
         with preserved_random_state():
             if self._engine is None:
@@ -169,13 +176,14 @@ class RolloutEngine:
                 self._channel.release()
 
     def sampled_so_far(self) -> dict[str, int]:
-        """How many tokens each unfinished request has, by id, between two calls of `advance`; none on followers."""
+        """Return the number of sampled tokens of each unfinished request, by id; empty on followers."""
         return {name: len(self._tokens_so_far(running)) for name, running in self._running.items()}
 
     def prompt_logprobs(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """Log-probs of a prompt's tokens at temperature 1: float32 [tokens], the first one zero; None on followers.
+        """Return the log-probs of a prompt's tokens at temperature 1; None on followers.
 
-        Called on all ranks of a replica, when it has no other request; nothing of the prompt stays in the cache.
+        Shapes: token_ids int64 [tokens], result float32 [tokens] with 0 for the first token. Call it on all ranks of a
+        replica. The prompt does not remain in the cache. Raises RuntimeError if the engine has another request.
         """
         with preserved_random_state():
             if self._engine is None:
@@ -187,7 +195,7 @@ class RolloutEngine:
                 self._channel.release()
 
     def metrics(self) -> dict[str, Metric]:
-        """Of the requests since the call before; nothing on followers, whose cache is the leader's."""
+        """Return the metrics `METRICS` since the last call; empty on followers, because the leader counts for all."""
         if self._engine is None:
             return {}
         executor = self._executor
@@ -202,20 +210,24 @@ class RolloutEngine:
         return found
 
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load full checkpoint tensors through vLLM's own loader, converted as at its start. All ranks of a replica."""
+        """Load full checkpoint tensors through vLLM's own loader, with the conversions of an engine's start.
+
+        `tensors` are pairs of a Hugging Face name and a full tensor [any shape]. Call it on all ranks of a replica.
+        """
         with preserved_random_state():
             self._worker.reload_weights(weights_iterator=tensors)
 
     def weights_updated(self, version: int | None = None) -> None:
-        """Say that the live weights were rewritten: nothing computed with the old ones is reused.
+        """Record an update of the live weights, and invalidate the KV cache computed with the old ones.
 
-        But under rollout.recompute_kv false, by what is running. `version` is theirs, the next one unless given.
+        With rollout.recompute_kv=false, running requests keep their old KV cache. `version` is the version of the new
+        weights (default: the next number).
         """
         self.weight_version = self.weight_version + 1 if version is None else version
         if not self._keeps_kv:
             self.reset_prefix_cache()
             return
-        # Requests that begin later have another salt, which parts them from what the cache holds.
+        # Later requests use another cache salt, so they do not reuse blocks computed with old weights.
         for running in self._running.values():
             if self._has_begun(running):
                 running.versions.append((len(self._tokens_so_far(running)), self.weight_version))
@@ -223,15 +235,18 @@ class RolloutEngine:
                 running.versions[:] = [(0, self.weight_version)]
 
     def reset_prefix_cache(self) -> None:
-        """Forget all cached keys and values; those of unfinished requests are computed anew when they go on."""
+        """Drop all cached keys and values. Unfinished requests recompute theirs when they continue.
+
+        Raises RuntimeError if vLLM refuses, because a request still holds blocks.
+        """
         if self._engine is not None and not self._engine.reset_prefix_cache(reset_running_requests=True):
-            raise RuntimeError("vLLM kept its prefix cache: some request still holds blocks")
+            raise RuntimeError("vLLM did not reset its prefix cache: a request still holds blocks")
 
     def sleep(self) -> None:
-        """Give the memory of weights and KV cache back to the trainer; on CPU nothing is given.
+        """Release the GPU memory of weights and KV cache for the trainer. On a CPU, only reset the prefix cache.
 
-        The weights' contents are lost, unless the model holds tensors that vLLM would not bring back: then all of it
-        is kept in host memory.
+        The weights are lost (sleep level 2). If the model has tensors not restored by vLLM (`loose_tensors`), all
+        weights are copied to host memory instead (sleep level 1).
         """
         self.reset_prefix_cache()
         if self._can_sleep and not self._asleep:
@@ -239,17 +254,21 @@ class RolloutEngine:
             self._asleep = {"weights", "kv_cache"}
 
     def wake(self, tags: Sequence[str] = ("weights", "kv_cache")) -> None:
-        """Take memory again where it was given, at the same addresses; the weights must then be written."""
+        """Allocate the released memory again, at the same addresses. The weights must then be written.
+
+        `tags` selects parts: "weights", "kv_cache". Parts not asleep are ignored.
+        """
         if given := self._asleep.intersection(tags):
             self._worker.wake_up(tags=sorted(given))
             self._asleep -= given
 
     def close(self) -> None:
-        """End the engine; the world's process group stays. A collective over the world.
+        """Shut the engine down, without the world's process group. A collective over the world.
 
-        What lies in cycles goes with the process, or with `gc.unfreeze` and `gc.collect`, which take seconds.
+        Objects in reference cycles remain until the process ends, or until `gc.unfreeze` and `gc.collect`. These two
+        take seconds.
         """
-        # Not through the engine's own shutdown: it would destroy the default process group too.
+        # vLLM's own shutdown of the engine would also destroy the default process group.
         with kept_frozen():
             self._worker.shutdown()
         del self.model, self._worker, self._engine
@@ -280,9 +299,10 @@ class RolloutEngine:
         return completions
 
     def _read_begun(self, engine: LLMEngine) -> list[Any]:
-        """The outputs of the steps that asynchronous scheduling has begun ahead; no other is begun."""
+        """Return the outputs of steps started ahead by asynchronous scheduling. Start no other step."""
         core = cast(Any, engine.engine_core).engine_core
         outputs: list[Any] = []
+        # A paused scheduler schedules nothing, so each call of step() only reads one step from the queue.
         core.scheduler.set_pause_state(PauseState.PAUSED_ALL)
         while core.batch_queue:
             outputs += engine.step()
@@ -291,8 +311,9 @@ class RolloutEngine:
 
     def _score(self, engine: LLMEngine, token_ids: NDArray[np.int64]) -> NDArray[np.float32]:
         if engine.has_unfinished_requests():
-            raise RuntimeError("a prompt is scored only when the engine has no other request")
+            raise RuntimeError("prompt_logprobs: the engine has unfinished requests; wait for them or abort them first")
         prompt: Any = {"type": "token", "prompt_token_ids": token_ids.tolist()}
+        # vLLM samples at least one token per request; this one is discarded.
         parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
         engine.add_request("prompt_logprobs", prompt, self._recorded(parameters))
         outputs: list[Any] = []
@@ -306,9 +327,9 @@ class RolloutEngine:
         return np.array(found, np.float32)
 
     def _add(self, engine: LLMEngine, request: Request) -> list[Completion]:
-        """Give vLLM a request. Returns its completion if vLLM refuses it, else nothing."""
+        """Pass a request to vLLM. Return a completion with the error if vLLM refuses it, else an empty list."""
         if request.request_id in self._running:
-            raise ValueError(f"request {request.request_id} is running already")
+            raise ValueError(f"request {request.request_id} is already running; use a new id")
         prompt: Any = {"type": "token", "prompt_token_ids": request.prompt_token_ids.tolist()}
         if self._keeps_kv:
             prompt["cache_salt"] = self._cache_salt
@@ -340,7 +361,7 @@ class RolloutEngine:
     def _abort(self, engine: LLMEngine, request_id: str) -> Completion:
         running = self._running.pop(request_id)
         internal_id = running.internal_id
-        # vLLM gives no output for an aborted request; what it has so far stands in its output state.
+        # vLLM 0.30 returns no output for an aborted request. Its tokens so far are in its output state.
         state: Any = engine.output_processor.request_states[internal_id]
         token_ids, logprobs = list(self._tokens_so_far(running)), state.logprobs_processor.logprobs
         kept = kept_sets(token_ids, [chunk.token_ids for chunk in state.sampling_mask_chunks], self._vocab_size)
@@ -349,17 +370,18 @@ class RolloutEngine:
 
     @property
     def _cache_salt(self) -> str:
-        """Parts what is computed under these weights from what the prefix cache holds of others."""
+        """Salt of prefix-cache keys, different for each weight version: blocks of other versions are not reused."""
         return f"version {self.weight_version}"
 
     def _has_begun(self, running: _Running) -> bool:
-        """Whether keys and values of a request were computed; one that still waits in vLLM gets the salt of now."""
+        """Return whether any keys and values of a request were computed. If not, give it the present cache salt."""
         assert self._engine is not None
         scheduler = cast(Any, self._engine.engine_core).engine_core.scheduler
         request = scheduler.requests[running.internal_id]
         if request.num_computed_tokens > 0 or request.num_output_tokens > 0:
             return True
         request.cache_salt = self._cache_salt
+        # Block hashes include the salt, and vLLM computed them when the request was added.
         request.block_hashes.clear()
         request.update_block_hashes()
         return False
@@ -372,7 +394,10 @@ class RolloutEngine:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Leave the generators of Python, NumPy, torch and this rank's GPU as they were: vLLM reseeds and uses them."""
+    """Restore the random generators of Python, NumPy, torch and this rank's GPU after the block.
+
+    vLLM reseeds them and draws from them.
+    """
     python_state, numpy_state = random.getstate(), np.random.get_state()
     here = device.current()
     with torch.random.fork_rng(devices=[here] if here.type == "cuda" else []):
@@ -384,7 +409,8 @@ def preserved_random_state() -> Iterator[None]:
 
 
 def sampling_params(request: Request) -> SamplingParams:
-    """vLLM's form of a request: its own seed, so that all ranks of a group draw alike, and sampled log-probs only."""
+    """Return vLLM's sampling parameters of a request. Only log-probs of sampled tokens are returned."""
+    # A seed per request makes all ranks of a tensor-parallel group draw the same tokens.
     sampling = request.sampling
     return SamplingParams(
         max_tokens=sampling.max_new_tokens,
@@ -396,19 +422,23 @@ def sampling_params(request: Request) -> SamplingParams:
         stop=list(sampling.stop),
         stop_token_ids=list(sampling.stop_token_ids),
         seed=request.seed,
+        # 0 alternatives: only the sampled token's log-prob. Flat: one array, not a dictionary per token.
         logprobs=0,
         flat_logprobs=True,
+        # Text is needed only to find stop strings.
         detokenize=bool(sampling.stop),
         include_stop_str_in_output=True,
         output_kind=RequestOutputKind.FINAL_ONLY,
+        # The parameters are used for this request only, so vLLM needs no copy.
         skip_clone=True,
     )
 
 
 def loose_tensors(model: torch.nn.Module) -> list[str]:
-    """Return the names of tensors that are neither parameter nor buffer: sleep level 2 would lose their contents.
+    """Return the names of tensors in a model, of any shape, that are neither parameters nor buffers.
 
-    The KV cache may be lost. Scalars that attention keeps on the host are not part of what sleeps.
+    Sleep level 2 would lose their contents. The KV cache is left out, because it may be lost. Scalars on the host are
+    left out too, because sleep does not touch host memory.
     """
     return [
         f"{path}.{name}".removeprefix(".")
@@ -420,27 +450,27 @@ def loose_tensors(model: torch.nn.Module) -> list[str]:
 
 
 def kept_weights_notice(model: torch.nn.Module, loose: Sequence[str]) -> str:
-    """Return a notice for a model whose weights stay in host memory during sleep because of its loose tensors."""
+    """Return a notice for a model with loose tensors: during sleep its weights are copied to host memory."""
     num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     more = f" and {len(loose) - _MOST_NAMED} more" if len(loose) > _MOST_NAMED else ""
     return (
         f"a sleeping engine copies its weights to pinned host memory every step ({num_bytes / 2**30:.1f} GiB a rank), "
-        f"because vLLM would not restore {', '.join(loose[:_MOST_NAMED])}{more}: neither parameters nor buffers"
+        f"because vLLM would not restore {', '.join(loose[:_MOST_NAMED])}{more}: these are not parameters or buffers"
     )
 
 
 def _continue_text(engine: LLMEngine, internal_id: str, kept: list[int]) -> None:
-    """Have a request's stop strings looked for in the text of its completion from the beginning, before the prompt's
-    end.
+    """Make vLLM search for stop strings in the whole text of a resumed completion.
 
-    What a half character is decoded to does not count: the engine's own text goes on with the whole one.
+    `kept` holds the token ids of the completion so far. They are the end of the prompt, where vLLM does not search.
     """
+    # An incomplete character at the end decodes to U+FFFD. Drop it, because vLLM appends the complete character later.
     state: Any = engine.output_processor.request_states[internal_id]
     state.detokenizer.output_text = engine.get_tokenizer().decode(kept, skip_special_tokens=True).rstrip("\ufffd")
 
 
 def _open_channel(tp: int) -> CommandChannel:
-    """This rank's command channel; a collective over the world."""
+    """Create this rank's command channel. A collective over the world."""
     first = dist.get_rank() // tp * tp
     group: Any = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
     return CommandChannel(group, tuple(range(first, first + tp)))
@@ -460,10 +490,11 @@ def _completion(
     versions: Sequence[tuple[int, int]],
     kept: KeptSets | None,
 ) -> Completion:
+    # Each version overwrites the rest of the completion, from its first token on.
     weight_versions = np.empty(len(token_ids), np.int32)
     for start, version in versions:
         weight_versions[start:] = version
-    # Asked for no alternatives, vLLM's flat log-probs hold one entry per token: the sampled one's.
+    # Without alternatives, vLLM's flat log-probs hold one entry per token: the sampled token's.
     return Completion(
         request_id=request_id,
         token_ids=np.asarray(token_ids, dtype=np.int64),

@@ -1,11 +1,11 @@
-"""The leader of a tensor-parallel group schedules; the other ranks of the group follow its commands.
+"""vLLM's executor for tensor parallelism: the leader (first rank) schedules, the followers obey its commands.
 
-vLLM hands every piece of work for its workers to an `Executor`. Ours runs it on the leader's own worker and broadcasts
-it to the followers, who serve until they are released. So requests need to reach the leader only, at any time, and
-between two calls every rank is free to train.
+vLLM passes all work for its workers to an `Executor`. This one runs it on the leader's worker and broadcasts it to the
+followers. They serve commands until the leader releases them. Requests therefore need to reach only the leader, at any
+time. Between two calls every rank is free to train.
 
-Under vLLM's asynchronous scheduling a step is begun before the one before it has been read: the leader gives a future
-that waits for the device when it is asked, and the followers wait as late as the leader does.
+With asynchronous scheduling, vLLM starts a step before it has read the output of the previous one. The leader then
+returns a future. Reading it waits for the device. The followers wait as late as the leader does.
 """
 
 from __future__ import annotations
@@ -27,15 +27,18 @@ from megarl.engine.kept_sets import KeptSetRecorder
 from megarl.platform import signed
 
 BLOCK_BYTES = 1 << 16
+"""Size in bytes of the first broadcast of a command. Longer commands need a second broadcast."""
 
 
 class CommandChannel:
-    """Carries commands from the first rank of `ranks` to the others: one fixed broadcast each, one more if it is long.
+    """Channel for commands from the leader (first of `ranks`) to the other ranks: one or two broadcasts per command.
 
-    `group` is a gloo group of `ranks`, or None if the leader is alone. Commands are signed with the run's key and
-    pickled. vLLM's own form without pickle (msgpack) does not carry them: fields of a step's command have types that
-    only type checkers know, and come back as bare dictionaries.
+    `group` is a gloo group of `ranks`, or None for a leader without followers. Commands are pickled and signed with the
+    run's key.
     """
+
+    # vLLM's own encoding without pickle (msgpack) is not enough. Some fields of a step's command have types known to
+    # type checkers only, and would be decoded as plain dictionaries.
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> None:
         self.group = group
@@ -43,34 +46,39 @@ class CommandChannel:
         self._commands = signed.between("engine commands", ranks) if group is not None else None
 
     def send(self, command: Any) -> None:
-        """Leader: give all followers this command."""
+        """Send a command to all followers. For the leader only."""
         if self._commands is not None:
             signed.broadcast(self._commands, command, self.group, self.ranks[0], BLOCK_BYTES)
 
     def receive(self) -> Any:
-        """Follower: wait for the next command. Raises ForgedMessageError for one that the leader did not sign."""
+        """Wait for the next command and return it. For followers only.
+
+        Raises ForgedMessageError if the leader did not sign it.
+        """
         assert self._commands is not None
         return signed.broadcast(self._commands, None, self.group, self.ranks[0], BLOCK_BYTES)
 
     def release(self) -> None:
-        """Leader: end the followers' `serve`."""
+        """End `serve` on all followers. For the leader only."""
         self.send(None)
 
     def gather(self, result: Any) -> list[Any]:
-        """Every rank's result, in rank order, on the leader; nothing on the others."""
+        """Return all ranks' results in rank order on the leader, an empty list on followers. A collective."""
         if self.group is None:
             return [result]
         return signed.gather(result, self.group, to=self.ranks[0], purpose="engine results")
 
 
 def start_worker(vllm_config: Any, local_rank: int) -> WorkerWrapperBase:
-    """This rank's vLLM worker with its part of the model; a collective over the world, whose process group it uses."""
+    """Start this rank's vLLM worker and build its part of the model. A collective over the world's process group."""
     rank = dist.get_rank() % vllm_config.parallel_config.world_size
+    # rpc_rank is the index into `all_kwargs`, and this list holds only the arguments of this worker.
     worker = WorkerWrapperBase(rpc_rank=0, global_rank=rank)
     arguments = {
         "vllm_config": vllm_config,
         "local_rank": local_rank,
         "rank": dist.get_rank(),
+        # vLLM uses the world's existing process group. This method would apply only without one.
         "distributed_init_method": "env://",
         "is_driver_worker": rank == 0,
     }
@@ -78,18 +86,17 @@ def start_worker(vllm_config: Any, local_rank: int) -> WorkerWrapperBase:
     with _without_message_queues():
         worker.init_device()
     worker.load_model()
+    # The block size depends on the attention backend, known only after the model is built.
     current_platform.update_block_size_for_backend(vllm_config)
     return worker
 
 
 @contextmanager
 def _without_message_queues() -> Iterator[None]:
-    """Inside, vLLM's groups get no message queue: commands go through the channel.
-
-    A queue is 24 MiB of shared memory that a killed rank leaves behind, and sockets over which pickles travel.
-    """
+    """Create vLLM's process groups without message queues inside the block, because commands use `CommandChannel`."""
+    # vLLM 0.30's queue takes 24 MiB of shared memory, left behind by a killed rank, and sends pickles over sockets.
     made = MessageQueue.create_from_process_group
-    # vLLM declares that there is a queue; a group without one is what it makes for a single rank.
+    # vLLM's annotations promise a queue, but its code handles None: a group of a single rank has none.
     MessageQueue.create_from_process_group = staticmethod(  # pyright: ignore[reportAttributeAccessIssue]
         lambda *args, **kwargs: None
     )
@@ -100,11 +107,9 @@ def _without_message_queues() -> Iterator[None]:
 
 
 def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
-    """Follower: do what the leader's executor says until it releases.
-
-    Once a step is begun the one before it is waited for, as on the leader: two steps later vLLM writes into its buffers
-    again, which the device must have read by then. When this returns no step is under way.
-    """
+    """Run the leader's commands on this follower until the leader releases it. No step is in flight afterwards."""
+    # After starting a step, wait for the previous one, as the leader does. Two steps later vLLM overwrites the buffers
+    # of a step, and the device must have read them by then.
     begun: Any = None
     while (command := channel.receive()) is not None:
         method, args, kwargs = command
@@ -119,13 +124,14 @@ def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
 
 
 def _wait_for(output: Any) -> None:
-    """Until the device has done the step whose output this is; nobody reads it."""
+    """Wait until the device has finished the step of this output. The output itself is not used."""
     if isinstance(output, AsyncModelRunnerOutput):
         output.get_output()
 
 
 def _execute_step(worker: WorkerWrapperBase, scheduler_output: Any) -> Any:
-    """The forward pass and, unless a grammar's mask is still to come, the sampling: one command for both."""
+    """Run the forward pass and the sampling of a step. Leave out the sampling if a grammar's mask must come first."""
+    # One command for both halves spares the followers a broadcast per step.
     output = worker.execute_model(scheduler_output)
     if output is None and not scheduler_output.has_structured_output_requests:
         output = worker.sample_tokens(None)
@@ -133,7 +139,7 @@ def _execute_step(worker: WorkerWrapperBase, scheduler_output: Any) -> Any:
 
 
 class LeaderExecutor(Executor):
-    """Runs the engine's work on the leader's worker and, through the channel, on its followers'."""
+    """vLLM executor on the leader. It runs work on its own worker and, through the channel, on its followers."""
 
     def __init__(
         self,
@@ -147,21 +153,21 @@ class LeaderExecutor(Executor):
         self.channel = channel
         self._recorder = recorder
         self.num_preempted = 0
-        """How often a running request lost its cache and was computed anew, since this was set."""
+        """Number of preemptions since the last reset. A preempted request loses its KV cache and is recomputed."""
         self.max_kv_usage = 0.0
-        """The largest share of the KV cache that a step had in use, since this was set."""
+        """Largest fraction of the KV cache used by a step since the last reset."""
         self.kv_usage: Callable[[], float] = lambda: 0.0
-        """The scheduler's share of the KV cache in use, once it is there."""
+        """Returns the used fraction of the KV cache. Replaced by the scheduler's function once it exists."""
         self.num_steps = 0
-        """How many steps were begun, since this was set."""
+        """Number of steps started since the last reset."""
         self.num_ahead = 0
-        """How many of them were begun before the one before had been read."""
+        """Number of these steps started before the previous output was read."""
         self._begun = _future(None)
         self._is_sampled = False
         super().__init__(vllm_config)
 
     def _init_executor(self) -> None:
-        """The worker came in ready: its start is a collective that the followers take part in."""
+        """Do nothing. The worker is ready, because its start was a collective together with the followers."""
 
     def collective_rpc(
         self,
@@ -171,18 +177,22 @@ class LeaderExecutor(Executor):
         kwargs: dict[str, Any] | None = None,
         non_block: bool = False,
     ) -> Any:
-        """The results of all workers of the group, in rank order."""
+        """Call a worker's method on all ranks. Return the results in rank order, or a future with `non_block`.
+
+        `timeout` is ignored. Raises TypeError if `method` is not a name.
+        """
         if not isinstance(method, str):
-            raise TypeError(f"only a worker's method can be sent to followers by name, not {method!r}")
+            raise TypeError(f"method = {method!r}: followers accept only names of worker methods, not functions")
         self.channel.send((method, args, kwargs or {}))
         results = self.channel.gather(getattr(self.worker, method)(*args, **(kwargs or {})))
         future = _future(results)
         return future if non_block else future.result()
 
     def execute_model(self, scheduler_output: Any, non_block: bool = False) -> Any:
-        """One step on all workers; the leader's output counts, all sample alike."""
+        """Run one step on all workers. Return the leader's output; all ranks sample the same tokens."""
         self.num_preempted += len(scheduler_output.preempted_req_ids or ())
         self.max_kv_usage = max(self.max_kv_usage, self.kv_usage())
+        # Steps without tokens compute nothing, so they do not count.
         if scheduler_output.total_num_scheduled_tokens:
             self.num_steps += 1
             self.num_ahead += not self._begun.done()
@@ -192,9 +202,10 @@ class LeaderExecutor(Executor):
         return self._begin(output, non_block)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        """The second half of a step whose requests follow a grammar.
+        """Run the second half of a step with grammar-constrained requests.
 
-        Under asynchronous scheduling vLLM asks for that of every step: the others' was done with the first half.
+        With asynchronous scheduling vLLM calls this for every step. For steps without a grammar, the first half has
+        sampled already and its result is returned.
         """
         if self._is_sampled:
             self._is_sampled = False
@@ -208,18 +219,18 @@ class LeaderExecutor(Executor):
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:
-        """Whether vLLM may begin a step before it has read the one before."""
+        """Return True: vLLM may start a step before it has read the previous output."""
         return True
 
     def check_health(self) -> None:
-        """A lost follower ends the next collective."""
+        """Do nothing. The next collective fails if a follower is lost."""
 
     def shutdown(self) -> None:
-        """Nothing: each rank's engine closes its own worker."""
+        """Do nothing. Each rank's engine closes its own worker."""
 
 
 def _future(value: Any) -> Future[Any]:
-    """A result as vLLM asks for it; one that is still on its way to the host is waited for when it is read."""
+    """Return a future with `value`. Reading it waits for an asynchronous output still on its way to the host."""
     if isinstance(value, AsyncModelRunnerOutput):
         return AsyncOutputFuture(value, single_value=True)
     future: Future[Any] = Future()

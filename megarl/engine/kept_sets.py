@@ -1,4 +1,7 @@
-"""The tokens that top-p, top-k and min-p left to sample from: recorded by vLLM's model runner, or by us beside it."""
+"""Kept sets: the tokens left to sample from after top-p, top-k and min-p.
+
+vLLM's V2 model runner records them itself. `KeptSetRecorder` records them for the V1 runner.
+"""
 
 from __future__ import annotations
 
@@ -16,15 +19,17 @@ from megarl.types import KeptSets
 
 
 class KeptSetRecorder:
-    """Adds to the outputs of vLLM's V1 model runner the masks that its V2 gives with `return_sampling_mask`.
+    """Recorder of sampling masks for vLLM's V1 model runner, equal to `return_sampling_mask` of the V2 runner.
 
-    A token is kept if its processed log-prob, renormalised over what min-p, top-p and top-k left, is finite. They are
-    read from the sampler, on the device: as a request's own log-probs they would be a Python number for each token of
-    the vocabulary. Rows that none of them cuts have empty masks.
+    A token is kept if its processed log-prob is finite. (Processed: renormalised over the tokens left by min-p, top-p
+    and top-k.) Requests without any token cut off have empty masks.
     """
 
+    # Log-probs are read in the sampler, on the device. Requesting them from vLLM would create a Python number for each
+    # token of the vocabulary.
+
     def __init__(self, sampler: Any) -> None:
-        """`sampler` is the runner's, in the mode processed_logprobs."""
+        """Attach the recorder to the runner's `sampler`. Its mode must be processed_logprobs."""
         truncating = sampler.topk_topp_sampler
         self._forward = truncating.forward
         truncating.forward = self._sample
@@ -32,16 +37,16 @@ class KeptSetRecorder:
 
     def _sample(self, logits: Tensor, generators: Any, k: Tensor | None, p: Tensor | None) -> tuple[Tensor, Tensor]:
         sampled, logprobs = self._forward(logits, generators, k, p)
-        # What min-p cuts off is minus infinity in the logits already.
+        # min-p has set its removed tokens to minus infinity before this call, so one check covers all three.
         is_kept = logprobs.isfinite()
         self._kept = is_kept & ~is_kept.all(1, keepdim=True)
         return sampled, logprobs
 
     def complete(self, output: Any) -> Any:
-        """The output of the step that was begun last, with the masks of the tokens sampled in it.
+        """Add the masks of its sampled tokens to the output of the newest step, and return it.
 
-        One that is still on its way to the host gets them there. They are counted on the device only then, behind a
-        step that was begun meanwhile: so nothing is gained by beginning it before.
+        An asynchronous output gets its masks when it is read. Counting them then queues on the device behind the next
+        step. Starting steps ahead therefore gains nothing with this recorder.
         """
         kept, self._kept = self._kept, None
         if isinstance(output, AsyncModelRunnerOutput):
@@ -50,7 +55,7 @@ class KeptSetRecorder:
 
 
 class _LateOutput(AsyncModelRunnerOutput):
-    """A step's output that has its masks once it is read."""
+    """An asynchronous output that gets its masks when it is read."""
 
     def __init__(self, output: AsyncModelRunnerOutput, kept: Tensor | None) -> None:
         self._output, self._kept = output, kept
@@ -60,7 +65,7 @@ class _LateOutput(AsyncModelRunnerOutput):
 
 
 def _masked(output: Any, kept: Tensor | None) -> Any:
-    """The output of a step with its masks; `kept` bool [requests, vocabulary], None if all were greedy."""
+    """Return a step's output with its masks. `kept` is bool [requests, vocabulary], or None if all were greedy."""
     if not isinstance(output, ModelRunnerOutput) or not output.req_ids:
         return output
     if kept is None:
@@ -72,7 +77,8 @@ def _masked(output: Any, kept: Tensor | None) -> Any:
 
 
 def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
-    """The same sampling in a form that the V2 runner records: it asks for a temperature, and a top_k, above zero."""
+    """Return equivalent sampling parameters with temperature and top_k above 0, as the V2 runner needs to record."""
+    # Greedy sampling equals top_k 1. A top_k of the whole vocabulary cuts nothing off.
     recorded = copy.copy(parameters)
     if recorded.temperature == 0:
         recorded.temperature, recorded.top_k, recorded.top_p = 1.0, 1, 1.0
@@ -82,14 +88,16 @@ def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
 
 
 def kept_sets(token_ids: Sequence[int], masks: Sequence[Any], vocab_size: int) -> KeptSets | None:
-    """The sets of a completion's tokens [new_tokens] from vLLM's masks; None where nothing was cut off.
+    """Return the kept sets of a completion from vLLM's masks; None if nothing was cut off.
 
-    Raises RuntimeError for masks that are not those of the tokens.
+    Shapes: token_ids [new_tokens], masks one array [kept_tokens] per token. Raises RuntimeError if masks and tokens do
+    not match.
     """
     if not masks:
         return None
     if len(masks) != len(token_ids):
         raise RuntimeError(f"vLLM gave {len(masks)} sampling masks with {len(token_ids)} tokens")
+    # A mask of the whole vocabulary cuts nothing off. An empty mask stands for it everywhere else.
     parts = [np.asarray(mask if len(mask) < vocab_size else (), np.int32) for mask in masks]
     counts = np.array([len(part) for part in parts], np.int32)
     if not counts.any():
