@@ -44,9 +44,9 @@ class NodeReport:
     def look(self, models: Sequence[str], run_folder: str) -> dict[str, Any] | None:
         """Inspect this rank's node and return the findings as plain data, for `faults`.
 
-        They cover model folders, the run folder's space, host memory, shared memory, device, GPUs and clock. They list the usable
-        GPUs with compute capabilities, and the versions of libraries using them. They say why CUDA libraries cannot be
-        imported or extensions compiled. `port` is a port to connect to, open until `close`.
+        They cover model folders, the run folder's space, host memory, shared memory, device, GPUs and clock. They list
+        the usable GPUs with compute capabilities, and the versions of libraries using them. They say why CUDA libraries
+        cannot be imported or extensions compiled. `port` is a port to connect to, open until `close`.
         """
         if os.environ["LOCAL_RANK"] != "0":
             return None
