@@ -33,7 +33,7 @@ import warnings
 # PR_SET_PDEATHSIG of linux/prctl.h: die with the parent.
 DEATH_SIGNAL = 1
 HELD_OUT_PARTS = 64
-"""Of 256 equal parts, the share of all questions reserved for validation."""
+"""Parts, of 256 equal ones, of all questions that are reserved for validation."""
 MAX_DRAWS = 2000
 # A prime stride keeps the problems of neighbouring seeds apart.
 SEED_STEP = 1_000_003
