@@ -20,7 +20,7 @@ from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.memory.nodes import RankHostBytes
-from megarl.platform import compilers, cuda_extensions, device, transformer_engine
+from megarl.platform import chosen_device, compilers, cuda_extensions, device, transformer_engine
 from megarl.platform.gpu_needs import Need, library_versions, needs, unmet_needs
 from megarl.platform.host_memory import machine_bytes
 from megarl.platform.shared_memory import check_shared_memory
@@ -60,7 +60,8 @@ class NodeReport:
             "memory": machine_bytes(),
             "shared_memory": _shared_memory_fault(),
             "device": device.fault(),
-            "gpus": gpus(),
+            # nvidia-smi lists GPUs that a run with cluster.device = cpu does not use.
+            "gpus": [] if chosen_device.chosen() == "cpu" else gpus(),
             "usable_gpus": installed_gpus(),
             "versions": None if cuda_extensions.runs_on_cpu() else library_versions(),
             "broken": cuda_extensions.import_faults(),

@@ -15,8 +15,13 @@ def check_regular(path: Path) -> Path:
 
 
 def check_folder_of_files(folder: Path) -> None:
-    """Raise DataError if an entry of a folder is neither a regular file nor a folder."""
-    if folder.is_dir():
+    """Raise DataError if an entry of a folder is neither a regular file nor a folder, or if it cannot be listed."""
+    if not folder.is_dir():
+        return
+    try:
         # Sorted, so that the error is the same on every machine.
-        for path in sorted(folder.iterdir()):
-            check_regular(path)
+        paths = sorted(folder.iterdir())
+    except OSError as error:
+        raise DataError(f"{folder}: cannot be listed ({error.strerror}). Give read permission.") from None
+    for path in paths:
+        check_regular(path)

@@ -156,7 +156,7 @@ async def resume_or_evaluate(session: Session, state: RLState) -> None:
         return
     async with session.leaving_in_order(step, state):
         step.log(await session.evaluate(step.number))
-    session.log(step)
+    session.finish(step)
 
 
 def _balance(session: Session) -> Balance | None:

@@ -111,7 +111,8 @@ async def _prepare(
     """Construct a worker on each rank. Raises ConfigError naming the unfit nodes."""
     if len(nodes := dict.fromkeys(place[0] for place in ranks.topology)) > 1:
         tracker.tell(f"ranks on {', '.join(nodes)}")
-    if device.current().type == "cuda" and (notice := device.toolkit_notice()) is not None:
+    uses_gpu = recipe.cluster.device != "cpu" and device.current().type == "cuda"
+    if uses_gpu and (notice := device.toolkit_notice()) is not None:
         tracker.notice(notice)
     if recipe.cluster.preflight:
         wrong, told = await inspect(ranks, recipe, folder.path.absolute(), planned_host_bytes(recipe))
@@ -222,7 +223,8 @@ async def _started(
         stack.push_async_callback(close_shared)
         environments = start_environments(recipe, stack, folder.logs_folder)
         # Sources need the steps of earlier attempts for `had_ended`, and reading a long file once is enough.
-        earlier = list(folder.logged_steps())
+        # A signal may have interrupted a step's evaluation: its other metrics are in the checkpoint alone.
+        earlier = [*folder.logged_steps(), *([origin.unlogged] if origin.unlogged else [])]
         sources = [
             await make_source(
                 given,

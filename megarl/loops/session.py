@@ -142,6 +142,12 @@ class Session:
             raise step.fault
         await self.stop_if_asked(number, state and state.save)
 
+    def finish(self, step: Step) -> None:
+        """Log a step made outside `step`, and end the run on its fault. A checkpoint of its state exists already."""
+        self.log(step)
+        if step.fault is not None:
+            raise step.fault
+
     def log(self, step: Step) -> None:
         """Log a step's metrics, keep its model if it is the best so far, and warn of problems.
 
@@ -163,8 +169,7 @@ class Session:
         if findings and self.recipe.train.on_unhealthy == "stop" and step.fault is None:
             step.fault = UnhealthyError(
                 f"train.on_unhealthy = stop: {findings[0].text} The state after the step is saved; go on with: "
-                f"megarl "
-                f"train {self.folder.path} --resume"
+                f"megarl train {self.folder.path} --resume"
             )
 
     @asynccontextmanager

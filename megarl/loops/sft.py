@@ -70,7 +70,7 @@ async def _resume_or_evaluate(session: Session, held_out: HeldOut) -> None:
             await session.sleep_engines()
             if session.evaluates_first:
                 step.log(await _losses(session, held_out))
-    session.log(step)
+    session.finish(step)
 
 
 async def _evaluate(session: Session, step: Step, held_out: HeldOut) -> None:

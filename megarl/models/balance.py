@@ -236,9 +236,13 @@ class ExpertBalance:
         """
         for router in self._routers:
             router.is_counting = True
-        yield
+        try:
+            yield
+        finally:
+            for router in self._routers:
+                router.is_counting = False
+        # Not after an error, because other ranks might not take part.
         for router in self._routers:
-            router.is_counting = False
             assert router.tokens_per_expert is not None
             dist.all_reduce(router.tokens_per_expert, group=router.tp_dp_cp_group)
             router.tokens_per_expert = router.tokens_per_expert.float()

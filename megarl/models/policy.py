@@ -81,8 +81,11 @@ def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
     """Set the modules of these model chunks to evaluation mode within the context: no dropout, no router noise."""
     modules = [module for chunk in chunks for module in chunk.modules()]
     # Transformer Engine 2.11 selects other attention kernels in evaluation mode. Old log-probs must come from the
-    # kernels of the training pass. Attention has no dropout, so its mode can stay.
-    modes = [(module, module.training) for module in modules if "DotProductAttention" not in type(module).__name__]
+    # kernels of the training pass. Attention has no dropout, so its mode can stay. Its backends are modules of their
+    # own (FusedAttention, FlashAttention), so all below it keep their mode too.
+    attention = [module for module in modules if "DotProductAttention" in type(module).__name__]
+    kept = {id(below) for module in attention for below in module.modules()}
+    modes = [(module, module.training) for module in modules if id(module) not in kept]
     for module, _ in modes:
         module.training = False
     try:

@@ -74,7 +74,11 @@ def _answers(path: Path) -> dict[str, Any]:
     """Return the first wrong and the first right answers of an evaluation."""
     found: dict[str, list[dict[str, Any]]] = {"wrong": [], "right": []}
     for record in read_records(path, 0):
-        kind = found["right" if record.get("answer_correct") is True else "wrong"]
+        verdict = record.get("answer_correct")
+        # An answer without a verdict is neither right nor wrong.
+        if verdict is None:
+            continue
+        kind = found["right" if verdict is True else "wrong"]
         if len(kind) < _NUM_ANSWERS:
             # An evaluation has no steps, so the step given to `read_records` must not be shown.
             kind.append({name: value for name, value in compact(record).items() if name != "step"})

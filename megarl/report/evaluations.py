@@ -26,6 +26,8 @@ class Answered:
 
     identity: bytes
     is_right: list[bool] = field(default_factory=list)
+    is_judged: bool = True
+    """False if an attempt has no verdict: accuracy is then unknown, not zero."""
 
     @property
     def accuracy(self) -> float:
@@ -63,7 +65,7 @@ class SetDifference:
     gained: int
     lost: int
     difference: Measure | None
-    """None if no problem is in both."""
+    """None if no problem is in both, or if an attempt has no verdict in one of them."""
 
 
 def is_evaluation(path: Path) -> bool:
@@ -82,9 +84,12 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
             identity = digest([record.get("prompt"), record.get("answer")])
             answered = sets.setdefault(str(record.get("set")), {}).setdefault(key, Answered(identity))
             answered.is_right.append(record.get("answer_correct") is True)
+            answered.is_judged &= record.get("answer_correct") is not None
     if not sets:
         raise ConfigError(f"{path / ANSWERS}: has no answer; the evaluation ended before its first set was complete")
-    measures = {name: {"accuracy": accuracy_of(problems)} for name, problems in sets.items()}
+    measures = {
+        name: {"accuracy": accuracy_of(problems)} if is_judged(problems) else {} for name, problems in sets.items()
+    }
     summary = _summary(path / "metrics.json")
     # metrics.json is written last, so an interrupted evaluation lacks it.
     if not summary:
@@ -99,6 +104,11 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
 def accuracy_of(problems: Mapping[Key, Answered]) -> Measure:
     """Return the mean accuracy over problems, with its 95 % interval."""
     return mean_with_interval([answered.accuracy for answered in problems.values()])
+
+
+def is_judged(problems: Mapping[Key, Answered]) -> bool:
+    """Return whether every attempt of a set has a verdict."""
+    return all(answered.is_judged for answered in problems.values())
 
 
 def differences(before: RecordedEvaluation, after: RecordedEvaluation) -> list[SetDifference]:
@@ -122,7 +132,8 @@ def _difference(name: str, before: Mapping[Key, Answered], after: Mapping[Key, A
     """Return the difference of a set over its common problems."""
     # A paired comparison removes the variance between problems, so its interval is narrower.
     shared = [key for key in before if key in after and before[key].identity == after[key].identity]
-    changes = [after[key].accuracy - before[key].accuracy for key in shared]
+    has_verdicts = is_judged(before) and is_judged(after)
+    changes = [after[key].accuracy - before[key].accuracy for key in shared] if has_verdicts else []
     return SetDifference(
         name,
         problems=len(shared),

@@ -302,9 +302,15 @@ def changed_between(before: Path, after: Path, most: int) -> list[dict[str, Any]
     files = {0: before, 1: after}
     for number, path in files.items():
         for record in read_records(path, number):
-            scored = {**record, "reward": float(record.get("answer_correct") is True)}
-            problems.setdefault(_problem(record), _HeldOut()).add(scored)
-    found = _changed(problems, files, most)
+            # Without a verdict, right and wrong cannot be compared.
+            if record.get("answer_correct") is None:
+                continue
+            scored = {**record, "reward": float(record["answer_correct"] is True)}
+            # The number of a problem names another one if its data file changed, so the content counts too.
+            identity = digest([record.get("prompt"), record.get("answer")]).hex()
+            problems.setdefault(f"{_problem(record)} {identity}", _HeldOut()).add(scored)
+    in_both = {name: one for name, one in problems.items() if one.first is not one.last}
+    found = _changed(in_both, files, most)
     for pair in found:
         for side in ("before", "after"):
             pair[side].pop("step", None)

@@ -191,6 +191,9 @@ class RewardWorker:
                 with suppress(_ProcessLostError):
                     self.wait_until_ready()
                     return replace(self._answer(sample), num_lost=num_lost)
+                # An interrupt closes the connection too, and must not be answered with another try.
+                if self._is_interrupted:
+                    return Scored.failed("error", f"{self._names}: the scoring was interrupted")
             self.wait_until_ready()
             return replace(self._answer(sample), num_lost=_MAX_LOST - 1)
         except _ProcessLostError as error:

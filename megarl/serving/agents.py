@@ -24,6 +24,7 @@ from megarl.rollout.attempt import Budget, Score, Task, unanswered, unscored
 from megarl.rollout.pool import EnginePool, Generates
 from megarl.rollout.waiting import TimedPool
 from megarl.serving.codec import Codec
+from megarl.serving.protocol import finite_reward
 from megarl.serving.sessions import Answer, Limits, Session, Sessions
 from megarl.types import Ended, Problem, Reward, SamplingSettings, Trajectory
 
@@ -269,10 +270,10 @@ def _told(task: Task) -> dict[str, Any]:
 
 def _checked(reward: object) -> float:
     """Return the reward as a float. Raises _ProgramError unless it is a finite number."""
-    # JSON's true is a bool, which Python counts as an int. NaN fails the comparison.
-    if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) < float("inf"):
+    number = finite_reward(reward)
+    if number is None:
         raise _ProgramError(f"ValueError: the program's reward is {reward!r:.80}, not a finite number")
-    return float(reward)
+    return number
 
 
 def _reward(said: bytes) -> float | None:
@@ -280,7 +281,7 @@ def _reward(said: bytes) -> float | None:
     text = said.decode(errors="replace").strip().rpartition("\n")[2]
     try:
         found = json.loads(text)
-    except ValueError:
+    except (ValueError, RecursionError):  # a program may print the model's own text last
         return None
     if isinstance(found, dict):
         if "reward" not in found:

@@ -10,7 +10,7 @@ from typing import Any
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from megarl.serving.conversation import MAX_DEPTH, is_nested_too_deeply
+from megarl.serving.conversation import MAX_DEPTH, is_nested_too_deeply, is_text
 from megarl.serving.refusal import RequestError
 
 MAX_BODY_BYTES = 32 << 20
@@ -55,16 +55,8 @@ def parse_body(raw: bytes) -> Mapping[str, Any]:
     if is_nested_too_deeply(body):
         raise RequestError(f"the body has objects or lists nested more than {MAX_DEPTH} levels deep")
     # Only an escape can write half of a surrogate pair in text that is valid UTF-8.
-    if b"\\u" in raw:
-        _check_text(body)
-    return body
-
-
-def _check_text(body: Mapping[str, Any]) -> None:
-    """Raise RequestError for text not representable in UTF-8."""
-    try:
-        json.dumps(body, ensure_ascii=False).encode()
-    except UnicodeEncodeError as error:
+    if b"\\u" in raw and not is_text(body):
         raise RequestError(
             "the body has half of a surrogate pair (\\ud800 to \\udfff), which is not text; leave it out"
-        ) from error
+        )
+    return body

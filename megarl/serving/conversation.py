@@ -154,8 +154,17 @@ def _parsed(arguments: Any) -> Any:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    is_object = isinstance(found, dict) and not is_nested_too_deeply(found)
+    is_object = isinstance(found, dict) and not is_nested_too_deeply(found) and is_text(found)
     return found if is_object else arguments
+
+
+def is_text(value: Any) -> bool:
+    """Return whether all text in a JSON value can be encoded as UTF-8: it has no half of a surrogate pair."""
+    try:
+        json.dumps(value, ensure_ascii=False).encode()
+    except UnicodeEncodeError:
+        return False
+    return True
 
 
 def is_nested_too_deeply(value: Any) -> bool:

@@ -15,7 +15,15 @@ from aiohttp.http_exceptions import HttpProcessingError
 from megarl.config.rollout import EndpointConfig
 from megarl.platform.processes import allow_open_files
 from megarl.serving.body import MAX_BODY_BYTES, read_body
-from megarl.serving.protocol import Asked, Reply, model, models, read_conversation, read_prompt
+from megarl.serving.protocol import (
+    Asked,
+    Reply,
+    finite_reward,
+    model,
+    models,
+    read_conversation,
+    read_prompt,
+)
 from megarl.serving.refusal import RequestError
 from megarl.serving.sessions import Answer, Limits, ModelCallUnderWay, Session, Sessions
 from megarl.terminal import FirstOfEachKind
@@ -184,11 +192,10 @@ class Endpoint:
         if session is None:
             raise _unknown_key()
         _, body = await read_body(request)
-        reward = body.get("reward")
-        # JSON's true is a bool, which Python counts as an int. NaN fails the comparison.
-        if isinstance(reward, bool) or not isinstance(reward, int | float) or not abs(reward) < float("inf"):
-            raise RequestError(f"reward = {reward!r:.40}: give a finite number", param="reward")
-        await self._sessions.end(session, float(reward))
+        reward = finite_reward(body.get("reward"))
+        if reward is None:
+            raise RequestError(f"reward = {body.get('reward')!r:.40}: give a finite number", param="reward")
+        await self._sessions.end(session, reward)
         return web.json_response({"id": session.secret, "reward": session.reward})
 
     def _asked(self, body: Mapping[str, Any], session: Session) -> Asked:

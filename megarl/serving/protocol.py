@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -221,6 +222,18 @@ class Reply:
                 for token, value in zip(tokens, values, strict=True)
             ]
         }
+
+
+def finite_reward(value: object) -> float | None:
+    """Return a reward of a client or a program as a float, or None where it is not a finite number."""
+    # JSON's true is a bool, which Python counts as an int.
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return None
+    try:
+        number = float(value)
+    except OverflowError:  # JSON's integers have no bound
+        return None
+    return number if math.isfinite(number) else None
 
 
 def models(name: str) -> dict[str, Any]:

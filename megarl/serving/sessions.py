@@ -172,9 +172,10 @@ class Session:
         # An answer after the end would add tokens to a finished trajectory.
         if call.is_delivered or self.ended.is_set():
             return
-        call.is_delivered = True
         answer = call.task.result()
+        # First, because an error here must leave the answer undelivered, and so counted as untrained.
         call.remember(answer)
+        call.is_delivered = True
         self._delivered.append(answer)
 
     async def end(self, reward: float | None = None) -> None:

@@ -3,6 +3,7 @@ from __future__ import annotations
 import json
 import os
 import shutil
+import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ from safetensors.torch import save_file
 from megarl.data.chat import load_tokenizer
 from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import check_model_folder, largest_token, read_safetensors_header, weight_files
+from megarl.files.regular import check_folder_of_files
 from megarl.types import DataError
 
 INDEX = "model.safetensors.index.json"
@@ -101,6 +103,21 @@ def test_a_named_pipe_is_refused_before_it_is_opened(folder: Path) -> None:
     for read in (read_model_shape, load_tokenizer):
         with pytest.raises(DataError, match=r"config\.json: is not a regular file"):
             read(folder)
+
+
+def test_a_folder_that_may_be_entered_but_not_listed_is_named() -> None:
+    own = os.geteuid()
+    # Not below pytest's own folder, which other users may not enter.
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        Path(folder).chmod(0o311)
+        try:
+            if own == 0:  # nothing is denied to root
+                os.seteuid(65534)
+            with pytest.raises(DataError, match="cannot be listed"):
+                check_folder_of_files(Path(folder))
+        finally:
+            os.seteuid(own)
+            Path(folder).chmod(0o755)
 
 
 def test_a_hub_name_is_answered_with_the_download_command(tmp_path: Path) -> None:

@@ -37,6 +37,23 @@ def test_two_evaluations_are_compared_problem_by_problem(tmp_path: Path) -> None
     assert comparison["changed"][0]["before"]["completion"] == "It is 99."
 
 
+def test_answers_without_a_verdict_are_neither_right_nor_wrong(tmp_path: Path) -> None:
+    before = make_evaluation(tmp_path / "before", [[True], [True], [False]])
+    after = make_evaluation(tmp_path / "after", [[True], [False], [False]])
+    for name, keeps in (("answers.jsonl", True), ("metrics.json", False)):
+        path = after / name
+        if not keeps:
+            path.unlink(missing_ok=True)
+            continue
+        lines(path, [json.loads(line) | {"answer_correct": None} for line in path.read_text().splitlines()])
+    [found] = differences(read_evaluation(before), read_evaluation(after))
+    assert (found.difference, found.gained, found.lost) == (None, 0, 0)
+    assert read_evaluation(after).measures == {"math": {}}
+    page, _, _ = write_report([before, after], tmp_path / "page.html")
+    [comparison] = content(page)["comparisons"]
+    assert comparison["changed"] == [] and comparison["sets"][0]["difference"] is None
+
+
 def test_means_over_attempts_are_compared(tmp_path: Path) -> None:
     before = make_evaluation(tmp_path / "before", [[False, True]] * 6 + [[False, False]] * 6)
     after = make_evaluation(tmp_path / "after", [[True, True]] * 6 + [[False, True]] * 6)

@@ -94,6 +94,11 @@ def test_a_program_is_told_the_problem_and_its_calls_are_the_trajectory(attempt:
     assert other.segments[0].token_ids[other.segments[0].turns == 0].tolist() == first
 
 
+def test_a_last_line_nested_beyond_recursion_is_no_reward(attempt: Callable[..., Trajectory]) -> None:
+    found = attempt(sys.executable, "-c", ASKING + 'print("[" * 100_000)')
+    assert found.failure is None and found.reward == Reward(float(len(found.text)), True, False)
+
+
 def test_a_program_gets_the_variables_that_are_named_and_no_others(
     attempt: Callable[..., Trajectory], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,9 +121,13 @@ def test_without_a_reward_of_its_own_the_last_completion_is_scored(attempt: Call
     [
         pytest.param(("sh", "-c", "echo no such file >&2; exit 3"), "ExitCode: the program ended with 3: no such file"),
         pytest.param(("sh", "-c", "echo NaN"), "ValueError: the program's reward is nan, not a finite number"),
+        pytest.param(
+            ("sh", "-c", f"echo 1{'0' * 400}"),
+            f"ValueError: the program's reward is 1{'0' * 79}, not a finite number",
+        ),
         pytest.param(("/no/such/program",), "OSError: /no/such/program: No such file or directory"),
     ],
-    ids=["exit code", "no number", "no program"],
+    ids=["exit code", "no number", "beyond all floats", "no program"],
 )
 def test_a_program_that_fails_is_an_error_of_its_attempt(
     command: tuple[str, ...], failure: str, attempt: Callable[..., Trajectory]

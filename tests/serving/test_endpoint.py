@@ -266,7 +266,7 @@ def test_late_calls_of_an_ended_session_are_told_so_once(served: Any) -> None:
             while not (session.num_under_way and other.num_under_way):
                 await asyncio.sleep(0.01)
             url = f"{s.endpoint.base_url}/sessions/{session.secret}/reward"
-            for wrong in ({}, {"reward": "good"}, {"reward": True}):
+            for wrong in ({}, {"reward": "good"}, {"reward": True}, {"reward": 10**400}):
                 async with h.post(url, json=wrong) as response:
                     assert response.status == 400
             async with h.post(url, json={"reward": 0.5}) as response:
@@ -551,8 +551,8 @@ def test_a_body_that_cannot_be_used_is_one_refusal(served: Any, raw: bytes, stat
 
 def test_deeply_nested_arguments_of_a_call_stay_text(served: Any) -> None:
     async def test(s: Served) -> None:
-        for depth in (500, 5000):
-            arguments = '{"a":' * depth + "1" + "}" * depth
+        nested = ['{"a":' * depth + "1" + "}" * depth for depth in (500, 5000)]
+        for arguments in (*nested, '{"a": "half of a surrogate pair \\\\ud800"}'):
             call = {"id": "c", "type": "function", "function": {"name": "add", "arguments": arguments}}
             messages: Any = [QUESTION, {"role": "assistant", "content": "", "tool_calls": [call]}, QUESTION]
             async with s.client(s.open()) as client:
