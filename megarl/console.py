@@ -250,7 +250,7 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], 
         return [size_text(over_ranks[key]) for key in ("mean", "max")]
 
     table = Table(title=f"{recipe.name}: reshard of {size_text(counted['model_bytes'])}", title_justify="left")
-    for heading in ("each rank", "mean", "max", "gathered path, mean"):
+    for heading in ("each rank", "mean", "max", "if full tensors were gathered, mean"):
         table.add_column(heading, justify="left" if heading.startswith("each") else "right")
     for link, name in (("local", "from itself"), ("same_node", "from its node"), ("other_node", "from other nodes")):
         gathered = reshard["gathered_bytes"].get(link)
@@ -259,7 +259,7 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], 
     table.add_row("least from others", *size(reshard["lower_bound_bytes"]))
     table.add_row("staged at once", *size(reshard["staging_bytes"]))
     console = Console(soft_wrap=True, highlight=False)
-    # The times are limits of the hardware, so the kind of GPU must be visible.
+    # The times are lower bounds given by the hardware, so the kind of GPU must be visible.
     gpu = counted["gpu"].upper() + " (assumed)" * is_assumed
     console.print(f"{layout}; nodes: {_nodes_named(recipe)}")
     console.print(table)
@@ -269,8 +269,9 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], 
         f"planned in {counted['plan_seconds']:.2f} s a rank"
     )
     console.print(
-        f"limits of {gpu}: {reshard['seconds'] * 1e3:.1f} ms (wire {reshard['wire_seconds'] * 1e3:.1f}, memory "
-        f"{reshard['memory_seconds'] * 1e3:.1f}); gathered path {reshard['gathered_seconds'] * 1e3:.1f} ms"
+        f"limits of {gpu}: by bandwidth, a reshard takes at least {reshard['seconds'] * 1e3:.1f} ms (network "
+        f"{reshard['wire_seconds'] * 1e3:.1f} ms, GPU memory {reshard['memory_seconds'] * 1e3:.1f} ms); gathering full "
+        f"tensors on each rank would take at least {reshard['gathered_seconds'] * 1e3:.1f} ms"
     )
     for name, other in orders.items():
         links = ("same_node", "other_node")

@@ -386,7 +386,7 @@ class TrainingSequence:
     kept_sets: KeptSets | None = None
     """Sampling sets to renormalise log-probs over. None: the whole vocabulary for all tokens."""
     temperature: float = 1.0
-    """Temperature of log-probs."""
+    """Temperature dividing the logits before log-probs are computed."""
 
     def __len__(self) -> int:
         return len(self.token_ids)

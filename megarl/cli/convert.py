@@ -29,14 +29,17 @@ Verify = Annotated[bool, typer.Option("--verify", help="Read everything back and
 def to_megatron(
     hf: Annotated[Path, typer.Option(help="Hugging Face model folder.")],
     out: OutFolder,
-    tp: Annotated[int, typer.Option(help="Size of tensor parallelism to chunk for.")] = 1,
-    pp: Annotated[int, typer.Option(help="Size of pipeline parallelism to chunk for.")] = 1,
-    ep: Annotated[int, typer.Option(help="Size of expert parallelism to chunk for.")] = 1,
-    etp: Annotated[int, typer.Option(help="Size of the experts' tensor parallelism to chunk for.")] = 1,
+    tp: Annotated[int, typer.Option(help="Trainer's tensor-parallel size; tensors are split for it.")] = 1,
+    pp: Annotated[int, typer.Option(help="Trainer's pipeline-parallel size; tensors are split for it.")] = 1,
+    ep: Annotated[int, typer.Option(help="Trainer's expert-parallel size; tensors are split for it.")] = 1,
+    etp: Annotated[int, typer.Option(help="Trainer's expert-tensor-parallel size; tensors are split for it.")] = 1,
     dtype: CastTo = None,
     verify: Verify = False,
 ) -> None:
-    """Write a model folder as a checkpoint. Megatron loads it at any parallel sizes, fastest at these."""
+    """Write a Hugging Face model folder as a Megatron checkpoint, with one chunk per shard of the given parallel sizes.
+
+    A trainer of any parallel sizes can load the checkpoint. It loads fastest at the given ones.
+    """
     import torch
 
     from megarl.checkpoint import convert

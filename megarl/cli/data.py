@@ -124,7 +124,11 @@ def _names(data_format: str | None, fields: str | None, answer_field: str | None
 
 
 def _check_of_recipe(path: Path, source: str | None, heldout: list[str], others: list[str]) -> None:
-    """Check the data sets of a recipe; or `source` as its training data, compared with `heldout`."""
+    """Check the data sets of a recipe. Exit with an error if one of them is not sound.
+
+    With `source`, check only this source, read like the recipe's training data. Compare its prompts with the prompts
+    of `heldout`.
+    """
     from megarl.config.recipe import load
     from megarl.preflight.surveys import survey_as_training, surveys
 

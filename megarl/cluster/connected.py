@@ -59,9 +59,9 @@ class _RemoteHandle(RankHandle):
         self.socket = connected
         self.socket.setblocking(False)
         self.relayed: Relayed | None = None
-        """Relay of its node, if any. Commands and answers go through it."""
+        """Relay of the process's node, if any. Commands to the process and its answers go through the relay."""
         self.ended_at: float | None = None
-        """Time of the launcher's report that this process ended first."""
+        """Time (seconds since 1970) of the launcher's report of this process as the first to end. None: no report."""
 
     def tell(self, message: dict[str, Any]) -> None:
         """Send a JSON message, before the rank serves. Raise PeerLostError if the process is lost."""
@@ -358,10 +358,11 @@ def interface_of(address: str) -> str | None:
 
 
 def reached_at(connections: Sequence[tuple[str, str]]) -> list[str]:
-    """Return addresses at which other nodes reach the ranks. `connections` are pairs of ends (rank's, driver's).
+    """Return for each rank an address at which other nodes reach it.
 
-    A rank on the driver's machine may have connected through the loopback interface. It gets the driver's address in
-    connections from other machines.
+    `connections` has one pair for each rank, connected to the driver: the rank's address and the driver's. They are
+    equal for a rank on the driver's machine, and may be the loopback address. This rank's result is then the address
+    used by ranks of other machines to reach the driver, if there are such ranks.
     """
     arrived = next((own for theirs, own in connections if theirs != own), None)
     return [(arrived or own) if theirs == own else theirs for theirs, own in connections]

@@ -129,9 +129,10 @@ class _Relay:
             self._listening.add(asyncio.create_task(self._listen(rank, reader)))
 
     async def run(self, reader: asyncio.StreamReader) -> None:
-        """Forward the driver's batches until it closes its end. Then close the ranks' ends and wait until they left.
+        """Forward the driver's batches to the ranks until the driver closes its connection.
 
-        The launcher kills a rank that does not leave.
+        Then close the connections to the ranks, and wait until all ranks have closed theirs. The launcher kills a rank
+        if it does not.
         """
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:

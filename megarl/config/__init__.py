@@ -260,9 +260,9 @@ class Recipe(Section):
     """Write prompts, completions and rewards to samples/ every n steps (rl, distillation)."""
     # The forward pass is needed only where the step computes no trainer log-probs before its update.
     samples_with_tokens: Annotated[int, Field(ge=0, le=64)] = 4
-    """Number of these steps' samples also written token by token to tokens/, for `megarl report`: the highest and
-    lowest advantages, log-probs of engine and trainer, weight versions (rl, distillation of sampled tokens). May cost a
-    forward pass of these samples. 0: none."""
+    """Number of samples written token by token to tokens/ for `megarl report`, in each step of samples_every_steps: the
+    highest and lowest advantages, with log-probs of engine and trainer and weight versions (rl, distillation of sampled
+    tokens). May cost a forward pass of these samples. 0: none."""
     model: ModelConfig
     """Policy model."""
     data: DataConfig
@@ -302,7 +302,7 @@ class Recipe(Section):
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and exports during a run."""
     health: HealthConfig = HealthConfig()
-    """Thresholds of the rules warning of a run without learning (train.on_unhealthy)."""
+    """Health checks, warning when a run is not learning (train.on_unhealthy): disabled checks and thresholds."""
 
     # Private attributes, not fields: they are never validated or written as part of the recipe.
     _references: dict[Place, str] = PrivateAttr(default_factory=dict)

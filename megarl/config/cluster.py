@@ -28,7 +28,7 @@ CommandOption = Annotated[str, AfterValidator(_on_one_line)]
 
 
 class NodeGroup(Section):
-    """Nodes of another kind than the trainer's."""
+    """Nodes of one kind, when it differs from the kind of the trainer's nodes."""
 
     nodes: PositiveInt = 1
     """Number of nodes (machines)."""
@@ -51,7 +51,7 @@ class NodeGroup(Section):
 
 
 class GroupsConfig(Section):
-    """Groups of nodes with another kind of machine."""
+    """Nodes of another kind than the trainer's, by their purpose."""
 
     engines: NodeGroup | None = None
     """Nodes of separate engines, if they differ from the trainer's (rollout.placement). All their ranks are
@@ -100,7 +100,7 @@ class ClusterConfig(Section):
     """Peak of a rank's device at `model.dtype` in TFLOP/s, the denominator of perf/mfu. Default: by the GPU's name, if
     known. Without a peak (as on a CPU) there is no perf/mfu."""
     groups: GroupsConfig = GroupsConfig()
-    """Groups of nodes of another kind than the trainer's."""
+    """Separate engines on nodes of another kind than the trainer's nodes (groups.engines). Default: none."""
     gpu_memory_gib: GpuKind | None = None
     """Memory of a GPU in GiB, or its kind (h100, h200, b200). A recipe that does not fit is refused before a start,
     with suggested changes (see `megarl plan`). Default: this machine's GPUs; without GPUs nothing is refused."""

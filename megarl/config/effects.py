@@ -463,7 +463,8 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "weights.probe_tolerance": _ENGINE,
     "checkpoint": _ALWAYS,
 }
-"""Field, or section with uniform conditions, to its conditions. All must hold."""
+"""Conditions for an effect, by recipe field. All must hold. A section stands for all its fields if their conditions are
+the same."""
 
 
 def conditions(field: str) -> tuple[Needs, ...]:
@@ -487,11 +488,14 @@ def unmet(recipe: Recipe, field: str) -> Needs | None:
 
 
 def unmet_in(recipe: Recipe, field: str) -> Needs | None:
-    """Return the first unmet condition of a field in a source's recipe, or None."""
+    """Return the first condition of a field not met by a recipe, or None if all are met.
+
+    `recipe` is the recipe of a single source (`Recipe.sources`): without a mixture, the run's.
+    """
     return next((need for need in conditions(field) if not need.holds(recipe)), None)
 
 
 def may_be_idle(recipe: Recipe, field: str) -> bool:
-    """Return whether a field is a keyword of a user's own formula, so its use is unknown."""
+    """Return whether a field is a keyword argument of a user's own formula, so its use is unknown."""
     owners = (owner for owner, keywords in FIELDS.items() if field in keywords.values())
     return any(is_import_path(value_at(recipe, owner) or "") for owner in owners)

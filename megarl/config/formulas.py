@@ -22,7 +22,8 @@ TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
     "preference.loss": ("preference_losses", "PREFERENCE_LOSSES", ()),
     "distillation.divergence": ("divergences", "DIVERGENCES", ()),
 }
-"""Recipe field to (module, table, further functions accepted by the field)."""
+"""Source of the formulas accepted by each recipe field: (module of `megarl.algorithms`, its table of formulas, further
+functions of the module accepted by the field)."""
 
 FIELDS: dict[str, dict[str, str]] = {
     "algorithm.advantage": {
@@ -52,7 +53,10 @@ FIELDS: dict[str, dict[str, str]] = {
     },
     "distillation.divergence": {"beta": "distillation.jsd_beta"},
 }
-"""Keywords with their own recipe field."""
+"""Keyword arguments of formulas with a recipe field of their own.
+
+For each field choosing a formula: the argument's name, mapped to the field with its value.
+"""
 
 KWARGS = {
     "algorithm.advantage": "algorithm.advantage_kwargs",
@@ -60,18 +64,19 @@ KWARGS = {
     "algorithm.importance_sampling": "algorithm.importance_sampling_kwargs",
     "preference.loss": "preference.loss_kwargs",
 }
-"""Recipe field for all other keywords."""
+"""Recipe field with all other keyword arguments of a formula, by the field choosing the formula."""
 
 MEASURED: dict[str, tuple[str, ...]] = {
     "algorithm.advantage": ("lengths", "passes", "mask"),
     "preference.loss": ("kl",),
 }
-"""Keywords filled in by the run from its samples."""
+"""Keyword arguments of formulas without a recipe field, because the run computes them from its samples. By the field
+choosing the formula."""
 
 
 @dataclass(frozen=True, slots=True)
 class Keyword:
-    """A keyword argument. `annotation` is None if it has none."""
+    """A keyword argument of a formula. `annotation` is its type annotation; None if the source has none."""
 
     annotation: ast.expr | None
     is_required: bool
@@ -83,7 +88,7 @@ Keywords = Mapping[str, Keyword]
 # The tables are dict literals of names by convention, so parsing finds them without running the module.
 @cache
 def formulas(field: str) -> dict[str, Keywords]:
-    """Return the functions accepted by a recipe field, with their keyword arguments."""
+    """Return the formulas accepted by a recipe field: their names, each with the formula's keyword arguments."""
     module, table, further = TABLES[field]
     body = ast.parse((_ALGORITHMS / f"{module}.py").read_text(encoding="utf-8")).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
@@ -98,7 +103,7 @@ def formulas(field: str) -> dict[str, Keywords]:
 
 
 def taking(field: str, keyword: str) -> list[str]:
-    """Return the functions accepted by a field with this keyword."""
+    """Return the names of the formulas accepted by a recipe field and having this keyword argument."""
     return [name for name, keywords in formulas(field).items() if keyword in keywords]
 
 

@@ -209,7 +209,9 @@ def _default_list(place: str) -> list[Any] | None:
 
 
 def _resolved(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any], dict[Place, str], set[str]]:
-    """Return the values of a tree, environment references by place, and fields with unresolvable references."""
+    """Return a tree's resolved values, its texts referring to environment variables by place, and its fields with
+    unresolvable references.
+    """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
 
@@ -236,7 +238,10 @@ def _resolved(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any
 
 # The resolver is replaced for the walk: OmegaConf does not report whether a value came from the environment.
 def _environment_references(tree: Any) -> dict[Place, str]:
-    """Return the text of each value read from the environment, directly or through another field."""
+    """Return the recipe values referring to environment variables: each value's unresolved text, by its place.
+
+    A value refers to a variable directly (`${oc.env:NAME}`), or through another field with this reference.
+    """
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc
 

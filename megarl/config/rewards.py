@@ -15,8 +15,8 @@ class RewardFunctionConfig(Section):
     """One reward function: name, weight, arguments."""
 
     name: str
-    """Name in `megarl.rewards`, `package.module:function` or `path/to/file.py:function`. Its parameter names select the
-    values of a sample passed to it (`megarl.rewards.calling`)."""
+    """Reward function: a name in `megarl.rewards`, `package.module:function` or `path/to/file.py:function`. The names
+    of its parameters select the values passed to it: text, gold answer and others (`megarl.rewards.calling`)."""
     weight: float = 1.0
     """Factor of its score in the sum. 0: only measured. Metric: reward/NAME/mean."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict)

@@ -54,7 +54,7 @@ class AgentConfig(Section):
     """Seconds the program may take for an attempt, without pauses of the engines for an update (rollout.stragglers).
     Beyond it the process group is killed and the attempt ends with an error."""
     max_processes: PositiveInt = 64
-    """Limit of programs running at once on the driver's machine."""
+    """Limit of agent programs running at once on the driver's machine."""
     environment: tuple[str, ...] = ()
     """Names of the driver's environment variables passed to the program, for example a search service's key. PATH,
     HOME, locale and Python variables are always passed. Keys of megarl, trackers, judges and hubs are refused."""
@@ -136,9 +136,9 @@ class RolloutConfig(Section):
     """Format of the policy's tool calls, for environments with tools (megarl.data.tool_calls). Default: recognised from
     the chat template, where possible."""
     agent: AgentConfig = AgentConfig()
-    """Program of the environment `command`."""
+    """Agent program of the environment `command`: one process per attempt."""
     endpoint: EndpointConfig = EndpointConfig()
-    """OpenAI-compatible server used by the program."""
+    """OpenAI-compatible server called by the program of rollout.agent."""
     max_turns: PositiveInt = 16
     """Limit of completions in one attempt. All its tokens together must fit in data.max_prompt_tokens +
     rollout.sampling.max_new_tokens."""
@@ -162,10 +162,11 @@ class RolloutConfig(Section):
     # Step n trains weights of version n, whether or not engines ever received them. Placement separate: engines sample
     # ahead during updates. Groups start in the order they were drawn, and only if they can be trained within the limit.
     # park with 1: a step waits for groups at the limit. A run resumed with a lower limit drops older groups.
+    # A limit above 0 with an explicit algorithm.importance_sampling none is accepted with a warning.
     max_staleness: NonNegativeInt | None = None
-    """Limit in steps between the weights of a group's oldest token and the weights it trains. 0: synchronous (default
-    of wait and separate). 1: one step off (default of park). Above 0 needs algorithm.importance_sampling (an explicit
-    none warns), or old_logprobs rollout with a clipping loss. Metric: staleness/dropped."""
+    """Limit of a group's age when it is trained, in steps since the weights of its oldest token. Default: 1 (one step
+    off) with rollout.stragglers park, else 0 (synchronous). Above 0, set algorithm.importance_sampling, or
+    algorithm.old_logprobs rollout with a clipping policy loss. Metric: staleness/dropped."""
     sync_every: PositiveInt = 1
     """Reshard only every n steps, before an evaluation and before a resumed run's first step (placement separate).
     Samples are up to n - 1 versions older in between: set max_staleness to at least n - 1."""

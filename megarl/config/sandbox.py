@@ -33,6 +33,7 @@ class SandboxConfig(Section):
     memory_mib: Annotated[int, Field(ge=64)] = 512
     """Memory of one run in MiB, in addition to 64 MiB for files in its /tmp."""
     output_kib: Annotated[int, Field(ge=1)] = 64
-    """Limit of a run's standard output in KiB. A test with a longer expected output gets that much more."""
+    """Limit of a run's standard output in KiB. For a test with a long expected output: 4 KiB
+    plus twice its length, if more."""
     packages: tuple[str, ...] = ("numpy",)
     """Installed packages available to programs, in addition to Python's standard library."""

@@ -125,8 +125,9 @@ def train_on_assistant(
         turn = _without_trailing_space(tokenizer, rendered)
         if not prompt.startswith(text) or not turn.startswith(prompt):
             raise ValueError(
-                f"the chat template rewrites the text before messages[{place}] once that message follows; "
-                f"give each assistant turn a record of its own, or use a template that only appends"
+                f"the chat template rewrites the text before messages[{place}] when this message is added, so the "
+                f"turns do not fit into one sequence; give each assistant turn a record of its own, or use a template "
+                f"that only appends"
             )
         # Encoded apart, as in sampling: a token across the border would never have been sampled.
         for piece, trained in ((prompt[len(text) :], False), (turn[len(prompt) :], place >= first)):

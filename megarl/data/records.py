@@ -45,7 +45,7 @@ class Record:
     fields: Mapping[str, Any]
     format: RecordFormat = FORMATS["colossalrl"]
     unit: str = "line"
-    """The unit of `line`: line, row or record."""
+    """Word for the place numbered by `line`: a line of a text file, a row of a table, or a record of a JSON list."""
     names: FieldNames = _BY_FORMAT
     """The recipe's field names, for the remedy in an error."""
 

@@ -187,8 +187,9 @@ def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
 
 
 def _names(path: Path) -> tuple[str, ...]:
-    """Return the names that may contain a file's split: its own without a shard number, then its folders', inner ones
-    first.
+    """Return the names to search for the split of a file (`train`, say): the file's own, then its folders'.
+
+    The file's own name has no extension and no shard number. Folders are listed from the innermost one outwards.
     """
     return (_set(path), *reversed(path.parts[:-1]))
 
@@ -199,7 +200,7 @@ def _set(path: Path) -> str:
 
 
 def _words(path: Path) -> set[str]:
-    """Return the splits found at the start or end of the names of a file and its folders."""
+    """Return the names of splits (SPLITS) found at the start or end of the names of a file and its folders."""
     return {word for name in _names(path) for word in _words_of(name)}
 
 

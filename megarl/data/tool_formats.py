@@ -52,7 +52,7 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
     while start < len(text) and text[start].isspace():
         start += 1
     if start == len(text):
-        raise _CutOffError("it is cut off")
+        raise _CutOffError("its JSON is cut off")
     try:
         return _DECODER.raw_decode(text, start)
     except json.JSONDecodeError as error:
@@ -60,10 +60,10 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
         # message.
         is_cut = error.pos >= len(text.rstrip()) or error.msg.startswith("Unterminated string")
         if is_cut:
-            raise _CutOffError("it is cut off") from error
-        raise ValueError(f"it is not JSON ({error.msg})") from error
+            raise _CutOffError("its JSON is cut off") from error
+        raise ValueError(f"its JSON is not valid ({error.msg})") from error
     except RecursionError as error:
-        raise ValueError("it is nested too deeply") from error
+        raise ValueError("its JSON is nested too deeply") from error
 
 
 def _of_object(value: Any, *argument_fields: str) -> WrittenCall:

@@ -263,10 +263,10 @@ class RolloutEngine:
             self._asleep -= given
 
     def close(self) -> None:
-        """Shut the engine down, without the world's process group. A collective over the world.
+        """Shut the engine down, but leave torch's default process group open. A collective over the world.
 
-        Objects in reference cycles remain until the process ends, or until `gc.unfreeze` and `gc.collect`. These two
-        take seconds.
+        The engine's objects in reference cycles stay in memory until the process ends, or until `gc.unfreeze` and
+        `gc.collect` are called. These two calls take seconds.
         """
         # vLLM's own shutdown of the engine would also destroy the default process group.
         with kept_frozen():

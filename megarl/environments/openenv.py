@@ -296,7 +296,11 @@ class _Server:
         # Optional fields count only if no text field is required.
         texts = [name for name in texts if name in needed] or texts
         if len(texts) != 1:
-            raise ServerError(f"the action has the texts {', '.join(texts) or 'none'}; name one in action")
+            raise ServerError(
+                "rollout.environment_kwargs.action: not set, and the server's schema does not determine it; set it to "
+                "the action's field for the policy's text (text fields of the schema: "
+                f"{', '.join(texts) or 'none'})"
+            )
         self._text_field = texts[0]
         return texts[0]
 

@@ -189,7 +189,10 @@ async def _started(
     stacks: StackRequest,
     display: Display,
 ) -> AsyncIterator[Session]:
-    """Start ranks, engines, rewards and tracker, from the checkpoint if any. Stop signals are handled within."""
+    """Start ranks, engines, rewards and tracker, and yield the session using them. Resume from a checkpoint, if any.
+
+    Inside the context, a stop signal asks the session to stop (`StopRequest`) and does not end the process at once.
+    """
     stop = StopRequest()
     async with AsyncExitStack() as stack:
         tracker = Tracker(folder, steps=recipe.train.steps, trackers=recipe.trackers, display=display)

@@ -33,11 +33,11 @@ _ALL = ("parameters", "gradients", "optimizer")
 
 
 def memory_table(recipe: Recipe, models: Models, platform: Platform, *, gpu_gib: float | None = None) -> MemoryTable:
-    """Return the memory of a recipe by phase, each phase on its fullest rank.
+    """Return a recipe's memory by phase. Each phase is shown on the rank needing the most memory in it.
 
-    `gpu_gib` is the memory of a GPU; `rollout.gpu_memory_utilization` is a share of it. One rank of each pipeline stage
-    is examined, because ranks of a stage differ only by a few elements of padding. Separate engines add their first
-    rank.
+    `gpu_gib` is the memory of a GPU in GiB; `rollout.gpu_memory_utilization` is a share of it. One rank of each
+    pipeline stage is examined, because ranks of a stage differ only by a few elements of padding. With separate
+    engines, the first engine rank is examined too.
     """
     layout = models.policy.layout
     ranks = [layout.rank(tp=0, dp=0, pp=stage) for stage in range(layout.pp)]

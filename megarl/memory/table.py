@@ -133,7 +133,7 @@ class MemoryTable:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return all kinds using memory in some phase, in the order of the phases."""
+        """Return all kinds of memory (`Use.kind`) used in some phase, in the order of the phases."""
         return tuple(
             dict.fromkeys(use.kind for phase in self.phases for use in phase.uses if use.device_bytes or use.host_bytes)
         )
@@ -147,7 +147,7 @@ class MemoryTable:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Return JSON values: bytes by phase and kind, and the capacity of the cache."""
+        """Return the table as JSON values: bytes by phase and kind of memory, and the capacity of the KV cache."""
         phases = [
             {
                 "phase": phase.name,

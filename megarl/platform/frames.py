@@ -17,7 +17,11 @@ _PART_BYTES = 1 << 20
 """Most bytes per `recv`, which allocates its buffer before any data arrives."""
 
 Patience = Callable[[], float]
-"""A timeout policy. Returns the seconds until its next call, and raises when time is up. None waits forever."""
+"""Timeout policy of a message: a function called before each wait for the connection.
+
+It returns the longest time of this wait in seconds, and raises an error after the deadline. A parameter `patience` with
+the value None sets no deadline.
+"""
 
 
 class FrameError(Exception):

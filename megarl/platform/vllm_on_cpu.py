@@ -42,7 +42,7 @@ def check_build() -> None:
     if device.current().type == "cpu" and not current_platform.is_cpu():
         raise ConfigError(
             "cluster.device: this rank has no GPU that torch can use, but the installed vLLM is the build for GPUs; "
-            "use an environment of VENV=DIR launch/setup.sh cpu."
+            "create an environment with vLLM for CPUs (`VENV=DIR launch/setup.sh cpu`) and start megarl from it."
         )
 
 

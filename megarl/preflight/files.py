@@ -250,7 +250,7 @@ def read_problems(
 def system_prompt(recipe: Recipe) -> str | None:
     """Return the system message for conversations without one. None: no message.
 
-    Raises ConfigError if the default is asked for and no reward function has one.
+    Raises ConfigError if the recipe asks for the default and no reward function has a format instruction.
     """
     given = recipe.data.system_prompt
     if given in (None, "none"):
@@ -264,8 +264,8 @@ def system_prompt(recipe: Recipe) -> str | None:
     if prompt is None:
         names = [function.name for function in functions]
         raise ConfigError(
-            "data.system_prompt = default: is the instruction of a reward function's format, and "
-            f"{', '.join(names) or 'this recipe'} has none; give the text itself, or leave it out"
+            "data.system_prompt = default: asks for the format instruction of a reward function, but "
+            f"{', '.join(names) or 'this recipe'} has none; write the system message itself, or remove the field"
         )
     return prompt
 

@@ -54,7 +54,7 @@ def _evaluation(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
 
 
 def _set_difference(of_set: SetDifference) -> dict[str, Any]:
-    """Return the difference of a set between two evaluations."""
+    """Return the comparison of two evaluations on one validation set, as JSON values."""
     return {
         "set": cut(of_set.name, 120),
         "problems": of_set.problems,
@@ -66,7 +66,7 @@ def _set_difference(of_set: SetDifference) -> dict[str, Any]:
 
 
 def _measure(measure: Measure) -> dict[str, Any]:
-    """Return a measure with its confidence interval."""
+    """Return a measure and the ends of its confidence interval, as JSON values."""
     return {"value": measure.value, "low": measure.low, "high": measure.high}
 
 

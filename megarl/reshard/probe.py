@@ -53,10 +53,11 @@ def check_logprobs(
         if not gap <= tolerance:
             worst = int(distances.argmax()) + 1
             raise MegarlError(
-                f"rank {rank}: after a reshard the log-probs of the engine (replica {number}) are {gap:.3g} nats from "
-                f"the trainer's in the mean over {len(distances)} tokens of a fixed prompt, above {tolerance:g}; worst "
-                f"is token {worst}: trainer {expected[worst]:.4f}, engine {logprobs[worst]:.4f}. The engine's weights "
-                "differ, or their conversion (rollout.vllm) loses more; if so, raise weights.probe_tolerance."
+                f"rank {rank}: after a reshard, the log-probs of the engine (replica {number}) differ from the "
+                f"trainer's by {gap:.3g} nats in the mean over {len(distances)} tokens of a fixed prompt. At most "
+                f"{tolerance:g} is allowed. The worst token is number {worst}: trainer {expected[worst]:.4f}, engine "
+                f"{logprobs[worst]:.4f}. Either the engine has other weights, or their conversion (rollout.vllm) loses "
+                "more precision. In the second case, raise weights.probe_tolerance."
             )
         gaps.append(gap)
     return max(gaps)

@@ -186,7 +186,8 @@ def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -
     if not storage.is_contiguous() or last >= storage.numel():
         raise ValueError(
             f"{name}: element {last} of storage {view.storage} is needed, which has {storage.numel()} elements"
-            f"{'' if storage.is_contiguous() else ' and is not contiguous'}"
+            f"{'' if storage.is_contiguous() else ' and is not contiguous'}; "
+            "the reshard's plan was made for another storage"
         )
     return storage.detach().as_strided(shape, view.strides, storage.storage_offset() + view.offset)
 

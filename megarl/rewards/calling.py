@@ -27,9 +27,10 @@ PARAMETERS = {
 """Values of a sample available to a reward function, by parameter name."""
 
 _OF_THE_RECIPE = ("correct_score",)
-"""Parameters not belonging to the sample. A function's kwargs may replace their values."""
+"""Parameters with values of the recipe, not of the sample. A function's kwargs may replace the values."""
 _WHEN_NAMED = "sandbox"
-"""Not passed through `**rest`: most functions work on a machine without a sandbox."""
+"""Parameter passed only to functions naming it, never through `**rest`: most functions work on a machine without a
+sandbox."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -39,9 +39,9 @@ def gsm8k(
     answer that is not a number.
     """
     if method not in get_args(Literal["strict", "flexible"]):
-        raise ValueError(f"method is {method!r}; give strict or flexible")
+        raise ValueError(f"kwargs.method = {method!r}: is not a valid value; set it to strict or flexible")
     if not forms or set(forms) - set(get_args(Form)):
-        raise ValueError(f"forms are {forms!r}; give some of {', '.join(get_args(Form))}")
+        raise ValueError(f"kwargs.forms = {forms!r}: is not a valid list; list some of {', '.join(get_args(Form))}")
     gold = gold_number(answer)
     number, format_valid = _stated_number(completion_text, tuple(forms), method)
     is_fallback = number is not None and not format_valid

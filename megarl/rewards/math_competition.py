@@ -36,9 +36,9 @@ def math_competition(
     DeepScaleR: thoughts required.
     """
     if not forms or set(forms) - set(get_args(Form)):
-        raise ValueError(f"forms are {forms!r}; give some of {', '.join(get_args(Form))}")
+        raise ValueError(f"kwargs.forms = {forms!r}: is not a valid list; list some of {', '.join(get_args(Form))}")
     if thoughts not in ("optional", "required"):
-        raise ValueError(f"thoughts are {thoughts!r}; give optional or required")
+        raise ValueError(f"kwargs.thoughts = {thoughts!r}: is not a valid value; set it to optional or required")
     golds = gold_answers(answer)
     stated = competition_answer(completion_text, record, forms=forms, thoughts=thoughts)
     agreed = 0.0 if stated is None else max(agreement(stated, gold) for gold in golds)

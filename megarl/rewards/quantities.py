@@ -97,11 +97,11 @@ def read_quantity(text: str, known: Collection[str] | None = None) -> Quantity |
 
 
 def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
-    """Return whether the numbers are equal, exactly.
+    """Return whether a predicted quantity equals the gold answer, exactly.
 
-    Units are compared if the gold answer has one. A prediction in another unit is converted; one without a unit gets
-    the gold's. A percentage also equals its value as a fraction (50% and 0.5). 5% equals a gold 5, but 0.5% does not
-    equal 0.5.
+    If both have a unit, the prediction is converted to the gold's unit. If only one has a unit, the numbers alone are
+    compared: a predicted 5% equals a gold 5. A percentage may also equal its value as a fraction: 50% equals 0.5. Below
+    1%, a predicted percentage equals a gold answer without a unit only as a fraction: 0.5% equals 0.005, but not 0.5.
     """
     if gold.unit and prediction.unit:
         return gold.unit.dimensions == prediction.unit.dimensions and gold.value == prediction.value

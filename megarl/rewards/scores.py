@@ -62,7 +62,10 @@ class FunctionScore:
 
 
 def checked(result: Any) -> FunctionScore | None:
-    """Validate a function's result. None: it does not apply. Raises TypeError or ValueError for other kinds."""
+    """Return the score in a reward function's result; None if the function does not apply to the sample.
+
+    Raises TypeError or ValueError for an invalid result.
+    """
     if result is None:
         return None
     if isinstance(result, FunctionScore):
@@ -154,10 +157,12 @@ def with_served(
     judges_format: bool = True,
     judges_answer: bool = True,
 ) -> Reward:
-    """Return the reward of the functions (`own`) and the servers by name, equal to `combined` of all of them.
+    """Return the reward of a sample scored by reward functions and reward servers.
 
-    The flags say whether any function judged format or answer. `judges` includes all functions and servers. Raises
-    ValueError for a too large sum.
+    `own` is the combined reward of all functions. `served` has each server's score by the server's name. The result is
+    the same as `combined` returns for the scores of all functions and servers together. `judges_format` and
+    `judges_answer` are True if any function judged the format or the answer. `judges` has an entry for each function
+    and server. Raises ValueError if the sum exceeds MAX_ABSOLUTE_SCORE.
     """
     part = None
     if own is not None and any(score is not None for score in own.scores.values()):

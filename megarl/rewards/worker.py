@@ -275,7 +275,7 @@ class RewardWorker:
                 judges_answer=reply.get("judges_answer") is not False,
             )
         except (KeyError, TypeError, ValueError) as error:
-            raise FrameError(f"not a reward: {error}") from None
+            raise FrameError(f"the reward process sent an answer that is not a valid reward: {error}") from None
 
     def _start(self) -> None:
         settings = self._settings

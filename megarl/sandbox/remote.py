@@ -118,7 +118,7 @@ class RemoteSandbox:
                 return _ran(answer, room, time.monotonic() - started, retries)
             except (OSError, http.client.HTTPException, _BusyError) as error:
                 fault = f"{type(error).__name__}: {error}"
-        raise SandboxError(f"{self._url} gave no answer in {MAX_TRIES} tries; the last: {fault}")
+        raise SandboxError(f"{self._url} gave no answer in {MAX_TRIES} tries; the last one failed with {fault}")
 
     def close(self) -> None:
         """Do nothing: no connection is kept open."""
@@ -139,9 +139,9 @@ class RemoteSandbox:
         try:
             answer = json.loads(text)
         except ValueError:
-            raise _BusyError(f"the answer is not valid JSON: {text[:200]!r}") from None
+            raise _BusyError(f"the server's answer is not valid JSON: {text[:200]!r}") from None
         if not isinstance(answer, dict) or answer.get("status") not in ("Success", "Failed"):
-            raise _BusyError(f"an answer without a result: {text[:200]!r}")
+            raise _BusyError(f"the server's answer has neither status Success nor Failed: {text[:200]!r}")
         return answer
 
 
@@ -153,7 +153,7 @@ def _ran(answer: Mapping[str, Any], room: int, wall_seconds: float, retries: int
     """Return the result of a run from a server's answer."""
     result = answer.get("run_result") or answer.get("compile_result")
     if not isinstance(result, Mapping):
-        raise _BusyError("an answer without run_result")
+        raise _BusyError("the server's answer has neither run_result nor compile_result")
     stdout, stderr = (str(result.get(name) or "") for name in ("stdout", "stderr"))
     exit_code = result.get("return_code")
     exit_code = exit_code if isinstance(exit_code, int) else 1

@@ -78,7 +78,8 @@ class Endpoint:
         if (allowed := allow_open_files(most + _OTHER_FILES)) < most + _OTHER_FILES:
             raise ConfigError(
                 f"rollout.endpoint.max_connections = {most}: this process may open {allowed} files only (ulimit -n), "
-                f"and needs {_OTHER_FILES} more; give at most {max(1, allowed - _OTHER_FILES)}, or raise that limit"
+                f"and needs {_OTHER_FILES} of them for other purposes; give at most "
+                f"{max(1, allowed - _OTHER_FILES)}, or raise the limit of open files"
             )
         app = web.Application(client_max_size=MAX_BODY_BYTES, middlewares=[self._answer_errors])
         for prefix in ("", "/s/{secret}"):
@@ -273,7 +274,9 @@ class Endpoint:
                 # call.
                 answer = await session.answer(call, self._config.hold_seconds)
                 if answer is None:
-                    raise RequestError("the answer takes longer; ask for it again", status=503, retry_after=1)
+                    raise RequestError(
+                        "the answer is not ready yet; send the same request again", status=503, retry_after=1
+                    )
                 tokens = await self._tokens(answer, asked)
                 session.deliver(call)
                 response = web.json_response(reply.whole(answer, tokens), headers=headers)

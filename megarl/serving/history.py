@@ -36,7 +36,11 @@ class Fork:
 
 
 class History:
-    """Answered conversations and texts, found by their beginning."""
+    """Conversations and texts already answered in a session, with their token ids.
+
+    A new request often continues an answered one. Its prompt then repeats the stored token ids, exactly as sampled,
+    instead of encoding the earlier text again.
+    """
 
     def __init__(self) -> None:
         self._answered: list[Answered] = []

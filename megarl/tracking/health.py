@@ -234,7 +234,10 @@ class Health:
         return rule not in self.warned and rule not in self.config.off
 
     def replay(self, steps: Iterable[Mapping[str, Any]]) -> None:
-        """Add the logged steps of a resumed run, each with its `step`. Their findings were reported before."""
+        """Give the rules the metrics of steps logged before a resume. Each row has its number as `step`.
+
+        Rules broken by these steps count as reported: an earlier attempt has warned of them.
+        """
         for row in steps:
             self.observe(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
 

@@ -177,14 +177,14 @@ class Tracker:
         self._display.close(Closing(model, accuracies, self._total_seconds, next_commands, resumed_step))
 
     def _add_to_totals(self, timing: Mapping[str, float]) -> None:
-        """Add a step's times by phase. Time outside of phases is `other`."""
+        """Add a step's seconds in each phase to the run's totals. Time outside of phases is added as `other`."""
         phases = {phase_of(name): seconds for name, seconds in timing.items() if name != "time/step_seconds"}
         phases["other"] = timing["time/step_seconds"] - sum(phases.values())
         for name, seconds in phases.items():
             self._total_seconds[name] = self._total_seconds.get(name, 0.0) + seconds
 
     def _first_and_last_accuracies(self) -> dict[str, tuple[float, float]]:
-        """Return both accuracies of each validation set, including earlier attempts."""
+        """Return the first and the last accuracy of each validation set, including earlier attempts of the run."""
         found: dict[str, list[float]] = {}
         for row in self._folder.logged_steps():
             for name, value in row.items():

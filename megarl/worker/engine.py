@@ -75,9 +75,10 @@ class EngineWorker:
         return self._engine.metrics()
 
     def reshard(self, verify: bool, version: int) -> Mapping[str, Any]:
-        """Receive the trainers' weights, with this version, between two engine steps.
+        """Receive the trainers' weights between two engine steps. `version` is the number of these weights.
 
-        Returns the report, or `lost` as in `TrainerWorker.reshard`.
+        Returns the report of the reshard. If a trainer has left the cross-world group, returns `lost` as in
+        `TrainerWorker.reshard`.
         """
         assert self._weights is not None
         try:

@@ -143,13 +143,15 @@ class WeightsEnd:
             )
         if recorded is None and not self._recipe.rollout.recompute_kv:
             raise ConfigError(
-                f"rollout.recompute_kv = false: the engine takes its weights as full tensors, because of {refusal}, "
-                "and verifies them with a probe prompt, for which it must run no other request; set it to true"
+                "rollout.recompute_kv = false: interrupted requests then stay in the engine during a reshard. But here "
+                f"the engine takes its weights as full tensors, because of {refusal}. A probe prompt verifies these "
+                "weights, and the engine must have no other request for it; set rollout.recompute_kv=true"
             )
         if recorded is None and self._group is not None and self._recipe.weights.overlap:
             raise ConfigError(
-                f"weights.overlap = true: the engine takes its weights as full tensors, because of {refusal}, and "
-                "verifies them with a forward pass of the trainer, but the trainer is training then; set it to false"
+                f"weights.overlap = true: the engine takes its weights as full tensors, because of {refusal}. A "
+                "forward pass of the trainer verifies them, but with overlap the trainer is training during a reshard; "
+                "set weights.overlap=false"
             )
         if recorded is None:
             self.notices.append(f"weights go to the engine as full tensors, which is slow, because of {refusal}")
@@ -234,7 +236,10 @@ class WeightsEnd:
 
     @property
     def _is_probed(self) -> bool:
-        """Whether reshards are verified by log-probs, because the engines store converted weights."""
+        """Whether reshards are verified by log-probs of a probe prompt, because the engines store converted weights.
+
+        Other reshards are verified by checksums of the weights.
+        """
         return isinstance(self.resharding, GatheredReshard)
 
     def _probe_trainer(self) -> NDArray[np.float32] | None:

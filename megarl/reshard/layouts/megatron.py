@@ -56,14 +56,20 @@ def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, Any]
     """Compare a live model's parameters with `parameter_shapes`. Raises ConfigError naming the first that differs."""
     for name, value in live.items():
         if name not in shapes:
-            raise ConfigError(f"Megatron parameter {name} {tuple(value.shape)} has no rule in the family's table.")
+            raise ConfigError(
+                f"Megatron parameter {name} {tuple(value.shape)} has no rule in the family's table. "
+                "Add a rule to the model family (megarl.families)."
+            )
         if tuple(value.shape) != shapes[name]:
             raise ConfigError(
                 f"Megatron parameter {name} is {tuple(value.shape)}; the family's rule says {shapes[name]}."
             )
     for name in shapes:
         if name not in live:
-            raise ConfigError(f"Megatron parameter {name} is in the family's table but not in the model.")
+            raise ConfigError(
+                f"Megatron parameter {name} is in the family's table but not in the model. "
+                "Correct the rules of the model family (megarl.families)."
+            )
 
 
 class ModelChunk(NamedTuple):

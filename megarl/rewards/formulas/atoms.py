@@ -121,7 +121,7 @@ class Atoms(Commands):
 
     def _primed(self, base: Node, count: int) -> Node:
         if base.kind not in ("symbol", "apply", "index"):
-            raise NotMathematicsError("a prime after something other than a symbol")
+            raise NotMathematicsError("a prime follows something other than a symbol")
         return self._applied(Node(base.kind, base.parts, base.value + "'" * count))
 
     def _indexed(self, base: Node) -> Node:
@@ -129,7 +129,7 @@ class Atoms(Commands):
         if base.kind == "power" and base.parts[0].kind == "symbol":
             return Node("power", (self._indexed(base.parts[0]), base.parts[1]))
         if base.kind != "symbol" and not (base.kind == "constant" and base.value in ("e", "i")):
-            raise NotMathematicsError("an index after something other than a symbol")
+            raise NotMathematicsError("an index follows something other than a symbol")
         index = self.script()
         return self._applied(Node("index", (index,), base.value))
 
@@ -187,7 +187,7 @@ class Atoms(Commands):
         skipped = 0
         while self.token.text != "}":
             if self.token.kind == "end" or self.token.text == "{":
-                raise NotMathematicsError("an unknown script")
+                raise NotMathematicsError("a group after ^ or _ contains another group, or has no closing brace")
             skipped += 1
             self.advance()
         self.advance()
@@ -213,12 +213,14 @@ class Atoms(Commands):
             return self._bracketed()
         if token.kind == "command":
             return self._command()
-        raise NotMathematicsError(f"{token.text!r}")
+        raise NotMathematicsError(f"{token.text!r} is not an operand")
 
     def _words(self) -> Node:
         text = self.token.text
         if not all(character.isalpha() or character in " -'" for character in text):
-            raise NotMathematicsError(f"the text {text!r}")
+            raise NotMathematicsError(
+                f"the text {text!r} has characters other than letters, spaces, hyphens and apostrophes"
+            )
         self.advance()
         return symbol(text) if len(text) == 1 or text.isupper() else Node("words", (), text.lower())
 
@@ -249,7 +251,7 @@ class Atoms(Commands):
         if opening == "\\{":
             return self._set()
         if opening != "|":
-            raise NotMathematicsError(f"{opening!r}")
+            raise NotMathematicsError(f"{opening!r} does not begin an operand")
         self.advance()
         # Between bars, | closes them; `bars` counts the open pairs.
         self.bars += 1
@@ -268,7 +270,7 @@ class Atoms(Commands):
             return Node("tuple", node.parts, opening + closing)
         # Only intervals and tuples may mix brackets.
         if closing != _CLOSING[opening][0] or node.kind == "list":
-            raise NotMathematicsError("brackets that do not match")
+            raise NotMathematicsError("the opening and the closing bracket do not match")
         return node
 
     def group(self) -> Node:
@@ -336,4 +338,4 @@ class Atoms(Commands):
             return Node("tuple", self.until("rangle").parts, "()")
         if name == "begin":
             return self.matrix()
-        raise NotMathematicsError(f"the command {name}")
+        raise NotMathematicsError(f"the command {name} is not supported")

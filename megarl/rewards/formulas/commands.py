@@ -24,12 +24,15 @@ class Commands(Cursor):
         self.bars = bars
         self.brackets -= 1
         if self.token.kind == "end" or self.token.text not in closing:
-            raise NotMathematicsError(f"{closing} is missing before {self.token.text!r}")
+            raise NotMathematicsError(f"one of the closing signs {closing} is missing before {self.token.text!r}")
         self.advance()
         return node
 
     def argument(self) -> Node:
-        r"""Parse the argument of a command: a group, or a single token. `\frac12` has two arguments of one digit."""
+        r"""Parse the next argument of a command: a group in braces, or a single token.
+
+        A digit is a token here: `\frac12` has the arguments 1 and 2.
+        """
         token = self.token
         if token.text == "{" and token.kind == "sign":
             return self.group()
@@ -39,7 +42,7 @@ class Commands(Cursor):
             self._tokens[self._place] = Token("number", left, token.start + 1, False, Fraction(int(left)))
             return number(int(token.text[0]))
         if token.kind == "sign" and token.text != "|":
-            raise NotMathematicsError("an argument is missing")
+            raise NotMathematicsError("a command has no argument")
         self.descend()
         node = self.atom()
         self.ascend()
@@ -60,7 +63,7 @@ class Commands(Cursor):
         if self.token.text != "{":
             token = self.token
             if token.kind not in ("letter", "word", "number"):
-                raise NotMathematicsError("a name is missing")
+                raise NotMathematicsError("a command has no name as its argument")
             self.advance()
             spelled = token.text
             # The tokenizer split a word into letters. `origin` marks its first one, so join them again.
@@ -72,7 +75,7 @@ class Commands(Cursor):
         depth, spelled = 1, ""
         while depth:
             if self.token.kind == "end":
-                raise NotMathematicsError("a brace is missing")
+                raise NotMathematicsError("the argument of a command has no closing brace")
             depth += (self.token.text == "{") - (self.token.text == "}")
             spelled += self.token.text if depth else ""
             self.advance()
@@ -103,7 +106,7 @@ class Commands(Cursor):
                 base = {"ln": Node("constant", (), "e"), "lg": number(10), "log": symbol("log")}[name]
             return Node("call", (argument, base), "log")
         if base is not None:
-            raise NotMathematicsError(f"an index of {name}")
+            raise NotMathematicsError(f"the function {name} has an index; only a logarithm may have one, its base")
         # These have several arguments and no numeric value here, so compare them by their arguments.
         if name in ("max", "min", "gcd", "lcm", "det"):
             return Node("apply", tuple(parts), name)
@@ -117,18 +120,18 @@ class Commands(Cursor):
             return self.until(")")
         # sin -x is not clear enough.
         if self.token.text in ("-", "+"):
-            raise NotMathematicsError("a sign behind a function")
+            raise NotMathematicsError("a function is followed by + or -, so its argument is not clear")
         parts = [self.power()]
         while self.starts_factor() and self.token.text not in ("(", "[") and self.token.text not in FUNCTIONS:
             if self.token.kind == "number":
-                raise NotMathematicsError("two numbers side by side")
+                raise NotMathematicsError("two numbers follow each other without an operator")
             parts.append(self.power())
         return joined("product", parts)
 
     def matrix(self) -> Node:
         name = self.spelled_argument()
         if name not in _MATRICES:
-            raise NotMathematicsError(f"the environment {name}")
+            raise NotMathematicsError(f"the LaTeX environment {name} is not supported")
         # The columns of an array, {cc}, do not matter.
         if name == "array":
             self.spelled_argument()
@@ -148,7 +151,7 @@ class Commands(Cursor):
             if self.token.text == "end":
                 break
             if not rows or self._tokens[self._place - 1].text != "\\\\":
-                raise NotMathematicsError("a matrix without end")
+                raise NotMathematicsError(r"a matrix has \begin without \end")
         self.brackets -= 1
         self.advance()
         self.spelled_argument()

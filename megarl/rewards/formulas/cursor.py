@@ -58,7 +58,7 @@ class Cursor:
     def descend(self) -> None:
         self._depth += 1
         if self._depth > MAX_DEPTH:
-            raise NotMathematicsError("nested too deeply")
+            raise NotMathematicsError("the formula is nested too deeply")
 
     def ascend(self) -> None:
         self._depth -= 1

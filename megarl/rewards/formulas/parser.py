@@ -46,12 +46,12 @@ class _Parser(Atoms):
         """Parse the whole text: a formula or a list of several, optionally with a unit at the end."""
         node = self.items()
         if _has_words(node):
-            raise NotMathematicsError("words")
+            raise NotMathematicsError("the text contains words outside a formula")
         unit = self._unit_here()
         if unit is not None:
             return Node("quantity", (node,), unit[0]) if unit[0] is not None else node
         if self.token.kind != "end":
-            raise NotMathematicsError(f"{self.token.text!r} is left")
+            raise NotMathematicsError(f"the formula ends before {self.token.text!r}, but the text goes on")
         return node
 
     def items(self) -> Node:
@@ -161,7 +161,7 @@ class _Parser(Atoms):
             elif self.starts_factor() and not self._has_unit_here():
                 # Two numbers in a row are a typo or a list, except when the second begins a power: 2 3^2.
                 if self.token.kind == "number" and not (self.token.spaced and self.following().text == "^"):
-                    raise NotMathematicsError("two numbers side by side")
+                    raise NotMathematicsError("two numbers follow each other without an operator")
                 node = joined("product", [node, self.power()])
             else:
                 return node
@@ -189,7 +189,7 @@ class _Parser(Atoms):
             slash = self.token.text
             self.advance()
             if slash != "/" or self.token.kind != "number" or not self.token.text.isdigit():
-                raise NotMathematicsError("two numbers side by side")
+                raise NotMathematicsError("two numbers follow each other without an operator")
             part = Node("quotient", (number(second.number or 0), number(self.token.number or 0)))
             self.advance()
             return self._mixed(first, part)
@@ -199,7 +199,7 @@ class _Parser(Atoms):
         over, under = (each.value for each in part.parts)
         # 3 5/2 is not a mixed number, and reading it as a product would guess.
         if not 0 <= over < under:
-            raise NotMathematicsError("a mixed number with an improper fraction")
+            raise NotMathematicsError("the fraction of a mixed number is not between 0 and 1")
         return number((whole.number or 0) + over / under)
 
     def _is_unit_at(self, token: Token) -> bool:

@@ -90,7 +90,7 @@ def tokenized(text: str, *, groups: bool = True) -> list[Token]:
             position, spaced = position + 2, True
             continue
         if len(found) >= MAX_TOKENS:
-            raise NotMathematicsError("too many tokens")
+            raise NotMathematicsError("the formula has more than MAX_TOKENS tokens")
         # Only ASCII digits: int() would also accept digits of other scripts.
         if (character.isascii() and character.isdigit()) or (
             character == "." and text[position + 1 : position + 2].isdigit()
@@ -103,7 +103,7 @@ def tokenized(text: str, *, groups: bool = True) -> list[Token]:
         elif character.isalpha():
             word = _WORD.match(text, position)
             if word is None:
-                raise NotMathematicsError(f"the letter {character!r}")
+                raise NotMathematicsError(f"the letter {character!r} is not an ASCII letter")
             found.append(_word(word[0], position, spaced))
             position = word.end()
         else:
@@ -138,7 +138,7 @@ def _command(text: str, position: int, spaced: bool, found: list[Token]) -> int:
     """Append the token of the command at `position`. Returns the position after it."""
     command = _COMMAND.match(text, position)
     if command is None:
-        raise NotMathematicsError("a backslash at the end")
+        raise NotMathematicsError("the text ends with a lone backslash")
     name = command[1]
     argument = _ARGUMENT.match(text, command.end())
     if name in _TEXTUAL | _UPRIGHT and argument is not None:
@@ -161,7 +161,7 @@ def _command(text: str, position: int, spaced: bool, found: list[Token]) -> int:
     if name == "mathbb":
         argument = argument or re.compile(r"\s+([A-Z])").match(text, command.end())
         if argument is None:
-            raise NotMathematicsError("mathbb without a letter")
+            raise NotMathematicsError(r"the command \mathbb has no letter as its argument")
         found.append(Token("command", f"mathbb{argument[1].strip()}", position, spaced))
         return argument.end()
     kind = "sign" if name in "{}%$#&_|" or name == "\\" else "command"
@@ -187,7 +187,7 @@ def decimal(text: str) -> Fraction:
     """Return the value of `1,234.5` or `1.5e3`. Raises NotMathematicsError beyond MAX_DIGITS."""
     exponent = re.split("[eE]", text)[1:]
     if len(text) > MAX_DIGITS or (exponent and (len(exponent[0]) > 5 or abs(int(exponent[0])) > MAX_DIGITS)):
-        raise NotMathematicsError("too many digits")
+        raise NotMathematicsError("a number has more than MAX_DIGITS digits, or a too large power of ten")
     return Fraction(text.replace(",", ""))
 
 
@@ -195,11 +195,11 @@ def _in_base(match: re.Match[str]) -> Fraction:
     named = match["one"] or match["base"] or match["name"]
     base = int(named) if named.isdigit() else _BASE_NAMES.get(named, 0)
     if not 2 <= base <= 36 or len(match["digits"]) > MAX_DIGITS:
-        raise NotMathematicsError(f"base {named}")
+        raise NotMathematicsError(f"a number in base {named} has too many digits, or the base is not one of 2 to 36")
     try:
         return Fraction(int(match["digits"], base))
     except ValueError:
-        raise NotMathematicsError(f"{match['digits']} in base {base}") from None
+        raise NotMathematicsError(f"{match['digits']} is not a number in base {base}") from None
 
 
 def _repeating(match: re.Match[str]) -> Fraction:
