@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 
 from megarl.rewards.formulas.spelling import plain_text
 
@@ -10,34 +11,55 @@ _LABEL = re.compile(
     r"^(?i:(?:the\s+)?(?:(?:correct|final)\s+)?(?:option|choice|answer)(?:\s+is\b)?)\s*:?\s*(?=\(?[A-Z]\b)"
 )
 _ALONE = re.compile(r"(?:\(\s*([A-Z])\s*\)|([A-Z])\s*\)?)[.:]?")
-_WITH_TEXT = re.compile(r"(?:\(\s*([A-Z])\s*\)|([A-Z])\s*[).:])(?:\s|\\,|\\ |~)*(\S.*)", re.DOTALL)
+_BLANK = r"(?:\s|\\,|\\ |~)"
+_WITH_TEXT = re.compile(
+    rf"(?:\(\s*([A-Z])\s*\)(?:{_BLANK}+(?![-(<>])|(?=[\d.,]+$))|([A-Z])\s*[).:]{_BLANK}+)"
+    r"(?![\^_+*/=!']|\\(?:cdot|times|div|over|pm|mp|cup|cap|setminus|to|in|le|ge|ne|equiv|approx|mid)(?![A-Za-z]))(\S.*)",
+    re.DOTALL,
+)
+"""A letter with a mark and a blank, and the choice's text. Text that continues a formula, `(N) (N-1)`, is none.
+
+Only a plain number may follow a bracket without a blank: `(C)12`.
+"""
+ALSO_RIGHT = (
+    r"[A-Z]\b[\s)*_]*(?i:(?:is|are|could|can|may|might|would)(?:\s+(?:also|be|equally|just|as|well|the))*"
+    r"\s+(?:correct|right|true|valid|possible|plausible|acceptable|answer)\b|also\b|too\b)"
+)
+"""Regular expression of a letter called right like another: `C is also correct`."""
 _HEDGE = re.compile(
     r"^\W*(?:and|or|not)\b|^\s*[,;/&+]|\b(?:and|or|not|nor|maybe|perhaps)\b.*\b[A-Z]\b|\(\s*[A-Z]\s*\)"
-    r"|(?:^|[\s,])[A-Z]\s*[).:](?:\s|$)|^\W*[A-Z]\W*$"
+    r"|(?:^|[\s,])[A-Z]\s*[).:](?:\s|$)|^\W*[A-Z](?:[\s,.;/&]+[A-Z])*\W*$|^\W*(?!I\b)[A-Z]\s*[,;&]"
+    rf"|(?:^|[.;,]\s+){ALSO_RIGHT}"
 )
-"""Text naming a second choice after the first."""
+"""Text naming a second choice after the first. `I, II` is a list of statements."""
 
 
-def choice_agreement(prediction: str, answer: str) -> bool | None:
-    """Return whether two answers name the same letter.
+def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, str], bool]) -> bool | None:
+    """Return whether two answers name the same letter, and agree in their choices' texts if both have one.
 
     None: one is not a letter, or both are plain letters without text or brackets.
     """
-    gold, predicted = plain_text(answer), plain_text(prediction)
-    letter, found = choice_letter(gold), choice_letter(predicted)
-    if letter is None or found is None:
+    gold, found = _letter_and_text(plain_text(answer)), _letter_and_text(plain_text(prediction))
+    if gold is None or found is None:
         return None
-    return letter == found
+    is_same = gold[0] == found[0]
+    return is_same and is_same_text(found[1], gold[1]) if gold[1] and found[1] else is_same
 
 
 def choice_letter(text: str) -> str | None:
     """Return the letter of a text: alone, in brackets, or before a full stop and one choice's text."""
+    found = _letter_and_text(text)
+    return None if found is None else found[0]
+
+
+def _letter_and_text(text: str) -> tuple[str, str] | None:
+    """Return the letter of a text, and the choice's text, possibly empty. None: no letter, or several."""
     text = _LABEL.sub("", text)
     alone = _ALONE.fullmatch(text)
     if alone:
-        return alone[1] or alone[2]
+        return alone[1] or alone[2], ""
     led = _WITH_TEXT.fullmatch(text)
-    return None if led is None or is_hedged(led[3]) else led[1] or led[2]
+    return None if led is None or is_hedged(led[3]) else (led[1] or led[2], led[3])
 
 
 def is_hedged(text: str) -> bool:

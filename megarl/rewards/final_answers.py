@@ -3,6 +3,7 @@ it."""
 
 from __future__ import annotations
 
+import heapq
 import re
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
@@ -58,12 +59,18 @@ def last_box(text: str) -> tuple[int, str] | None:
 
 
 def _commands_from_the_end(text: str) -> Iterator[re.Match[str]]:
-    end = len(text)
-    while (start := max(text.rfind("\\boxed", 0, end), text.rfind("\\fbox", 0, end))) >= 0:
+    # One search for each command: a search for both from every box would scan the text up to each box.
+    places = heapq.merge(_places_from_the_end(text, "\\boxed"), _places_from_the_end(text, "\\fbox"), reverse=True)
+    for start in places:
         command = _BOX.match(text, start)
         if command is not None:
             yield command
-        end = start + 1
+
+
+def _places_from_the_end(text: str, command: str) -> Iterator[int]:
+    start = len(text)
+    while (start := text.rfind(command, 0, start)) >= 0:
+        yield start
 
 
 def _until_brace(text: str, start: int) -> str | None:

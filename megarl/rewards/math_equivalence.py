@@ -44,7 +44,7 @@ def agreement(prediction: str, answer: str) -> float:
         return 0.0
     if canonical(prediction) == canonical(answer):
         return 1.0
-    by_letter = choice_agreement(prediction, answer)
+    by_letter = choice_agreement(prediction, answer, lambda one, other: agreement(one, other) == 1.0)
     if by_letter is not None:
         return float(by_letter)
     gold_quantity, words = _gold_quantity(answer)

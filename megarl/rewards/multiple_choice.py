@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from megarl.rewards.choice_answers import choice_letter, is_hedged
+from megarl.rewards.choice_answers import ALSO_RIGHT, choice_letter, is_hedged
 from megarl.rewards.final_answers import last_box, last_tags, without_thoughts
 from megarl.types import Reward
 
@@ -28,7 +28,14 @@ _STATED = re.compile(
     re.MULTILINE,
 )  # fmt: skip
 """A choice called the answer. A choice only mentioned, `since option A, ...`, does not match."""
-_SECOND = re.compile(r"[\s*_.):,;\]]*(?i:or|and|/|&)[\s*_]*(?i:(?:option|choice)\s+)?\(?[A-Z]\b")
+_NAMED = r"[\s*_]*(?i:(?:option|choice)\s+)?\(?"
+_SECOND = re.compile(
+    rf"[\s*_.):,;\]]*(?:(?i:or|and|/|&){_NAMED}[A-Z]\b|(?<=[\s*_.):,;\]]){_NAMED}{ALSO_RIGHT})"
+    rf"|[ \t*_)]*[,;]{_NAMED}[A-Z][)*_]*(?=[ \t]*(?:[,;.\n]|(?i:and|or)\b|$))"
+    r"(?![^.\n]*\b(?i:wrong|incorrect|false|not|eliminated|excluded)\b)"
+    r"|[ \t*_)]*\.[ \t*_]*\(?[A-Z][.)*_]*[ \t]*(?:\n|$)"
+)
+"""Text naming a second choice after the first. Choices that are called wrong, `B; A, C are wrong`, do not match."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,6 +10,7 @@ from collections.abc import Collection
 from dataclasses import dataclass
 from fractions import Fraction
 
+from megarl.rewards.formulas.spelling import plain_text
 from megarl.rewards.units import FRACTION_WORDS, MULTIPLES, Unit, read_unit, unit_named
 
 MAX_DIGITS = 1000
@@ -47,14 +48,21 @@ _NO_NUMBER_FOLLOWS = re.compile(r"\s*(?:[0-9.,!?^_'+*/|(){\[\]}:;=<>~-]|\\ldots|
 _MULTIPLE = re.compile(rf"\s*(?:\\text\s*\{{\s*)?({'|'.join(MULTIPLES)})s?\b\s*\}}?")
 _FRACTION_WORD = re.compile(r"(?:\s+|\s*-\s*|\s*\\text\s*\{\s*)([a-z]+)\s*\}?\s*$")
 _CURRENCIES = (("\\$", "dollar"), ("$", "dollar"), ("€", "euro"), ("£", "sterling"))
+_CURRENCY_NAMES = frozenset(name for _, name in _CURRENCIES)
+
+
+_SPACES = re.compile(r"(?:\s|\\,|\\ |~)+")
+_AMOUNT = re.compile(r"\s*([A-Za-z¢€£]+)\s*(?:(/|(?:per|an?|each|every|apiece)\b)\s*(.*))?", re.DOTALL)
+"""A currency, `each`, `per` or another word for it, and what the amount is paid for."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """An exact number with or without a unit."""
+    """An exact number with or without a unit. `money` is the currency of an amount for something: `$5 per hour`."""
 
     number: Fraction
     unit: Unit | None = None
+    money: Unit | None = None
 
     @property
     def value(self) -> Fraction:
@@ -74,6 +82,9 @@ def read_quantity(text: str, known: Collection[str] | None = None) -> Quantity |
     rest = text[end:]
     if not rest.strip():
         return Quantity(number, currency)
+    paid = _read_amount(number, currency, rest, known)
+    if paid is not None:
+        return paid
     # A degree sign is written as a power, but it is a unit.
     if _NO_NUMBER_FOLLOWS.match(rest) and not re.match(r"\s*\^\s*\{?\s*\\circ", rest):
         return None
@@ -93,17 +104,51 @@ def read_quantity(text: str, known: Collection[str] | None = None) -> Quantity |
         return Quantity(number, currency)
     # Without a space, as in "5x", a word is a unit only if it has a meaning.
     is_known, unit = read_unit(rest, () if rest[0].isalpha() else known)
-    return Quantity(number, unit) if is_known and currency is None else None
+    if currency is not None:
+        return _read_amount(number, currency, rest, known)
+    return Quantity(number, unit) if is_known else None
+
+
+def _read_amount(number: Fraction, currency: Unit | None, text: str, known: Collection[str] | None) -> Quantity | None:
+    """Return a number as an amount of money for something. None: the text after the number is another.
+
+    Forms: `per hour`, `/hour`, `an hour`, `each` after the currency's sign before the number or after its name.
+    """
+    words = _SPACES.sub(" ", plain_text(text)).strip()
+    amount = _AMOUNT.fullmatch(words)
+    money = _currency_named(amount[1]) if amount else None
+    if currency is not None and money != currency:
+        # The sign stands for the currency's name.
+        amount, money = _AMOUNT.fullmatch(f"{currency.dimensions[0][0]} {words}"), currency
+    if amount is None or money is None or (amount[2] is None and currency is None):
+        return None
+    if not amount[3]:
+        return Quantity(number, money) if amount[2] in (None, "each", "apiece") else None
+    is_known, each = read_unit(amount[3], known)
+    if not is_known or amount[2] == "apiece" or (each and set(each.names) & _CURRENCY_NAMES):
+        return None
+    if each is None:
+        return Quantity(number, money)
+    return Quantity(number, money.over(each), money)
+
+
+def _currency_named(word: str) -> Unit | None:
+    is_known, unit = read_unit(word, ())
+    return unit if is_known and unit and unit.names <= _CURRENCY_NAMES else None
 
 
 def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
     """Return whether a predicted quantity equals the gold answer, exactly.
 
     If both have a unit, the prediction is converted to the gold's unit. If only one has a unit, the numbers alone are
-    compared: a predicted 5% equals a gold 5. A percentage may also equal its value as a fraction: 50% equals 0.5. Below
-    1%, a predicted percentage equals a gold answer without a unit only as a fraction: 0.5% equals 0.005, but not 0.5.
+    compared: a predicted 5% equals a gold 5. An amount of money for something also equals the amount alone: $5 per hour
+    and $5. A percentage may also equal its value as a fraction: 50% equals 0.5. Below 1%, a predicted percentage equals
+    a gold answer without a unit only as a fraction: 0.5% equals 0.005, but not 0.5.
     """
     if gold.unit and prediction.unit:
+        for rate, amount in ((prediction, gold), (gold, prediction)):
+            if rate.money and amount.unit and amount.unit.dimensions == rate.money.dimensions:
+                return rate.number * rate.money.factor == amount.value
         return gold.unit.dimensions == prediction.unit.dimensions and gold.value == prediction.value
     if prediction.unit and prediction.unit.is_percentage and abs(prediction.number) < 1:
         return prediction.value == gold.value

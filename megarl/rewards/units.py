@@ -28,6 +28,13 @@ class Unit:
         """Return the base units."""
         return frozenset(name for name, _ in self.dimensions)
 
+    def over(self, other: Unit) -> Unit:
+        """Return this unit divided by another."""
+        dimensions = Counter(dict(self.dimensions))
+        dimensions.subtract(dict(other.dimensions))
+        left = tuple(sorted((base, power) for base, power in dimensions.items() if power))
+        return Unit(self.factor / other.factor, left)
+
 
 def read_unit(text: str, known: Collection[str] | None = None) -> tuple[bool, Unit | None]:
     """Return whether `text` is a unit, and its unit. The latter is None for words without meaning ("units", "th" of

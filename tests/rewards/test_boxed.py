@@ -26,6 +26,8 @@ from megarl.types import Reward
         pytest.param(r"so \boxed {4}.", "4", id="a_space_before_the_brace"),
         pytest.param(r"so \fbox{4}", "4", id="fbox"),
         pytest.param(r"\boxed{3} \fbox{4}", "4", id="the_last_of_both"),
+        pytest.param(r"\fbox{3} \boxed{4}", "4", id="the_last_of_both_in_the_other_order"),
+        pytest.param(r"\fbox{3} \boxed{4} \fboxes \boxedup", "4", id="commands_with_longer_names_after_both"),
         pytest.param(r"\boxed", None, id="a_box_of_nothing"),
         pytest.param(r"\boxed \boxed", None, id="two_boxes_of_nothing"),
         pytest.param(r"\boxed{4}, as \boxed asks", "4", id="a_box_that_is_only_mentioned"),

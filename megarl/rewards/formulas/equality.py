@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from itertools import product
 
+from megarl.rewards.formulas.exact import exact
 from megarl.rewards.formulas.labels import assignments, is_label, same_label, solutions, without_domain
 from megarl.rewards.formulas.nodes import BLANK, DEGREE, EMPTY_SET, INFINITY, Node, joined, negative, number, symbol
 from megarl.rewards.formulas.number_sets import INEQUALITIES, same_set
@@ -13,6 +15,8 @@ from megarl.rewards.formulas.values import is_proportional, is_within_percent, s
 
 MAX_MATCHED = 40
 """Longer lists are compared in order only, because matching them in any order takes quadratic time."""
+MAX_SIGNS = 4
+"""Signs of a formula that are expanded: each doubles the number of values."""
 _FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "=": "=", "!=": "!="}
 _DOTS = symbol("ldots")
 _CONSTANTS_OF_INTEGRATION = ("C", "c", "K", "k")
@@ -227,7 +231,11 @@ class Comparison:
 
 
 def both_signs(node: Node) -> Node:
-    r"""Return both formulas meant by one with \pm or \mp, as a list."""
+    r"""Return the formulas meant by one with \pm or \mp, as a list without repeated numbers.
+
+    Every \pm is independent: `\pm1\pm i` means four numbers. With \mp all signs change together. In a relation the
+    first sign of each side changes together, then the second. Formulas of more than MAX_SIGNS signs are unchanged.
+    """
     if node.kind == "list":
         parts = [both_signs(part) for part in node.parts]
         flat = [part for each in parts for part in (each.parts if each.kind == "list" else (each,))]
@@ -235,16 +243,38 @@ def both_signs(node: Node) -> Node:
     if node.kind == "set":
         parts = [both_signs(part) for part in node.parts]
         return Node("set", tuple(part for each in parts for part in (each.parts if each.kind == "list" else (each,))))
-    if not any(part.kind == "sign" for part in node.walk()):
+    signs = _count_signs(node)
+    if not 0 < signs <= MAX_SIGNS:
         return node
-    return Node("list", (_with_sign(node, 1), _with_sign(node, -1)), "and")
+    if any(part.kind == "sign" and part.value == -1 for part in node.walk()):
+        return Node("list", tuple(_with_signs(node, (sign,) * signs) for sign in (1, -1)), "and")
+    found = [_with_signs(node, chosen) for chosen in product((1, -1), repeat=signs)]
+    # Sums of equal numbers, as in \pm1\pm1, have fewer values than choices of signs.
+    distinct = {_key(each): each for each in found} if signs > 1 else dict(enumerate(found))
+    return Node("list", tuple(distinct.values()), "and")
 
 
-def _with_sign(node: Node, sign: int) -> Node:
-    parts = tuple(_with_sign(part, sign) for part in node.parts)
+def _key(node: Node) -> Node | Fraction:
+    value = exact(node)
+    return node if value is None else value
+
+
+def _count_signs(node: Node) -> int:
+    counts = [_count_signs(part) for part in node.parts]
+    return max(counts) if node.kind == "relation" else sum(counts) + (node.kind == "sign")
+
+
+def _with_signs(node: Node, signs: Sequence[int]) -> Node:
+    """Return the formula with one sign for each of its signs, in the order of `_count_signs`."""
     if node.kind == "sign":
-        return parts[0] if node.value == sign else negative(parts[0])
-    return Node(node.kind, parts, node.value) if parts else node
+        inner = _with_signs(node.parts[0], signs[1:])
+        return inner if node.value == signs[0] else negative(inner)
+    parts: list[Node] = []
+    for part in node.parts:
+        parts.append(_with_signs(part, signs))
+        if node.kind != "relation":
+            signs = signs[_count_signs(part) :]
+    return Node(node.kind, tuple(parts), node.value) if parts else node
 
 
 def _is_equation(node: Node) -> bool:

@@ -210,7 +210,8 @@ def same_value(one: Node, other: Node, factor: Fraction = Fraction(1)) -> bool:
     """Return whether `one` and `other * factor` have the same value for all values of their symbols.
 
     Rational numbers are compared exactly, others in 40 digits at four points: two positive, two of any sign. Points of
-    any sign are skipped if both values are complex, or if one does not exist.
+    any sign are skipped if both values are complex, or if one does not exist. A point with one complex value is skipped
+    if a formula has logarithms, or roots other than square roots.
     """
     first, second = exact(one), exact(other)
     if first is not None and second is not None:
@@ -249,9 +250,23 @@ def _same_at(one: Node, other: Node, factor: Fraction, kind: str, seed: int) -> 
     if is_close(first, second, evaluation.scale):
         return True
     # Roots and logarithms of negative numbers have several complex branches, so a difference proves nothing.
-    if kind == "mixed" and not (_is_real(first) and _is_real(second)):
-        return None
-    return False
+    complex_values = 2 - _is_real(first) - _is_real(second)
+    is_open = complex_values == 2 or (complex_values == 1 and (_has_branches(one) or _has_branches(other)))
+    return None if kind == "mixed" and is_open else False
+
+
+def _has_branches(formula: Node) -> bool:
+    r"""Return whether equal forms of a formula may be real and complex: `\ln x^2` and `2\ln x`, roots of odd degree."""
+    return any(_is_of_several_branches(node) for node in formula.walk())
+
+
+def _is_of_several_branches(node: Node) -> bool:
+    if node.kind == "call" and node.value == "root":
+        return exact(node.parts[1]) != 2
+    if node.kind == "power" and node.parts[0].symbols():
+        exponent = exact(node.parts[1])
+        return exponent is None or exponent.denominator > 2
+    return node.kind == "call" and node.value == "log"
 
 
 def is_close(first: Any, second: Any, scale: Any = 0) -> bool:
