@@ -30,12 +30,14 @@ _STATED = re.compile(
 """A choice called the answer. A choice only mentioned, `since option A, ...`, does not match."""
 _NAMED = r"[\s*_]*(?i:(?:option|choice)\s+)?\(?"
 _SECOND = re.compile(
-    rf"[\s*_.):,;\]]*(?:(?i:or|and|/|&){_NAMED}[A-Z]\b|(?<=[\s*_.):,;\]]){_NAMED}{ALSO_RIGHT})"
+    rf"[\s*_.):,;\]]*(?:(?i:or|and|/|&){_NAMED}(?!I\s+[a-z])[A-Z]\b|(?<=[\s*_.):,;\]]){_NAMED}{ALSO_RIGHT})"
     rf"|[ \t*_)]*[,;]{_NAMED}[A-Z][)*_]*(?=[ \t]*(?:[,;.\n]|(?i:and|or)\b|$))"
     r"(?![^.\n]*\b(?i:wrong|incorrect|false|not|eliminated|excluded)\b)"
     r"|[ \t*_)]*\.[ \t*_]*\(?[A-Z][.)*_]*[ \t]*(?:\n|$)"
 )
-"""Text naming a second choice after the first. Choices that are called wrong, `B; A, C are wrong`, do not match."""
+"""Text naming a second choice after the first. Choices that are called wrong, `B; A, C are wrong`, do not match.
+
+The word I, as in `B, and I think`, is not a choice."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -189,6 +189,7 @@ COLOURS = {"choices": ["red", "green", "blue", "A"]}
         ("The answer is B, as green is the colour of leaves.", "B"),
         ("The answer is B.\nA. red\nis wrong", "B"),
         ("I choose option B.", "B"),
+        ("The answer is B, and I think that is right.", "B"),
         ("The correct option is (B)", "B"),
         ("Option B.", "B"),
         ("The answer is not B.", None),
