@@ -257,11 +257,17 @@ def plan(
     if as_json:
         head = {"recipe": loaded.name, "model": loaded.model.path, **found.as_json()}
         head["kv_cache_gib"] = loaded.rollout.kv_cache_gib if memory.cache else None
-        head["notices"] = [*not_downloaded(loaded), *small_cache(memory)]
+        head["notices"] = [*not_downloaded(loaded), *small_cache(loaded, layout, memory)]
         print(json.dumps({**head, "memory": memory.as_json(), **counted}))
     else:
         print_plan(loaded, layout, counted, is_assumed=kind is None)
-        print_lines([*not_downloaded(loaded), *(f"warning: {text}" for text in small_cache(memory)), *found.lines])
+        print_lines(
+            [
+                *not_downloaded(loaded),
+                *(f"warning: {text}" for text in small_cache(loaded, layout, memory)),
+                *found.lines,
+            ]
+        )
     # None: the GPUs' memory is unknown, and nothing is refused then.
     if found.fits is False:
         raise typer.Exit(ConfigError.exit_code)

@@ -76,8 +76,7 @@ class CacheRoom:
             return None
         return (
             f"an engine's KV cache of {self.tokens:,} tokens holds {self.mean_requests} of {self.under_way} requests "
-            f"under way at a mean length of {self.longest // 2:,} tokens, the others wait; raise rollout.kv_cache_gib "
-            "(left out: what a GPU has left) or rollout.tp, or offload more (trainer.offload)"
+            f"under way at a mean length of {self.longest // 2:,} tokens, the others wait"
         )
 
     @property

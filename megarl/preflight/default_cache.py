@@ -6,12 +6,10 @@ from dataclasses import replace
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.memory.changes import cache_within, changed
-from megarl.memory.devices import GPU, MARGIN_GIB, GpuMemory
+from megarl.memory.changes import changed
 from megarl.memory.models import Built, Models
-from megarl.memory.phases import memory_table
 from megarl.preflight import sizes
-from megarl.preflight.engine import least_cache_gib
+from megarl.preflight.engine import default_cache_gib, is_cache_given
 from megarl.preflight.memory import gpu_memory, ranks_on_cpu
 from megarl.preflight.planned_models import models_of
 from megarl.types import DataError
@@ -24,9 +22,7 @@ def with_cache(recipe: Recipe, *, is_start: bool = False, is_trained: bool = Tru
     unchanged if it cannot be planned, or if it starts (`is_start`) on a CPU. `is_trained` False: only engines start, on
     all ranks.
     """
-    rollout = recipe.rollout
-    is_given = "kv_cache_gib" in rollout.model_fields_set or rollout.gpu_memory_utilization is not None
-    if is_given or not recipe.has_engine or (is_start and ranks_on_cpu(recipe)):
+    if is_cache_given(recipe) or not recipe.has_engine or (is_start and ranks_on_cpu(recipe)):
         return recipe
     if (gpus := gpu_memory(recipe)) is None or any(sizes.ranks(recipe)):
         return recipe
@@ -39,16 +35,7 @@ def with_cache(recipe: Recipe, *, is_start: bool = False, is_trained: bool = Tru
     # An evaluation loads no trainer, so the cache may take the memory that training would use.
     if not is_trained:
         models = Models(_engines_alone(models.policy), None, {})
-    return changed(recipe, {"rollout.kv_cache_gib": _largest(recipe, models, gpus)})
-
-
-def _largest(recipe: Recipe, models: Models, gpus: GpuMemory) -> float:
-    """Return GiB of the largest cache that leaves the margin free."""
-    least = least_cache_gib(recipe, models.policy.shape)
-    # Plan with the smallest cache first. The memory then left in the fullest sampling phase is added to the cache.
-    smallest = changed(recipe, {"rollout.kv_cache_gib": least})
-    table = memory_table(smallest, models, GPU, gpu_gib=gpus.engine)
-    return max(least, cache_within(table, gpus.engine - MARGIN_GIB))
+    return changed(recipe, {"rollout.kv_cache_gib": default_cache_gib(recipe, models, gpus)})
 
 
 def _engines_alone(policy: Built) -> Built:

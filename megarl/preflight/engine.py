@@ -8,8 +8,11 @@ from importlib.util import find_spec
 from megarl.config import Recipe
 from megarl.config.formulas import either
 from megarl.families.shape import ModelShape
+from megarl.memory.changes import cache_within, changed
+from megarl.memory.devices import GPU, MARGIN_GIB, GpuMemory
 from megarl.memory.engine import BLOCK_TOKENS, cache_block_bytes
-from megarl.memory.phases import ITEM_BYTES
+from megarl.memory.models import Models
+from megarl.memory.phases import ITEM_BYTES, memory_table
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight.library_fields import supported_head_sizes
 
@@ -99,6 +102,21 @@ def least_cache_gib(recipe: Recipe, shape: ModelShape) -> float:
     """Return GiB of the smallest KV cache of a rank that holds one longest sequence."""
     block = _block_tokens(recipe) or BLOCK_TOKENS["cuda"]
     return float(_gib(_needed_bytes(recipe, shape, block, recipe.context_tokens)))
+
+
+def is_cache_given(recipe: Recipe) -> bool:
+    """Return whether the recipe gives the size of the KV cache, in GiB or as a share of the GPU."""
+    rollout = recipe.rollout
+    return "kv_cache_gib" in rollout.model_fields_set or rollout.gpu_memory_utilization is not None
+
+
+def default_cache_gib(recipe: Recipe, models: Models, gpus: GpuMemory) -> float:
+    """Return GiB of the largest KV cache of a rank that leaves the margin free. It holds one longest sequence."""
+    least = least_cache_gib(recipe, models.policy.shape)
+    # Plan with the smallest cache first. The memory then left in the fullest sampling phase is added to the cache.
+    smallest = changed(recipe, {"rollout.kv_cache_gib": least})
+    table = memory_table(smallest, models, GPU, gpu_gib=gpus.engine)
+    return max(least, cache_within(table, gpus.engine - MARGIN_GIB))
 
 
 def _block_tokens(recipe: Recipe) -> int | None:

@@ -71,7 +71,7 @@ def verdict_of(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> Ve
         return verdict_on_gpus(recipe, models_of(recipe, layout), table, gpus)
     if table.is_gpu or recipe.cluster.launcher != "local" or recipe.cluster.nodes > 1:
         return verdict_without_gpus()
-    return verdict_on_cpus(recipe, table)
+    return verdict_on_cpus(recipe, models_of(recipe, layout), table)
 
 
 def predicted_memory(recipe: Recipe) -> dict[str, int]:

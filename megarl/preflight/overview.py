@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 
 from megarl.config import Recipe
+from megarl.config.judges import judges_answers
 from megarl.config.learning import OptimizerConfig
 from megarl.preflight.learning import num_updates
 
@@ -85,8 +86,22 @@ def _reinforcement(recipe: Recipe) -> Iterator[str]:
     if algorithm.importance_sampling not in (None, "none"):
         yield f"importance sampling {algorithm.importance_sampling}"
     if algorithm.dynamic_sampling is not None:
-        low, high = algorithm.dynamic_sampling
-        yield f"groups of accuracy between {low:g} and {high:g}"
+        yield _selected_groups(recipe, *algorithm.dynamic_sampling)
+
+
+def _selected_groups(recipe: Recipe, low: float, high: float) -> str:
+    """Return the groups kept by dynamic sampling. Without a metric in the recipe, verdicts on the answers decide."""
+    accuracy, spread = f"accuracy between {low:g} and {high:g}", f"rewards spread by more than {low:g}"
+    metric = recipe.algorithm.dynamic_sampling_metric
+    if metric is not None:
+        return f"groups of {accuracy if metric == 'accuracy' else spread}"
+    judged = {judges_answers(source.recipe) for source in recipe.sources}
+    if judged == {"declared"}:
+        return f"groups of {accuracy}"
+    if judged == {"none"}:
+        return f"groups of {spread}"
+    # Only the first scores show whether each answer of a group has a verdict.
+    return f"groups of {accuracy}, or without verdicts of {spread}"
 
 
 def _learning_rate(optimizer: OptimizerConfig, updates: int) -> str:

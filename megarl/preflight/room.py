@@ -12,8 +12,10 @@ from megarl.memory.phases import memory_table
 from megarl.memory.table import MemoryTable
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.host_memory import machine_bytes
-from megarl.preflight.memory import table_of
+from megarl.preflight.engine import default_cache_gib, is_cache_given
+from megarl.preflight.memory import gpu_memory, table_of
 from megarl.preflight.planned_models import models_of
+from megarl.preflight.verdict import NAME_THE_GPU
 from megarl.sandbox.check import examine
 from megarl.sandbox.layers import LAYERS
 
@@ -24,7 +26,7 @@ _RANKS_PER_CORE = 4
 def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
     """Yield warnings for a checked recipe on these machines, one line each."""
     yield from _weakened_sandbox(recipe)
-    yield from small_cache(table_of(recipe, layout))
+    yield from small_cache(recipe, layout, table_of(recipe, layout))
     cluster = recipe.cluster
     if cluster.launcher != "local":
         return
@@ -54,10 +56,31 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
         )
 
 
-def small_cache(table: MemoryTable) -> Iterator[str]:
-    """Yield a warning if the engines' KV cache holds few of the concurrent requests."""
-    if table.cache is not None and table.cache.warning is not None:
-        yield table.cache.warning
+def small_cache(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> Iterator[str]:
+    """Yield a warning if the KV cache has the default of a CPU on GPUs, or holds few of the concurrent requests."""
+    if table.cache is None:
+        return
+    # A Slurm job derives the default on its own node, where the GPUs are known.
+    is_unknown = table.is_gpu and gpu_memory(recipe) is None and recipe.cluster.launcher != "slurm"
+    if is_unknown and not is_cache_given(recipe):
+        yield (
+            f"rollout.kv_cache_gib = {recipe.rollout.kv_cache_gib:g}: the default of a CPU, because the memory of the "
+            f"run's GPUs is unknown; {NAME_THE_GPU}, or give rollout.kv_cache_gib"
+        )
+    elif table.cache.warning is not None:
+        yield f"{table.cache.warning}; {_larger_cache(recipe, layout)}"
+
+
+def _larger_cache(recipe: Recipe, layout: ParallelConfig) -> str:
+    """Return the remedies of a small KV cache. The default is named only if it is larger than the present size."""
+    others = "or rollout.tp, or offload more (trainer.offload)"
+    if recipe.rollout.gpu_memory_utilization is not None:
+        return f"raise rollout.gpu_memory_utilization {others}"
+    if (gpus := gpu_memory(recipe)) is not None:
+        default = default_cache_gib(recipe, models_of(recipe, layout), gpus)
+        if default > recipe.rollout.kv_cache_gib:
+            return f"raise rollout.kv_cache_gib (left out: {default:g} GiB, what a GPU has left) {others}"
+    return f"raise rollout.kv_cache_gib {others}"
 
 
 def _weakened_sandbox(recipe: Recipe) -> Iterator[str]:

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 from megarl.config import Recipe
 from megarl.memory.changes import Remedy, changed, remedies
-from megarl.memory.devices import GPU, GpuMemory
+from megarl.memory.devices import CPU, GPU, GpuMemory
 from megarl.memory.models import Models
 from megarl.memory.nodes import fullest_node
 from megarl.memory.phases import memory_table
 from megarl.memory.table import MemoryTable, Phase
 from megarl.platform.host_memory import machine_bytes
 from megarl.preflight import sizes
+from megarl.preflight.engine import default_cache_gib, least_cache_gib
 from megarl.preflight.planned_models import models_of
 
 _GIB = 2**30
 _NOTHING = "nothing that is tried fits: take more GPUs, or a smaller model"
-_NAME_THE_GPU = "set cluster.gpu_memory_gib to h100, h200, b200 or GiB"
+_NOTHING_ON_CPUS = "no larger KV cache fits: lower rollout.sampling.max_new_tokens, or take a smaller model"
+NAME_THE_GPU = "set cluster.gpu_memory_gib to h100, h200, b200 or GiB"
+"""Remedy of unknown GPUs, the end of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +56,7 @@ class Verdict:
 
 def verdict_without_gpus() -> Verdict:
     """Return the verdict for unknown GPUs."""
-    return Verdict(None, f"no verdict: nothing names the memory of the run's GPUs; {_NAME_THE_GPU}", {}, {})
+    return Verdict(None, f"no verdict: nothing names the memory of the run's GPUs; {NAME_THE_GPU}", {}, {})
 
 
 def refusal(recipe: Recipe, models: Models, gpus: GpuMemory, over: list[Phase]) -> str:
@@ -94,9 +98,9 @@ def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: Gp
         text = f"does not fit: {_limits_named(recipe, gpus)}: {_excess_named(gpus, over)}"
         found = _remedies(recipe, models, gpus).all
         return Verdict(False, text if found else f"{text}; {_NOTHING}", limits, excess, found)
-    if table.cache is not None and not table.cache.longest_requests:
-        longest = f"{table.cache.longest:,} tokens, the KV cache holds {table.cache.tokens:,}"
-        return Verdict(False, f"does not fit: one request may have {longest}", limits, excess)
+    if (text := _too_long_request(table)) is not None:
+        found = _cache_remedies(recipe, models, gpus)
+        return Verdict(False, f"does not fit: {text if found else f'{text}; {_NOTHING}'}", limits, excess, found)
     tightest = min(table.phases, key=lambda phase: limits[phase.name] - phase.device_bytes)
     taken, limit = tightest.device_bytes / _GIB, gpus.of(tightest)
     text = (
@@ -106,17 +110,63 @@ def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: Gp
     return Verdict(True, text, limits, excess)
 
 
-def verdict_on_cpus(recipe: Recipe, table: MemoryTable) -> Verdict:
+def _too_long_request(table: MemoryTable) -> str | None:
+    """Return what is wrong if the KV cache cannot hold one longest request. None: it can, or there is no engine."""
+    if table.cache is None or table.cache.longest_requests:
+        return None
+    return f"one request may have {table.cache.longest:,} tokens, the KV cache holds {table.cache.tokens:,}"
+
+
+def _cache_remedies(recipe: Recipe, models: Models, gpus: GpuMemory) -> tuple[str, ...]:
+    """Return overrides enlarging the KV cache until one longest request fits."""
+    if (share := recipe.rollout.gpu_memory_utilization) is not None:
+        return _larger_share(recipe, models, gpus, share)
+    field = "rollout.kv_cache_gib"
+    if _fits_on_gpus(changed(recipe, {field: default_cache_gib(recipe, models, gpus)}), models, gpus):
+        return (f"{field}=default",)
+    # The least cache does not fit next to the other memory, so it needs a further change.
+    least = least_cache_gib(recipe, models.policy.shape)
+    further = remedies(changed(recipe, {field: least}), models, gpus)
+    return tuple(f"{field}={least:g} {' '.join(remedy.overrides)}" for remedy in further)
+
+
+def _larger_share(recipe: Recipe, models: Models, gpus: GpuMemory, present: float) -> tuple[str, ...]:
+    """Return the least share of a GPU, in hundredths, for an engine that holds one longest request."""
+    field = "rollout.gpu_memory_utilization"
+    shares = [percent / 100 for percent in range(1, 101) if percent / 100 > present]
+    fitting = (share for share in shares if _fits_on_gpus(changed(recipe, {field: share}), models, gpus))
+    return tuple(f"{field}={share:g}" for share in islice(fitting, 1))
+
+
+def _fits_on_gpus(recipe: Recipe, models: Models, gpus: GpuMemory) -> bool:
+    table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
+    return not gpus.exceeded(table) and _too_long_request(table) is None
+
+
+def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdict:
     """Return the verdict on a CPU table: all ranks of a node at their fullest, against this machine's memory."""
     needed, limit = table.host_bytes(*fullest_node(recipe, table)), machine_bytes()
     phases = " and ".join(phase.name for phase in table.fullest_host)
     text = f"the ranks take {needed / _GIB:.1f} GiB of host memory in {phases}, this machine has {limit / _GIB:.1f}"
     limits = {phase.name: limit for phase in table.phases}
+    if needed <= limit and (too_long := _too_long_request(table)) is not None:
+        found = _cache_remedies_on_cpus(recipe, models)
+        too_long = too_long if found else f"{too_long}; {_NOTHING_ON_CPUS}"
+        return Verdict(False, f"does not fit on CPUs: {too_long}", limits, {}, found)
     if needed <= limit:
         return Verdict(True, f"fits on CPUs: {text}", limits, {})
     excess = {phase.name: needed - limit for phase in table.fullest_host}
-    text = f"does not fit on CPUs: {text}; for GPUs {_NAME_THE_GPU}"
+    text = f"does not fit on CPUs: {text}; for GPUs {NAME_THE_GPU}"
     return Verdict(False, text, limits, excess)
+
+
+def _cache_remedies_on_cpus(recipe: Recipe, models: Models) -> tuple[str, ...]:
+    """Return the override for the least KV cache that holds one longest request, if the ranks then fit."""
+    values = {"rollout.kv_cache_gib": least_cache_gib(recipe, models.policy.shape)}
+    other = changed(recipe, values)
+    remedy = Remedy(values, memory_table(other, models, CPU))
+    fits = remedy.table.host_bytes(*fullest_node(other, remedy.table)) <= machine_bytes()
+    return (" ".join(remedy.overrides),) if fits and _too_long_request(remedy.table) is None else ()
 
 
 def _limits_named(recipe: Recipe, gpus: GpuMemory) -> str:

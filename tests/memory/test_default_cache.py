@@ -15,7 +15,7 @@ from megarl.memory.changes import changed
 from megarl.memory.devices import GPU
 from megarl.memory.phases import memory_table
 from megarl.memory.table import CacheRoom
-from megarl.preflight import resource_warnings, table_of, with_cache
+from megarl.preflight import resource_warnings, small_cache, table_of, with_cache
 from megarl.preflight.memory import memory_faults, models_of
 from megarl.preflight.sizes import layout_of
 from tests.memory.conftest import RECIPES
@@ -130,6 +130,38 @@ def test_a_cache_for_few_of_the_requests_under_way_is_a_warning(
         assert caught.value.code == 0
         assert ("warning: an engine's KV cache" in text) is is_warned
         assert (f"rollout.kv_cache_gib = {own.rollout.kv_cache_gib:g} by default" in text) is not is_warned
+
+
+def test_unknown_gpus_are_a_warning_that_names_their_field(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A driver on Ray's head node cannot know the other nodes' GPUs. A Slurm job derives the size on its node."""
+    monkeypatch.delenv("SLURMD_NODENAME", raising=False)
+    monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: False)
+
+    def found(*overrides: str) -> list[str]:
+        recipe = with_cache(make(*overrides))
+        layout = layout_of(recipe)
+        return list(small_cache(recipe, layout, table_of(recipe, layout)))
+
+    (text,) = found("cluster.launcher=ray")
+    assert text.startswith("rollout.kv_cache_gib = 1: ") and "set cluster.gpu_memory_gib" in text
+    assert found("cluster.launcher=ray", "cluster.gpu_memory_gib=h200") == []
+    assert found("cluster.launcher=ray", "rollout.kv_cache_gib=100") == []
+    assert not any("gpu_memory_gib" in text for text in found("cluster.launcher=slurm"))
+
+
+def test_the_default_is_a_remedy_only_if_it_is_larger(make: Make) -> None:
+    def remedy(*overrides: str) -> str:
+        recipe = with_cache(make("cluster.launcher=slurm", *overrides))
+        layout = layout_of(recipe)
+        (text,) = small_cache(recipe, layout, table_of(recipe, layout))
+        return text.partition("the others wait; ")[2]
+
+    own = with_cache(make("cluster.gpu_memory_gib=h200")).rollout.kv_cache_gib
+    assert f"(left out: {own:g} GiB" in remedy("cluster.gpu_memory_gib=h200", "rollout.kv_cache_gib=2")
+    derived = remedy("cluster.gpu_memory_gib=60", "trainer.offload=[]", "trainer.recompute=full")
+    assert derived.startswith("raise rollout.kv_cache_gib or ")
+    share = remedy("cluster.gpu_memory_gib=h200", "rollout.gpu_memory_utilization=0.16")
+    assert share.startswith("raise rollout.gpu_memory_utilization ")
 
 
 def test_a_quarter_of_the_requests_is_enough() -> None:

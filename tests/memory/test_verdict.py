@@ -93,3 +93,36 @@ def test_without_named_gpus_the_verdict_is_of_this_machine_or_none(plan: Any, mo
     assert code == 2 and found["fits"] is False and list(found["excess_bytes"]) == ["train"]
     code, text = plan(*large, "cluster.launcher=slurm")
     assert code == 0 and text.strip().splitlines()[-1].startswith("no verdict: ")
+
+
+TIGHT = ("trainer.offload=[]", "trainer.recompute=full", "trainer.max_tokens_per_microbatch=18432")
+
+
+@pytest.mark.parametrize(
+    ("given", "field"),
+    [
+        (("rollout.kv_cache_gib=0.01",), "rollout.kv_cache_gib=default"),
+        # The least cache is larger than the free memory of these GPUs, so states are offloaded too.
+        (("rollout.kv_cache_gib=0.01", "cluster.gpu_memory_gib=62", *TIGHT), "rollout.kv_cache_gib="),
+        (("rollout.kv_cache_gib=default", "rollout.gpu_memory_utilization=0.05"), "rollout.gpu_memory_utilization="),
+    ],
+)
+def test_a_cache_shorter_than_one_request_has_a_remedy(plan: Any, given: tuple[str, ...], field: str) -> None:
+    arguments = ("qwen3_14b_dapo_h200", *given)
+    code, found = as_json(plan, *arguments)
+    assert code == 2 and found["fits"] is False and found["excess_bytes"] == {}
+    assert found["remedies"] and found["remedies"][0].startswith(field)
+    code, found = as_json(plan, *arguments, *found["remedies"][0].split())
+    assert code == 0 and found["fits"] is True
+
+
+def test_a_cpu_plan_counts_the_longest_request_too(plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: True)
+    monkeypatch.setattr("megarl.preflight.engine.runs_on_cpu", lambda: True)
+    monkeypatch.setattr("megarl.preflight.verdict.machine_bytes", lambda: 64 * GIB)
+    arguments = ("tiny_rl", "model.path=models/tiny", "rollout.kv_cache_gib=0.00001")
+    code, found = as_json(plan, *arguments)
+    (remedy,) = found["remedies"]
+    assert code == 2 and found["fits"] is False and remedy.startswith("rollout.kv_cache_gib=")
+    code, found = as_json(plan, *arguments, remedy)
+    assert code == 0 and found["fits"] is True

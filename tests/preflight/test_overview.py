@@ -44,6 +44,25 @@ def test_what_a_recipe_trains_with(recipe: Make, tmp_path: Path, capsys: pytest.
     assert all("".join((name + text).split()) in printed.replace("│", "") for name, text in rows.items())
 
 
+ACCURACY, SPREAD = "accuracy between 0.2 and 1", "rewards spread by more than 0.2"
+
+
+@pytest.mark.parametrize(
+    ("metric", "function", "groups"),
+    [
+        ("reward", "boxed", SPREAD),
+        ("accuracy", "boxed", ACCURACY),
+        (None, "boxed", ACCURACY),
+        (None, "length", SPREAD),
+        (None, "own:score", f"{ACCURACY}, or without verdicts of {SPREAD}"),
+    ],
+)
+def test_the_metric_of_dynamic_sampling_is_named(recipe: Make, metric: str | None, function: str, groups: str) -> None:
+    algorithm = {"dynamic_sampling": [0.2, 1], "dynamic_sampling_metric": metric}
+    rows = overview(recipe(reward={"functions": [function]}, algorithm=algorithm))
+    assert rows["algorithm"].endswith(f", groups of {groups}")
+
+
 def test_a_critic_has_a_learning_rate_of_its_own(recipe: Make) -> None:
     rows = overview(recipe(algorithm={"preset": "ppo"}, trackers=[]))
     assert rows["learning rate"].startswith("1e-06, constant")
