@@ -136,7 +136,7 @@ def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
             read = ", ".join(sorted((known or set()) - _GIVEN_VARIABLES)) or "none of its own"
             raise ConfigError(
                 f"model.chat_template_kwargs.{name}: the chat template does not read it, so it would do nothing; "
-                f"remove it. The template reads {read}"
+                f"it reads {read}. Use one of these, or remove the field"
             )
     settings = "".join(
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja(value)} %}}{{%- endif %}}"

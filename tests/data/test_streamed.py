@@ -69,7 +69,7 @@ def test_an_empty_source_and_faults(read: Callable[..., Any]) -> None:
     assert len(read(streamed=True, max_prompt_tokens=1)) == 0
     with pytest.raises(TooLongError, match="line 1: the prompt has"):
         read(streamed=True, max_prompt_tokens=1, on_long=None)
-    with pytest.raises(DataError, match=r"line 1: has no field 'level' of data\.curriculum\.by"):
+    with pytest.raises(DataError, match=r"line 1: has no field 'level', named by data\.curriculum\.by"):
         read(streamed=True, needed="level")
 
 

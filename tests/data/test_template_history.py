@@ -25,5 +25,5 @@ def test_faults_of_templates(family: str) -> None:
 def test_the_start_of_a_run_tells_what_the_field_means() -> None:
     assert "only appends" in history_notice({}, "append")
     assert "It refuses: parallel tools" in history_notice(EXPECTED["llama"], "append")
-    assert "rollout.history=render follows it" in history_notice(EXPECTED["forgetful"], "append")
+    assert "rollout.history=render follows the template" in history_notice(EXPECTED["forgetful"], "append")
     assert "a training sequence of its own" in history_notice(EXPECTED["forgetful"], "render")

@@ -140,7 +140,7 @@ def test_a_source_of_a_mixture_is_checked_as_a_recipe_is(recipe: Callable[..., R
     check(sound)
     assert count_records(sound) == {"sums train": 3, "games train": 4}
     sources["sums"]["data"]["curriculum"] = {"band": [0.1, 0.9], "by": "level"}
-    with pytest.raises(DataError, match=r"no field 'level' of data\.curriculum\.by"):
+    with pytest.raises(DataError, match=r"no field 'level', named by data\.curriculum\.by"):
         count_records(recipe(**mixture))
 
 
