@@ -159,14 +159,14 @@ class QuantisedModule:
         if (backend := getattr(self._method, "fp8_backend", None)) is not None:
             if backend.name not in EXPERT_BACKENDS:
                 raise UnknownKernelError(
-                    f"{self.name}: the {backend.name} expert backend stores FP8 weights in a form of its own; set "
+                    f"{self.name}: the {backend.name} expert backend keeps FP8 weights in a form of its own; set "
                     "rollout.vllm.moe_backend to triton or deep_gemm"
                 )
             return
         kernel = type(getattr(self._method, "fp8_linear", None)).__name__
         if kernel not in LINEAR_KERNELS:
             raise UnknownKernelError(
-                f"{self.name}: {kernel} stores FP8 weights in a form of its own; set rollout.vllm.linear_backend to "
+                f"{self.name}: {kernel} keeps FP8 weights in a form of its own; set rollout.vllm.linear_backend to "
                 "triton, cutlass or deep_gemm"
             )
 
