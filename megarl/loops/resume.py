@@ -109,7 +109,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         _refuse_other_draws(earlier, recipe)
         warnings = _data_changes(earlier, recipe, inputs)
         _refuse_other_kept(earlier, recipe, inputs)
-        _tell(console, [f"checkpoint {name} is skipped: {reason}" for name, reason in found.damaged.items()])
+        _tell(console, [f"checkpoint {name} is left out: {reason}" for name, reason in found.damaged.items()])
         console.print(f"resuming from {found.good}")
         _tell(console, warnings)
         for change in recipe_changes(earlier["recipe"], recipe):

@@ -199,7 +199,7 @@ def test_other_records_left_out_are_refused(recipe: Recipe, tmp_path: Path) -> N
     was = contents(folder.path)
     with RunFolder(recipe, resume=True) as folder:
         for now in ("8 records, ab", "9 records, ac"):
-            with pytest.raises(DataError, match=rf"data\.train: other records .*kept are {now}; then 9 records, aa\)"):
+            with pytest.raises(DataError, match=rf"data\.train: .*kept are {now}; then 9 records, aa\)"):
                 find_origin(recipe, folder, "if-any", {"data.train": now})
         assert contents(folder.path) == was
         assert find_origin(recipe, folder, "if-any", before | {"data.ptx": "3 records, ad"}).inputs.kept
@@ -214,7 +214,7 @@ def test_changed_training_data_is_refused_and_changed_validation_data_told(
     heldout.write_text("{}\n{}\n")
     now = file_record(train)["sha256"]
     with RunFolder(recipe, resume=True) as folder:
-        with pytest.raises(DataError, match=rf"{train}: data\.train is not .*sha256 is {now}, it was {was}\. Bring"):
+        with pytest.raises(DataError, match=rf"{train}: data\.train is not .*sha256 is {now}, it was {was}\. Restore"):
             find_origin(recipe, folder, "if-any")
         assert contents(home.parent) == before
         train.write_text("{}\n")
