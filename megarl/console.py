@@ -146,7 +146,7 @@ def _accuracies(evaluation: RecordedEvaluation, first: RecordedEvaluation | None
 
 
 def _percent(measure: Measure, *, signed: bool = False) -> str:
-    """Return a measure in per cent with its 95 % interval."""
+    """Format an accuracy in per cent with its 95 % confidence interval."""
     sign = "+" if signed else ""
     value, low, high = (f"{100 * number:{sign}.1f}" for number in (measure.value, measure.low, measure.high))
     return f"{value} ({low} to {high})"
@@ -349,7 +349,7 @@ def print_survey(found: Survey, *, unit: str) -> None:
 
     console = Console(soft_wrap=True, highlight=False, markup=False)
     taken_for = f", {found.format.name}" if found.format else ""
-    console.print(f"{found.source}: {found.num_records} {found.kind}{taken_for}; {found.num_faults} faulty")
+    console.print(f"{found.source}: {found.num_records} {found.kind}{taken_for}; {found.num_faults} faulty records")
     for fault in found.faults:
         console.print(f"  {fault}")
     if found.num_different_faults > len(found.faults):

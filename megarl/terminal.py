@@ -23,7 +23,8 @@ _SEQUENCE = re.compile(
     r"|\x1b[ -/]*[0-~]?"
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Control characters except tab and line feed, bidirectional controls, lone surrogates."""
+"""Characters never printed to a terminal: control characters except tab and line feed, bidirectional controls, lone
+surrogates."""
 
 _GONE = (errno.EIO, errno.EPIPE, errno.EBADF)
 """Errors of a closed terminal, or of a pipe without a reader."""

@@ -230,9 +230,9 @@ class Segment:
     rollout_logprobs: NDArray[np.float32]
     """Log-probs of the sampled tokens under the sampling distribution, in nats; 0 elsewhere."""
     weight_versions: NDArray[np.int32]
-    """-1 for untrained tokens."""
+    """Number of reshards before each token was sampled; -1 for untrained tokens."""
     turns: NDArray[np.int16]
-    """-1 for untrained tokens."""
+    """Index of the model call sampling each token; -1 for untrained tokens."""
     old_logprobs: NDArray[np.float32] | None = None
     """Log-probs of the trainer with the sampling weights, in nats; 0 for tokens not sampled. None: not computed."""
     entropies: NDArray[np.float32] | None = None

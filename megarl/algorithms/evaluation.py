@@ -122,7 +122,7 @@ def mean_with_interval(values: Sequence[float]) -> Measure:
     1979.
     """
     if not len(values):
-        raise ValueError("there is no problem to take the mean of")
+        raise ValueError("the mean over problems cannot be computed: there are no problems")
     array = np.asarray(values, np.float64)
     mean = float(array.mean())
     if np.isin(array, (0.0, 1.0)).all() or np.ptp(array) == 0:

@@ -224,7 +224,7 @@ def _write_records(
     chunks: Sequence[StoredShard],
     stored: Sequence[Stored],
 ) -> None:
-    """Write the checkpoint's records: `.metadata`, `common.pt`, `metadata.json`."""
+    """Write the checkpoint's files other than weights: `.metadata`, `common.pt`, `metadata.json`."""
     # All extra states are equal, so one stored `[None]` serves every key.
     objects = dict.fromkeys(extra_states(model), _save(manifest, stored[0].file, [None]))
     manifest.append(f"{RELEASE}/{METADATA}", metadata_bytes(list(zip(chunks, stored, strict=True)), objects))
@@ -289,7 +289,8 @@ def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path)
 
 @contextmanager
 def _checked(folder: Path) -> Iterator[None]:
-    """Compare a folder with its manifest, if it has one: sizes first, hashes in the background of the block."""
+    """Check a folder's files against its manifest, if it has one, as a context manager. File sizes are checked on
+    entry. Hashes are computed in a thread while the `with` block runs, and compared at its end."""
     expected = check_sizes(folder)
     with ThreadPoolExecutor(1) as reader:
         hashed = reader.submit(check_hashes, folder, expected)

@@ -213,7 +213,7 @@ def _numbers(text: str) -> list[int]:
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
 ) -> None:
     """Predict memory by phase, whether it fits, and the bytes moved by a reshard. Reads config.json and starts nothing.
 
@@ -290,7 +290,7 @@ def doctor(
         typer.Argument(metavar="[RECIPE]", help="Examine all nodes of its launcher, and their links."),
     ] = None,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
 ) -> None:
     """Show whether this environment's parts fit together, and what megarl will use and why."""
     from megarl.cluster.doctor import differences, examine, examine_nodes
@@ -347,7 +347,7 @@ def metrics(
             metavar="[TEXT]", help="Show only metrics with this text in the name, or the metric with this logged name."
         ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
 ) -> None:
     """Print the table of all metrics: name, unit, meaning. JSON also has the module computing each."""
     from megarl.console import print_metrics

@@ -42,7 +42,9 @@ def check_data(
     ] = None,
     heldout: Annotated[
         list[str] | None,
-        typer.Option(help="Source with prompts that must not be in this one; repeatable.", show_default=False),
+        typer.Option(
+            help="Held-out source: none of its prompts may be in the checked one; repeatable.", show_default=False
+        ),
     ] = None,
     kind: Annotated[
         Literal["problems", "conversations", "pairs", "judged"] | None,

@@ -30,7 +30,7 @@ class Activity:
             self.peak_bytes[method] = max(self.peak_bytes.get(method, 0), peak)
 
     def take(self) -> Activity:
-        """Return the statistics so far and reset them."""
+        """Return this rank's busy seconds and peak memory since the last call, and reset them."""
         taken = Activity(self.busy_seconds, self.peak_bytes)
         self.busy_seconds, self.peak_bytes = 0.0, {}
         return taken

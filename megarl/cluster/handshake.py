@@ -41,7 +41,7 @@ async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
         while len(data) < count:
             more = await loop.sock_recv(connected, count - len(data))
             if not more:
-                raise StrangerError("the connection ended")
+                raise StrangerError("the connection was closed during the handshake")
             data += more
         return data
 
@@ -51,7 +51,7 @@ async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
     theirs, proof = answer[:_NUMBER_BYTES], answer[_NUMBER_BYTES:]
     # compare_digest takes constant time: its duration does not reveal how much of a forged proof is right.
     if not hmac.compare_digest(proof, _proof(key, b"process", challenge, theirs)):
-        raise StrangerError("the peer does not know the key")
+        raise StrangerError("the peer does not know the secret key of this start")
     await loop.sock_sendall(connected, _proof(key, b"driver", challenge, theirs))
     return json.loads(await receive(_length(await receive(_LENGTH.size))))
 
@@ -85,7 +85,7 @@ def receive_exactly(connected: socket.socket, count: int) -> bytes:
     while len(data) < count:
         more = connected.recv(count - len(data))
         if not more:
-            raise StrangerError("the connection ended")
+            raise StrangerError("the connection was closed during the handshake")
         data += more
     return data
 

@@ -34,7 +34,7 @@ _SWITCHES_LABEL = "switches"
 
 
 class _Process:
-    """Actor running one rank."""
+    """Ray actor whose process runs one rank."""
 
     def serve(self, folder: str, address: Address, key: bytes, turn: int) -> None:
         """Serve as a rank, in the driver's current `folder`, until the group ends."""

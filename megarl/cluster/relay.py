@@ -117,7 +117,7 @@ class _Relay:
         self._upward = upward
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._batches: dict[int, _Batch] = {}
-        """Current or latest batch of each rank."""
+        """Current or latest call of each rank, by rank."""
         self._listening: set[asyncio.Task[None]] = set()
 
     async def add(self, connected: Mapping[int, socket.socket]) -> None:

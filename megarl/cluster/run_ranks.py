@@ -47,7 +47,7 @@ class RunRanks:
         self._bridged: list[WorkerGroup] = []
         """Groups connected by the newest process group; empty if it is not usable."""
         self._has_unfetched_reports = False
-        """Whether `finish_send` still has to fetch the trainers' reports."""
+        """True while the trainers' reports about the last send are not yet fetched by `finish_send`."""
 
     @property
     def groups(self) -> list[WorkerGroup]:

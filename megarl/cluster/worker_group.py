@@ -78,7 +78,7 @@ class PartOfRun:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """Call in progress: its method, its deadline, its ranks' answers."""
+    """Remote call in progress: its method, its deadline, the answers of its ranks."""
 
     method: str
     limit: Limit

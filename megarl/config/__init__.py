@@ -108,8 +108,9 @@ class DataConfig(Section):
     ptx: OptionalDataSet = None
     """Conversations for the supervised term of PPO-ptx (algorithm.ptx_coefficient), written as in data.validation."""
     format: Format | None = None
-    """Program with this naming of record fields (megarl.data.formats). Default: recognised from each source's first
-    record and reported at the start. Reward functions get all fields of a record in `record`."""
+    """Training program for which the data was written. Its names of record fields are used (megarl.data.formats).
+    Default: recognised from each source's first record and reported at the start. Reward functions get all fields in
+    `record`."""
     fields: dict[Role, str] = Field(default_factory=dict)
     """Your names of record fields, for example {prompt: question, answer: solution}; dots reach into objects. `input`
     is a text appended to the prompt after an empty line (alpaca). Used for every set without its own names."""

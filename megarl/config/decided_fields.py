@@ -19,7 +19,7 @@ ENGINE_FIELDS = {
     "hf_overrides": "model.override_config",
     "max_model_len": "data.max_prompt_tokens and rollout.sampling.max_new_tokens",
 }
-"""Fields of vLLM's EngineArgs."""
+"""Fields of vLLM's EngineArgs set by megarl, mapped to the recipe field or other source deciding them."""
 
 _MODEL = "the model's config.json"
 
@@ -46,7 +46,8 @@ TRANSFORMER_FIELDS = {
     "deallocate_pipeline_outputs": "trainer.pp",
     "calculate_per_token_loss": "the token weights of the loss",
 }  # fmt: skip
-"""Fields of Megatron-Core's TransformerConfig, for every model."""
+"""Fields of Megatron-Core's TransformerConfig decided for every model, mapped to the recipe field or other source
+deciding them."""
 
 EXPERT_FIELDS = {
     **dict.fromkeys(

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Needs:
-    """Condition on a recipe. `remedy` makes it true; `fields` decide it."""
+    """Condition for a recipe field to have an effect. `fields` decide it; `remedy` says how to meet it."""
 
     fields: tuple[str, ...]
     remedy: str
@@ -488,7 +488,7 @@ def unmet(recipe: Recipe, field: str) -> Needs | None:
 
 
 def unmet_in(recipe: Recipe, field: str) -> Needs | None:
-    """Return the first condition of a field not met by a recipe, or None if all are met.
+    """Return the first unmet condition for a recipe field to have an effect. None: the recipe meets all of them.
 
     `recipe` is the recipe of a single source (`Recipe.sources`): without a mixture, the run's.
     """

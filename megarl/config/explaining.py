@@ -87,7 +87,8 @@ def _unknown(place: str, value: Any) -> Iterator[str]:
 
 
 def key_hint(place: str) -> str:
-    """Return the likely place of an unknown key, or the counterpart of another program's option."""
+    """Return a hint about an unknown recipe key: the field probably meant, or the field replacing another program's
+    option."""
     from megarl.config.mixture import SourceConfig
 
     # Fields of list items exist nowhere else, so other sections are not searched for them.
@@ -108,7 +109,8 @@ def key_hint(place: str) -> str:
 
 
 def _is_in_item(place: str) -> bool:
-    """Return whether a key is in an item of a list of sections, or an entry of a mapping of sections."""
+    """Return whether a recipe key lies inside an item of a list of sections, or inside an entry of a mapping of
+    sections."""
     parent = place.rpartition(".")[0]
     return parent not in {"", *all_fields()} and section_at(parent) is not None
 

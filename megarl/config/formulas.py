@@ -70,7 +70,7 @@ MEASURED: dict[str, tuple[str, ...]] = {
     "algorithm.advantage": ("lengths", "passes", "mask"),
     "preference.loss": ("kl",),
 }
-"""Keyword arguments of formulas without a recipe field, because the run computes them from its samples. By the field
+"""Keyword arguments computed by the run from its samples. A recipe cannot set them. The keys are the recipe fields
 choosing the formula."""
 
 

@@ -140,7 +140,7 @@ class Idle(NamedTuple):
 
 
 def idle_fields(recipe: Recipe) -> Iterator[Idle]:
-    """Yield each given field without effect, also of sources."""
+    """Yield each field given in the recipe but without effect, fields of a mixture's sources included."""
     for field in given_fields(recipe):
         if (need := unmet(recipe, field)) is not None:
             yield Idle(field, field, recipe, need)

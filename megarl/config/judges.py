@@ -28,7 +28,7 @@ SCORERS = frozenset({"format", "length"})
 SCORED_BY_FUNCTIONS = frozenset({"single_turn", "calculator", "python", "search"})
 """Environments without own rewards. `reward.functions` score their attempts."""
 JUDGING_ENVIRONMENTS = frozenset({"countdown", "guess_number", "mastermind", "reasoning_gym", "gem"})
-"""Environments giving a verdict with their last reward."""
+"""Names of environments reporting with their last reward whether the policy's answer is correct."""
 
 REMEDY = "set judges_answer: true on the function of reward.functions scoring whether the answer is right"
 

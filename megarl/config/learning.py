@@ -291,9 +291,9 @@ class AlgorithmConfig(Section):
     """Dynamic sampling (DAPO), [low, high]: replace groups unless their accuracy is strictly between low and high, or
     their rewards spread by more than low (dynamic_sampling_metric). Default: train on all groups."""
     dynamic_sampling_metric: Literal["accuracy", "reward"] | None = None
-    """Metric of dynamic_sampling: accuracy; or reward, the group's largest reward minus its smallest (of the functions
-    or the environment). Default: accuracy if every answer of a group is judged (reward.functions judges_answer), else
-    reward, for continuous rewards."""
+    """Metric compared by dynamic_sampling. accuracy: share of correct answers. reward: largest minus smallest reward of
+    a group (of functions or environment). Default: accuracy if a function (judges_answer) or the environment decides
+    for every answer whether it is correct, else reward, for continuous rewards."""
     max_attempts: PositiveInt = 10
     """Limit of prompt batches sampled to fill one step. Beyond it the run ends."""
     oversampling: Annotated[float, Field(ge=1.0)] = 1.0

@@ -140,7 +140,8 @@ class _Merging:
             return None
 
     def _set_in_list(self, place: str, key: str, value: Any) -> None:
-        """Set an item of a list, or a value in it. If the list is not given, start from the recipe's or the default."""
+        """Apply the override `key` to a list: set one of its items, or a field inside an item. A list missing in the
+        overrides is first copied from the recipe, or from the field's default."""
         from omegaconf import OmegaConf
 
         found = self._at(place)

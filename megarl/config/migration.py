@@ -11,16 +11,16 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Counterpart:
-    """Options of other programs with one meaning."""
+    """Options of other training programs with the same meaning, and the recipe fields replacing them."""
 
     names: tuple[str, ...]
     fields: tuple[str, ...] = ()
-    """Corresponding recipe fields. Empty: there is no counterpart."""
+    """Recipe fields with the meaning of these options. Empty: megarl has no such fields."""
     note: str = ""
     """Difference in meaning, or the reason why there is no counterpart."""
 
     def __str__(self) -> str:
-        """Return, for example, `here it is train.samples_per_prompt`."""
+        """Return a hint for an error message, for example `here it is train.samples_per_prompt`."""
         note = f" ({self.note})" if self.note and self.fields else self.note
         return f"here it is {' and '.join(self.fields)}{note}" if self.fields else f"has no counterpart: {note}"
 

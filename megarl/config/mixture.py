@@ -28,7 +28,7 @@ OWN = {
     "distillation": ("teacher",),
     "evaluation": ("max_problems", "samples_per_prompt", "k", "sampling"),
 }  # fmt: skip
-"""Fields a source may override, by section."""
+"""Recipe fields that a source of a data mixture may override, by recipe section."""
 
 
 class SourceConfig(Section):
@@ -155,7 +155,7 @@ def _values(section: Section, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(section: Section, changes: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the dotted names of the changed fields."""
+    """Yield the dotted names of the recipe fields changed by a source's overrides."""
     for name, value in changes.items():
         current = getattr(section, name, None)
         if isinstance(current, Section) and isinstance(value, Mapping):

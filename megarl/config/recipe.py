@@ -30,7 +30,7 @@ class Draft:
     recipe: Recipe
     """Recipe without unknown keys. Fields in `unread` have their defaults."""
     problems: tuple[str, ...]
-    """One line per error: field, value, fault, remedy."""
+    """Errors of the recipe, one line each: the field, its value, the fault and the remedy."""
     unread: frozenset[str]
     """Dotted names of fields with missing or unusable values."""
 

@@ -25,8 +25,8 @@ class EndpointConfig(Section):
     port: Annotated[int, Field(ge=0, le=65535)] = 0
     """Port to listen on. 0 (default): any free port."""
     token: str | None = None
-    """Token of this run, for clients without a session: ${oc.env:NAME}. Sessions have their own secrets. At least 16
-    characters if `host` is not a loopback address."""
+    """Secret token required from clients without a session, written as ${oc.env:NAME}. Sessions have their own secrets.
+    At least 16 characters if `host` is not a loopback address."""
     max_connections: PositiveInt = 1000
     """Limit of client connections. Further ones get status 503; existing ones are not affected."""
     hold_seconds: PositiveFloat = 540.0
@@ -80,9 +80,9 @@ class BudgetConfig(Section):
     """Seconds the environment may take to begin or to answer a turn. Beyond it the attempt ends with `error`, without a
     reward. null: no limit. Metric: rollout/errors/Timeout."""
     seconds: PositiveFloat | None = None
-    """Wall-clock seconds of an attempt, waiting for engines included, pauses for an update excluded
-    (rollout.stragglers). At the limit it ends with `seconds` and is scored as it is. Default: none. The affected
-    attempts differ between runs."""
+    """Limit of an attempt's wall-clock seconds, waiting for engines included, pauses for an update excluded
+    (rollout.stragglers). At the limit the attempt ends (end reason `seconds`) and is scored as it is. Default: none.
+    The affected attempts differ between runs."""
     attempts: PositiveInt = 1
     """Limit of starts of one attempt if its environment raises EnvironmentUnavailableError (megarl.environments), a
     fault not caused by the policy. Default: 1, no retry. Metric: rollout/restarted."""
@@ -129,7 +129,7 @@ class RolloutConfig(Section):
     nodes. 0: in the driver. Default: 0 if all methods, tools or the function are `async def`, else 4 per CPU of the
     driver's machine, at most 64. Metric: environment/process_killed."""
     environment_memory_gib: PositiveFloat = 4.0
-    """Memory limit of the environment in each process, in GiB of address space."""
+    """Memory limit of each environment process separately, in GiB of address space."""
     tool_parser: (
         Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "glm45", "deepseek_v3", "gpt_oss"] | None
     ) = None

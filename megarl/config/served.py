@@ -20,8 +20,8 @@ class ServedConfig(Section):
     timeout_seconds: PositiveFloat = 60.0
     """Timeout of one call in seconds."""
     max_tries: PositiveInt = 3
-    """Limit of calls per completion. A call is retried after a timeout, a server error (408, 425, 429, 5xx) or an
-    answer without a readable score."""
+    """Limit of calls to the server per completion, the first included. A call is retried after a timeout, an HTTP error
+    (408, 425, 429, 5xx) or an answer without a readable score."""
     pause_seconds: NonNegativeFloat = 0.5
     """Pause in seconds before the second call, doubled before each further one. At least the server's Retry-After, up
     to a minute."""

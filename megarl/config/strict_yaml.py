@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import yaml
 
 MAX_DEPTH = 32
-"""Limit of nested sections and lists. Recipes have four."""
+"""Deepest nesting of sections and lists accepted in a YAML file. Recipes need four levels."""
 
 MAX_VALUES = 100_000
 """Limit of values in a recipe; an alias counts as all its values. Nine levels of ten aliases are a billion."""

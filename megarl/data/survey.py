@@ -43,7 +43,7 @@ class Fault:
     place: str
     """The first record with the fault: `train.jsonl, line 7`. Empty for a fault of a whole file."""
     further: list[str] = field(default_factory=list)
-    """The next few records: `line 8`."""
+    """Places of the next few records with the same fault, for example `line 8`."""
     count: int = 1
 
     def __str__(self) -> str:

@@ -223,7 +223,7 @@ class LeaderExecutor(Executor):
         return True
 
     def check_health(self) -> None:
-        """Do nothing. The next collective fails if a follower is lost."""
+        """Do nothing. The loss of another rank of this engine makes the next collective fail."""
 
     def shutdown(self) -> None:
         """Do nothing. Each rank's engine closes its own worker."""

@@ -96,7 +96,9 @@ def kept_sets(token_ids: Sequence[int], masks: Sequence[Any], vocab_size: int) -
     if not masks:
         return None
     if len(masks) != len(token_ids):
-        raise RuntimeError(f"vLLM gave {len(masks)} sampling masks with {len(token_ids)} tokens")
+        raise RuntimeError(
+            f"vLLM returned {len(masks)} sampling masks for {len(token_ids)} sampled tokens; one per token is needed"
+        )
     # A mask of the whole vocabulary cuts nothing off. An empty mask stands for it everywhere else.
     parts = [np.asarray(mask if len(mask) < vocab_size else (), np.int32) for mask in masks]
     counts = np.array([len(part) for part in parts], np.int32)

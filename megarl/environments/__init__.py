@@ -102,11 +102,12 @@ class Environment(Protocol):
     """
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        """Begin the attempt. Equal problems and seeds begin alike."""
+        """Begin the attempt and return its first messages. Equal problems and seeds begin alike."""
         ...
 
     async def step(self, turn: Turn) -> Step:
-        """Answer the policy's turn."""
+        """Return the environment's response to the policy's turn: its messages, its reward and whether the attempt is
+        done."""
         ...
 
     async def close(self) -> None:

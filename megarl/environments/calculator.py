@@ -81,7 +81,7 @@ def arithmetic_tree(expression: str) -> ast.expr:
             warnings.simplefilter("ignore")  # Python warns about text like `1or 2`.
             return ast.parse(written, mode="eval").body
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        raise ToolError("this is no arithmetic expression") from None
+        raise ToolError("this is not a valid arithmetic expression") from None
 
 
 def as_text(value: Number) -> str:

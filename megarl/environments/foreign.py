@@ -102,7 +102,9 @@ class ForeignEnvironment:
         if isinstance(reward, bool) or not isinstance(reward, int | float) or not math.isfinite(reward):
             raise ChildError(f"the reward is {reward!r:.80}, not a finite number")
         if not isinstance(done, bool) or not isinstance(correct, bool | None):
-            raise ChildError(f"the answer to a turn is {value!r:.200}")
+            raise ChildError(
+                f"done must be a boolean and correct a boolean or null in the answer to a turn: {value!r:.200}"
+            )
         messages = () if done else ({"role": "user", "content": _text(value)},)
         return Step(messages, float(reward), done, correct)
 

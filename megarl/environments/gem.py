@@ -29,6 +29,6 @@ class Gem(ForeignEnvironment):
         **settings: Any,
     ) -> None:
         if seed < 0:
-            raise ValueError(f"seed is {seed}; it must be 0 at least")
+            raise ValueError(f"seed is {seed}; it must be at least 0")
         told = {"name": name, "config": dict(config or {}), "modules": list(modules), "seed": seed}
         super().__init__(told, **settings)

@@ -77,7 +77,7 @@ class OpenEnv:
         if command is not None and (not command or shutil.which(command[0]) is None):
             raise ValueError(f"command is {list(command)}; there is no such program, give its path")
         if max_sessions < 1 or seconds <= 0:
-            raise ValueError("max_sessions must be 1 at least, seconds above 0")
+            raise ValueError("max_sessions must be at least 1, and seconds must be above 0")
         self._key = url or "", tuple(command or ()), max_sessions
         self._action, self._action_fields = action, dict(action_fields or {})
         self._observation, self._has_tools = observation, tools

@@ -30,7 +30,7 @@ class ProcessSettings:
     environment: str
     """Name of the environment in the recipe."""
     settings: Mapping[str, Any]
-    """`rollout.environment_kwargs`."""
+    """Constructor arguments of the environment, from `rollout.environment_kwargs`."""
     memory_bytes: int
     """Limit of a process's address space, in addition to the imports."""
     search_path: tuple[str, ...]

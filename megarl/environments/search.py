@@ -46,7 +46,7 @@ class Search(ToolEnvironment):
 
 
 class Index:
-    """Index of a corpus by terms."""
+    """Index of a corpus: for each term, the texts containing it."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(texts)

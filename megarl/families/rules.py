@@ -77,9 +77,8 @@ def vocabulary(parameter: str, tensor: str, model: ModelShape, place: Place) -> 
 
 
 def gate_up(parameter: str, gate: str, up: str, shape: tuple[int, int]) -> Rule:
-    """Return the rule of a gated layer's fused weight, split over output features. A rank's gate rows precede its up
-    rows.
-    """
+    """Return the storage rule of a gated MLP's weight. Megatron stores gate and up projection as one tensor, split over
+    output features by tensor parallelism. On each rank the gate's rows come before the up projection's."""
     return Rule(
         parameter, "every_layer", ((gate, shape), (up, shape)), 0, (_whole(gate, shape, 0), _whole(up, shape, 0))
     )

@@ -48,9 +48,9 @@ class ModelShape:
     max_position_embeddings: int
     initializer_range: float
     num_experts: int = 0
-    """Routed experts per layer. 0: a dense model."""
+    """Number of routed experts per layer. 0: a dense model."""
     top_k: int = 0
-    """Experts per token."""
+    """Number of routed experts chosen for each token. 0: a dense model."""
     norm_topk_prob: bool = False
     """Whether the routing weights of a token's experts are normalised to sum to one."""
     moe_intermediate_size: int = 0
@@ -216,7 +216,7 @@ def _architecture(config: Mapping[str, Any]) -> str:
 
 
 def _family_name(architecture: str) -> str:
-    """Return the family of a language model's or a reward model's architecture."""
+    """Return the model family (such as Qwen3) of a language model's or a reward model's architecture."""
     names = {family.architecture: name for name, family in FAMILIES.items()}
     name = names.get(architecture.replace(VALUE_HEAD, "ForCausalLM"))
     if name is None:
@@ -265,7 +265,8 @@ def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
 
 
 class _ExpertSizes(NamedTuple):
-    """Sizes of a mixture of experts. The defaults are a dense model's."""
+    """Numbers and sizes of a model's experts, as in `ModelShape`. The defaults describe a dense model without
+    experts."""
 
     num_experts: int = 0
     top_k: int = 0

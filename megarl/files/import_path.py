@@ -37,7 +37,7 @@ class Choices:
 
     field: str
     noun: str
-    """The kind of object, for error messages: a reward, a tracker."""
+    """Name of the kind of object for error messages, for example `a reward` or `a tracker`."""
     kind: Kind
     table: Mapping[str, str]
     takes_files: bool = True
@@ -56,7 +56,7 @@ class Choices:
         )
 
     def load(self, name: str) -> Callable[..., Any]:
-        """Return the function or class of this name. Raises the errors of `locate` and `import_object`."""
+        """Import and return the function or class called `name`. Raises the errors of `locate` and `import_object`."""
         return import_object(self.locate(name), self.field, self.kind)
 
 

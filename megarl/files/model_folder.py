@@ -61,7 +61,7 @@ _EXPORTED = re.compile(r"hf(_best|_step_\d+)?")
 """Names of the folders for a run's exported models."""
 
 HUB_OWNERS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
-"""Owners on the Hugging Face Hub, by the prefix of their models' names."""
+"""Owner (organisation) of a model on the Hugging Face Hub, by the prefix of the model's name."""
 
 
 def missing_folder(folder: Path, file: str = "") -> str:

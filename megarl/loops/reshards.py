@@ -66,7 +66,7 @@ class Reshards:
         self._pool, self._performance = pool, performance
         self._under_way: asyncio.Task[dict[str, float]] | None = None
         self._reports: Reports = ()
-        """Reports of the engines, of the reshard under way."""
+        """Reports returned by the engines about the current reshard."""
 
     async def run(self, step: int) -> dict[str, float]:
         """Reshard and wait. Return the slowest rank's seconds and the bytes of all ranks.

@@ -150,8 +150,9 @@ def _refuse_other_template(earlier: Mapping[str, Any], recipe: Recipe, inputs: I
     given = recipe.model.chat_template or f"left out, that of {recipe.model.folder}"
     before = _value_at(earlier["recipe"], "model.chat_template") or "left out"
     raise ConfigError(
-        f"model.chat_template = {given}: its text is not the one that the run was trained with (then: "
-        f"{before}). Restore the text, choose another name=NAME, or start over with --restart"
+        f"model.chat_template = {given}: its text is not the one used when the run began "
+        f"(model.chat_template at that time: {before}). Restore that text, give this run a new name (name=NEW_NAME), "
+        "or start it from the beginning with --restart"
     )
 
 

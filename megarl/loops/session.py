@@ -115,7 +115,7 @@ class Session:
 
     @asynccontextmanager
     async def step(self, number: int, state: RLState | None = None) -> AsyncIterator[Step]:
-        """Run a step within, then log its metrics and end the run on its fault or a stop signal.
+        """Enter a context for one training step. At its end, log metrics; end the run on a fault or a stop signal.
 
         `state`: state of the RL loop, saved with the step.
         """

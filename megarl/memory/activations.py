@@ -47,7 +47,8 @@ class PassSettings:
     longest: int = 1
     """Tokens of the longest sequence in a row."""
     expert_load: float = EXPERT_IMBALANCE
-    """Tokens of the fullest expert-parallel rank over the mean."""
+    """Load imbalance of the experts: tokens of the fullest expert-parallel rank, divided by the mean over these
+    ranks."""
 
 
 @dataclass(frozen=True, slots=True)

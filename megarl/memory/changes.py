@@ -40,7 +40,7 @@ _GIB = 2**30
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Field values making a recipe fit, and the changed recipe's memory table."""
+    """Changed field values with which a recipe fits into memory, and the memory table of the changed recipe."""
 
     values: Mapping[str, Any]
     table: MemoryTable

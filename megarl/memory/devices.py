@@ -16,13 +16,13 @@ MARGIN_GIB = 8.0
 CONTEXT_BYTES = int(2.2e9)
 """CUDA's context, kernels, workspaces of cuBLAS, and waste in the allocator's blocks. (A guess.)"""
 COMMUNICATOR_BYTES = int(0.35e9)
-"""NCCL's buffers of one communicator. (A guess.)"""
+"""GPU memory of the buffers of one NCCL communicator, in bytes. (A rough estimate.)"""
 GRAPH_BYTES = int(2.0e9)
-"""The engine's CUDA graphs. (A guess.)"""
+"""GPU memory of an engine's CUDA graphs, in bytes. (A rough estimate.)"""
 PINNED_BLOCK_BYTES = 1 << 30
-"""Size of a block of page-locked host memory for staging checkpoints, equal to `training.staging.BLOCK_BYTES`."""
+"""Bytes of one block of page-locked host memory for staging checkpoints, equal to `training.staging.BLOCK_BYTES`."""
 LIBRARY_BYTES = 500 << 20
-"""Host memory of a rank's libraries before any weight is loaded."""
+"""Host memory used by a rank's libraries before any weight is loaded, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,7 +42,8 @@ CPU = Platform(is_gpu=False, has_transformer_engine=False)
 
 
 class GpuMemory(NamedTuple):
-    """GiB of a trainer's GPU and of an engine's GPU. They may be the same, or different kinds."""
+    """Memory in GiB of a trainer's GPU and of an engine's GPU. Both may be the same GPU, or GPUs of different
+    models."""
 
     trainer: float
     engine: float

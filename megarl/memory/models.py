@@ -13,7 +13,8 @@ from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Model of a run: its sizes and its parallel layout."""
+    """Sizes of one model of the run (policy, critic or a scoring model) and its parallel layout, for memory
+    estimates."""
 
     shape: ModelShape
     layout: ParallelConfig

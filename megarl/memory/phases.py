@@ -287,7 +287,8 @@ class RankMemory:
         ]
 
     def _working(self, name: str) -> list[Use]:
-        """Return the memory of all models while one works. The critic replaces the policy, others are added to it."""
+        """Return the memory used by each model while the model `name` computes. While the critic computes, the policy
+        is offloaded. A scoring model is loaded in addition to the policy."""
         if name == "critic":
             return [*self._states(self.policy, ()), *self._critic(_ALL), *self._waiting()]
         return [*self._states(self.policy, _ALL), *self._critic(()), *self._waiting(at_work=name)]

@@ -113,7 +113,7 @@ class MemoryTable:
 
     @property
     def fullest(self) -> Phase:
-        """Return the phase using the most GPU memory."""
+        """Return the phase of a step using the most GPU memory."""
         return max(self.phases, key=lambda phase: phase.device_bytes)
 
     @property

@@ -41,15 +41,15 @@ class TrainerStates:
     pinned_parameters: int = 0
     """Host memory for offloaded parameters. Pinned memory comes in powers of two."""
     pinned_optimizer: int = 0
-    """Host memory for offloaded main weights and moments."""
+    """Bytes of host memory for offloaded main weights and moments."""
     saved: int = 0
     """Bytes written by this rank into a checkpoint. Nothing is gathered for it."""
     on_host: int = 0
-    """Host memory of the optimizer's part there: main weights, moments, gradients, pinned copies."""
+    """Bytes of host memory for the parameters updated on the host: main weights, moments, gradients, pinned copies."""
     built: int = 0
     """Temporary device bytes while an optimizer with a part on the host is built."""
     built_on_host: int = 0
-    """Temporary host bytes while that optimizer is built."""
+    """Temporary host bytes while an optimizer with a part on the host is built."""
 
     @property
     def optimizer(self) -> int:

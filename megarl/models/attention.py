@@ -230,7 +230,7 @@ class PackedAttention(nn.Module):
         return out
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Return `attend` by SDPA on sequences padded to the longest."""
+        """Return the result of `attend`, computed by torch's SDPA on sequences padded to the longest one."""
         place, keys, mask = part.padded_queries, part.padded_keys, part.mask
         # Padding follows the tokens of its sequence, so the causal mask alone excludes it.
         q = _to_padded(q, place, len(part.num_queries), part.longest_query)

@@ -55,7 +55,8 @@ class _Bridge:
 
 _bridges: WeakKeyDictionary[ProcessGroup, _Bridge] = WeakKeyDictionary()
 _given_up: list[tuple[ProcessGroup, list[dist.Work]]] = []
-"""Groups left by this rank, with their unfinished exchanges. Their destructors would block, so they are retained."""
+"""Process groups left by this rank, each with its unfinished exchanges. Destroying a group would block, so references
+are retained."""
 
 
 def open_bridge(meeting: Meeting, own_rank: int, timeout_seconds: float) -> ProcessGroup:

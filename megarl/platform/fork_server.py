@@ -52,7 +52,7 @@ class ForkServer:
 
     @property
     def is_unused(self) -> bool:
-        """True if all processes forked here have been released."""
+        """True if this server has no forked process left: all have been released."""
         return self._num_forked == 0
 
     def exit_code(self) -> int:
@@ -118,7 +118,7 @@ class ForkedProcess:
         self.connection = connection
         self.pid: int | None = None
         self.exit_code: int | None = None
-        """None while it runs; negative: the signal that killed it."""
+        """Exit code of the process: None while it runs, negative if a signal killed it (-9: SIGKILL)."""
         self.ended_with_server = False
         """True if the fork server died and killed this process; `exit_code` is then the server's."""
         self.ended: asyncio.Future[float] = asyncio.get_running_loop().create_future()

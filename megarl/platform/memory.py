@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 _RESET_PEAK = "5"
-"""Written to /proc/self/clear_refs, it resets the peak of the resident set (proc(5))."""
+"""Text to write to /proc/self/clear_refs. It resets the kernel's record of this process's peak resident memory
+(proc(5))."""
 
 
 def take_peak_bytes() -> int | None:

@@ -100,7 +100,7 @@ class LentServer:
             with short_address(Path(address)) as short:
                 self.requests.connect(short)
             if not is_own(self.requests):
-                raise PermissionError("another user listens there")
+                raise PermissionError("the server at this address belongs to another user")
             socket.send_fds(self.requests, [json.dumps(wanted, sort_keys=True).encode()], [log.fileno()])
         except OSError as error:
             self.requests.close()

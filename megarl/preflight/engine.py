@@ -148,7 +148,8 @@ def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _gib(size: int) -> str:
-    """Format bytes as GiB, rounded up to three digits so that the value fits when copied into a recipe."""
+    """Format a size in bytes as a number of GiB, rounded up to three decimals (below 0.1: to three significant digits).
+    A cache of the printed size in a recipe is therefore never too small."""
     digits = 3
     while size < 10 ** (2 - digits) * 2**30:
         digits += 1

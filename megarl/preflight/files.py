@@ -361,7 +361,7 @@ def kind_of_set(recipe: Recipe, field: str) -> Kind:
 
 
 def takes_problems(recipe: Recipe, field: str) -> bool:
-    """Return whether a data field holds problems to sample answers to."""
+    """Return whether the data set of a recipe field holds problems, so that the policy samples answers to them."""
     return kind_of_set(recipe, field) == "problems"
 
 

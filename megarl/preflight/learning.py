@@ -31,7 +31,7 @@ def optimizers(recipe: Recipe) -> Iterator[str]:
 
 
 def evaluation_only(recipe: Recipe) -> Iterator[str]:
-    """Yield a fault if a run of 0 steps has nothing to evaluate."""
+    """Yield a fault if a run has train.steps = 0 (evaluation only) but no validation data."""
     if not recipe.train.steps and not (recipe.data.validation or recipe.data.validation_conversations):
         yield "train.steps = 0: only evaluates, but data.validation is not given; give it, or steps to train"
 

@@ -112,7 +112,8 @@ def _learning_rate(optimizer: OptimizerConfig, updates: int) -> str:
 
 
 def _evaluation(recipe: Recipe) -> str:
-    """Return the evaluated sets, when they are evaluated, and how."""
+    """Return the overview's text about evaluation: the validation sets, the steps, the attempts per problem and the
+    temperature."""
     if not (names := recipe.validation_sets):
         return "none: no data.validation"
     evaluation = recipe.evaluation

@@ -267,7 +267,7 @@ class _Browser:
     def _show(self) -> None:
         """Print the current sample."""
         if not self._found:
-            self._console.print("no such sample", style="dim")
+            self._console.print("no sample matches the selection", style="dim")
             return
         chosen = self._selection
         told = f"{self._place + 1} of {len(self._found)}" + (

@@ -208,7 +208,7 @@ def _moments(values: Sequence[float]) -> tuple[float, float]:
 
 
 def _bound(values: Sequence[float] | None, sign: int) -> float:
-    """Return the mean plus `sign` standard deviations, NaN without values."""
+    """Return the mean of `values` plus `sign` times their standard deviation. NaN if there are no values."""
     if not values:
         return math.nan
     mean, spread = _moments(values)

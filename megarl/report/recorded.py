@@ -62,7 +62,8 @@ class RecordedRun:
 
     @property
     def state(self) -> str:
-        """State in status.json, or `ended unseen` if a running state is recorded but the process is gone."""
+        """State of the run as recorded in status.json. `ended unseen`: the file says that it runs, but its process is
+        gone."""
         state = str(self.status.get("state") or "unknown")
         return "ended unseen" if state in ("starting", "running") and owner_is_gone(self.path) else state
 

@@ -22,11 +22,11 @@ BYTES_READ = 2 << 30
 _NUM_EXTREME = 5
 """Samples with the highest and the lowest rewards shown for a step."""
 _NUM_CHANGED = 8
-"""Changed held-out problems shown."""
+"""Number of held-out problems with changed answers shown in the report."""
 _NUM_TURNS = 4
-"""Multi-turn attempts shown for a step."""
+"""Number of multi-turn attempts shown in the report for each step."""
 _NUM_TOKEN_STEPS = 6
-"""Steps with token-by-token samples shown."""
+"""Number of steps for which the report shows samples token by token."""
 _NUM_RECORDS_WITH_TOKENS = 24
 """Token-by-token samples shown in total."""
 _TEXT = 4_000
@@ -272,7 +272,7 @@ class _Evaluated:
 
     @property
     def shown(self) -> tuple[int, int]:
-        """Step and line of the sample with the reward nearest to the mean."""
+        """Step of these samples, and the line number of the sample with the reward nearest to their mean reward."""
         mean = self.mean
         return self.step, min(self.samples, key=lambda sample: (abs(sample[1] - mean), sample[0]))[0]
 

@@ -287,7 +287,7 @@ class _Turn(NamedTuple):
 
 
 def _turn(plan: Plan, overlap: Overlap, turn: int, num_slices: int) -> _Turn:
-    """Return the elements and copies of one tensor, per rank."""
+    """Return the numbers of elements sent and received, and of copies made, by each rank to reshard one tensor."""
     num = plan.num_ranks
     received, sent, copies = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
     pairs = []

@@ -82,7 +82,7 @@ _Copies = tuple[CopyTemplate, list[tuple[int, int]]]
 """A copy template and the pairs (source rank, destination rank) using it."""
 
 NOTHING: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-"""The staged elements of a tensor that no rank sends."""
+"""Empty array, used in place of the staged elements per rank for a tensor sent by no rank."""
 
 
 class _Loads(NamedTuple):

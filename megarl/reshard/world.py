@@ -22,7 +22,7 @@ class StorageSlot(NamedTuple):
     first_layer: int = 0
     first_expert: int = 0
     expert_step: int = 0
-    """Elements from one expert to the next, in a storage stacking experts."""
+    """Distance in elements from one expert to the next, if the storage stacks experts in one tensor; else 0."""
 
     def of(self, tensor: TensorName) -> tuple[str, int]:
         """Return the name of a tensor's storage, and the offset added for its expert."""

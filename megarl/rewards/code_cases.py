@@ -92,14 +92,14 @@ def _cases(value: Any, record: Mapping[str, Any]) -> tuple[Case, ...]:
 def _columns(value: Mapping[str, Any]) -> tuple[Case, ...]:
     inputs, outputs = value["inputs"], value["outputs"]
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError("inputs and outputs of tests must be lists of one length")
+        raise ValueError("inputs and outputs of tests must be lists of equal length")
     function = value.get("fn_name")
     return tuple(_case(given, expected, function) for given, expected in zip(inputs, outputs, strict=True))
 
 
 def _row(row: Any, name: str | None) -> Case:
     if not isinstance(row, Mapping) or "input" not in row or "output" not in row:
-        raise ValueError(f"a test is {row!r:.80}; {_FORMS}")
+        raise ValueError(f"a test is not an object with input and output: {row!r:.80}; {_FORMS}")
     name = _function_name(row.get("metadata")) or name
     is_call = row.get("testtype") == "functional" or ("testtype" not in row and name is not None)
     if is_call and name is None:

@@ -11,7 +11,8 @@ from typing import Any, TypeGuard
 from megarl.rewards.code_cases import Case
 
 _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
-"""Tolerances for decimal fractions, as in ColossalRL (numpy.allclose)."""
+"""Relative and absolute tolerance for comparing printed decimal fractions with expected ones, as in ColossalRL
+(numpy.allclose)."""
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
 """A number as printed by programs. Python's float() also accepts 1_0, nan, inf and digits of other scripts."""
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)

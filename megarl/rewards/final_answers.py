@@ -175,7 +175,8 @@ def boxed_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | N
 
 
 def tagged_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
-    """Return the answer scored by `think_answer_tags`."""
+    """Return the final answer in the last answer tags of a completion, as scored by the function
+    `think_answer_tags`."""
     return last_tagged(text)
 
 

@@ -54,7 +54,7 @@ METRICS = {
     "reward/NAME/dollars": ("dollars", "cost of a judge's answers, by the function's dollars_per_million"),
     "reward/NAME/unmetered": ("count", "answers of a judge without token counts"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics of the judge: name, unit and meaning of each, for the list in `tracking.table`."""
 
 
 class Judge(ServedReward[JudgeConfig]):

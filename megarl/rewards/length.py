@@ -39,7 +39,7 @@ def target_of(record: Mapping[str, Any], target: int | None, field: str | None) 
     if (target is None) == (field is None):
         raise ValueError("give either a target or the field of the records that holds it")
     if field is not None and field not in record:
-        raise ValueError(f"the record has no field {field!r}, to hold the target")
+        raise ValueError(f"the record has no field {field!r}; the target length is read from it")
     value = target if field is None else record[field]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < 1e9:
         raise ValueError(f"the target is {value!r:.80}; give a number of tokens from 1 on")

@@ -53,7 +53,8 @@ MAX_ABSOLUTE_SCORE = 1e6
 
 @dataclass(frozen=True, slots=True)
 class FunctionScore:
-    """A function's score of a sample. A flag is None if the function does not judge format or answer."""
+    """Score given by one reward function to one sample. A flag is None if the function does not judge format or
+    answer."""
 
     score: float
     format_valid: bool | None = None

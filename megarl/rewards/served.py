@@ -65,7 +65,7 @@ class RefusedError(Exception):
 
 
 class FailedCallError(Exception):
-    """The server answered with an error. A retry may succeed."""
+    """A reward server answered a call with an error. Retrying the call may succeed."""
 
     def __init__(self, text: str, wait_seconds: float = 0.0) -> None:
         super().__init__(text)

@@ -160,7 +160,7 @@ class _Clock:
             self.answered_seconds = self.environment_seconds
             self.step_started = None
             if self.is_stopped:  # the environment swallowed its cancellation
-                raise _AttemptError("Timeout: the attempt is over")
+                raise _AttemptError("Timeout: the attempt was already cancelled")
 
 
 async def attempt(

@@ -65,9 +65,9 @@ class PartialBuffer(Buffer):
         self._completed = asyncio.Event()
         self._counts: dict[str, float] = {}
         self._collected: list[Group] = []
-        """Complete groups since the last step received its own."""
+        """Complete groups not yet delivered to a step, collected since the previous delivery."""
         self._num_started = 0
-        """Groups started since the last step received its own."""
+        """Number of groups started since groups were last delivered to a step."""
 
     async def take(self, num_groups: int, weight_version: int, engine_version: int | None = None) -> list[Group]:
         """Return the groups to train a step on, ordered by when their prompts were drawn.
@@ -285,7 +285,7 @@ class PartialBuffer(Buffer):
 
 
 def draw_of(group: Group) -> int:
-    """Return the number of a waiting group's prompt in the order of drawing."""
+    """Return a group's draw number: the position of its prompt in the order in which prompts were drawn."""
     return group[0].group
 
 

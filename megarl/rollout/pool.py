@@ -102,7 +102,7 @@ class _Replica:
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
         self.running: dict[str, None] = {}
-        """Request ids in the order of admission."""
+        """Ids of this replica's running requests, in the order of admission. The values are unused."""
         self.waiting: Queue = OrderedDict()
         self.aborts: list[str] = []
         self.is_lost = False

@@ -87,7 +87,7 @@ class RecordedPool:
 
     @property
     def seconds_held(self) -> float:
-        """Total pause of the pool; see `EnginePool.seconds_held`."""
+        """Total seconds for which the engine pool was paused; see `EnginePool.seconds_held`."""
         return self._pool.seconds_held
 
     def close(self) -> None:

@@ -37,7 +37,7 @@ class Pace:
     request_seconds: float = 0.0
 
     def add(self, other: Pace) -> None:
-        """Add the counts of another period."""
+        """Add the tokens and seconds of another period of the same replica."""
         self.num_tokens += other.num_tokens
         self.seconds += other.seconds
         self.request_seconds += other.request_seconds

@@ -75,7 +75,8 @@ class RLState:
         self._before_step = self.drawn, self.waiting, self.positions
 
     def give(self, groups: Sequence[Group]) -> None:
-        """Take waiting groups out for a step. Only for runs with groups continuing over steps."""
+        """Remove the given groups from the waiting ones, because the current step trains on them. Only for runs with
+        groups continuing over steps."""
         draws = {group[0].group for group in groups}
         self.waiting = [group for group in self.waiting if group[0].group not in draws]
         self.used += len(groups)

@@ -98,7 +98,8 @@ def _limit(confinement: Confinement, limits: Mapping[str, Any]) -> None:
 
 
 def run(source: bytes, search_path: Sequence[str]) -> NoReturn:
-    """Run a program like a Python file, then exit with its exit code."""
+    """Run the Python program `source` as if started by `python FILE`, then end this process with the program's exit
+    code."""
     code = 1
     try:
         _like_new(search_path)

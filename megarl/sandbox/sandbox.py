@@ -325,7 +325,7 @@ class _Run:
                 if descriptor == self._connection.fileno():
                     self._ended = json.loads(self._connection.recv(_MAX_MESSAGE_BYTES) or b"null")
                     if not self._ended:
-                        raise ConnectionError("it closed the connection")
+                        raise ConnectionError("the connection was closed before the result of a run arrived")
                     poll.unregister(descriptor)
                     deadline = time.monotonic() + _KILL_SECONDS
                 elif not self._take(descriptor):
@@ -348,8 +348,9 @@ class _Run:
                 self._connection.send(b"kill")
 
     def _extended(self) -> float:
-        """Return the new deadline of a run that reached its deadline. Time of computing or waiting for a CPU does not
-        count."""
+        """Return a run's next deadline, in seconds of `time.monotonic`, when it has reached the previous one. Only idle
+        time counts towards the run's wall-clock limit, so time spent computing or waiting for a CPU extends it. A
+        deadline in the past means that the run must be killed."""
         if self._begun is None:
             said = bytes(self._read[self._status]).decode(errors="replace")
             raise SandboxError(

@@ -14,7 +14,7 @@ from megarl.serving.conversation import MAX_DEPTH, is_nested_too_deeply, is_text
 from megarl.serving.refusal import RequestError
 
 MAX_BODY_BYTES = 32 << 20
-"""Largest accepted body (32 MiB)."""
+"""Largest accepted body of an HTTP request, in bytes (32 MiB)."""
 _LARGE_BYTES = 64 << 10
 """Bodies from this size on are parsed in a thread. Parsing 64 KiB blocks other clients for about 1 ms."""
 _MAX_VALUES = 1 << 20

@@ -48,7 +48,8 @@ class History:
         self._texts: list[tuple[str, NDArray[np.int32]]] = []
 
     def add(self, answered: Answered) -> None:
-        """Remember a conversation whose last message is the answer."""
+        """Store a conversation ending with the model's answer, so that later requests continuing it can reuse its token
+        ids."""
         self._answered.append(answered)
         self._by_digest.setdefault(answered.conversation.digests()[-1], []).append(answered)
 

@@ -315,7 +315,7 @@ class Sessions:
         return self._open.get(secret)
 
     def used(self, session: Session) -> None:
-        """Restart the session's idle time."""
+        """Restart the timer closing the session after `idle_seconds` without a request."""
         self._stop_timer(session)
         loop = asyncio.get_running_loop()
         self._timers[session.secret] = loop.call_later(session.limits.idle_seconds, self._time_out, session)

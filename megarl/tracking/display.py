@@ -131,7 +131,7 @@ class Display:
         self.console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
 
     def step(self, step: int, row: Mapping[str, float]) -> None:
-        """Print a step's line with its metrics. Long runs omit most unevaluated steps."""
+        """Print one line with a step's metrics. Long runs omit most steps without an evaluation."""
         now = self._clock()
         self._first_logged = self._first_logged or (step, now)
         self._step, self._last_logged = step, now
@@ -184,7 +184,8 @@ class Display:
         return f"steps {resumed_step + 1} to {last}" if last > resumed_step else f"no step after {resumed_step}"
 
     def _has_line(self, step: int, row: Mapping[str, float]) -> bool:
-        """Return whether a step has a line. The first thinned step prints a note."""
+        """Return whether the step is printed as a line. Long runs print only some steps; the first omitted one prints a
+        note."""
         if self._steps is None or self._steps <= MOST_LINES:
             return True
         if not self._has_told_thinning:

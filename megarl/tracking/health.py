@@ -230,7 +230,7 @@ class Health:
         return found
 
     def takes(self, rule: str) -> bool:
-        """Return whether a rule is enabled and has not warned."""
+        """Return whether a health rule is enabled in the recipe and has not yet warned in this run."""
         return rule not in self.warned and rule not in self.config.off
 
     def replay(self, steps: Iterable[Mapping[str, Any]]) -> None:

@@ -59,11 +59,12 @@ class WandB:
             raise OSError(f"W&B: {error}") from None
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add a step's scalars by name."""
+        """Upload a step's scalar metrics to the W&B run, by name."""
         self.run.log(dict(scalars), step=step)
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add the first records of each set as a table `samples/SET`."""
+        """Upload samples to the W&B run: for each data set a table `samples/SET` with its first records of this
+        step."""
         by_set: dict[str, list[Mapping[str, Any]]] = {}
         for record in records:
             by_set.setdefault(record.get("set", "train"), []).append(record)

@@ -11,7 +11,7 @@ from megarl.data.batch import TokenBatch
 from megarl.platform import signed
 
 _BLOCK_BYTES = 1 << 20
-"""The size of a broadcast: small batches fit into one, longer ones need a second."""
+"""Bytes of the first broadcast of a batch. A small batch fits into it; a longer one needs a second broadcast."""
 
 
 class Replica:

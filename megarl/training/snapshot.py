@@ -18,7 +18,8 @@ class Snapshot:
 
     @torch.no_grad()
     def take(self, version: int) -> None:
-        """Copy the current weights as `version`, unless this version is already copied."""
+        """Copy the trainer's current weights and label the copy `version`. Do nothing if this version is already
+        copied."""
         if version == self.version:
             return
         self._policy.onload(("parameters",))

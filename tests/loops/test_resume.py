@@ -181,7 +181,10 @@ def test_another_chat_template_is_refused_wherever_it_stands(recipe: Recipe, tmp
     changed = recipe.model_copy(update={"model": recipe.model.model_copy(update={"chat_template": str(given)})})
     with RunFolder(changed, resume=True) as folder:
         given.write_text("{{ messages }}.")
-        with pytest.raises(ConfigError, match=rf"model\.chat_template = {given}: its text is not .*\(then: left out\)"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"model\.chat_template = {given}: its text is not .*\(model\.chat_template at that time: left out\)",
+        ):
             find_origin(changed, folder, "if-any")
         (tmp_path / "model/chat_template.jinja").write_text("{{ messages }}!")
         with pytest.raises(ConfigError, match=rf"model\.chat_template = left out, that of {tmp_path}/model: its text"):

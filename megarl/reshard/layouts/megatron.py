@@ -129,7 +129,8 @@ class MegatronLayouts(Layouts):
         return self._made[key]
 
     def slot(self, rule: Rule, chunk: ModelChunk, ep: int) -> StorageSlot:
-        """Return the storage of a rule in a model chunk, on the ranks of one expert-parallel coordinate."""
+        """Return where a model chunk stores the parameter described by a rule: name, first layer, first expert. `ep` is
+        the expert-parallel coordinate of the storing ranks."""
         own = rule.transformer_engine if self.transformer_engine and rule.transformer_engine else rule.parameter
         first_expert = ep * (self.model.num_experts // self.parallel.ep) if rule.is_expert else 0
         return StorageSlot(chunk_prefix(chunk.vp_stage, self.parallel.vpp) + own, chunk.first_layer, first_expert)

@@ -63,7 +63,7 @@ class Commands(Cursor):
         if self.token.text != "{":
             token = self.token
             if token.kind not in ("letter", "word", "number"):
-                raise NotMathematicsError("a command has no name as its argument")
+                raise NotMathematicsError("a command needs a name as its argument, but none follows")
             self.advance()
             spelled = token.text
             # The tokenizer split a word into letters. `origin` marks its first one, so join them again.

@@ -30,7 +30,7 @@ class Node:
             yield from part.walk()
 
     def symbols(self) -> set[str]:
-        """Return the names of all symbols and unknown functions."""
+        """Return the names of all variables and unknown functions in this formula."""
         return {node.value for node in self.walk() if node.kind in ("symbol", "apply", "index")}
 
 

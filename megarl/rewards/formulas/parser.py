@@ -51,7 +51,7 @@ class _Parser(Atoms):
         if unit is not None:
             return Node("quantity", (node,), unit[0]) if unit[0] is not None else node
         if self.token.kind != "end":
-            raise NotMathematicsError(f"the formula ends before {self.token.text!r}, but the text goes on")
+            raise NotMathematicsError(f"the formula is complete before {self.token.text!r}, but more text follows")
         return node
 
     def items(self) -> Node:

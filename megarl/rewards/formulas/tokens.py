@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_DIGITS = 1000
-"""Limit of a number's digits, and of its power of ten."""
+"""Longest number accepted in a formula, in digits. Also the limit of the exponent of its power of ten."""
 MAX_TOKENS = 600
 
 

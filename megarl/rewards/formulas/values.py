@@ -274,7 +274,10 @@ def is_close(first: Any, second: Any, scale: Any = 0) -> bool:
 
 
 def real_value(node: Node, values: dict[str, Any] | None = None) -> Any:
-    """Return the real value of a formula with symbols only among `values`. Raises NoValueError."""
+    """Return a formula's value after replacing its variables by `values`.
+
+    Raises NoValueError if a variable has no value, or if the result is not a real number.
+    """
     if values:
         node = _with_values(node, values)
     if node.symbols():
