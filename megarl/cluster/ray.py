@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import shlex
 import signal
 import sys
 import time
@@ -56,7 +57,7 @@ def join(address: str) -> None:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     on_term = signal.getsignal(signal.SIGTERM)
     try:
-        ray.init(address=address, log_to_driver=False, configure_logging=False)
+        ray.init(address=address, log_to_driver=False, configure_logging=False, runtime_env=_runtime_environment())
     except (ConnectionError, ValueError, RuntimeError) as error:
         raise ConfigError(
             f"cluster.ray_address = {address}: no Ray cluster answers there ({error}); start one with "
@@ -65,6 +66,15 @@ def join(address: str) -> None:
     finally:
         # ray.init (2.60) installs a handler that exits at once; the driver must save first.
         signal.signal(signal.SIGTERM, on_term)
+
+
+def _runtime_environment() -> dict[str, str] | None:
+    """Return the runtime environment of the job's workers: a quoted Python, if its path needs quotes; else None.
+
+    Ray 2.60 hands the path of Python to a shell as it is, so that one with a blank starts no worker.
+    """
+    quoted = shlex.quote(sys.executable)
+    return None if quoted == sys.executable else {"py_executable": quoted}
 
 
 class RayGroup(ConnectedGroup):
