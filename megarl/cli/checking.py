@@ -31,6 +31,8 @@ def checked(
     from megarl.preflight import check, check_rewards, count_records, resource_warnings
     from megarl.terminal import Terminal
 
+    # Before the checks: if one raises, the notices may explain its error.
+    with_notices_shown(recipe)
     dropped: Dropped = Counter()
     kept: Kept = {}
     with checking(display):
@@ -39,7 +41,6 @@ def checked(
         check_rewards(recipe, is_start=is_start)
     # On stderr, so that stdout stays the command's result. Texts of a recipe are not rich markup.
     console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)
-    with_notices_shown(recipe)
     for text in resource_warnings(recipe, layout):
         console.print(f"warning: {text}", style="yellow")
     return layout, records, dropped, kept

@@ -118,7 +118,9 @@ def _names(data_format: str | None, fields: str | None, answer_field: str | None
     except ValidationError as error:
         # The first fault is enough here, unlike in a recipe: there are only three options.
         first = error.errors(include_url=False)[0]
-        option = f"--{str(first['loc'][0]).replace('_', '-')} " if first["loc"] else ""
+        if not first["loc"]:
+            raise ConfigError(f"--fields and --answer-field: {first['msg']}") from None
+        option = f"--{str(first['loc'][0]).replace('_', '-')} "
         known = first["msg"].replace("Input should be", "known are").replace("'", "")
         raise ConfigError(f"{option}{first['input']}: {known}") from None
     by_role = {str(role): name for role, name in made.fields.items()}

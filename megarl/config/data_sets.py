@@ -56,6 +56,20 @@ def refuse_two_answers(fields: Mapping[Role, str], answer_field: str | None) -> 
         raise PydanticCustomError("two_answers", text.format(fields["answer"], answer_field))  # pyright: ignore
 
 
+def two_answers(values: Any, place: str = "") -> list[tuple[str, Mapping[str, Any]]]:
+    """Return the mappings with two different names for the gold answer, each with its dotted name.
+
+    `values`: a recipe's plain values, not validated yet.
+    """
+    if not isinstance(values, Mapping):
+        return []
+    found = [pair for name, value in values.items() for pair in two_answers(value, f"{place}.{name}".lstrip("."))]
+    fields, alone = values.get("fields"), values.get("answer_field")
+    by_role = fields.get("answer") if isinstance(fields, Mapping) else None
+    is_double = isinstance(by_role, str) and isinstance(alone, str) and by_role != alone
+    return [(place, values), *found] if is_double else found
+
+
 def path_of(data_set: str | DataSetConfig) -> str:
     """Return the path of a data set."""
     return data_set if isinstance(data_set, str) else data_set.path

@@ -38,7 +38,8 @@ class Needs:
         absent = [field for field, value in values.items() if value is None or value == {}]
         shown = {name: ", ".join(value) if isinstance(value, dict) else value for name, value in values.items()}
         present = [f"{field}={shown[field]}" for field in values if field not in absent]
-        parts = (["under " + " and ".join(present)] if present else []) + [f"without {field}" for field in absent]
+        parts = ["under " + " and ".join(present)] if present else []
+        parts += ["without " + " or ".join(absent)] if absent else []
         return " ".join(parts)
 
 
@@ -96,6 +97,20 @@ _ADVANTAGES = (
 _DIVERGENCE = (_DISTILLATION, _one_of("distillation.loss", "top_k", "full_vocabulary"))
 _SAMPLES = Needs(("data.validation",), "give data.validation", lambda recipe: recipe.has_engine)
 _ENGINE = (_TOKEN_LOSS, _SAMPLES)
+_EVALUATED = Needs(
+    ("data.validation", "data.validation_conversations"),
+    "give data.validation",
+    lambda recipe: bool(recipe.validation_sets) or recipe.checkpoint.best is None,
+)
+# Neither coefficient 0 nor data null needs the other field: both are overrides to train without ptx.
+_PTX = Needs(
+    ("data.ptx",), "give data.ptx", lambda recipe: bool(recipe.data.ptx or not recipe.algorithm.ptx_coefficient)
+)
+_PTX_COEFFICIENT = Needs(
+    ("algorithm.ptx_coefficient",),
+    "set algorithm.ptx_coefficient above 0",
+    lambda recipe: bool(recipe.algorithm.ptx_coefficient or not recipe.data.ptx),
+)
 _GAE = (_RL, _one_of("algorithm.advantage", "gae"))
 _KL = (_RL, _above_zero("algorithm.kl_coefficient"))
 _REFERENCE = (
@@ -255,7 +270,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "data.train": _ALWAYS,
     "data.validation": _ALWAYS,
     "data.validation_conversations": (_SFT,),
-    "data.ptx": (_RL,),
+    "data.ptx": (_RL, _PTX_COEFFICIENT),
     "data.format": _ALWAYS,
     "data.fields": _ALWAYS,
     "data.answer_field": _ENGINE,
@@ -407,7 +422,7 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "algorithm.overlong_buffer": (_RL,),
     "algorithm.overlong_penalty": (_RL, _given("algorithm.overlong_buffer")),
     "algorithm.mask_truncated": (_ON_POLICY,),
-    "algorithm.ptx_coefficient": (_RL,),
+    "algorithm.ptx_coefficient": (_RL, _PTX),
     "algorithm.ptx_conversations": (_RL, _given("data.ptx")),
     "critic.path": _GAE,
     **_optimizer("critic.optimizer", _GAE),
@@ -461,7 +476,9 @@ EFFECTS: dict[str, tuple[Needs, ...]] = {
     "weights.overlap": (_RL, _PACED),
     "weights.verify_every": _ENGINE,
     "weights.probe_tolerance": _ENGINE,
-    "checkpoint": _ALWAYS,
+    **dict.fromkeys(("checkpoint.every_steps", "checkpoint.keep", "checkpoint.asynchronous"), _ALWAYS),
+    "checkpoint.export_every_steps": _ALWAYS,
+    "checkpoint.best": (_EVALUATED,),
 }
 """Conditions for an effect, by recipe field. All must hold. A section stands for all its fields if their conditions are
 the same."""

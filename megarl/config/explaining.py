@@ -31,6 +31,11 @@ def explained(kind: str, loc: tuple[int | str, ...], value: Any, message: str, r
         return _missing(place)
     if kind == "extra_forbidden":
         return "\n".join(_unknown(place, written))
+    if kind == "two_answers":
+        answer = f"{place}.fields.answer"
+        where = (*loc, "fields", "answer")
+        name = reference_around(where, references) or printable(value["fields"]["answer"], where, references)
+        return f"{answer} = {shortened(name)}: {message} (~{answer} on the command line)"
     shown = f"{place} = {shortened(written)}"
     if kind == "model_type":
         return f"{shown}: is a section; leave it out or set {', '.join(_children(place))}"

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megarl.config.data_sets import two_answers
 from megarl.config.effects import Needs, unmet, unmet_in, value_at
 from megarl.config.explaining import printable, reference_around, shortened
 from megarl.config.merging import Merged, merge
@@ -65,6 +66,28 @@ def drop_superseded(recipe: Recipe, merged: Merged, given: Given) -> tuple[Recip
         faults += missing
         given.unread.update(unread)
     return recipe, notices, faults
+
+
+# Two different names are a validation error, so this is done before validation.
+def drop_replaced_answers(merged: Merged, path: Path) -> list[str]:
+    """Drop the file's field of the gold answer if an override gives the other of fields.answer and answer_field.
+
+    Removes values and references from `merged`. Returns the notices.
+    """
+    notices: list[str] = []
+    for place, data_set in two_answers(merged.values):
+        by_role, alone = f"{place}.fields.answer", f"{place}.answer_field"
+        if (by_role in merged.overridden) == (alone in merged.overridden):
+            continue
+        other, own = (alone, by_role) if by_role in merged.overridden else (by_role, alone)
+        where: Any = tuple(other.split("."))
+        name = data_set["answer_field"] if other == alone else data_set["fields"]["answer"]
+        value = reference_around(where, merged.references) or name
+        take_value(merged.values, where)
+        merged.references.pop(where, None)
+        reason = f"replaced by {own} of the command line"
+        notices.append(f"{path}: {other} = {shortened(value)}: dropped, {reason}")
+    return notices
 
 
 def _is_within(place: Place, field: str) -> bool:
@@ -152,4 +175,12 @@ def idle_fields(recipe: Recipe) -> Iterator[Idle]:
 
 def _readable(found: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
     """Yield the idle fields with a readable value and readable deciding fields."""
-    return (idle for idle in found if idle.place not in unread and not unread & {*idle.need.fields, "loop"})
+    for idle in found:
+        if not any(_is_unread(field, unread) for field in (idle.place, *idle.need.fields, "loop")):
+            yield idle
+
+
+# A check of several fields makes their whole section unread.
+def _is_unread(field: str, unread: set[str]) -> bool:
+    """Return whether a field or a section around it is unread."""
+    return any(f"{field}.".startswith(f"{name}.") for name in unread)

@@ -6,6 +6,7 @@ OmegaConf is imported where it is used, so that `megarl --help` is fast.
 from __future__ import annotations
 
 import io
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -110,11 +111,8 @@ class _Merging:
         if of_list is not None:
             self._set_in_list(of_list, key, value)
             return
-        if value == {}:
-            # Merging an empty mapping changes nothing, so {} replaces the section.
-            OmegaConf.update(self.tree, key, {}, merge=False, force_add=True)
-        else:
-            self.tree = OmegaConf.merge(self.tree, OmegaConf.from_dotlist([f"{key}={text}"]))
+        _empty(self.tree, key, value)
+        self.tree = OmegaConf.merge(self.tree, OmegaConf.from_dotlist([f"{key}={text}"]))
         self.overridden |= {key + rest for rest, _ in leaves_of(value)}
 
     def _list_around(self, key: str) -> str | None:
@@ -144,22 +142,37 @@ class _Merging:
         overrides is first copied from the recipe, or from the field's default."""
         from omegaconf import OmegaConf
 
-        found = self._at(place)
-        found = self._at(recipe_field(place)) if found is None else found
-        items: list[Any] = (_default_list(place) or []) if found is None else _plain(found)
+        items = self._items(place)
         number, _, rest = key[len(place) + 1 :].partition(".")
         if int(number) >= len(items):
-            numbers = f"their numbers are 0 to {len(items) - 1}" if items else f"write {place}=[VALUE]"
-            self.problems.append(f"{key}: {place} has {len(items)} items; {numbers}")
+            self.problems.append(f"{key}: {_numbers(place, items, f'write {place}=[VALUE]')}")
             return
         if rest:
             item = items[int(number)]
             # A reward function may be a bare name. To set one of its fields, it becomes a mapping.
             item = {"name": item} if isinstance(item, str) and section_at(f"{place}.{number}") is not None else item
             node = OmegaConf.create({"item": item})
-            OmegaConf.update(node, f"item.{rest}", value, merge=value != {}, force_add=True)
+            _empty(node, f"item.{rest}", value)
+            OmegaConf.update(node, f"item.{rest}", value, force_add=True)
             value = _plain(node)["item"]
         items[int(number)] = value
+        OmegaConf.update(self.tree, place, items, merge=False, force_add=True)
+        self.overridden.add(place)
+
+    def _items(self, place: str) -> list[Any]:
+        """Return the items of a list as plain values. If the list is not given, return the recipe's or the default."""
+        found = self._at(place)
+        found = self._at(recipe_field(place)) if found is None else found
+        return (_default_list(place) or []) if found is None else _plain(found)
+
+    def _remove_item(self, place: str, number: int) -> None:
+        from omegaconf import OmegaConf
+
+        items = self._items(place)
+        if number >= len(items):
+            self.problems.append(f"~{place}.{number}: {_numbers(place, items, 'nothing can be removed')}")
+            return
+        del items[number]
         OmegaConf.update(self.tree, place, items, merge=False, force_add=True)
         self.overridden.add(place)
 
@@ -168,16 +181,35 @@ class _Merging:
         from omegaconf import OmegaConf
 
         parent, _, name = key.rpartition(".")
+        if parent and self._list_around(key) == parent:
+            self._remove_item(parent, int(name))
+            return
         section = self._at(parent) if parent else self.tree
         if OmegaConf.is_dict(section) and name in section:
             del section[name]
-        elif OmegaConf.is_list(section) and name.isdecimal() and int(name) < len(section):
-            del section[int(name)]
         elif field_at(key) is None:
             there = list(section) if OmegaConf.is_dict(section) and section_at(parent) is None else []
             hint = f"{parent} has {', '.join(map(str, there))}" if there else key_hint(key)
             self.problems.append(f"~{key}: there is no such value to remove; {hint}")
         self.overridden = {name for name in self.overridden if not f"{name}.".startswith(f"{key}.")}
+
+
+# Merging an empty mapping changes nothing, so it replaces the earlier value before the merge.
+def _empty(tree: Any, key: str, value: Any) -> None:
+    """Empty the places in a tree that have an empty mapping in `value`, the new value at `key`."""
+    from omegaconf import OmegaConf
+
+    if value == {}:
+        OmegaConf.update(tree, key, {}, merge=False, force_add=True)
+    elif isinstance(value, dict):
+        for name, inner in value.items():
+            # Names in brackets may have dots.
+            _empty(tree, f"{key}[{name}]", inner)
+
+
+def _numbers(place: str, items: list[Any], remedy: str) -> str:
+    """Return a list's valid item numbers in words. `remedy`: the words for an empty list."""
+    return f"{place} has {len(items)} items; " + (f"their numbers are 0 to {len(items) - 1}" if items else remedy)
 
 
 def _plain(tree: Any) -> Any:
@@ -222,7 +254,8 @@ def _resolved(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any
             values: Any = OmegaConf.to_container(tree, resolve=True, throw_on_missing=True)
             return values, _environment_references(tree), unread
         except OmegaConfBaseException as error:
-            place = getattr(error, "full_key", None) or "value"
+            # OmegaConf writes items as reward.functions[0], overrides as reward.functions.0.
+            place = re.sub(r"\[(\d+)\]", r".\1", getattr(error, "full_key", None) or "value")
             problem = (
                 f"{place}: {_one_line(error)}. Set it here or as {place}=VALUE on the command line; "
                 "${section.field} refers to another field of the recipe, \\${ is the text itself"

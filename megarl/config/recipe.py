@@ -63,17 +63,18 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
     `is_of_run`: the file is a run's config.yaml. It has all fields, so fields without effect under the overrides are no
     errors. Raises ConfigError only if the file is not a YAML mapping of sections and fields.
     """
-    from megarl.config.idle import Given, drop_superseded, idle_lines
+    from megarl.config.idle import Given, drop_replaced_answers, drop_superseded, idle_lines
     from megarl.config.secrets import literal_secrets
 
     path = Path(path)
     merged = merge(path, overrides)
     problems = [*merged.problems, *literal_secrets(merged.values, merged.references)]
+    replaced = drop_replaced_answers(merged, path)
     recipe, faults, unread = validated(merged.values, merged.references)
     given = Given(path, bool(overrides), merged.overridden, unread | merged.unread, is_of_run)
     recipe, notices, missing = drop_superseded(recipe, merged, given)
     problems += [*faults, *missing, *idle_lines(recipe, merged.references, given)]
-    made = recipe.with_references(merged.references).with_notices(notices)
+    made = recipe.with_references(merged.references).with_notices([*replaced, *notices])
     return Draft(path, made, tuple(problems), frozenset(given.unread))
 
 

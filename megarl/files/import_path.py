@@ -82,9 +82,14 @@ def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..
     found = getattr(module, attribute, None)
     if callable(found):
         return found
-    near = nearest(attribute, [key for key in vars(module) if not key.startswith("_")])
-    hint = f"; did you mean {near!r}?" if near else "."
-    raise ConfigError(f"{field}: {path!r}: module {source} has no {kind} {attribute!r}{hint}")
+    names = [key for key, value in vars(module).items() if callable(value) and not key.startswith("_")]
+    near = nearest(attribute, names)
+    hint = f"; did you mean {near!r}?" if near else f"; give the name of a {kind}."
+    if hasattr(module, attribute):
+        fault = f"{attribute!r} of module {source} is not a {kind} but {type(found).__name__}"
+    else:
+        fault = f"module {source} has no {kind} {attribute!r}"
+    raise ConfigError(f"{field}: {path!r}: {fault}{hint}")
 
 
 def _module_of_file(path: Path) -> ModuleType:

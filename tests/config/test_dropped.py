@@ -9,11 +9,15 @@ from pathlib import Path
 import pytest
 import yaml
 
+from megarl.cli.checking import checked
 from megarl.config import Recipe
 from megarl.config.effects import conditions, may_be_idle, unmet
 from megarl.config.idle import given_fields
 from megarl.config.recipe import load, read, to_yaml, written_value
 from megarl.config.schema import all_fields, section_of
+from megarl.preflight.learning import algorithm
+from megarl.tracking.display import Display
+from megarl.types import DataError
 from tests.config.refusals import failure, faults
 
 ROOT = Path(__file__).parents[2]
@@ -265,6 +269,109 @@ def test_an_empty_dictionary_empties(written: Written) -> None:
     assert load(path, ["~data.validation.a"]).data.validation == {"b": "y"}
 
 
+@pytest.mark.parametrize("override", ["data={validation: {}}", "data={validation: {}, train: u}"])
+def test_an_empty_dictionary_inside_a_section_empties_too(written: Written, override: str) -> None:
+    path = written("")
+    path.write_text(path.read_text().replace("{train: t.jsonl}", "{train: t, validation: {math: x}, format: verl}"))
+    data = load(path, [override]).data
+    assert data.validation == {} and data.format == "verl"
+    assert load(path, ["data={validation: {b: y}}"]).data.validation == {"math": "x", "b": "y"}
+    path.write_text(TOP + "rollout: {vllm: {a.b: {c: 1}}}\n")
+    assert load(path, ["rollout={vllm: {a.b: {}}}"]).rollout.vllm == {"a.b": {}}
+
+
+TWO_ANSWERS = "{fields: {prompt: q, answer: y}, answer_field: z, ptx: talk.jsonl, train: t.jsonl}"
+
+
+def test_a_fault_of_a_section_adds_no_fault_of_fields_that_need_it(written: Written) -> None:
+    path = written("algorithm: {ptx_coefficient: 0.1, ptx_conversations: 4}")
+    path.write_text(path.read_text().replace("{train: t.jsonl}", TWO_ANSWERS))
+    [line] = faults(path)
+    assert line.strip().startswith("data.fields.answer = 'y': ") and "~data.fields.answer" in line
+    assert "talk.jsonl" not in line
+
+
+@pytest.mark.parametrize(
+    ("given", "override", "dropped", "answer_field", "fields"),
+    [
+        pytest.param(
+            "fields: {prompt: q, answer: y}",
+            "data.answer_field=z",
+            "data.fields.answer = 'y'",
+            "z",
+            {"prompt": "q"},
+            id="field",
+        ),
+        pytest.param(
+            "fields: {prompt: q}, answer_field: y",
+            "data.fields={answer: z}",
+            "data.answer_field = 'y'",
+            None,
+            {"prompt": "q", "answer": "z"},
+            id="role",
+        ),
+    ],
+)
+def test_an_override_of_the_gold_answer_replaces_its_other_name(
+    written: Written, given: str, override: str, dropped: str, answer_field: str | None, fields: dict[str, str]
+) -> None:
+    path = written("")
+    path.write_text(path.read_text().replace("{train: t.jsonl}", f"{{train: t, validation: {{a: v}}, {given}}}"))
+    recipe = load(path, [override])
+    replaced = override.partition("=")[0].replace("data.fields", "data.fields.answer")
+    assert recipe.notices == (f"{path}: {dropped}: dropped, replaced by {replaced} of the command line",)
+    assert recipe.data.answer_field == answer_field and recipe.data.fields == fields
+    assert "data.fields.answer = 'z'" in failure(path, "data.fields.answer=z", "data.answer_field=x")
+
+
+def test_a_validation_set_has_one_name_of_the_gold_answer_too(written: Written) -> None:
+    path = written("")
+    sets = "{train: t, validation: {a: {path: v, fields: {answer: y}}}}"
+    path.write_text(path.read_text().replace("{train: t.jsonl}", sets))
+    recipe = load(path, ["data.validation.a.answer_field=z"])
+    assert "data.validation.a.fields.answer = 'y': dropped" in recipe.notices[0]
+    both = failure(path, "data.validation.a.answer_field=z", "data.validation.a.fields.answer=x")
+    assert "data.validation.a.fields.answer = 'x': " in both
+
+
+@pytest.mark.parametrize("override", ["algorithm.ptx_coefficient=0", "~data.ptx", "data.ptx=null"])
+def test_ptx_is_switched_off_by_either_of_its_fields(written: Written, override: str) -> None:
+    path = written("algorithm: {ptx_coefficient: 0.1, ptx_conversations: 4}")
+    path.write_text(path.read_text().replace("{train: t.jsonl}", "{train: t.jsonl, ptx: talk.jsonl}"))
+    recipe = load(path, [override])
+    assert recipe.algorithm.ptx_coefficient == 0 and recipe.data.ptx is None
+    assert "algorithm.ptx_conversations = 4: dropped" in "\n".join(recipe.notices)
+    assert list(algorithm(recipe)) == []
+
+
+@pytest.mark.parametrize("override", ["~data.validation", "data.validation={}", "~data.validation.math"])
+def test_the_best_checkpoint_is_dropped_without_an_evaluation(written: Written, override: str) -> None:
+    path = written("checkpoint: {best: val/math/accuracy}")
+    assert "checkpoint.best = 'val/math/accuracy': does nothing without data.validation" in failure(path)
+    path.write_text(path.read_text().replace("{train: t.jsonl}", "{train: t.jsonl, validation: {math: m.jsonl}}"))
+    recipe = load(path, [override])
+    assert recipe.checkpoint.best is None
+    assert "checkpoint.best = 'val/math/accuracy': dropped" in "\n".join(recipe.notices)
+
+
+@pytest.mark.parametrize("sets", ["validation_conversations: {talk: v}", "validation: {}"])
+def test_the_best_checkpoint_may_be_of_conversations_or_of_a_source(written: Written, sets: str) -> None:
+    path = written("checkpoint: {best: val/talk/loss}")
+    path.write_text(path.read_text().replace("{train: t.jsonl}", f"{{train: t, {sets}}}").replace("rl", "sft"))
+    if "talk" in sets:
+        assert load(path).checkpoint.best == "val/talk/loss"
+    else:
+        of_source = load(path, ["mixture.a.data={train: u, validation: {talk: v}}", "loop=rl", "~data.train"])
+        assert of_source.checkpoint.best == "val/talk/loss"
+
+
+def test_notices_are_printed_before_a_check_that_fails(written: Written, capsys: pytest.CaptureFixture[str]) -> None:
+    recipe = load(written("lora: {rank: 8, alpha: 16}"), ["lora.rank=0"])
+    with pytest.raises(DataError):
+        checked(recipe, Display(), is_start=False)
+    assert "lora.alpha = 16.0: dropped" in capsys.readouterr().err
+
+
 def test_the_config_of_a_run_has_all_fields_and_drops_none_aloud(written: Written) -> None:
     path = written("optimizer: {schedule: linear, min_learning_rate: 3e-5}")
     path.write_text(to_yaml(load(path)))
@@ -296,7 +403,7 @@ SWITCHES = {
         train: {max_logprob_gap: 1}
         """,
         [
-            "loop=sft", "loop=preference", "loop=distillation", "data.ptx=null",
+            "loop=sft", "loop=preference", "loop=distillation", "data.ptx=null", "algorithm.ptx_coefficient=0",
             "data.curriculum.band=null", "lora.rank=0", "optimizer.schedule=constant", "optimizer.schedule=linear",
             "optimizer.name=sgd", "optimizer.warmup_ratio=0.1", "trainer.recompute=none",
             "rollout.sampling.temperature_schedule=constant", "rollout.stragglers=wait",
@@ -328,7 +435,10 @@ SWITCHES = {
         ["rollout.environment=single_turn", "rollout.environment=verifiers", "rollout.max_turns=1",
          "algorithm.advantage=gae"],
     ),
-    "sft": ("loop: sft\ndata: {train: t, validation: {a: x}}", ["loop=rl", "data.validation={}"]),
+    "sft": (
+        "loop: sft\ndata: {train: t, validation: {a: x}}\ncheckpoint: {best: val/a/accuracy}",
+        ["loop=rl", "data.validation={}"],
+    ),
     "dpo": ("loop: preference", ["loop=rl", "loop=reward_model", "preference.loss=simpo", "preference.loss=ipo"]),
     "kto": ("loop: preference\npreference: {loss: kto}", ["preference.loss=dpo"]),
     "reward model": ("loop: reward_model\npreference: {margin: 1}", ["loop=rl"]),
@@ -373,5 +483,6 @@ def test_every_conditional_field_of_a_file_is_dropped_where_an_override_leaves_i
             notices = "\n".join(draft.recipe.notices)
             assert {field for field in left if f"{field} = " not in notices} == set(), (name, override)
             assert not left & set(given_fields(draft.recipe)), (name, override)
-            seen |= left
+            # checkpoint.best is valid once dropped, so only its notice shows that it was.
+            seen |= left | {field for field in effective if f"{field} = " in notices}
     assert set(leaves()) - seen == set()

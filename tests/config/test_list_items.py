@@ -8,7 +8,7 @@ import pytest
 import yaml
 
 from megarl.config import Recipe
-from megarl.config.recipe import load
+from megarl.config.recipe import load, read
 from tests.config.refusals import faults
 
 FUNCTIONS = [{"name": "boxed", "weight": 2.0}, "format", {"name": "a.py:f", "kwargs": {"x": 1}}]
@@ -71,6 +71,19 @@ def test_the_default_list_has_items_too(small: Path) -> None:
     assert load(small, ["optimizer.betas.1=0.99"]).optimizer.betas == (0.9, 0.99)
 
 
+def test_an_item_of_a_default_or_inherited_list_is_removed(several: Path) -> None:
+    inherited = load(several, ["mixture.a.data.train=t", "~mixture.a.reward.functions.0"])
+    assert weights(inherited.sources[0].recipe) == [("format", 1), ("a.py:f", 1)]
+    assert weights(load(several, ["~reward.functions", "~reward.functions.0", "reward.model=r"])) == []
+
+
+def test_a_reference_of_an_item_is_named_like_an_override(several: Path) -> None:
+    draft = read(several, ["reward.functions.0.weight=${nothing}"])
+    [line] = draft.problems
+    assert line.startswith("reward.functions.0.weight: ") and "or as reward.functions.0.weight=VALUE" in line
+    assert draft.unread == {"reward.functions.0.weight"}
+
+
 def test_a_source_without_a_list_of_its_own_begins_with_the_recipes(several: Path) -> None:
     recipe = load(several, ["mixture.a.data.train=t", "mixture.a.reward.functions.0.weight=5"])
     assert weights(recipe.sources[0].recipe) == [("boxed", 5), ("format", 1), ("a.py:f", 1)]
@@ -89,6 +102,8 @@ def test_a_source_without_a_list_of_its_own_begins_with_the_recipes(several: Pat
             "reward.functions.1.weigth=1",
             "reward.functions.1.weigth = 1: unknown key; did you mean reward.functions.1.weight",
         ),
+        ("~reward.functions.3", "~reward.functions.3: reward.functions has 3 items; their numbers are 0 to 2"),
+        ("~rollout.sampling.stop.0", "~rollout.sampling.stop.0: rollout.sampling.stop has 0 items"),
         ("rollout.sampling.stop.0=x", "rollout.sampling.stop.0: rollout.sampling.stop has 0 items"),
         ("reward.functions.1.weight=x", "reward.functions.1.weight = 'x': must be a valid number"),
     ],

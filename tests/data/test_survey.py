@@ -132,3 +132,14 @@ def test_the_command(
     with pytest.raises(SystemExit) as ended:
         cli.main(["data", "check", talk, "--format", "verll"])
     assert ended.value.code == 2 and "known are colossalrl, rl2" in capsys.readouterr().err
+
+
+def test_two_options_for_the_gold_answer_are_refused_by_name(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    source = write(tmp_path / "problems.jsonl", {"q": "1 + 1", "y": "2"})
+    with pytest.raises(SystemExit) as ended:
+        cli.main(["data", "check", source, "--fields", "{prompt: q, answer: y}", "--answer-field", "z"])
+    assert ended.value.code == 2
+    page = capsys.readouterr().err
+    assert "--fields and --answer-field: " in page and "{" not in page
