@@ -204,6 +204,8 @@ def test_a_node_without_the_model_ends_the_job_at_once(cluster: Cluster) -> None
 @needs_slurm
 def test_a_job_with_a_ray_cluster_of_its_own_ends_as_a_run_alone(cluster: Cluster, alone: bytes) -> None:
     pytest.importorskip("ray", reason="needs Ray: launch/setup.sh ray")
+    if " " in sys.prefix:
+        pytest.skip("Ray 2.60 starts no node from an environment with a blank in its path; ray.sbatch refuses it")
     # Another cluster's job may have had the same number.
     others = set(Path("/tmp").glob("ray-*"))
     cluster.pace(0.5)

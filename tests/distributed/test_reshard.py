@@ -340,4 +340,4 @@ def test_the_probe_finds_spoiled_weights_of_an_engine_that_converts_them(
     recipe = recipe.model_copy(update={"loop": "rl", "rollout": rollout})
     for clean, said, mended in ranks.run(probe_clean_and_spoiled, recipe, layout, spoiled_rank, factor, world_size=2):
         assert 0 < clean < 1e-4 and 0 < mended < 1e-4
-        assert f"{named}: after a reshard the log-probs of the engine" in said and "above 0.001" in said
+        assert f"{named}: after a reshard, the log-probs of the engine" in said and "0.001 is allowed" in said

@@ -88,7 +88,7 @@ class Command:
     ("answer", "error"),
     [
         pytest.param("42", "inputs", id="an answer that is no test"),
-        pytest.param({"inputs": ["1"], "outputs": []}, "one length", id="lengths"),
+        pytest.param({"inputs": ["1"], "outputs": []}, "equal length", id="lengths"),
         pytest.param({"inputs": [], "outputs": []}, "no test", id="none"),
         pytest.param([{"input": "1"}], "a test is", id="without output"),
         pytest.param([{"input": "1", "output": "1", "testtype": "functional"}], "func_name", id="without a name"),
