@@ -29,10 +29,10 @@ def parse(content: bytes) -> Any:
     except RecursionError:
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels") from None
     # Skip the slow checks where they cannot fail: most texts have few brackets and no escaped surrogate.
-    if text.count("[") + text.count("{") > MAX_DEPTH and _is_deeper(value, MAX_DEPTH):
+    if text.count("[") + text.count("{") > MAX_DEPTH and is_deeper(value, MAX_DEPTH):
         raise ValueError(f"nested deeper than {MAX_DEPTH} levels")
     if "\\ud" in text or "\\uD" in text:
-        _refuse_surrogates(value)
+        refuse_surrogates(value)
     return value
 
 
@@ -60,7 +60,7 @@ def _finite_number(text: str) -> float:
     return number
 
 
-def _is_deeper(value: Any, levels: int) -> bool:
+def is_deeper(value: Any, levels: int) -> bool:
     """Return whether lists and objects are nested deeper than `levels`."""
     # Level by level instead of recursively: recursion could overflow on the very values looked for.
     layer = [value]
@@ -76,7 +76,8 @@ def _is_deeper(value: Any, levels: int) -> bool:
     return any(isinstance(item, dict | list) for item in layer)
 
 
-def _refuse_surrogates(value: Any) -> None:
+def refuse_surrogates(value: Any) -> None:
+    """Raise ValueError if a text in a JSON value has half of a surrogate pair, which UTF-8 cannot encode."""
     try:
         json.dumps(value, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as error:

@@ -10,7 +10,8 @@ from typing import Any
 from aiohttp import ClientPayloadError, web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from megarl.serving.conversation import MAX_DEPTH, is_nested_too_deeply, is_text
+from megarl.files.strict_json import is_deeper, refuse_surrogates
+from megarl.serving.conversation import MAX_DEPTH
 from megarl.serving.refusal import RequestError
 
 MAX_BODY_BYTES = 32 << 20
@@ -52,11 +53,12 @@ def parse_body(raw: bytes) -> Mapping[str, Any]:
         raise RequestError(f"the body is not valid JSON: {error!s:.200}") from error
     if not isinstance(body, dict):
         raise RequestError("the body is not a JSON object")
-    if is_nested_too_deeply(body):
+    if is_deeper(body, MAX_DEPTH):
         raise RequestError(f"the body has objects or lists nested more than {MAX_DEPTH} levels deep")
     # Only an escape can write half of a surrogate pair in text that is valid UTF-8.
-    if b"\\u" in raw and not is_text(body):
-        raise RequestError(
-            "the body has half of a surrogate pair (\\ud800 to \\udfff), which is not text; leave it out"
-        )
+    if b"\\u" in raw:
+        try:
+            refuse_surrogates(body)
+        except ValueError as error:
+            raise RequestError(f"the body has text that UTF-8 cannot encode: {error}; leave it out") from error
     return body

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.environments import Message
+from megarl.files.strict_json import is_deeper, refuse_surrogates
 from megarl.serving.refusal import RequestError
 
 MAX_DEPTH = 64
@@ -154,29 +155,13 @@ def _parsed(arguments: Any) -> Any:
         found = json.loads(arguments)
     except (ValueError, RecursionError):
         return arguments
-    is_object = isinstance(found, dict) and not is_nested_too_deeply(found) and is_text(found)
-    return found if is_object else arguments
-
-
-def is_text(value: Any) -> bool:
-    """Return whether all text in a JSON value can be encoded as UTF-8: it has no half of a surrogate pair."""
+    if not isinstance(found, dict) or is_deeper(found, MAX_DEPTH):
+        return arguments
     try:
-        json.dumps(value, ensure_ascii=False).encode()
-    except UnicodeEncodeError:
-        return False
-    return True
-
-
-def is_nested_too_deeply(value: Any) -> bool:
-    """Return whether `value` has more than `MAX_DEPTH` levels of objects and lists."""
-    # Level by level and not recursively: the recursion limit is what this check protects.
-    level = [value]
-    for _ in range(MAX_DEPTH + 1):
-        nested = [item for item in level if isinstance(item, dict | list)]
-        if not nested:
-            return False
-        level = [inner for item in nested for inner in (item.values() if isinstance(item, dict) else item)]
-    return True
+        refuse_surrogates(found)
+    except ValueError:
+        return arguments
+    return found
 
 
 def _call_places(messages: Sequence[Message]) -> Iterator[Mapping[str, int]]:
