@@ -11,18 +11,18 @@ from megarl.terminal import printable
 from megarl.types import MegarlError, PeerLostError
 
 if TYPE_CHECKING:
-    from megarl.algorithms.evaluation import Measure
+    from megarl.algorithms.estimates import Measure
     from megarl.checkpoint.convert import Conversion
     from megarl.cluster.doctor import Finding
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
     from megarl.data.survey import Survey
-    from megarl.memory.table import MemoryTable
+    from megarl.memory_plan.memory_table import MemoryTable
     from megarl.report.evaluations import RecordedEvaluation
     from megarl.report.recorded import RecordedRun
     from megarl.rollout.evaluate import EvaluatedSet
     from megarl.sandbox.check import Examination
-    from megarl.tracking.table import Row
+    from megarl.tracking.metric_table import Row
 
 
 def print_error(error: MegarlError) -> None:
@@ -300,7 +300,7 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
     """Print the memory of each kind in each phase, in GiB. Host memory follows a +."""
     from rich.table import Table
 
-    from megarl.memory.nodes import fullest_node
+    from megarl.memory_plan.node_bytes import fullest_node
     from megarl.terminal import Console
 
     def shown(device_bytes: int, host_bytes: int) -> str:

@@ -18,7 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.local import LocalGroup
-from megarl.platform import device, rendezvous
+from megarl.groups import rendezvous
+from megarl.platform import device
 from megarl.platform.imports import uncollected
 
 if TYPE_CHECKING:

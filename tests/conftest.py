@@ -22,10 +22,10 @@ os.environ["TOKENIZERS_PARALLELISM"] = "false"
 
 import pytest
 
-from megarl.platform.fork_server import end_fork_servers
+from megarl.files.private_folder import PrivateFolder
 from megarl.platform.imports import uncollected
-from megarl.platform.private_folder import PrivateFolder
-from megarl.platform.shared_fork_servers import shared_fork_servers
+from megarl.processes.fork_server import end_fork_servers
+from megarl.processes.shared_fork_servers import shared_fork_servers
 from tests.session_watch import Watch
 from tests.tiers import FOLDERS, TIERS, needs_slurm, tier_of
 

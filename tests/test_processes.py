@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.processes import start_with_default_signals
+from tests.child_processes import start_with_default_signals
 
 IGNORED = (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP)
 

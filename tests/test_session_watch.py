@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import start_with_default_signals
+from tests.child_processes import start_with_default_signals
 from tests.session_watch import MARK, marked_processes
 
 PROBES = Path(__file__).with_name("probes")
@@ -85,7 +85,7 @@ def end_pytest(number: signal.Signals, folder: Path, *arguments: str, **held: st
 def test_ended_by_a_signal_pytest_leaves_nothing(tmp_path: Path, number: signal.Signals, workers: int) -> None:
     commands = end_pytest(number, tmp_path, f"--numprocesses={workers}")
     # The rank, its server and the one that it was forked from.
-    assert sum("megarl.platform.forking" in command for command in commands) == 3, commands
+    assert sum("megarl.processes.fork_server_main" in command for command in commands) == 3, commands
     assert any("setsid" in command for command in commands), commands
 
 

@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.config import AlgorithmConfig
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.rollout.weights import assign_token_weights
 from megarl.types import TrainingSequence
 

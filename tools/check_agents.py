@@ -26,15 +26,15 @@ import numpy as np
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import BudgetConfig
-from megarl.data.batch import TokenBatch
 from megarl.data.dialogue import Dialogue
+from megarl.data.token_batch import TokenBatch
 from megarl.environments import Start, Step, Turn
 from megarl.rewards.calling import Sample
-from megarl.rewards.worker import Scored
-from megarl.rollout.batch import RLBatch
-from megarl.rollout.course import History
+from megarl.rewards.reward_process import Scored
+from megarl.rollout.attempt_messages import History
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
+from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.stitch import ModelCall
 from megarl.rollout.weights import assign_token_weights
 from megarl.testing import RankPool
@@ -217,7 +217,7 @@ def gradients(recipe: Recipe, layout: ParallelConfig, batches: Sequence[TokenBat
     from megarl.families.shape import padded_vocab_size, read_model_shape
     from megarl.reshard.layouts.megatron import megatron_layouts
     from megarl.tracking.metrics import values
-    from megarl.training.engine import TrainingEngine
+    from megarl.training.training_engine import TrainingEngine
 
     shape = read_model_shape(recipe.model.path)
     [pieces] = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))

@@ -23,9 +23,9 @@ import numpy as np
 from megarl.cluster.batching import RankModel
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights
-from megarl.rollout.batch import RLBatch
+from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.tracking.metrics import Sum
 from megarl.types import Completion, ExpertsHandle, Problem, Request, Reward, SamplingSettings, Trajectory

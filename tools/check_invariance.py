@@ -26,7 +26,7 @@ import numpy as np
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.testing import RankPool
 from megarl.types import KeptSets, TrainingSequence
 
@@ -208,7 +208,7 @@ def build(recipe: Recipe, layout: ParallelConfig, has_value_head: bool) -> tuple
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size, read_model_shape
     from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
-    from megarl.training.engine import TrainingEngine
+    from megarl.training.training_engine import TrainingEngine
 
     shape = read_model_shape(recipe.model.path)
     if has_value_head:

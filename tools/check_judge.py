@@ -27,8 +27,8 @@ from aiohttp import web
 
 from megarl.config import RewardConfig
 from megarl.rewards.calling import Sample
-from megarl.rewards.scoring import RewardPool
-from megarl.rewards.worker import worker_settings
+from megarl.rewards.reward_pool import RewardPool
+from megarl.rewards.reward_process import worker_settings
 
 IN_FLIGHT = 64
 

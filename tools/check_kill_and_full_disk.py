@@ -21,8 +21,8 @@ import tempfile
 import time
 from pathlib import Path
 
+from tests.child_processes import rank_processes
 from tests.end_to_end.test_resume import EVERY, RECIPE, REWARD, STEPS, Runs, assert_bit_equal, await_moment
-from tests.processes import rank_processes
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 

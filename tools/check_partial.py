@@ -33,13 +33,13 @@ from megarl.data.chat import encode, load_tokenizer, render
 from megarl.data.dialogue import Dialogue
 from megarl.environments.single_turn import SingleTurn
 from megarl.rewards.calling import Sample
-from megarl.rewards.worker import Scored
+from megarl.rewards.reward_process import Scored
 from megarl.rollout.attempt import Task
 from megarl.rollout.buffer import Buffer
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.sources import Source
+from megarl.rollout.source import Source
 from megarl.rollout.state import RLState
 from megarl.types import Problem, Request, Reward, SamplingSettings, Trajectory
 

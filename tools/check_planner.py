@@ -236,7 +236,7 @@ def critic_row(row: Any) -> Any:
 
 def rows_of(layout: ParallelConfig, vocab_size: int) -> list[Any]:
     """As many full rows as fill the pipeline, all of sequences of one length."""
-    from megarl.data.batch import TokenBatch
+    from megarl.data.token_batch import TokenBatch
     from megarl.types import TrainingSequence
 
     random = np.random.default_rng(5)
@@ -259,9 +259,9 @@ _PER_TOKEN = ("advantages", "old_logprobs", "reference_logprobs", "values", "ret
 def planned(recipe: Recipe, layout: ParallelConfig, rank: int) -> dict[str, int]:
     """What the planner says of a rank, in bytes by kind."""
     from megarl.families.shape import read_model_shape
-    from megarl.memory.devices import CPU
-    from megarl.memory.models import read_models
-    from megarl.memory.phases import RankMemory
+    from megarl.memory_plan.devices import CPU
+    from megarl.memory_plan.models import read_models
+    from megarl.memory_plan.phases import RankMemory
 
     models = read_models(recipe, read_model_shape(recipe.model.path), layout)
     memory = RankMemory(recipe, models, CPU, rank, expert_load=1.0)

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 
 from megarl.checkpoint.safetensors import write_folder
-from megarl.families.adapters import projections
-from megarl.reshard.layouts.adapters import AdapterLayouts
+from megarl.families.lora_rules import projections
+from megarl.reshard.layouts.lora import AdapterLayouts
 
 
 def adapter_config(layouts: AdapterLayouts, model: str, *, alpha: float, dropout: float) -> dict[str, Any]:

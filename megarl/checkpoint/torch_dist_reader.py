@@ -29,7 +29,7 @@ from megarl.checkpoint.torch_dist import BACKEND, COMMON, METADATA, Parameter, S
 from megarl.families import hf_tensors
 from megarl.families.shape import ModelShape
 from megarl.files.atomic import storage_faults_named
-from megarl.platform.processes import fault_of
+from megarl.processes.process_tree import fault_of
 from megarl.reshard.boxes import Box, Piece
 from megarl.types import DataError
 

@@ -351,7 +351,7 @@ def metrics(
 ) -> None:
     """Print the table of all metrics: name, unit, meaning. JSON also has the module computing each."""
     from megarl.console import print_metrics
-    from megarl.tracking.table import find, rows
+    from megarl.tracking.metric_table import find, rows
 
     found = [row for row in rows() if name in row.name]
     if not found and (row := find(name)) is not None:

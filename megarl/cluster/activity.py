@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-from megarl.platform import memory
+from megarl.platform import peak_memory
 
 
 @dataclass(slots=True)
@@ -26,7 +26,7 @@ class Activity:
         began = time.monotonic()
         yield
         self.busy_seconds += time.monotonic() - began
-        if (peak := memory.take_peak_bytes()) is not None:
+        if (peak := peak_memory.take_peak_bytes()) is not None:
             self.peak_bytes[method] = max(self.peak_bytes.get(method, 0), peak)
 
     def take(self) -> Activity:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
 from megarl.data.packing import pack
+from megarl.data.token_batch import TokenBatch
 from megarl.families.flops import forward_flops
 from megarl.families.shape import ModelShape
 from megarl.tracking.metrics import Metric, merge

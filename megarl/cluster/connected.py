@@ -33,10 +33,11 @@ from megarl.cluster.rank_handle import Answers, RankHandle, log_tail
 from megarl.cluster.relayed import Relayed
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
-from megarl.platform import chosen_device, rendezvous
-from megarl.platform.private_folder import PrivateFolder
-from megarl.platform.processes import provide_open_files
-from megarl.platform.rendezvous import Rendezvous
+from megarl.files.private_folder import PrivateFolder
+from megarl.groups import rendezvous
+from megarl.groups.rendezvous import Rendezvous
+from megarl.platform import chosen_device
+from megarl.processes.process_tree import provide_open_files
 from megarl.types import PeerLostError
 
 _END_SECONDS = 60.0

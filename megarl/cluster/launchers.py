@@ -17,8 +17,8 @@ from megarl.config import ClusterConfig
 from megarl.environments.process import EnvironmentProcess, MakeProcess
 from megarl.platform import device
 from megarl.platform.shared_memory import check_shared_memory
-from megarl.rewards.scoring import MakeScorer
-from megarl.rewards.worker import RewardWorker
+from megarl.rewards.reward_pool import MakeScorer
+from megarl.rewards.reward_process import RewardWorker
 
 
 async def start_ranks(cluster: ClusterConfig, log_folder: Path, replica_sizes: Sequence[int] = ()) -> RunRanks:

@@ -15,10 +15,10 @@ from pathlib import Path
 
 from megarl.cluster.rank_handle import RankHandle
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
-from megarl.platform.fork_server import ForkedProcess, fork_server
-from megarl.platform.private_folder import PrivateFolder
-from megarl.platform.processes import provide_open_files
-from megarl.platform.rendezvous import Rendezvous
+from megarl.files.private_folder import PrivateFolder
+from megarl.groups.rendezvous import Rendezvous
+from megarl.processes.fork_server import ForkedProcess, fork_server
+from megarl.processes.process_tree import provide_open_files
 
 _HOST = "127.0.0.1"
 

@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, BinaryIO
 
-from megarl.platform.broken_bridges import break_off
+from megarl.groups.cancelled import break_off
 
 HEAD = struct.Struct("<Q")
 """Head of a message: the length of its pickle in bytes."""

@@ -19,7 +19,7 @@ from megarl.cluster.node_memory import shortages
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
-from megarl.memory.nodes import RankHostBytes
+from megarl.memory_plan.node_bytes import RankHostBytes
 from megarl.platform import chosen_device, compilers, cuda_extensions, device, transformer_engine
 from megarl.platform.gpu_needs import Need, library_versions, needs, unmet_needs
 from megarl.platform.host_memory import machine_bytes

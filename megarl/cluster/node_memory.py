@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
-from megarl.memory.nodes import NodeRanks, RankHostBytes
+from megarl.memory_plan.node_bytes import NodeRanks, RankHostBytes
 
 _GIB = 2**30
 

@@ -20,11 +20,11 @@ from typing import Any, NoReturn
 from megarl.cluster.activity import Activity
 from megarl.cluster.messages import Inbox, pack
 from megarl.files.atomic import disk_full
-from megarl.platform import rendezvous
+from megarl.groups import rendezvous
+from megarl.groups.peer_errors import is_left
 from megarl.platform.imports import uncollected
-from megarl.platform.left_collective import is_left
-from megarl.platform.processes import ENDING_SIGNALS
 from megarl.platform.spans import Span, record, span
+from megarl.processes.process_tree import ENDING_SIGNALS
 from megarl.types import MegarlError
 
 _asked: str | None = None

@@ -14,7 +14,7 @@ from typing import Any, TypeVar
 
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.worker_group import RankFailedError, WorkerGroup
-from megarl.platform.rendezvous import Meeting
+from megarl.groups.rendezvous import Meeting
 from megarl.types import PeerLostError
 
 _CAUSE_SECONDS = 2.0

@@ -15,7 +15,7 @@ from megarl.cluster.connected import Address, ConnectedGroup, connect
 from megarl.cluster.rank import leave
 from megarl.cluster.topology import Introduction, NodeKind
 from megarl.cluster.worker_group import PartOfRun
-from megarl.platform.processes import die_with
+from megarl.processes.process_tree import die_with
 
 
 class SrunGroup(ConnectedGroup):

@@ -13,7 +13,7 @@ _WAIT = re.compile(
     r"\b(wait|barrier|synchronize|broadcast|recv|send|\w*reduce\w*|\w*gather\w*|all_to_all\w*|\w+Store)\("
 )
 """Calls that wait for other ranks."""
-_WAITING_FILES = ("/torch/distributed/", "/megarl/platform/bridge.py", "/megarl/platform/beside.py")
+_WAITING_FILES = ("/torch/distributed/", "/megarl/groups/cross_world.py", "/megarl/platform/background.py")
 """Parts of paths. A main thread in one of these files waits for other ranks."""
 _OUTERMOST = re.compile(r" in (?:<module>|_run_module_as_main)$|^  \.\.\.$", re.MULTILINE)
 """Last line of complete stacks: the outermost frame, or the dots of a stack cut by faulthandler."""

@@ -22,7 +22,7 @@ from megarl.cluster.messages import pack, pack_broken
 from megarl.cluster.rank_handle import Answers, RankError, RankHandle, log_since, log_size
 from megarl.cluster.rank_queues import RankQueues
 from megarl.cluster.stacks import is_whole, ranks_named, summary, waits_in_collective
-from megarl.platform.rendezvous import Rendezvous
+from megarl.groups.rendezvous import Rendezvous
 
 _REPORT_GRACE_SECONDS = 1.0
 """Time, after a failure, for other ranks to report an earlier one."""

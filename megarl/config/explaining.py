@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from megarl.config.foreign_values import nearest_value
 from megarl.config.migration import counterpart
 from megarl.config.schema import all_fields, description, field_at, recipe_field, removal, section_at, section_of
 from megarl.config.secrets import Place, holds_secret
 from megarl.config.short_options import of_short_option
-from megarl.config.values import nearest_value
 from megarl.files.nearest import nearest
 
 

@@ -21,7 +21,7 @@ class RewardFunctionConfig(Section):
     """Factor of its score in the sum. 0: only measured. Metric: reward/NAME/mean."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict)
     """Further keyword arguments: plain values, because they are sent to another process. For judge and remote see the
-    fields of `megarl.config.served`."""
+    fields of `megarl.config.http_rewards`."""
     judges_answer: bool | None = None
     """true: a Reward's answer_correct, or a score of at least reward.correct_score, means a right answer. false: no
     verdict. Default: built-in judges judge; so does an only function while it returns 0 or 1. Without a verdict no

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.files.model_folder import read_object
 from megarl.files.regular import check_folder_of_files, check_regular
-from megarl.platform.processes import fault_of
+from megarl.processes.process_tree import fault_of
 from megarl.types import ConfigError, DataError
 
 if TYPE_CHECKING:

@@ -9,11 +9,11 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.batch import TokenBatch, borders
 from megarl.data.conversations import conversation_of, encoded
 from megarl.data.formats import FieldNames, first_of
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.streamed import Collect, in_memory
+from megarl.data.token_batch import TokenBatch, borders
 from megarl.types import DataError, TrainingSequence
 
 if TYPE_CHECKING:

@@ -32,9 +32,9 @@ from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
-from megarl.engine.arguments import REASON_LENGTH, engine_arguments, engine_config, refusals_named  # noqa: E402
 from megarl.engine.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
-from megarl.engine.kept_sets import KeptSetRecorder, kept_sets, recordable  # noqa: E402
+from megarl.engine.retained_tokens import KeptSetRecorder, kept_sets, recordable  # noqa: E402
+from megarl.engine.vllm_arguments import REASON_LENGTH, engine_arguments, engine_config, refusals_named  # noqa: E402
 
 METRICS = {
     "memory/kv_usage": ("share", "peak fraction of the KV cache in use; maximum over the step and all engines"),

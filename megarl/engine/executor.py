@@ -23,8 +23,8 @@ from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from megarl.engine.kept_sets import KeptSetRecorder
-from megarl.platform import signed
+from megarl.engine.retained_tokens import KeptSetRecorder
+from megarl.groups import signed
 
 BLOCK_BYTES = 1 << 16
 """Size in bytes of the first broadcast of a command. Longer commands need a second broadcast."""

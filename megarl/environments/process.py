@@ -13,14 +13,14 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from megarl.platform.frames import FrameError, UnsendableError, receive, receive_answer, send, within
-from megarl.platform.killable import KillableProcess
+from megarl.processes.frames import FrameError, UnsendableError, receive, receive_answer, send, within
+from megarl.processes.supervised_process import KillableProcess
 from megarl.types import ConfigError, PeerLostError
 
 MAX_ANSWER_BYTES = 16 << 20
 START_SECONDS = 300.0
 """Time limit for importing an environment."""
-_SERVER = "megarl.environments.server:serve"
+_SERVER = "megarl.environments.environment_main:serve"
 
 
 @dataclass(frozen=True, slots=True)

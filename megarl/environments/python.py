@@ -11,8 +11,8 @@ from typing import Any
 
 from megarl.environments import EnvironmentUnavailableError, Start
 from megarl.environments.tools import ToolEnvironment, ToolError, begun, tool
-from megarl.sandbox.remote import AnySandbox, open_sandbox
 from megarl.sandbox.sandbox import Ran, SandboxError, SandboxSettings
+from megarl.sandbox.sandbox_fusion import AnySandbox, open_sandbox
 from megarl.types import ConfigError, Problem
 
 

@@ -8,14 +8,14 @@ from megarl.loops.rl import judge_gap, resume_or_evaluate
 from megarl.loops.session import Session
 from megarl.platform.spans import span
 from megarl.rollout.advantages import compute_importance_weights
-from megarl.rollout.batch import RLBatch
 from megarl.rollout.buffer import Buffer
 from megarl.rollout.evaluate import failure_metrics
-from megarl.rollout.gap import gap_metrics_before, is_gap_exceeded
-from megarl.rollout.metrics import step_metrics, update_metrics
+from megarl.rollout.logprob_mismatch import gap_metrics_before, is_gap_exceeded
 from megarl.rollout.pool import AbandonedError
-from megarl.rollout.sources import served_metrics
+from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.source import served_metrics
 from megarl.rollout.state import RLState
+from megarl.rollout.step_metrics import step_metrics, update_metrics
 from megarl.rollout.teachers import Teachers, compute_teacher_advantages
 
 

@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from megarl.algorithms.evaluation import Measure
+from megarl.algorithms.estimates import Measure
 from megarl.cluster.deadlines import run_deadlines
 from megarl.cluster.launchers import start_ranks
 from megarl.config import DataConfig, Recipe
@@ -34,8 +34,8 @@ from megarl.loops.stopping import stop_signals
 from megarl.preflight import Dropped, check, check_rewards, load, with_cache
 from megarl.rollout.evaluate import EvaluatedSet, evaluate
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.samples import with_rendered_prompts
-from megarl.rollout.sources import Source
+from megarl.rollout.sample_records import with_rendered_prompts
+from megarl.rollout.source import Source
 from megarl.rollout.tool_use import ToolUse, uncalled_text
 from megarl.serving.local_model import model_folder
 from megarl.terminal import FirstOfEachKind

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.batch import TokenBatch
 from megarl.data.preferences import Answers
 from megarl.data.sampler import DataOrder
+from megarl.data.token_batch import TokenBatch
 from megarl.loops.session import Session
 from megarl.preflight import collect_for, read_preferences
 from megarl.rollout.weights import assign_token_weights

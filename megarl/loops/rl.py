@@ -5,26 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from contextlib import aclosing
 
-from megarl.data.batch import TokenBatch
 from megarl.data.sampler import DataOrder
+from megarl.data.token_batch import TokenBatch
 from megarl.loops.balance import Balance
 from megarl.loops.session import Session, Step
 from megarl.platform.spans import span
 from megarl.preflight import kept_kv, read_conversations, uncorrected, uncorrected_fp8
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
 from megarl.rollout.ages import metrics_by_age
-from megarl.rollout.batch import RLBatch
 from megarl.rollout.buffer import Buffer
 from megarl.rollout.critic import update_critic
 from megarl.rollout.evaluate import failure_metrics
-from megarl.rollout.gap import gap_metrics_before, is_gap_exceeded, told
-from megarl.rollout.metrics import step_metrics, update_metrics
+from megarl.rollout.logprob_mismatch import gap_metrics_before, is_gap_exceeded, told
+from megarl.rollout.model_scores import add_model_scores, score_tokens
 from megarl.rollout.paced import PacedBuffer
 from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import AbandonedError
-from megarl.rollout.scores import add_model_scores, score_tokens
-from megarl.rollout.sources import served_metrics
+from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.source import served_metrics
 from megarl.rollout.state import RLState, finder, in_one
+from megarl.rollout.step_metrics import step_metrics, update_metrics
 from megarl.types import MegarlError
 
 

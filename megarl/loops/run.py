@@ -36,9 +36,9 @@ from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, sto
 from megarl.platform import device
 from megarl.preflight import Dropped, Kept, layout_of, planned_host_bytes, predicted_memory, row_multiple
 from megarl.preflight.health import learning_rate_finding, thresholds
-from megarl.rollout.answers import had_ended
+from megarl.rollout.accuracy import had_ended
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.slow import SlowReplicas
+from megarl.rollout.stragglers import SlowReplicas
 from megarl.rollout.tool_use import uncalled_text
 from megarl.tracking.display import Display
 from megarl.tracking.health import LEARNING_RATE, Health
@@ -130,7 +130,7 @@ async def _prepare(
         await ranks.trainers.construct("megarl.worker.colocated:Worker", of_trainers)
         return
     replicas = [_construct_engine(group, recipe, layout) for group in ranks.replicas]
-    await together([ranks.trainers.construct("megarl.worker.trainer:TrainerWorker", of_trainers), *replicas])
+    await together([ranks.trainers.construct("megarl.worker.trainer_worker:TrainerWorker", of_trainers), *replicas])
     # Separate engines start without weights. The first reshard is verified, whatever weights.verify_every says.
     await ranks.reshard(verify=True, version=1)
 
@@ -140,7 +140,7 @@ async def _construct_engine(group: WorkerGroup, recipe: Recipe, layout: Parallel
     # A replica keeps its number for life: its first rank determines it.
     number = layout.leaders().index(group.part.first_rank)
     settings = {"recipe": recipe, "layout": layout, "replica": number}
-    await group.construct("megarl.worker.engine:EngineWorker", settings)
+    await group.construct("megarl.worker.engine_worker:EngineWorker", settings)
 
 
 @asynccontextmanager

@@ -22,11 +22,11 @@ from megarl.loops.resume import Origin
 from megarl.loops.stopping import StopRequest
 from megarl.platform.spans import span
 from megarl.preflight import Dropped
-from megarl.rollout.batch import RLBatch
 from megarl.rollout.evaluate import evaluate
 from megarl.rollout.pool import AbandonedError, EnginePool
-from megarl.rollout.samples import with_rendered_prompts
-from megarl.rollout.sources import Source
+from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.sample_records import with_rendered_prompts
+from megarl.rollout.source import Source
 from megarl.rollout.state import Group, RLState
 from megarl.rollout.token_records import token_records
 from megarl.rollout.tool_use import ToolUse, uncalled_text

@@ -6,8 +6,8 @@ from collections.abc import Mapping, Sequence
 
 import numpy as np
 
-from megarl.data.batch import TokenBatch
 from megarl.data.sampler import DataOrder
+from megarl.data.token_batch import TokenBatch
 from megarl.loops.session import Session, Step
 from megarl.platform.spans import span
 from megarl.preflight import collect_for, read_conversations

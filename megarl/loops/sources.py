@@ -17,12 +17,12 @@ from megarl.environments import environment_maker, is_agent, num_processes, with
 from megarl.environments.process import process_settings
 from megarl.environments.process_pool import EnvironmentPool
 from megarl.preflight import Dropped, collect_for, read_problems
-from megarl.rewards.scoring import RewardPool
-from megarl.rewards.worker import WorkerSettings, worker_settings
-from megarl.rollout.answers import Answers, unjudged_text
+from megarl.rewards.reward_pool import RewardPool
+from megarl.rewards.reward_process import WorkerSettings, worker_settings
+from megarl.rollout.accuracy import Answers, unjudged_text
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.sources import Source, sampling_settings
+from megarl.rollout.source import Source, sampling_settings
 from megarl.serving.agents import agent_program
 from megarl.types import Problem
 

@@ -16,7 +16,7 @@ from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
 from torch import Tensor, nn
 
-from megarl.data.batch import ranges
+from megarl.data.token_batch import ranges
 
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 """Dtypes supported by the variable-length flash kernel."""

@@ -22,8 +22,8 @@ from torch import Tensor
 
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.models.attention import PackedAttention, PackedRow
-from megarl.models.balance import UpdateRouter, needs_update_router
 from megarl.models.configuration import uses_transformer_engine
+from megarl.models.expert_balance import UpdateRouter, needs_update_router
 from megarl.models.logprobs import Support, vocab_parallel_logprobs
 from megarl.models.norm import RMSNorm
 

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import torch
 
-from megarl.platform import chosen_device, rendezvous
+from megarl.groups import rendezvous
+from megarl.platform import chosen_device
 from megarl.types import ConfigError
 
 

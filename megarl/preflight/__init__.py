@@ -18,8 +18,7 @@ from megarl.families.shape import ModelShape, planned_shape, read_model_shape
 from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
 from megarl.preflight import distillation, learning, sizes
 from megarl.preflight.default_cache import with_cache
-from megarl.preflight.engine import engine_fit
-from megarl.preflight.environment import environment
+from megarl.preflight.environments import environment
 from megarl.preflight.files import (
     Dropped,
     Kept,
@@ -35,16 +34,24 @@ from megarl.preflight.files import (
     with_steps,
 )
 from megarl.preflight.gpu_formats import device_faults, format_faults
-from megarl.preflight.keywords import keywords
+from megarl.preflight.keyword_arguments import keywords
 from megarl.preflight.learning import kept_kv, shortened_warmups, uncorrected, uncorrected_fp8
 from megarl.preflight.library_fields import megatron_fields, vllm_fields
-from megarl.preflight.memory import gpu_kind, memory_faults, planned_host_bytes, predicted_memory, table_of, verdict_of
+from megarl.preflight.memory_fit import (
+    gpu_kind,
+    memory_faults,
+    planned_host_bytes,
+    predicted_memory,
+    table_of,
+    verdict_of,
+)
 from megarl.preflight.overview import overview
 from megarl.preflight.planned_models import not_downloaded
 from megarl.preflight.quantisation import quantisation
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.room import resource_warnings, small_cache
 from megarl.preflight.sizes import aligned, layout_of, row_multiple
+from megarl.preflight.vllm_limits import engine_fit
 from megarl.types import ConfigError, DataError
 
 __all__ = [

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.memory.changes import changed
-from megarl.memory.models import Built, Models
+from megarl.memory_plan.models import Built, Models
+from megarl.memory_plan.remedies import changed
 from megarl.preflight import sizes
-from megarl.preflight.engine import default_cache_gib, is_cache_given
-from megarl.preflight.memory import gpu_memory, ranks_on_cpu
+from megarl.preflight.memory_fit import gpu_memory, ranks_on_cpu
 from megarl.preflight.planned_models import models_of
+from megarl.preflight.vllm_limits import default_cache_gib, is_cache_given
 from megarl.types import DataError
 
 

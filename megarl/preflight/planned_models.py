@@ -9,7 +9,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.families.published import published_name
 from megarl.families.shape import planned_shape
-from megarl.memory.models import Models, read_models
+from megarl.memory_plan.models import Models, read_models
 from megarl.preflight import sizes
 
 

@@ -21,8 +21,8 @@ from megarl.files.import_path import import_object
 from megarl.preflight.files import field_names, system_prompt
 from megarl.rewards import RECORD_CHECKS, kind_of
 from megarl.rewards.calling import Sample, expected
-from megarl.rewards.served import ServedReward, ServerFailedError, served_reward
-from megarl.rewards.worker import RewardWorker, WorkerSettings, worker_settings
+from megarl.rewards.http_rewards import ServedReward, ServerFailedError, served_reward
+from megarl.rewards.reward_process import RewardWorker, WorkerSettings, worker_settings
 from megarl.types import ConfigError, PeerLostError
 
 

@@ -7,15 +7,15 @@ from collections.abc import Iterator
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.memory.devices import CPU
-from megarl.memory.phases import memory_table
-from megarl.memory.table import MemoryTable
+from megarl.memory_plan.devices import CPU
+from megarl.memory_plan.memory_table import MemoryTable
+from megarl.memory_plan.phases import memory_table
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.host_memory import machine_bytes
-from megarl.preflight.engine import default_cache_gib, is_cache_given
-from megarl.preflight.memory import gpu_memory, table_of
+from megarl.preflight.memory_fit import gpu_memory, table_of
 from megarl.preflight.planned_models import models_of
 from megarl.preflight.verdict import NAME_THE_GPU
+from megarl.preflight.vllm_limits import default_cache_gib, is_cache_given
 from megarl.sandbox.check import examine
 from megarl.sandbox.layers import LAYERS
 

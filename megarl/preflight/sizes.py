@@ -13,7 +13,7 @@ from megarl.config.cluster import ClusterConfig, NodeGroup
 from megarl.config.formulas import either, taking
 from megarl.config.parallel import FP8_BLOCK, ParallelConfig
 from megarl.families.shape import ModelShape
-from megarl.memory.deep_ep import NODE_RANKS, RECEIVED_TOKENS
+from megarl.memory_plan.deep_ep import NODE_RANKS, RECEIVED_TOKENS
 from megarl.platform import transformer_engine
 from megarl.platform.cuda_extensions import deep_ep_fault, runs_on_cpu
 

@@ -7,16 +7,16 @@ from itertools import islice
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.memory.changes import Remedy, changed, remedies
-from megarl.memory.devices import CPU, GPU, GpuMemory
-from megarl.memory.models import Models
-from megarl.memory.nodes import fullest_node
-from megarl.memory.phases import memory_table
-from megarl.memory.table import MemoryTable, Phase
+from megarl.memory_plan.devices import CPU, GPU, GpuMemory
+from megarl.memory_plan.memory_table import MemoryTable, Phase
+from megarl.memory_plan.models import Models
+from megarl.memory_plan.node_bytes import fullest_node
+from megarl.memory_plan.phases import memory_table
+from megarl.memory_plan.remedies import Remedy, changed, remedies
 from megarl.platform.host_memory import machine_bytes
 from megarl.preflight import sizes
-from megarl.preflight.engine import default_cache_gib, least_cache_gib
 from megarl.preflight.planned_models import models_of
+from megarl.preflight.vllm_limits import default_cache_gib, least_cache_gib
 
 _GIB = 2**30
 _NOTHING = "nothing that is tried fits: take more GPUs, or a smaller model"

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.algorithms.evaluation import Measure
+from megarl.algorithms.estimates import Measure
 from megarl.report.evaluations import ANSWERS, RecordedEvaluation, SetDifference, differences
 from megarl.report.recorded import now_text
 from megarl.report.samples import changed_between, compact, cut, read_records

@@ -10,7 +10,7 @@ from typing import Any
 
 import yaml
 
-from megarl.algorithms.evaluation import Measure, mean_with_interval, paired_difference
+from megarl.algorithms.estimates import Measure, mean_with_interval, paired_difference
 from megarl.files.atomic import storage_faults_named
 from megarl.report.recorded import flat, json_lines
 from megarl.report.samples import digest

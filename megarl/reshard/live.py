@@ -20,8 +20,8 @@ from torch import Tensor, nn
 
 from megarl.families import hf_tensors
 from megarl.families.shape import ModelShape
-from megarl.platform.bridge import rank_in
-from megarl.platform.left_collective import in_own_world
+from megarl.groups.cross_world import rank_in
+from megarl.groups.peer_errors import in_own_world
 from megarl.reshard.boxes import Layout, dense_piece
 from megarl.reshard.layouts.vllm import DirectWriteError, record_layout, zero_padding
 from megarl.reshard.layouts.vllm_quantised import QuantisedModule, is_spoilt, quantised_modules, spoil

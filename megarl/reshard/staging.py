@@ -23,8 +23,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.platform import bridge, signed
-from megarl.platform.left_collective import PeerGoneError
+from megarl.groups import cross_world, signed
+from megarl.groups.peer_errors import PeerGoneError
 from megarl.reshard.plan import RankBucket, RankPlan
 
 Value = TypeVar("Value")
@@ -58,10 +58,10 @@ class OwnSlots:
         sent, received = self._splits[exchange]
         outgoing, incoming = self._parts(exchange)
         work = dist.all_to_all_single(incoming, outgoing, received, sent, self._group, async_op=True)
-        self._travelling.append(bridge.begun(work, self._group))
+        self._travelling.append(cross_world.begun(work, self._group))
 
     def arrive(self) -> None:
-        bridge.wait(self._travelling.popleft(), self._group, is_on_host=self._slots[0].is_cpu)
+        cross_world.wait(self._travelling.popleft(), self._group, is_on_host=self._slots[0].is_cpu)
 
     def release(self) -> None:
         """Return at once: no peer reads a private slot."""
@@ -174,7 +174,7 @@ class SharedSlots:
                 # A peer may leave after its last exchange is complete, so readiness is checked again.
                 if self._counts[rank][2] and not is_ready(rank):
                     raise PeerGoneError(f"rank {rank} has left the reshard")
-                bridge.check(self._group)
+                cross_world.check(self._group)
                 if time.monotonic() - start > self._PATIENCE_SECONDS:
                     raise TimeoutError(f"rank {self._rank} waited {self._PATIENCE_SECONDS:.0f} s for rank {rank}")
 

@@ -19,7 +19,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.platform import bridge, device
+from megarl.groups import cross_world
+from megarl.platform import device
 from megarl.reshard.plan import RankPlan, Transfer, View
 from megarl.reshard.staging import OwnSlots, SharedSlots, is_one_machine
 
@@ -148,7 +149,7 @@ class Transport:
         self._unpack(travelling, clock)
         self._tell_arrived(len(self._steps) - 1, clock)
         seconds = clock.seconds()
-        bridge.check(self._group)
+        cross_world.check(self._group)
         return seconds | self._bytes
 
     def _tell_arrived(self, bucket: int, clock: _Clock) -> None:

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from megarl.platform import bridge, signed
+from megarl.groups import cross_world, signed
 from megarl.reshard.plan import RankPlan, Transfer
 from megarl.reshard.transport import device_of, strided_view
 from megarl.types import MegarlError
@@ -133,7 +133,7 @@ def _exchange(
     # A rank without copies must take part too. The device of its empty tensors selects the backend (gloo or NCCL).
     incoming = torch.empty(len(receives), dtype=torch.int64, device=outgoing.device)
     work = dist.all_to_all_single(incoming, outgoing, counts[1], counts[0], group, async_op=True)
-    bridge.finish(work, group, is_on_host=incoming.is_cpu)
+    cross_world.finish(work, group, is_on_host=incoming.is_cpu)
     return incoming
 
 

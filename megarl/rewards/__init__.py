@@ -41,7 +41,7 @@ REWARDS = {
 
 SERVED = {
     "judge": "megarl.rewards.judge:Judge",
-    "remote": "megarl.rewards.remote:RemoteModel",
+    "remote": "megarl.rewards.remote_model:RemoteModel",
 }
 """Rewards from servers, asked by the driver."""
 

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from megarl.rewards.final_answers import has_valid_tags, last_boxed
-from megarl.rewards.scores import FunctionScore
+from megarl.rewards.results import FunctionScore
 
 Form = Literal["think_answer_tags", "boxed", "code", "hashes"]
 

@@ -22,7 +22,7 @@ PARAMETERS = {
     "truncated": "bool: whether the completion hit the length limit",
     "turn": "int: number of the turn, from 1",
     "correct_score": "float: reward.correct_score",
-    "sandbox": "megarl.sandbox.remote.AnySandbox: runs programs of the policy, if it is named; the recipe's sandbox",
+    "sandbox": "megarl.sandbox.sandbox_fusion.AnySandbox: runs programs of the policy, if it is named",
 }
 """Values of a sample available to a reward function, by parameter name."""
 

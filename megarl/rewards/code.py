@@ -7,7 +7,7 @@ from typing import Any, Literal
 
 from megarl.rewards.code_cases import read_cases
 from megarl.rewards.code_programs import Trial, last_block
-from megarl.sandbox.remote import AnySandbox
+from megarl.sandbox.sandbox_fusion import AnySandbox
 from megarl.types import Reward
 
 METRICS = {

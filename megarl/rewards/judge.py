@@ -10,11 +10,11 @@ from typing import Any
 
 import regex
 
-from megarl.config.served import JudgeConfig
+from megarl.config.http_rewards import JudgeConfig
 from megarl.files.regular import check_regular
 from megarl.rewards.calling import Sample
 from megarl.rewards.final_answers import without_thoughts
-from megarl.rewards.served import ServedReward
+from megarl.rewards.http_rewards import ServedReward
 from megarl.types import DataError
 
 PROMPT = """You are given a question, its gold answer and a solution that somebody wrote. Judge whether the solution's

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from megarl.rewards.scores import FunctionScore
+from megarl.rewards.results import FunctionScore
 
 
 def length(

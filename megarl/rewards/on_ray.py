@@ -13,8 +13,8 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.rewards.calling import Sample
-from megarl.rewards.scoring import MakeScorer
-from megarl.rewards.worker import RewardWorker, Scored, WorkerSettings
+from megarl.rewards.reward_pool import MakeScorer
+from megarl.rewards.reward_process import RewardWorker, Scored, WorkerSettings
 from megarl.types import PeerLostError
 
 

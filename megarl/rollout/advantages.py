@@ -22,10 +22,10 @@ from megarl.algorithms.trial import ResultError, checked_advantages
 from megarl.algorithms.turns import turn_returns
 from megarl.algorithms.value_losses import explained_variance
 from megarl.config import AlgorithmConfig, Recipe, RewardConfig
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.files.import_path import function_of
 from megarl.rewards import metric_name
-from megarl.rollout.batch import RLBatch
+from megarl.rollout.rl_batch import RLBatch
 from megarl.types import ConfigError
 
 METRICS = {

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from megarl.algorithms.importance import gap_metrics, gap_moments
-from megarl.rollout.batch import RLBatch
+from megarl.rollout.rl_batch import RLBatch
 
 METRICS = {
     "staleness/tokens/age_N": (

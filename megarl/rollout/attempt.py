@@ -15,9 +15,9 @@ from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, EnvironmentUnavailableError, Message, Step
 from megarl.environments.process_pool import EnvironmentProcessError, RaisedError
 from megarl.rewards.calling import Sample
-from megarl.rewards.scores import verdict_by_value
-from megarl.rewards.worker import Scored
-from megarl.rollout.course import Course, History
+from megarl.rewards.results import verdict_by_value
+from megarl.rewards.reward_process import Scored
+from megarl.rollout.attempt_messages import Course, History
 from megarl.rollout.parts import seed_of
 from megarl.rollout.pool import Generates
 from megarl.rollout.stitch import ModelCall, stitch

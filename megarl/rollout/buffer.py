@@ -11,11 +11,11 @@ from math import ceil
 import numpy as np
 
 from megarl.config import Recipe
-from megarl.data.batch import TokenBatch
-from megarl.rollout.batch import RLBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.rollout.dynamic_sampling import passes_filter, refuse_unjudged, starved_text
 from megarl.rollout.groups import Draw, sample_groups
-from megarl.rollout.sources import Source, mixture_of
+from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.source import Source, mixture_of
 from megarl.rollout.state import (
     Group,
     RLState,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from megarl.cluster.batching import RankModel
 from megarl.config import Recipe
-from megarl.rollout.batch import RLBatch
-from megarl.rollout.metrics import merge_updates
+from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.step_metrics import merge_updates
 from megarl.tracking.metrics import values
 
 METRICS = {

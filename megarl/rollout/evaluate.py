@@ -7,12 +7,12 @@ from collections.abc import AsyncGenerator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from megarl.algorithms.evaluation import Measure, majority_at_k, mean_with_interval, pass_at_k
+from megarl.algorithms.estimates import Measure, majority_at_k, mean_with_interval, pass_at_k
 from megarl.rewards.final_answers import ReadAnswer, reader_of
-from megarl.rewards.scores import accuracy_metrics, function_metrics
-from megarl.rewards.served import COUNTED_FOR
-from megarl.rollout.metrics import by_data_source
-from megarl.rollout.sources import Source, sampling_settings, served_metrics
+from megarl.rewards.http_rewards import COUNTED_FOR
+from megarl.rewards.results import accuracy_metrics, function_metrics
+from megarl.rollout.source import Source, sampling_settings, served_metrics
+from megarl.rollout.step_metrics import by_data_source
 from megarl.types import MegarlError, Trajectory
 
 METRICS = {

@@ -13,10 +13,10 @@ from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment
 from megarl.environments.process_pool import EnvironmentPool
 from megarl.rewards.calling import Sample
-from megarl.rewards.worker import Scored
-from megarl.rollout.answers import Answers
+from megarl.rewards.reward_process import Scored
+from megarl.rollout.accuracy import Answers
 from megarl.rollout.attempt import Budget, Score, Task, attempt
-from megarl.rollout.course import History
+from megarl.rollout.attempt_messages import History
 from megarl.rollout.pool import EnginePool, Generates, gather_unless_abandoned
 from megarl.types import Problem, SamplingSettings, Trajectory
 

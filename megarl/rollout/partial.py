@@ -12,12 +12,12 @@ from math import ceil
 import numpy as np
 
 from megarl.config import Recipe
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.rollout.buffer import Buffer
 from megarl.rollout.dynamic_sampling import passes_filter, starved_text
 from megarl.rollout.pool import BUDGET_SECONDS, AbandonedError
 from megarl.rollout.recording import RecordedPool, StartedGroup
-from megarl.rollout.sources import Source
+from megarl.rollout.source import Source
 from megarl.rollout.state import Group, RLState, in_one
 from megarl.types import MegarlError, Trajectory
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.data.batch import join_sets
+from megarl.data.token_batch import join_sets
 from megarl.types import Completion, Request
 
 

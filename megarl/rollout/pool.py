@@ -11,9 +11,9 @@ from typing import Any, Protocol, TypeVar
 
 from megarl.cluster.stacks import engine_named
 from megarl.config.parallel import ParallelConfig
-from megarl.rewards.served import COUNTED_FOR
+from megarl.rewards.http_rewards import COUNTED_FOR
 from megarl.rollout.parts import joined, num_kept, rest_of
-from megarl.rollout.slow import Pace, SlowReplicas
+from megarl.rollout.stragglers import Pace, SlowReplicas
 from megarl.types import Completion, PeerLostError, Request
 
 METRICS = {

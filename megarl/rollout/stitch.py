@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.data.batch import join_sets
+from megarl.data.token_batch import join_sets
 from megarl.types import Completion, KeptSets, Segment
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from numpy.typing import NDArray
 from megarl.algorithms.advantages import gae
 from megarl.cluster.batching import RankModel
 from megarl.config import DistillationConfig, Recipe
-from megarl.data.batch import TokenBatch
-from megarl.rollout.batch import RLBatch
+from megarl.data.token_batch import TokenBatch
+from megarl.rollout.rl_batch import RLBatch
 
 METRICS = {
     "distillation/reverse_kl": (

@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.batch import TokenBatch
-from megarl.rollout.batch import RLBatch
+from megarl.data.token_batch import TokenBatch
+from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.state import Group, in_one
 
 if TYPE_CHECKING:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from megarl.rewards.served import COUNTED_FOR
+from megarl.rewards.http_rewards import COUNTED_FOR
 from megarl.rollout.pool import Generates
 from megarl.types import Completion, Request
 

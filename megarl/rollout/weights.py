@@ -6,7 +6,7 @@ import torch
 
 from megarl.algorithms.reduction import token_weights
 from megarl.config import AlgorithmConfig
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 
 
 def assign_token_weights(batch: TokenBatch, algorithm: AlgorithmConfig, constant_length: int | None = None) -> None:

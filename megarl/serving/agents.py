@@ -19,7 +19,7 @@ from megarl.config.rollout import AgentConfig
 from megarl.data.chat import tokenizer_of
 from megarl.environments import Agent, Message, environment_maker, is_agent
 from megarl.rewards.calling import Sample
-from megarl.rewards.scores import verdict_by_value
+from megarl.rewards.results import verdict_by_value
 from megarl.rollout.attempt import Budget, Score, Task, unanswered, unscored
 from megarl.rollout.pool import EnginePool, Generates
 from megarl.rollout.waiting import TimedPool

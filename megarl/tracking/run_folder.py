@@ -26,7 +26,7 @@ from megarl.files.atomic import (
     storage_faults_named,
 )
 from megarl.tracking.earlier_run import EarlierRun, whole_number
-from megarl.tracking.environment import machine, versions
+from megarl.tracking.versions import machine, versions
 from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedError, StoppedError, StorageError
 
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]

@@ -32,13 +32,13 @@ from torch.distributed.checkpoint.filesystem import SerializationFormat, _Storag
 
 from megarl.checkpoint.manifest import ManifestWriter
 from megarl.files.atomic import check_space, disk_full_named
-from megarl.models.adapters import sharded_state
+from megarl.models.lora import sharded_state
 from megarl.platform import device
-from megarl.training.engine import TrainingEngine
 from megarl.training.host_optimizer import allocate_moments, is_hybrid, set_step
 from megarl.training.model import FrozenModel
 from megarl.training.optimizer_state import copy_into, sharded_optimizer_state
 from megarl.training.staging import staged
+from megarl.training.training_engine import TrainingEngine
 
 Model = TrainingEngine | FrozenModel
 

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 
-from megarl.models.adapters import Adapter, adapters_of
+from megarl.models.lora import Adapter, adapters_of
 from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.training.offload import Offloadable
 

@@ -19,17 +19,17 @@ from torch import Tensor
 
 from megarl.config import Recipe
 from megarl.config.parallel import FP8_BLOCK, ParallelConfig
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import ModelShape
-from megarl.models.balance import routers_of
+from megarl.groups.megatron_ranks import permuted_ranks
 from megarl.models.configuration import transformer_config
-from megarl.models.distillation import Lesson
+from megarl.models.expert_balance import routers_of
 from megarl.models.policy import PackedModel, PolicyModel, ValueModel, evaluating
+from megarl.models.teacher_student import Lesson
 from megarl.platform import device
-from megarl.platform.megatron_ranks import permuted_ranks
 from megarl.reshard.layouts.megatron import chunk_prefix
-from megarl.training.batch import Microbatch, pack_row, row_tokens, unpack_row, whole_row
-from megarl.training.lessons import Pupil
+from megarl.training.distillation_targets import Pupil
+from megarl.training.microbatch import Microbatch, pack_row, row_tokens, unpack_row, whole_row
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, OwnTokens, routes_of_rows
 

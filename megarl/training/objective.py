@@ -21,7 +21,7 @@ from megarl.algorithms.value_losses import clipped as clipped_values
 from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
 from megarl.files.import_path import function_of
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
-from megarl.training.batch import Microbatch, whole_row
+from megarl.training.microbatch import Microbatch, whole_row
 from megarl.types import ConfigError
 
 METRICS = {

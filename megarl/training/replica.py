@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import torch.distributed as dist
 
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
-from megarl.platform import signed
+from megarl.data.token_batch import TokenBatch
+from megarl.groups import signed
 
 _BLOCK_BYTES = 1 << 20
 """Bytes of the first broadcast of a batch. A small batch fits into it; a longer one needs a second broadcast."""

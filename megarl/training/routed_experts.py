@@ -16,9 +16,9 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 from safetensors.numpy import load_file, save
 
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.files.atomic import disk_full_named
-from megarl.platform import signed
+from megarl.groups import signed
 from megarl.training.exchange import fetched, runs_of
 from megarl.types import DataError, ExpertsHandle
 

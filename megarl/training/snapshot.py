@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from megarl.training.engine import TrainingEngine
+from megarl.training.training_engine import TrainingEngine
 
 
 class Snapshot:

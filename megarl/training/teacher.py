@@ -11,12 +11,12 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.data.batch import TokenBatch
-from megarl.models.distillation import TeacherModel
+from megarl.data.token_batch import TokenBatch
+from megarl.groups.megatron_ranks import RankGroups
 from megarl.models.policy import PackedModel
-from megarl.platform.megatron_ranks import RankGroups
-from megarl.training.batch import Microbatch, whole_row
-from megarl.training.lessons import HeldLessons, TaughtPositions
+from megarl.models.teacher_student import TeacherModel
+from megarl.training.distillation_targets import HeldLessons, TaughtPositions
+from megarl.training.microbatch import Microbatch, whole_row
 from megarl.training.model import FrozenModel
 
 

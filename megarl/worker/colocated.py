@@ -12,9 +12,9 @@ from megarl.models.configuration import uses_transformer_engine
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, Request
-from megarl.worker.engine import build_engine
-from megarl.worker.trainer import TrainerWorker
-from megarl.worker.weights import WeightsEnd
+from megarl.worker.engine_worker import build_engine
+from megarl.worker.trainer_worker import TrainerWorker
+from megarl.worker.weights_end import WeightsEnd
 
 
 class Worker(TrainerWorker):

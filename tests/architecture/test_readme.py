@@ -17,7 +17,7 @@ from megarl.config.recipe import load
 from megarl.environments import ENVIRONMENTS, Turn
 from megarl.families import FAMILIES
 from megarl.files.import_path import import_object
-from megarl.preflight.keywords import keywords
+from megarl.preflight.keyword_arguments import keywords
 from megarl.rewards import REWARDS, SERVED
 from megarl.rewards.calling import PARAMETERS, bind
 from megarl.types import ToolCall

@@ -9,9 +9,10 @@ import time
 import torch
 import torch.distributed as dist
 
-from megarl.platform import bridge, broken_bridges, device, rendezvous, signed
-from megarl.platform.bridge import close_bridge, open_bridge, rank_in
-from megarl.platform.left_collective import told_of_bridge
+from megarl.groups import cancelled, cross_world, rendezvous, signed
+from megarl.groups.cross_world import close_bridge, open_bridge, rank_in
+from megarl.groups.peer_errors import told_of_bridge
+from megarl.platform import device
 
 _LONG_BYTES = 1 << 27
 
@@ -47,13 +48,13 @@ class Bridging:
 
     def signal_when_all_have_come(self, number):
         """From now on, this signal ends or stops the rank at a bridge, before the others can connect to it."""
-        await_all = bridge._await_all
+        await_all = cross_world._await_all
 
         def come(*args):
             await_all(*args)
             os.kill(os.getpid(), number)
 
-        bridge._await_all = come
+        cross_world._await_all = come
 
     def signal_in_reshard(self, moment, number):
         """From now on, this signal ends or stops the rank in a reshard."""
@@ -83,7 +84,7 @@ class Bridging:
             while not received[_LONG_BYTES // 16]:
                 time.sleep(1e-4)
             os.kill(os.getpid(), number)
-        bridge.wait(bridge.begun(work, self.bridge), self.bridge)
+        cross_world.wait(cross_world.begun(work, self.bridge), self.bridge)
 
     def world(self):
         """The name of this rank's world, and a key that all of the run have."""
@@ -106,7 +107,7 @@ class Bridging:
 
     def wait_until_broken(self, name):
         """Why this bridge was broken off, once it is."""
-        while (reason := broken_bridges.reason_of(name)) is None:
+        while (reason := cancelled.reason_of(name)) is None:
             time.sleep(0.01)
         return reason
 

@@ -5,8 +5,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.platform.fork_server import end_fork_servers
-from megarl.platform.server_process import SHARED
+from megarl.processes.fork_server import end_fork_servers
+from megarl.processes.fork_server_handle import SHARED
 
 
 @pytest.fixture

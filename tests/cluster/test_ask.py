@@ -10,8 +10,8 @@ import pytest
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.worker_group import RankFailedError
 from megarl.types import PeerLostError
+from tests.child_processes import is_alive
 from tests.cluster.started import started
-from tests.processes import is_alive
 
 pytestmark = pytest.mark.usefixtures("worker_module", "nothing_left")
 

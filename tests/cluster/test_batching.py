@@ -12,7 +12,7 @@ import pytest
 
 from megarl.cluster.batching import RankModel, Work
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import shape_from_config
 from megarl.tracking.metrics import Sum
 from megarl.types import MegarlError, TrainingSequence

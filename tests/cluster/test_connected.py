@@ -22,7 +22,7 @@ from tests.cluster.lateness import see_who_is_late
 
 _PROCESS = """
 import sys
-from megarl.platform.processes import die_with
+from megarl.processes.process_tree import die_with
 from megarl.cluster.connected import connect
 from megarl.cluster.topology import Introduction
 host, port, key, turn, parent = sys.argv[1:]

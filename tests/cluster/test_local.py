@@ -18,8 +18,8 @@ from megarl.cluster.local import LocalGroup
 from megarl.cluster.rank_handle import log_tail
 from megarl.cluster.worker_group import RankFailedError
 from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
+from tests.child_processes import is_alive
 from tests.cluster.started import started
-from tests.processes import is_alive
 
 pytestmark = pytest.mark.usefixtures("own_fork_servers", "worker_module", "nothing_left")
 
@@ -50,7 +50,7 @@ def test_call_and_scatter_answer_by_rank():
                 (pid, pid) for pid in pids
             ]  # a terminal's ctrl-c does not reach them
             commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
-            assert all(b"megarl.platform.forking" in command for command in commands)
+            assert all(b"megarl.processes.fork_server_main" in command for command in commands)
             names = [Path(f"/proc/{pid}/comm").read_text() for pid in pids]
             assert names == [f"megarl rank {rank}\n" for rank in range(3)]
 

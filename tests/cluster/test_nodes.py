@@ -15,7 +15,7 @@ from megarl.cluster.node_checks import NodeReport, all_faults, faults, kinds_of_
 from megarl.cluster.node_memory import shortages
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
 from megarl.config import Recipe
-from megarl.memory.nodes import RankHostBytes
+from megarl.memory_plan.node_bytes import RankHostBytes
 from megarl.platform import device
 from megarl.platform.gpu_needs import field_needs
 from megarl.platform.host_memory import machine_bytes

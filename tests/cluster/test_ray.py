@@ -21,8 +21,8 @@ from megarl.config import RewardConfig
 from megarl.environments.process import process_settings
 from megarl.environments.process_pool import EnvironmentPool, RaisedError
 from megarl.rewards.calling import Sample
-from megarl.rewards.scoring import RewardPool
-from megarl.rewards.worker import worker_settings
+from megarl.rewards.reward_pool import RewardPool
+from megarl.rewards.reward_process import worker_settings
 from megarl.types import Problem
 from tests.cluster.lateness import see_who_is_late
 from tests.cluster.losing import SCENES

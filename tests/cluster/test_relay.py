@@ -22,10 +22,10 @@ from megarl.cluster.handshake import admit, introduce
 from megarl.cluster.messages import pack
 from megarl.cluster.relay import ANSWER, BATCH, PART, start
 from megarl.cluster.worker_group import RankFailedError
-from megarl.platform.processes import descendants
+from megarl.processes.process_tree import descendants
 from megarl.types import DataError, PeerLostError
+from tests.child_processes import is_alive
 from tests.cluster.lateness import see_who_is_late
-from tests.processes import is_alive
 
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
 

@@ -22,7 +22,7 @@ import pytest
 from megarl.cluster.sbatch import render
 from megarl.config import Recipe
 from megarl.config.recipe import load
-from megarl.platform.private_folder import PrivateFolder
+from megarl.files.private_folder import PrivateFolder
 from megarl.types import ConfigError
 from tests.cluster.local_slurm import MEGARL, ROOT, Cluster
 from tests.cluster.losing import SCENES

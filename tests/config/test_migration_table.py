@@ -13,7 +13,7 @@ from megarl.config import Recipe
 from megarl.config.migration import counterpart
 from megarl.config.recipe import load
 from megarl.preflight import learning, sizes
-from megarl.preflight.keywords import keywords
+from megarl.preflight.keyword_arguments import keywords
 from tests.rollout.batches import attempt, batch_of
 
 TABLE = Path(__file__).resolve().parents[2] / "launch/recipes/MIGRATION.md"

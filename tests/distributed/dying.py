@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megarl.reshard import transport
-from megarl.worker import engine, trainer
+from megarl.worker import engine_worker, trainer_worker
 
 
 def _choose(via):
@@ -13,13 +13,13 @@ def _choose(via):
         transport.is_one_machine = lambda is_willing, group: False
 
 
-class Trainer(trainer.TrainerWorker):
+class Trainer(trainer_worker.TrainerWorker):
     def __init__(self, rank, world_size, via, recipe, layout):
         _choose(via)
         super().__init__(rank, world_size, recipe, layout)
 
 
-class Engine(engine.EngineWorker):
+class Engine(engine_worker.EngineWorker):
     def __init__(self, rank, world_size, via, recipe, layout, replica):
         _choose(via)
         super().__init__(rank, world_size, recipe, layout, replica)
@@ -35,7 +35,7 @@ class Engine(engine.EngineWorker):
 
     def stop_in_join(self, number):
         """From now on, this signal stops the rank on its way to a bridge."""
-        engine.open_bridge = lambda *args, **kwargs: os.kill(os.getpid(), number)
+        engine_worker.open_bridge = lambda *args, **kwargs: os.kill(os.getpid(), number)
 
     def fail_in_own_world(self, number):
         """From now on, a collective of the rank's own world fails in a reshard."""

@@ -22,8 +22,8 @@ from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.worker_group import PartOfRun, RankLostError, WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.groups.peer_errors import PeerGoneError
 from megarl.platform import device
-from megarl.platform.left_collective import PeerGoneError
 from megarl.reshard.staging import SharedSlots
 from megarl.types import PeerLostError
 

@@ -172,7 +172,7 @@ def order_of_start(recipe: Recipe, layout: ParallelConfig) -> list[str]:
 
     from megarl.engine.engine import RolloutEngine
     from megarl.reshard.live import Reshard
-    from megarl.training.engine import TrainingEngine
+    from megarl.training.training_engine import TrainingEngine
     from megarl.worker.colocated import Worker
 
     notes: list[str] = []

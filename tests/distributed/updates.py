@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.types import TrainingSequence
 
 

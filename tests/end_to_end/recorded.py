@@ -6,7 +6,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from megarl.tracking.table import find
+from megarl.tracking.metric_table import find
 
 
 def metrics(run: Path) -> list[dict[str, Any]]:

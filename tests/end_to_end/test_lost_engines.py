@@ -17,8 +17,8 @@ from types import ModuleType
 
 import pytest
 
+from tests.child_processes import is_alive, rank_processes
 from tests.end_to_end.recorded import unknown_metrics
-from tests.processes import is_alive, rank_processes
 
 RECIPE = """
 name: run

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from megarl.rollout.state import TIMES
-from tests.processes import rank_processes
+from tests.child_processes import rank_processes
 
 pytestmark = pytest.mark.timeout(7200)
 

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
+from tests.child_processes import is_alive, rank_processes
 from tests.end_to_end.recorded import unknown_metrics
-from tests.processes import is_alive, rank_processes
 from tests.terminal_screen import run_in_terminal, shown
 
 MEGARL = [sys.executable, "-m", "megarl"]

@@ -425,7 +425,7 @@ def test_a_tensor_that_a_deep_sleep_would_lose_is_noticed(outcome) -> None:
 
 
 def vllm_field_error(model_path: str, fields: dict[str, Any]) -> str:
-    from megarl.engine.arguments import engine_arguments
+    from megarl.engine.vllm_arguments import engine_arguments
 
     try:
         engine_arguments(model_path, RolloutConfig(vllm=fields), max_model_len=64, dtype="float32", seed=0)
@@ -474,7 +474,7 @@ def refusals(model_path: str) -> list[str]:
 
 
 def refused_share() -> str:
-    from megarl.engine.arguments import refusals_named
+    from megarl.engine.vllm_arguments import refusals_named
 
     config = RolloutConfig(gpu_memory_utilization=0.25)
     with pytest.raises(ConfigError) as caught, refusals_named(config, 128, ValueError):

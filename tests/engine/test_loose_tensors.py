@@ -24,8 +24,8 @@ def built_on_meta(folders: dict[str, str]) -> dict[str, tuple[list[str], list[st
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
-    from megarl.engine.arguments import engine_arguments, engine_config
     from megarl.engine.engine import kept_weights_notice, loose_tensors
+    from megarl.engine.vllm_arguments import engine_arguments, engine_config
 
     found = {}
     config = RolloutConfig(kv_cache_gib=0.01)

@@ -13,7 +13,7 @@ import torch
 from megarl.config import Recipe, RolloutConfig
 from megarl.config.override import overridden
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.testing import RankPool
 from megarl.types import TrainingSequence

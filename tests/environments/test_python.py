@@ -17,7 +17,7 @@ import pytest
 from megarl.environments import EnvironmentUnavailableError, Turn, environment_maker, num_processes, with_sandbox
 from megarl.environments.process import EnvironmentProcess, process_settings
 from megarl.environments.python import Python, _sandbox
-from megarl.platform.processes import descendants
+from megarl.processes.process_tree import descendants
 from megarl.sandbox.sandbox import Sandbox
 from megarl.types import ConfigError, Problem, ToolCall
 

@@ -19,7 +19,7 @@ WITHOUT_DRIVER = (
     "vllm.model_executor.models.qwen3", "vllm.model_executor.models.qwen3_moe",
     "vllm.v1.attention.backends.flash_attn", "vllm.distributed.device_communicators.cuda_communicator",
     "flashinfer", "transformer_engine", "transformer_engine.pytorch", "megatron.core",
-    "megatron.core.extensions.transformer_engine", "megarl.engine.engine", "megarl.training.engine",
+    "megatron.core.extensions.transformer_engine", "megarl.engine.engine", "megarl.training.training_engine",
 )  # fmt: skip
 PROGRAM = """
 import importlib, sys

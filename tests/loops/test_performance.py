@@ -18,7 +18,7 @@ from megarl.cluster.activity import Activity
 from megarl.cluster.batching import RankModel, Work
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.loops.performance import Performance, peak_memory
 from megarl.tracking.metrics import Max, Sum
 from megarl.types import TrainingSequence

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from megarl.algorithms.preference_losses import dpo
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.loops.preference import worths
 from megarl.types import TrainingSequence
 

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from tests.processes import start_with_default_signals
+from tests.child_processes import start_with_default_signals
 
 PROGRAM = """
 import asyncio, os, sys

@@ -15,10 +15,10 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import read_model_shape
 from megarl.testing import RankPool
-from megarl.training.batch import pack_row
+from megarl.training.microbatch import pack_row
 from megarl.types import TrainingSequence
 from tests.rounding import allowed_error
 

@@ -36,7 +36,7 @@ def test_the_trainer_refuses_it_with_the_remedy(broken: dict[str, str]) -> None:
     code = """
 import importlib, sys
 from megarl.types import ConfigError
-for name in ("megarl.models.configuration", "megarl.training.engine", "megarl.worker.trainer"):
+for name in ("megarl.models.configuration", "megarl.training.training_engine", "megarl.worker.trainer_worker"):
     try:
         importlib.import_module(name)
     except ConfigError as error:

@@ -12,7 +12,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.preflight import check
-from megarl.preflight.engine import HOST_DRAFTERS
+from megarl.preflight.vllm_limits import HOST_DRAFTERS
 from megarl.types import ConfigError
 
 
@@ -21,8 +21,8 @@ def faults(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> Ca
     """The faults of a recipe with a drafter, on GPUs unless said otherwise."""
 
     def found(config: dict[str, Any], *, is_cpu: bool = False, evaluation: Any = None, **rollout: Any) -> list[str]:
-        monkeypatch.setattr("megarl.preflight.engine.runs_on_cpu", lambda: is_cpu)
-        monkeypatch.setattr("megarl.preflight.engine.supported_head_sizes", lambda: [])
+        monkeypatch.setattr("megarl.preflight.vllm_limits.runs_on_cpu", lambda: is_cpu)
+        monkeypatch.setattr("megarl.preflight.vllm_limits.supported_head_sizes", lambda: [])
         try:
             vllm = {"speculative_config": config}
             check(recipe(rollout={**rollout, "vllm": vllm}, evaluation=evaluation or {}), is_start=False)

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.preflight import check, kept_kv, uncorrected
-from megarl.rollout.answers import unjudged_text
+from megarl.rollout.accuracy import unjudged_text
 from megarl.types import ConfigError
 
 PPO = {"preset": "ppo"}

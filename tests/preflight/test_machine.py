@@ -14,7 +14,7 @@ from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import Gpu
 from megarl.preflight import check, resource_warnings
 from megarl.preflight.gpu_formats import device_faults, format_faults
-from megarl.preflight.memory import gpu_gib
+from megarl.preflight.memory_fit import gpu_gib
 from megarl.types import ConfigError
 
 
@@ -116,8 +116,8 @@ def test_a_gpu_counts_where_the_run_is(
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     if node is not None:
         monkeypatch.setenv("SLURMD_NODENAME", node)
-    monkeypatch.setattr("megarl.preflight.memory.installed_gpu_gib", lambda: 8.0)
-    monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: is_cpu)
+    monkeypatch.setattr("megarl.preflight.memory_fit.installed_gpu_gib", lambda: 8.0)
+    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: is_cpu)
     assert gpu_gib(recipe(cluster={"launcher": launcher})) == gib
     assert gpu_gib(recipe(cluster={"launcher": launcher, "gpu_memory_gib": 6.0})) == 6.0
 
@@ -180,7 +180,7 @@ def test_the_generation_is_that_of_the_gpus_that_run_it(
 ) -> None:
     """Those of a login node are not asked."""
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
-    monkeypatch.setattr("megarl.preflight.memory.runs_on_cpu", lambda: False)
+    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: False)
     monkeypatch.setattr("megarl.preflight.gpu_formats.installed_gpus", lambda: (Gpu("NVIDIA A10", (8, 6)),) * 2)
     given = {"cluster": {"launcher": launcher}, "rollout": {"quantization": "fp8"}}
     found = [*format_faults(recipe(**given), is_start=True)]

@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.algorithms.evaluation import mean_with_interval
+from megarl.algorithms.estimates import mean_with_interval
 
 RECIPE = """name: {name}
 loop: {loop}

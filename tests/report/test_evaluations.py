@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from megarl.algorithms.evaluation import paired_difference
+from megarl.algorithms.estimates import paired_difference
 from megarl.cli import main
 from megarl.report.evaluations import differences, read_evaluation
 from megarl.report.page import write_report

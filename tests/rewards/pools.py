@@ -6,10 +6,10 @@ import time
 from dataclasses import replace
 
 from megarl.config import RewardConfig
-from megarl.platform.processes import descendants
+from megarl.processes.process_tree import descendants
 from megarl.rewards.calling import Sample
-from megarl.rewards.scoring import RewardPool
-from megarl.rewards.worker import worker_settings
+from megarl.rewards.reward_pool import RewardPool
+from megarl.rewards.reward_process import worker_settings
 from megarl.types import Reward
 
 

@@ -6,7 +6,7 @@ import time
 import pytest
 
 from megarl.rewards.code import code
-from megarl.rewards.scores import function_metrics
+from megarl.rewards.results import function_metrics
 from megarl.sandbox.sandbox import Sandbox, SandboxSettings
 from tests.rewards.pools import all_scored, pool_of
 

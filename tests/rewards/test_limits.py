@@ -5,7 +5,7 @@ import time
 
 from megarl.rewards.calling import Sample
 from megarl.types import Reward
-from tests.processes import is_alive
+from tests.child_processes import is_alive
 from tests.rewards.pools import ZERO, all_scored, pool_of, score_all, summed, wait_until
 
 

@@ -14,9 +14,9 @@ import pytest
 
 from megarl.config import RewardConfig
 from megarl.rewards.calling import Sample
-from megarl.rewards.worker import RewardWorker, worker_settings
+from megarl.rewards.reward_process import RewardWorker, worker_settings
 from megarl.types import ConfigError, PeerLostError, Reward
-from tests.processes import is_alive
+from tests.child_processes import is_alive
 from tests.rewards.pools import all_scored, failures_of, pool_of, processes_of, score_all, wait_until
 
 
@@ -185,8 +185,8 @@ def test_processes_die_with_a_parent_that_is_killed(module, tmp_path):
         sys.path.insert(0, {str(tmp_path)!r})
         from megarl.config import RewardConfig
         from megarl.rewards.calling import Sample
-        from megarl.rewards.scoring import RewardPool
-        from megarl.rewards.worker import worker_settings
+        from megarl.rewards.reward_pool import RewardPool
+        from megarl.rewards.reward_process import worker_settings
 
         async def main():
             settings = worker_settings(RewardConfig.model_validate(

@@ -16,8 +16,8 @@ from megarl.rewards import resolve
 from megarl.rewards.calling import Sample
 from megarl.rewards.harmless import FORMULAS, LITERALS, is_formula
 from megarl.rewards.reasoning_gym import reasoning_gym
-from megarl.rewards.scoring import RewardPool
-from megarl.rewards.worker import Scored
+from megarl.rewards.reward_pool import RewardPool
+from megarl.rewards.reward_process import Scored
 from megarl.types import ConfigError
 from tests.rewards.pools import pool_of
 

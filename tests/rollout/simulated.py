@@ -12,11 +12,11 @@ from typing import Any
 import numpy as np
 
 from megarl.config import Recipe
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.rollout.attempt import Task
 from megarl.rollout.paced import PacedBuffer
 from megarl.rollout.pool import Generates
-from megarl.rollout.sources import Source
+from megarl.rollout.source import Source
 from megarl.rollout.state import Group, RLState, finder
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Segment, Trajectory
 

@@ -24,11 +24,11 @@ from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, EnvironmentUnavailableError, Start, Step, Turn
 from megarl.environments.single_turn import SingleTurn
 from megarl.rewards.calling import Sample
-from megarl.rewards.worker import Scored
+from megarl.rewards.reward_process import Scored
 from megarl.rollout.attempt import Score
 from megarl.rollout.groups import Draw, GroupSampler, sample_groups
-from megarl.rollout.metrics import rollout_metrics
 from megarl.rollout.pool import AbandonedError, EnginePool
+from megarl.rollout.step_metrics import rollout_metrics
 from megarl.rollout.stitch import stitch
 from megarl.terminal import FirstOfEachKind
 from megarl.types import Problem, Reward, SamplingSettings, Segment, Trajectory

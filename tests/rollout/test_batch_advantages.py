@@ -14,7 +14,7 @@ import torch
 from megarl.algorithms.turns import turn_returns
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
-from megarl.rollout.batch import RLBatch
+from megarl.rollout.rl_batch import RLBatch
 from megarl.types import ConfigError, Problem, Reward, Segment, Trajectory
 from tests.rollout.batches import attempt, batch_of, of_sequences, recipe, segmented, weights
 

@@ -12,11 +12,11 @@ import numpy as np
 import pytest
 
 from megarl.config import AlgorithmConfig, Recipe
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.rollout.attempt import Task
 from megarl.rollout.buffer import Buffer
 from megarl.rollout.dynamic_sampling import passes_filter
-from megarl.rollout.sources import Source
+from megarl.rollout.source import Source
 from megarl.rollout.state import TIMES, Group, RLState, finder, in_one
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import (

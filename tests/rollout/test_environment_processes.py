@@ -14,10 +14,10 @@ from megarl.data.dialogue import Dialogue
 from megarl.environments import num_processes
 from megarl.environments.process import process_settings
 from megarl.environments.process_pool import EnvironmentPool
-from megarl.platform.processes import descendants
+from megarl.processes.process_tree import descendants
 from megarl.rollout.groups import GroupSampler
 from megarl.types import ConfigError, Problem, SamplingSettings, Trajectory
-from tests.rollout.test_course import QUESTION, Policy, score
+from tests.rollout.test_attempt_messages import QUESTION, Policy, score
 
 ENVIRONMENTS = '''
 import ctypes, os, signal, subprocess, time

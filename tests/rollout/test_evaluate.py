@@ -9,12 +9,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.algorithms.evaluation import wilson
+from megarl.algorithms.estimates import wilson
 from megarl.config import Recipe
-from megarl.rewards.worker import Failure
+from megarl.rewards.reward_process import Failure
 from megarl.rollout.evaluate import EvaluatedSet, evaluate, failure_metrics, measures_of
-from megarl.rollout.metrics import environment_metrics, rollout_metrics
-from megarl.rollout.sources import Source
+from megarl.rollout.source import Source
+from megarl.rollout.step_metrics import environment_metrics, rollout_metrics
 from megarl.types import MegarlError, Problem, Reward, SamplingSettings, Segment, Trajectory
 
 PROBLEM = Problem(7, ({"role": "user"},), (3,), "3")

@@ -21,15 +21,15 @@ from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, Start, Step, Turn
 from megarl.environments.single_turn import SingleTurn
 from megarl.rewards.calling import Sample
-from megarl.rewards.worker import Scored
+from megarl.rewards.reward_process import Scored
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall, RecordedPool, StartedGroup
-from megarl.rollout.sources import Source
+from megarl.rollout.source import Source
 from megarl.rollout.state import ARRAYS, STATE, TIMES, Group, RLState, finder
 from megarl.types import Completion, ExpertsHandle, KeptSets, Problem, Request, Reward, SamplingSettings, Trajectory
-from tests.processes import is_alive
+from tests.child_processes import is_alive
 from tests.rewards.pools import pool_of, wait_until
 from tests.rollout.engines import engines
 

@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from megarl.config import DistillationConfig, Recipe
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import ModelShape, read_model_shape
-from megarl.rollout.batch import RLBatch
+from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.teachers import Teachers, compute_teacher_advantages
 from tests.rollout.batches import attempt, batch_of, of_sequences
 

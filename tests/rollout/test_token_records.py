@@ -17,10 +17,10 @@ from tokenizers.models import WordLevel
 from transformers import PreTrainedTokenizerFast
 
 from megarl.config import Recipe
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.loops.session import Session
-from megarl.rollout.batch import RLBatch
-from megarl.rollout.scores import score_tokens
+from megarl.rollout.model_scores import score_tokens
+from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.token_records import MOST_TOKENS, kept_texts, token_records, token_texts
 from megarl.types import Problem, Reward, Segment, Trajectory
 

@@ -20,7 +20,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import AgentConfig, EndpointConfig
 from megarl.data.chat import load_tokenizer
 from megarl.rewards.calling import Sample
-from megarl.rewards.worker import Scored
+from megarl.rewards.reward_process import Scored
 from megarl.rollout.attempt import Budget, Task
 from megarl.rollout.pool import EnginePool
 from megarl.serving.agents import AgentProgram
@@ -28,7 +28,7 @@ from megarl.serving.codec import Codec
 from megarl.serving.endpoint import Endpoint
 from megarl.serving.sessions import Sessions
 from megarl.types import Problem, Reward, SamplingSettings, Trajectory
-from tests.processes import is_alive, rank_processes
+from tests.child_processes import is_alive, rank_processes
 from tests.rewards.pools import wait_until
 from tests.rollout.engines import CONTEXT_TOKENS
 

@@ -14,8 +14,8 @@ import torch.distributed as dist
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
 from megarl.data.packing import pack
+from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import read_model_shape
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
@@ -71,7 +71,7 @@ def updated(recipe: Recipe, layout: ParallelConfig, batches: list[list[TrainingS
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size
     from megarl.reshard.layouts.megatron import megatron_layouts
-    from megarl.training.engine import TrainingEngine
+    from megarl.training.training_engine import TrainingEngine
 
     shape = read_model_shape(recipe.model.path)
     layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))

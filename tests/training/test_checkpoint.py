@@ -49,7 +49,7 @@ def layout_of(sizes: Sizes) -> ParallelConfig:
 def build(recipe: Recipe, layout: ParallelConfig) -> Any:
     from megarl.checkpoint import safetensors
     from megarl.reshard.layouts.megatron import megatron_layouts
-    from megarl.training.engine import TrainingEngine
+    from megarl.training.training_engine import TrainingEngine
 
     shape = read_model_shape(recipe.model.path)
     layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))

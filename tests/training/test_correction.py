@@ -18,14 +18,14 @@ import torch
 
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.rollout.advantages import compute_importance_weights
-from megarl.rollout.metrics import update_metrics
+from megarl.rollout.step_metrics import update_metrics
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge
 from megarl.types import TrainingSequence
 from tests.token_batches import by_sequence, row_batches
-from tests.training.test_engine import build, cut_out, distance, rows_of, whole
+from tests.training.test_training_engine import build, cut_out, distance, rows_of, whole
 
 VOCABULARY, PROMPT = 431, (7, 19, 5)
 SIZES: dict[str, Any] = {

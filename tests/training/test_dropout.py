@@ -25,8 +25,8 @@ def passes(recipe: Recipe) -> dict[str, Any]:
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size
     from megarl.reshard.layouts.megatron import megatron_layouts
-    from megarl.training.engine import TrainingEngine
     from megarl.training.model import FrozenModel
+    from megarl.training.training_engine import TrainingEngine
 
     shape = read_model_shape(recipe.model.path)
     [pieces] = megatron_layouts(shape, ONE_RANK, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))

@@ -30,7 +30,7 @@ def learnt(recipe: Recipe, layout: ParallelConfig) -> dict[str, Any]:
 
     Gradients that are scattered are left out: which of them a rank has depends on the buckets.
     """
-    from megarl.training import engine as module
+    from megarl.training import training_engine as module
 
     small = partial(module.DistributedDataParallelConfig, bucket_size=4096)
     with patch.object(module, "DistributedDataParallelConfig", small):

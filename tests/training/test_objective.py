@@ -10,11 +10,11 @@ import pytest
 import torch
 
 from megarl.config import AlgorithmConfig
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.rollout.advantages import keep_highest_entropies
 from megarl.rollout.weights import assign_token_weights
 from megarl.testing import RankPool
-from megarl.training.batch import pack_row
+from megarl.training.microbatch import pack_row
 from megarl.training.objective import StepNumbers, policy_objective
 from megarl.types import ConfigError, TrainingSequence
 from tests.rollout.batches import rl_batch

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.memory.devices import PINNED_BLOCK_BYTES
+from megarl.memory_plan.devices import PINNED_BLOCK_BYTES
 from megarl.testing import RankPool
 from megarl.training.checkpoint import without_pickles
 from megarl.training.model import FrozenModel

@@ -7,7 +7,7 @@ import pytest
 import torch.distributed as dist
 
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
+from megarl.data.token_batch import TokenBatch
 from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 

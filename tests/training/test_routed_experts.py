@@ -12,8 +12,8 @@ import torch
 import torch.distributed as dist
 
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
 from megarl.data.packing import pack
+from megarl.data.token_batch import TokenBatch
 from megarl.testing import RankPool
 from megarl.training.routed_experts import ExpertExchange, HeldExperts, OwnTokens, routes_of_rows
 from megarl.types import DataError, ExpertsHandle, TrainingSequence
@@ -38,7 +38,7 @@ def replayed(sequence: int, length: int) -> np.ndarray:
 
 def fetched(layout: ParallelConfig, layers: list[list[int]], sequence_parallel: bool) -> list[tuple[Any, Any]]:
     """This rank's experts of its rows, as fetched and as they should be."""
-    from megarl.training.batch import pack_row
+    from megarl.training.microbatch import pack_row
 
     rank, at = dist.get_rank(), layout.coordinates(dist.get_rank())
     held = HeldExperts(rank, layout.world_size)

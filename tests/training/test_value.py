@@ -14,9 +14,9 @@ import torch.distributed as dist
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
 from megarl.data.packing import pack
 from megarl.data.preferences import with_score_places
+from megarl.data.token_batch import TokenBatch
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import DataError, TrainingSequence
@@ -76,7 +76,7 @@ def build(recipe: Recipe, layout: ParallelConfig, folder: Path, role: Any) -> tu
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size, read_model_shape
     from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
-    from megarl.training.engine import TrainingEngine
+    from megarl.training.training_engine import TrainingEngine
 
     shape = read_model_shape(folder)
     shape = shape.with_value_head() if role == "critic" else shape

@@ -21,7 +21,7 @@ from megarl.data.dialogue import Dialogue
 from megarl.environments import Start, Step, Turn
 from megarl.platform import device
 from megarl.rewards.calling import Sample
-from megarl.rewards.worker import Scored
+from megarl.rewards.reward_process import Scored
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory

@@ -38,13 +38,13 @@ from megarl.config.parallel import ParallelConfig
 from megarl.loops.performance import Performance
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights
 from megarl.rollout.attempt import Task
-from megarl.rollout.batch import RLBatch
 from megarl.rollout.buffer import Buffer
-from megarl.rollout.metrics import step_metrics, update_metrics
 from megarl.rollout.parts import seed_of
 from megarl.rollout.pool import EnginePool, Generates
-from megarl.rollout.sources import Source
+from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.source import Source
 from megarl.rollout.state import Group, RLState
+from megarl.rollout.step_metrics import step_metrics, update_metrics
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import Problem, Request, Reward, SamplingSettings, Trajectory
 

@@ -64,7 +64,8 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    from megarl.platform import device, rendezvous
+    from megarl.groups import rendezvous
+    from megarl.platform import device
 
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
     torch.set_num_threads(1)

@@ -22,8 +22,8 @@ from megarl.cluster.connected import Address, ConnectedGroup, connect
 from megarl.cluster.rank import leave
 from megarl.cluster.topology import Introduction
 from megarl.config.parallel import ParallelConfig
-from megarl.data.batch import TokenBatch
-from megarl.platform.processes import die_with
+from megarl.data.token_batch import TokenBatch
+from megarl.processes.process_tree import die_with
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.types import Completion, Request
 

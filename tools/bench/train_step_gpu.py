@@ -45,7 +45,7 @@ def lengths_of(num_tokens: int, row: int) -> list[int]:
 
 def make_batch(lengths: Sequence[int], vocab_size: int) -> Any:
     from megarl.config import AlgorithmConfig
-    from megarl.data.batch import TokenBatch
+    from megarl.data.token_batch import TokenBatch
     from megarl.rollout.weights import assign_token_weights
     from megarl.types import TrainingSequence
 
@@ -78,7 +78,7 @@ def build_engine(folder: Path, row: int, dtype: str, adam: bool, recompute: str)
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
     from megarl.families.shape import read_model_shape
-    from megarl.training.engine import TrainingEngine
+    from megarl.training.training_engine import TrainingEngine
 
     recipe = Recipe.model_validate(
         {
@@ -326,9 +326,10 @@ def main() -> int:
         print("no CUDA here: --device cpu --shape small --tokens 4096 --row 512 shows that all parts work")
         return 2
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
+    from megarl.files.private_folder import PrivateFolder
+    from megarl.groups import rendezvous
     from megarl.platform import device as platform
-    from megarl.platform import megatron_on_cpu, rendezvous
-    from megarl.platform.private_folder import PrivateFolder
+    from megarl.platform import megatron_on_cpu
 
     megatron_on_cpu.prepare()
     folder = PrivateFolder()

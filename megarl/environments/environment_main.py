@@ -1,0 +1,124 @@
+"""Main function of an environment's process. It plays one attempt after the other, one request a step."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import socket
+import threading
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from megarl.environments import Environment, EnvironmentUnavailableError, Start, Step, Turn, environment_maker
+from megarl.environments.tools import CALL_THREAD
+from megarl.environments.validation import checked_start, checked_step
+from megarl.processes.frames import UnsendableError, receive, send
+from megarl.processes.process_tree import limit_memory
+from megarl.types import MegarlError, Problem, ToolCall
+
+MAX_ERROR_CHARACTERS = 4000
+
+
+def serve(connection: socket.socket) -> None:
+    """Answer requests until the driver closes the connection.
+
+    The first message has the environment's name in the recipe, its settings and a memory limit. Its answer is `ready`,
+    or `refused` with the reason. Each later request has a method with its arguments, and a number repeated in the
+    answer. The answer is a `value`, an `error` it raised, or `unavailable` with the reason. `is_last` in an answer
+    means the process is not fit for another attempt.
+    """
+    with suppress(EOFError, OSError):
+        start = receive(connection, None)
+        try:
+            make = environment_maker(start["environment"], start["settings"])
+        except MegarlError as error:
+            send(connection, {"refused": str(error)[:MAX_ERROR_CHARACTERS]})
+            return
+        # Limited after the import: memory of the libraries does not count.
+        limit_memory(start["memory_bytes"])
+        send(connection, {"ready": True})
+        process = os.getpid()
+        with asyncio.Runner() as runner:
+            player = _Player(make, runner)
+            while True:
+                request = receive(connection, None)
+                answer = player.answer(request)
+                if os.getpid() != process:
+                    # The environment forked, and this is the child. The connection belongs to the parent.
+                    os._exit(0)
+                try:
+                    send(connection, {"id": request["id"], **answer})
+                except UnsendableError as error:
+                    send(connection, {"id": request["id"], "error": f"TypeError: its answer is not JSON: {error}"})
+
+
+class _Player:
+    """Player of attempts, with a new environment from `make` at each reset."""
+
+    def __init__(self, make: Callable[[], Environment], runner: asyncio.Runner) -> None:
+        self._make = make
+        self._runner = runner
+        self._environment: Environment | None = None
+
+    def answer(self, request: dict[str, Any]) -> dict[str, Any]:
+        try:
+            return {"value": self._value(request), "is_last": self._is_unfit()}
+        except EnvironmentUnavailableError as error:
+            return {"unavailable": _text(error)}
+        except BaseException as error:  # SystemExit and timeouts of some libraries are not Exceptions.
+            # After a MemoryError the process may be in any state, so it plays no further attempt.
+            return {"error": f"{type(error).__name__}: {_text(error)}", "is_last": isinstance(error, MemoryError)}
+
+    def _value(self, request: dict[str, Any]) -> dict[str, Any] | None:
+        if request["do"] == "reset":
+            self._environment = self._make()
+            given = request["problem"]
+            tuples = {name: tuple(given[name]) for name in ("messages", "prompt_token_ids")}
+            problem = Problem(**{**given, **tuples})
+            return _start(checked_start(self._called(self._environment.reset, problem, request["seed"])))
+        if request["do"] == "step":
+            assert self._environment is not None
+            turn = request["turn"]
+            calls = tuple(ToolCall(**call) for call in turn["calls"])
+            return _step(checked_step(self._called(self._environment.step, Turn(**{**turn, "calls": calls}))))
+        # Forget the environment first, so that a failing `close` is not called again.
+        environment, self._environment = self._environment, None
+        if environment is not None:
+            self._called(environment.close)
+        return None
+
+    def _called(self, method: Callable[..., Any], *given: object) -> Any:
+        found = method(*given)
+        return self._runner.run(_awaited(found)) if inspect.isawaitable(found) else found
+
+    def _is_unfit(self) -> bool:
+        """Return whether, between two attempts, a hanging function still runs in its thread."""
+        return self._environment is None and any(t.name.startswith(CALL_THREAD) for t in threading.enumerate())
+
+
+async def _awaited(found: Awaitable[Any]) -> Any:
+    return await found
+
+
+def _start(start: Start) -> dict[str, Any]:
+    return {"messages": list(map(dict, start.messages)), "tools": list(map(dict, start.tools))}
+
+
+def _step(step: Step) -> dict[str, Any]:
+    """Return the step as JSON values. Numbers of numpy become Python's."""
+    return {
+        "messages": list(map(dict, step.messages)),
+        "reward": None if step.reward is None else float(step.reward),
+        "done": bool(step.done),
+        "answer_correct": None if step.answer_correct is None else bool(step.answer_correct),
+        "metrics": {str(name): float(value) for name, value in step.metrics.items()},
+    }
+
+
+def _text(error: BaseException) -> str:
+    try:
+        return str(error)[:MAX_ERROR_CHARACTERS]
+    except Exception:
+        return "its text cannot be read"

@@ -1,0 +1,163 @@
+"""Collectives of Python objects, pickled and signed with the run's key. Only signed data is unpickled.
+
+gloo and NCCL do not authenticate their peers, and unpickling can run arbitrary code. Each message therefore carries an
+HMAC over its sender, its number and its content. It is checked before unpickling, so forged and replayed messages are
+refused. Messages of another world (a separate `torch.distributed` world, such as an engine replica) are refused too.
+A restarted replica is a new world.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import hmac
+import pickle
+import struct
+from collections.abc import Sequence
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+
+from megarl.groups import cross_world, rendezvous
+
+_HEAD = struct.Struct("<32sQ")
+"""Header of a message: HMAC-SHA256 signature, then the length of the pickle in bytes."""
+_CONTEXT = struct.Struct("<qqQ")
+"""Signed context before the content: sender, message number, length in bytes."""
+_MOST_BYTES = 1 << 32
+"""Largest accepted message in bytes. The length is read before its signature can be checked."""
+
+Value = TypeVar("Value")
+
+
+class ForgedMessageError(Exception):
+    """A message between ranks with a signature that does not fit its expected sender, number and content."""
+
+
+class Conversation:
+    """The signed messages among a set of ranks for one purpose, numbered per sender.
+
+    `purpose` names the subject and the ranks and must be equal on all of them. Messages of another conversation are
+    refused.
+    """
+
+    def __init__(self, purpose: str) -> None:
+        self._key = rendezvous.derived_key(purpose)
+        self._numbers: dict[int, int] = {}
+
+    def seal(self, value: Any, sender: int) -> bytes:
+        """Return the next message of rank `sender`: the header and the pickled value."""
+        data = pickle.dumps(value, protocol=pickle.HIGHEST_PROTOCOL)
+        return _HEAD.pack(self._signature(data, len(data), sender), len(data)) + data
+
+    def size(self, message: bytes | memoryview) -> int:
+        """Return the length of a message in bytes, header included. Only its first bytes are needed.
+
+        Raises ForgedMessageError if the stated length exceeds 4 GiB.
+        """
+        _, size = _HEAD.unpack_from(message)
+        if size > _MOST_BYTES:
+            raise ForgedMessageError(f"a message between ranks states a length of {size} bytes, which is too long")
+        return _HEAD.size + size
+
+    def open(self, message: bytes | memoryview, sender: int) -> Any:
+        """Return the value of the next message of rank `sender`; ignore bytes after its end.
+
+        Raises ForgedMessageError if the signature is wrong.
+        """
+        signature, size = _HEAD.unpack_from(message)
+        data = memoryview(message)[_HEAD.size : _HEAD.size + size]
+        if not hmac.compare_digest(signature, self._signature(data, size, sender)):
+            raise ForgedMessageError(f"a message in the name of rank {sender} was not signed with this run's key")
+        return pickle.loads(data)
+
+    def _signature(self, data: bytes | memoryview, size: int, sender: int) -> bytes:
+        # Numbers count per sender on both sides, so a replayed message fails the check.
+        number = self._numbers[sender] = self._numbers.get(sender, -1) + 1
+        return hmac.digest(self._key, _CONTEXT.pack(sender, number, size) + data, hashlib.sha256)
+
+
+_conversations: dict[str, Conversation] = {}
+
+
+def between(purpose: str, members: Sequence[int]) -> Conversation:
+    """Return this process's conversation for a purpose among ranks of its world. All ranks must take part."""
+    return _conversation(f"{purpose} in world {rendezvous.world_name()}", members)
+
+
+def _conversation(purpose: str, members: Sequence[int]) -> Conversation:
+    name = f"{purpose} {tuple(members)}"
+    if name not in _conversations:
+        _conversations[name] = Conversation(name)
+    return _conversations[name]
+
+
+def gather(
+    value: Value, group: dist.ProcessGroup | None = None, *, to: int | None = None, purpose: str = "gather"
+) -> list[Value]:
+    """Return the values of all ranks, ordered by rank in the group. A collective.
+
+    `value` may be any picklable object. With `to` only this global rank receives values, and the others return an empty
+    list. A cross-world group (`bridge`) is allowed, but not together with `to`. Raises ForgedMessageError.
+    """
+    name = cross_world.name_of(group)
+    members = range(group.size()) if name and group else dist.get_process_group_ranks(group or dist.group.WORLD)
+    own = cross_world.rank_in(group) if name else dist.get_rank()
+    if len(members) == 1:
+        return [value]
+    # Ranks of a cross-world group differ in their world name. The group's own name, never reused, separates messages.
+    conversation = _conversation(f"{purpose} {name}", members) if name else between(purpose, members)
+    is_receiver = to is None or own == to
+    message = conversation.seal(value, own)
+    device = _device(group)
+    # Collectives need blocks of equal size, so all ranks pad to the longest message.
+    longest = torch.tensor(len(message), device=device)
+    is_bridge = bool(name)
+    cross_world.finish(dist.all_reduce(longest, dist.ReduceOp.MAX, group, async_op=is_bridge), group)
+    block = torch.frombuffer(bytearray(message.ljust(int(longest))), dtype=torch.uint8).to(device)
+    blocks = [torch.empty_like(block) for _ in members] if is_receiver else []
+    if to is None:
+        cross_world.finish(dist.all_gather(blocks, block, group, async_op=is_bridge), group)
+    else:
+        dist.gather(block, blocks or None, dst=to, group=group)
+    return [
+        value if rank == own else conversation.open(theirs.cpu().numpy().data, rank)
+        for rank, theirs in zip(members, blocks, strict=is_receiver)
+    ]
+
+
+def broadcast(
+    conversation: Conversation,
+    value: Any,
+    group: dist.ProcessGroup | None,
+    source: int,
+    block_bytes: int,
+) -> Any:
+    """Return the value of the global rank `source` on all ranks.
+
+    The first broadcast has `block_bytes` bytes. Longer messages need a second one. Raises ForgedMessageError.
+    """
+    # All ranks know the size of the first broadcast, so a short message needs no broadcast of its length before.
+    if dist.get_rank() == source:
+        message = bytearray(conversation.seal(value, source))
+        size = len(message)
+        message.extend(bytes(max(0, block_bytes - size)))
+        blocks = torch.frombuffer(message, dtype=torch.uint8)
+        dist.broadcast(blocks[:block_bytes], source, group=group)
+        if size > block_bytes:
+            dist.broadcast(blocks[block_bytes:], source, group=group)
+        return value
+    first = torch.empty(block_bytes, dtype=torch.uint8)
+    dist.broadcast(first, source, group=group)
+    size = conversation.size(first.numpy().data)
+    if size > block_bytes:
+        rest = torch.empty(size - block_bytes, dtype=torch.uint8)
+        dist.broadcast(rest, source, group=group)
+        first = torch.cat([first, rest])
+    return conversation.open(first.numpy().data, source)
+
+
+def _device(group: dist.ProcessGroup | None) -> torch.device:
+    """Return the device of a group's collectives: the CPU if the group has gloo, else this rank's GPU."""
+    has_gloo = bool(cross_world.name_of(group)) or "gloo" in str(dist.get_backend_config(group))
+    return torch.device("cpu") if has_gloo else torch.device("cuda", torch.cuda.current_device())

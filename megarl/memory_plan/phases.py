@@ -1,0 +1,466 @@
+"""Memory by phase of a run: start, rollout, reshard, log-probs, train, save."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import dataclass, replace
+from functools import cached_property
+from typing import Literal
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.memory_plan import activations, engine_bytes, trainer_bytes
+from megarl.memory_plan.activations import PassSettings
+from megarl.memory_plan.deep_ep import NUM_SMS, deep_ep_bytes
+from megarl.memory_plan.devices import (
+    COMMUNICATOR_BYTES,
+    CONTEXT_BYTES,
+    GRAPH_BYTES,
+    LIBRARY_BYTES,
+    PINNED_BLOCK_BYTES,
+    Platform,
+)
+from megarl.memory_plan.memory_table import CacheRoom, MemoryTable, Phase, Use
+from megarl.memory_plan.models import Built, Models
+from megarl.memory_plan.trainer_bytes import TrainerStates
+from megarl.reshard.layouts.lora import adapter_layouts
+from megarl.reshard.layouts.vllm_computed import VllmLayouts
+
+ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+# States that may be offloaded, by the names in trainer.offload.
+_ALL = ("parameters", "gradients", "optimizer")
+
+
+def memory_table(recipe: Recipe, models: Models, platform: Platform, *, gpu_gib: float | None = None) -> MemoryTable:
+    """Return a recipe's memory by phase. Each phase is shown on the rank needing the most memory in it.
+
+    `gpu_gib` is the memory of a GPU in GiB; `rollout.gpu_memory_utilization` is a share of it. One rank of each
+    pipeline stage is examined, because ranks of a stage differ only by a few elements of padding. With separate
+    engines, the first engine rank is examined too.
+    """
+    layout = models.policy.layout
+    ranks = [layout.rank(tp=0, dp=0, pp=stage) for stage in range(layout.pp)]
+    ranks += layout.leaders()[:1] if layout.is_separate else ()
+    memories = [RankMemory(recipe, models, platform, rank, gpu_gib) for rank in ranks]
+    by_name: dict[str, list[Phase]] = {}
+    for memory in memories:
+        for phase in memory.phases():
+            by_name.setdefault(phase.name, []).append(phase)
+    phases = tuple(max(same, key=lambda phase: (phase.device_bytes, phase.host_bytes)) for same in by_name.values())
+    sampling = next((memory for memory in memories if memory.has_engine), None)
+    return MemoryTable(phases, None if sampling is None else sampling.cache_room(), is_gpu=platform.is_gpu)
+
+
+@dataclass(frozen=True)
+class RankMemory:
+    """Memory of one rank: models, engine, or both."""
+
+    recipe: Recipe
+    models: Models
+    platform: Platform
+    rank: int
+    gpu_gib: float | None = None
+    expert_load: float = activations.EXPERT_IMBALANCE
+    """Tokens of the fullest expert-parallel rank over the mean."""
+
+    @property
+    def layout(self) -> ParallelConfig:
+        return self.models.policy.layout
+
+    @property
+    def has_trainer(self) -> bool:
+        return self.rank < self.layout.world_size
+
+    @property
+    def has_engine(self) -> bool:
+        return self.recipe.has_engine and not (self.layout.is_separate and self.has_trainer)
+
+    @property
+    def itemsize(self) -> int:
+        return ITEM_BYTES[self.recipe.model.dtype]
+
+    @cached_property
+    def policy(self) -> TrainerStates:
+        """Return the policy's states after its first update. Before it, an optimizer has no moments."""
+        if not self.has_trainer:
+            return trainer_bytes.NOTHING
+        return self._trained(self.models.policy, self.recipe.optimizer.name, self.recipe.lora.rank)
+
+    @cached_property
+    def critic(self) -> TrainerStates:
+        if self.models.critic is None or not self.has_trainer:
+            return trainer_bytes.NOTHING
+        return self._trained(self.models.critic, self.recipe.critic.optimizer.name, 0)
+
+    @cached_property
+    def frozen(self) -> dict[str, int]:
+        """Return bytes of each model used only for scoring."""
+        if not self.has_trainer:
+            return {}
+        return {
+            name: trainer_bytes.parameter_bytes(built.layouts, self.rank, self.itemsize)
+            for name, built in self.models.frozen.items()
+        }
+
+    @cached_property
+    def engine_weights(self) -> int:
+        if not self.has_engine:
+            return 0
+        quantization = self.recipe.rollout.quantization
+        return engine_bytes.engine_weights(self._engine_layouts, self._engine_rank, self.itemsize, quantization)
+
+    @cached_property
+    def waiting(self) -> int:
+        """Return bytes used by an engine to make its FP8 weights during a reshard."""
+        if not self.has_engine or self.recipe.rollout.quantization == "none":
+            return 0
+        return engine_bytes.waiting_bytes(
+            self._engine_layouts,
+            self._engine_rank,
+            self.itemsize,
+            bucket_bytes=self.recipe.weights.bucket_mib << 20,
+            stages=self.layout.pp,
+        )
+
+    @property
+    def _engine_layouts(self) -> VllmLayouts:
+        layout = self.layout
+        num_ranks = layout.rollout_ranks or layout.world_size
+        return VllmLayouts(self.models.policy.shape, layout.rollout_tp, num_ranks, layout.rollout_ep)
+
+    @property
+    def _engine_rank(self) -> int:
+        return self.rank - self.layout.leaders()[0]
+
+    @cached_property
+    def cache_bytes(self) -> int:
+        if not self.has_engine:
+            return 0
+        return engine_bytes.cache_bytes(self._cache_asked, self._block_bytes)
+
+    @cached_property
+    def engine_step(self) -> int:
+        if not self.has_engine:
+            return 0
+        rollout = self.recipe.rollout
+        default = engine_bytes.BATCHED_TOKENS[self.platform.kind]
+        # The same limit as set in `platform.vllm_on_cpu`.
+        if not self.platform.is_gpu:
+            default = max(default, self.recipe.context_tokens)
+        return engine_bytes.step_bytes(
+            self.models.policy.shape,
+            self.layout.rollout_tp,
+            batched_tokens=int(rollout.vllm.get("max_num_batched_tokens") or default),
+            max_requests=rollout.max_concurrent_requests,
+            itemsize=self.itemsize,
+        )
+
+    @cached_property
+    def staging(self) -> int:
+        """Return bytes of reshard staging: two buckets, or all weights if they are smaller."""
+        if not self.recipe.has_engine or self.layout.num_ranks == 1:
+            return 0
+        bucket = self.recipe.weights.bucket_mib << 20
+        return min(2 * bucket, self.engine_weights + self.policy.parameters)
+
+    def cache_room(self) -> CacheRoom:
+        """Return the requests fitting in the KV cache of the rank's engine."""
+        blocks = self.cache_bytes // self._block_bytes
+        # vLLM 0.30 holds one block back.
+        tokens = max(0, blocks - 1) * self._block_tokens
+        most = self.recipe.rollout.max_concurrent_requests
+        return CacheRoom(tokens, self.recipe.context_tokens, most, min(most, self._requests_of_step))
+
+    @property
+    def _requests_of_step(self) -> int:
+        """Return the requests of a training step handled by one engine."""
+        train = self.recipe.train
+        attempts = math.ceil(train.prompts_per_step * train.samples_per_prompt * self.recipe.algorithm.oversampling)
+        num_engines = (self.layout.rollout_ranks or self.layout.world_size) // self.layout.rollout_tp
+        return -(-attempts // max(num_engines, 1))
+
+    def phases(self) -> Iterator[Phase]:
+        """Yield all phases of the run on this rank."""
+        part: Literal["", "trainer", "engine"] = ""
+        if self.layout.is_separate:
+            part = "trainer" if self.has_trainer else "engine"
+        moments = self._of_trainer() if self.has_trainer else self._of_engine()
+        for name, uses in moments.items():
+            yield Phase(name, self.rank, tuple(self._placed([*uses, *self._sent_beside(name)])), part)
+
+    def _of_engine(self) -> dict[str, list[Use]]:
+        """Return the phases of a rank used only for sampling."""
+        return {"start engine": self._start(), "rollout": self._rollout(), "reshard engine": self._reshard()}
+
+    def _of_trainer(self) -> dict[str, list[Use]]:
+        moments = {"start": self._start()}
+        if self.has_engine:
+            moments["rollout"] = self._rollout()
+        if self.recipe.has_engine:
+            moments["reshard"] = self._reshard()
+        if self.recipe.is_on_policy:
+            moments["logprobs"] = self._scoring("policy")
+        moments |= {f"logprobs {name}": self._scoring(name) for name in self.frozen}
+        if self.models.critic is not None:
+            moments["logprobs critic"] = self._scoring("critic")
+        moments["train"] = self._training("policy")
+        if self.models.critic is not None:
+            moments["train critic"] = self._training("critic")
+        moments["save"] = self._save()
+        return moments
+
+    def _start(self) -> list[Use]:
+        """Return the fullest moment of the start: engine being built, models in place, or first reshard."""
+        # Moments appear with the first update, so they are missing until then.
+        began = replace(self.policy, moments=0)
+        building = [*self._states(began, _ALL), *self._critic(()), *self._idle_engine(), *self._waiting()]
+        if built := max(self.policy.built, self.critic.built):
+            on_host = max(self.policy.built_on_host, self.critic.built_on_host)
+            building.append(Use("optimizer being built", built, on_host))
+        moments = [building]
+        if self.recipe.has_engine:
+            moments += [self._awake_engine(), self._reshard(began), self._rollout(began)]
+        return max(moments, key=lambda uses: sum(use.device_bytes for use in uses))
+
+    def _rollout(self, policy: TrainerStates | None = None) -> list[Use]:
+        return [*self._states(policy or self.policy, ()), *self._critic(()), *self._awake_engine(), *self._waiting()]
+
+    def _reshard(self, policy: TrainerStates | None = None) -> list[Use]:
+        states = policy or self.policy
+        # A separate rank holds only one of the two, so nothing is offloaded and nothing sleeps.
+        is_alone = self.layout.is_separate
+        uses = [*self._states(states, _ALL if is_alone else ("parameters",)), *self._critic(()), *self._waiting()]
+        if states.merged:
+            uses.append(Use("merged adapters", states.merged))
+        if self.waiting:
+            uses.append(Use("unquantised weights", self.waiting))
+        # On a colocated GPU the cache is released during a reshard.
+        cache = 0 if self.platform.is_gpu and not is_alone else self.cache_bytes
+        return [*uses, Use("engine weights", self.engine_weights), Use("KV cache", cache), Use("staging", self.staging)]
+
+    def _scoring(self, name: str) -> list[Use]:
+        built = self._built(name)
+        settings = self._passes(built)
+        uses = [*self._working(name), *self._idle_engine()]
+        forward = activations.forward_bytes(built.shape, built.layout, settings)
+        logits = activations.logits_bytes(built.shape, built.layout, settings) if self._is_last(built) else 0
+        return [*uses, *self._fp8(built), Use("activations", int(forward)), Use("logits", int(logits))]
+
+    def _training(self, name: str) -> list[Use]:
+        built = self._built(name)
+        settings = self._passes(built)
+        stage = built.layout.coordinates(self.rank).pp
+        kept = activations.stage_bytes(built.shape, built.layout, stage, settings)
+        passing = activations.backward_bytes(built.shape, built.layout, settings)
+        logits = activations.logits_bytes(built.shape, built.layout, settings) if self._is_last(built) else 0
+        return [
+            *self._working(name),
+            *self._idle_engine(),
+            *self._fp8(built),
+            Use("activations", int(kept)),
+            Use("pipeline", int(activations.pipeline_bytes(built.shape, built.layout, stage, settings))),
+            Use("backward", int(passing)),
+            Use("logits", int(logits)),
+        ]
+
+    def _fp8(self, built: Built) -> Iterator[Use]:
+        """Yield FP8 copies of the weights, retained by the policy until the engine's turn.
+
+        FP8 also reduces the saved activations; that is not counted.
+        """
+        if self.recipe.trainer.fp8 != "none":
+            models = {id(model): model.layouts for model in (built, self.models.policy)}
+            yield Use("weights in FP8", sum(trainer_bytes.fp8_bytes(layouts, self.rank) for layouts in models.values()))
+
+    def _save(self) -> list[Use]:
+        saved = (self.policy + self.critic).saved
+        # Checkpoints are staged in whole blocks of page-locked memory.
+        if self.platform.is_gpu:
+            saved = -(-saved // PINNED_BLOCK_BYTES) * PINNED_BLOCK_BYTES
+        return [
+            *self._states(self.policy, _ALL),
+            *self._critic(_ALL),
+            *self._idle_engine(),
+            *self._waiting(),
+            Use("checkpoint", 0, saved),
+        ]
+
+    def _working(self, name: str) -> list[Use]:
+        """Return the memory used by each model while the model `name` computes. While the critic computes, the policy
+        is offloaded. A scoring model is loaded in addition to the policy."""
+        if name == "critic":
+            return [*self._states(self.policy, ()), *self._critic(_ALL), *self._waiting()]
+        return [*self._states(self.policy, _ALL), *self._critic(()), *self._waiting(at_work=name)]
+
+    def _states(self, states: TrainerStates, awake: Collection[str]) -> Iterator[Use]:
+        """Yield a trained model's states. On the device: states in `awake` or never offloaded. On the host: their
+        copies."""
+        offload = self.recipe.trainer.offload
+        is_here = {name: name in awake or name not in offload for name in _ALL}
+        yield Use("parameters", states.parameters * is_here["parameters"])
+        yield Use("gradients", states.gradients * is_here["gradients"])
+        yield Use("main weights", states.main_weights * is_here["optimizer"])
+        yield Use("moments", states.moments * is_here["optimizer"])
+        copies = states.pinned_parameters * ("parameters" in offload) + states.pinned_optimizer * (
+            "optimizer" in offload
+        )
+        # With separate engines, only models alternating in training (policy and critic) are ever offloaded.
+        takes_turns = not self.layout.is_separate or self.models.critic is not None
+        yield Use("offloaded copies", 0, copies * takes_turns)
+        if states.on_host:
+            yield Use("optimizer on the host", 0, states.on_host)
+
+    def _critic(self, awake: Collection[str]) -> Iterator[Use]:
+        """Yield the critic's states as one kind."""
+        uses = [*self._states(self.critic, awake)]
+        yield Use("critic", sum(use.device_bytes for use in uses), sum(use.host_bytes for use in uses))
+
+    def _sent_beside(self, phase: str) -> Iterator[Use]:
+        """Yield memory of a reshard overlapping the trainer's work: a copy of its weights, and staging in some
+        phases."""
+        if not (self.has_trainer and self.layout.is_separate and self.recipe.weights.overlap):
+            return
+        policy = self.models.policy
+        yield Use("weights being sent", trainer_bytes.parameter_bytes(policy.layouts, self.rank, self.itemsize))
+        if phase in ("logprobs", "train", "save") or phase.startswith(("logprobs ", "train ")):
+            yield Use("staging", self.staging)
+
+    def _waiting(self, at_work: str = "") -> Iterator[Use]:
+        """Yield the memory of scoring models. On GPUs each waits in host memory until it is used."""
+        for name, size in self.frozen.items():
+            yield Use(
+                name, size if name == at_work or not self.platform.is_gpu else 0, size if self.platform.is_gpu else 0
+            )
+
+    def _awake_engine(self) -> list[Use]:
+        return [
+            Use("engine weights", self.engine_weights),
+            Use("KV cache", self.cache_bytes),
+            Use("engine step", self.engine_step),
+        ]
+
+    def _idle_engine(self) -> list[Use]:
+        """Return the memory of an idle engine: none on a GPU, because it sleeps. On a CPU it cannot sleep."""
+        return [] if self.platform.is_gpu else self._awake_engine()[:2]
+
+    def _placed(self, uses: list[Use]) -> Iterator[Use]:
+        """Yield the uses with the memory of libraries. On a CPU everything counts as host memory."""
+        if self.platform.is_gpu:
+            yield from uses
+            yield Use("CUDA", CONTEXT_BYTES)
+            yield Use("NCCL", COMMUNICATOR_BYTES * self._num_communicators)
+            yield Use("CUDA graphs", self._graphs)
+            if self.has_trainer and self.recipe.trainer.moe_dispatcher == "flex":
+                yield Use("DeepEP", self._deep_ep)
+        else:
+            yield from (Use(use.kind, 0, use.device_bytes + use.host_bytes) for use in uses)
+        yield Use("libraries", 0, LIBRARY_BYTES)
+
+    @property
+    def _deep_ep(self) -> int:
+        """Return bytes of DeepEP's buffers, shared by all trainer models and sized for the widest.
+
+        0 if all experts of a token are on its own rank.
+        """
+        num_ranks = self.layout.etp * self.layout.ep
+        if num_ranks == 1:
+            return 0
+        models = [self.models.policy, self.models.critic, *self.models.frozen.values()]
+        widest = max(built.shape.hidden_size for built in models if built is not None)
+        given = self.recipe.trainer.megatron.get("moe_deepep_num_sms")
+        num_sms = given if isinstance(given, int) else NUM_SMS
+        return deep_ep_bytes(widest, ITEM_BYTES[self.recipe.model.dtype], num_ranks, num_sms)
+
+    @property
+    def _num_communicators(self) -> int:
+        """Return the number of process groups with several ranks: each axis, the world, the model-parallel ranks.
+
+        Separate engines add a world of their own, and a cross-world process group with the trainer.
+        """
+        layout = self.layout
+        bridge = [layout.num_ranks] if layout.is_separate else []
+        if not self.has_trainer:
+            # The first two: tensor-parallel group and world of the engine, equal in size.
+            return sum(size > 1 for size in (layout.rollout_tp, layout.rollout_tp, *bridge))
+        axes = [*bridge, layout.tp, layout.pp, layout.dp * layout.cp, layout.cp]
+        axes += [layout.tp * layout.pp, layout.world_size]
+        if self.models.policy.shape.num_experts:
+            axes += [layout.ep, layout.etp, layout.ep * layout.etp]
+        if self.has_engine:
+            axes.append(layout.rollout_tp)
+        return sum(size > 1 for size in axes)
+
+    def _trained(self, built: Built, optimizer: str, lora_rank: int) -> TrainerStates:
+        layouts = built.layouts
+        return trainer_bytes.trainer_states(
+            layouts,
+            self.rank,
+            itemsize=self.itemsize,
+            is_distributed=self.recipe.trainer.distributed_optimizer,
+            has_moments=optimizer == "adam",
+            is_pinned=self.platform.is_gpu,
+            adapters=adapter_layouts(layouts, self.recipe.lora.targets, lora_rank) if lora_rank else None,
+            host_fraction=self.recipe.trainer.optimizer_offload_fraction,
+        )
+
+    def _built(self, name: str) -> Built:
+        if name == "critic":
+            assert self.models.critic is not None
+            return self.models.critic
+        return self.models.policy if name == "policy" else self.models.frozen[name]
+
+    def _is_last(self, built: Built) -> bool:
+        return built.layout.coordinates(self.rank).pp == built.layout.pp - 1
+
+    def _passes(self, built: Built) -> PassSettings:
+        trainer_config = self.recipe.trainer
+        is_bf16 = self.itemsize == 2
+        given = trainer_config.megatron
+        granularity = given.get("recompute_granularity")
+        # ("core_attn",) is Megatron-Core's default for recompute_modules.
+        recomputed = given.get("recompute_modules", ("core_attn",)) if granularity == "selective" else ()
+        if trainer_config.recompute == "selective":
+            recomputed = trainer_config.recompute_modules
+        return PassSettings(
+            row_tokens=trainer_config.max_tokens_per_microbatch,
+            chunk_tokens=trainer_config.logprob_chunk_tokens,
+            itemsize=self.itemsize,
+            sequence_parallel=built.layout.tp > 1 and trainer_config.sequence_parallel is not False,
+            recomputes_layers="full" in (trainer_config.recompute, granularity),
+            recomputed=frozenset(recomputed),
+            spec="transformer_engine" if self.platform.has_transformer_engine else "local",
+            fuses_activation=bool(given.get("bias_activation_fusion", self.platform.is_gpu)),
+            pads_attention=not self.platform.is_gpu or not is_bf16,
+            lora_rank=self.recipe.lora.rank if built is self.models.policy else 0,
+            longest=self.recipe.trained_tokens,
+            expert_load=float(given.get("moe_expert_capacity_factor") or self.expert_load),
+        )
+
+    @property
+    def _block_tokens(self) -> int:
+        return int(self.recipe.rollout.vllm.get("block_size") or engine_bytes.BLOCK_TOKENS[self.platform.kind])
+
+    @property
+    def _block_bytes(self) -> int:
+        itemsize = self.itemsize if self.recipe.rollout.kv_cache_dtype == "auto" else 1
+        return engine_bytes.cache_block_bytes(
+            self.models.policy.shape, self.layout.rollout_tp, block_tokens=self._block_tokens, itemsize=itemsize
+        )
+
+    @property
+    def _cache_asked(self) -> int:
+        """Return bytes available for the KV cache: as given, or vLLM's remainder of its share of the GPU."""
+        share = self.recipe.rollout.gpu_memory_utilization
+        if share is None:
+            return int(self.recipe.rollout.kv_cache_gib * 2**30)
+        if self.gpu_gib is None:
+            return 0
+        others = CONTEXT_BYTES + COMMUNICATOR_BYTES * (self.layout.rollout_tp > 1) + self._graphs
+        return max(0, int(share * self.gpu_gib * 2**30) - self.engine_weights - self.engine_step - others)
+
+    @property
+    def _graphs(self) -> int:
+        """Return bytes of the engine's CUDA graphs."""
+        has_graphs = self.has_engine and not self.recipe.rollout.vllm.get("enforce_eager")
+        return GRAPH_BYTES if has_graphs else 0

@@ -1,0 +1,257 @@
+"""Changes making a recipe fit into a GPU's memory, each evaluated by the memory table of the changed recipe."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from itertools import product
+from typing import Any
+
+from megarl.config import Recipe
+from megarl.config.optimizer_on_host import obstacles
+from megarl.config.parallel import FP8_BLOCK
+from megarl.families.shape import ModelShape
+from megarl.memory_plan.devices import GPU, GpuMemory
+from megarl.memory_plan.memory_table import MemoryTable
+from megarl.memory_plan.models import Models
+from megarl.memory_plan.phases import memory_table
+
+_OFFLOADED = ("optimizer", "gradients", "parameters")
+"""States that may be offloaded, cheapest first."""
+_COSTS = {
+    "trainer.offload": 1.0,
+    "rollout.kv_cache_gib": 2.0,
+    "rollout.gpu_memory_utilization": 2.0,
+    "trainer.max_tokens_per_microbatch": 3.0,
+    "trainer.recompute": 4.0,
+    "trainer.recompute_modules": 2.5,
+    "trainer.router_replay": 4.0,
+    "weights.overlap": 0.5,
+    "trainer.optimizer_offload_fraction": 6.0,
+}
+"""Relative cost of a change to a run, without a unit.
+
+From cheap to dear: seconds of each step, a smaller cache, shorter rows, a third of the training time. An optimizer on
+the host costs more than all of them.
+"""
+_GIB = 2**30
+
+
+@dataclass(frozen=True, slots=True)
+class Remedy:
+    """Changed field values with which a recipe fits into memory, and the memory table of the changed recipe."""
+
+    values: Mapping[str, Any]
+    table: MemoryTable
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Return the fields as command-line overrides."""
+        return tuple(f"{field}={_written(value)}" for field, value in self.values.items())
+
+
+def remedies(recipe: Recipe, models: Models, gpus: GpuMemory, *, most: int = 3) -> list[Remedy]:
+    """Return the cheapest changes of offload, KV cache, overlap, row length and recomputation making the recipe fit.
+
+    Each fits by itself, and none of its fields can be left out. If none fits, try the same with the optimizer on the
+    host.
+    """
+    if fitting := _remedies(recipe, models, gpus, most):
+        return fitting
+    if (on_host := _optimizer_on_host(recipe)) is None:
+        return []
+    other = changed(recipe, on_host)
+    if (remedy := _completed(recipe, models, gpus, on_host)) is not None:
+        return [remedy]
+    further = _remedies(other, models, gpus, most)
+    return [Remedy(on_host | {**remedy.values}, remedy.table) for remedy in further]
+
+
+def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
+    """Return the fields moving the optimizer to the host. None: impossible, or already there."""
+    trainer = recipe.trainer
+    if any(obstacles(recipe)) or trainer.optimizer_offload_fraction == 1:
+        return None
+    fields: dict[str, Any] = {"trainer.optimizer_offload_fraction": 1.0}
+    # An optimizer on the host has no states left to offload, and the recipe check rejects both together.
+    if "optimizer" in trainer.offload:
+        fields["trainer.offload"] = tuple(name for name in trainer.offload if name != "optimizer")
+    return fields
+
+
+def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory, most: int) -> list[Remedy]:
+    found: list[tuple[float, Remedy]] = []
+    for values in _choices(recipe, models.policy.shape):
+        # Choices come with few fields first. A choice with all fields of a remedy already found changes more than
+        # needed.
+        if any(set(remedy.values) <= set(values) for _, remedy in found):
+            continue
+        if (remedy := _completed(recipe, models, gpus, values)) is not None:
+            found.append((_cost(recipe, remedy.values), remedy))
+    needed = [
+        (cost, remedy)
+        for cost, remedy in found
+        if not any(set(other.values) < set(remedy.values) for _, other in found)
+    ]
+    return [remedy for _, remedy in sorted(needed, key=lambda pair: pair[0])[:most]]
+
+
+def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+    """Return the recipe with new values of some fields, given by their dotted names."""
+    for field, value in values.items():
+        section, _, name = field.partition(".")
+        own = getattr(recipe, section).model_copy(update={name: value})
+        recipe = recipe.model_copy(update={section: own})
+    return recipe
+
+
+class _Fitted:
+    """Marker of a value to be chosen as large as fits."""
+
+
+_FITTED = _Fitted()
+
+
+def _choices(recipe: Recipe, shape: ModelShape) -> Iterator[dict[str, Any]]:
+    """Yield changes to try, few fields before many."""
+    trainer = recipe.trainer
+    offload: list[Any] = [None]
+    # Offloading helps only if ranks alternate between models: trainer and engine, or policy and critic.
+    if recipe.has_engine and (not recipe.separate_ranks or recipe.has_critic):
+        have = set(trainer.offload)
+        # The optimizer is on the host already, so offloading it changes nothing.
+        states = _OFFLOADED[1:] if trainer.optimizer_offload_fraction else _OFFLOADED
+        offload += [
+            tuple(name for name in _OFFLOADED if name in have or name in states[:number])
+            for number in range(1, len(states) + 1)
+            if not set(states[:number]) <= have
+        ]
+    cache: list[Any] = [None, _FITTED] if recipe.has_engine else [None]
+    rows: list[Any] = [None, _FITTED] if recipe.is_on_policy else [None]
+    overlap: list[Any] = [None, False] if recipe.weights.overlap and recipe.separate_ranks else [None]
+    recomputing, more = _recomputation(recipe, shape)
+    recompute: list[Any] = [None] if more is None else [None, more]
+    utilization = recipe.rollout.gpu_memory_utilization is not None
+    fields = (
+        "trainer.offload",
+        "rollout.gpu_memory_utilization" if utilization else "rollout.kv_cache_gib",
+        "weights.overlap",
+        "trainer.max_tokens_per_microbatch",
+        recomputing,
+    )
+    # Recomputed layers would choose their experts again, so router replay must be off.
+    together = {"trainer.router_replay": False} if trainer.router_replay else {}
+    choices = [
+        {field: value for field, value in zip(fields, values, strict=True) if value is not None}
+        | (together if values[-1] == "full" else {})
+        for values in product(offload, cache, overlap, rows, recompute)
+    ]
+    yield from sorted(filter(None, choices), key=len)
+
+
+def _recomputation(recipe: Recipe, shape: ModelShape) -> tuple[str, Any]:
+    """Return the field extending recomputation, with its value. None: everything is recomputed already."""
+    trainer = recipe.trainer
+    if trainer.recompute == "full":
+        return "trainer.recompute", None
+    if "recompute_modules" not in trainer.model_fields_set:
+        return "trainer.recompute", "full"
+    # The recipe check rejects `full` together with a list of modules, so extend the list.
+    module = "mlp" if not shape.num_experts else "moe_act" if trainer.router_replay else "moe"
+    more = (*trainer.recompute_modules, module)
+    return "trainer.recompute_modules", None if module in trainer.recompute_modules else more
+
+
+def _completed(recipe: Recipe, models: Models, gpus: GpuMemory, values: dict[str, Any]) -> Remedy | None:
+    """Return the change with its fitted values, or None if nothing fits."""
+    given = {field: value for field, value in values.items() if value is not _FITTED}
+    # Each fit starts from the values fixed before, so later fields use only the memory still missing.
+    for field in values.keys() - given.keys():
+        fit = _fitted_rows if field == "trainer.max_tokens_per_microbatch" else _fitted_cache
+        if (value := fit(changed(recipe, given), models, gpus)) is None:
+            return None
+        given[field] = value
+    ordered = {field: given[field] for field in values}
+    table = memory_table(changed(recipe, ordered), models, GPU, gpu_gib=gpus.engine)
+    return Remedy(ordered, table) if not gpus.exceeded(table) else None
+
+
+def cache_within(table: MemoryTable, limit_gib: float) -> float:
+    """Return GiB of the largest KV cache keeping an engine within `limit_gib`.
+
+    Rounded down to tenths. Negative if no cache fits.
+    """
+    sampling = [phase for phase in table.phases if phase.of("KV cache").device_bytes]
+    others = max((phase.device_bytes - phase.of("KV cache").device_bytes for phase in sampling), default=0)
+    return math.floor((limit_gib - others / _GIB) * 10) / 10
+
+
+def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | None:
+    """Return the largest KV cache (or GPU share) fitting next to everything else during sampling. None: none fits."""
+    table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
+    sampling = [phase.device_bytes for phase in table.phases if phase.of("KV cache").device_bytes]
+    excess = max(sampling, default=0) - gpus.engine * _GIB
+    if excess <= 0:
+        return None
+    rollout = recipe.rollout
+    if rollout.gpu_memory_utilization is not None:
+        value = math.floor((rollout.gpu_memory_utilization - excess / (gpus.engine * _GIB)) * 100) / 100
+        field = "rollout.gpu_memory_utilization"
+    else:
+        value = cache_within(table, gpus.engine)
+        field = "rollout.kv_cache_gib"
+    if value <= 0:
+        return None
+    # A cache too small for one longest request is useless.
+    room = memory_table(changed(recipe, {field: value}), models, GPU, gpu_gib=gpus.engine).cache
+    return value if room is not None and room.longest_requests >= 1 else None
+
+
+def _fitted_rows(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
+    """Return the longest rows, shorter than now, that let training fit. None: they could not hold a sample."""
+    layout = models.policy.layout
+    multiple = layout.sequence_multiple * (layout.tp if recipe.trainer.sequence_parallel is not False else 1)
+    # Under FP8 each part of a row consists of whole blocks, as in `preflight.sizes.row_multiple`.
+    multiple = multiple * FP8_BLOCK if recipe.trainer.fp8 == "blockwise" else math.lcm(multiple, 128)
+    least = -(-(recipe.trained_tokens + bool(recipe.reward.model)) // multiple)
+    most = (recipe.trainer.max_tokens_per_microbatch - 1) // multiple
+
+    def fits(count: int) -> bool:
+        shorter = changed(recipe, {"trainer.max_tokens_per_microbatch": count * multiple})
+        table = memory_table(shorter, models, GPU, gpu_gib=gpus.engine)
+        training = [phase for phase in table.phases if phase.metric in ("train", "logprobs")]
+        return max(phase.device_bytes for phase in training) <= gpus.trainer * _GIB
+
+    if least > most or not fits(least):
+        return None
+    # Memory grows with the row length, so bisect.
+    while least < most:
+        middle = (least + most + 1) // 2
+        least, most = (middle, most) if fits(middle) else (least, middle - 1)
+    return least * multiple
+
+
+def _cost(recipe: Recipe, values: Mapping[str, Any]) -> float:
+    """Return the total cost of the changes. For cache and rows, add a term for the share lost."""
+    total = 0.0
+    for field, value in values.items():
+        total += _COSTS[field]
+        if field == "trainer.offload":
+            # Each further offloaded state adds transfer time to every step.
+            total += 0.5 * (len(value) - len(recipe.trainer.offload) - 1)
+        elif field not in (
+            "trainer.recompute",
+            "trainer.recompute_modules",
+            "trainer.router_replay",
+            "weights.overlap",
+        ):
+            section, _, name = field.partition(".")
+            total += 4 * (1 - value / getattr(getattr(recipe, section), name))
+    return total
+
+
+def _written(value: Any) -> str:
+    return (
+        f"[{','.join(value)}]" if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
+    )

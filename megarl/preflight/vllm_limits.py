@@ -1,0 +1,156 @@
+"""Checks for settings that vLLM would reject only after its ranks started: head size, KV cache, platform features."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
+
+from megarl.config import Recipe
+from megarl.config.formulas import either
+from megarl.families.shape import ModelShape
+from megarl.memory_plan.devices import GPU, MARGIN_GIB, GpuMemory
+from megarl.memory_plan.engine_bytes import BLOCK_TOKENS, cache_block_bytes
+from megarl.memory_plan.models import Models
+from megarl.memory_plan.phases import ITEM_BYTES, memory_table
+from megarl.memory_plan.remedies import cache_within, changed
+from megarl.platform.cuda_extensions import runs_on_cpu
+from megarl.preflight.library_fields import supported_head_sizes
+
+
+def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield the engine faults of a recipe, if it samples."""
+    if not recipe.has_engine:
+        return
+    yield from _head_size(recipe, shape)
+    yield from _kv_cache(recipe, shape)
+    yield from _stop_tokens(recipe, shape)
+    yield from _drafter(recipe)
+    if recipe.rollout.async_scheduling and runs_on_cpu():
+        yield "rollout.async_scheduling = True: vLLM has none on a CPU; leave it out: then vLLM decides"
+
+
+HOST_DRAFTERS = ("ngram", "suffix", "custom_class")
+"""Speculative-decoding methods of vLLM that draft on the host. vLLM schedules no step ahead with them."""
+# ngram_gpu drafts on the GPU, so it allows asynchronous scheduling. None of these methods has model weights.
+_WEIGHTLESS = (*HOST_DRAFTERS, "ngram_gpu")
+
+
+def _drafter(recipe: Recipe) -> Iterator[str]:
+    """Yield faults of `speculative_config`: drafters that an engine cannot use here."""
+    config = recipe.rollout.vllm.get("speculative_config")
+    if not isinstance(config, Mapping) or not config:
+        return
+    method = config.get("method") or _method_of(config.get("model"))
+    field = f"rollout.vllm.speculative_config = {dict(config)}"
+    if method not in _WEIGHTLESS:
+        # vLLM builds the drafter like the model, without reading files. A reshard writes only the policy's weights.
+        yield (
+            f"{field}: the drafter's own weights would stay random, because a reshard writes only the policy's; set "
+            f"its method to {either(_WEIGHTLESS)}, or leave it out"
+        )
+    elif runs_on_cpu():
+        yield f"{field}: vLLM verifies drafts with Triton kernels, not available on a CPU; leave it out"
+    if method == "suffix" and find_spec("arctic_inference") is None:
+        yield f"{field}: vLLM drafts by suffixes with arctic-inference, which is not installed; take ngram"
+    if recipe.rollout.async_scheduling and method in HOST_DRAFTERS:
+        yield (
+            f"rollout.async_scheduling = True: the drafter {method} works on the host between engine steps, so no "
+            "step can be scheduled ahead; leave it out, or take ngram_gpu (rollout.vllm.speculative_config)"
+        )
+
+
+def _method_of(model: object) -> str | None:
+    """Return the method that vLLM 0.30 infers from a drafter's model name. None: a drafter with its own weights."""
+    if model in ("ngram", "[ngram]"):
+        return "ngram"
+    # vLLM 0.30 treats a dotted import path as a custom drafter class.
+    parts = model.split(".") if isinstance(model, str) else []
+    is_class = len(parts) > 1 and all(part.isidentifier() for part in parts)
+    return "custom_class" if is_class else None
+
+
+def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    sizes = supported_head_sizes() if runs_on_cpu() else []
+    if sizes and shape.head_dim not in sizes:
+        yield (
+            f"model.path = {recipe.model.path}: its attention heads have {shape.head_dim} channels, vLLM's attention "
+            f"on CPU takes {', '.join(map(str, sizes))}; take another model, or a machine with GPUs"
+        )
+
+
+def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield a fault if the cache of a rank cannot hold one longest sequence."""
+    rollout = recipe.rollout
+    # Under gpu_memory_utilization vLLM sizes the cache itself; `preflight.memory` checks that case.
+    if rollout.gpu_memory_utilization is not None or (block := _block_tokens(recipe)) is None:
+        return
+    new_tokens = max(rollout.sampling.max_new_tokens, recipe.evaluation_sampling.max_new_tokens)
+    longest = recipe.data.max_prompt_tokens + new_tokens
+    needed = _needed_bytes(recipe, shape, block, longest)
+    if needed > rollout.kv_cache_gib * 2**30:
+        block_bytes = _needed_bytes(recipe, shape, block, 0)
+        # vLLM holds one block back, so it is not counted here.
+        held = max(0, int(rollout.kv_cache_gib * 2**30 / block_bytes) - 1) * block
+        yield (
+            f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: holds {held} tokens on a rank, one sequence of "
+            f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + max_new_tokens {new_tokens} has {longest}; "
+            f"give at least {_gib(needed)}, or lower those"
+        )
+
+
+def least_cache_gib(recipe: Recipe, shape: ModelShape) -> float:
+    """Return GiB of the smallest KV cache of a rank that holds one longest sequence."""
+    block = _block_tokens(recipe) or BLOCK_TOKENS["cuda"]
+    return float(_gib(_needed_bytes(recipe, shape, block, recipe.context_tokens)))
+
+
+def is_cache_given(recipe: Recipe) -> bool:
+    """Return whether the recipe gives the size of the KV cache, in GiB or as a share of the GPU."""
+    rollout = recipe.rollout
+    return "kv_cache_gib" in rollout.model_fields_set or rollout.gpu_memory_utilization is not None
+
+
+def default_cache_gib(recipe: Recipe, models: Models, gpus: GpuMemory) -> float:
+    """Return GiB of the largest KV cache of a rank that leaves the margin free. It holds one longest sequence."""
+    least = least_cache_gib(recipe, models.policy.shape)
+    # Plan with the smallest cache first. The memory then left in the fullest sampling phase is added to the cache.
+    smallest = changed(recipe, {"rollout.kv_cache_gib": least})
+    table = memory_table(smallest, models, GPU, gpu_gib=gpus.engine)
+    return max(least, cache_within(table, gpus.engine - MARGIN_GIB))
+
+
+def _block_tokens(recipe: Recipe) -> int | None:
+    """Return the tokens of one KV cache block. None: `block_size` is not a positive whole number."""
+    block = recipe.rollout.vllm.get("block_size") or BLOCK_TOKENS["cpu" if runs_on_cpu() else "cuda"]
+    return block if isinstance(block, int) and block >= 1 else None
+
+
+def _needed_bytes(recipe: Recipe, shape: ModelShape, block: int, tokens: int) -> int:
+    """Return bytes of a rank's KV cache for one sequence, plus the one block that vLLM holds back."""
+    rollout = recipe.rollout
+    # A quantised cache (FP8) takes one byte a value.
+    item_bytes = ITEM_BYTES[recipe.model.dtype] if rollout.kv_cache_dtype == "auto" else 1
+    return (-(-tokens // block) + 1) * cache_block_bytes(shape, rollout.tp, block_tokens=block, itemsize=item_bytes)
+
+
+def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield a fault for stop ids beyond the vocabulary: vLLM would accept them and never stop."""
+    found = {
+        "rollout.sampling": recipe.rollout.sampling.stop_token_ids,
+        "evaluation.sampling": recipe.evaluation.sampling.stop_token_ids or (),
+    }
+    for field, token_ids in found.items():
+        if beyond := [token_id for token_id in token_ids if token_id >= shape.vocab_size]:
+            yield (
+                f"{field}.stop_token_ids = {list(token_ids)}: the model's vocabulary of {shape.vocab_size} ends before "
+                f"{beyond[0]}; give ids of its tokenizer"
+            )
+
+
+def _gib(size: int) -> str:
+    """Format a size in bytes as a number of GiB, rounded up to three decimals (below 0.1: to three significant digits).
+    A cache of the printed size in a recipe is therefore never too small."""
+    digits = 3
+    while size < 10 ** (2 - digits) * 2**30:
+        digits += 1
+    return f"{-(-size * 10**digits // 2**30) / 10**digits:g}"

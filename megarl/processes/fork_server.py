@@ -1,0 +1,206 @@
+"""Driver side of fork servers: a server imports modules once, then forks one process per request.
+
+Importing torch, Megatron-Core and vLLM takes most of a rank's start time on a CPU. `forking` is the server's own side.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import signal
+import socket
+import sys
+import threading
+import time
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from typing import BinaryIO
+
+from megarl.processes import fork_server_main
+from megarl.processes.fork_server_handle import OF_A_PROCESS, SHARED, LentServer, OwnServer, of_imports
+
+_MAX_SERVERS = 2
+"""Fork servers retained per process. The least recently used one is closed beyond this number."""
+_END_SECONDS = 1.0
+"""Seconds to wait for the exit code of a fork server after its connections closed."""
+_LEAVE_SECONDS = 10.0
+"""Seconds for a fork server to kill its remaining processes and to exit by itself."""
+
+
+class ForkServer:
+    """A process with the modules `imports` loaded under one environment. It ends with the thread that started it.
+
+    If drivers share fork servers (`shared_fork_servers`), it is a fork of a shared server and ends with this process.
+    """
+
+    def __init__(self, environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO) -> None:
+        """Start the server. Write the output of its imports to `log`."""
+        address = os.environ.get(SHARED)
+        if address is None:
+            self._process = OwnServer(environment, sys.path, imports, log)
+        else:
+            self._process = LentServer(address, environment, sys.path, imports, log)
+        self._num_forked = 0
+        self._is_closed = False
+        self.is_ready = False
+        """True once the first fork has confirmed the end of the imports."""
+
+    @property
+    def is_running(self) -> bool:
+        return self._process.ended() is None
+
+    @property
+    def is_unused(self) -> bool:
+        """True if this server has no forked process left: all have been released."""
+        return self._num_forked == 0
+
+    def exit_code(self) -> int:
+        """Return the exit code of a server after its connections closed; negative: the signal that killed it."""
+        # A server that has not exited within the limit hangs; `kill` follows.
+        code = self._process.ended(_END_SECONDS)
+        return -signal.SIGKILL if code is None else code
+
+    def fork(self, name: str, function: str, environment: Mapping[str, str], log: BinaryIO) -> ForkedProcess:
+        """Fork a process that calls `function` (`package.module:name`) with a connected socket.
+
+        Its output goes to `log`. `ps` and `top` show the first 15 characters of `name`. From `environment` it takes
+        only the variables in `OF_A_PROCESS`; the server's values apply to all others.
+        """
+        request = {
+            "name": name,
+            "function": function,
+            "environment": {variable: environment[variable] for variable in OF_A_PROCESS & environment.keys()},
+            "unset": sorted(OF_A_PROCESS - environment.keys()),
+            "path": sys.path,
+            "folder": os.getcwd(),
+        }
+        connection, theirs = socket.socketpair()
+        status, their_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs, their_status:
+            descriptors = [theirs.fileno(), their_status.fileno(), log.fileno()]
+            socket.send_fds(self._process.requests, [json.dumps(request).encode()], descriptors)
+        self._num_forked += 1
+        return ForkedProcess(self, connection, status)
+
+    def kill(self) -> None:
+        """Kill the server and all processes forked by it."""
+        self._process.kill()
+
+    def forget(self) -> None:
+        """Record the release of one forked process. End the server if it is closed and this was the last one."""
+        self._num_forked -= 1
+        self._end_unused()
+
+    def close(self) -> None:
+        """End the server as soon as all its forked processes are released."""
+        self._is_closed = True
+        self._end_unused()
+
+    def end(self) -> None:
+        """Let the server kill leftovers of released process groups and exit. Kill it if it does not exit in time."""
+        # Before the imports are done the server does not read its socket, so a closed socket would not end it.
+        if self.is_ready:
+            with suppress(OSError):
+                self._process.requests.shutdown(socket.SHUT_WR)
+            self._process.ended(_LEAVE_SECONDS)
+        self.kill()
+
+    def _end_unused(self) -> None:
+        if self._is_closed and self.is_unused:
+            self.end()
+
+
+class ForkedProcess:
+    """A process forked by a fork server. It leads its own session. Its id is not reused before `release`."""
+
+    def __init__(self, server: ForkServer, connection: socket.socket, status: socket.socket) -> None:
+        self.connection = connection
+        self.pid: int | None = None
+        self.exit_code: int | None = None
+        """Exit code of the process: None while it runs, negative if a signal killed it (-9: SIGKILL)."""
+        self.ended_with_server = False
+        """True if the fork server died and killed this process; `exit_code` is then the server's."""
+        self.ended: asyncio.Future[float] = asyncio.get_running_loop().create_future()
+        """Resolves when the process ends, to the time of its end (`time.time()`)."""
+        self._server = server
+        self._status = status
+        status.setblocking(False)
+        asyncio.get_running_loop().add_reader(status, self._read_status)
+
+    def _read_status(self) -> None:
+        try:
+            message = self._status.recv(fork_server_main.STATUS.size)
+        except BlockingIOError:
+            return
+        except OSError:
+            message = b""
+        if message and self.pid is None:
+            (self.pid,) = fork_server_main.STATUS.unpack(message)
+            self._server.is_ready = True
+            return
+        # An empty read means a dead server, and its forks die with it.
+        self.ended_with_server = not message
+        self.exit_code = fork_server_main.STATUS.unpack(message)[0] if message else self._server.exit_code()
+        asyncio.get_running_loop().remove_reader(self._status)
+        self.ended.set_result(time.time())
+
+    def signal(self, number: signal.Signals) -> None:
+        """Send a signal to the process. Do nothing before its fork or after its end."""
+        if self.pid is not None and self.exit_code is None:
+            os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """Kill the process and the remaining members of its process group."""
+        if self.pid is not None:
+            # Kill from here, not through the server: the driver may exit next, and the server ends with it. While the
+            # server runs, it reaps no process before `release`, so the id cannot belong to another process.
+            if self._server.is_running:
+                fork_server_main.kill_group(self.pid)
+            return
+        if self._server.is_ready:
+            with suppress(OSError):
+                self._status.shutdown(socket.SHUT_WR)
+            return
+        # A server that is still importing reads no sockets, so only a kill stops it now.
+        self._server.kill()
+        with suppress(OSError):
+            # A shared server closes its end of `status` only after the imports; wake the reader without it.
+            self._status.shutdown(socket.SHUT_RDWR)
+
+    def release(self) -> None:
+        """Close both sockets, so that the server kills leftovers and reaps the process."""
+        asyncio.get_running_loop().remove_reader(self._status)
+        self._status.close()
+        self.connection.close()
+        self._server.forget()
+
+
+_servers: dict[object, ForkServer] = {}
+
+
+def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO) -> ForkServer:
+    """Return this thread's fork server for these modules and variables; start one if there is none.
+
+    Restarted ranks, and further ranks, reuse an existing server and import nothing again. `log` receives the output of
+    the imports.
+    """
+    variables = sorted(of_imports(environment).items())
+    shared = os.environ.get(SHARED)
+    # The thread belongs to the key because a server dies with the thread that started it (PR_SET_PDEATHSIG).
+    key = (threading.get_native_id(), shared, tuple(variables), tuple(sys.path), tuple(imports))
+    server = _servers.pop(key, None)
+    if server is None or not server.is_running:
+        server = ForkServer(environment, imports, log)
+    _servers[key] = server
+    while len(_servers) > _MAX_SERVERS:
+        _servers.pop(next(iter(_servers))).close()
+    return server
+
+
+def end_fork_servers(*, is_all: bool = True) -> None:
+    """End all fork servers and their processes. With `is_all=False`, end only servers without a process."""
+    for key, server in list(_servers.items()):
+        if is_all or server.is_unused:
+            del _servers[key]
+            server.end()

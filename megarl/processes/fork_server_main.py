@@ -1,0 +1,298 @@
+"""The fork server's own process: imports modules once, then forks one process per request.
+
+The server has a single thread. A fork therefore never copies a lock held by another thread.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import selectors
+import signal
+import socket
+import struct
+import sys
+import tempfile
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from pathlib import Path
+
+from megarl.files.private_folder import PrivateFolder
+from megarl.platform.imports import uncollected
+from megarl.processes.fork_server_handle import credentials
+from megarl.processes.process_tree import ENDING_SIGNALS, die_with
+
+STATUS = struct.Struct("<i")
+"""A status message: the process id after the fork, later the exit code (or the negative signal) after the end."""
+MAX_REQUEST_BYTES = 1 << 16
+"""Largest request in bytes. A request is one packet, read by one call."""
+_NUM_DESCRIPTORS = 3
+"""File descriptors sent with a request: connection, status socket, log."""
+
+
+@dataclass(slots=True)
+class _Forked:
+    """A forked process, not yet reaped. Its id is not reused before the driver closes its end of `status`."""
+
+    pid: int
+    status: socket.socket
+    is_reported: bool = False
+    is_released: bool = False
+
+    def report(self) -> None:
+        """Send the exit code to the driver if the process has ended."""
+        # WNOWAIT leaves the process a zombie, so that its id stays reserved.
+        ended = os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)
+        if ended is not None and not self.is_reported:
+            self.is_reported = True
+            code = ended.si_status if ended.si_code == os.CLD_EXITED else -ended.si_status
+            with suppress(OSError):
+                self.status.send(STATUS.pack(code))
+
+    def release(self) -> None:
+        """Kill the rest of the process's group, after the driver closed its end of `status`."""
+        self.is_released = True
+        kill_group(self.pid)
+
+
+@dataclass(frozen=True, slots=True)
+class _Request:
+    """The task of a forked process, and the process id of its server."""
+
+    server: int
+    content: bytes
+    connection: int
+    log: int
+
+    def begin(self) -> Callable[[socket.socket], object]:
+        """Reset this process to the state of a new interpreter. Return the function to be run in it."""
+        # A session of its own, so that the driver can kill the whole process group.
+        os.setsid()
+        die_with(self.server)
+        for number in (*ENDING_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, signal.SIG_DFL)
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        _print_to(self.log)
+        request = json.loads(self.content)
+        Path("/proc/self/comm").write_text(request["name"])
+        os.chdir(request["folder"])
+        sys.path[:] = request["path"]
+        for name in request["unset"]:
+            os.environ.pop(name, None)
+        os.environ.update(request["environment"])
+        # Forget the server's temporary folder, so that Python reads TMPDIR again.
+        tempfile.tempdir = None
+        _set_num_threads()
+        module, _, function = request["function"].partition(":")
+        return getattr(importlib.import_module(module), function)
+
+
+@dataclass(slots=True)
+class _Server:
+    """The loop of a fork server: reads requests, forks processes, reports their ends."""
+
+    requests: socket.socket
+    driver: int | None = None
+    """A pidfd of the driver, readable after its end. None if the kernel kills this server together with the driver."""
+    forked: dict[int, _Forked] = field(default_factory=dict)
+    """Processes not yet reaped, by process id."""
+
+    def run(self) -> _Request | None:
+        """Serve until the driver closes its socket or ends, then kill all remaining processes.
+
+        Return the request in each forked process, and None in the server itself.
+        """
+        # SIGCHLD writes to this pair of sockets, so that one wait covers requests and ended processes.
+        woken, wake = socket.socketpair()
+        for end in (woken, wake):
+            end.setblocking(False)
+        for number in (*ENDING_SIGNALS, signal.SIGCHLD):
+            signal.signal(number, lambda *_: None)
+        signal.set_wakeup_fd(wake.fileno(), warn_on_full_buffer=False)
+        selector = selectors.PollSelector()
+        selector.register(self.requests, selectors.EVENT_READ)
+        selector.register(woken, selectors.EVENT_READ)
+        if self.driver is not None:
+            selector.register(self.driver, selectors.EVENT_READ)
+        while self.forked or self.requests in selector.get_map():
+            for key, _ in selector.select():
+                if key.fileobj is self.requests:
+                    made = self._fork()
+                    if isinstance(made, _Request):
+                        # The fork must hold no socket of the server: an open copy would hide the server's end.
+                        signal.set_wakeup_fd(-1)
+                        for own in (self.requests, woken, wake, *(forked.status for forked in self.forked.values())):
+                            own.close()
+                        if self.driver is not None:
+                            os.close(self.driver)
+                        return made
+                    if made is None:
+                        self._leave(selector)
+                        break
+                    selector.register(made.status, selectors.EVENT_READ, made)
+                elif key.fileobj == self.driver:
+                    self._leave(selector)
+                    break
+                elif key.fileobj is woken:
+                    woken.recv(4096)
+                else:
+                    key.data.release()
+                    selector.unregister(key.fileobj)
+            self._reap()
+        return None
+
+    def _fork(self) -> _Forked | _Request | None:
+        """Fork a process for the next request. Return None if the driver closed its socket.
+
+        In the forked process, return the request.
+        """
+        content, descriptors, _, _ = socket.recv_fds(self.requests, MAX_REQUEST_BYTES, _NUM_DESCRIPTORS)
+        if not content:
+            return None
+        connection, status, log = descriptors
+        server = os.getpid()
+        pid = os.fork()
+        if pid == 0:
+            os.close(status)
+            return _Request(server, content, connection, log)
+        os.close(connection)
+        os.close(log)
+        forked = self.forked[pid] = _Forked(pid, socket.socket(fileno=status))
+        with suppress(OSError):
+            forked.status.send(STATUS.pack(pid))
+        return forked
+
+    def _leave(self, selector: selectors.BaseSelector) -> None:
+        """Stop accepting requests, and kill all running processes."""
+        selector.unregister(self.requests)
+        if self.driver is not None:
+            selector.unregister(self.driver)
+        for forked in self.forked.values():
+            if not forked.is_released:
+                selector.unregister(forked.status)
+                forked.release()
+
+    def _reap(self) -> None:
+        """Report ended processes, and reap them once the driver has released them."""
+        for forked in list(self.forked.values()):
+            forked.report()
+            if forked.is_reported and forked.is_released:
+                os.waitpid(forked.pid, 0)
+                forked.status.close()
+                del self.forked[forked.pid]
+
+
+def kill_group(pid: int) -> None:
+    """Kill a forked process, not yet reaped, and the remaining members of its group."""
+    # Right after its fork a process has not called setsid() yet. It then leads no group, and only os.kill reaches it.
+    for kill in (os.killpg, os.kill):
+        with suppress(ProcessLookupError):
+            kill(pid, signal.SIGKILL)
+
+
+def _set_num_threads() -> None:
+    """Set torch's threads to OMP_NUM_THREADS. torch has read this variable in the server, where it is 1."""
+    torch = sys.modules.get("torch")
+    if torch is not None and "OMP_NUM_THREADS" in os.environ:
+        torch.set_num_threads(int(os.environ["OMP_NUM_THREADS"]))
+
+
+def _import(modules: Sequence[str]) -> None:
+    """Import the modules. Remove temporary files made by the imports, and variables naming these files.
+
+    Forked processes must not share them.
+    """
+    folder = PrivateFolder()
+    own = os.environ.get("TMPDIR")
+    os.environ["TMPDIR"] = str(folder.path)
+    tempfile.tempdir = None
+    try:
+        with uncollected():
+            for module in modules:
+                importlib.import_module(module)
+    finally:
+        for name, value in list(os.environ.items()):
+            if str(folder.path) in value:
+                del os.environ[name]
+        if own is not None:
+            os.environ["TMPDIR"] = own
+        folder.remove()
+
+
+def _print_to(descriptor: int) -> None:
+    """Redirect standard output and error to a file descriptor, and close the descriptor."""
+    os.dup2(descriptor, 1)
+    os.dup2(descriptor, 2)
+    os.close(descriptor)
+
+
+def serve(number: str, driver: str, *modules: str) -> Callable[[], object]:
+    """Import the modules, then serve requests. Return, only in forked processes, the function to be run there.
+
+    `number` is the file descriptor of the request socket, `driver` the process id of the driver.
+    """
+    _begin(int(driver), modules)
+    return _asked_of(_Server(socket.socket(fileno=int(number))))
+
+
+def lend(number: str, owner: str, *modules: str) -> Callable[[], object]:
+    """Import the modules, then fork one server per driver. Return as `serve` does.
+
+    `number` is the file descriptor of a socket. It receives the connections of drivers. `owner` is the process id of
+    their sender.
+    """
+    _begin(int(owner), modules)
+    for ending in ENDING_SIGNALS:
+        signal.signal(ending, signal.SIG_IGN)
+    # With SIGCHLD ignored the kernel reaps the servers: nobody reads their exit codes.
+    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
+    connections = socket.socket(fileno=int(number))
+    own = os.getpid()
+    while True:
+        content, descriptors, _, _ = socket.recv_fds(connections, 1, 1)
+        if not content:
+            break
+        connection = socket.socket(fileno=descriptors[0])
+        if os.fork() == 0:
+            connections.close()
+            die_with(own)
+            driver, _ = credentials(connection)
+            # `ps` shows the driver's process id as the name of its server.
+            Path("/proc/self/comm").write_text(f"megarl {driver}")
+            return _asked_of(_Server(connection, _end_of(driver)))
+        connection.close()
+    with suppress(ChildProcessError):
+        # With SIGCHLD ignored, wait() returns only after all children have ended (wait(2)).
+        os.wait()
+    os._exit(0)
+
+
+def _begin(parent: int, modules: Sequence[str]) -> None:
+    """Import the modules, then discard all further output. The process dies with `parent`."""
+    die_with(parent)
+    try:
+        _import(modules)
+    except Exception:
+        # Start again without modules. Each forked process then raises the import error itself, where it is reported.
+        # No process inherits a half-imported module.
+        os.execv(sys.executable, sys.orig_argv[: -len(modules)])
+    _print_to(os.open(os.devnull, os.O_WRONLY))
+
+
+def _asked_of(server: _Server) -> Callable[[], object]:
+    """Run a server. Return, only in forked processes, the function to be run there."""
+    request = server.run()
+    if request is None:
+        os._exit(0)
+    return partial(request.begin(), socket.socket(fileno=request.connection))
+
+
+def _end_of(driver: int) -> int:
+    """Return a pidfd of a process, readable after its end. Exit if it has ended already."""
+    try:
+        return os.pidfd_open(driver)
+    except ProcessLookupError:
+        os._exit(0)

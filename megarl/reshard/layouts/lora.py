@@ -1,0 +1,36 @@
+"""The layouts of LoRA adapters. They are split over ranks, stages and chunks like the linear layers they belong to."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megarl.families import numbered
+from megarl.families.lora_rules import adapter_rules
+from megarl.families.names import TensorName
+from megarl.families.rules import Rule
+from megarl.reshard.layouts.megatron import MegatronLayouts
+
+
+@dataclass(frozen=True)
+class AdapterLayouts(MegatronLayouts):
+    """The layouts of all trainer ranks' adapters. `rank` is the LoRA rank."""
+
+    targets: tuple[str, ...] = ()
+    rank: int = 0
+
+    @cached_property
+    def rules(self) -> tuple[Rule, ...]:
+        return adapter_rules(self.model, self.targets, self.rank)
+
+    @cached_property
+    def tensors(self) -> Sequence[TensorName]:
+        return numbered({name for rule in self.rules for name, _ in rule.tensors}, self.model)
+
+
+def adapter_layouts(base: MegatronLayouts, targets: tuple[str, ...], rank: int) -> AdapterLayouts:
+    """Return the layouts of the adapters of these targets; `base` is the model's layout, `rank` the LoRA rank."""
+    return AdapterLayouts(
+        base.model, base.parallel, base.padded_vocab_size, base.transformer_engine, targets=targets, rank=rank
+    )

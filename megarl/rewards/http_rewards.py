@@ -1,0 +1,313 @@
+"""Rewards from a server over HTTP: calls, retries, and exact counts of their results.
+
+The driver's event loop sends the requests, so a single process has many calls in flight. No answer of a server is
+executed, and none is read beyond a size limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import random
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from contextvars import ContextVar
+from dataclasses import dataclass
+from importlib import import_module
+from typing import Any, Generic, TypeVar
+from urllib.parse import SplitResult, urlsplit
+
+import aiohttp
+from pydantic import ValidationError
+
+from megarl.config.http_rewards import ServedConfig
+from megarl.config.rewards import RewardFunctionConfig
+from megarl.rewards import SERVED, metric_name, served_kind
+from megarl.rewards.calling import Sample
+from megarl.rewards.results import FunctionScore, checked
+from megarl.rewards.reward_process import Failure
+from megarl.types import ConfigError
+
+MAX_ANSWER_BYTES = 4 << 20
+_MAX_PAUSE_SECONDS = 60.0
+_SHOWN_CHARACTERS = 300
+# HTTP status codes of a busy server: request timeout, too early, too many requests.
+_BUSY = (408, 425, 429)
+METRICS = {
+    "reward/NAME/calls": ("count", "HTTP requests to a scoring server"),
+    "reward/NAME/retries": ("count", "retries of requests"),
+    "reward/NAME/errors": ("count", "requests ending with an error"),
+    "reward/NAME/timeouts": ("count", "requests without an answer in time"),
+    "reward/NAME/parse_errors": ("count", "answers without a readable score"),
+    "reward/NAME/cancelled": ("count", "requests aborted because the sample was aborted"),
+    "reward/NAME/substituted": ("count", "samples with the function's parse_error_score"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
+_COUNTED = tuple(name.rpartition("/")[2] for name in METRICS)
+COUNTED_FOR: ContextVar[str] = ContextVar("COUNTED_FOR", default="training")
+"""Purpose for which calls are counted. Attempts of training may continue during an evaluation."""
+
+Config = TypeVar("Config", bound=ServedConfig)
+
+
+class ServerFailedError(Exception):
+    """No call gave a score for a completion. The text describes the end of the last call."""
+
+    def __init__(self, kind: Failure, text: str) -> None:
+        super().__init__(text)
+        self.kind: Failure = kind
+
+
+class RefusedError(Exception):
+    """The server refuses the request. A retry would be refused too."""
+
+
+class FailedCallError(Exception):
+    """A reward server answered a call with an error. Retrying the call may succeed."""
+
+    def __init__(self, text: str, wait_seconds: float = 0.0) -> None:
+        super().__init__(text)
+        self.wait_seconds = wait_seconds
+
+
+@dataclass(frozen=True, slots=True)
+class _NoScore:
+    """End of a call without a score."""
+
+    kind: Failure
+    text: str
+    wait_seconds: float = 0.0
+    is_final: bool = False
+    """Whether a retry would end in the same way."""
+
+
+class ServedReward(Generic[Config]):
+    """Reward from a server. Each kind of server has a `path`, makes a `request` and lets `read` interpret its answer.
+
+    Each call ends as one of: a score, `errors` (no connection, invalid JSON, a status other than 200), `timeouts`,
+    `parse_errors` (an answer without a score), `cancelled` (no longer wanted). `tell_once` is called with a kind and a
+    text for events to be reported once.
+    """
+
+    path = ""
+    """Path of the service below the url."""
+    left_out_path = ""
+    """Possible end of a url to be removed, because `path` is not below it."""
+    amount_names: tuple[str, ...] = ()
+    """Names of all amounts."""
+
+    def __init__(self, name: str, config: Config) -> None:
+        """Raises ConfigError for an invalid url, and for a key missing in the environment."""
+        self.name, self.config = name, config
+        parts = urlsplit(config.url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise self.fault(
+                f"kwargs.url = {config.url!r}: is not a valid address; give one such as http://127.0.0.1:8000/v1"
+            )
+        self._url, self._shown_url = self._address(parts), f"{parts.scheme}://{parts.netloc.rpartition('@')[2]}"
+        self._headers = {"Content-Type": "application/json", **config.headers}
+        if config.api_key_env:
+            self._headers["Authorization"] = f"Bearer {self._key()}"
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._session: aiohttp.ClientSession | None = None
+        self._slots = asyncio.Semaphore(config.max_in_flight)
+        self._counts: dict[str, defaultdict[str, float]] = {}
+        self._is_closed = False
+        self._random = random.Random()
+        self.tell_once: Callable[[str, str], object] = lambda kind, text: None
+
+    def request(self, sample: Sample) -> Mapping[str, Any]:
+        """Return the request's body as JSON values."""
+        raise NotImplementedError
+
+    def read(self, answer: Any) -> float:
+        """Return the score of an answer, a JSON value. Raises ValueError if it has none."""
+        raise NotImplementedError
+
+    def amounts(self, answer: Any) -> Mapping[str, float]:
+        """Return amounts by name to be summed over all answers: tokens, money."""
+        return {}
+
+    @property
+    def reads_records(self) -> bool:
+        """Return whether requests depend on fields of a record."""
+        return False
+
+    def check_record(self, sample: Sample) -> None:
+        """Raise ValueError for a record that this reward cannot score."""
+
+    async def score(self, sample: Sample) -> FunctionScore:
+        """Return the score of a completion, retrying as needed. Raises ServerFailedError if no call gave one."""
+        self._adopt_loop()
+        try:
+            body = json.dumps(self.request(sample)).encode()
+        except (ValueError, RecursionError) as error:
+            raise ServerFailedError("error", str(error)) from None
+        pause, ended, num_calls = self.config.pause_seconds, _NoScore("error", ""), 0
+        while num_calls < self.config.max_tries and not ended.is_final:
+            if num_calls:
+                self._count("retries")
+                # Random pauses: requests that failed together must not all return together.
+                wait = max(pause * (1 + self._random.random()), ended.wait_seconds)
+                await asyncio.sleep(min(wait, _MAX_PAUSE_SECONDS))
+                pause *= 2
+            async with self._slots:
+                found = await self._call(body)
+            if isinstance(found, FunctionScore):
+                return found
+            num_calls, ended = num_calls + 1, found
+        if ended.kind == "parse_error" and self.config.parse_error_score is not None:
+            return self._substitute(ended.text)
+        raise ServerFailedError(ended.kind, f"{self._shown_url}, the last of {num_calls} calls: {ended.text}")
+
+    async def _call(self, body: bytes) -> FunctionScore | _NoScore:
+        """Make one call, count it, and return its result."""
+        self._count("calls")
+        try:
+            async with asyncio.timeout(self.config.timeout_seconds):
+                answer = await self._post(body)
+        except asyncio.CancelledError:
+            self._count("cancelled")
+            raise
+        except TimeoutError:
+            self._count("timeouts")
+            return _NoScore("timeout", f"no answer within {self.config.timeout_seconds:g} s")
+        except RefusedError as error:
+            self._count("errors")
+            return _NoScore("error", str(error), is_final=True)
+        except (aiohttp.ClientError, OSError, ValueError, FailedCallError) as error:
+            self._count("errors")
+            return _NoScore("error", f"{type(error).__name__}: {error}", getattr(error, "wait_seconds", 0.0))
+        return self._read(answer)
+
+    def _read(self, answer: Any) -> FunctionScore | _NoScore:
+        try:
+            for name, amount in self.amounts(answer).items():
+                self._count(name, amount)
+            return self._scored(self.read(answer))
+        except (ValueError, OverflowError, RecursionError) as error:
+            self._count("parse_errors")
+            return _NoScore("parse_error", str(error))
+
+    def _substitute(self, text: str) -> FunctionScore:
+        self._count("substituted")
+        score = self.config.parse_error_score
+        assert score is not None
+        self.tell_once(
+            f"{self.name} substituted",
+            f"{self.name}: an answer has no score that can be read, and the completion gets parse_error_score = "
+            f"{score:g} (more are only counted, reward/{metric_name(self.name)}/substituted): {text}",
+        )
+        return self._scored(score)
+
+    def _count(self, name: str, amount: float = 1) -> None:
+        self._counts.setdefault(COUNTED_FOR.get(), defaultdict(float))[name] += amount
+
+    def metrics(self) -> dict[str, float]:
+        """Return counts since the last call for the caller's purpose (`COUNTED_FOR`): METRICS and the server's
+        amounts."""
+        counts = self._counts.pop(COUNTED_FOR.get(), {})
+        names = (*_COUNTED, *self.amount_names)
+        return {f"reward/{metric_name(self.name)}/{name}": counts.get(name, 0.0) for name in names}
+
+    async def aclose(self) -> None:
+        """Close the connections."""
+        self._is_closed = True
+        session, self._session = self._session, None
+        if session is not None:
+            await session.close()
+
+    def fault(self, text: str) -> ConfigError:
+        """Return the error of a setting in the recipe."""
+        return ConfigError(f"reward.functions: {self.name!r}: {text}")
+
+    def _scored(self, score: float) -> FunctionScore:
+        right_from = self.config.right_from
+        found = checked(FunctionScore(score, answer_correct=None if right_from is None else score >= right_from))
+        assert found is not None
+        return found
+
+    async def _post(self, body: bytes) -> Any:
+        if self._session is None or self._session.closed:
+            raise FailedCallError("its connections were closed")
+        # A redirect could send the key to another server.
+        asked = self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False)
+        async with asked as response:
+            text = await _bounded(response)
+            if response.status >= 500 or response.status in _BUSY:
+                raise FailedCallError(f"HTTP {response.status}: {_shown(text)}", _retry_after(response))
+            if response.status != 200:
+                raise RefusedError(f"HTTP {response.status}: {_shown(text)}")
+        try:
+            return json.loads(text)
+        except (ValueError, RecursionError):
+            raise FailedCallError(f"the answer is not valid JSON: {_shown(text)}") from None
+
+    def _adopt_loop(self) -> None:
+        """Bind connections and slots to the running event loop, because they cannot be used in another."""
+        loop = asyncio.get_running_loop()
+        if self._is_closed or (self._loop is loop and self._session is not None):
+            return
+        self._loop = loop
+        self._slots = asyncio.Semaphore(self.config.max_in_flight)
+        connector = aiohttp.TCPConnector(limit=0)
+        # Proxies of the environment are for outside servers. Servers of this cluster are reached by http, without them.
+        trusts_environment = self._url.startswith("https:")
+        self._session = aiohttp.ClientSession(
+            connector=connector, timeout=aiohttp.ClientTimeout(total=None), trust_env=trusts_environment
+        )
+
+    def _key(self) -> str:
+        name = self.config.api_key_env
+        key = os.environ.get(name or "", "").strip()
+        if not key:
+            raise self.fault(f"kwargs.api_key_env = {name}: the environment has no such variable; export it")
+        if not (key.isascii() and key.isprintable()):
+            raise self.fault(
+                f"kwargs.api_key_env = {name}: the variable is not a key: it has other than printable ASCII"
+            )
+        return key
+
+    def _address(self, parts: SplitResult) -> str:
+        """Return the address of calls: the url with the kind's path, before its query."""
+        path = parts.path.rstrip("/").removesuffix(self.path).removesuffix(self.left_out_path) + self.path
+        return parts._replace(path=path, fragment="").geturl()
+
+
+def served_reward(function: RewardFunctionConfig) -> ServedReward[Any]:
+    """Return the server's reward named in a recipe. Raises ConfigError for unknown keyword arguments."""
+    kind = served_kind(function.name)
+    assert kind is not None
+    module, _, name = SERVED[kind].partition(":")
+    made = getattr(import_module(module), name)
+    try:
+        config = made.config_class.model_validate(function.kwargs)
+    except ValidationError as error:
+        faults = [
+            f"kwargs{''.join(f'.{part}' for part in fault['loc'])}: {fault['msg']}"
+            for fault in error.errors(include_url=False, include_input=False)
+        ]
+        raise ConfigError(f"reward.functions: {function.name!r}: {'; '.join(faults)}") from None
+    return made(function.name, config)
+
+
+async def _bounded(response: aiohttp.ClientResponse) -> bytes:
+    """Return the answer's body. Raises FailedCallError if it is too long."""
+    parts = bytearray()
+    async for part in response.content.iter_chunked(1 << 16):
+        parts += part
+        if len(parts) > MAX_ANSWER_BYTES:
+            raise FailedCallError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+    return bytes(parts)
+
+
+def _retry_after(response: aiohttp.ClientResponse) -> float:
+    given = response.headers.get("Retry-After", "")
+    # Only seconds are read; the header's other form, a date, is rare and ignored.
+    return float(given) if given.isdecimal() and len(given) < 6 else 0.0
+
+
+def _shown(text: bytes) -> str:
+    return repr(text[:_SHOWN_CHARACTERS].decode("utf-8", "replace"))

@@ -1,0 +1,175 @@
+"""The conversation of an attempt: its messages, its model calls, and the prompt of the next call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+
+import numpy as np
+
+from megarl.data.dialogue import Dialogue
+from megarl.environments import Message, Step, Turn
+from megarl.environments.tools import cut_in_the_middle
+from megarl.environments.validation import checked_start, checked_step
+from megarl.rollout.stitch import ModelCall
+from megarl.types import Completion, Problem
+
+if TYPE_CHECKING:
+    from numpy.typing import NDArray
+
+METRICS = {
+    "tools/shortened": ("count", "tool replies cut to rollout.budget.reply_tokens, mean over attempts"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
+History = Literal["append", "render"]
+_TOKEN_CHARACTERS = 4
+"""Characters per token, roughly: the first guess for the length of a shortened reply."""
+
+
+@dataclass(slots=True)
+class Course:
+    """The conversation of one attempt: one turn per model call, and one environment step per turn.
+
+    The last turn may lack its step. `prompt` is [prompt] tokens. With history `append` it is the last call's tokens
+    plus the observation. With `render` it is the chat template's text of all messages, tokenised; sampled tokens are
+    retained as they are while the rendered text still starts with them.
+    """
+
+    dialogue: Dialogue
+    history: History
+    opening: tuple[Message, ...]
+    """Messages before the first turn."""
+    reply_tokens: int | None = None
+    """Token limit of a tool's reply; None: no limit."""
+    tools: tuple[Mapping[str, Any], ...] = ()
+    prompt: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
+    calls: list[ModelCall] = field(default_factory=list)
+    turns: list[Turn] = field(default_factory=list)
+    steps: list[Step] = field(default_factory=list)
+    _rendered: str = ""
+    """Text of `prompt`, if history is `render`."""
+
+    def start(self, start: object, problem: Problem) -> None:
+        """Set the first prompt from the environment's start.
+
+        Raises TypeError if `start` is not a valid start, and ValueError if the chat template rejects its messages.
+        """
+        start = checked_start(start)
+        self.opening, self.tools = tuple(start.messages), tuple(start.tools)
+        if self.history == "render":
+            self._rendered = self.dialogue.rendered(self.opening, self.tools)
+        if self.opening == tuple(problem.messages) and not self.tools:
+            self.prompt = np.array(problem.prompt_token_ids, np.int32)  # tokenised when the data were read
+        else:
+            self.prompt = self.dialogue.opening(self.opening, self.tools)
+
+    def take(self, completion: Completion, *, is_last: bool = False) -> Turn:
+        """Return the turn of a completion of `prompt`. Raises ConfigError for an unknown tool-call format."""
+        self.calls.append(ModelCall(self.prompt, completion))
+        finish_reason: Literal["stop", "length"] = "length" if completion.finish_reason == "length" else "stop"
+        number, token_ids = len(self.turns), completion.token_ids
+        text = self.dialogue.text(token_ids)
+        turn = Turn(number, text, finish_reason, completion=text, is_last=is_last)
+        if self.tools:
+            parsed = self.dialogue.parsed(self.prompt, token_ids, self.tools, turn=number)
+            turn = replace(turn, text=parsed.text, reasoning=parsed.reasoning or "", calls=parsed.calls)
+        self.turns.append(turn)
+        return turn
+
+    def add(self, step: object) -> Step:
+        """Check the environment's answer to the last turn, store it, and return it.
+
+        If replies have a limit, the answer's metrics gain `tools/shortened`: the number of replies cut to the limit.
+        Raises TypeError if `step` is not a valid step, and ValueError for invalid numbers in it.
+        """
+        checked = checked_step(step)
+        if self.reply_tokens is not None:
+            messages = tuple(self._shortened(message, self.reply_tokens) for message in checked.messages)
+            num_shortened = sum(old is not new for old, new in zip(checked.messages, messages, strict=True))
+            metrics = {**checked.metrics, "tools/shortened": float(num_shortened)}
+            checked = replace(checked, messages=messages, metrics=metrics)
+        self.steps.append(checked)
+        return checked
+
+    def observe(self, step: Step) -> None:
+        """Set the prompt after the environment's messages. Raises ValueError if the chat template rejects them."""
+        if self.history == "render":
+            before = self._rendered
+            self._rendered = self.dialogue.rendered(self._messages(), self.tools)
+            # A template may rewrite history, for example drop earlier reasoning. Then the sampled tokens are no longer
+            # a prefix, and the whole text is tokenised again.
+            if not self._rendered.startswith(before + self.dialogue.written(self.calls[-1].completion.token_ids)):
+                self.prompt = self.dialogue.encoded(self._rendered)
+                return
+        token_ids = self.calls[-1].token_ids.astype(np.int32)
+        self.prompt = np.concatenate([token_ids, self.dialogue.observation(token_ids, step.messages, self.tools)])
+
+    def before_last(self) -> tuple[Message, ...]:
+        """Return all messages before the last completion. The policy's messages are its raw completions."""
+        messages = list(self.opening)
+        for turn, step in zip(self.turns[:-1], self.steps, strict=False):
+            # Reward functions expect raw completions, with reasoning and tool calls as text.
+            messages += [{"role": "assistant", "content": turn.completion}, *step.messages]
+        return tuple(messages)
+
+    def _shortened(self, message: Message, max_tokens: int) -> Message:
+        """Return the message. If it is a tool's reply over the limit, return a copy with a shorter text."""
+        text = message.get("content")
+        if message["role"] != "tool" or not isinstance(text, str):
+            return message
+        short = shortened(
+            text, lambda part: self.dialogue.num_tokens(part) <= max_tokens, guess=_TOKEN_CHARACTERS * max_tokens
+        )
+        return message if short == text else {**message, "content": short}
+
+    def shown(self) -> tuple[tuple[Message, ...], ...]:
+        """Return the new messages before each completion, and after the last."""
+        return self.opening, *(tuple(step.messages) for step in self.steps)
+
+    def _messages(self) -> tuple[Message, ...]:
+        """Return all messages for the chat template, with reasoning and tool calls as separate fields."""
+        messages = list(self.opening)
+        for turn, step in zip(self.turns, self.steps, strict=True):
+            messages += [_message(turn), *step.messages]
+        return tuple(messages)
+
+
+def shortened(text: str, fits: Callable[[str], bool], guess: int) -> str:
+    """Return the text, cut in the middle around a marker if needed, so that `fits` accepts it.
+
+    The result is within about 2 % of the longest text accepted. The search starts at `guess` characters and reads
+    little more than the result, because texts may be very long.
+    """
+    size = guess
+    # Grow from the guess until a cut does not fit: tokenising the whole of a very long text would take seconds.
+    while size < len(text) and fits(cut_in_the_middle(text, size)):
+        size *= 2
+    if size >= len(text) and fits(text):
+        return text
+    kept, too_many = 0, min(size, len(text))
+    while too_many - kept > 1 + too_many // 50:  # to 2 %: each further step tokenises the text again
+        size = (kept + too_many) // 2
+        if fits(cut_in_the_middle(text, size)):
+            kept = size
+        else:
+            too_many = size
+    return cut_in_the_middle(text, kept)
+
+
+def _message(turn: Turn) -> Message:
+    """Return a turn of the policy as a message. Calls with invalid arguments get an empty argument dict."""
+    message: dict[str, Any] = {"role": "assistant", "content": turn.text}
+    if turn.reasoning:
+        message["reasoning_content"] = turn.reasoning
+    if turn.calls:
+        message["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {"name": call.name, "arguments": dict(call.arguments or {})},
+            }
+            for call in turn.calls
+        ]
+    return message

@@ -1,0 +1,239 @@
+"""The batch of a step: its trajectories as flat arrays, and its minibatches."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from megarl.algorithms.reduction import token_weights
+from megarl.config import Recipe
+from megarl.data.token_batch import TokenBatch, borders, concatenate, join_sets
+from megarl.rollout.weights import assign_token_weights
+from megarl.types import Segment, Trajectory
+
+
+@dataclass(slots=True, kw_only=True)
+class RLBatch(TokenBatch):
+    """Concatenated segments of all trajectories. A sample is a trajectory with all its segments.
+
+    Arrays per trajectory are [samples]. `rewards` is float64. `groups` numbers the prompts. `num_sampled` counts tokens
+    sampled by the policy, `num_turns` its completions. `is_correct` marks right answers, `is_scored` scored
+    trajectories. An unscored trajectory is excluded from its group's statistics; if rewards are the training signal, it
+    is not trained.
+    """
+
+    weight_versions: NDArray[np.int32]
+    """[tokens]: the number of reshards before the token was sampled; -1 if not sampled."""
+    turns: NDArray[np.int16]
+    """[tokens]: the number of the completion containing the token, from 0; -1 if not sampled."""
+    turn_rewards: NDArray[np.float64]
+    """[samples, turns]: rewards given by the environment for each turn; parts of `rewards`."""
+    rewards: NDArray[np.float64]
+    groups: NDArray[np.int64]
+    num_sampled: NDArray[np.int64]
+    num_turns: NDArray[np.int64]
+    is_correct: NDArray[np.bool_]
+    is_scored: NDArray[np.bool_]
+    environments: tuple[str, ...] = ()
+    """[samples]: names of the environments."""
+    scores: dict[str, NDArray[np.float64]] = field(default_factory=dict)
+    """Unweighted scores [samples] per reward function, by its name in metrics; NaN: the function gave none."""
+    environment_scores: NDArray[np.float64] | None = None
+    """[samples]: sums of turn rewards from environments; NaN for other samples. None: no sample has any."""
+    model_scores: NDArray[np.float64] | None = None
+    """[samples]: unweighted scores of the reward model. None: no reward model, or not yet scored."""
+    entropies: NDArray[np.float32] | None = None
+    """[tokens]: the trainer's entropies before the update, in nats; 0 if not sampled. None: not computed."""
+
+    @classmethod
+    def from_groups(
+        cls,
+        groups: Sequence[Sequence[Trajectory]],
+        *,
+        mask_truncated: bool = False,
+        needs_rewards: bool = True,
+    ) -> RLBatch:
+        """Return the batch of these groups, one group per prompt.
+
+        `mask_truncated` excludes trajectories ended by a length or time limit from training; `needs_rewards` excludes
+        unscored ones. `old_logprobs` exist if any segment has them, with NaN on sampled tokens of segments lacking
+        them.
+        """
+        trajectories = [trajectory for group in groups for trajectory in group]
+        segments = [segment for trajectory in trajectories for segment in trajectory.segments]
+        num_segments = np.array([len(trajectory.segments) for trajectory in trajectories])
+        rewards = [trajectory.reward for trajectory in trajectories]
+        is_scored = np.array([reward is not None for reward in rewards])
+        is_trained = is_scored | (not needs_rewards)
+        if mask_truncated:
+            # Overlong filtering of DAPO (arXiv 2503.14476): the reward of a truncated answer is noise.
+            is_trained &= np.array([trajectory.ended not in ("length", "seconds") for trajectory in trajectories])
+        lengths = np.array([len(segment) for segment in segments])
+        is_sampled = np.concatenate([segment.loss_mask for segment in segments])
+        per_token = {"rollout_logprobs": np.concatenate([segment.rollout_logprobs for segment in segments])}
+        if any(segment.old_logprobs is not None for segment in segments):
+            per_token["old_logprobs"] = np.concatenate([_old_logprobs(segment) for segment in segments])
+        return cls(
+            token_ids=np.concatenate([segment.token_ids for segment in segments]),
+            loss_mask=is_sampled & np.repeat(np.repeat(is_trained, num_segments), lengths),
+            cu_seqlens=borders(lengths),
+            samples=np.repeat(np.arange(len(trajectories)), num_segments),
+            per_token=per_token,
+            experts=_experts(segments),
+            kept_sets=join_sets([(len(segment), segment.kept_sets) for segment in segments]),
+            temperatures=np.repeat([trajectory.temperature for trajectory in trajectories], num_segments),
+            weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
+            turns=np.concatenate([segment.turns for segment in segments]),
+            turn_rewards=_turn_rewards(trajectories),
+            rewards=np.array([0.0 if reward is None else reward.score for reward in rewards], np.float64),
+            groups=np.repeat(np.arange(len(groups)), [len(group) for group in groups]),
+            num_sampled=np.array([trajectory.num_sampled for trajectory in trajectories]),
+            num_turns=np.array([trajectory.num_turns for trajectory in trajectories]),
+            is_correct=np.array([reward is not None and bool(reward.answer_correct) for reward in rewards]),
+            is_scored=is_scored,
+            environments=tuple(trajectory.environment for trajectory in trajectories),
+            scores=_scores_by_function(trajectories),
+            environment_scores=_environment_scores(trajectories),
+            entropies=_entropies(segments),
+        )
+
+    @property
+    def longest_turns(self) -> NDArray[np.int64]:
+        """[samples]: sampled tokens in the longest turn of each trajectory."""
+        is_sampled = self.turns >= 0
+        sample = np.repeat(self.samples, self.lengths)[is_sampled]
+        counts = np.zeros((len(self.groups), int(self.turns.max(initial=0)) + 1), np.int64)
+        # Not `counts[...] += 1`: it would count repeated indices once.
+        np.add.at(counts, (sample, self.turns[is_sampled]), 1)
+        return counts.max(axis=1)
+
+    def start_from_rollout(self, weight_version: int) -> None:
+        """Use the engine's log-probs as old log-probs of the ratio, whatever its weights were.
+
+        `weight_version` is the trainer's version before the update. Engine and trainer are compared only on tokens
+        sampled with this version; `rollout_logprobs` of other tokens become NaN.
+        """
+        self.per_token["old_logprobs"] = self.per_token["rollout_logprobs"]
+        self.forget_stale_logprobs(weight_version)
+
+    def forget_stale_logprobs(self, weight_version: int) -> None:
+        """Set `rollout_logprobs` to NaN on tokens sampled before `weight_version`.
+
+        Afterwards engine and trainer are compared only on tokens of equal weights.
+        """
+        is_stale = (self.weight_versions >= 0) & (self.weight_versions < weight_version)
+        found = self.per_token["rollout_logprobs"]
+        self.per_token["rollout_logprobs"] = np.where(is_stale, np.float32(np.nan), found)
+
+    def minibatches(self, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> list[TokenBatch]:
+        """Return the minibatch of each update of a step, with its token weights.
+
+        Each of `train.epochs_per_step` passes visits all samples in `train.updates_per_step` updates. The first pass
+        keeps the given order. Later ones are shuffled with the seed, the step and the pass. `conversations` are
+        distributed over the updates of a pass and trained as an additional loss (`algorithm.ptx_coefficient`). Steps
+        training only the critic (`critic.warmup_steps`) have no update.
+        """
+        if step <= recipe.frozen_steps:
+            return []
+        updates, longest = recipe.train.updates_per_step, recipe.longest_trajectory
+        minibatches: list[TokenBatch] = []
+        for number in range(recipe.train.epochs_per_step):
+            for update, samples in enumerate(parts(_order(len(self.groups), recipe.seed, step, number), updates)):
+                minibatch = self.select_samples(samples)
+                assign_token_weights(minibatch, recipe.algorithm, longest)
+                if conversations is not None:
+                    dealt = np.arange(update, conversations.num_sequences, updates)
+                    minibatch = _mixed(minibatch, conversations.select(dealt), recipe.algorithm.ptx_coefficient)
+                minibatches.append(minibatch)
+        if recipe.algorithm.old_logprobs == "rollout" or not recipe.has_advantages:
+            # From the second update on the weights differ from the engine's, so a comparison would be meaningless.
+            for minibatch in minibatches[1:]:
+                minibatch.per_token["rollout_logprobs"] = np.full(len(minibatch.token_ids), np.nan, np.float32)
+        return minibatches
+
+    def critic_minibatches(self, recipe: Recipe) -> list[TokenBatch]:
+        """Return the minibatch of each critic update of a step. Its loss is the mean over tokens."""
+        algorithm = recipe.algorithm.model_copy(update={"aggregation": "token_mean"})
+        # The critic reads only these; fewer arrays are less to send to the ranks.
+        batch = self.with_arrays({name: self.per_token[name] for name in ("values", "returns")})
+        samples = np.arange(len(self.groups))
+        minibatches = [batch.select_samples(part) for part in parts(samples, recipe.critic.updates_per_step)]
+        for minibatch in minibatches:
+            assign_token_weights(minibatch, algorithm)
+        return minibatches
+
+
+def parts(samples: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
+    """Split samples, int64 [samples], into `count` parts of equal size."""
+    size = len(samples) // count
+    return [samples[start : start + size] for start in range(0, len(samples), size)]
+
+
+def _turn_rewards(trajectories: Sequence[Trajectory]) -> NDArray[np.float64]:
+    rewards = np.zeros((len(trajectories), max(trajectory.num_turns for trajectory in trajectories)))
+    for sample, trajectory in enumerate(trajectories):
+        for turn, reward in trajectory.turn_rewards:
+            rewards[sample, turn] = reward
+    return rewards
+
+
+def _scores_by_function(trajectories: Sequence[Trajectory]) -> dict[str, NDArray[np.float64]]:
+    rewards = [trajectory.reward for trajectory in trajectories]
+    names = dict.fromkeys(name for reward in rewards if reward is not None for name in reward.scores)
+    found = {name: np.full(len(rewards), np.nan) for name in names}
+    for sample, (trajectory, reward) in enumerate(zip(trajectories, rewards, strict=True)):
+        if reward is None or trajectory.turn_rewards:
+            continue
+        judged = any(score is not None for score in reward.scores.values())
+        for name in names:
+            # A sample without any score (nothing judged it, or all functions failed) has reward 0: 0 per function.
+            score = reward.scores.get(name) if judged else 0.0
+            found[name][sample] = np.nan if score is None else score
+    return found
+
+
+def _environment_scores(trajectories: Sequence[Trajectory]) -> NDArray[np.float64] | None:
+    scores = [t.reward.score if t.reward is not None and t.turn_rewards else np.nan for t in trajectories]
+    return None if np.isnan(scores).all() else np.array(scores)
+
+
+def _old_logprobs(segment: Segment) -> NDArray[np.float32]:
+    if segment.old_logprobs is not None:
+        return segment.old_logprobs
+    # NaN marks log-probs still missing: any use of them shows in the loss.
+    return np.where(segment.loss_mask, np.float32(np.nan), np.float32(0))
+
+
+def _entropies(segments: Sequence[Segment]) -> NDArray[np.float32] | None:
+    found = [segment.entropies for segment in segments if segment.entropies is not None]
+    return np.concatenate(found) if len(found) == len(segments) else None
+
+
+def _experts(segments: Sequence[Segment]) -> NDArray[np.int64] | None:
+    handles = [segment.routed_experts for segment in segments if segment.routed_experts is not None]
+    return np.array(handles, np.int64) if len(handles) == len(segments) else None
+
+
+def _order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
+    """Return the order of the samples in a pass of a step: int64 [count], a permutation."""
+    if number == 0:
+        return np.arange(count)
+    return np.random.default_rng([seed, step, number]).permutation(count)
+
+
+def _mixed(minibatch: TokenBatch, conversations: TokenBatch, share: float) -> TokenBatch:
+    """Return a policy minibatch joined with supervised conversations; these have `share` of the total loss."""
+    policy = minibatch.with_arrays(minibatch.per_token)
+    policy.per_token["token_weights"] = (1 - share) * policy.per_token["token_weights"]
+    policy.per_token["supervised"] = np.zeros(len(policy.token_ids), np.float32)
+    # `concatenate` needs equal sets of arrays: give the conversations zeros for all the policy's.
+    nothing = np.zeros(len(conversations.token_ids), np.float32)
+    learnt = conversations.with_arrays(dict.fromkeys(policy.per_token, nothing))
+    weights = token_weights(torch.from_numpy(learnt.cu_samples), torch.from_numpy(learnt.loss_mask), "token_mean")
+    learnt.per_token["token_weights"] = (share * weights).numpy()
+    learnt.per_token["supervised"] = np.ones(len(conversations.token_ids), np.float32)
+    return concatenate([policy, learnt])

@@ -1,0 +1,261 @@
+"""Metrics of a step: its updates, and its sampled trajectories."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import get_args
+
+import numpy as np
+
+from megarl.algorithms.importance import gap_metrics
+from megarl.config import Recipe
+from megarl.data.formats import value_at
+from megarl.rewards.results import accuracy_metrics, by_source_name, function_metrics, source_metrics
+from megarl.rollout.state import Group, in_one
+from megarl.tracking.metrics import Mean, Metric, merge, values
+from megarl.types import Ended, Reward, Trajectory
+
+METRICS = {
+    "reward/mean": ("score", "reward of the step's samples, mean"),
+    "reward/std": ("score", "standard deviation of the samples' rewards"),
+    "reward/min": ("score", "least reward of the step's samples"),
+    "reward/max": ("score", "largest reward of the step's samples"),
+    "reward/accuracy": ("share", "scored samples with a right answer; only if all have a verdict (judges_answer)"),
+    "reward/unjudged": ("share", "scored samples without a verdict on their answer; then reward/accuracy is absent"),
+    "reward/format_valid": ("share", "scored samples with a valid format"),
+    "reward/zero_variance_groups": ("share", "groups with all rewards equal: no learning signal"),
+    "rollout/completion_tokens/mean": ("tokens", "sampled tokens of an attempt, mean"),
+    "rollout/completion_tokens/max": ("tokens", "sampled tokens of an attempt, the most"),
+    "rollout/prompt_tokens/mean": ("tokens", "first prompt of an attempt, mean"),
+    "rollout/prompt_tokens/max": ("tokens", "first prompt of an attempt, the most"),
+    "rollout/truncated": ("share", "attempts ended by the length limit"),
+    "rollout/temperature": ("1", "sampling temperature, mean over attempts"),
+    "rollout/turns/mean": ("completions", "completions of an attempt, mean"),
+    "rollout/turns/max": ("completions", "completions of an attempt, the most"),
+    "rollout/turn_tokens/mean": ("tokens", "sampled tokens of a completion, mean"),
+    "rollout/turn_tokens/max": ("tokens", "sampled tokens of a completion, the most"),
+    "rollout/observed_tokens/mean": ("tokens", "tokens added to an attempt by environment and tools, mean"),
+    "rollout/observed_tokens/max": ("tokens", "tokens added to an attempt by environment and tools, the most"),
+    "rollout/segments/mean": ("sequences", "training sequences per attempt, mean"),
+    "rollout/forks": (
+        "count",
+        "how often an attempt's prompt did not extend its earlier tokens and began a new sequence",
+    ),
+    "rollout/restarted": ("count", "how often attempts were restarted from the beginning"),
+    "rollout/ended/WHY": ("share", "attempts ended for this reason: done, length, error and so on"),
+    "rollout/errors/KIND": ("count", "attempts ended by an error of this kind"),
+    "rollout/kept_tokens/mean": (
+        "tokens",
+        "candidate tokens left by top-p, top-k and min-p, mean over positions where any was cut",
+    ),
+    "rollout/kept_tokens/max": (
+        "tokens",
+        "candidate tokens left by top-p, top-k and min-p, the most over positions where any was cut",
+    ),
+    "rollout/kept_tokens_bytes": ("bytes", "size of the recorded candidate sets left by top-p, top-k and min-p"),
+    "time/engine_wait_seconds/mean": (
+        "seconds",
+        "how long an attempt waited for completions (after a resume, since then), mean",
+    ),
+    "time/engine_wait_seconds/max": ("seconds", "how long an attempt waited for completions, the longest"),
+    "time/environment_wait_seconds/mean": ("seconds", "how long an attempt waited for its environment, mean"),
+    "time/environment_wait_seconds/max": ("seconds", "how long an attempt waited for its environment, the longest"),
+    "staleness/mean": (
+        "versions",
+        "weight versions between a trajectory's oldest token and the weights it updates, mean",
+    ),
+    "staleness/max": (
+        "versions",
+        "weight versions between a trajectory's oldest token and the weights it updates, the most",
+    ),
+    "environment/SOURCE/share": ("share", "attempts of this source, in a mixture"),
+    "environment/OWN": (
+        "own",
+        "a number reported by the environment itself, mean over the attempts having it; in a mixture also SOURCE/ "
+        "and any metric of rewards and rollouts for this source",
+    ),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
+
+def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Merge the metrics of a step's updates of one model.
+
+    The loss is a sum within an update; over the updates it becomes a mean.
+    """
+    return merge({**update, **_loss_of(update)} for update in updates)
+
+
+def _loss_of(update: Mapping[str, Metric]) -> dict[str, Metric]:
+    return {"train/loss": Mean(update["train/loss"].number)} if "train/loss" in update else {}
+
+
+def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """Return the merged metrics of a step's updates. `logprob_gap/` compares the trainer's log-probs with the engine's.
+
+    Both log-probs of a token are computed with the weights used to sample it. In a later update, and for trajectories
+    waiting since an earlier step, the trainer's are `old_logprobs`. `logprob_gap/measured` is 1, with one exception:
+    under algorithm.old_logprobs = rollout it is the share of the first update's tokens sampled in this step.
+    """
+    found = values(merge_updates(updates))
+    if len(updates) == 1:
+        # It is measured in an update's forward pass, before the optimizer step: there one update has moved nothing.
+        found.pop("kl/update", None)
+    gap = {
+        name.removeprefix("logprob_gap/"): found.pop(name) for name in list(found) if name.startswith("logprob_gap/")
+    }
+    if "mean" in gap:
+        found |= {f"logprob_gap/{name}": value for name, value in gap_metrics(gap).items()}
+    return found | {f"logprob_gap/{name}": gap[name] for name in ("max", "measured") if name in gap}
+
+
+def step_metrics(
+    sampled: Sequence[Trajectory], groups: Sequence[Group], recipe: Recipe, weight_version: int
+) -> dict[str, float]:
+    """Return reward and rollout metrics of a step's samples, and the staleness of the groups trained on.
+
+    If nothing was sampled, because enough groups were waiting, all metrics describe the groups trained on.
+    """
+    kept = in_one(groups)
+    # Sampled trajectories include the ones filtered out, so a filter does not bias the metrics.
+    measured = sampled or kept
+    rewards = reward_metrics(measured, kept=kept if recipe.reward.model else None)
+    rewards |= data_source_metrics(measured, recipe.reward.source_field)
+    found = rewards | rollout_metrics(measured) | staleness_metrics(kept, weight_version)
+    for source in recipe.sources if recipe.mixture else ():
+        found |= environment_metrics(source.name, measured)
+    return found
+
+
+def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return the metrics of one source of a mixture, computed from its own trajectories.
+
+    `environment/NAME/reward/...`, `/tools/...` and others come from `reward_metrics` and `rollout_metrics`. The
+    prefixes `rollout/` and `environment/` are removed: `/observed_tokens/mean`, `/time/engine_wait_seconds/mean`.
+    """
+    own = [t for t in trajectories if t.environment == name]
+    metrics = {"share": len(own) / len(trajectories)}
+    if own:
+        found = rollout_metrics(own) | (reward_metrics(own) if any(t.reward for t in own) else {})
+        metrics |= {key.removeprefix("rollout/").removeprefix("environment/"): value for key, value in found.items()}
+    return {f"environment/{name}/{key}": value for key, value in metrics.items()}
+
+
+def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, list[Trajectory]]:
+    """Group trajectories by data source, read from this field of their records (`rewards.scores.by_source_name`).
+
+    Trajectories without a text in the field are omitted.
+    """
+    if field is None:
+        return {}
+    named = ((value_at(t.problem.record, field), t) for t in trajectories if t.problem.record)
+    return by_source_name((name, t) for name, t in named if isinstance(name, str))
+
+
+def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, float]:
+    """Return reward metrics per data source (`rewards.scores.source_metrics`). Unscored trajectories are omitted."""
+    rewarded = [t for t in trajectories if t.reward is not None]
+    # A source may lose its verdicts in the middle of a step (`Answers`): earlier ones then do not count alone.
+    unjudged = {t.environment for t in rewarded if t.reward and t.reward.answer_correct is None}
+    rewards: dict[str, list[Reward]] = {}
+    for name, own in by_data_source(rewarded, field).items():
+        for t in own:
+            assert t.reward is not None
+            reward = replace(t.reward, answer_correct=None) if t.environment in unjudged else t.reward
+            rewards.setdefault(name, []).append(reward)
+    return source_metrics(rewards)
+
+
+def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
+    """Return `staleness/` of trajectories used to update weights of this version."""
+    staleness = [weight_version - t.oldest_version for t in trajectories if t.num_sampled]
+    return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
+
+
+def reward_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory] | None = None) -> dict[str, float]:
+    """Return reward metrics of a step's completions, per reward function too (`rewards.scores.function_metrics`).
+
+    Unscored attempts do not count in reward metrics. Metrics describe all attempts of the step (`trajectories`). An
+    exception is a reward model: it scores only the `kept` ones, so metrics of the total reward describe these.
+    """
+    judged = [t.reward for t in trajectories if t.reward is not None]
+    scored = [(t, t.reward) for t in (trajectories if kept is None else kept) if t.reward is not None]
+    scores = np.array([reward.score for _, reward in scored])
+    lengths = np.array([t.num_sampled for t in trajectories])
+    groups = np.array([t.group for t, _ in scored])
+    flat = [np.ptp(scores[groups == group]) == 0 for group in np.unique(groups)]
+    names = {"accuracy": "reward/accuracy", "unjudged": "reward/unjudged"}
+    verdicts = {names[name]: value for name, value in accuracy_metrics(judged).items()}
+    return (
+        function_metrics(judged)
+        | verdicts
+        | {
+            "reward/mean": float(scores.mean()),
+            "reward/std": float(scores.std()),
+            "reward/min": float(scores.min()),
+            "reward/max": float(scores.max()),
+            "reward/format_valid": float(np.mean([reward.format_valid for reward in judged])),
+            "reward/zero_variance_groups": float(np.mean(flat)),
+            "rollout/completion_tokens/mean": float(lengths.mean()),
+            "rollout/completion_tokens/max": float(lengths.max()),
+            "rollout/truncated": float(np.mean([t.ended == "length" for t in trajectories])),
+        }
+    )
+
+
+def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Return rollout metrics of a step's attempts.
+
+    An environment's own numbers are named `environment/OWN`. Names beginning with `tools/` stay as they are
+    (`environments.tools.ToolEnvironment`).
+    """
+    count = len(trajectories)
+    prompts = [_first_prompt_tokens(t) for t in trajectories]
+    turns = [t.num_turns for t in trajectories]
+    sizes = [size for t in trajectories for size in t.turn_tokens]
+    segments = [len(t.segments) for t in trajectories]
+    by_attempt = {
+        "rollout/observed_tokens": [t.num_observed for t in trajectories],
+        "time/engine_wait_seconds": [t.engine_seconds for t in trajectories],
+        "time/environment_wait_seconds": [t.environment_seconds for t in trajectories],
+    }
+    metrics = {
+        "rollout/temperature": sum(t.temperature for t in trajectories) / count,
+        "rollout/prompt_tokens/mean": sum(prompts) / count,
+        "rollout/prompt_tokens/max": float(max(prompts)),
+        "rollout/turns/mean": sum(turns) / count,
+        "rollout/turns/max": float(max(turns)),
+        "rollout/turn_tokens/mean": sum(sizes) / max(len(sizes), 1),
+        "rollout/turn_tokens/max": float(max(sizes, default=0)),
+        "rollout/restarted": float(sum(t.restarts for t in trajectories)),
+        "rollout/segments/mean": sum(segments) / count,
+        "rollout/forks": float(sum(number - 1 for number in segments if number)),
+    }
+    for name, found in by_attempt.items():
+        metrics |= {f"{name}/mean": sum(found) / count, f"{name}/max": float(max(found))}
+    # All reasons, zeros too: a curve without gaps can be plotted.
+    for why in get_args(Ended):
+        metrics[f"rollout/ended/{why}"] = sum(t.ended == why for t in trajectories) / count
+    kept_sets = [s.kept_sets for t in trajectories for s in t.segments if s.kept_sets is not None]
+    if kept_sets:
+        # Count 0: nothing was cut off at this position, or nothing was sampled.
+        sizes = np.concatenate([kept.counts[kept.counts > 0] for kept in kept_sets])
+        metrics["rollout/kept_tokens/mean"] = float(sizes.mean())
+        metrics["rollout/kept_tokens/max"] = float(sizes.max())
+        metrics["rollout/kept_tokens_bytes"] = float(sum(kept.nbytes for kept in kept_sets))
+    for trajectory in trajectories:
+        if trajectory.ended == "error" and trajectory.failure is not None:
+            # A failure is "Kind: reason"; only the kind makes a bounded number of metrics.
+            name = f"rollout/errors/{trajectory.failure.partition(':')[0]}"
+            metrics[name] = metrics.get(name, 0.0) + 1
+    for name in dict.fromkeys(name for t in trajectories for name in t.metrics):
+        found = [t.metrics[name] for t in trajectories if name in t.metrics]
+        metrics[name if name.startswith("tools/") else f"environment/{name}"] = sum(found) / len(found)
+    return metrics
+
+
+def _first_prompt_tokens(trajectory: Trajectory) -> int:
+    """Return the number of tokens before the first sampled one, or of the problem's prompt if none was sampled."""
+    sampled = next((segment.loss_mask for segment in trajectory.segments if segment.loss_mask.any()), None)
+    return len(trajectory.problem.prompt_token_ids) if sampled is None else int(sampled.argmax())

@@ -1,0 +1,176 @@
+"""Distillation targets ("lessons") of an update's tokens: stored by the teacher's ranks, fetched by the policy's ranks.
+
+A token's target is up to a hundred times larger than its other data, so it never passes through the driver. A teacher's
+ranks store the targets of whole sequences, for trained tokens only, in host memory (`HeldLessons`). Before the policy's
+pass, its last stage fetches the targets of its rows (`Pupil`). Teacher and policy may have different layouts.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from megatron.core import parallel_state
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megarl.data.token_batch import TokenBatch
+from megarl.groups import signed
+from megarl.models.teacher_student import Lesson
+from megarl.training.exchange import fetched, runs_of
+from megarl.training.microbatch import Microbatch, is_predicted, places_in_row
+
+
+class HeldLessons:
+    """Distillation targets stored by this rank for the next update, by sequence number.
+
+    A sequence's targets are uint8 [trained tokens, bytes].
+    """
+
+    def __init__(self) -> None:
+        self._rows: dict[int, NDArray[np.uint8]] = {}
+
+    @property
+    def numbers(self) -> list[int]:
+        """Return the numbers of the sequences stored here."""
+        return list(self._rows)
+
+    def keep(self, number: int, rows: NDArray[np.uint8]) -> None:
+        """Store the targets of a sequence's trained tokens, in order."""
+        self._rows[number] = rows
+
+    def of_tokens(self, number: int, first: int, end: int) -> NDArray[np.uint8]:
+        """Return the targets [end - first, bytes] of a span of a sequence's trained tokens."""
+        return self._rows[number][first:end]
+
+    def clear(self) -> None:
+        """Remove all targets."""
+        self._rows = {}
+
+
+@dataclass(frozen=True, slots=True)
+class TaughtPositions:
+    """Positions of a padded row predicting a trained token, in row order. All arrays are [positions]."""
+
+    place: NDArray[np.int64]
+    sequence: NDArray[np.int64]
+    """The index of the position's sequence in the row."""
+    ordinal: NDArray[np.int64]
+    """The number of earlier trained tokens in its sequence."""
+
+    @classmethod
+    def of_row(cls, row: TokenBatch, padded: NDArray[np.int64]) -> TaughtPositions:
+        """Return the positions of a whole row; `padded` [sequences] holds padded lengths."""
+        is_trained = row.loss_mask & is_predicted(row.cu_seqlens)
+        # Position t predicts token t + 1, hence the - 1 below.
+        sequence = np.repeat(np.arange(row.num_sequences), row.lengths)[is_trained]
+        counts = np.bincount(sequence, minlength=row.num_sequences)
+        ordinal = np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]
+        return cls(places_in_row(row.lengths, padded)[is_trained] - 1, sequence, ordinal)
+
+    def among(self, local: NDArray[np.int64]) -> tuple[TaughtPositions, NDArray[np.int64]]:
+        """Return the positions at a rank's places of the row, in the rank's order, and their indices there."""
+        found = np.full(max(local.max(initial=-1), self.place.max(initial=-1)) + 1, -1)
+        found[self.place] = np.arange(len(self.place))
+        chosen = found[local]
+        is_taught = chosen >= 0
+        chosen = chosen[is_taught]
+        return TaughtPositions(self.place[chosen], self.sequence[chosen], self.ordinal[chosen]), is_taught.nonzero()[0]
+
+
+class Pupil:
+    """The policy's side on one rank: it fetches distillation targets and holds the teachers' heads.
+
+    A head turns a teacher's hidden states into logits. All arguments are lists by teacher number. `widths` are the
+    bytes of a target. `num_local_tokens` counts the rows of this rank's part of the policy's head with tokens known to
+    the teacher. `heads` are the teacher's rows of these tokens, [tokens, hidden] (full_vocabulary; else None).
+    """
+
+    def __init__(
+        self,
+        held: HeldLessons,
+        device: torch.device,
+        *,
+        widths: Sequence[int],
+        num_local_tokens: Sequence[int],
+        heads: Sequence[Tensor | None],
+    ) -> None:
+        self._held, self._device = held, device
+        self._widths, self._num_local_tokens, self._heads = widths, num_local_tokens, heads
+        self._on_device: list[Tensor | None] = []
+
+    def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> list[list[Lesson]]:
+        """Return the targets of each row by each teacher, in host memory. A collective over the world.
+
+        Only the last stage gets any. Only its first tensor rank has their contents; `complete` broadcasts them. The
+        ranks' stored targets are removed.
+        """
+        is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
+        # One tensor rank asks for all: the network carries each target once, and NVLink the copies.
+        is_asking = is_last and parallel_state.get_tensor_model_parallel_rank() == 0
+        holders = {
+            number: rank
+            for rank, numbers in enumerate(signed.gather(self._held.numbers, purpose="lessons"))
+            for number in numbers
+        }
+        lessons: list[list[Lesson]] = [[] for _ in rows]
+        for teacher, width in enumerate(self._widths):
+            own = [_own_positions(row, batch, teacher) for row, batch in zip(rows, batches, strict=True)]
+            runs = [_runs(row, positions) for row, (positions, _) in zip(rows, own, strict=True)] if is_asking else []
+            asked = np.concatenate([np.zeros((0, 3), np.int64), *runs])
+            of_run = np.array([holders[number] for number in asked[:, 0].tolist()], np.int64)
+            lessons_of_runs = fetched(asked, of_run, self._held_for, np.zeros((0, width), np.uint8))
+            found = iter(np.split(lessons_of_runs, _ends(runs)))
+            for of_row, (_, indices) in zip(lessons, own, strict=True):
+                contents = next(found) if is_asking else np.empty((len(indices), width), np.uint8)
+                places = torch.from_numpy(indices)
+                of_row.append(Lesson(places, torch.from_numpy(contents), self._num_local_tokens[teacher], None))
+        self._held.clear()
+        # Heads are on the device during an update only; they are as large as the policy's own head.
+        self._on_device = [None if head is None else head.to(self._device) for head in self._heads]
+        return lessons if is_last else [[] for _ in rows]
+
+    def complete(self, lessons: Sequence[Lesson]) -> list[Lesson]:
+        """Return a row's targets on the device of every tensor rank, with the teachers' heads.
+
+        A collective of these ranks.
+        """
+        group: Any = parallel_state.get_tensor_model_parallel_group()
+        completed = []
+        for lesson, head in zip(lessons, self._on_device, strict=True):
+            # Allocated by torch: an empty numpy array has strides that torch cannot view as another dtype.
+            contents = torch.empty(lesson.rows.shape, dtype=torch.uint8, device=self._device).copy_(lesson.rows)
+            if dist.get_world_size(group) > 1:
+                dist.broadcast(contents, group=group, group_src=0)
+            completed.append(lesson._replace(places=lesson.places.to(self._device), rows=contents, head=head))
+        return completed
+
+    def release(self) -> None:
+        """Free the device memory of the heads."""
+        self._on_device = []
+
+    def _held_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.uint8]:
+        return self._held.of_tokens(number, first, end)
+
+
+def _runs(row: TokenBatch, positions: TaughtPositions) -> NDArray[np.int64]:
+    """Return runs [runs, 3] of consecutive trained tokens: sequence number, first token and end, in order."""
+    assert row.taught is not None
+    return runs_of(row.taught[:, 1:], positions.sequence, positions.ordinal)
+
+
+def _own_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[TaughtPositions, NDArray[np.int64]]:
+    """Return this rank's positions taught by one teacher, and their indices among its tokens."""
+    assert row.taught is not None and batch.row.local is not None
+    own, indices = TaughtPositions.of_row(row, batch.padded).among(batch.row.local.cpu().numpy())
+    chosen = row.taught[own.sequence, 0] == teacher
+    return TaughtPositions(own.place[chosen], own.sequence[chosen], own.ordinal[chosen]), indices[chosen]
+
+
+def _ends(runs: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
+    """Return the end of each row's targets except the last row's: [rows - 1]."""
+    return np.cumsum([(of_row[:, 2] - of_row[:, 1]).sum() for of_row in runs])[:-1].astype(np.int64)

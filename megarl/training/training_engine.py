@@ -1,0 +1,374 @@
+"""A trained model on one rank: its shard, gradients and optimizer."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from megatron.core import parallel_state
+from megatron.core.distributed import DistributedDataParallel, DistributedDataParallelConfig, finalize_model_grads
+from megatron.core.pipeline_parallel import get_forward_backward_func
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.distributed import get_process_group_ranks
+
+from megarl.config import OptimizerConfig, Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.data.token_batch import TokenBatch
+from megarl.families.lora_rules import LINEARS
+from megarl.families.shape import ModelShape
+from megarl.models import lora as lora_modules
+from megarl.models.configuration import accumulates_in_transformer_engine
+from megarl.models.expert_balance import ExpertBalance
+from megarl.models.policy import PackedModel, accumulate_in_main_gradients
+from megarl.models.teacher_student import StudentModel
+from megarl.platform.spans import span
+from megarl.tracking.metrics import Max, Mean, Metric, merge
+from megarl.training.merged import MergedWeights
+from megarl.training.model import LoadWeights, ModelShard
+from megarl.training.objective import (
+    Objective,
+    StepNumbers,
+    critic_objective,
+    divergence_objective,
+    policy_objective,
+    preference_objective,
+    reward_objective,
+    supervised,
+)
+from megarl.training.offload import Offloadable
+from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
+from megarl.training.replica import Replica
+from megarl.types import MegarlError
+
+METRICS = {
+    "train/grad_norm": ("1", "gradient norm before clipping, largest of the step's updates"),
+    "train/learning_rate": ("1", "learning rate, largest of the step's updates"),
+    "train/update_skipped": ("0 or 1", "whether an update changed no parameter"),
+    "train/gap_exceeded": ("0 or 1", "whether updates were skipped because of train.max_logprob_gap"),
+}
+"""Names, units and meanings, for `tracking.table`."""
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """A trained model's objective, optimizer settings and number of updates."""
+
+    objective: Objective
+    optimizer: OptimizerConfig
+    num_updates: int
+    skip_ratio: float | None = None
+    """An update is skipped if the mean ratio of its tokens is larger."""
+    max_logprob_gap: float | None = None
+    """An update is skipped if the mean distance of its tokens' log-probs from the engine's is larger, in nats."""
+    field: str = "optimizer"
+    """The recipe's section with the optimizer's settings."""
+
+
+def role_of_policy(recipe: Recipe) -> Role:
+    """Return the role of the policy, or of the model trained by another loop."""
+    steps, algorithm = recipe.train.steps, recipe.algorithm
+    if recipe.is_on_policy:
+        updates = (steps - recipe.frozen_steps) * recipe.train.num_updates
+        gap = recipe.train.max_logprob_gap
+        objective = policy_objective(algorithm) if recipe.has_advantages else divergence_objective
+        return Role(objective, recipe.optimizer, updates, algorithm.skip_ratio, gap)
+    objective = {
+        "sft": lambda: supervised,
+        "preference": lambda: preference_objective(recipe.preference),
+        "reward_model": lambda: reward_objective(recipe.preference),
+    }[recipe.loop]()
+    return Role(objective, recipe.optimizer, steps)
+
+
+def role_of_critic(recipe: Recipe) -> Role:
+    """Return the role of the critic; its values are the policy's baseline."""
+    critic = recipe.critic
+    updates = recipe.train.steps * critic.updates_per_step
+    return Role(critic_objective(critic), critic.optimizer, updates, field="critic.optimizer")
+
+
+class TrainingEngine(ModelShard):
+    """A trained model; `models` are its chunks with their gradients.
+
+    `load_weights` fills the parameters before the optimizer copies them. A model with a `lender` uses the lender's
+    memory while it works, and is offloaded otherwise.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        layout: ParallelConfig,
+        shape: ModelShape,
+        load_weights: LoadWeights,
+        *,
+        role: Literal["policy", "critic"] = "policy",
+        replica: Replica | None = None,
+        lender: TrainingEngine | None = None,
+    ) -> None:
+        trainer, is_policy = recipe.trainer, role == "policy"
+        router_replay = trainer.router_replay and is_policy
+        super().__init__(recipe, layout, shape, load_weights, replica=replica, router_replay=router_replay)
+        self._lender = lender
+        self.role = role_of_policy(recipe) if is_policy else role_of_critic(recipe)
+        self.is_adapted = is_policy and recipe.lora.rank > 0
+        if self.is_adapted:
+            self._attach_adapters()
+        if accumulates_in_transformer_engine(self.config, trainer.megatron):
+            for chunk in self.chunks:
+                accumulate_in_main_gradients(chunk)
+        # Adapters must exist before the wrapping: Megatron allocates gradient buffers for trainable parameters only.
+        self._wrapped = [self._wrap(chunk, index) for index, chunk in enumerate(self.chunks)]
+        self.optimizer = build_optimizer(
+            self.role.optimizer,
+            self.models,
+            dtype=self.dtype,
+            distributed=trainer.distributed_optimizer,
+            host_fraction=trainer.optimizer_offload_fraction,
+        )
+        self.schedule = build_schedule(self.role.optimizer, self.optimizer, num_updates=self.role.num_updates)
+        self.config.finalize_model_grads_func = _sum_gradients
+        if self.overlaps_reduction:
+            # Megatron's schedules reduce nothing within this context: gradients of all microbatches except the last are
+            # only summed.
+            contexts: Any = [model.no_sync for model in self.models]
+            self.config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
+        self.balance = ExpertBalance(self.config, self.chunks)
+        self.skipped_in_a_row = 0
+        self._merged = MergedWeights(self.chunks, self.parameters)
+        self._offloadable = {
+            "parameters": Offloadable(lambda: self.parameters.values()),
+            "gradients": Offloadable(self._gradients, keeps_values=False),
+            "optimizer": Offloadable(self._optimizer_state),
+        }
+
+    @property
+    def models(self) -> list[DistributedDataParallel]:
+        """Return the model chunks, each with the buffers of its gradients."""
+        return self._wrapped
+
+    def _attach_adapters(self) -> None:
+        """Freeze the model and add new adapters: only these are trained."""
+        lora = self.recipe.lora
+        for chunk in self.chunks:
+            lora_modules.attach(
+                chunk,
+                [LINEARS[name] for name in lora.targets],
+                rank=lora.rank,
+                scale=lora.alpha / lora.rank,
+                dropout=lora.dropout,
+                seed=self.recipe.seed,
+            )
+
+    def _build(self, index: int) -> PackedModel:
+        recipe = self.recipe
+        if recipe.loop == "distillation" and not recipe.has_advantages:
+            return self._build_policy(StudentModel, index, distillation=recipe.distillation)
+        return super()._build(index)
+
+    def _wrap(self, chunk: PackedModel, index: int) -> DistributedDataParallel:
+        settings = DistributedDataParallelConfig(
+            grad_reduce_in_fp32=True,
+            overlap_grad_reduce=self.overlaps_reduction,
+            use_distributed_optimizer=self.recipe.trainer.distributed_optimizer,
+        )
+        return DistributedDataParallel(self.config, settings, chunk, disable_bucketing=index > 0)
+
+    @property
+    def overlaps_reduction(self) -> bool:
+        """Return whether gradients are reduced during the backward pass.
+
+        The recipe decides. By default, they are if their ranks are on several nodes.
+        """
+        if (given := self.recipe.trainer.overlap_grad_reduce) is not None:
+            return given
+        groups: list[Any] = [parallel_state.get_data_parallel_group(with_context_parallel=True)]
+        if self.shape.num_experts:
+            groups.append(parallel_state.get_expert_data_parallel_group())
+        size = self.recipe.cluster.ranks_per_node
+        return any(len({rank // size for rank in get_process_group_ranks(group)}) > 1 for group in groups)
+
+    def offload(self, *, but: Collection[str] = ()) -> None:
+        """Give the memory listed in `trainer.offload` to the engine, except the names in `but`."""
+        self.optimizer.zero_grad()
+        self.forget_fp8_weights()
+        for name in self.recipe.trainer.offload:
+            if name not in but:
+                self._offloadable[name].offload()
+        if torch.cuda.is_available():
+            # Return cached blocks to the driver: vLLM's memory pool cannot use blocks cached by torch's allocator.
+            torch.cuda.empty_cache()
+
+    def onload(self, names: Iterable[str] = ("parameters", "gradients", "optimizer")) -> None:
+        """Take offloaded memory back. All other methods of the trainer need it."""
+        for name in names:
+            self._offloadable[name].onload()
+
+    def _gradients(self) -> Iterator[Tensor]:
+        """Yield the gradient buffers, dense and expert ones."""
+        for model in self.models:
+            buffers: Any = model.buffers  # Megatron's list of gradient buffers hides torch's method of this name.
+            yield from (buffer.grad_data for buffer in (*buffers, *model.expert_parallel_buffers))
+
+    def _optimizer_state(self) -> Iterator[Tensor]:
+        """Yield moments and master weights, without tensors shared with parameters or gradients."""
+        others = {t.untyped_storage()._cdata for t in (*self.parameters.values(), *self._gradients())}
+        for part in self.optimizer.chained_optimizers:
+            inner: Any = part.optimizer
+            tensors = [parameter for group in inner.param_groups for parameter in group["params"]]
+            tensors += [value for state in inner.state.values() for value in state.values()]
+            # With float32 weights, the optimizer trains the parameters themselves. Scalars (step counts) are not moved.
+            yield from (
+                t for t in tensors if torch.is_tensor(t) and t.numel() > 1 and t.untyped_storage()._cdata not in others
+            )
+
+    @property
+    def weights(self) -> dict[str, Tensor]:
+        """Return the weights [*shape] for the engine and for model folders, by Megatron's names.
+
+        Valid within `merged`.
+        """
+        return self._merged.weights
+
+    def merged(self) -> AbstractContextManager[None]:
+        """Merge adapters into `weights` within the context."""
+        return self._merged.merged_lora()
+
+    @contextmanager
+    def in_memory(self) -> Iterator[None]:
+        """Load the model into memory within the context, in place of its lender."""
+        if self._lender is None:
+            yield
+            return
+        self._lender.offload()
+        self.onload()
+        yield
+        self.offload()
+        self._lender.onload()
+
+    def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
+        with self.in_memory():
+            return super().forward(rows)
+
+    def forward_with_entropies(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
+        """Return log-probs and entropies in nats, float32 [2, tokens of the row] per row; otherwise like `forward`."""
+        with self.in_memory():
+            return self._outputs(rows, 2)
+
+    def forward_frozen(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
+        """Return `forward` of the model at the start of training: without adapters and without replayed experts."""
+        with lora_modules.running(self.chunks, on=False, drops=False):
+            return self.forward([replace(row, experts=None) for row in self.shared(rows)])
+
+    def update(
+        self, rows: Sequence[TokenBatch] | None, kl_coefficient: float | None = None, kto_kl: float | None = None
+    ) -> dict[str, Metric]:
+        """Run one optimizer step on this replica's share of the global batch. Returns metrics on the ranks that report.
+
+        `rows` are given as in `forward`. `kl_coefficient` weighs the KL to the reference (default:
+        algorithm.kl_coefficient). `kto_kl` is KTO's reference point, a KL in nats per answer.
+
+        No parameter changes (`train/update_skipped`) if loss or gradient is not finite. The same holds if the mean
+        ratio exceeds `algorithm.skip_ratio`, or the mismatch exceeds `train.max_logprob_gap`. Raises MegarlError after
+        too many consecutive updates that were not finite.
+        """
+        own = self.shared(rows)
+        if kl_coefficient is None:
+            kl_coefficient = self.recipe.algorithm.kl_coefficient
+        objective = partial(self.role.objective, numbers=StepNumbers(kl_coefficient, kto_kl))
+        with self.in_memory():
+            for model in self.models:
+                model.zero_grad_buffer()
+            self.optimizer.zero_grad()
+            if self.balance.is_on:
+                self._begin_balance(own)
+            with lora_modules.running(self.chunks, on=True, drops=True), torch.enable_grad(), span("forward and backward"):
+                losses = get_forward_backward_func()(**self.passes(own, objective))
+            if self.pupil is not None:
+                self.pupil.release()
+            with span("optimizer"):
+                metrics = self._step(losses)
+            if self.balance.is_on:
+                found = self.balance.metrics(self.layout.pp, self.device)
+                metrics |= {name: Mean(value) for name, value in found.items()} if self.reports else {}
+            return metrics
+
+    def _begin_balance(self, rows: Sequence[TokenBatch]) -> None:
+        """Prepare the expert-balance losses for an update on this replica's rows of the global batch.
+
+        Losses over the whole batch need its tokens per expert. A forward pass counts these first.
+        """
+        num_tokens = torch.tensor(sum(len(row.token_ids) for row in rows), device=self.device)
+        torch.distributed.all_reduce(num_tokens, group=parallel_state.get_data_parallel_group())
+        self.balance.begin(int(num_tokens))
+        if self.balance.needs_counts:
+            with span("count tokens per expert"), self.balance.counting():
+                self._forward_only([row.with_arrays({}) for row in rows], lambda *_, **__: None)
+
+    def _step(self, losses: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
+        """Run the optimizer's step on the gradients of these microbatches; see `update`."""
+        # The schedule advances for skipped updates too, so it ends with the last update.
+        self.schedule.step(increment=1)
+        learning_rate = self.optimizer.param_groups[0]["lr"]
+        finite = self._everywhere(all(np.isfinite(part["train/loss"].number) for part in losses))
+        is_gap_exceeded = self._is_mean_above(self.role.max_logprob_gap, losses, "logprob_gap/mean")
+        strayed = self._is_mean_above(self.role.skip_ratio, losses, "train/ratio") or is_gap_exceeded
+        grad_norm, applied = step_if_finite(self.optimizer, is_wanted=finite and not strayed)
+        # Updates skipped by a limit are intended. Only consecutive non-finite ones count.
+        self.skipped_in_a_row = 0 if applied or (finite and strayed) else self.skipped_in_a_row + 1
+        if self.skipped_in_a_row > self.role.optimizer.max_skipped_updates:
+            raise MegarlError(
+                f"loss or gradient (norm {grad_norm}) of {self.skipped_in_a_row} updates in a row was not finite. "
+                f"Lower {self.role.field}.learning_rate, check this step's data, or raise {self.role.field}"
+                ".max_skipped_updates."
+            )
+        if not self.reports:
+            return {}
+        metrics = {
+            "train/grad_norm": Max(grad_norm),
+            "train/learning_rate": Max(float(learning_rate)),
+            "train/update_skipped": Max(float(not applied)),
+        }
+        if self.role.max_logprob_gap is not None:
+            metrics["train/gap_exceeded"] = Max(float(is_gap_exceeded))
+        return merge([metrics, *losses])
+
+    def _everywhere(self, flag: bool) -> bool:
+        """Return whether the flag is true on all ranks."""
+        flags = torch.tensor([float(flag)], device=self.device)
+        torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN)
+        return bool(flags.item())
+
+    def _is_mean_above(self, limit: float | None, losses: Sequence[Mapping[str, Metric]], name: str) -> bool:
+        """Return whether a metric's mean over the global batch exceeds the recipe's limit; the same on all ranks."""
+        if limit is None:
+            return False
+        means = [part[name] for part in losses if name in part] if self.reports else []
+        sums = [(mean.number * mean.count, mean.count) for mean in means if isinstance(mean, Mean)]
+        total = torch.tensor(sums or [(0.0, 0.0)], dtype=torch.float32, device=self.device).sum(0)
+        torch.distributed.all_reduce(total)
+        return bool(total[0] > limit * total[1])
+
+
+class StartingPolicy:
+    """The policy at the start of training, if only adapters are trained: the same weights without adapters."""
+
+    def __init__(self, policy: TrainingEngine) -> None:
+        self._policy = policy
+
+    def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
+        return self._policy.forward_frozen(rows)
+
+
+def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs: Any) -> None:
+    """Reduce gradients over Megatron's ranks without dividing by tokens.
+
+    Megatron's averaging is undone only here: the token weights of the global batch already contain every denominator,
+    so gradients are sums. `num_tokens` [] is ignored.
+    """
+    finalize_model_grads(model, None, **kwargs)

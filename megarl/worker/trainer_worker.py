@@ -1,0 +1,408 @@
+"""The worker of a training rank: its shards of the models, and of everything saved from them."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch.distributed as dist
+from torch import Tensor
+
+from megarl.checkpoint import peft, safetensors
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.data.chat import tokenizer_of
+from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
+from megarl.files.atomic import disk_full_named
+from megarl.groups.cross_world import close_bridge, open_bridge
+from megarl.groups.megatron_ranks import RankGroups
+from megarl.groups.peer_errors import told_of_bridge
+from megarl.groups.rendezvous import Meeting
+from megarl.models.configuration import refusals_named, uses_transformer_engine
+from megarl.models.teacher_student import StudentModel, lesson_bytes
+from megarl.platform import background, device
+from megarl.reshard.layouts.lora import adapter_layouts
+from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
+from megarl.reshard.plan import RankTopology
+from megarl.training import checkpoint
+from megarl.training.distillation_targets import HeldLessons, Pupil
+from megarl.training.model import FrozenModel, ModelShard
+from megarl.training.replica import Replica
+from megarl.training.routed_experts import ExpertExchange, HeldExperts
+from megarl.training.snapshot import Snapshot
+from megarl.training.teacher import InOwnGroups, Teacher
+from megarl.training.training_engine import StartingPolicy, TrainingEngine
+from megarl.types import ExpertsHandle
+from megarl.worker.weights_end import WeightsEnd
+
+Model = TypeVar("Model", bound=ModelShard)
+
+
+class TrainerWorker:
+    """Methods called by the driver on a training rank, directly or on one of its models, such as `policy.update`.
+
+    The models are the recipe's: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on.
+    """
+
+    def __init__(
+        self,
+        rank: int,
+        world_size: int,
+        recipe: Recipe,
+        layout: ParallelConfig,
+        teacher_layout: ParallelConfig | None = None,
+    ) -> None:
+        """Join the world and build the models. `teacher_layout` is the teachers' layout; None: the trainer's."""
+        self._join_world(rank, world_size, recipe, layout)
+        self._build_models(teacher_layout)
+        self.policy.onload()
+
+    def _join_world(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelConfig) -> None:
+        self.recipe, self.layout, self.rank = recipe, layout, rank
+        device.init_world(recipe.cluster.collective_timeout_seconds)
+        self.replica = Replica(layout)
+        self.further_groups: dict[tuple[ParallelConfig, bool], tuple[RankGroups, Replica]] = {}
+        """Process groups of models with other groups than the policy's, by layout and by having experts."""
+        self.held_experts = HeldExperts(rank, world_size)
+        self.held_lessons = HeldLessons()
+        self.weights: WeightsEnd | None = None
+        """This rank's side of the reshard; None without engines."""
+        self.weight_version = 0
+        """Version of the engines' weights: the number of reshards."""
+        self._bridge: dist.ProcessGroup | None = None
+        self._snapshot: Snapshot | None = None
+        """Copy of the weights, sent to the engines while the policy trains on (weights.overlap)."""
+        self._sending: Future[dict[str, float]] | None = None
+
+    def _build_models(self, teacher_layout: ParallelConfig | None) -> None:
+        recipe, layout = self.recipe, self.layout
+        self.reference: FrozenModel | StartingPolicy | None = None
+        if recipe.has_reference and not recipe.lora.rank:
+            self.reference = self._build(FrozenModel, recipe.model.folder)
+        self.reward_model: FrozenModel | None = None
+        if (reward_model := recipe.further_models.get("reward.model")) is not None:
+            self.reward_model = self._build(FrozenModel, reward_model, has_value_head=True)
+        for name, folder in recipe.teachers.items():
+            # The driver addresses models by attribute name: teacher0, teacher1 and so on.
+            setattr(self, name, self._build_teacher(folder, teacher_layout or layout))
+        is_reward_model = recipe.loop == "reward_model"
+        self.policy = self._build(TrainingEngine, recipe.model.folder, has_value_head=is_reward_model)
+        if recipe.teachers and not recipe.has_advantages:
+            self.policy.pupil = self._pupil()
+        if recipe.has_reference and recipe.lora.rank:
+            # With LoRA the reference is the policy without its adapters, so it needs no weights of its own.
+            self.reference = StartingPolicy(self.policy)
+        if recipe.trainer.router_replay:
+            top_k = self.policy.shape.top_k
+            self.policy.expert_exchange = ExpertExchange(self.held_experts, self.policy.expert_layers, top_k)
+        self.critic: TrainingEngine | None = None
+        if recipe.has_critic:
+            # The critic takes as much memory as the policy while it is built, so the policy leaves the device first.
+            critic = partial(TrainingEngine, role="critic", lender=self.policy)
+            self.policy.offload()
+            self.critic = self._build(critic, self._critic_source, has_value_head=True)
+            self.critic.offload()
+            self.policy.onload(("parameters",))
+
+    def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Mapping[str, Any]:
+        """Join the cross-world process group ("bridge") to separate engines, and send them the policy's weights.
+
+        `topology` describes the group's ranks, `version` the weights. A collective of all its ranks; leaves an earlier
+        group first. Returns the report of `WeightsEnd.reshard`. If a rank of the other world is gone, returns `lost`
+        with the reason; `missing` are ranks absent from the meeting at its deadline.
+        """
+        self._leave_bridge()
+        if self.recipe.weights.overlap:
+            # With overlap the policy may change while its weights are sent, so the copy is the source.
+            self._snapshot = self._snapshot or Snapshot(self.policy)
+            self._snapshot.take(version)
+        try:
+            self._bridge = open_bridge(meeting, self.rank, self.recipe.cluster.collective_timeout_seconds)
+            self.weights = WeightsEnd(
+                self.recipe,
+                self.layout,
+                topology,
+                policy=self.policy if self._snapshot is None else None,
+                snapshot=self._snapshot,
+                transformer_engine=uses_transformer_engine(),
+                group=self._bridge,
+            )
+        except Exception as error:
+            return self._lost(error)
+        self.weight_version = version
+        return self.weights.first_report
+
+    def reshard(self, verify: bool = False, version: int | None = None) -> Mapping[str, Any]:
+        """Copy the policy's weights into the engines; see `WeightsEnd.reshard`. Returns `lost` as `join` does."""
+        assert self.weights is not None
+        # Computed first, because the attribute changes only after a reshard without error.
+        new_version = self.weight_version + 1 if version is None else version
+        if self._snapshot is not None:
+            self._snapshot.take(new_version)
+        try:
+            report = self.weights.reshard(verify=verify, version=version)
+        except Exception as error:
+            if self._bridge is None:  # colocated: no other world could be lost
+                raise
+            return self._lost(error)
+        self.weight_version = new_version
+        return report
+
+    def start_reshard(self, verify: bool, version: int) -> None:
+        """Copy the policy's weights, and start sending the copy in the background with this version; see `reshard`.
+
+        The rank stays free for other calls, except calls using the cross-world group: `finish_reshard` must come first.
+        """
+        assert self.weights is not None and self._snapshot is not None and self._sending is None
+        self._snapshot.take(version)
+        self.weight_version = version
+
+        def send() -> dict[str, float]:
+            assert self.weights is not None
+            try:
+                return self.weights.reshard(verify=verify, version=version)
+            except BaseException as error:
+                # Leave the group, so that peers waiting for this rank fail too. The traceback's frames refer to the
+                # group and would keep it open, so clear them first.
+                traceback.clear_frames(error.__traceback__)
+                self._leave_bridge()
+                raise
+
+        self._sending = background.begin(send)
+
+    def finish_reshard(self) -> Mapping[str, Any]:
+        """Wait for the reshard begun by `start_reshard`. Returns `lost` as `join` does."""
+        assert self._sending is not None
+        sending, self._sending = self._sending, None
+        try:
+            return background.finish(sending)
+        except Exception as error:
+            return self._lost(error)
+
+    def _lost(self, error: Exception) -> dict[str, Any]:
+        """Leave the cross-world group after another rank left it, so that peers waiting for this rank fail too.
+
+        Returns who is lost. Re-raises other errors.
+        """
+        told = told_of_bridge(error)
+        self._leave_bridge()
+        return told
+
+    def start_notices(self) -> list[str]:
+        """Return start-up notices for the user about how this run is executed."""
+        return self.weights.notices if self.weights else []
+
+    def peak_tflops(self) -> float | None:
+        """Return the peak of this rank's device at the model's dtype, in TFLOP/s; None if unknown."""
+        return device.peak_tflops(self.recipe.model.dtype)
+
+    def export(self, folder: Path, model: str = "policy") -> None:
+        """Export a model to a Hugging Face folder, and its LoRA adapters, if any, to a sibling folder.
+
+        Raises DiskFullError.
+        """
+        self.policy.onload(("parameters",))
+        recipe = self.recipe
+        lora = recipe.lora
+        # Exports move weights in buckets of the same size as reshards.
+        bucket_bytes = recipe.weights.bucket_mib << 20
+        source = recipe.model.folder if model == "policy" else self._critic_source
+        trained = self.policy if model == "policy" else self.critic
+        assert trained is not None
+        with trained.in_memory():
+            layouts = self._layouts(trained.shape)
+            weights = trained.weights
+            with disk_full_named(folder, sum(weight.nbytes for weight in weights.values())), trained.merged():
+                safetensors.export(
+                    folder,
+                    source,
+                    trained.shape,
+                    layouts,
+                    self.rank,
+                    weights,
+                    dtype=trained.dtype,
+                    bucket_bytes=bucket_bytes,
+                    others=self._own_template(),
+                    override=recipe.override_of(source),
+                )
+            if trained.is_adapted and lora.export_adapter:
+                # The adapter's folder has the export's name with `adapter` in place of `hf`.
+                adapter = folder.with_name("adapter" + folder.name.removeprefix("hf"))
+                cuts = adapter_layouts(layouts, lora.targets, lora.rank)
+                config = peft.adapter_config(cuts, recipe.model.path, alpha=lora.alpha, dropout=lora.dropout)
+                with disk_full_named(adapter, sum(weight.nbytes for weight in weights.values())):
+                    peft.export(
+                        adapter,
+                        config,
+                        cuts,
+                        self.rank,
+                        trained.parameters,
+                        dtype=trained.dtype,
+                        bucket_bytes=bucket_bytes,
+                    )
+
+    def save_checkpoint(self, folder: Path, asynchronous: bool, is_resharded: bool) -> None:
+        """Save the trainer's state into an empty folder. With `asynchronous` only start the save.
+
+        `is_resharded` says the engines already have these weights. The saved version is then one less, because a
+        resumed run reshards them once more.
+        """
+        # A bool counts as 0 or 1. Without an engine there are no weight versions.
+        version = self.weight_version - is_resharded if self.recipe.has_engine else 0
+        with self._everything_saved() as models, checkpoint.moved_in_memory(models):
+            self.held_experts.save(folder)
+            self._save = checkpoint.stage(folder, models, str(self.layout), weight_version=version)
+            self._save.write(asynchronous=asynchronous)
+
+    def finish_checkpoint(self, wait: bool) -> dict[str, dict[str, Any]] | None:
+        """Finish the save; see `training.checkpoint.Save.finish`."""
+        return self._save.finish(wait=wait)
+
+    def load_checkpoint(self, folder: Path) -> None:
+        """Load a checkpoint checked by `check_harmless`. Afterwards the engines need a reshard."""
+        with self._everything_saved() as models:
+            driver = checkpoint.restore(folder, models, str(self.layout))
+        self.weight_version = driver["weight_version"]
+
+    def retain_experts(self, handles: Sequence[ExpertsHandle]) -> int:
+        """Drop all routed experts except these handles' ones. Returns the bytes stored before."""
+        return self.held_experts.retain(handles)
+
+    def load_experts(self, folder: Path, handles: Sequence[ExpertsHandle]) -> None:
+        """Load the routed experts of trajectories waiting in a checkpoint; see `HeldExperts.load`."""
+        self.held_experts.load(folder, handles)
+
+    def move_reference(self) -> None:
+        """Mix the policy's weights into the reference (algorithm.reference_mixing)."""
+        assert isinstance(self.reference, FrozenModel)
+        self.reference.move_towards(self.policy.parameters, self.recipe.algorithm.reference_mixing)
+
+    @contextmanager
+    def _everything_saved(self) -> Iterator[dict[str, checkpoint.Model]]:
+        """Yield the models of a checkpoint by prefix, in device memory.
+
+        The policy's prefix is empty, so its tensors have Megatron's own names.
+        """
+        models: dict[str, checkpoint.Model] = {"": self.policy}
+        with ExitStack() as stack:
+            if self.critic is not None:
+                self.critic.onload()
+                stack.callback(self.critic.offload)
+                models["critic"] = self.critic
+            if isinstance(self.reference, FrozenModel):
+                models["reference"] = self.reference
+            yield models
+
+    @property
+    def _critic_source(self) -> str:
+        """Folder of the critic's initial weights."""
+        return self.recipe.further_models.get("critic.path", self.recipe.model.folder)
+
+    def _own_template(self) -> dict[str, str]:
+        """Return the recipe's chat template by file name, if it differs from the tokenizer's."""
+        model = self.recipe.model
+        if model.chat_template is None and not model.chat_template_kwargs:
+            return {}
+        return {"chat_template.jinja": str(tokenizer_of(model).chat_template)}
+
+    def _build(
+        self,
+        kind: Callable[..., Model],
+        folder: str,
+        *,
+        has_value_head: bool = False,
+        layout: ParallelConfig | None = None,
+        replica: Replica | None = None,
+    ) -> Model:
+        """Build a model and load its weights from a folder.
+
+        `has_value_head` adds a new value head if the folder has none. `layout` and its `replica` default to the
+        trainer's.
+        """
+        shape = self._shape_of(folder)
+        shape = shape.with_value_head() if has_value_head else shape
+        layout = layout or self.layout
+        layouts = self._layouts(shape, layout)
+
+        def load_weights(parameters: Mapping[str, Tensor]) -> None:
+            # The computed layout must agree with Megatron-Core 0.16.1's real parameters before any byte is copied.
+            check_against(parameter_shapes(layouts, layout.coordinates(self.rank)), parameters)
+            safetensors.load(folder, layouts[self.rank], parameters, override=self.recipe.override_of(folder))
+
+        with refusals_named(self.recipe.trainer.megatron):
+            return kind(self.recipe, layout, shape, load_weights, replica=replica or self.replica)
+
+    def _shape_of(self, folder: str) -> ModelShape:
+        """Return the shape of a folder's model, with the recipe's overrides."""
+        return read_model_shape(folder, self.recipe.override_of(folder))
+
+    def _build_teacher(self, folder: str, layout: ParallelConfig) -> FrozenModel | InOwnGroups:
+        """Build a folder's teacher, with its own process groups if the policy's do not fit."""
+        kind = self._teacher_kind(folder)
+        has_experts = [bool(self._shape_of(model).num_experts) for model in (folder, self.recipe.model.folder)]
+        if layout == self.layout and has_experts[0] == has_experts[1]:
+            return self._build(kind, folder)
+        # NCCL communicators take device memory, so teachers with equal groups share them.
+        key = layout, has_experts[0]
+        if key not in self.further_groups:
+            self.further_groups[key] = RankGroups(), Replica(layout)
+        groups, replica = self.further_groups[key]
+        with groups.in_place():
+            return InOwnGroups(self._build(kind, folder, layout=layout, replica=replica), groups)
+
+    def _teacher_kind(self, folder: str) -> Callable[..., FrozenModel]:
+        """Return the constructor of a teacher: scoring sampled tokens, or writing distributions ("lessons")."""
+        if self.recipe.has_advantages:
+            return FrozenModel
+        return partial(Teacher, num_common_tokens=self._num_common_tokens(folder), held=self.held_lessons)
+
+    def _num_common_tokens(self, teacher: str) -> int:
+        """Return the size of the vocabulary shared by policy and teacher. Further rows are padding."""
+        return min(self._shape_of(folder).vocab_size for folder in (teacher, self.recipe.model.folder))
+
+    def _pupil(self) -> Pupil:
+        """Return the policy's reader of lessons. On the last pipeline stage it has this rank's rows of the teachers'
+        heads.
+        """
+        recipe, last = self.recipe, self.policy.chunks[-1]
+        assert isinstance(last, StudentModel)
+        widths, num_local_tokens = [], []
+        heads: list[Tensor | None] = []
+        for folder in recipe.teachers.values():
+            shape, dtype = self._shape_of(folder), self.policy.dtype
+            widths.append(lesson_bytes(recipe.distillation, shape.hidden_size, dtype))
+            rows = range(last.first_token_id, last.first_token_id + last.num_local_tokens)
+            # The last tensor-parallel ranks may hold padding rows only: then the range is empty.
+            rows = rows[: max(0, self._num_common_tokens(folder) - rows.start)]
+            num_local_tokens.append(len(rows))
+            has_head = recipe.distillation.loss == "full_vocabulary" and last.post_process
+            override = recipe.override_of(folder)
+            heads.append(safetensors.head_rows(folder, rows, override=override).to(dtype) if has_head else None)
+        return Pupil(
+            self.held_lessons, self.policy.device, widths=widths, num_local_tokens=num_local_tokens, heads=heads
+        )
+
+    def _layouts(self, shape: ModelShape, layout: ParallelConfig | None = None) -> MegatronLayouts:
+        layout = layout or self.layout
+        return megatron_layouts(
+            shape,
+            layout,
+            padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp),
+            transformer_engine=uses_transformer_engine(),
+        )
+
+    def close(self) -> None:
+        """Leave the cross-world group and the world."""
+        self._leave_bridge()
+        # Before the world: process groups cannot be destroyed after it.
+        for replica in (self.replica, *(replica for _, replica in self.further_groups.values())):
+            replica.close()
+        dist.destroy_process_group()
+
+    def _leave_bridge(self) -> None:
+        self.weights, self._bridge = None, close_bridge(self._bridge)

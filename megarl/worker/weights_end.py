@@ -1,0 +1,273 @@
+"""A rank's side of the reshard: the trainer's weights, the engine's weights, or both."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.data.token_batch import TokenBatch
+from megarl.families.shape import read_model_shape
+from megarl.groups.peer_errors import OwnWorldError, in_own_world
+from megarl.platform.spans import span
+from megarl.reshard.layouts.placed import reshard_ends
+from megarl.reshard.live import GatheredReshard, Reshard, record
+from megarl.reshard.plan import RankTopology
+from megarl.reshard.probe import TOLERANCES, check_logprobs, probe_prompt
+from megarl.reshard.staging import gathered
+from megarl.types import ConfigError, TrainingSequence
+
+if TYPE_CHECKING:
+    from megarl.engine.engine import RolloutEngine
+    from megarl.training.snapshot import Snapshot
+    from megarl.training.training_engine import TrainingEngine
+
+
+class WeightsEnd:
+    """The reshard of weights from trainers to engines, as executed by one rank.
+
+    The rank has a `policy` (or a `snapshot` of it), an `engine`, or both. `topology` lists all ranks of the reshard,
+    trainers first: the world's, or the ranks of `group`. `version` is the version of the current weights; None: the
+    engine's next one.
+
+    Construction is a collective of all ranks. It plans the reshard, copies all weights once and verifies them. Raises
+    MegarlError naming the first wrong parameter.
+    """
+
+    def __init__(
+        self,
+        recipe: Recipe,
+        layout: ParallelConfig,
+        topology: RankTopology,
+        *,
+        policy: TrainingEngine | None = None,
+        snapshot: Snapshot | None = None,
+        engine: RolloutEngine | None = None,
+        transformer_engine: bool | None = None,
+        replica: int = 0,
+        group: dist.ProcessGroup | None = None,
+        version: int | None = None,
+    ) -> None:
+        """Plan the reshard, run it once and verify it.
+
+        `transformer_engine` says whether the trainer uses Transformer Engine's layers; None on ranks without a trainer.
+        `replica` is the number of this rank's engine, for messages.
+        """
+        self._recipe, self._layout, self._topology = recipe, layout, topology
+        self._policy, self._engine, self._replica, self._group = policy, engine, replica, group
+        self._snapshot = snapshot
+        self._shape = read_model_shape(recipe.model.folder, recipe.override_of(recipe.model.folder))
+        self._transformer_engine = bool(
+            # Only ranks with a trainer know it, so ask all ranks and take the first answer.
+            next(known for known in gathered(transformer_engine, group) if known is not None)
+        )
+        self.notices: list[str] = []
+        """Notices for the user about how the weights are copied."""
+        with self._in_memory(version):
+            # Inside the context: planning and self-test need the live weights of both sides in memory.
+            self.resharding = self._planned()
+            self.first_report = self.resharding.self_test()
+            """Seconds and bytes of the first reshard, as returned by a verified `reshard`."""
+            trainer_logprobs = self._probe_trainer() if self._is_probed else None
+        if self._is_probed:
+            started = time.perf_counter()
+            # After the context: the engine needs its KV cache to compute log-probs.
+            self.first_report["probe_gap"] = self._check_probe(trainer_logprobs)
+            self.first_report["verify_seconds"] = time.perf_counter() - started
+
+    def reshard(self, *, verify: bool = False, version: int | None = None) -> dict[str, float]:
+        """Copy the trainer's weights into the engines; with `verify` compare them. Returns seconds and bytes by stage.
+
+        The comparison uses checksums. If an engine stores converted weights, it uses log-probs, and `probe_gap` is
+        their mean distance in nats. Raises MegarlError with the first differing parameter, or with the rank of
+        differing log-probs.
+        """
+        trainer_logprobs = None
+        meet_seconds = self._meet()
+        with self._in_memory(version):
+            with span("move weights"):
+                report = self.resharding.run() | meet_seconds
+            started = time.perf_counter()
+            # Checksums need the weights in memory on both sides; converted weights have no equal bytes, so they are
+            # probed.
+            if verify and isinstance(self.resharding, Reshard):
+                self.resharding.verify()
+            elif verify:
+                trainer_logprobs = self._probe_trainer()
+            seconds = time.perf_counter() - started
+        if not verify:
+            return report
+        if self._is_probed:
+            started = time.perf_counter()
+            report["probe_gap"] = self._check_probe(trainer_logprobs)
+            seconds += time.perf_counter() - started
+        report["verify_seconds"] = seconds
+        return report
+
+    def _meet(self) -> dict[str, float]:
+        """Wait on the host until all ranks of the group are ready. Returns `meet_seconds`; empty without a group.
+
+        A trainer sending in the background arrives before the engines have paused. If it started to send, NCCL kernels
+        would wait on its GPU, occupying 16 to 32 multiprocessors during training.
+        """
+        if self._group is None:
+            return {}
+        started = time.perf_counter()
+        with span("meet engines"):
+            gathered(None, self._group)
+        return {"meet_seconds": time.perf_counter() - started}
+
+    def _planned(self) -> Reshard | GatheredReshard:
+        """Return the planned reshard: in place, or via full tensors if the engine's weights cannot be
+        written in place.
+        """
+        policy, engine = self._policy, self._engine
+        dtype = getattr(torch, self._recipe.model.dtype)
+        ends = reshard_ends(self._shape, self._layout, len(self._topology), transformer_engine=self._transformer_engine)
+        source = policy or self._snapshot
+        parameters = source.weights if source is not None else {}
+        recorded, refusal = record(engine.model if engine is not None else None, self._shape, dtype, self._group)
+        if recorded is None and self._recipe.rollout.quantization != "none":
+            raise ConfigError(
+                f"rollout.quantization = {self._recipe.rollout.quantization}: the engine's weights cannot be written "
+                f"in place, because of {refusal}; or set rollout.quantization=none"
+            )
+        if recorded is None and not self._recipe.rollout.recompute_kv:
+            raise ConfigError(
+                "rollout.recompute_kv = false: interrupted requests then stay in the engine during a reshard. But here "
+                f"the engine takes its weights as full tensors, because of {refusal}. A probe prompt verifies these "
+                "weights, and the engine must have no other request for it; set rollout.recompute_kv=true"
+            )
+        if recorded is None and self._group is not None and self._recipe.weights.overlap:
+            raise ConfigError(
+                f"weights.overlap = true: the engine takes its weights as full tensors, because of {refusal}. A "
+                "forward pass of the trainer verifies them, but with overlap the trainer is training during a reshard; "
+                "set weights.overlap=false"
+            )
+        if recorded is None:
+            self.notices.append(f"weights go to the engine as full tensors, which is slow, because of {refusal}")
+            return GatheredReshard(
+                ends.sources,
+                self._shape,
+                parameters,
+                self._load if engine is not None else None,
+                dtype=dtype,
+                bucket_bytes=self._recipe.weights.bucket_mib << 20,
+                topology=self._topology,
+                first_engine=ends.first_engine,
+                group=self._group,
+            )
+        return Reshard(
+            ends.sources,
+            ends.destinations,
+            recorded,
+            parameters,
+            engine.model if engine is not None else None,
+            dtype=dtype,
+            bucket_bytes=self._recipe.weights.bucket_mib << 20,
+            topology=self._topology,
+            group=self._group,
+        )
+
+    @contextmanager
+    def _in_memory(self, version: int | None) -> Iterator[None]:
+        """Keep only the weights of trainer and engine on the device inside the context. Afterwards the engine can
+        sample.
+
+        A trainer without an engine on its device keeps everything else there too.
+        """
+        policy, engine = self._policy, self._engine
+        with ExitStack() as stack:
+            if policy is not None:
+                if engine is not None:
+                    # Gradients and optimizer state leave the device to make room for the engine's weights.
+                    policy.offload(but=("parameters",))
+                policy.onload(("parameters",))
+            if engine is not None:
+                with self._of_engine():
+                    engine.wake(["weights"])
+            if policy is not None:
+                # Engines take full weights: merge LoRA adapters for the time of the reshard.
+                stack.enter_context(policy.merged())
+            yield
+        if engine is not None:
+            if policy is not None:
+                policy.offload()
+            with self._of_engine():
+                # The KV cache last: it fits only after the trainer has left the device.
+                engine.wake(["kv_cache"])
+                engine.weights_updated(version)
+
+    def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
+        """Have the engine load tensors as the reshard yields them. Errors of the reshard are raised as they are."""
+        failed: list[Exception] = []
+
+        def coming() -> Iterator[tuple[str, Tensor]]:
+            try:
+                yield from tensors
+            except Exception as error:
+                failed.append(error)
+                raise
+
+        assert self._engine is not None
+        try:
+            with self._of_engine():
+                self._engine.load_tensors(coming())
+        except OwnWorldError:
+            if failed:
+                # The engine failed only because its input did: raise the cause, which may name a lost rank.
+                raise failed[0] from None
+            raise
+
+    def _of_engine(self) -> AbstractContextManager[None]:
+        """Return a context marking errors of the engine's own world, to distinguish them from the
+        cross-world group's.
+        """
+        return nullcontext() if self._group is None else in_own_world()
+
+    @property
+    def _is_probed(self) -> bool:
+        """Whether reshards are verified by log-probs of a probe prompt, because the engines store converted weights.
+
+        Other reshards are verified by checksums of the weights.
+        """
+        return isinstance(self.resharding, GatheredReshard)
+
+    def _probe_trainer(self) -> NDArray[np.float32] | None:
+        """Return the trainer's log-probs of the probe prompt, float32 [prompt], on reporting ranks. A collective."""
+        # Synchronise first. If an engine left and some trainers noticed, the others must not start waiting for them.
+        gathered(None, self._group)
+        if self._policy is None:
+            return None
+        prompt = self._probe_prompt()
+        row = TokenBatch.from_sequences([TrainingSequence(prompt, np.arange(len(prompt)) > 0)])
+        # A forward pass needs a multiple of this many rows; repeat the prompt to fill them.
+        found = self._policy.forward([row] * self._layout.rows_multiple)
+        return found[0] if found else None
+
+    def _check_probe(self, trainer_logprobs: NDArray[np.float32] | None) -> float:
+        """Return the mean distance, in nats, between the engines' and the trainer's log-probs of the probe prompt."""
+        tolerance = self._recipe.weights.probe_tolerance or TOLERANCES[self._recipe.model.dtype]
+        with self._of_engine():
+            logprobs = None if self._engine is None else self._engine.prompt_logprobs(self._probe_prompt())
+        return check_logprobs(
+            trainer_logprobs,
+            logprobs,
+            replica=self._replica,
+            tolerance=tolerance,
+            group=self._group,
+        )
+
+    def _probe_prompt(self) -> NDArray[np.int64]:
+        # One token less: vLLM samples one token after a prompt even if only its log-probs are needed.
+        """Return the token ids of the probe prompt, int64 [prompt]."""
+        return probe_prompt(self._shape.vocab_size, self._recipe.trained_tokens - 1)

@@ -1,0 +1,52 @@
+"""Processes: programs that signals can end, and what is seen of them from outside."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from megarl.processes.process_tree import ENDING_SIGNALS, descendants
+
+
+def start_with_default_signals(command: Sequence[str | Path], **options: Any) -> subprocess.Popen[Any]:
+    """Start a program that signals end, also where nohup or a script's `&` has made this process ignore them.
+
+    `options` are those of `subprocess.Popen`.
+    """
+    ignored = [number for number in (*ENDING_SIGNALS, signal.SIGQUIT) if signal.getsignal(number) is signal.SIG_IGN]
+    for number in ignored:
+        # A program inherits what is ignored, but never a handler: it gets the default instead.
+        signal.signal(number, lambda *_: None)
+    try:
+        return subprocess.Popen(command, **options)
+    finally:
+        for number in ignored:
+            signal.signal(number, signal.SIG_IGN)
+
+
+def rank_processes(driver: int) -> dict[int, int]:
+    """Process ids of a driver's ranks, by rank: below it, or below the server that a shared one has forked for it."""
+    everyone = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
+    servers = [process for process in everyone if _name(process) == f"megarl {driver}"]
+    below = [process for above in (driver, *servers) for process in descendants(above)]
+    names = {process: _name(process) for process in below}
+    return {int(name.split()[-1]): process for process, name in names.items() if name.startswith("megarl rank ")}
+
+
+def _name(process: int) -> str:
+    """What `ps` shows; empty once it has ended."""
+    try:
+        return Path(f"/proc/{process}/comm").read_text().rstrip("\n")
+    except OSError:
+        return ""
+
+
+def is_alive(pid: int) -> bool:
+    """Whether a process has not ended; one that only waits to be reaped has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return False

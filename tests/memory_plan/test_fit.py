@@ -1,0 +1,221 @@
+"""A recipe that does not fit into its GPUs is refused, with changes that fit."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+
+import pytest
+from tests.memory_plan.conftest import RECIPES
+
+from megarl.config import Recipe
+from megarl.memory_plan.devices import GPU, GPU_MEMORY_GIB, MARGIN_GIB, GpuMemory
+from megarl.memory_plan.phases import memory_table
+from megarl.memory_plan.remedies import changed, remedies
+from megarl.preflight.learning import optimizers
+from megarl.preflight.memory_fit import memory_faults, models_of
+from megarl.preflight.sizes import batches, layout_of, lengths
+
+GIB = 2**30
+LARGE = sorted(path.stem for path in RECIPES.glob("qwen3_*.yaml"))
+
+
+def faults(recipe: Recipe) -> list[str]:
+    return list(memory_faults(recipe, layout_of(recipe), is_start=False))
+
+
+def refused(recipe: Recipe) -> list[str]:
+    """Faults of memory, and states that are to be in host memory twice."""
+    return [*faults(recipe), *optimizers(recipe)]
+
+
+def peak(recipe: Recipe, gib: float | None = None) -> float:
+    """GiB of the fullest phase."""
+    return memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU, gpu_gib=gib).fullest.device_bytes / GIB
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_five_percent_over_is_refused_and_under_accepted(large: Callable[..., Recipe], name: str) -> None:
+    taken = peak(large(name))
+    assert faults(large(name, f"cluster.gpu_memory_gib={taken / 0.95}")) == []
+    (text,) = faults(large(name, f"cluster.gpu_memory_gib={taken / 1.05}"))
+    table = memory_table(large(name), models_of(large(name), layout_of(large(name))), GPU)
+    excess = taken - taken / 1.05
+    assert re.search(
+        rf"{table.fullest.name} takes {taken:.1f} GiB on rank {table.fullest.rank}, {excess:.1f} too", text
+    )
+
+
+@pytest.mark.parametrize("gib", [60.0, 79.1, 110.0])
+@pytest.mark.parametrize("name", LARGE)
+def test_each_change_that_is_named_fits(large: Callable[..., Recipe], name: str, gib: float) -> None:
+    """And none of its fields could be left out."""
+    recipe = large(name, f"cluster.gpu_memory_gib={gib}")
+    if not (told := faults(recipe)):
+        return
+    (text,) = told
+    offered = re.findall(r"(?:what fits: |, or |what does: )([a-z_.]+=[^;]*?)(?=, or |;|$)", text)
+    assert bool(offered) != ("nothing that is tried fits" in text), text
+    for overrides in (offer.split() for offer in offered):
+        other = large(name, f"cluster.gpu_memory_gib={gib}", *overrides)
+        assert faults(other) == [] and [*lengths(other), *batches(other, layout_of(other).dp)] == [], overrides
+        for override in overrides:
+            rest = [o for o in overrides if o != override and not o.startswith("trainer.router_replay")]
+            if not override.startswith("trainer.router_replay") and "what fits" in text:
+                assert refused(large(name, f"cluster.gpu_memory_gib={gib}", *rest)), (overrides, override)
+
+
+def test_a_cache_that_is_named_is_as_large_as_fits(large: Callable[..., Recipe]) -> None:
+    recipe = large("qwen3_14b_dapo_h200", "cluster.gpu_memory_gib=127")
+    found = remedies(recipe, models_of(recipe, layout_of(recipe)), GpuMemory(127.0, 127.0), most=9)
+    (cache,) = [remedy.values for remedy in found if list(remedy.values) == ["rollout.kv_cache_gib"]]
+    assert 126.8 < peak(changed(recipe, cache)) <= 127.0
+
+
+def test_an_optimizer_that_fits_nowhere_else_goes_to_the_host(large: Callable[..., Recipe]) -> None:
+    """On a single GPU a model of 14B never fits otherwise; of 8B parameters weights and gradients do, just so."""
+    sizes = ("cluster.ranks_per_node=1", "trainer.tp=1", "rollout.tp=1", "trainer.max_tokens_per_microbatch=24576")
+    recipe = large("qwen3_14b_dapo_h200", *sizes, "rollout.kv_cache_gib=8", "cluster.gpu_memory_gib=110")
+    (text,) = faults(recipe)
+    (overrides,) = re.findall(r"what fits: (.*?)(?:, or |$)", text)
+    assert "trainer.optimizer_offload_fraction=1" in overrides and "optimizer," not in overrides
+    other = large(
+        "qwen3_14b_dapo_h200", *sizes, "rollout.kv_cache_gib=8", "cluster.gpu_memory_gib=110", *overrides.split()
+    )
+    assert faults(other) == []
+    table = memory_table(other, models_of(other, layout_of(other)), GPU)
+    (train,) = [phase for phase in table.phases if phase.name == "train"]
+    assert train.of("main weights").device_bytes == train.of("moments").device_bytes == 0
+    # Main weights, moments and gradients, in float32; these, and copies of the weights, in pinned powers of two.
+    assert train.of("optimizer on the host").host_bytes > 16 * 14e9
+
+
+def test_weights_in_fp8_are_counted(large: Callable[..., Recipe]) -> None:
+    """Qwen3-14B at tp 4: 12.4e9 of its weights are of linear layers, two bytes more of each; none while it samples."""
+    recipe = changed(large("qwen3_14b_dapo_h200"), {"trainer.fp8": "blockwise"})
+    phases = {p.name: p for p in memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).phases}
+    layer = 5120 * (40 * 128 * 2 + 8 * 128 * 2) + 3 * 5120 * 17408
+    for name in ("train", "logprobs"):
+        found = phases[name].of("weights in FP8").device_bytes
+        assert found == pytest.approx(2 * 40 * layer / 4 * (1 + 4 / 128**2), rel=1e-3)
+    assert phases["rollout"].of("weights in FP8").device_bytes == 0
+
+
+def test_a_share_of_the_gpu_is_lowered(large: Callable[..., Recipe]) -> None:
+    recipe = large("qwen3_14b_dapo_h200")
+    shared = changed(recipe, {"rollout.gpu_memory_utilization": 0.98})
+    assert peak(shared, GPU_MEMORY_GIB["h200"]) > GPU_MEMORY_GIB["h200"]
+    found = remedies(shared, models_of(shared, layout_of(shared)), GpuMemory(*[GPU_MEMORY_GIB["h200"]] * 2))
+    assert found and all(peak(changed(shared, r.values), 139.8) <= 139.8 for r in found)
+    assert any("rollout.gpu_memory_utilization" in r.values for r in found)
+
+
+@pytest.mark.parametrize("name", LARGE)
+def test_every_choice_of_a_recipe_has_its_reason_in_the_table(large: Callable[..., Recipe], name: str) -> None:
+    """Without any of what saves memory the margin would not stay; cache and rows could not be much larger."""
+    recipe = large(name)
+    gib = GPU_MEMORY_GIB[str(recipe.cluster.gpu_memory_gib)] - MARGIN_GIB
+    assert gib - 0.1 < peak(recipe) <= gib, "the KV cache takes all but the margin"
+
+    trainer, rollout = recipe.trainer, recipe.rollout
+    for kind in trainer.offload:
+        kept = tuple(other for other in trainer.offload if other != kind)
+        assert peak(changed(recipe, {"trainer.offload": kept})) > gib, kind
+    if trainer.recompute != "none":
+        assert peak(changed(recipe, {"trainer.recompute": "none"})) > gib
+    if trainer.cp > 1:
+        assert peak(changed(recipe, {"trainer.cp": 1})) > gib
+    assert peak(changed(recipe, {"rollout.kv_cache_gib": 1.1 * rollout.kv_cache_gib})) > gib
+    rows = trainer.max_tokens_per_microbatch
+    longer = changed(recipe, {"trainer.max_tokens_per_microbatch": rows * 3 // 2})
+    assert rows <= 1.25 * recipe.trained_tokens or peak(longer) > gib
+
+    cache = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).cache
+    assert cache is not None and cache.longest_requests >= rollout.max_concurrent_requests // 8
+    assert [*lengths(recipe), *batches(recipe, layout_of(recipe).dp)] == []
+
+
+def test_a_list_of_recomputed_modules_is_made_longer(large: Callable[..., Recipe]) -> None:
+    """Beside trainer.recompute=full it would do nothing, which is refused."""
+    given = ("trainer.recompute=selective", "trainer.recompute_modules=[core_attn]")
+    recipe = large("qwen3_14b_dapo_h200", *given, "trainer.max_tokens_per_microbatch=65536")
+    (text,) = faults(recipe)
+    assert "trainer.recompute_modules=[core_attn,mlp]" in text and "trainer.recompute=" not in text
+
+
+SEPARATE = ("rollout.placement=separate", "cluster.ranks_per_node=16", "rollout.ranks=8", "trainer.offload=[]")
+
+
+def test_whichever_kind_of_ranks_does_not_fit_is_named(large: Callable[..., Recipe]) -> None:
+    def separate(*overrides: str) -> Recipe:
+        return large("qwen3_14b_dapo_h200", *SEPARATE, *overrides)
+
+    # Where nothing of the trainer is, the KV cache may be larger than in the recipe's own placement.
+    assert faults(large("qwen3_14b_dapo_h200", "rollout.kv_cache_gib=115")) != []
+    assert faults(separate("rollout.kv_cache_gib=115")) == []
+
+    (text,) = faults(separate("rollout.kv_cache_gib=140"))
+    assert "rollout takes " in text and " on engine rank 8, " in text and " on trainer rank" not in text
+    fitting = re.search(r"what fits: rollout.kv_cache_gib=([0-9.]+)$", text)
+    assert fitting is not None and 115 < float(fitting[1]) < 139.8
+    assert faults(separate(f"rollout.kv_cache_gib={fitting[1]}")) == []
+
+    (text,) = faults(separate("trainer.max_tokens_per_microbatch=81920"))
+    assert "train takes " in text and " on trainer rank 0, " in text and " on engine rank" not in text
+    assert "trainer.offload" not in text and "rollout." not in text, "nothing of these is the trainer's"
+
+    (text,) = faults(separate("cluster.gpu_memory_gib=30", "rollout.kv_cache_gib=1", "trainer.tp=8", "rollout.tp=1"))
+    assert "rollout takes " in text and " on engine rank 8, " in text
+
+
+def test_engines_on_gpus_of_another_kind_have_a_limit_of_their_own(large: Callable[..., Recipe]) -> None:
+    """The trainer takes more than an H100 has, and engines may have a share of what one has."""
+
+    def kinds(*overrides: str) -> Recipe:
+        engines = "{nodes: 1, ranks_per_node: 4, gpu_memory_gib: h100}"
+        return large(
+            "qwen3_14b_dapo_h200", SEPARATE[0], "trainer.offload=[]", f"cluster.groups.engines={engines}", *overrides
+        )
+
+    sound = kinds("rollout.kv_cache_gib=20")
+    assert sound.separate_ranks == 4 and sound.trainer_ranks == 8 and faults(sound) == []
+    assert peak(sound) > GPU_MEMORY_GIB["h100"]
+    (text,) = faults(kinds("rollout.kv_cache_gib=75"))
+    assert text.startswith(
+        "cluster.gpu_memory_gib = h200, cluster.groups.engines.gpu_memory_gib = h100: start engine takes "
+    )
+    assert " on engine rank 8, " in text and " on trainer rank" not in text
+    fitting = re.search(r"what fits: rollout.kv_cache_gib=([0-9.]+)$", text)
+    assert fitting is not None and 50 < float(fitting[1]) < 75
+    assert faults(kinds(f"rollout.kv_cache_gib={fitting[1]}")) == []
+    assert faults(changed(sound, {"rollout.gpu_memory_utilization": 0.9})) == []
+    (text,) = faults(changed(sound, {"rollout.gpu_memory_utilization": 1.1}))
+    assert "rollout takes " in text and " on engine rank 8, " in text
+
+
+def test_a_copy_of_the_weights_that_does_not_fit_is_left_out(large: Callable[..., Recipe]) -> None:
+    recipe = large("qwen3_14b_dapo_h200", *SEPARATE, "rollout.kv_cache_gib=4")
+    fullest = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).fullest
+    recipe = changed(recipe, {"cluster.gpu_memory_gib": fullest.device_bytes / 2**30 + 1})
+    assert faults(recipe) == [] and fullest.name == "train"
+    (text,) = faults(changed(recipe, {"weights.overlap": True}))
+    assert "train takes " in text and "what fits: weights.overlap=False" in text
+
+
+def test_a_gpu_that_nobody_names_refuses_nothing(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.preflight.memory_fit.installed_gpu_gib", lambda: None)
+    assert faults(large("qwen3_14b_dapo_h200", "cluster.gpu_memory_gib=null", "rollout.kv_cache_gib=500")) == []
+
+
+def test_other_gpus_than_are_named(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("megarl.preflight.memory_fit.installed_gpu_gib", lambda: 79.6)
+    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: False)
+    recipe = large("qwen3_14b_dapo_h200", "cluster.launcher=local")
+    (text,) = memory_faults(recipe, layout_of(recipe), is_start=True)
+    assert text == (
+        "cluster.gpu_memory_gib = h200: this machine's GPUs have 79.6 GiB; leave it out, or run on the GPUs that it "
+        "names"
+    )
+    assert list(memory_faults(recipe, layout_of(recipe), is_start=False)) == []
+    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: True)
+    assert list(memory_faults(recipe, layout_of(recipe), is_start=True)) == []

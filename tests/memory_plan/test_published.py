@@ -1,0 +1,68 @@
+"""Recipes of large models are planned without any download; their shapes are those of the published models."""
+
+from __future__ import annotations
+
+import math
+from pathlib import Path
+
+import pytest
+import yaml
+from tests.memory_plan.conftest import MODELS, RECIPES
+
+from megarl.cli import main
+from megarl.families import hf_tensors
+from megarl.families.published import PUBLISHED, published_name
+from megarl.families.shape import planned_shape, shape_from_config
+from megarl.types import DataError
+
+LARGE = sorted(RECIPES.glob("qwen3_*.yaml"))
+PARAMETERS = {
+    "Qwen/Qwen3-14B": 14_768_307_200,
+    "Qwen/Qwen3-32B": 32_762_123_264,
+    "Qwen/Qwen3-30B-A3B": 30_532_122_624,
+    "Qwen/Qwen3-235B-A22B": 235_093_634_560,
+}
+"""Parameters of the published checkpoints, by their index files."""
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_shape_has_the_published_number_of_parameters(tmp_path: Path, name: str) -> None:
+    shape = planned_shape(tmp_path / name)
+    assert sum(map(math.prod, hf_tensors(shape).values())) == PARAMETERS[name]
+    assert shape == shape_from_config(MODELS[name.partition("/")[2]])
+
+
+def test_every_large_recipe_names_published_models() -> None:
+    found: set[str | None] = set()
+    for path in LARGE:
+        sections = yaml.safe_load(path.read_text())
+        found |= {published_name(sections["model"]["path"])}
+        if teacher := sections.get("distillation", {}).get("teacher"):
+            found |= {published_name(teacher)}
+    assert found == set(PUBLISHED)
+
+
+@pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)
+def test_a_large_recipe_is_planned_where_no_model_is(
+    path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as caught:
+        main(["plan", str(path)])
+    text = capsys.readouterr().out
+    assert caught.value.code == 0
+    assert "is not there: planned with the sizes of Qwen/Qwen3-" in text and "before a start: hf download" in text
+    assert text.splitlines()[-1].startswith("fits: ")
+
+
+def test_a_folder_that_is_there_counts(tmp_path: Path) -> None:
+    """An own model of the same name has its own sizes; and without its config.json it has none."""
+    folder = tmp_path / "Qwen3-14B"
+    folder.mkdir()
+    with pytest.raises(DataError, match=r"config\.json"):
+        planned_shape(folder)
+
+
+def test_of_another_model_config_json_is_asked_for(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"hf download Qwen/Qwen3-8B config\.json; into this folder: "):
+        planned_shape(Path("models/Qwen3-8B"))

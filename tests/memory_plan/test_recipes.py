@@ -1,0 +1,92 @@
+"""Every recipe of launch/recipes is planned: what its fullest phase takes, and what its machine has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+from tests.memory_plan.conftest import RECIPES
+
+from megarl.config import Recipe
+from megarl.memory_plan.devices import MARGIN_GIB
+from megarl.memory_plan.node_bytes import NodeRanks, fullest_node
+from megarl.preflight import check_plan, planned_host_bytes, table_of
+from megarl.preflight.memory_fit import verdict_of
+from megarl.preflight.sizes import batches, lengths
+
+GIB = 2**30
+PLANNED = {
+    "qwen3_14b_agent": ("h100", 71.1),
+    "qwen3_14b_dapo": ("h100", 71.1),
+    "qwen3_14b_dapo_h200": ("h200", 131.8),
+    "qwen3_14b_distillation": ("h100", 71.1),
+    "qwen3_30b_a3b_gspo": ("h200", 131.8),
+    "qwen3_32b_grpo": ("h200", 131.8),
+    "qwen3_235b_a22b_gspo": ("h200", 131.8),
+}
+"""Recipe: its kind of GPU, and GiB that its fullest phase takes of one."""
+LIMITS = {"h100": 79.1, "h200": 139.8}
+"""GiB of a GPU by kind, as typed from data sheets, less what the driver keeps."""
+ON_CPUS = sorted({path.stem for path in RECIPES.glob("*.yaml")} - PLANNED.keys())
+
+
+@pytest.mark.parametrize("name", PLANNED)
+def test_a_recipe_for_gpus_leaves_a_margin(large: Callable[..., Recipe], name: str) -> None:
+    kind, peak_gib = PLANNED[name]
+    recipe = large(name)
+    assert recipe.cluster.gpu_memory_gib == kind
+    layout = check_plan(recipe)[1]
+    table = table_of(recipe, layout)
+    found = verdict_of(recipe, layout, table)
+    assert found.fits and set(found.limits.values()) == {int(LIMITS[kind] * GIB)}
+    taken = max(phase.device_bytes for phase in table.phases) / GIB
+    assert peak_gib - 0.2 < taken <= peak_gib
+    assert taken <= LIMITS[kind] - MARGIN_GIB == pytest.approx(LIMITS[kind] - 8.0)
+    assert [*lengths(recipe), *batches(recipe, layout.dp)] == []
+
+
+@pytest.mark.parametrize("name", [name for name in PLANNED if "14b" in name and name != "qwen3_14b_dapo_h200"])
+def test_14b_trains_on_eight_gpus_of_80_gb(large: Callable[..., Recipe], name: str) -> None:
+    """Less than 80 GB (80e9 bytes) are taken in any phase, and no layer is recomputed as a whole."""
+    recipe = large(name)
+    table = table_of(recipe, check_plan(recipe)[1])
+    assert recipe.cluster.world_size == 8
+    assert max(phase.device_bytes for phase in table.phases) < 80e9 - 3e9
+    assert recipe.trainer.recompute != "full"
+
+
+def test_the_host_memory_of_a_node_is_planned(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Eight ranks of 14B: 1.85e9 parameters each have 14 bytes of staged checkpoint and 8 or 16 of pinned copies."""
+    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: False)
+    recipe = large("qwen3_14b_dapo_h200")
+    planned = planned_host_bytes(recipe)
+    assert planned is not None and planned.engine == 0
+    table = table_of(recipe, check_plan(recipe)[1])
+    assert planned.of_node(NodeRanks(8, 0)) == table.host_bytes(*fullest_node(recipe, table))
+    assert 400 < planned.of_node(NodeRanks(8, 0)) / GIB < 560
+
+    apart = large("qwen3_14b_dapo_h200", "rollout.placement=separate", "rollout.ranks=4", "trainer.offload=[]")
+    planned = planned_host_bytes(apart)
+    assert planned is not None and 0 < planned.engine < planned.trainer
+    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: True)
+    assert planned_host_bytes(recipe) is None
+
+
+@pytest.mark.parametrize("name", ON_CPUS)
+def test_a_recipe_for_cpus_fits_into_16_gib(
+    large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    """All its ranks together, with a model of the size that its maker script writes."""
+    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: True)
+    monkeypatch.setattr("megarl.preflight.verdict.machine_bytes", lambda: 16 * GIB)
+    model = "models/tiny_experts" if name == "tiny_moe" else "models/tiny"
+    recipe = large(name, f"model.path={model}", *OWN.get(name, ()))
+    layout = check_plan(recipe)[1]
+    table = table_of(recipe, layout)
+    found = verdict_of(recipe, layout, table)
+    assert found.fits, found.text
+    assert 0.5 < table.host_bytes(*fullest_node(recipe, table)) / GIB < 16
+
+
+OWN = {"tiny_distillation": ("distillation.teacher=models/tiny",)}
+"""Further models that a recipe names."""

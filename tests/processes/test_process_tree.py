@@ -1,0 +1,73 @@
+"""Work that nobody vouches for is tried where it can be stopped."""
+
+from __future__ import annotations
+
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from megarl.checkpoint import torch_dist_reader
+from megarl.processes.process_tree import fault_of
+from megarl.types import DataError
+
+
+def endless() -> None:
+    while True:
+        pass
+
+
+def test_work_is_bounded_in_time_and_memory() -> None:
+    assert fault_of(lambda: None, seconds=5, memory_bytes=1 << 28) is None
+    assert fault_of(lambda: 1 / 0, seconds=5, memory_bytes=1 << 28) is None  # it will raise here too
+    assert fault_of(lambda: bytearray(1 << 30), seconds=5, memory_bytes=1 << 28) == "takes more than 256 MiB of memory"
+    assert fault_of(endless, seconds=0.05, memory_bytes=1 << 28) == "takes more than 0.05 s"
+
+
+def test_a_pickle_that_is_small_and_endless_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A tuple that holds itself twice, and so on: 2^60 steps to hash it, which a dictionary does with its keys."""
+    nested: tuple[object, ...] = ()
+    for _ in range(60):
+        nested = (nested, nested)
+    # A dictionary {nested: None}, written without hashing it here: the opcodes of the tuple between those of a dict.
+    body = pickle.dumps(nested, protocol=2)
+    (tmp_path / ".metadata").write_bytes(b"\x80\x02}" + body[2:-1] + b"Ns.")
+    monkeypatch.setattr(torch_dist_reader, "_SECONDS", 0.05)
+    with pytest.raises(DataError, match=r"\.metadata: cannot be read .* takes more than 0\.05"):
+        torch_dist_reader.read_metadata(tmp_path / ".metadata")
+
+
+_START = """
+import asyncio, resource, sys
+from pathlib import Path
+from megarl.cluster.local import LocalGroup
+soft, hard, ranks = map(int, sys.argv[1:4])
+resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+async def drive():
+    group = await LocalGroup(ranks).start("probe:Probe", {}, log_folder=Path(sys.argv[4]))
+    print(len(await group.call("pid")), *resource.getrlimit(resource.RLIMIT_NOFILE))
+    await group.close()
+asyncio.run(drive())
+"""
+
+
+def start_ranks(soft: int, hard: int, num_ranks: int, folder: Path) -> subprocess.CompletedProcess[str]:
+    """Start ranks in a process with these limits of open files; it prints their number, and its limits then."""
+    paths = [*sys.path, str(Path(__file__).resolve().parents[1] / "cluster")]
+    return subprocess.run(
+        [sys.executable, "-c", _START, *map(str, (soft, hard, num_ranks, folder))],
+        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths)}, capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+
+
+@pytest.mark.distributed
+def test_a_launcher_raises_the_limit_of_open_files_or_names_it(tmp_path: Path) -> None:
+    done = start_ranks(24, 2000, 12, tmp_path)
+    assert done.stdout.split() == ["12", "2000", "2000"], done.stderr
+    done = start_ranks(200, 300, 40, tmp_path / "none")
+    assert done.returncode == 1 and "ConfigError: 40 ranks need 80 open files of the driver" in done.stderr
+    assert "hard limit of open files (RLIMIT_NOFILE, `ulimit -Hn`) is 300; raise it to" in done.stderr
+    assert not list((tmp_path / "none").iterdir())  # no rank was started

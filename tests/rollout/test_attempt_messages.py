@@ -1,0 +1,211 @@
+"""Limits of tool calls and tokens in attempts whose completions are typed in."""
+
+from __future__ import annotations
+
+import asyncio
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.data.dialogue import Dialogue
+from megarl.environments import Start, Step, Turn
+from megarl.rewards.calling import Sample
+from megarl.rewards.reward_process import Scored
+from megarl.rollout.attempt import Budget, Task, attempt
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.waiting import TimedPool
+from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory
+from tests.data.templates import tokenizer_of
+
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": "f",
+        "parameters": {"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]},
+    },
+}
+QUESTION = ({"role": "user", "content": "Sort."},)
+GOOD = '<tool_call>\n{"name": "f", "arguments": {"x": 1}}\n</tool_call>'
+CUT = "<tool_call>" + "word " * 600
+BROKEN = '<tool_call>\n{"name": "f", "arguments": {"x": \n</tool_call>'
+
+
+class Answering:
+    """Answers every call, with `reply` or its error, and is done with a turn that makes none."""
+
+    def __init__(self, reply: str | None = None) -> None:
+        self.reply = reply
+
+    async def reset(self, problem: Problem, seed: int) -> Start:
+        return Start(problem.messages, (TOOL,))
+
+    async def step(self, turn: Turn) -> Step:
+        replies = [
+            {
+                "role": "tool",
+                "name": "f",
+                "tool_call_id": c.id,
+                "content": self.reply or str(c.error),
+                "at": Path("here"),
+            }
+            for c in turn.calls
+        ]
+        return Step(tuple(replies), done=not turn.calls)
+
+    async def close(self) -> None:
+        pass
+
+
+class Policy(EnginePool):
+    """Says one text after the other; `sent` are the requests."""
+
+    def __init__(self, texts: list[str]) -> None:
+        self.tokenizer = tokenizer_of("qwen")
+        self.texts = iter(texts)
+        self.sent: list[Request] = []
+        self._replicas = []
+
+    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
+        self.sent.append(request)
+        token_ids = self.tokenizer.encode(next(self.texts) + "<|im_end|>", add_special_tokens=False)
+        kept = np.array(token_ids[: request.sampling.max_new_tokens])
+        finish_reason = "stop" if len(kept) == len(token_ids) else "length"
+        return Completion(
+            request.request_id, kept, np.zeros(len(kept), np.float32), finish_reason, np.zeros(len(kept), np.int32)
+        )
+
+    @property
+    def seconds_held(self) -> float:
+        return 0.0
+
+    def forget(self, affinity: str) -> None:
+        pass
+
+
+async def score(sample: Sample) -> Scored:
+    return Scored(Reward(1.0, True, True))
+
+
+def attempted(texts: list[str], *, reply: str | None = None, **limits: Any) -> tuple[Trajectory, Policy]:
+    policy = Policy(texts)
+    problem = Problem(0, QUESTION, (1,), "7")
+    task = Task("test", problem, 0, 0, "s", SamplingSettings(500))
+    budget = Budget(9000, 20, "close", **limits)
+    return asyncio.run(
+        attempt(task, lambda: Answering(reply), policy, budget, Dialogue(policy.tokenizer), score)
+    ), policy
+
+
+@pytest.mark.parametrize(
+    ("texts", "limits", "ended", "num_turns"),
+    [
+        pytest.param([GOOD, GOOD, "done"], {}, "done", 3, id="no limit"),
+        pytest.param([GOOD, GOOD, "done"], {"tool_calls": 2}, "done", 3, id="as many calls as it may"),
+        pytest.param([GOOD, GOOD + GOOD, "done"], {"tool_calls": 2}, "calls", 2, id="more calls"),
+        pytest.param([BROKEN] * 5, {"invalid_calls": 3}, "invalid_calls", 3, id="broken calls in a row"),
+        pytest.param([BROKEN, BROKEN, GOOD, BROKEN, "done"], {"invalid_calls": 3}, "done", 5, id="a good one between"),
+        pytest.param([BROKEN, CUT, BROKEN, "done"], {"invalid_calls": 2}, "invalid_calls", 3, id="one cut between"),
+        pytest.param([BROKEN, CUT, "done"], {"invalid_calls": 2}, "done", 3, id="the last one cut"),
+        pytest.param([BROKEN + GOOD, BROKEN, BROKEN], {"invalid_calls": 2}, "invalid_calls", 3, id="beside a good one"),
+    ],
+)
+def test_limits_of_calls(texts: list[str], limits: dict[str, int], ended: str, num_turns: int) -> None:
+    trajectory, policy = attempted(texts, **limits)
+    assert (trajectory.ended, trajectory.num_turns) == (ended, num_turns)
+    assert trajectory.reward == Reward(1.0, True, True)
+    asked, *observed = trajectory.messages
+    assert asked == QUESTION and len(trajectory.texts) == num_turns
+    # JSON values, whatever the environment gives.
+    assert all(
+        message.keys() == {"role", "name", "tool_call_id", "content", "at"} for new in observed for message in new
+    )
+    assert {message["at"] for new in observed for message in new} == {"here"}
+    [segment] = trajectory.segments
+    written = policy.tokenizer.decode(segment.token_ids)
+    assert written.count("<tool_response>") == sum(text.count("<tool_call>") for text in texts[: num_turns - 1])
+
+
+@pytest.mark.parametrize("reply", ["some words " * 400, "\U0001f642" * 300, "<|im_end|>" * 200, "7" * 3000])
+def test_a_reply_of_too_many_tokens_loses_its_middle_and_says_so(reply: str) -> None:
+    trajectory, policy = attempted([GOOD, "done"], reply=reply, reply_tokens=100)
+    [message] = trajectory.messages[1]
+    content = message["content"]
+    start, _, end = re.split(r"\n(\[\.\.\. \d+ characters and more left out \.\.\.\])\n", content)
+    assert start and reply.startswith(start) and reply.endswith(end) and len(end) in (len(start), len(start) - 1)
+    # Little is given away, and the policy was shown just this.
+    assert 80 <= Dialogue(policy.tokenizer).num_tokens(content) <= 100 and message["name"] == "f"
+    shown = policy.tokenizer.decode(policy.sent[1].prompt_token_ids)
+    assert f"<tool_response>\n{content}\n</tool_response>" in shown
+    assert trajectory.metrics == {"tools/shortened": 1.0} and trajectory.num_observed > 80
+
+
+def test_a_reply_that_fits_is_as_it_was() -> None:
+    reply = "some words " * 5
+    trajectory, _ = attempted([GOOD, GOOD, "done"], reply=reply, reply_tokens=100)
+    assert [message["content"] for new in trajectory.messages[1:] for message in new] == [reply] * 2
+    assert trajectory.metrics == {"tools/shortened": 0.0}
+    assert attempted([GOOD, "done"], reply="some words " * 400)[0].metrics == {}
+
+
+def test_a_limit_of_sampled_tokens_is_of_all_turns_together() -> None:
+    free, policy = attempted([GOOD, GOOD, "done"])
+    of_turn = free.turn_tokens
+    trajectory, limited = attempted([GOOD, GOOD, "done"], sampled_tokens=of_turn[0] + 3)
+    assert (trajectory.ended, trajectory.turn_tokens) == ("length", [of_turn[0], 3])
+    assert [request.sampling.max_new_tokens for request in limited.sent] == [of_turn[0] + 3, 3]
+    assert [request.sampling.max_new_tokens for request in policy.sent] == [500] * 3
+
+
+def test_waiting_for_engines_counts_once_for_completions_beside_each_other_and_not_while_they_are_held(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Two completions: from 10 to 25 and from 12 to 40, the engines held from 20 to 26; later one from 50 to 51."""
+    clock = Clock()
+    monkeypatch.setattr("megarl.rollout.waiting.time", clock)
+    request = Request("r", np.zeros(1, np.int32), SamplingSettings(4), 0)
+
+    async def drive() -> None:
+        pool = TimedPool(clock)
+        tasks: list[asyncio.Task[Completion]] = []
+        for began in (10.0, 12.0):
+            clock.now = began
+            tasks.append(asyncio.create_task(pool.generate(request)))
+            await asyncio.sleep(0)
+        for place, ended in enumerate((25.0, 40.0)):
+            clock.now = ended
+            clock.gates[place].set()
+            await tasks[place]
+        assert (pool.seconds, pool.seconds_by_clock) == (24.0, 30.0)
+        clock.now = 50.0
+        failing = asyncio.create_task(pool.generate(request))
+        await asyncio.sleep(0)
+        clock.now = 51.0
+        failing.cancel()
+        await asyncio.wait([failing])
+        assert (pool.seconds, pool.seconds_by_clock) == (25.0, 31.0)
+
+    asyncio.run(drive())
+
+
+class Clock(Policy):
+    """A clock that says `now`, and engines whose completions come when their gates open."""
+
+    def __init__(self) -> None:
+        super().__init__(["done"] * 2)
+        self.now = 0.0
+        self.gates: list[asyncio.Event] = []
+
+    def monotonic(self) -> float:
+        return self.now
+
+    @property
+    def seconds_held(self) -> float:
+        return min(max(self.now - 20.0, 0.0), 6.0)
+
+    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
+        self.gates.append(gate := asyncio.Event())
+        await gate.wait()
+        return await super().generate(request, affinity=affinity, is_last=is_last)

@@ -1,0 +1,130 @@
+"""Replicas that are far slower than their siblings: by numbers, and a real engine that is stopped again and again."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import signal
+import time
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from megarl.cluster.local import LocalGroup
+from megarl.config.parallel import ParallelConfig
+from megarl.rollout.pool import EnginePool
+from megarl.rollout.stragglers import FEWEST, WINDOW, Pace, SlowReplicas
+from megarl.types import Request, SamplingSettings
+
+FAST = Pace(num_tokens=4000, seconds=10.0, request_seconds=80.0)
+RUNNING_SECONDS = 0.01
+STOPPED_PER_RUNNING = 10.0
+
+
+@pytest.fixture(scope="module")
+def model_path(tiny_model: Callable[..., Path]) -> str:
+    return str(tiny_model(num_layers=2, tie_word_embeddings=False, initializer_range=0.1))
+
+
+def judged(told: list[str], steps: int, **paces: Pace) -> tuple[SlowReplicas, float]:
+    """Who judged so many steps alike, and the last number."""
+    slow = SlowReplicas(told.append)
+    slow.of_step(paces)  # the first is no one's fault
+    found = [slow.of_step(paces)["rollout/slow_replicas"] for _ in range(steps)]
+    return slow, found[-1]
+
+
+def test_who_is_slow_is_told_once_with_numbers_and_counted_while_it_lasts() -> None:
+    told: list[str] = []
+    paces = {"a": FAST, "b": Pace(1000, 10.0, 80.0), "c": FAST, "d": Pace(4400, 10.0, 80.0)}
+    _, number = judged(told, FEWEST - 1, **paces)
+    assert number == 0 and not told
+    slow, number = judged(told, FEWEST, **paces)
+    assert number == 1
+    [line] = told
+    assert line.startswith("b is slow: over 3 steps it sampled 100 tokens/s, 12.5 for each request; the median of its ")
+    assert "siblings is 400 and 50 " in line
+    for _ in range(WINDOW):
+        number = slow.of_step({**paces, "b": FAST})["rollout/slow_replicas"]
+    assert number == 0
+    for _ in range(WINDOW):
+        number = slow.of_step(paces)["rollout/slow_replicas"]
+    assert number == 1 and len(told) == 1
+    # Another process in its place is judged by what it does itself.
+    slow.forget("b")
+    assert [slow.of_step(paces)["rollout/slow_replicas"] for _ in range(FEWEST + 1)] == [0.0] * FEWEST + [1.0]
+    assert len(told) == 2
+
+
+@pytest.mark.parametrize(
+    "pace",
+    [
+        pytest.param(Pace(500, 10.0, 10.0), id="one long request, at full speed"),
+        pytest.param(Pace(6000, 10.0, 320.0), id="four times as many, each slower"),
+        pytest.param(Pace(2100, 10.0, 80.0), id="half as fast"),
+        pytest.param(Pace(10, 1.0, 8.0), id="too little to tell"),
+        pytest.param(Pace(), id="nothing to do"),
+    ],
+)
+def test_load_is_no_slowness(pace: Pace) -> None:
+    told: list[str] = []
+    assert judged(told, WINDOW, a=FAST, b=pace)[1] == 0 and not told
+
+
+def test_without_siblings_nobody_is_slow() -> None:
+    assert judged([], WINDOW, a=Pace(1, 10.0, 80.0))[1] == 0
+
+
+@contextlib.asynccontextmanager
+async def stopped_again_and_again(group: LocalGroup, rank: int) -> AsyncIterator[None]:
+    """Within, a rank's process runs for a small part of the time only."""
+    handle: Any = group._handles[rank]
+    process = handle.process
+
+    async def stop() -> None:
+        ran = RUNNING_SECONDS
+        while True:
+            process.signal(signal.SIGSTOP)
+            # On a busy machine this process too gets its turn late.
+            await asyncio.sleep(STOPPED_PER_RUNNING * ran)
+            process.signal(signal.SIGCONT)
+            began = time.monotonic()
+            await asyncio.sleep(RUNNING_SECONDS)
+            ran = time.monotonic() - began
+
+    stopping = asyncio.create_task(stop())
+    try:
+        yield
+    finally:
+        stopping.cancel()
+        await asyncio.wait([stopping])
+        process.signal(signal.SIGCONT)
+
+
+def test_an_engine_that_is_mostly_stopped_is_named(group: LocalGroup, runner: asyncio.Runner) -> None:
+    async def drive() -> None:
+        told: list[str] = []
+        pool = EnginePool(
+            group, ParallelConfig(1, 1, 2, 1), max_running=16, budget_seconds=0.1,
+            slow=SlowReplicas(told.append, fewest_seconds=0.0),
+        )  # fmt: skip
+
+        async def step() -> float:
+            requests = [
+                Request(f"{number}", np.array([5, 17, number], np.int32), SamplingSettings(40), number)
+                for number in range(16)
+            ]
+            await asyncio.gather(*map(pool.generate, requests))
+            return pool.metrics()["rollout/slow_replicas"]
+
+        await step()
+        async with stopped_again_and_again(group, 1):
+            found = [await step() for _ in range(WINDOW)]
+        assert found[0] == 0 and found[-1] == 1
+        [line] = told
+        assert line.startswith("the engine of rank 1 is slow: over 3 steps it sampled ")
+
+    runner.run(drive())
