@@ -287,7 +287,11 @@ class TrainingEngine(ModelShard):
             self.optimizer.zero_grad()
             if self.balance.is_on:
                 self._begin_balance(own)
-            with lora_modules.running(self.chunks, on=True, drops=True), torch.enable_grad(), span("forward and backward"):
+            with (
+                lora_modules.running(self.chunks, on=True, drops=True),
+                torch.enable_grad(),
+                span("forward and backward"),
+            ):
                 losses = get_forward_backward_func()(**self.passes(own, objective))
             if self.pupil is not None:
                 self.pupil.release()

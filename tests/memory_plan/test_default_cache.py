@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.memory_plan.conftest import RECIPES
 
 from megarl.cli import main
 from megarl.config import Recipe
@@ -19,6 +18,7 @@ from megarl.memory_plan.remedies import changed
 from megarl.preflight import resource_warnings, small_cache, table_of, with_cache
 from megarl.preflight.memory_fit import memory_faults, models_of
 from megarl.preflight.sizes import layout_of
+from tests.memory_plan.conftest import RECIPES
 
 GIB = 2**30
 Make = Callable[..., Recipe]

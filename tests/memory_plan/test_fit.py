@@ -6,7 +6,6 @@ import re
 from collections.abc import Callable
 
 import pytest
-from tests.memory_plan.conftest import RECIPES
 
 from megarl.config import Recipe
 from megarl.memory_plan.devices import GPU, GPU_MEMORY_GIB, MARGIN_GIB, GpuMemory
@@ -15,6 +14,7 @@ from megarl.memory_plan.remedies import changed, remedies
 from megarl.preflight.learning import optimizers
 from megarl.preflight.memory_fit import memory_faults, models_of
 from megarl.preflight.sizes import batches, layout_of, lengths
+from tests.memory_plan.conftest import RECIPES
 
 GIB = 2**30
 LARGE = sorted(path.stem for path in RECIPES.glob("qwen3_*.yaml"))

@@ -7,13 +7,13 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tests.memory_plan.conftest import MODELS, RECIPES
 
 from megarl.cli import main
 from megarl.families import hf_tensors
 from megarl.families.published import PUBLISHED, published_name
 from megarl.families.shape import planned_shape, shape_from_config
 from megarl.types import DataError
+from tests.memory_plan.conftest import MODELS, RECIPES
 
 LARGE = sorted(RECIPES.glob("qwen3_*.yaml"))
 PARAMETERS = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
-from tests.memory_plan.conftest import RECIPES
 
 from megarl.config import Recipe
 from megarl.memory_plan.devices import MARGIN_GIB
@@ -13,6 +12,7 @@ from megarl.memory_plan.node_bytes import NodeRanks, fullest_node
 from megarl.preflight import check_plan, planned_host_bytes, table_of
 from megarl.preflight.memory_fit import verdict_of
 from megarl.preflight.sizes import batches, lengths
+from tests.memory_plan.conftest import RECIPES
 
 GIB = 2**30
 PLANNED = {

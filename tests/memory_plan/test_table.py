@@ -8,7 +8,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from tests.memory_plan.conftest import RECIPES
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -21,6 +20,7 @@ from megarl.memory_plan.remedies import changed
 from megarl.memory_plan.trainer_bytes import Parameter, TrainerStates
 from megarl.preflight.memory_fit import models_of
 from megarl.preflight.sizes import layout_of
+from tests.memory_plan.conftest import RECIPES
 
 GB = 1e9
 AS_ON_THE_PAGE = (

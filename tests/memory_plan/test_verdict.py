@@ -7,13 +7,13 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from tests.memory_plan.conftest import RECIPES
 
 from megarl.cli import main
 from megarl.config import Recipe
 from megarl.memory_plan.devices import GPU_MEMORY_GIB
 from megarl.preflight.memory_fit import memory_faults
 from megarl.preflight.sizes import layout_of
+from tests.memory_plan.conftest import RECIPES
 
 GIB = 2**30
 Large = Callable[..., Recipe]

@@ -11,7 +11,6 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from tests.training.test_training_engine import distance, make_updates, recipe_of, whole
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -22,6 +21,7 @@ from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
 from tests.rounding import MARGIN, allowed_error
 from tests.token_batches import by_sequence, row_batches
+from tests.training.test_training_engine import distance, make_updates, recipe_of, whole
 from tools.check_invariance import cut_out
 
 RANK, ALPHA = 3, 7.5

@@ -12,8 +12,6 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from tests.training.test_lora import DENSE, SETTINGS, base_of, build, lora_recipe, rows_of, trained
-from tests.training.test_training_engine import make_updates
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -21,6 +19,8 @@ from megarl.data.token_batch import TokenBatch
 from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 from tests.token_batches import by_sequence, row_batches
+from tests.training.test_lora import DENSE, SETTINGS, base_of, build, lora_recipe, rows_of, trained
+from tests.training.test_training_engine import make_updates
 
 Updates = list[list[TrainingSequence]]
 
