@@ -22,7 +22,26 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
+from megarl.config.annotations import OnlyIf
 from megarl.config.cluster import ClusterConfig
+from megarl.config.conditions import (
+    ADVANTAGES,
+    DISTILLATION,
+    ENGINE,
+    EVALUATED,
+    GAE,
+    ON_POLICY,
+    PACED,
+    PREFERENCE,
+    PTX_COEFFICIENT,
+    RL,
+    SANDBOX,
+    SFT,
+    UNPACED,
+    given,
+    instead_of,
+    left_out,
+)
 from megarl.config.curriculum import CurriculumConfig
 from megarl.config.data_sets import DataSet, Format, OptionalDataSet, Role, TrainingData, refuse_two_answers
 from megarl.config.distillation import DistillationConfig
@@ -102,10 +121,10 @@ class DataConfig(Section):
     """Validation sets by name: paths as in data.train, or {path: ..., fields: ...} with own format, fields,
     answer_field. Problems, or pairs (preference, reward_model); `environment:COUNT` makes problems not used in
     training. Metric: val/NAME/accuracy."""
-    validation_conversations: dict[Name, DataSet] = Field(default_factory=dict)
+    validation_conversations: Annotated[dict[Name, DataSet], OnlyIf(SFT)] = Field(default_factory=dict)
     """Validation sets of conversations (sft) by name, written as in data.validation. Metric: val/NAME/loss, in nats per
     token."""
-    ptx: OptionalDataSet = None
+    ptx: Annotated[OptionalDataSet, OnlyIf(RL, PTX_COEFFICIENT)] = None
     """Conversations for the supervised term of PPO-ptx (algorithm.ptx_coefficient), written as in data.validation."""
     format: Format | None = None
     """Training program for which the data was written. Its names of record fields are used (megarl.data.formats).
@@ -114,13 +133,13 @@ class DataConfig(Section):
     fields: dict[Role, str] = Field(default_factory=dict)
     """Your names of record fields, for example {prompt: question, answer: solution}; dots reach into objects. `input`
     is a text appended to the prompt after an empty line (alpaca). Used for every set without its own names."""
-    answer_field: str | None = None
+    answer_field: Annotated[str | None, OnlyIf(*ENGINE)] = None
     """Field of the gold answer, short for fields.answer: text, a number, an object or a list; dots reach into objects.
     Default: the format's field, gt_answer in megarl's own."""
     system_prompt: str | None = None
     """System message for conversations without one. `default`: the message needed by the first of reward.functions with
     a format (boxed, think_answer_tags, code). `none` (or no value): no message."""
-    max_prompt_tokens: PositiveInt = 1024
+    max_prompt_tokens: Annotated[PositiveInt, OnlyIf(*ENGINE)] = 1024
     """Limit of prompt tokens, chat template included. Prompts are never cut: see data.overlong."""
     overlong: Literal["refuse", "drop"] = "refuse"
     """Treatment of a prompt above data.max_prompt_tokens, or a conversation or pair above
@@ -132,7 +151,7 @@ class DataConfig(Section):
     change."""
     shuffle: bool = True
     """Shuffle the records again in each epoch, by the run's seed. Default: true."""
-    curriculum: CurriculumConfig = CurriculumConfig()
+    curriculum: Annotated[CurriculumConfig, OnlyIf(ON_POLICY)] = CurriculumConfig()
     """Choice of problems by their solve rates (rl, distillation)."""
 
     @model_validator(mode="after")
@@ -144,30 +163,32 @@ class DataConfig(Section):
 class TrainConfig(Section):
     """Batch sizes, length of the run, and its stop conditions."""
 
-    steps: NonNegativeInt = 100
+    steps: Annotated[NonNegativeInt, OnlyIf(instead_of("train.epochs"))] = 100
     """Number of steps: rollouts in `rl` and `distillation`, optimizer updates in other loops. 0: only evaluate the
     validation sets."""
-    epochs: PositiveFloat | None = None
+    epochs: Annotated[PositiveFloat | None, OnlyIf(left_out("mixture"))] = None
     """Passes over the training data, instead of `steps`: steps = number of records * epochs / prompts_per_step, rounded
     up. Dynamic sampling draws further prompts."""
     prompts_per_step: PositiveInt = 32
     """Batch size of a step: prompts in rl and distillation, conversations in sft, pairs in preference and
     reward_model."""
-    samples_per_prompt: PositiveInt = 8
+    samples_per_prompt: Annotated[PositiveInt, OnlyIf(ON_POLICY)] = 8
     """Group size: completions per prompt (rl, distillation)."""
-    updates_per_step: PositiveInt = 1
+    updates_per_step: Annotated[PositiveInt, OnlyIf(ON_POLICY)] = 1
     """Number of minibatches in an rl step. Each is one optimizer update."""
-    epochs_per_step: PositiveInt = 1
+    epochs_per_step: Annotated[PositiveInt, OnlyIf(ON_POLICY)] = 1
     """Epochs over the samples of an rl step, each of `updates_per_step` minibatches; shuffled from the second epoch on.
     For the critic see `critic.updates_per_step`."""
     profile_steps: tuple[PositiveInt, ...] = ()
     """Steps to profile: spans of driver and ranks are written to the run's profiles/step_NNNNNN.json, a Chrome trace
     (open with ui.perfetto.dev). With weights.overlap such a step begins only after all weights have arrived."""
-    max_logprob_gap: PositiveFloat | None = None
+    max_logprob_gap: Annotated[PositiveFloat | None, OnlyIf(ON_POLICY, UNPACED)] = None
     """Limit in nats of the mean distance between trainer and engine log-probs (logprob_gap/mean) for updates of the
     policy (rl, distillation). Above it the step's further updates are skipped, all of them if it is known before the
     first. Default: none. Metric: train/gap_exceeded."""
-    on_logprob_gap: Literal["stop", "skip"] = "stop"
+    on_logprob_gap: Annotated[Literal["stop", "skip"], OnlyIf(ON_POLICY, UNPACED, given("train.max_logprob_gap"))] = (
+        "stop"
+    )
     """Action after a step above max_logprob_gap. stop (default): save and end the run with exit code 70. skip: continue
     with the next step."""
     on_unhealthy: Literal["warn", "stop"] = "warn"
@@ -190,13 +211,13 @@ class EvaluationConfig(Section):
     """Evaluate before the first step. A run of 0 steps always does."""
     max_problems: PositiveInt | None = None
     """Evaluate only the first n records of each set. Default: all."""
-    samples_per_prompt: Annotated[int, Field(ge=1, le=1024)] = 1
+    samples_per_prompt: Annotated[int, Field(ge=1, le=1024), OnlyIf(*ENGINE)] = 1
     """Number n of attempts at each problem. Accuracy is their mean, avg@n."""
-    k: tuple[PositiveInt, ...] = ()
+    k: Annotated[tuple[PositiveInt, ...], OnlyIf(*ENGINE)] = ()
     """Values of k for pass@k and majority@k, estimated without bias from the n attempts. Default: n, if above 1. A
     majority needs a reward function reading final answers (boxed, think_answer_tags, gsm8k, math_competition,
     multiple_choice, reasoning_gym). Metrics: val/SET/pass_at_4, majority_at_4."""
-    sampling: EvaluationSamplingConfig = EvaluationSamplingConfig()
+    sampling: Annotated[EvaluationSamplingConfig, OnlyIf(*ENGINE)] = EvaluationSamplingConfig()
     """Sampling parameters of evaluation."""
 
     @property
@@ -213,14 +234,14 @@ class WeightsConfig(Section):
     # With max_staleness 0 the next step needs the new weights first. Engines pause for the whole transfer in any case.
     # The trainer waits for a running transfer before the next reshard, before an evaluation, after the last step, and
     # after a replica came back.
-    overlap: bool = False
+    overlap: Annotated[bool, OnlyIf(RL, PACED)] = False
     """Send weights from a copy during the next step, so the trainer waits only for the copy (placement separate,
     max_staleness above 0). Needs memory for one more copy of a trainer rank's weights (see `megarl plan`). Default:
     false. Metrics: time/reshard_hidden_seconds, time/reshard_waited_seconds."""
-    verify_every: NonNegativeInt = 50
+    verify_every: Annotated[NonNegativeInt, OnlyIf(*ENGINE)] = 50
     """Compare engine and trainer weights before training and after the reshard of every n-th step: by checksums of live
     parameters, or by log-probs of a prompt if the engine converts its weights. 0: only before training."""
-    probe_tolerance: PositiveFloat | None = None
+    probe_tolerance: Annotated[PositiveFloat | None, OnlyIf(*ENGINE)] = None
     """Limit of the mean distance of these log-probs in nats (reshard/probe_gap). Default: 0.001 in float32, 0.1 in
     bfloat16. An engine with quantised weights may need more."""
 
@@ -236,7 +257,7 @@ class CheckpointConfig(Section):
     """Write checkpoints during training, from a copy in host memory. Default: true."""
     export_every_steps: NonNegativeInt = 0
     """Export the model as a Hugging Face folder hf_step_NNNNNN every n steps. 0 (default): only at the end."""
-    best: str | None = None
+    best: Annotated[str | None, OnlyIf(EVALUATED)] = None
     """Evaluation metric, for example val/SET/accuracy or val/SET/pass_at_4. The best step's model is exported to
     hf_best/ (step and value in best.json), and its checkpoint, if any, is retained in addition to `keep`. Best is the
     largest value (smallest for names ending with /loss), the first of equal ones, among trained steps."""
@@ -257,10 +278,10 @@ class Recipe(Section):
     trackers: tuple[str, ...] = ("tensorboard",)
     """Destinations of metrics and samples, in addition to metrics.jsonl and samples/ in the run folder: names of
     `tracking.trackers.TRACKERS` (default: tensorboard), or your own package.module:Class."""
-    samples_every_steps: PositiveInt = 1
+    samples_every_steps: Annotated[PositiveInt, OnlyIf(ON_POLICY)] = 1
     """Write prompts, completions and rewards to samples/ every n steps (rl, distillation)."""
     # The forward pass is needed only where the step computes no trainer log-probs before its update.
-    samples_with_tokens: Annotated[int, Field(ge=0, le=64)] = 4
+    samples_with_tokens: Annotated[int, Field(ge=0, le=64), OnlyIf(*ADVANTAGES)] = 4
     """Number of samples written token by token to tokens/ for `megarl report`, in each step of samples_every_steps: the
     highest and lowest advantages, with log-probs of engine and trainer and weight versions (rl, distillation of sampled
     tokens). May cost a forward pass of these samples. 0: none."""
@@ -268,7 +289,7 @@ class Recipe(Section):
     """Policy model."""
     data: DataConfig
     """Training and validation data."""
-    mixture: dict[Name, SourceConfig] = Field(default_factory=dict)
+    mixture: Annotated[dict[Name, SourceConfig], OnlyIf(ON_POLICY)] = Field(default_factory=dict)
     """Several sources of problems in one run, by name (rl, distillation). Each has a `weight` and its own values for
     data, rollout, reward, distillation and evaluation, in sections of these names. Groups never mix sources. Metrics
     per source: environment/NAME/, val/SET/."""
@@ -280,19 +301,19 @@ class Recipe(Section):
     """LoRA adapters of the policy."""
     optimizer: OptimizerConfig = OptimizerConfig()
     """Optimizer and learning-rate schedule."""
-    rollout: RolloutConfig = RolloutConfig()
+    rollout: Annotated[RolloutConfig, OnlyIf(*ENGINE)] = RolloutConfig()
     """vLLM engines: parallel size, sampling, environments, asynchrony."""
-    reward: RewardConfig = RewardConfig()
+    reward: Annotated[RewardConfig, OnlyIf(*ENGINE)] = RewardConfig()
     """Reward functions and reward model."""
-    sandbox: SandboxConfig = SandboxConfig()
+    sandbox: Annotated[SandboxConfig, OnlyIf(*ENGINE, SANDBOX)] = SandboxConfig()
     """Isolated execution of the policy's programs (reward code, environment python), and its limits."""
-    algorithm: AlgorithmConfig = AlgorithmConfig()
+    algorithm: Annotated[AlgorithmConfig, OnlyIf(RL)] = AlgorithmConfig()
     """Advantage estimator, policy loss, KL and their settings (rl, distillation)."""
-    critic: CriticConfig = CriticConfig()
+    critic: Annotated[CriticConfig, OnlyIf(*GAE)] = CriticConfig()
     """Critic (rl with advantage gae)."""
-    preference: PreferenceConfig = PreferenceConfig()
+    preference: Annotated[PreferenceConfig, OnlyIf(PREFERENCE)] = PreferenceConfig()
     """Loss on pairs or judged answers (preference, reward_model)."""
-    distillation: DistillationConfig = DistillationConfig()
+    distillation: Annotated[DistillationConfig, OnlyIf(DISTILLATION)] = DistillationConfig()
     """Teachers and loss (distillation)."""
     train: TrainConfig = TrainConfig()
     """Batch sizes and length of the run."""

@@ -6,7 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megarl.config.learning import Divergence
+from megarl.config.annotations import KeywordOf, OnlyIf
+from megarl.config.conditions import DIVERGENCE, SAMPLED_TOKEN, TOP_K
+from megarl.config.formulas import Formula
 from megarl.config.section import Section
 
 
@@ -32,22 +34,22 @@ class DistillationConfig(Section):
     """Loss on the policy's sampled tokens. sampled_token (default): policy gradient (algorithm.policy_loss), advantage
     = teacher minus policy log-prob, an estimate of the reverse KL. top_k, full_vocabulary: gradient of a divergence of
     both distributions, over the teacher's most likely tokens or all."""
-    gamma: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    gamma: Annotated[float, Field(ge=0.0, le=1.0), OnlyIf(SAMPLED_TOKEN)] = 0.0
     """Discount factor per token of later tokens' log-ratios in a token's advantage. 0 (default): only its own. 1:
     gradient of the reverse KL of whole sequences (MiniLLM, arXiv 2306.08543, eq. 2)."""
-    max_log_ratio: PositiveFloat | None = None
+    max_log_ratio: Annotated[PositiveFloat | None, OnlyIf(SAMPLED_TOKEN)] = None
     """Clip a token's log-ratio to [-x, x], in nats. Default: no bound."""
-    divergence: Divergence = "reverse_kl"
+    divergence: Annotated[str, OnlyIf(DIVERGENCE), Formula("divergences", "DIVERGENCES")] = "reverse_kl"
     """Divergence of top_k and full_vocabulary (`algorithms.divergences`): reverse_kl (default) = KL(policy || teacher),
     forward_kl = KL(teacher || policy), jsd = generalised Jensen-Shannon (GKD, arXiv 2306.13649, eq. 1)."""
-    jsd_beta: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.5
+    jsd_beta: Annotated[float, Field(gt=0.0, lt=1.0), KeywordOf("distillation.divergence", "beta")] = 0.5
     """Weight of the teacher in the mixture distribution of the Jensen-Shannon divergence."""
-    temperature: PositiveFloat = 1.0
+    temperature: Annotated[PositiveFloat, OnlyIf(DIVERGENCE)] = 1.0
     """Temperature of both distributions in a divergence. sampled_token uses rollout.sampling.temperature instead, the
     temperature of the samples."""
-    top_k: PositiveInt = 64
+    top_k: Annotated[PositiveInt, OnlyIf(TOP_K)] = 64
     """Number of the teacher's most likely tokens in a divergence (loss top_k)."""
-    tail: Literal["bucket", "renormalize"] = "bucket"
+    tail: Annotated[Literal["bucket", "renormalize"], OnlyIf(TOP_K)] = "bucket"
     """Treatment of all other tokens (loss top_k). bucket (default): one more outcome, a lower bound of the full
     divergence. renormalize: ignored, and both distributions renormalised over the teacher's tokens; blind to the
     policy's probability of other tokens."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any, Literal, get_args, get_origin
 
-from megarl.config.formulas import TABLES, formulas
+from megarl.config.formulas import formula_fields, formulas
 from megarl.config.schema import field_at, recipe_field
 from megarl.files.nearest import nearest
 
@@ -52,7 +52,7 @@ def nearest_value(place: str, value: object) -> str | None:
 def _choices(place: str) -> list[str]:
     """Return the words accepted by a field, or by each item of a list."""
     name = recipe_field(place)
-    if name in TABLES:
+    if name in formula_fields():
         return list(formulas(name))
     field = field_at(name) or field_at(name.rpartition(".")[0])
     return [] if field is None else list(_words(field.annotation))

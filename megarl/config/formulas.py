@@ -1,8 +1,8 @@
 """Names and keyword arguments of the formulas in `megarl.algorithms`, read from their source code.
 
 Recipes are checked and printed without torch, but importing the formulas needs it. So the source is parsed instead. An
-entry of a table in `megarl.algorithms` becomes a value of the recipe's field, and its keywords become settings. No
-second registration is needed.
+entry of a table in `megarl.algorithms` becomes a value of the field with this `Formula`, and its keywords become
+settings. No second registration is needed. pydantic is imported where it is used, so that `megarl --help` is fast.
 """
 
 from __future__ import annotations
@@ -12,66 +12,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.config.annotations import KeywordOf
+from megarl.config.schema import all_fields, annotations
+from megarl.files.import_path import is_import_path
+
+if TYPE_CHECKING:
+    from pydantic import GetCoreSchemaHandler
+    from pydantic_core import CoreSchema
 
 _ALGORITHMS = Path(__file__).parents[1] / "algorithms"
-
-TABLES: dict[str, tuple[str, str, tuple[str, ...]]] = {
-    "algorithm.advantage": ("advantages", "ADVANTAGES", ("gae",)),
-    "algorithm.policy_loss": ("policy_losses", "POLICY_LOSSES", ()),
-    "algorithm.importance_sampling": ("importance", "IMPORTANCE_SAMPLING", ()),
-    "preference.loss": ("preference_losses", "PREFERENCE_LOSSES", ()),
-    "distillation.divergence": ("divergences", "DIVERGENCES", ()),
-}
-"""Source of the formulas accepted by each recipe field: (module of `megarl.algorithms`, its table of formulas, further
-functions of the module accepted by the field)."""
-
-FIELDS: dict[str, dict[str, str]] = {
-    "algorithm.advantage": {
-        "normalize_by_std": "algorithm.normalize_by_std",
-        "lone_sample": "algorithm.lone_sample",
-        "k": "algorithm.pass_k",
-        "gamma": "algorithm.gamma",
-        "gae_lambda": "algorithm.gae_lambda",
-    },
-    "algorithm.policy_loss": {
-        "clip_low": "algorithm.clip_low",
-        "clip_high": "algorithm.clip_high",
-        "dual_clip": "algorithm.dual_clip",
-        "max_ratio": "algorithm.max_ratio",
-    },
-    "algorithm.importance_sampling": {
-        "low": "algorithm.importance_sampling_low",
-        "high": "algorithm.importance_sampling_high",
-    },
-    "preference.loss": {
-        "beta": "preference.beta",
-        "margin": "preference.margin",
-        "label_smoothing": "preference.label_smoothing",
-        "normalize_by_length": "preference.normalize_by_length",
-        "desirable_weight": "preference.desirable_weight",
-        "undesirable_weight": "preference.undesirable_weight",
-    },
-    "distillation.divergence": {"beta": "distillation.jsd_beta"},
-}
-"""Keyword arguments of formulas with a recipe field of their own.
-
-For each field choosing a formula: the argument's name, mapped to the field with its value.
-"""
-
-KWARGS = {
-    "algorithm.advantage": "algorithm.advantage_kwargs",
-    "algorithm.policy_loss": "algorithm.policy_loss_kwargs",
-    "algorithm.importance_sampling": "algorithm.importance_sampling_kwargs",
-    "preference.loss": "preference.loss_kwargs",
-}
-"""Recipe field with all other keyword arguments of a formula, by the field choosing the formula."""
-
-MEASURED: dict[str, tuple[str, ...]] = {
-    "algorithm.advantage": ("lengths", "passes", "mask"),
-    "preference.loss": ("kl",),
-}
-"""Keyword arguments computed by the run from its samples. A recipe cannot set them. The keys are the recipe fields
-choosing the formula."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,21 +36,79 @@ class Keyword:
 Keywords = Mapping[str, Keyword]
 
 
+@dataclass(frozen=True, slots=True)
+class Formula:
+    """The field chooses a formula: a name of a table in a module of `megarl.algorithms`.
+
+    `further`: more functions of the module, accepted by their names. `measured`: keyword arguments computed by the run
+    from its samples, which a recipe cannot set. `takes_own`: an import path is accepted, too.
+    """
+
+    module: str
+    table: str
+    further: tuple[str, ...] = ()
+    measured: tuple[str, ...] = ()
+    takes_own: bool = False
+
+    def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
+        """Return the schema of the field's type, followed by the check of the name."""
+        from pydantic_core import core_schema
+
+        return core_schema.no_info_after_validator_function(self._known, handler(source))
+
+    def _known(self, name: str | None) -> str | None:
+        from pydantic_core import PydanticCustomError
+
+        functions = _functions(self)
+        if name is None or name in functions or (self.takes_own and is_import_path(name)):
+            return name
+        own = "; your own as package.module:function or path/to/file.py:function" if self.takes_own else ""
+        choices = either([repr(known) for known in functions])
+        raise PydanticCustomError("formula", "must be {choices}{own}", {"choices": choices, "own": own})
+
+
 # The tables are dict literals of names by convention, so parsing finds them without running the module.
 @cache
-def formulas(field: str) -> dict[str, Keywords]:
-    """Return the formulas accepted by a recipe field: their names, each with the formula's keyword arguments."""
-    module, table, further = TABLES[field]
-    body = ast.parse((_ALGORITHMS / f"{module}.py").read_text(encoding="utf-8")).body
+def _functions(formula: Formula) -> dict[str, Keywords]:
+    """Return the names that a formula field accepts, each with the function's keyword arguments."""
+    body = ast.parse((_ALGORITHMS / f"{formula.module}.py").read_text(encoding="utf-8")).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     named: dict[str, str] = {}
     for node in body:
-        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _target(node) == table:
+        if isinstance(node, ast.Assign) and isinstance(node.value, ast.Dict) and _target(node) == formula.table:
             for key, value in zip(node.value.keys, node.value.values, strict=True):
                 assert isinstance(key, ast.Constant) and isinstance(value, ast.Name)
                 named[str(key.value)] = value.id
-    named |= {name: name for name in further}
+    named |= {name: name for name in formula.further}
     return {name: _keywords(functions[function].args) for name, function in named.items()}
+
+
+@cache
+def formula_fields() -> dict[str, Formula]:
+    """Return the recipe fields choosing a formula."""
+    return {place: found[0] for place in all_fields() if (found := annotations(place, Formula))}
+
+
+def formulas(field: str) -> dict[str, Keywords]:
+    """Return the formulas accepted by a recipe field: their names, each with the formula's keyword arguments."""
+    return _functions(formula_fields()[field])
+
+
+@cache
+def keyword_fields(field: str) -> dict[str, str]:
+    """Return the keyword arguments with a recipe field of their own, for the formulas of `field`: name to field."""
+    return {
+        item.name or place.rpartition(".")[2]: place
+        for place in all_fields()
+        for item in annotations(place, KeywordOf)
+        if item.formula == field
+    }
+
+
+def kwargs_field(field: str) -> str | None:
+    """Return the recipe field with all other keyword arguments of a formula. None: there is none."""
+    name = f"{field}_kwargs"
+    return name if name in all_fields() else None
 
 
 def taking(field: str, keyword: str) -> list[str]:

@@ -7,6 +7,8 @@ from typing import Annotated, Literal, Self
 from pydantic import Field, NonNegativeFloat, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
+from megarl.config.annotations import OnlyIf
+from megarl.config.conditions import ON_POLICY, RL
 from megarl.config.section import Section
 
 Share = Annotated[float, Field(gt=0.0, le=1.0)]
@@ -25,9 +27,9 @@ class HealthConfig(Section):
     window: PositiveInt = 3
     """Number of consecutive logged steps with a fault before its rule warns. Rules about a rise compare the median of
     the last n steps with that of the first n."""
-    truncated: Share = 0.95
+    truncated: Annotated[Share, OnlyIf(ON_POLICY)] = 0.95
     """Share of attempts ending at the length limit (rollout/truncated) from which the rule truncated warns."""
-    entropy_low: NonNegativeFloat = 1e-3
+    entropy_low: Annotated[NonNegativeFloat, OnlyIf(ON_POLICY)] = 1e-3
     """Entropy in nats per token (train/entropy) below which the rule entropy_collapsed warns."""
     entropy_rise: Factor = 5.0
     """Factor of an entropy rise (to at least entropy_high) from which entropy_exploding warns."""
@@ -35,13 +37,13 @@ class HealthConfig(Section):
     """Entropy in nats per token below which entropy_exploding does not warn."""
     grad_norm_rise: Factor = 10.0
     """Factor of a rise of train/grad_norm from which grad_norm_rising warns."""
-    logprob_gap_rise: Factor = 10.0
+    logprob_gap_rise: Annotated[Factor, OnlyIf(ON_POLICY)] = 10.0
     """Factor of a rise of logprob_gap/mean (to at least logprob_gap_high) from which mismatch_rising warns."""
-    logprob_gap_high: NonNegativeFloat = 0.01
+    logprob_gap_high: Annotated[NonNegativeFloat, OnlyIf(ON_POLICY)] = 0.01
     """Mean distance of trainer and engine in nats per token below which mismatch_rising does not warn."""
-    validation_drop: Share = 0.05
+    validation_drop: Annotated[Share, OnlyIf(RL)] = 0.05
     """Fall of val/SET/accuracy below its best, in two consecutive evaluations, from which validation_falling warns."""
-    reward_rise: PositiveFloat = 0.05
+    reward_rise: Annotated[PositiveFloat, OnlyIf(RL)] = 0.05
     """Rise of reward/mean since the best evaluation needed by validation_falling, in units of the reward."""
     learning_rate: tuple[PositiveFloat, PositiveFloat] | None = None
     """Usual range of optimizer.learning_rate, [lowest, highest]. Default (Adam): 1e-8 to 1 / the model's hidden size;

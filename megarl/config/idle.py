@@ -10,11 +10,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from megarl.config.conditions import Condition
 from megarl.config.data_sets import two_answers
-from megarl.config.effects import Needs, unmet, unmet_in, value_at
+from megarl.config.effects import unmet, unmet_in
 from megarl.config.explaining import printable, reference_around, shortened
 from megarl.config.merging import Merged, merge
-from megarl.config.schema import all_fields, description, removal, section_of
+from megarl.config.schema import all_fields, description, removal, section_of, value_at
 from megarl.config.validating import take_value, validated
 
 if TYPE_CHECKING:
@@ -159,7 +160,7 @@ class Idle(NamedTuple):
     place: str
     field: str
     recipe: Recipe
-    need: Needs
+    need: Condition
 
 
 def idle_fields(recipe: Recipe) -> Iterator[Idle]:

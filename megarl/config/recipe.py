@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.config.explaining import error_page, leaves_of, printable, reference_around
 from megarl.config.merging import merge
-from megarl.config.schema import description, section_of
+from megarl.config.schema import description, section_of, value_at
 from megarl.config.validating import validated
 from megarl.types import ConfigError
 
@@ -99,8 +99,6 @@ def to_yaml(recipe: Recipe, comments: bool = False) -> str:
 def written_value(recipe: Recipe, field: str) -> Any:
     """Return a field's value, by dotted name, as plain YAML or JSON. References are not resolved; secrets are
     hidden."""
-    from megarl.config.effects import value_at
-
     place, references = tuple(field.split(".")), recipe.references
     return reference_around(place, references) or printable(value_at(recipe, field), place, references)
 

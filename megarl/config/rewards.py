@@ -8,6 +8,8 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
+from megarl.config.annotations import OnlyIf
+from megarl.config.conditions import REWARD_MODEL, RL
 from megarl.config.section import Section
 
 
@@ -53,14 +55,14 @@ class RewardConfig(Section):
     """Reward functions with added weighted scores. Names of `megarl.rewards` (default: boxed), reasoning_gym.TASK,
     judge, remote, `package.module:function`, `path/to/file.py:function` (from the current folder), or {name: ...,
     weight: ..., kwargs: {...}}. []: nothing is measured (distillation without data.validation)."""
-    function_weight: NonNegativeFloat = 1.0
+    function_weight: Annotated[NonNegativeFloat, OnlyIf(*REWARD_MODEL)] = 1.0
     """Weight of the functions' scores next to the reward model's. 0: they only measure accuracy (judges_answer)."""
-    model: str | None = None
+    model: Annotated[str | None, OnlyIf(RL)] = None
     """Folder of a reward model: sequence classification with one label and the policy's vocabulary. Its score of prompt
     and completion is added."""
-    model_weight: PositiveFloat = 1.0
+    model_weight: Annotated[PositiveFloat, OnlyIf(*REWARD_MODEL)] = 1.0
     """Weight of the reward model's score."""
-    model_clip: PositiveFloat | None = None
+    model_clip: Annotated[PositiveFloat | None, OnlyIf(*REWARD_MODEL)] = None
     """Clip the reward model's scores to [-x, x] (ColossalChat: 5). Default: no clipping."""
     num_workers: PositiveInt = 2
     """Number of processes scoring completions while others are still sampled."""

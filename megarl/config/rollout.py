@@ -7,6 +7,20 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
+from megarl.config.annotations import OnlyIf
+from megarl.config.conditions import (
+    AGENT,
+    COLOCATED,
+    NOT_AGENT,
+    NOT_COMMAND,
+    NOT_SINGLE_TURN,
+    PACED,
+    PARK,
+    RL,
+    SEPARATE,
+    STALE,
+    instead_of,
+)
 from megarl.config.sampling import SamplingConfig
 from megarl.config.section import Section
 
@@ -94,7 +108,7 @@ class RolloutConfig(Section):
     placement: Literal["colocated", "separate"] = "colocated"
     """colocated (default): engines and trainer share ranks and alternate. separate: engines own `rollout.ranks` ranks
     and keep their memory; weights arrive shard to shard. Each replica is then its own group of processes."""
-    ranks: PositiveInt | None = None
+    ranks: Annotated[PositiveInt | None, OnlyIf(SEPARATE)] = None
     """Number of ranks for sampling only (separate): the last of cluster.nodes * cluster.ranks_per_node. The trainer
     gets the others. Default: the ranks of cluster.groups.engines."""
     tp: PositiveInt = 1
@@ -121,41 +135,45 @@ class RolloutConfig(Section):
     """Environment: single_turn (default), calculator, search, python, countdown, guess_number, mastermind,
     reasoning_gym, gem, openenv, verifiers or command (your program, using rollout.endpoint). For your own:
     package.module:Class, path/to/file.py:Class (megarl.environments), or path/to/file.py:interact (RL2's function)."""
-    environment_kwargs: dict[str, JsonValue] = Field(default_factory=dict)
+    environment_kwargs: Annotated[dict[str, JsonValue], OnlyIf(NOT_SINGLE_TURN, NOT_COMMAND)] = Field(
+        default_factory=dict
+    )
     """Settings of the environment: keyword arguments of its class's constructor."""
     # A process can be killed when its attempt hangs; code in the driver cannot.
-    environment_processes: NonNegativeInt | None = None
+    environment_processes: Annotated[NonNegativeInt | None, OnlyIf(NOT_SINGLE_TURN, NOT_COMMAND)] = None
     """Number of processes for the environment's attempts, one attempt in each at a time; others wait. Under Ray on all
     nodes. 0: in the driver. Default: 0 if all methods, tools or the function are `async def`, else 4 per CPU of the
     driver's machine, at most 64. Metric: environment/process_killed."""
-    environment_memory_gib: PositiveFloat = 4.0
+    environment_memory_gib: Annotated[PositiveFloat, OnlyIf(NOT_SINGLE_TURN, NOT_COMMAND)] = 4.0
     """Memory limit of each environment process separately, in GiB of address space."""
-    tool_parser: (
-        Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "glm45", "deepseek_v3", "gpt_oss"] | None
-    ) = None
+    tool_parser: Annotated[
+        Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "glm45", "deepseek_v3", "gpt_oss"]
+        | None,
+        OnlyIf(NOT_SINGLE_TURN),
+    ] = None
     """Format of the policy's tool calls, for environments with tools (megarl.data.tool_calls). Default: recognised from
     the chat template, where possible."""
-    agent: AgentConfig = AgentConfig()
+    agent: Annotated[AgentConfig, OnlyIf(AGENT)] = AgentConfig()
     """Agent program of the environment `command`: one process per attempt."""
-    endpoint: EndpointConfig = EndpointConfig()
+    endpoint: Annotated[EndpointConfig, OnlyIf(AGENT)] = EndpointConfig()
     """OpenAI-compatible server called by the program of rollout.agent."""
     max_turns: PositiveInt = 16
     """Limit of completions in one attempt. All its tokens together must fit in data.max_prompt_tokens +
     rollout.sampling.max_new_tokens."""
-    truncated_turn: Literal["end", "close"] = "end"
+    truncated_turn: Annotated[Literal["end", "close"], OnlyIf(NOT_AGENT)] = "end"
     """Effect of a completion cut at its length limit while the attempt still has room. end (default): the attempt ends.
     close: an untrained end of turn is added and the attempt continues."""
-    history: Literal["append", "render", "refuse"] = "append"
+    history: Annotated[Literal["append", "render", "refuse"], OnlyIf(NOT_SINGLE_TURN, NOT_AGENT)] = "append"
     """Prompt of a later turn if the chat template rewrites earlier ones (drops thoughts, say). append (default): tokens
     as sampled and observed. render: the template's text; each rewritten history is a training sequence. refuse: an
     error. Reported at the start."""
-    budget: BudgetConfig = BudgetConfig()
+    budget: Annotated[BudgetConfig, OnlyIf(NOT_SINGLE_TURN, NOT_AGENT)] = BudgetConfig()
     """Limits of an attempt with several turns."""
     # park is partial rollouts: requests pause with their tokens while the engines sleep, and environments continue
     # meanwhile. The pauses depend on the clock, so two runs differ; a checkpoint contains all paused groups. A resumed
     # attempt replays its turns. If its environment then differs from the recorded one, the attempt starts again
     # (rollout/restarted).
-    stragglers: Literal["wait", "park", "abort"] = "wait"
+    stragglers: Annotated[Literal["wait", "park", "abort"], OnlyIf(RL, COLOCATED)] = "wait"
     """Groups still incomplete when a step has its train.prompts_per_step groups (algorithm.oversampling starts more).
     wait (default): wait for all. park: pause them, keep their tokens and continue under the new weights. abort: drop
     them (biased to short answers). park needs a correction, see rollout.max_staleness."""
@@ -163,11 +181,11 @@ class RolloutConfig(Section):
     # ahead during updates. Groups start in the order they were drawn, and only if they can be trained within the limit.
     # park with 1: a step waits for groups at the limit. A run resumed with a lower limit drops older groups.
     # A limit above 0 with an explicit algorithm.importance_sampling none is accepted with a warning.
-    max_staleness: NonNegativeInt | None = None
+    max_staleness: Annotated[NonNegativeInt | None, OnlyIf(RL, STALE)] = None
     """Limit of a group's age when it is trained, in steps since the weights of its oldest token. Default: 1 (one step
     off) with rollout.stragglers park, else 0 (synchronous). Above 0, set algorithm.importance_sampling, or
     algorithm.old_logprobs rollout with a clipping policy loss. Metric: staleness/dropped."""
-    sync_every: PositiveInt = 1
+    sync_every: Annotated[PositiveInt, OnlyIf(RL, SEPARATE)] = 1
     """Reshard only every n steps, before an evaluation and before a resumed run's first step (placement separate).
     Samples are up to n - 1 versions older in between: set max_staleness to at least n - 1."""
     # With a retained cache, later tokens come from new weights over old keys and values. Recorded log-probs are those
@@ -175,13 +193,13 @@ class RolloutConfig(Section):
     # Corrections and weight versions of tokens do not change, and later requests never share the retained cache. A
     # checkpoint has no tokens of an unfinished completion: a resume samples it again, as other replicas do when its
     # engine is lost.
-    recompute_kv: bool = True
+    recompute_kv: Annotated[bool, OnlyIf(RL, PACED)] = True
     """Recompute the KV cache of interrupted requests after a weight update (placement separate, engines ahead), default
     true. false: keep it, which saves a prefill. Then log-probs drift from the trainer's (logprob_gap/mean/age_0)."""
-    on_stale: Literal["wait", "drop"] = "wait"
+    on_stale: Annotated[Literal["wait", "drop"], OnlyIf(RL, PARK)] = "wait"
     """Treatment of an incomplete group at the staleness limit (park). wait (default): the step waits for it. drop: drop
     it one step later and draw another prompt (starves problems with long answers). Metric: staleness/dropped."""
-    kv_cache_gib: PositiveFloat = 1.0
+    kv_cache_gib: Annotated[PositiveFloat, OnlyIf(instead_of("rollout.gpu_memory_utilization"))] = 1.0
     """KV cache of one rank in GiB. Default on GPUs: the free memory found by `megarl plan`, minus 8 GiB; on CPUs: 1. A
     run's config.yaml records the value, and a resumed run keeps it."""
     gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None

@@ -7,6 +7,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
+from megarl.config.annotations import OnlyIf
+from megarl.config.conditions import MOVING_TEMPERATURE, ON_POLICY
 from megarl.config.section import Section
 
 # vLLM 0.30 refuses a temperature above 2.
@@ -19,22 +21,22 @@ class SamplingConfig(Section):
 
     max_new_tokens: PositiveInt = 1024
     """Limit of a completion's length in tokens."""
-    temperature: Temperature = 1.0
+    temperature: Annotated[Temperature, OnlyIf(ON_POLICY)] = 1.0
     """Sampling temperature, at most 2; 0: greedy. With a schedule: the temperature of the first step. The trainer uses
     the temperature of the sampling for log-probs, however late it trains. Metric: rollout/temperature."""
-    temperature_schedule: Literal["constant", "linear", "cosine"] = "constant"
+    temperature_schedule: Annotated[Literal["constant", "linear", "cosine"], OnlyIf(ON_POLICY)] = "constant"
     """Change of the temperature from `temperature` to `end_temperature`, where it then stays. Default: constant."""
-    end_temperature: Annotated[float, Field(gt=0.0, le=2.0)] = 1.0
+    end_temperature: Annotated[float, Field(gt=0.0, le=2.0), OnlyIf(ON_POLICY, MOVING_TEMPERATURE)] = 1.0
     """Temperature from step `temperature_steps` on (linear, cosine)."""
-    temperature_steps: PositiveInt | None = None
+    temperature_steps: Annotated[PositiveInt | None, OnlyIf(ON_POLICY, MOVING_TEMPERATURE)] = None
     """First step at `end_temperature` (linear, cosine). Default: train.steps, the last."""
     # The reference is renormalised too. Otherwise a policy equal to its reference would have a KL above 0.
-    top_p: Annotated[float, Field(gt=0.0, le=1.0)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0), OnlyIf(ON_POLICY)] = 1.0
     """Nucleus sampling (top-p). 1 (default): all tokens. In loop rl the engine records the allowed tokens, and
     log-probs and entropies of policy and reference are renormalised over them."""
-    top_k: NonNegativeInt = 0
+    top_k: Annotated[NonNegativeInt, OnlyIf(ON_POLICY)] = 0
     """Top-k sampling. 0 (default): all tokens. In loop rl treated like top_p."""
-    min_p: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    min_p: Annotated[float, Field(ge=0.0, le=1.0), OnlyIf(ON_POLICY)] = 0.0
     """Min-p sampling: drop tokens with less than min_p times the most probable token's probability, before top-p and
     top-k. 0 (default): all tokens. In loop rl treated like top_p."""
     stop: tuple[StopString, ...] = ()

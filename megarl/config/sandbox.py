@@ -6,13 +6,17 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat
 
+from megarl.config.annotations import OnlyIf
+from megarl.config.conditions import HERE
 from megarl.config.section import Section
 
 
 class SandboxConfig(Section):
     """Isolation and limits of programs written by the policy."""
 
-    require: tuple[Literal["namespaces", "landlock", "seccomp", "limits", "unprivileged"], ...] = (
+    require: Annotated[
+        tuple[Literal["namespaces", "landlock", "seccomp", "limits", "unprivileged"], ...], OnlyIf(HERE)
+    ] = (
         "namespaces",
         "landlock",
         "seccomp",
@@ -35,5 +39,5 @@ class SandboxConfig(Section):
     output_kib: Annotated[int, Field(ge=1)] = 64
     """Limit of a run's standard output in KiB. For a test with a long expected output: 4 KiB
     plus twice its length, if more."""
-    packages: tuple[str, ...] = ("numpy",)
+    packages: Annotated[tuple[str, ...], OnlyIf(HERE)] = ("numpy",)
     """Installed packages available to programs, in addition to Python's standard library."""

@@ -5,12 +5,15 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cache
 from types import UnionType
-from typing import TYPE_CHECKING, Any, Union, get_args, get_origin
+from typing import TYPE_CHECKING, Any, TypeVar, Union, get_args, get_origin
 
 if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
+    from megarl.config import Recipe
     from megarl.config.section import Section
+
+Item = TypeVar("Item")
 
 
 # Imports of the schema are inside functions, because the schema's modules import this one.
@@ -76,6 +79,20 @@ def field_at(place: str) -> FieldInfo | None:
     parent, _, name = recipe_field(place).rpartition(".")
     section = section_at(parent)
     return None if section is None else section.model_fields.get(name)
+
+
+def annotations(place: str, kind: type[Item]) -> list[Item]:
+    """Return the annotations of one kind (`config.annotations`) at the field with this dotted name."""
+    field = all_fields().get(place)
+    return [] if field is None else [item for item in field.metadata if isinstance(item, kind)]
+
+
+def value_at(recipe: Recipe, field: str) -> Any:
+    """Return the value of a field by its dotted name."""
+    value: Any = recipe
+    for part in field.split("."):
+        value = getattr(value, part)
+    return value
 
 
 def description(field: FieldInfo) -> str:

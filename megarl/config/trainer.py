@@ -6,6 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
+from megarl.config.annotations import OnlyIf
+from megarl.config.conditions import COLOCATED, ENGINE, LOGPROBS, RL, one_of
 from megarl.config.section import Section
 
 RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "shared_experts"]
@@ -31,7 +33,7 @@ class TrainerConfig(Section):
     rank_order: Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"] = "tp-cp-ep-dp-pp"
     """Megatron's rank order, fastest axis first. With dp last, the stages of a replica are adjacent ranks: a reshard
     sends fewer weights between nodes (counted by `megarl plan`), an update more gradients."""
-    align_ranks: bool = True
+    align_ranks: Annotated[bool, OnlyIf(*ENGINE, COLOCATED)] = True
     """Permute the trainer's ranks if this saves bytes between nodes in a reshard. Default: true."""
     sequence_parallel: bool | None = None
     """Sequence parallelism: split the activations of norms and residuals over the tensor-parallel ranks. Default: on if
@@ -42,7 +44,7 @@ class TrainerConfig(Section):
     overlap_grad_reduce: bool | None = None
     """Reduce gradients over the data-parallel ranks in buckets during the backward pass of an update's last microbatch.
     Default: on if these ranks are on several nodes."""
-    router_replay: bool = False
+    router_replay: Annotated[bool, OnlyIf(RL)] = False
     """Router replay (mixture of experts): train each token with the experts chosen by the engine."""
     moe_dispatcher: Literal["alltoall", "flex"] = "alltoall"
     """Transport of tokens to experts on other ranks (mixture of experts). alltoall (default): collectives. flex:
@@ -53,7 +55,9 @@ class TrainerConfig(Section):
     # core_attn saves almost nothing if attention is a flash kernel. With Transformer Engine only the norm before
     # experts is a module of its own. The other norms are part of the next linear layer, so layernorm saves nothing in a
     # dense model.
-    recompute_modules: tuple[RecomputedModule, ...] = ("core_attn",)
+    recompute_modules: Annotated[tuple[RecomputedModule, ...], OnlyIf(one_of("trainer.recompute", "selective"))] = (
+        "core_attn",
+    )
     """Parts of a layer recomputed by `recompute: selective`, by Megatron-Core's names: core_attn (default), layernorm,
     mlp (dense layers, most of their activations), moe (routing and experts), moe_act (the experts' activation; needs
     Transformer Engine), shared_experts."""
@@ -73,7 +77,7 @@ class TrainerConfig(Section):
     Needs Adam, bfloat16, the distributed optimizer and no LoRA. Default: 0."""
     max_tokens_per_microbatch: PositiveInt = 8192
     """Limit of tokens, padding included, in one packed microbatch of a data-parallel rank."""
-    logprob_chunk_tokens: PositiveInt = 1024
+    logprob_chunk_tokens: Annotated[PositiveInt, OnlyIf(LOGPROBS)] = 1024
     """Number of tokens with logits in memory at once while log-probs are computed."""
     megatron: dict[str, Any] = Field(default_factory=dict)
     """Further fields of Megatron-Core's TransformerConfig, by their own names. Balancing losses of experts are means

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.config.effects import unmet, value_at
-from megarl.config.formulas import FIELDS, KWARGS, MEASURED, Keyword, Keywords, formulas
+from megarl.config.effects import unmet
+from megarl.config.formulas import Keyword, Keywords, formula_fields, formulas, keyword_fields, kwargs_field
 from megarl.config.idle import given_fields
+from megarl.config.schema import value_at
 from megarl.files.import_path import import_object, is_import_path
 from megarl.files.nearest import nearest
 from megarl.preflight.library_fields import accepts
@@ -30,17 +31,17 @@ _TRIAL = "megarl.algorithms.trial"
 
 def keywords(recipe: Recipe) -> Iterator[str]:
     """Yield faults of all keyword arguments, and of the user's own functions. The latter are imported here."""
-    for field, kwargs_field in KWARGS.items():
-        name = value_at(recipe, field)
-        if unmet(recipe, field) is not None or name is None:
+    for field in formula_fields():
+        name, further = value_at(recipe, field), kwargs_field(field)
+        if unmet(recipe, field) is not None or name is None or further is None:
             continue
-        if not is_import_path(name):
-            yield from _unfit_kwargs(recipe, field, kwargs_field, name, formulas(field)[name])
-            continue
-        yield from _own_function(recipe, field, kwargs_field, name)
+        if is_import_path(name):
+            yield from _own_function(recipe, field, further, name)
+        else:
+            yield from _unfit_kwargs(recipe, field, further, name, formulas(field)[name])
 
 
-def _own_function(recipe: Recipe, field: str, kwargs_field: str, name: str) -> Iterator[str]:
+def _own_function(recipe: Recipe, field: str, further: str, name: str) -> Iterator[str]:
     """Yield faults of a user's own function: signature and keywords first, then a call on toy tensors."""
     try:
         function = import_object(name, field)
@@ -55,20 +56,20 @@ def _own_function(recipe: Recipe, field: str, kwargs_field: str, name: str) -> I
         yield fault
         return
     taken = _keywords_of(signature, len(positional))
-    faults = [*_idle_fields(recipe, field, name, taken), *_missing(recipe, field, kwargs_field, name, taken)]
+    faults = [*_idle_fields(recipe, field, name, taken), *_missing(recipe, field, further, name, taken)]
     # A function with **kwargs takes any keyword, so unknown ones are not faults.
     if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in signature.parameters.values()):
-        faults += _unfit_kwargs(recipe, field, kwargs_field, name, taken)
+        faults += _unfit_kwargs(recipe, field, further, name, taken)
     # A call with faulty keywords would fail for the reason already reported.
-    yield from faults or _failed_call(recipe, field, kwargs_field, name, function, taken)
+    yield from faults or _failed_call(recipe, field, further, name, function, taken)
 
 
 def _failed_call(
-    recipe: Recipe, field: str, kwargs_field: str, name: str, function: Callable[..., Any], taken: Keywords
+    recipe: Recipe, field: str, further: str, name: str, function: Callable[..., Any], taken: Keywords
 ) -> Iterator[str]:
     """Yield the fault shown by a call on toy tensors with the recipe's keywords."""
-    settings = {keyword: value_at(recipe, own) for keyword, own in FIELDS[field].items() if keyword in taken}
-    settings |= value_at(recipe, kwargs_field)
+    settings = {keyword: value_at(recipe, own) for keyword, own in keyword_fields(field).items() if keyword in taken}
+    settings |= value_at(recipe, further)
     if field == "algorithm.policy_loss":
         # The path is imported by name: an import statement would load torch for every recipe.
         fault = import_object(f"{_TRIAL}:policy_loss_fault", field)(function, settings)
@@ -79,14 +80,14 @@ def _failed_call(
         yield f"{field} = {name}: {fault}"
 
 
-def _unfit_kwargs(recipe: Recipe, field: str, kwargs_field: str, name: str, taken: Keywords) -> Iterator[str]:
-    """Yield faults of keywords in `kwargs_field`: unknown to the function, or of the wrong type."""
-    measured = MEASURED.get(field, ())
-    open_to_recipe = [keyword for keyword in taken if keyword not in FIELDS[field] and keyword not in measured]
-    for keyword, value in value_at(recipe, kwargs_field).items():
-        shown = f"{kwargs_field}.{keyword} = {value!r}"
-        if keyword in FIELDS[field]:
-            yield f"{shown}: has a field of its own; set {FIELDS[field][keyword]}"
+def _unfit_kwargs(recipe: Recipe, field: str, further: str, name: str, taken: Keywords) -> Iterator[str]:
+    """Yield faults of keywords in `further`: unknown to the function, or of the wrong type."""
+    measured = formula_fields()[field].measured
+    open_to_recipe = [keyword for keyword in taken if keyword not in keyword_fields(field) and keyword not in measured]
+    for keyword, value in value_at(recipe, further).items():
+        shown = f"{further}.{keyword} = {value!r}"
+        if keyword in keyword_fields(field):
+            yield f"{shown}: has a field of its own; set {keyword_fields(field)[keyword]}"
         elif keyword in measured:
             yield f"{shown}: is measured by the run; leave it out"
         elif keyword not in taken:
@@ -144,7 +145,7 @@ def _annotation(parameter: inspect.Parameter) -> ast.expr | None:
 def _idle_fields(recipe: Recipe, field: str, name: str, taken: Keywords) -> Iterator[str]:
     """Yield a fault for each given field whose keyword the function does not take."""
     given = set(given_fields(recipe))
-    for keyword, own_field in FIELDS[field].items():
+    for keyword, own_field in keyword_fields(field).items():
         if own_field in given and keyword not in taken:
             yield (
                 f"{own_field} = {value_at(recipe, own_field)!r}: does nothing under {field}={name}, which takes no "
@@ -152,8 +153,8 @@ def _idle_fields(recipe: Recipe, field: str, name: str, taken: Keywords) -> Iter
             )
 
 
-def _missing(recipe: Recipe, field: str, kwargs_field: str, name: str, taken: Keywords) -> Iterator[str]:
-    known = FIELDS[field].keys() | set(MEASURED.get(field, ())) | value_at(recipe, kwargs_field).keys()
+def _missing(recipe: Recipe, field: str, further: str, name: str, taken: Keywords) -> Iterator[str]:
+    known = keyword_fields(field).keys() | set(formula_fields()[field].measured) | value_at(recipe, further).keys()
     for keyword, told in taken.items():
         if told.is_required and keyword not in known:
-            yield f"{kwargs_field}.{keyword}: missing; {name} needs it: give it, or a default in its definition"
+            yield f"{further}.{keyword}: missing; {name} needs it: give it, or a default in its definition"

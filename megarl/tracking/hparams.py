@@ -17,8 +17,9 @@ from tensorboard.compat.proto.summary_pb2 import Summary  # pyright: ignore[repo
 from tensorboard.plugins.hparams import api_pb2, metadata, plugin_data_pb2
 
 from megarl.config import Recipe, Section
-from megarl.config.effects import unmet, value_at
+from megarl.config.effects import unmet
 from megarl.config.recipe import written_value
+from megarl.config.schema import value_at
 
 SECTIONS = (
     "loop", "seed", "model.path", "model.dtype", "data.train", "lora", "algorithm", "critic", "preference", "optimizer",

@@ -1,4 +1,4 @@
-"""Every field of a recipe has a place in the table of effects, and every keyword of a formula is a setting."""
+"""What recipe fields say about themselves agrees with the other fields and with the formulas."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 
 from megarl.config import Recipe
-from megarl.config.effects import EFFECTS, value_at
-from megarl.config.formulas import FIELDS, MEASURED, TABLES, formulas
+from megarl.config.effects import conditions
+from megarl.config.formulas import formula_fields, formulas, keyword_fields
+from megarl.config.schema import all_fields
 
 
 def fields(section: type, prefix: str = "") -> Iterator[str]:
@@ -19,33 +20,19 @@ def fields(section: type, prefix: str = "") -> Iterator[str]:
             yield prefix + name
 
 
-def around(name: str) -> list[str]:
-    """A dotted name and the sections around it."""
-    parts = name.split(".")
-    return [".".join(parts[:end]) for end in range(len(parts), 0, -1)]
-
-
-def test_every_field_is_in_the_table_once() -> None:
-    places = {field: [name for name in around(field) if name in EFFECTS] for field in fields(Recipe)}
-    assert {field: found for field, found in places.items() if len(found) != 1} == {}, "say in EFFECTS what it needs"
-
-
-def test_the_table_names_fields_and_sections_only() -> None:
-    known = {name for field in fields(Recipe) for name in around(field)}
-    assert EFFECTS.keys() - known == set()
-
-
 @pytest.mark.parametrize("loop", ["rl", "sft", "preference", "reward_model", "distillation"])
 def test_conditions_read_fields_that_are_there(loop: str) -> None:
     recipe = Recipe.model_validate({"name": "x", "loop": loop, "model": {"path": "m"}, "data": {"train": "t"}})
-    for needs in EFFECTS.values():
-        for need in needs:
-            assert isinstance(need.holds(recipe), bool)
-            assert all(value_at(recipe, field) is not Ellipsis for field in need.fields)
+    conditional = {name: found for name in fields(Recipe) if (found := conditions(name))}
+    assert len(conditional) > 150
+    for condition in (condition for found in conditional.values() for condition in found):
+        assert isinstance(condition.holds(recipe), bool)
+        assert condition.state(recipe)
+        assert all(field in all_fields() for field in condition.fields)
 
 
-@pytest.mark.parametrize("field", TABLES)
+@pytest.mark.parametrize("field", formula_fields())
 def test_keywords_with_a_field_of_their_own_are_keywords(field: str) -> None:
     taken = {keyword for keywords in formulas(field).values() for keyword in keywords}
-    assert (FIELDS[field].keys() | set(MEASURED.get(field, ()))) - taken == set()
-    assert set(FIELDS[field].values()) <= set(fields(Recipe))
+    assert (keyword_fields(field).keys() | set(formula_fields()[field].measured)) - taken == set()
+    assert keyword_fields(field)

@@ -1,0 +1,241 @@
+"""Conditions under which a recipe field has an effect: a predicate with the words for an error.
+
+Fields name them in `OnlyIf` (`config.annotations`). A function of a section makes a condition about its own fields,
+because a section may be used at several places.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from megarl.config.formulas import either, formulas, taking
+from megarl.config.schema import value_at
+from megarl.files.import_path import is_import_path
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Condition for a recipe field to have an effect. `fields` decide it; `remedy` says how to meet it."""
+
+    fields: tuple[str, ...]
+    remedy: str
+    holds: Callable[[Recipe], bool]
+    is_alternative: bool = False
+    """Both fields express the same setting: an override of one replaces the other in the file."""
+
+    def state(self, recipe: Recipe) -> str:
+        """Return the deciding fields and values in words: `under loop=sft`, `without reward.model`."""
+        values = {field: value_at(recipe, field) for field in self.fields}
+        absent = [field for field, value in values.items() if value is None or value == {}]
+        shown = {name: ", ".join(value) if isinstance(value, dict) else value for name, value in values.items()}
+        present = [f"{field}={shown[field]}" for field in values if field not in absent]
+        parts = ["under " + " and ".join(present)] if present else []
+        parts += ["without " + " or ".join(absent)] if absent else []
+        return " ".join(parts)
+
+
+def one_of(field: str, *values: str) -> Condition:
+    """Require one of these values of a field."""
+    return Condition((field,), f"set {field} to {either(values)}", lambda recipe: value_at(recipe, field) in values)
+
+
+def given(field: str) -> Condition:
+    """Require a field to be given, and not empty."""
+    return Condition((field,), f"give {field}", lambda recipe: bool(value_at(recipe, field)))
+
+
+def left_out(field: str) -> Condition:
+    """Require a field to be left out or empty."""
+    return Condition((field,), f"leave out {field} ({field}=default)", lambda recipe: not value_at(recipe, field))
+
+
+def instead_of(field: str) -> Condition:
+    """Require the other field of the same setting to be left out."""
+    return replace(left_out(field), is_alternative=True)
+
+
+def above_zero(field: str) -> Condition:
+    """Require a number above zero."""
+    return Condition((field,), f"set {field} above 0", lambda recipe: value_at(recipe, field) > 0)
+
+
+def takes(field: str, keyword: str) -> Condition:
+    """Require a formula with this keyword. A user's own formula may take any: see `preflight.keyword_arguments`."""
+
+    def holds(recipe: Recipe) -> bool:
+        name = value_at(recipe, field)
+        return name is not None and (is_import_path(name) or keyword in formulas(field)[name])
+
+    return Condition((field,), f"set {field} to {either(taking(field, keyword))}", holds)
+
+
+def _runs_programs(recipe: Recipe) -> bool:
+    """Return whether rewards or environment may run programs of the policy. A user's own code may, too."""
+    names = [function.name for function in recipe.reward.functions]
+    return any(name == "code" or ":" in name for name in names) or (
+        recipe.rollout.environment == "python" or ":" in recipe.rollout.environment
+    )
+
+
+RL = one_of("loop", "rl")
+ON_POLICY = one_of("loop", "rl", "distillation")
+TOKEN_LOSS = one_of("loop", "rl", "sft", "distillation")
+SFT = one_of("loop", "sft")
+PAIRS = one_of("loop", "preference", "reward_model")
+PREFERENCE = one_of("loop", "preference")
+LOGPROBS = one_of("loop", "rl", "sft", "preference", "distillation")
+DISTILLATION = one_of("loop", "distillation")
+ADVANTAGES = (
+    ON_POLICY,
+    Condition(("distillation.loss",), "set distillation.loss to sampled_token", lambda recipe: recipe.has_advantages),
+)
+DIVERGENCE = one_of("distillation.loss", "top_k", "full_vocabulary")
+SAMPLED_TOKEN = one_of("distillation.loss", "sampled_token")
+TOP_K = one_of("distillation.loss", "top_k")
+SAMPLES = Condition(("data.validation",), "give data.validation", lambda recipe: recipe.has_engine)
+ENGINE = (TOKEN_LOSS, SAMPLES)
+EVALUATED = Condition(
+    ("data.validation", "data.validation_conversations"),
+    "give data.validation",
+    lambda recipe: bool(recipe.validation_sets) or recipe.checkpoint.best is None,
+)
+# Neither coefficient 0 nor data null needs the other field: both are overrides to train without ptx.
+PTX = Condition(
+    ("data.ptx",), "give data.ptx", lambda recipe: bool(recipe.data.ptx or not recipe.algorithm.ptx_coefficient)
+)
+PTX_COEFFICIENT = Condition(
+    ("algorithm.ptx_coefficient",),
+    "set algorithm.ptx_coefficient above 0",
+    lambda recipe: bool(recipe.algorithm.ptx_coefficient or not recipe.data.ptx),
+)
+GAE = (RL, one_of("algorithm.advantage", "gae"))
+KL = above_zero("algorithm.kl_coefficient")
+REFERENCE = (
+    one_of("loop", "rl", "preference"),
+    Condition(
+        ("algorithm.kl_coefficient", "preference.loss"),
+        "set algorithm.kl_coefficient above 0 in loop rl, preference.loss to dpo, ipo or kto in loop preference",
+        lambda recipe: recipe.has_reference,
+    ),
+)
+GRPO = one_of("algorithm.advantage", "grpo")
+DEVIATION = Condition(
+    ("algorithm.normalize_by_std",),
+    "set algorithm.normalize_by_std to true: without the deviation both orders are equal",
+    lambda recipe: recipe.algorithm.normalize_by_std,
+)
+SEQUENCE_MEAN = one_of(
+    "algorithm.aggregation", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"
+)
+LORA = (LOGPROBS, above_zero("lora.rank"))
+FILTER = given("algorithm.dynamic_sampling")
+PARK = one_of("rollout.stragglers", "park")
+SEPARATE = one_of("rollout.placement", "separate")
+COLOCATED = one_of("rollout.placement", "colocated")
+STALE = Condition(
+    ("rollout.placement", "rollout.stragglers"),
+    "set rollout.placement to separate, or rollout.stragglers to park",
+    lambda recipe: recipe.rollout.placement == "separate" or recipe.rollout.stragglers == "park",
+)
+UNPACED = Condition(
+    ("rollout.placement", "rollout.max_staleness"),
+    "set rollout.max_staleness to 0",
+    lambda recipe: not recipe.rollout.is_paced,
+)
+# Only engines ahead of the trainer have requests in flight during a reshard.
+PACED = Condition(
+    ("rollout.placement", "rollout.max_staleness"),
+    "set rollout.placement to separate and rollout.max_staleness to at least 1; otherwise no request is in flight then",
+    lambda recipe: recipe.rollout.is_paced,
+)
+SURPLUS = (
+    UNPACED,
+    Condition(
+        ("algorithm.dynamic_sampling", "rollout.stragglers"),
+        "give algorithm.dynamic_sampling, or set rollout.stragglers to park or abort",
+        lambda recipe: recipe.algorithm.dynamic_sampling is not None or recipe.rollout.stragglers != "wait",
+    ),
+)
+REWARD_MODEL = (RL, given("reward.model"))
+TURNS = (
+    Condition(
+        ("algorithm.advantage",),
+        "set algorithm.advantage to an estimator comparing rewards: gae has algorithm.gamma, pass_at_k counts passes",
+        lambda recipe: recipe.algorithm.advantage not in ("gae", "pass_at_k"),
+    ),
+    Condition(
+        ("rollout.environment",),
+        "set rollout.environment to one with several turns",
+        lambda recipe: recipe.rollout.environment != "single_turn",
+    ),
+    Condition(
+        ("rollout.max_turns",),
+        "raise rollout.max_turns: there is no second turn",
+        lambda recipe: recipe.rollout.turns_of_attempt > 1,
+    ),
+)
+NOT_SINGLE_TURN = Condition(
+    ("rollout.environment",),
+    "set rollout.environment to another",
+    lambda recipe: recipe.rollout.environment != "single_turn",
+)
+AGENTS = ("command", "verifiers")
+"""Environments with their own agent loop. A user's environment may have one too, unknown until it is imported."""
+AGENT = Condition(
+    ("rollout.environment",),
+    f"set rollout.environment to {either(AGENTS)}",
+    lambda recipe: recipe.rollout.environment in AGENTS or ":" in recipe.rollout.environment,
+)
+NOT_AGENT = Condition(
+    ("rollout.environment",),
+    "set rollout.environment to another",
+    lambda recipe: recipe.rollout.environment not in AGENTS,
+)
+NOT_COMMAND = Condition(
+    ("rollout.environment",),
+    "set rollout.environment to another",
+    lambda recipe: recipe.rollout.environment != "command",
+)
+SANDBOX = Condition(
+    ("rollout.environment",),
+    "put code, or a function of your own, into reward.functions, or set rollout.environment to python",
+    lambda recipe: any(_runs_programs(source.recipe) for source in recipe.sources),
+)
+# A SandboxFusion server has its own isolation and packages.
+HERE = Condition(("sandbox.url",), "leave sandbox.url out", lambda recipe: recipe.sandbox.url is None)
+MOVING_TEMPERATURE = one_of("rollout.sampling.temperature_schedule", "linear", "cosine")
+# Reported where every source of a mixture overrides the field, so the recipe's value is never used.
+NOT_OWN = Condition(("mixture",), "remove it from a source; every source has its own", lambda recipe: False)
+CURRICULUM = given("data.curriculum.band")
+CORRECTION = given("algorithm.importance_sampling")
+
+
+def takes_margin(_: str) -> Condition:
+    """Require a reward model, or a preference loss with a margin."""
+    loss = takes("preference.loss", "margin")
+    return replace(loss, holds=lambda recipe: recipe.loop == "reward_model" or loss.holds(recipe))
+
+
+def adam(section: str) -> Condition:
+    """Require Adam as the optimizer of a section."""
+    return one_of(f"{section}.name", "adam")
+
+
+def decays(section: str) -> Condition:
+    """Require a learning-rate schedule that decays, in a section."""
+    return one_of(f"{section}.schedule", "linear", "cosine", "wsd")
+
+
+def wsd(section: str) -> Condition:
+    """Require the learning-rate schedule wsd, in a section."""
+    return one_of(f"{section}.schedule", "wsd")
+
+
+def no_warmup_ratio(section: str) -> Condition:
+    """Require the warm-up not to be given as a ratio, in a section."""
+    return instead_of(f"{section}.warmup_ratio")
