@@ -274,11 +274,23 @@ def plan(
 
 
 @app.command(cls=RecipeCommand)
-def show_config(recipe: RecipePath, overrides: Overrides = None) -> None:
+def show_config(
+    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="YAML file of the recipe.")] = None,
+    overrides: Overrides = None,
+    migration: Annotated[
+        bool, typer.Option("--migration", help="Print the table of other programs' options instead.")
+    ] = False,
+) -> None:
     """Print a recipe in full: each field with its description."""
+    from megarl.config.migration import migration_page
     from megarl.config.recipe import load, to_yaml
     from megarl.preflight import with_cache
 
+    if migration:
+        print(migration_page(), end="")
+        return
+    if recipe is None:
+        raise ConfigError("RECIPE: missing; give the YAML file of a recipe, or --migration.")
     loaded = with_notices_shown(load(recipe, overrides or ()))
     print(to_yaml(with_cache(loaded), comments=True), end="")
 

@@ -41,3 +41,57 @@ class KeywordOf:
     """Recipe field choosing the formula, for example algorithm.advantage."""
     name: str | None = None
     """Name of the keyword argument. Default: the field's."""
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class Foreign:
+    """Options of other training programs with the meaning of the field, and its own former names.
+
+    Names in a text are separated by blanks. Case, dashes and underscores make no difference.
+    """
+
+    names: tuple[str, ...]
+    """Names, matched from their end: `rollout.n` also matches `actor_rollout_ref.rollout.n`."""
+    options: dict[str, tuple[str, ...]]
+    """Options by program, written as there. Each has a row in the migration page. It is also a name, unless its last
+    part is the field's own name."""
+    note: str
+    """Difference in meaning, for errors and for the page. For an option without a field: the reason."""
+    remark: str
+    """Text for the page only. It does not keep an error from suggesting the option's value."""
+    example: str
+    """Value of the field on the page, or overrides `field=value ...`. Default: the field's default."""
+    also: tuple[str, ...]
+    """Further fields with the meaning of the options."""
+    inside: str
+    """Name of the meant field inside the annotated section, for sections used at several places."""
+    short: tuple[str, ...]
+    """Short forms without a section, for example `tbs`. They are ambiguous as ends of longer names."""
+
+    def __init__(
+        self,
+        *names: str,
+        note: str = "",
+        remark: str = "",
+        example: str = "",
+        also: str = "",
+        inside: str = "",
+        short: str = "",
+        **options: str,
+    ) -> None:
+        values = {"note": note, "remark": remark, "example": example, "inside": inside}
+        values |= {"names": tuple(" ".join(names).split()), "also": tuple(also.split()), "short": tuple(short.split())}
+        values |= {"options": {program: tuple(text.split()) for program, text in options.items()}}
+        for name, value in values.items():
+            object.__setattr__(self, name, value)
+
+
+@dataclass(frozen=True, slots=True, init=False)
+class ForeignValues:
+    """Values of other programs, in lower case with underscores, for the field's own: `rl="grpo ppo"`."""
+
+    own_value: dict[str, str]
+
+    def __init__(self, **values: str) -> None:
+        pairs = {foreign: own for own, texts in values.items() for foreign in texts.split()}
+        object.__setattr__(self, "own_value", pairs)

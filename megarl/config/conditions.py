@@ -25,6 +25,8 @@ class Condition:
     fields: tuple[str, ...]
     remedy: str
     holds: Callable[[Recipe], bool]
+    example: str = ""
+    """Overrides meeting the condition, for the migration page."""
     is_alternative: bool = False
     """Both fields express the same setting: an override of one replaces the other in the file."""
 
@@ -39,14 +41,17 @@ class Condition:
         return " ".join(parts)
 
 
-def one_of(field: str, *values: str) -> Condition:
+def one_of(field: str, *values: str, example: str = "") -> Condition:
     """Require one of these values of a field."""
-    return Condition((field,), f"set {field} to {either(values)}", lambda recipe: value_at(recipe, field) in values)
+    remedy = f"set {field} to {either(values)}"
+    return Condition(
+        (field,), remedy, lambda recipe: value_at(recipe, field) in values, example or f"{field}={values[0]}"
+    )
 
 
-def given(field: str) -> Condition:
+def given(field: str, example: str = "") -> Condition:
     """Require a field to be given, and not empty."""
-    return Condition((field,), f"give {field}", lambda recipe: bool(value_at(recipe, field)))
+    return Condition((field,), f"give {field}", lambda recipe: bool(value_at(recipe, field)), f"{field}={example}")
 
 
 def left_out(field: str) -> Condition:
@@ -59,9 +64,9 @@ def instead_of(field: str) -> Condition:
     return replace(left_out(field), is_alternative=True)
 
 
-def above_zero(field: str) -> Condition:
+def above_zero(field: str, example: str) -> Condition:
     """Require a number above zero."""
-    return Condition((field,), f"set {field} above 0", lambda recipe: value_at(recipe, field) > 0)
+    return Condition((field,), f"set {field} above 0", lambda recipe: value_at(recipe, field) > 0, f"{field}={example}")
 
 
 def takes(field: str, keyword: str) -> Condition:
@@ -89,7 +94,7 @@ SFT = one_of("loop", "sft")
 PAIRS = one_of("loop", "preference", "reward_model")
 PREFERENCE = one_of("loop", "preference")
 LOGPROBS = one_of("loop", "rl", "sft", "preference", "distillation")
-DISTILLATION = one_of("loop", "distillation")
+DISTILLATION = one_of("loop", "distillation", example="loop=distillation distillation.teacher=models/Qwen3-32B")
 ADVANTAGES = (
     ON_POLICY,
     Condition(("distillation.loss",), "set distillation.loss to sampled_token", lambda recipe: recipe.has_advantages),
@@ -112,15 +117,17 @@ PTX_COEFFICIENT = Condition(
     ("algorithm.ptx_coefficient",),
     "set algorithm.ptx_coefficient above 0",
     lambda recipe: bool(recipe.algorithm.ptx_coefficient or not recipe.data.ptx),
+    "algorithm.ptx_coefficient=0.1",
 )
-GAE = (RL, one_of("algorithm.advantage", "gae"))
-KL = above_zero("algorithm.kl_coefficient")
+GAE = (RL, one_of("algorithm.advantage", "gae", example="algorithm.preset=ppo"))
+KL = above_zero("algorithm.kl_coefficient", "0.001")
 REFERENCE = (
     one_of("loop", "rl", "preference"),
     Condition(
         ("algorithm.kl_coefficient", "preference.loss"),
         "set algorithm.kl_coefficient above 0 in loop rl, preference.loss to dpo, ipo or kto in loop preference",
         lambda recipe: recipe.has_reference,
+        "algorithm.kl_coefficient=0.04",
     ),
 )
 GRPO = one_of("algorithm.advantage", "grpo")
@@ -132,15 +139,17 @@ DEVIATION = Condition(
 SEQUENCE_MEAN = one_of(
     "algorithm.aggregation", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length"
 )
-LORA = (LOGPROBS, above_zero("lora.rank"))
-FILTER = given("algorithm.dynamic_sampling")
+LORA = (LOGPROBS, above_zero("lora.rank", "16"))
+FILTER = given("algorithm.dynamic_sampling", "[0,1]")
 PARK = one_of("rollout.stragglers", "park")
-SEPARATE = one_of("rollout.placement", "separate")
+_SEPARATE = "rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8"
+SEPARATE = one_of("rollout.placement", "separate", example=_SEPARATE)
 COLOCATED = one_of("rollout.placement", "colocated")
 STALE = Condition(
     ("rollout.placement", "rollout.stragglers"),
     "set rollout.placement to separate, or rollout.stragglers to park",
     lambda recipe: recipe.rollout.placement == "separate" or recipe.rollout.stragglers == "park",
+    _SEPARATE,
 )
 UNPACED = Condition(
     ("rollout.placement", "rollout.max_staleness"),

@@ -7,11 +7,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config.foreign_values import nearest_value
-from megarl.config.migration import counterpart
+from megarl.config.migration import counterpart, nearest_value, short_counterpart
 from megarl.config.schema import all_fields, description, field_at, recipe_field, removal, section_at, section_of
 from megarl.config.secrets import Place, holds_secret
-from megarl.config.short_options import of_short_option
 from megarl.files.nearest import nearest
 
 
@@ -97,7 +95,7 @@ def key_hint(place: str) -> str:
     from megarl.config.mixture import SourceConfig
 
     # Fields of list items exist nowhere else, so other sections are not searched for them.
-    found, short = [] if _is_in_item(place) else _elsewhere(place), of_short_option(place)
+    found, short = [] if _is_in_item(place) else _elsewhere(place), short_counterpart(place)
     if foreign := counterpart(place) or (None if found else short):
         return str(foreign)
     if place.startswith("mixture."):
@@ -150,10 +148,10 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
     name, known = option.lstrip("-").replace("-", "_"), all_fields()
     own = [name] if name in known else _elsewhere(name)
     is_own = option.startswith("--") and bool(own)
-    foreign = counterpart(name) or (None if is_own else of_short_option(option.lstrip("-")))
+    foreign = counterpart(name) or (None if is_own else short_counterpart(option.lstrip("-")))
     written = "VALUE" if value is None else value
     if foreign is not None:
-        is_same = len(foreign.fields) == 1 and not foreign.note
+        is_same = len(foreign.fields) == 1 and not foreign.foreign.note
         return f"{foreign}" + (f"; write {foreign.fields[0]}={written}" if is_same else "")
     if fields := [field for field in own if section_of(known[field]) is None]:
         return f"write {' or '.join(f'{field}={written}' for field in fields)}"

@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from megarl.config.annotations import KeywordOf, OnlyIf
+from megarl.config.annotations import Foreign, ForeignValues, KeywordOf, OnlyIf
 from megarl.config.conditions import (
     ADVANTAGES,
     CORRECTION,
@@ -87,23 +87,24 @@ def fused_targets(given: Any) -> Any:
 class LoraConfig(Section):
     """LoRA adapters: rank, scaling and target modules."""
 
-    rank: NonNegativeInt = 0
+    rank: Annotated[NonNegativeInt,
+        Foreign("lora_rank lora_r lora_dim", example="32", short="r", verl="actor_rollout_ref.model.lora_rank"),
+        Foreign(example="16", RL2="lora.rank"),
+        Foreign(example="lora.rank=16 lora.alpha=32 lora.dropout=0.1", also="lora.alpha lora.dropout lora.targets",
+            ColossalChat="--lora_config")] = 0  # fmt: skip
     """LoRA rank. 0 (default): no adapters, all weights are trained."""
-    alpha: Annotated[PositiveFloat, OnlyIf(*LORA)] = 32.0
+    alpha: Annotated[PositiveFloat, OnlyIf(*LORA), Foreign("lora_alpha")] = 32.0
     """LoRA alpha: the adapter's output is scaled by alpha / rank."""
-    dropout: Annotated[Decay, OnlyIf(*LORA)] = 0.0
+    dropout: Annotated[Decay, OnlyIf(*LORA), Foreign("lora_dropout linear_lora_dropout")] = 0.0
     """Dropout probability of the adapters' inputs in updates."""
-    targets: Annotated[
-        tuple[Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], ...],
-        Field(min_length=1),
-        BeforeValidator(fused_targets),
-        OnlyIf(*LORA),
-    ] = (
+    targets: Annotated[tuple[Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], ...], Field(min_length=1),
+        BeforeValidator(fused_targets), OnlyIf(*LORA),
+        Foreign("lora_target_modules target_modules")] = (
         "qkv_proj",
         "o_proj",
         "gate_up_proj",
         "down_proj",
-    )
+    )  # fmt: skip
     """Target modules, in experts too. A fused projection has one A matrix. PEFT's names also work: q_proj, k_proj and
     v_proj together mean qkv_proj; gate_proj and up_proj together mean gate_up_proj; all-linear means all four."""
     export_adapter: Annotated[bool, OnlyIf(*LORA)] = True
@@ -116,26 +117,43 @@ class OptimizerConfig(Section):
 
     name: Literal["adam", "sgd"] = "adam"
     """Optimizer: adam (AdamW), or sgd without momentum (needs trainer.distributed_optimizer=false)."""
-    learning_rate: PositiveFloat = 1e-6
+    learning_rate: Annotated[PositiveFloat,
+        Foreign("optim.lr actor_learning_rate actor_lr max_lr", example="1e-6", ColossalChat="--lr", RL2="actor.lr",
+            verl="actor_rollout_ref.actor.optim.lr", slime="--lr", ColossalRL="--learning-rate",
+            TRL="learning_rate")] = 1e-6  # fmt: skip
     """Peak learning rate."""
-    schedule: Literal["constant", "linear", "cosine", "wsd"] = "constant"
+    schedule: Annotated[Literal["constant", "linear", "cosine", "wsd"],
+        Foreign("lr_scheduler warmup_style", slime="--lr-decay-style", TRL="lr_scheduler_type"),
+        ForeignValues(cosine="cosine_with_min_lr", constant="constant_with_warmup",
+            linear="linear_with_warmup")] = "constant"  # fmt: skip
     """Learning-rate schedule after the warm-up. constant; linear or cosine: decay to `min_learning_rate`; wsd
     (warmup-stable-decay): constant, then linear decay."""
     decay_steps: Annotated[PositiveInt | None, OnlyIf(wsd)] = None
     """Optimizer steps of the decay (schedule wsd). Default: a tenth of the run."""
-    warmup_steps: Annotated[NonNegativeInt, OnlyIf(no_warmup_ratio)] = 0
+    warmup_steps: Annotated[NonNegativeInt, OnlyIf(no_warmup_ratio),
+        Foreign("lr_warmup_steps lr_warmup_iters num_warmup_steps", note="in optimizer steps", example="10",
+            verl="actor_rollout_ref.actor.optim.lr_warmup_steps")] = 0  # fmt: skip
     """Optimizer steps of linear warm-up from zero."""
-    warmup_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] | None = None
+    warmup_ratio: Annotated[Annotated[float, Field(gt=0.0, lt=1.0)] | None,
+        Foreign("lr_warmup_steps_ratio lr_warmup_ratio lr_warmup_fraction", example="0.05",
+            verl="actor_rollout_ref.actor.optim.lr_warmup_steps_ratio"),
+        Foreign(example="0.1", TRL="warmup_ratio")] = None  # fmt: skip
     """Share of all optimizer steps used for linear warm-up. Replaces `warmup_steps`."""
-    min_learning_rate: Annotated[NonNegativeFloat, OnlyIf(decays)] = 0.0
+    min_learning_rate: Annotated[NonNegativeFloat, OnlyIf(decays),
+        Foreign("min_lr lr_min min_lr_ratio lr_end", note="not a ratio")] = 0.0  # fmt: skip
     """Final learning rate of a decaying schedule."""
-    weight_decay: NonNegativeFloat = 0.0
+    weight_decay: Annotated[NonNegativeFloat,
+        Foreign("l2", example="0.01", ColossalRL="weight_decay", ColossalChat="--weight_decay",
+            RL2="actor.weight_decay", verl="actor_rollout_ref.actor.optim.weight_decay")] = 0.0  # fmt: skip
     """Decoupled weight decay (AdamW) of matrices. Norms and biases are not decayed."""
-    betas: Annotated[tuple[Decay, Decay], OnlyIf(adam)] = (0.9, 0.95)
+    betas: Annotated[tuple[Decay, Decay], OnlyIf(adam),
+        Foreign("adam_beta1 adam_betas", example="[0.9,0.98]", slime="--adam-beta2")] = (0.9, 0.95)  # fmt: skip
     """Adam's betas: decay rates of the first and second moment."""
-    epsilon: Annotated[PositiveFloat, OnlyIf(adam)] = 1e-8
+    epsilon: Annotated[PositiveFloat, OnlyIf(adam), Foreign("adam_epsilon adam_eps eps")] = 1e-8
     """Adam's epsilon."""
-    clip_grad_norm: NonNegativeFloat = 1.0
+    clip_grad_norm: Annotated[NonNegativeFloat,
+        Foreign("clip_grad max_norm gradient_clipping", ColossalChat="--grad_clip", RL2="actor.max_grad_norm",
+            TRL="max_grad_norm")] = 1.0  # fmt: skip
     """Clip the gradient to this global norm. 0: no clipping."""
     max_skipped_updates: NonNegativeInt = 3
     """Limit of consecutive skipped updates, due to a loss or gradient that is not finite. More end the run."""
@@ -184,30 +202,27 @@ OVERLONG_PARTS = {"dapo": 5}
 class AlgorithmConfig(Section):
     """RL algorithm: advantages, policy loss, KL penalty, corrections and the choice of groups."""
 
-    preset: (
+    preset: Annotated[
         Literal[
-            "grpo",
-            "dr_grpo",
-            "dapo",
-            "rloo",
-            "reinforce_plus_plus",
-            "reinforce_plus_plus_baseline",
-            "gspo",
-            "cispo",
-            "ppo",
-        ]
-        | None
-    ) = None
+            "grpo", "dr_grpo", "dapo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "gspo", "cispo",
+            "ppo"
+        ] | None,
+        Foreign("algorithm.algo algo algorithm.name", short="a"),
+        ForeignValues(reinforce_plus_plus_baseline="reinforce_ppb reinforce++_baseline",
+            reinforce_plus_plus="reinforce++")] = None  # fmt: skip
     """Published method. Its values replace the defaults of fields missing in the recipe. Default: none."""
-    advantage: Annotated[
-        str,
+    advantage: Annotated[str,
         Formula("advantages", "ADVANTAGES", further=("gae",), measured=("lengths", "passes", "mask"), takes_own=True),
-    ] = "grpo"
+        Foreign("adv_estimator use_leave_one_out_baseline adv.estimator", verl="algorithm.adv_estimator",
+            slime="--advantage-estimator"),
+        ForeignValues(reinforce_plus_plus_baseline="reinforce_ppb reinforce++_baseline",
+            reinforce_plus_plus="reinforce++", grpo="group_norm")] = "grpo"  # fmt: skip
     """Advantage estimator, a name of `algorithms.advantages` (default: grpo). gae trains a critic (PPO). For your own
     give its import path; README's "A loss or an advantage of your own" shows the signature."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0), KeywordOf("algorithm.advantage")] = 1.0
     """Discount factor per token (advantage gae)."""
-    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0), KeywordOf("algorithm.advantage")] = 0.95
+    gae_lambda: Annotated[float, Field(ge=0.0, le=1.0), KeywordOf("algorithm.advantage"),
+        Foreign("lam lambd lamda gae.lambda", note="of orpo: preference.beta")] = 0.95  # fmt: skip
     """GAE lambda (advantage gae). 1: Monte-Carlo return minus the value. 0: one-step TD error."""
     # Where another sample of the group has fewer turns, the sample's whole return is compared with theirs. Rewards not
     # tied to a turn are scores of reward functions and of the reward model, KL and the length penalty.
@@ -215,12 +230,13 @@ class AlgorithmConfig(Section):
     """Discount factor per turn: a turn's tokens get its own reward plus turn_discount times the next turn's return.
     Baseline: the same turn of the group's other samples. Rewards not tied to a turn count at the last turn. Default:
     none, all tokens get the sum of all rewards. gae discounts by gamma instead."""
-    normalize_by_std: Annotated[bool, KeywordOf("algorithm.advantage")] = True
+    normalize_by_std: Annotated[bool, KeywordOf("algorithm.advantage"),
+        Foreign("norm_adv_by_std_in_grpo grpo_std_normalization normalize_rewards norm_var", RL2="adv.norm_var",
+            TRL="scale_rewards")] = True  # fmt: skip
     """Divide advantages by the standard deviation: true as in GRPO (default), false as in Dr. GRPO."""
-    reward_order: Annotated[
-        Literal["sum_then_normalize", "normalize_then_sum"],
-        OnlyIf(GRPO, DEVIATION),
-    ] = "sum_then_normalize"
+    reward_order: Annotated[Literal["sum_then_normalize", "normalize_then_sum"], OnlyIf(GRPO, DEVIATION),
+        Foreign(example="algorithm.reward_order=normalize_then_sum reward.functions=[boxed,format]",
+            TRL="multi_objective_aggregation")] = "sum_then_normalize"  # fmt: skip
     """How several reward functions become one advantage (grpo). sum_then_normalize: normalise their weighted sum in the
     group (mean 0, deviation 1). normalize_then_sum (GDPO): normalise each function's scores, then their weighted sum
     over the step's samples. Then no function's scale or spread hides another's."""
@@ -231,73 +247,118 @@ class AlgorithmConfig(Section):
     """k of pass@k: a draw of k samples passes if at least one does (advantage pass_at_k)."""
     advantage_kwargs: Kwargs = Field(default_factory=dict)
     """Further keyword arguments of the advantage estimator, for example {epsilon: 1e-4} for grpo."""
-    whiten_advantages: bool = False
+    whiten_advantages: Annotated[bool,
+        Foreign("whiten_rewards normalize_advantages advantage_norm global_norm", example="true",
+            RL2="adv.global_norm")] = False  # fmt: skip
     """Whiten advantages over all trained tokens of a step: mean 0, variance 1."""
-    policy_loss: Annotated[str, OnlyIf(*ADVANTAGES), Formula("policy_losses", "POLICY_LOSSES", takes_own=True)] = (
-        "clipped"
-    )
+    policy_loss: Annotated[str, OnlyIf(*ADVANTAGES), Formula("policy_losses", "POLICY_LOSSES", takes_own=True),
+        Foreign("loss_fn.type policy_loss.loss_mode loss_mode importance_sampling_level"),
+        Foreign("loss_type", note="of pairs of answers: preference.loss",
+            also="algorithm.aggregation")] = "clipped"  # fmt: skip
     """Policy loss, a name of `algorithms.policy_losses` (default: clipped). For your own give its import path; README's
     "A loss or an advantage of your own" shows the signature."""
-    clip_low: Annotated[PositiveFloat, KeywordOf("algorithm.policy_loss")] = 0.2
+    clip_low: Annotated[PositiveFloat, KeywordOf("algorithm.policy_loss"),
+        Foreign("clip_ratio cliprange clip_eps clip_range", note="Adam's epsilon is optimizer.epsilon",
+            example="algorithm.clip_low=0.2 algorithm.clip_high=0.2", also="algorithm.clip_high", RL2="actor.clip",
+            verl="actor_rollout_ref.actor.clip_ratio", slime="--eps-clip", TRL="epsilon", AReaL="actor.eps_clip"),
+        Foreign("epsilon_low clip_ratio_low eps_clip_low ratio_clip_min", ColossalRL="clip_eps_low"),
+        Foreign("eps_clip_low_high", also="algorithm.clip_high")] = 0.2  # fmt: skip
     """Lower clip range: the ratio is clipped at 1 - clip_low (gmpo: the log-ratio at -clip_low)."""
-    clip_high: Annotated[PositiveFloat, KeywordOf("algorithm.policy_loss")] = 0.2
+    clip_high: Annotated[PositiveFloat, KeywordOf("algorithm.policy_loss"),
+        Foreign("clip_ratio_high ratio_clip_max", example="0.28", ColossalRL="clip_eps_high",
+            verl="actor_rollout_ref.actor.clip_ratio_high", slime="--eps-clip-high",
+            TRL="epsilon_high")] = 0.2  # fmt: skip
     """Upper clip range: the ratio is clipped at 1 + clip_high (DAPO's clip-higher: 0.28)."""
-    dual_clip: Annotated[Annotated[float, Field(gt=1.0)] | None, KeywordOf("algorithm.policy_loss")] = None
+    dual_clip: Annotated[Annotated[float, Field(gt=1.0)] | None, KeywordOf("algorithm.policy_loss"),
+        Foreign("clip_ratio_c eps_clip_c ratio_clip_c dual_clip_c", example="10",
+            verl="actor_rollout_ref.actor.clip_ratio_c")] = None  # fmt: skip
     """Dual-clip constant c: for negative advantages the loss is at most c * |advantage|. Default: none."""
-    max_ratio: Annotated[Annotated[float, Field(gt=1.0)] | None, KeywordOf("algorithm.policy_loss")] = None
+    max_ratio: Annotated[Annotated[float, Field(gt=1.0)] | None, KeywordOf("algorithm.policy_loss"),
+        Foreign(example="10", TRL="delta")] = None  # fmt: skip
     """Upper bound of the ratio before clipping (ColossalChat: 10). Default: none."""
     policy_loss_kwargs: Annotated[Kwargs, OnlyIf(*ADVANTAGES)] = Field(default_factory=dict)
     """Further keyword arguments of the policy loss, for example {temperature_negative: 1.1} for sapo."""
-    skip_ratio: Annotated[Annotated[float, Field(gt=1.0)] | None, OnlyIf(*ADVANTAGES)] = None
+    skip_ratio: Annotated[Annotated[float, Field(gt=1.0)] | None, OnlyIf(*ADVANTAGES),
+        Foreign(remark="ColossalRL's loss never reads it", example="20",
+            ColossalRL="skip_threshold")] = None  # fmt: skip
     """Skip an update if its mean ratio over tokens is above this (ColossalRL's skip_threshold: 20). Default: never."""
-    entropy_coefficient: NonNegativeFloat = 0.0
+    entropy_coefficient: Annotated[NonNegativeFloat,
+        Foreign("entropy_coeff entropy_loss_coef entropy.coef", example="1e-4", RL2="actor.entropy.coef",
+            verl="actor_rollout_ref.actor.entropy_coeff", slime="--entropy-coef")] = 0.0  # fmt: skip
     """Coefficient of the entropy bonus."""
     # The entropies are those of the sampling distribution (temperature, top-p, top-k and min-p included).
-    entropy_top_share: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    entropy_top_share: Annotated[Annotated[float, Field(gt=0.0, le=1.0)] | None,
+        Foreign(remark="over the tokens of a step", example="0.2", TRL="top_entropy_quantile")] = None  # fmt: skip
     """Share of a step's trained tokens with a policy loss: the highest-entropy ones (Wang et al. 2025: 0.2). Default:
     all. Denominators, KL and entropy bonus keep all tokens. Needs old_logprobs trainer, to compute entropies before the
     update. Metrics: entropy/threshold, entropy/kept."""
-    kl_coefficient: NonNegativeFloat = 0.0
+    kl_coefficient: Annotated[NonNegativeFloat,
+        Foreign(note="of pairs of answers: preference.beta; Adam's: optimizer.betas", example="0.01", ColossalRL="beta",
+            TRL="beta"),
+        Foreign("kl_coef init_kl_coef kl_coeff kl_ctrl.kl_coef reference_policy_kl_penalty kl_beta", example="0.001",
+            short="kl", RL2="kl.coef", verl="actor_rollout_ref.actor.kl_loss_coef",
+            slime="--kl-loss-coef")] = 0.0  # fmt: skip
     """Coefficient of the KL penalty to the reference. 0 (default): no reference model is loaded."""
-    kl_placement: Annotated[Literal["loss", "reward", "return", "advantage"], OnlyIf(KL)] = "loss"
+    kl_placement: Annotated[Literal["loss", "reward", "return", "advantage"], OnlyIf(KL),
+        Foreign("use_kl_loss use_kl_in_reward", note="a coefficient above 0 switches it on",
+            also="algorithm.kl_coefficient", verl="actor_rollout_ref.actor.use_kl_loss algorithm.use_kl_in_reward"),
+        Foreign(note="reward or loss, as there", example="reward", RL2="kl.type")] = "loss"  # fmt: skip
     """Where the KL penalty is applied. loss (default); reward: per token (gae) or summed over the sample; return:
     summed from each token to the end and subtracted from its advantage (REINFORCE++); advantage: per token."""
-    kl_estimator: Annotated[Literal["k1", "k2", "k3", "absolute"], OnlyIf(KL)] = "k3"
+    kl_estimator: Annotated[Literal["k1", "k2", "k3", "absolute"], OnlyIf(KL),
+        Foreign("kl_penalty reference_policy_kl_type reward_estimator loss_estimator", RL2="kl.reward_estimator",
+            slime="--kl-loss-type"),
+        ForeignValues(k1="kl", k2="mse", k3="low_var_kl", absolute="abs")] = "k3"  # fmt: skip
     """KL estimator per token: k1, k2, k3 (default) or absolute (`algorithms.kl`)."""
     # k3 grows exponentially with the log-ratio, so one token can dominate a step's penalty.
     k3_max: Annotated[PositiveFloat | None, OnlyIf(KL, one_of("algorithm.kl_estimator", "k3"))] = None
     """Upper bound of a token's k3 estimate (verl: 10). Default: none. Metric: kl/capped, the share of capped tokens."""
-    kl_target: Annotated[PositiveFloat | None, OnlyIf(KL)] = None
+    kl_target: Annotated[PositiveFloat | None, OnlyIf(KL),
+        Foreign("target_kl kl_ctrl.target_kl", example="0.1", verl="algorithm.kl_ctrl.target_kl")] = None  # fmt: skip
     """Target KL of the adaptive KL controller, in nats per token. Default: none, the coefficient is constant."""
-    kl_horizon: Annotated[PositiveFloat, OnlyIf(KL, given("algorithm.kl_target"))] = 10000.0
+    kl_horizon: Annotated[PositiveFloat, OnlyIf(KL, given("algorithm.kl_target")),
+        Foreign("kl_ctrl.horizon horizon")] = 10000.0  # fmt: skip
     """Horizon of the adaptive KL controller: n samples change the coefficient by at most a fifth."""
-    reference_update_steps: Annotated[PositiveInt | None, OnlyIf(*REFERENCE)] = None
+    reference_update_steps: Annotated[PositiveInt | None, OnlyIf(*REFERENCE),
+        Foreign("sync_ref_model ref_update_steps", example="64", slime="--ref-update-interval",
+            TRL="ref_model_sync_steps")] = None  # fmt: skip
     """Steps between updates of the reference model towards the policy (Gorbatovski et al. 2024), for the KL or a
     preference loss. Default: the reference stays the initial model. Metric: kl/reference_moved."""
-    reference_mixing: Annotated[
-        float, Field(gt=0.0, le=1.0), OnlyIf(*REFERENCE, given("algorithm.reference_update_steps"))
-    ] = 1.0
+    reference_mixing: Annotated[float, Field(gt=0.0, le=1.0),
+        OnlyIf(*REFERENCE, given("algorithm.reference_update_steps", "64")),
+        Foreign(remark="1 unless given", example="0.6", TRL="ref_model_mixup_alpha")] = 1.0  # fmt: skip
     """Weight alpha of the policy in an updated reference, alpha * policy + (1 - alpha) * reference, in model.dtype. 1:
     copy the policy. In bfloat16 rounding loses most of a weight below 0.01."""
-    importance_sampling: Annotated[
-        str | None,
-        OnlyIf(*ADVANTAGES),
-        Formula("importance", "IMPORTANCE_SAMPLING"),
+    importance_sampling: Annotated[str | None, OnlyIf(*ADVANTAGES), Formula("importance", "IMPORTANCE_SAMPLING"),
         BeforeValidator(lambda given: None if given == "none" else given),
-    ] = None
+        Foreign("rollout_is use_importance_sampling_correction enable_vllm_is_correction",
+            "vllm_importance_sampling_mode rollout_rs", example="tis", slime="--use-tis",
+            TRL="vllm_importance_sampling_correction"),
+        Foreign("tis_coef", note="tis, and its cap",
+            example="algorithm.importance_sampling=tis algorithm.importance_sampling_high=2",
+            also="algorithm.importance_sampling_high", RL2="actor.tis_coef"),
+        Foreign("use_decoupled_loss", note="with old_logprobs trainer", example="tis",
+            AReaL="actor.use_decoupled_loss")] = None  # fmt: skip
     """Importance-sampling correction from the sampling weights to the trainer's, for the engine's mismatch and
     staleness (`algorithms.importance`). With old_logprobs trainer it is PPO's decoupled objective. Default: none; a
     stale group needs a correction or an explicit none (rollout.max_staleness)."""
-    importance_sampling_low: Annotated[NonNegativeFloat, KeywordOf("algorithm.importance_sampling", "low")] = 0.5
+    importance_sampling_low: Annotated[NonNegativeFloat, KeywordOf("algorithm.importance_sampling", "low"),
+        Foreign("tis_clip_low vllm_importance_sampling_clip_min rollout_is_threshold_lower")] = 0.5  # fmt: skip
     """Lowest accepted ratio of trainer to engine probability (icepop, rejection, masks)."""
-    importance_sampling_high: Annotated[PositiveFloat, KeywordOf("algorithm.importance_sampling", "high")] = 2.0
+    importance_sampling_high: Annotated[PositiveFloat, KeywordOf("algorithm.importance_sampling", "high"),
+        Foreign("tis_imp_ratio_cap tis_clip rollout_is_threshold vllm_importance_sampling_cap",
+            "truncated_importance_sampling_ratio vllm_importance_sampling_clip_max")] = 2.0  # fmt: skip
     """Highest accepted ratio of trainer to engine probability, or the cap of a truncated one (tis)."""
     importance_sampling_kwargs: Annotated[Kwargs, OnlyIf(*ADVANTAGES, CORRECTION)] = Field(default_factory=dict)
     """Further keyword arguments of the importance-sampling correction."""
     aggregation: Annotated[
         Literal["token_mean", "sequence_mean_token_mean", "sequence_mean_token_sum", "constant_length", "sample_level"],
         OnlyIf(TOKEN_LOSS),
-    ] = "token_mean"
+        Foreign("loss_agg_mode token_level_loss loss_variation calculate_per_token_loss avg_level",
+            remark="or sequence_mean_token_mean", RL2="actor.avg_level", verl="actor_rollout_ref.actor.loss_agg_mode"),
+        ForeignValues(token_mean="token_level", sequence_mean_token_mean="seq_mean_token_mean",
+            sequence_mean_token_sum="seq_mean_token_sum",
+            constant_length="seq_mean_token_sum_norm")] = "token_mean"  # fmt: skip
     """How token losses are averaged over the global batch (`algorithms.reduction`). Default: token_mean."""
     count_masked_sequences: Annotated[
         bool,
@@ -308,29 +369,50 @@ class AlgorithmConfig(Section):
     old_logprobs: Annotated[Literal["rollout", "trainer"], OnlyIf(*ADVANTAGES)] = "trainer"
     """Source of the old log-probs, the ratio's denominator. rollout: the engine's. trainer (default): recomputed before
     the step's update where needed. With rollout, `logprob_gap/` is measured at a step's first update."""
-    dynamic_sampling: tuple[float, float] | None = None
+    dynamic_sampling: Annotated[tuple[float, float] | None,
+        Foreign("filter_groups filter_groups.enable filter_groups.metric use_dynamic_sampling dynamic_filtering",
+            "dynamic_filtering_reward_range", example="[0,1]", ColossalRL="filter_range",
+            verl="algorithm.filter_groups.enable", slime="--dynamic-sampling-filter-path")] = None  # fmt: skip
     """Dynamic sampling (DAPO), [low, high]: replace groups unless their accuracy is strictly between low and high, or
     their rewards spread by more than low (dynamic_sampling_metric). Default: train on all groups."""
     dynamic_sampling_metric: Annotated[Literal["accuracy", "reward"] | None, OnlyIf(FILTER)] = None
     """Metric compared by dynamic_sampling. accuracy: share of correct answers. reward: largest minus smallest reward of
     a group (of functions or environment). Default: accuracy if a function (judges_answer) or the environment decides
     for every answer whether it is correct, else reward, for continuous rewards."""
-    max_attempts: Annotated[PositiveInt, OnlyIf(FILTER)] = 10
+    max_attempts: Annotated[PositiveInt, OnlyIf(FILTER),
+        Foreign("filter_groups.max_num_gen_batches max_num_gen_batches dynamic_sampling_max_gen_batches",
+            verl="algorithm.filter_groups.max_num_gen_batches")] = 10  # fmt: skip
     """Limit of prompt batches sampled to fill one step. Beyond it the run ends."""
-    oversampling: Annotated[float, Field(ge=1.0), OnlyIf(*SURPLUS)] = 1.0
+    oversampling: Annotated[float, Field(ge=1.0), OnlyIf(*SURPLUS),
+        Foreign("gen_batch_size", note="over prompts a step",
+            example="algorithm.dynamic_sampling=[0,1] algorithm.oversampling=2",
+            slime="--over-sampling-batch-size")] = 1.0  # fmt: skip
     """Ratio of started prompts to trained prompts per step. With dynamic_sampling the surplus trains in the next step.
     With rollout.stragglers that field decides about the surplus. Default: 1, none."""
-    overlong_buffer: OverlongBuffer = None
+    overlong_buffer: Annotated[OverlongBuffer,
+        Foreign("overlong_buffer overlong_buffer.len overlong_buffer.enable overlong_buffer_len",
+            "overlong_buffer_length", note="in tokens", example="512",
+            ColossalRL="soft_over_length_punishment cache_length",
+            verl="reward_model.overlong_buffer.len")] = None  # fmt: skip
     """Length in tokens of the penalised end of max_new_tokens (DAPO). There the reward falls linearly, at the end by
     overlong_penalty * reward.correct_score. Several turns: the longest counts, and their sum against
     rollout.budget.sampled_tokens. Default: preset dapo a fifth, else none. 0: none."""
-    overlong_penalty: Annotated[PositiveFloat, OnlyIf(given("algorithm.overlong_buffer"))] = 1.0
+    overlong_penalty: Annotated[PositiveFloat, OnlyIf(given("algorithm.overlong_buffer", "512")),
+        Foreign("overlong_buffer.penalty_factor overlong_buffer_penalty", remark="times reward.correct_score",
+            verl="reward_model.overlong_buffer.penalty_factor")] = 1.0  # fmt: skip
     """Penalty at the end of the overlong_buffer, in units of reward.correct_score (verl's penalty_factor)."""
-    mask_truncated: Annotated[bool, OnlyIf(ON_POLICY)] = False
+    mask_truncated: Annotated[bool, OnlyIf(ON_POLICY),
+        Foreign("overlong_filtering", example="true", ColossalRL="filter_truncated_response",
+            TRL="mask_truncated_completions")] = False  # fmt: skip
     """Exclude attempts from the loss if they hit a length or time limit (DAPO's overlong filtering)."""
-    ptx_coefficient: Annotated[float, Field(ge=0.0, lt=1.0), OnlyIf(PTX)] = 0.0
+    ptx_coefficient: Annotated[float, Field(ge=0.0, lt=1.0), OnlyIf(PTX),
+        Foreign(example="data.ptx=talk.jsonl algorithm.ptx_coefficient=0.1",
+            ColossalChat="--ptx_coef")] = 0.0  # fmt: skip
     """PPO-ptx coefficient c: the loss is (1 - c) * rl + c * cross-entropy of data.ptx. 0 (default): none."""
-    ptx_conversations: Annotated[PositiveInt, OnlyIf(given("data.ptx"))] = 32
+    ptx_conversations: Annotated[PositiveInt, OnlyIf(given("data.ptx", "talk.jsonl")),
+        Foreign(note="of a step",
+            example="data.ptx=talk.jsonl algorithm.ptx_coefficient=0.1 algorithm.ptx_conversations=32",
+            ColossalChat="--ptx_batch_size")] = 32  # fmt: skip
     """Conversations of data.ptx per step."""
 
     @model_validator(mode="wrap")
@@ -350,34 +432,44 @@ class AlgorithmConfig(Section):
 class CriticConfig(Section):
     """Critic of PPO: initial weights, optimizer, warm-up."""
 
-    path: str | None = None
+    path: Annotated[str | None,
+        Foreign("critic_pretrain value_model_path critic.model.path critic_load critic.model_name",
+            example="models/critic", ColossalChat="--critic_checkpoint_path")] = None  # fmt: skip
     """Hugging Face folder of the critic's initial weights: a language model, or a reward model with the policy's
     vocabulary. Default: model.path."""
-    optimizer: OptimizerConfig = OptimizerConfig(learning_rate=5e-6)
+    optimizer: Annotated[OptimizerConfig,
+        Foreign("critic.optim.lr critic.optimizer.lr critic.lr critic_learning_rate", example="9e-6",
+            inside="learning_rate", ColossalChat="--critic_lr")] = OptimizerConfig(learning_rate=5e-6)  # fmt: skip
     """Optimizer and learning-rate schedule of the critic."""
-    clip: PositiveFloat | None = 0.2
+    clip: Annotated[PositiveFloat | None,
+        Foreign("cliprange_value value_clip value_clip_range", example="0.5", RL2="critic.clip")] = 0.2  # fmt: skip
     """Value clip range: the clipped value loss limits the change from the old values to this. null: no clipping."""
-    warmup_steps: NonNegativeInt = 0
+    warmup_steps: Annotated[NonNegativeInt,
+        Foreign("critic_warmup freezing_actor_steps num_critic_only_steps freeze_steps", example="2",
+            RL2="actor.freeze_steps")] = 0  # fmt: skip
     """Critic warm-up: number of first steps with critic updates only."""
-    updates_per_step: PositiveInt = 1
+    updates_per_step: Annotated[PositiveInt, Foreign(example="8", RL2="critic.update_per_rollout")] = 1
     """Minibatches per step for the critic. Each is one critic update."""
 
 
 class PreferenceConfig(Section):
     """Losses on pairs of a chosen and a rejected answer, or on single judged answers (kto)."""
 
-    loss: Annotated[str, Formula("preference_losses", "PREFERENCE_LOSSES", measured=("kl",))] = "dpo"
+    loss: Annotated[str, Formula("preference_losses", "PREFERENCE_LOSSES", measured=("kl",)),
+        Foreign("disable_reference_model", note="simpo and orpo load no reference model")] = "dpo"  # fmt: skip
     """Preference loss of `algorithms.preference_losses` (default: dpo). dpo, ipo and kto load a reference model. kto
     takes single answers instead of pairs."""
     beta: Annotated[PositiveFloat, KeywordOf("preference.loss")] = 0.1
     """Beta: KL constraint strength (dpo, ipo, kto), reward scale (simpo: 2), or odds-ratio weight (orpo)."""
-    margin: Annotated[NonNegativeFloat, OnlyIf(PAIRS, takes_margin), KeywordOf("preference.loss")] = 0.0
+    margin: Annotated[NonNegativeFloat, OnlyIf(PAIRS, takes_margin), KeywordOf("preference.loss"),
+        Foreign("simpo_gamma gamma_beta_ratio")] = 0.0  # fmt: skip
     """Target reward margin between the chosen and the rejected answer (dpo; simpo: 1; loop reward_model)."""
     label_smoothing: Annotated[float, Field(ge=0.0, lt=0.5), KeywordOf("preference.loss")] = 0.0
     """Label smoothing: probability of a flipped label of a pair (conservative dpo)."""
-    normalize_by_length: Annotated[bool, KeywordOf("preference.loss")] = False
+    normalize_by_length: Annotated[bool, KeywordOf("preference.loss"), Foreign("length_normalization")] = False
     """Average log-probs over tokens instead of summing them (dpo, ipo)."""
-    desirable_weight: Annotated[PositiveFloat, KeywordOf("preference.loss")] = 1.0
+    desirable_weight: Annotated[PositiveFloat, KeywordOf("preference.loss"),
+        Foreign("auto_weight", note="set by hand", also="preference.undesirable_weight")] = 1.0  # fmt: skip
     """Loss weight of desirable answers (kto)."""
     undesirable_weight: Annotated[PositiveFloat, KeywordOf("preference.loss")] = 1.0
     """Loss weight of undesirable answers (kto). Use both weights to balance unequal numbers of answers."""

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_serializer, model_validator
 from pydantic_core import PydanticCustomError
 
-from megarl.config.annotations import OnlyIf
+from megarl.config.annotations import Foreign, OnlyIf
 from megarl.config.conditions import REWARD_MODEL, RL
 from megarl.config.section import Section
 
@@ -51,18 +51,29 @@ class RewardConfig(Section):
     # With [] the records need no gold answer.
     """Reward functions and reward model."""
 
-    functions: tuple[RewardFunctionConfig, ...] = (RewardFunctionConfig(name="boxed"),)
+    functions: Annotated[tuple[RewardFunctionConfig, ...],
+        Foreign("reward_type rm_type custom_rm_path remote_rm_url custom_reward_function",
+            "custom_reward_function.name reward_manager reward_functions", note="names, or package.module:function",
+            example="[think_answer_tags]", short="rt", ColossalRL="response_format_tags",
+            verl="custom_reward_function.path", TRL="reward_funcs"),
+        Foreign("reward_weights reward.weights reward.weight",
+            note="[{name: NAME, weight: 2}], and the weights of functions and model",
+            also="reward.function_weight reward.model_weight")] = (RewardFunctionConfig(name="boxed"),)  # fmt: skip
     """Reward functions with added weighted scores. Names of `megarl.rewards` (default: boxed), reasoning_gym.TASK,
     judge, remote, `package.module:function`, `path/to/file.py:function` (from the current folder), or {name: ...,
     weight: ..., kwargs: {...}}. []: nothing is measured (distillation without data.validation)."""
     function_weight: Annotated[NonNegativeFloat, OnlyIf(*REWARD_MODEL)] = 1.0
     """Weight of the functions' scores next to the reward model's. 0: they only measure accuracy (judges_answer)."""
-    model: Annotated[str | None, OnlyIf(RL)] = None
+    model: Annotated[str | None, OnlyIf(RL),
+        Foreign(note="left out, the default", ColossalChat="--no_neural_reward_model"),
+        Foreign("reward_pretrain reward_model_path reward_model.model.path reward_model_name_or_path",
+            "rm_checkpoint_path", remark="a Hugging Face sequence classifier", example="models/rm",
+            ColossalChat="--rm_pretrain")] = None  # fmt: skip
     """Folder of a reward model: sequence classification with one label and the policy's vocabulary. Its score of prompt
     and completion is added."""
     model_weight: Annotated[PositiveFloat, OnlyIf(*REWARD_MODEL)] = 1.0
     """Weight of the reward model's score."""
-    model_clip: Annotated[PositiveFloat | None, OnlyIf(*REWARD_MODEL)] = None
+    model_clip: Annotated[PositiveFloat | None, OnlyIf(*REWARD_MODEL), Foreign("reward_clip_range")] = None
     """Clip the reward model's scores to [-x, x] (ColossalChat: 5). Default: no clipping."""
     num_workers: PositiveInt = 2
     """Number of processes scoring completions while others are still sampled."""

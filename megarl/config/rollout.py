@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from megarl.config.annotations import OnlyIf
+from megarl.config.annotations import Foreign, ForeignValues, OnlyIf
 from megarl.config.conditions import (
     AGENT,
     COLOCATED,
@@ -105,17 +105,29 @@ class BudgetConfig(Section):
 class RolloutConfig(Section):
     """Engines, sampling, environments and asynchrony."""
 
-    placement: Literal["colocated", "separate"] = "colocated"
+    placement: Annotated[Literal["colocated", "separate"],
+        Foreign("vllm_mode colocate_all_models colocate_all", note="colocated or separate", slime="--colocate"),
+        ForeignValues(separate="disaggregated async", colocated="hybrid")] = "colocated"  # fmt: skip
     """colocated (default): engines and trainer share ranks and alternate. separate: engines own `rollout.ranks` ranks
     and keep their memory; weights arrive shard to shard. Each replica is then its own group of processes."""
-    ranks: Annotated[PositiveInt | None, OnlyIf(SEPARATE)] = None
+    ranks: Annotated[PositiveInt | None, OnlyIf(SEPARATE),
+        Foreign("num_inferencer", note="ranks of their own, with rollout.placement separate",
+            example="rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8 rollout.max_staleness=1 "
+            "algorithm.importance_sampling=tis", short="i", slime="--rollout-num-gpus")] = None  # fmt: skip
     """Number of ranks for sampling only (separate): the last of cluster.nodes * cluster.ranks_per_node. The trainer
     gets the others. Default: the ranks of cluster.groups.engines."""
-    tp: PositiveInt = 1
+    tp: Annotated[PositiveInt,
+        Foreign("rollout.tensor_model_parallel_size vllm_cfg.tensor_parallel_size rollout.tensor_parallel_size",
+            "vllm_num_engines producer_tensor_parallel_size", example="rollout.tp=2 cluster.ranks_per_node=2",
+            short="ptp", RL2="rollout.tp_size", verl="actor_rollout_ref.rollout.tensor_model_parallel_size",
+            slime="--rollout-num-gpus-per-engine", TRL="vllm_tensor_parallel_size")] = 1  # fmt: skip
     """Tensor-parallel size of each vLLM engine. There are ranks / tp replicas."""
-    sampling: SamplingConfig = SamplingConfig()
+    sampling: Annotated[SamplingConfig, Foreign("train_sampling_params")] = SamplingConfig()
     """Sampling parameters of training."""
-    max_concurrent_requests: PositiveInt = 256
+    max_concurrent_requests: Annotated[PositiveInt,
+        Foreign("val_batch_size per_device_eval_batch_size max_num_seqs sglang_server_concurrency"),
+        Foreign(note="imbs * num_generations", example="64", short="imbs",
+            ColossalRL="--inference-microbatch-size")] = 256  # fmt: skip
     """Limit of completions decoded at once by one engine."""
     # vLLM 0.30 has no async scheduling on CPUs or with a drafter on the host (vllm.speculative_config). With top_p,
     # top_k or min_p the older model runner records the kept tokens, and that undoes the gain. A call of the engine ends
@@ -131,7 +143,10 @@ class RolloutConfig(Section):
     # async_scheduling is off, because an engine's rounding depends on the requests decoded together. Base classes of
     # your own: megarl.environments.Environment, megarl.environments.tools.ToolEnvironment; for interact see
     # megarl.environments.interact.
-    environment: str = "single_turn"
+    environment: Annotated[str,
+        Foreign("env_path agentic_type", note="a name, or path/to/file.py:function", example="search.py:interact",
+            RL2="rollout.env_path"),
+        Foreign("custom_tools", note="an environment has its tools", short="ct")] = "single_turn"  # fmt: skip
     """Environment: single_turn (default), calculator, search, python, countdown, guess_number, mastermind,
     reasoning_gym, gem, openenv, verifiers or command (your program, using rollout.endpoint). For your own:
     package.module:Class, path/to/file.py:Class (megarl.environments), or path/to/file.py:interact (RL2's function)."""
@@ -157,7 +172,9 @@ class RolloutConfig(Section):
     """Agent program of the environment `command`: one process per attempt."""
     endpoint: Annotated[EndpointConfig, OnlyIf(AGENT)] = EndpointConfig()
     """OpenAI-compatible server called by the program of rollout.agent."""
-    max_turns: PositiveInt = 16
+    max_turns: Annotated[PositiveInt,
+        Foreign(example="rollout.environment=calculator rollout.max_turns=4",
+            RL2="rollout.max_turns")] = 16  # fmt: skip
     """Limit of completions in one attempt. All its tokens together must fit in data.max_prompt_tokens +
     rollout.sampling.max_new_tokens."""
     truncated_turn: Annotated[Literal["end", "close"], OnlyIf(NOT_AGENT)] = "end"
@@ -173,7 +190,10 @@ class RolloutConfig(Section):
     # meanwhile. The pauses depend on the clock, so two runs differ; a checkpoint contains all paused groups. A resumed
     # attempt replays its turns. If its environment then differs from the recorded one, the attempt starts again
     # (rollout/restarted).
-    stragglers: Annotated[Literal["wait", "park", "abort"], OnlyIf(RL, COLOCATED)] = "wait"
+    stragglers: Annotated[Literal["wait", "park", "abort"], OnlyIf(RL, COLOCATED),
+        Foreign("rollout.partial_rollout async_training.partial_rollout", note="park, and the ratio of further prompts",
+            example="rollout.stragglers=park algorithm.oversampling=2 algorithm.importance_sampling=tis",
+            also="algorithm.oversampling", slime="--partial-rollout")] = "wait"  # fmt: skip
     """Groups still incomplete when a step has its train.prompts_per_step groups (algorithm.oversampling starts more).
     wait (default): wait for all. park: pause them, keep their tokens and continue under the new weights. abort: drop
     them (biased to short answers). park needs a correction, see rollout.max_staleness."""
@@ -181,11 +201,25 @@ class RolloutConfig(Section):
     # ahead during updates. Groups start in the order they were drawn, and only if they can be trained within the limit.
     # park with 1: a step waits for groups at the limit. A run resumed with a lower limit drops older groups.
     # A limit above 0 with an explicit algorithm.importance_sampling none is accepted with a warning.
-    max_staleness: Annotated[NonNegativeInt | None, OnlyIf(RL, STALE)] = None
+    max_staleness: Annotated[NonNegativeInt | None, OnlyIf(RL, STALE),
+        Foreign("max_trajectory_age_steps max_head_offpolicyness async_level max_off_policy_steps",
+            "max_staleness_steps max_staleness", note="in versions of the weights, with placement separate",
+            example="rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8 rollout.max_staleness=1 "
+            "algorithm.importance_sampling=tis", also="rollout.placement", short="nb", ColossalRL="--n-behind",
+            AReaL="rollout.max_head_offpolicyness", prime_rl="max_async_level orchestrator.max_off_policy_steps"),
+        Foreign("staleness_threshold",
+            note="in versions of the weights, not a share of the samples; with placement separate",
+            example="rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8 rollout.max_staleness=1 "
+            "algorithm.importance_sampling=tis", also="rollout.placement", verl="async_training.staleness_threshold"),
+        Foreign("data_actor_buffer_size_limit", note="it limits how far engines sample ahead")] = None  # fmt: skip
     """Limit of a group's age when it is trained, in steps since the weights of its oldest token. Default: 1 (one step
     off) with rollout.stragglers park, else 0 (synchronous). Above 0, set algorithm.importance_sampling, or
     algorithm.old_logprobs rollout with a clipping policy loss. Metric: staleness/dropped."""
-    sync_every: Annotated[PositiveInt, OnlyIf(RL, SEPARATE)] = 1
+    sync_every: Annotated[PositiveInt, OnlyIf(RL, SEPARATE),
+        Foreign("trigger_parameter_sync_step", note="in steps n; rollout.max_staleness must be at least n - 1",
+            example="rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8 rollout.max_staleness=2 "
+            "algorithm.importance_sampling=tis rollout.sync_every=2", verl="async_training.trigger_parameter_sync_step",
+            slime="--update-weights-interval")] = 1  # fmt: skip
     """Reshard only every n steps, before an evaluation and before a resumed run's first step (placement separate).
     Samples are up to n - 1 versions older in between: set max_staleness to at least n - 1."""
     # With a retained cache, later tokens come from new weights over old keys and values. Recorded log-probs are those
@@ -193,29 +227,43 @@ class RolloutConfig(Section):
     # Corrections and weight versions of tokens do not change, and later requests never share the retained cache. A
     # checkpoint has no tokens of an unfinished completion: a resume samples it again, as other replicas do when its
     # engine is lost.
-    recompute_kv: Annotated[bool, OnlyIf(RL, PACED)] = True
+    recompute_kv: Annotated[bool, OnlyIf(RL, PACED),
+        Foreign("recompute_kv_cache_after_weight_updates clear_cache flush_cache",
+            note="of requests interrupted by a reshard; later ones never find old keys and values")] = True  # fmt: skip
     """Recompute the KV cache of interrupted requests after a weight update (placement separate, engines ahead), default
     true. false: keep it, which saves a prefill. Then log-probs drift from the trainer's (logprob_gap/mean/age_0)."""
     on_stale: Annotated[Literal["wait", "drop"], OnlyIf(RL, PARK)] = "wait"
     """Treatment of an incomplete group at the staleness limit (park). wait (default): the step waits for it. drop: drop
     it one step later and draw another prompt (starves problems with long answers). Metric: staleness/dropped."""
-    kv_cache_gib: Annotated[PositiveFloat, OnlyIf(instead_of("rollout.gpu_memory_utilization"))] = 1.0
+    kv_cache_gib: Annotated[PositiveFloat, OnlyIf(instead_of("rollout.gpu_memory_utilization")),
+        Foreign("sglang_mem_fraction_static mem_fraction_static", note="the KV cache's size in GiB")] = 1.0  # fmt: skip
     """KV cache of one rank in GiB. Default on GPUs: the free memory found by `megarl plan`, minus 8 GiB; on CPUs: 1. A
     run's config.yaml records the value, and a resumed run keeps it."""
-    gpu_memory_utilization: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    gpu_memory_utilization: Annotated[Annotated[float, Field(gt=0.0, le=1.0)] | None,
+        Foreign("gpu_memory_utilization", note="or rollout.kv_cache_gib, the KV cache's size", example="0.6",
+            short="gmu", verl="actor_rollout_ref.rollout.gpu_memory_utilization", TRL="vllm_gpu_memory_utilization"),
+        Foreign(remark="or `rollout.kv_cache_gib=40`, the KV cache's size", example="0.6",
+            RL2="rollout.gpu_memory_utilization")] = None  # fmt: skip
     """Share of a GPU's memory for the sampling engine: weights, a step and KV cache together (vLLM's meaning). Replaces
     kv_cache_gib. Trainer states not in trainer.offload must fit in the remaining memory."""
     # Embeddings, head, norms, routers and biases stay in model.dtype. A reshard moves bfloat16 weights and each rank
     # quantises its own part, with the result vLLM has for the exported model. See also logprob_gap/ess, and
     # importance/cut for the effect of a correction (tis; icepop for experts).
-    quantization: Literal["none", "fp8", "fp8_per_channel"] = "none"
+    quantization: Annotated[Literal["none", "fp8", "fp8_per_channel"],
+        Foreign("quantization vllm_cfg.precision", note="fp8, of a bfloat16 model", example="fp8",
+            verl="actor_rollout_ref.rollout.quantization",
+            NeMo_RL="policy.generation.vllm_cfg.precision")] = "none"  # fmt: skip
     """FP8 (e4m3) weights of the engine's linear layers and experts. fp8: a scale per block of 128 x 128.
     fp8_per_channel: a scale per output channel. Default: none. Needs model.dtype bfloat16. Sampling then differs from
     training: watch logprob_gap/, correct with algorithm.importance_sampling, limit with train.max_logprob_gap."""
-    kv_cache_dtype: Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"],
+        Foreign("kv_cache_dtype", remark="with the scale 1", example="fp8",
+            NeMo_RL="policy.generation.vllm_cfg.kv_cache_dtype")] = "auto"  # fmt: skip
     """Type of the KV cache. auto (default): the model's. fp8 (= fp8_e4m3) or fp8_e5m2: FP8 with scale 1, for twice the
     tokens. Increases logprob_gap/."""
-    vllm: dict[str, Any] = Field(default_factory=dict)
+    vllm: Annotated[dict[str, Any],
+        Foreign("enforce_eager max_num_batched_tokens enable_chunked_prefill enable_prefix_caching max_model_len",
+            "engine_kwargs", note="by vLLM's own names")] = Field(default_factory=dict)  # fmt: skip
     """Further fields of vLLM's EngineArgs, by their own names. A speculative_config needs GPUs and a drafter without
     weights (method ngram, ngram_gpu, suffix or custom_class)."""
 

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.annotations import OnlyIf
+from megarl.config.annotations import Foreign, OnlyIf
 from megarl.config.conditions import MOVING_TEMPERATURE, ON_POLICY
 from megarl.config.section import Section
 
@@ -19,29 +19,46 @@ StopString = Annotated[str, Field(min_length=1)]
 class SamplingConfig(Section):
     """Sampling parameters of training."""
 
-    max_new_tokens: PositiveInt = 1024
+    max_new_tokens: Annotated[PositiveInt,
+        Foreign("max_response_length generate_max_len max_generation_length response_length",
+            "train_sampling_params.max_new_tokens", ColossalChat="--max_seq_len", verl="data.max_response_length",
+            slime="--rollout-max-response-len", TRL="max_completion_length"),
+        Foreign(example="3584", short="mnt", ColossalRL="--max-new-tokens")] = 1024  # fmt: skip
     """Limit of a completion's length in tokens."""
-    temperature: Annotated[Temperature, OnlyIf(ON_POLICY)] = 1.0
+    temperature: Annotated[Temperature, OnlyIf(ON_POLICY),
+        Foreign("train_sampling_params.temperature temp_scheduler.start_temperature",
+            RL2="rollout.train_sampling_params.temperature"),
+        Foreign(example="0.8", slime="--rollout-temperature"),
+        Foreign(remark="log-probs are taken at it too", short="temp", ColossalRL="--temperature",
+            verl="actor_rollout_ref.rollout.temperature", TRL="temperature")] = 1.0  # fmt: skip
     """Sampling temperature, at most 2; 0: greedy. With a schedule: the temperature of the first step. The trainer uses
     the temperature of the sampling for log-probs, however late it trains. Metric: rollout/temperature."""
-    temperature_schedule: Annotated[Literal["constant", "linear", "cosine"], OnlyIf(ON_POLICY)] = "constant"
+    temperature_schedule: Annotated[Literal["constant", "linear", "cosine"], OnlyIf(ON_POLICY),
+        Foreign("temp_scheduler temp_scheduler.type temperature_anneal")] = "constant"  # fmt: skip
     """Change of the temperature from `temperature` to `end_temperature`, where it then stays. Default: constant."""
-    end_temperature: Annotated[float, Field(gt=0.0, le=2.0), OnlyIf(ON_POLICY, MOVING_TEMPERATURE)] = 1.0
+    end_temperature: Annotated[float, Field(gt=0.0, le=2.0), OnlyIf(ON_POLICY, MOVING_TEMPERATURE),
+        Foreign("temp_scheduler.end_temperature")] = 1.0  # fmt: skip
     """Temperature from step `temperature_steps` on (linear, cosine)."""
-    temperature_steps: Annotated[PositiveInt | None, OnlyIf(ON_POLICY, MOVING_TEMPERATURE)] = None
+    temperature_steps: Annotated[PositiveInt | None, OnlyIf(ON_POLICY, MOVING_TEMPERATURE),
+        Foreign("temp_scheduler.total_steps")] = None  # fmt: skip
     """First step at `end_temperature` (linear, cosine). Default: train.steps, the last."""
     # The reference is renormalised too. Otherwise a policy equal to its reference would have a KL above 0.
-    top_p: Annotated[float, Field(gt=0.0, le=1.0), OnlyIf(ON_POLICY)] = 1.0
+    top_p: Annotated[float, Field(gt=0.0, le=1.0), OnlyIf(ON_POLICY),
+        Foreign("train_sampling_params.top_p rollout_top_p", remark="replayed by the trainer", example="0.95",
+            short="topp", ColossalRL="--top-p", TRL="top_p")] = 1.0  # fmt: skip
     """Nucleus sampling (top-p). 1 (default): all tokens. In loop rl the engine records the allowed tokens, and
     log-probs and entropies of policy and reference are renormalised over them."""
-    top_k: Annotated[NonNegativeInt, OnlyIf(ON_POLICY)] = 0
+    top_k: Annotated[NonNegativeInt, OnlyIf(ON_POLICY),
+        Foreign("train_sampling_params.top_k rollout_top_k", remark="replayed by the trainer; 0 keeps all tokens",
+            example="50", short="topk", ColossalRL="--top-k", TRL="top_k")] = 0  # fmt: skip
     """Top-k sampling. 0 (default): all tokens. In loop rl treated like top_p."""
-    min_p: Annotated[float, Field(ge=0.0, le=1.0), OnlyIf(ON_POLICY)] = 0.0
+    min_p: Annotated[float, Field(ge=0.0, le=1.0), OnlyIf(ON_POLICY),
+        Foreign("rollout_min_p", remark="replayed by the trainer", example="0.05", TRL="min_p")] = 0.0  # fmt: skip
     """Min-p sampling: drop tokens with less than min_p times the most probable token's probability, before top-p and
     top-k. 0 (default): all tokens. In loop rl treated like top_p."""
-    stop: tuple[StopString, ...] = ()
+    stop: Annotated[tuple[StopString, ...], Foreign("rollout_stop stop_strings")] = ()
     """Stop strings. They stay part of the completion."""
-    stop_token_ids: tuple[NonNegativeInt, ...] = ()
+    stop_token_ids: Annotated[tuple[NonNegativeInt, ...], Foreign("rollout_stop_token_ids")] = ()
     """Token ids ending a completion, in addition to the model's end of sequence. They stay part of the completion."""
 
     @property
@@ -77,7 +94,10 @@ class EvaluationSamplingConfig(Section):
     """Min-p sampling: drop tokens with less than min_p times the most probable token's probability. 0 (default): all
     tokens."""
     # The penalty makes the distribution depend on earlier tokens, and the trainer could not repeat that in training.
-    repetition_penalty: PositiveFloat = 1.0
+    repetition_penalty: Annotated[PositiveFloat,
+        Foreign("repetition_penalty",
+            note="in evaluations only: the trainer could not repeat a distribution depending on earlier tokens",
+            example="1.1", TRL="repetition_penalty")] = 1.0  # fmt: skip
     """Penalty of tokens already in prompt or completion: divides their positive logits and multiplies negative ones. 1:
     none. Evaluation only."""
     stop: tuple[StopString, ...] | None = None

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from megarl.config.annotations import OnlyIf
+from megarl.config.annotations import Foreign, OnlyIf
 from megarl.config.conditions import COLOCATED, ENGINE, LOGPROBS, RL, one_of
 from megarl.config.section import Section
 
@@ -16,40 +16,62 @@ RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "s
 class TrainerConfig(Section):
     """Parallel sizes, memory and precision of the Megatron trainer."""
 
-    tp: PositiveInt = 1
+    tp: Annotated[PositiveInt,
+        Foreign("tensor_model_parallel_size tp_size", note="of the trainer and of each engine",
+            example="trainer.tp=2 cluster.ranks_per_node=2", also="rollout.tp", ColossalRL="--tensor-parallel-size"),
+        Foreign("megatron.tensor_model_parallel_size megatron_cfg.tensor_model_parallel_size critic.tp_size",
+            example="trainer.tp=2 cluster.ranks_per_node=2", RL2="actor.tp_size",
+            verl="actor_rollout_ref.actor.megatron.tensor_model_parallel_size", ColossalChat="--tp")] = 1  # fmt: skip
     """Tensor-parallel size: attention heads, feed-forward channels and vocabulary are split over n ranks."""
-    pp: PositiveInt = 1
+    pp: Annotated[PositiveInt,
+        Foreign("pipeline_model_parallel_size pp_size", example="trainer.pp=2 cluster.ranks_per_node=2",
+            ColossalRL="--pipeline-parallel-size", ColossalChat="--pp")] = 1  # fmt: skip
     """Pipeline-parallel size: the layers are split over n stages."""
     dp: PositiveInt | None = None
     """Data-parallel size; default: ranks / (tp * pp * cp)."""
-    vpp: PositiveInt = 1
+    vpp: Annotated[PositiveInt,
+        Foreign("virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage")] = 1  # fmt: skip
     """Virtual pipeline size: model chunks per pipeline stage (interleaved schedule)."""
-    cp: PositiveInt = 1
+    cp: Annotated[PositiveInt,
+        Foreign("context_parallel_size ulysses_sequence_parallel_size ring_attn_size cp_size sp_size",
+            example="trainer.cp=2 cluster.ranks_per_node=2", short="sp", RL2="actor.sp_size")] = 1  # fmt: skip
     """Context-parallel size: the tokens of a sequence are split over n ranks."""
-    ep: PositiveInt = 1
+    ep: Annotated[PositiveInt, Foreign("expert_model_parallel_size expert_parallel_size ep_size")] = 1
     """Expert-parallel size: the experts are distributed over n ranks."""
-    etp: PositiveInt = 1
+    etp: Annotated[PositiveInt, Foreign("expert_tensor_parallel_size")] = 1
     """Expert-tensor-parallel size: each expert is split over n ranks."""
     rank_order: Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"] = "tp-cp-ep-dp-pp"
     """Megatron's rank order, fastest axis first. With dp last, the stages of a replica are adjacent ranks: a reshard
     sends fewer weights between nodes (counted by `megarl plan`), an update more gradients."""
     align_ranks: Annotated[bool, OnlyIf(*ENGINE, COLOCATED)] = True
     """Permute the trainer's ranks if this saves bytes between nodes in a reshard. Default: true."""
-    sequence_parallel: bool | None = None
+    sequence_parallel: Annotated[bool | None,
+        Foreign(remark="the default where tp is above 1",
+            example="trainer.tp=2 cluster.ranks_per_node=2 trainer.sequence_parallel=true",
+            ColossalChat="--enable_sequence_parallelism")] = None  # fmt: skip
     """Sequence parallelism: split the activations of norms and residuals over the tensor-parallel ranks. Default: on if
     tp > 1."""
-    distributed_optimizer: bool = True
+    distributed_optimizer: Annotated[bool, Foreign("use_distributed_optimizer")] = True
     """Shard the optimizer state over the data-parallel ranks (ZeRO 1)."""
     # Weights are not gathered during the next forward pass, because the engine needs them first.
-    overlap_grad_reduce: bool | None = None
+    overlap_grad_reduce: Annotated[bool | None,
+        Foreign("overlap_grad_reduce", remark="left out: where the data-parallel ranks are on several nodes",
+            example="true", slime="--overlap-grad-reduce")] = None  # fmt: skip
     """Reduce gradients over the data-parallel ranks in buckets during the backward pass of an update's last microbatch.
     Default: on if these ranks are on several nodes."""
-    router_replay: Annotated[bool, OnlyIf(RL)] = False
+    router_replay: Annotated[bool, OnlyIf(RL),
+        Foreign("use_rollout_routing_replay enable_rollout_routing_replay")] = False  # fmt: skip
     """Router replay (mixture of experts): train each token with the experts chosen by the engine."""
-    moe_dispatcher: Literal["alltoall", "flex"] = "alltoall"
+    moe_dispatcher: Annotated[Literal["alltoall", "flex"],
+        Foreign("moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend enable_deepep",
+            note="flex is DeepEP")] = "alltoall"  # fmt: skip
     """Transport of tokens to experts on other ranks (mixture of experts). alltoall (default): collectives. flex:
     DeepEP's kernels, faster across nodes; needs GPUs, the package deep_ep and etp * ep > 1."""
-    recompute: Literal["none", "selective", "full"] = "none"
+    recompute: Annotated[Literal["none", "selective", "full"],
+        Foreign("enable_gradient_checkpointing activation_checkpointing recompute_granularity", example="full",
+            ColossalChat="--grad_checkpoint", RL2="actor.gradient_checkpointing",
+            verl="actor_rollout_ref.model.enable_gradient_checkpointing",
+            TRL="gradient_checkpointing")] = "none"  # fmt: skip
     """Activation recomputation in the backward pass: none (default), selective (trainer.recompute_modules) or full
     (whole layers)."""
     # core_attn saves almost nothing if attention is a flash kernel. With Transformer Engine only the norm before
@@ -63,23 +85,43 @@ class TrainerConfig(Section):
     Transformer Engine), shared_experts."""
     # Weights, gradients, norms, attention and the head keep their types. Each layer stores its weights in FP8 twice.
     # Critic, reference, reward model and teachers compute like the policy.
-    fp8: Literal["none", "blockwise"] = "none"
+    fp8: Annotated[Literal["none", "blockwise"],
+        Foreign("fp8_recipe fp8_cfg fp8_cfg.enabled fp8_format fp8",
+            note="blockwise; other recipes by Megatron's own names, trainer.megatron.fp8 and fp8_recipe"),
+    ] = "none"  # fmt: skip
     """blockwise: matrix products of the layers in FP8 (E4M3), one scale per block of 128 or 128 x 128 numbers. Needs
     Hopper GPUs or newer, Transformer Engine 2.3, CUDA 12.9 and bfloat16. The engine's products are not in FP8: watch
     logprob_gap/. Default: none."""
-    offload: tuple[Literal["optimizer", "gradients", "parameters"], ...] = ()
+    offload: Annotated[tuple[Literal["optimizer", "gradients", "parameters"], ...],
+        Foreign("param_offload optimizer_offload grad_offload adam_offload offload_optimizer offload_train",
+            "offload_model", example="[optimizer]", RL2="actor.offload_optimizer")] = ()  # fmt: skip
     """States moved to host memory while the engine samples. Default: none."""
     # Host memory per parameter: 16 bytes (with the gradients) for the rank's share, and 2 for each parameter of the
     # rank, offloaded or not, as copies on their way back. Checkpoints do not depend on the fraction.
-    optimizer_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.0
+    optimizer_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0),
+        Foreign("optimizer_offload_fraction hybrid_optimizer_offload_fraction",
+            note="above 0, Adam steps on the CPU; trainer.offload moves states to the host while the engine samples",
+            example="1.0", ColossalChat="--zero_cpu_offload", slime="--optimizer-cpu-offload"),
+        Foreign("overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer",
+            note="copies to and from the host overlap in any case; main weights and moments are float32"),
+    ] = 0.0  # fmt: skip
     """Fraction of the parameters with main weights and moments always in host memory; Adam then steps on the CPU. Saves
     12 bytes per parameter of the rank's share on the GPU, but a step takes seconds per billion parameters and rank.
     Needs Adam, bfloat16, the distributed optimizer and no LoRA. Default: 0."""
-    max_tokens_per_microbatch: PositiveInt = 8192
+    max_tokens_per_microbatch: Annotated[PositiveInt,
+        Foreign(note="the number of microbatches follows", ColossalChat="--accumulation_steps"),
+        Foreign("max_length_per_device max_inference_length_per_device", note="of a data-parallel rank",
+            RL2="actor.max_length_per_device"),
+        Foreign("ppo_micro_batch_size ppo_micro_batch_size_per_gpu log_prob_micro_batch_size",
+            "log_prob_micro_batch_size_per_gpu micro_batch_size micro_train_batch_size",
+            "micro_rollout_batch_size train_micro_batch_size logprob_batch_size ppo_max_token_len_per_gpu",
+            "log_prob_max_token_len_per_gpu max_total_sequence_length max_length max_seq_length max_len",
+            note="in tokens, sequences are packed", short="tmbs", ColossalRL="--train-microbatch-size",
+            verl="actor_rollout_ref.actor.ppo_max_token_len_per_gpu", slime="--max-tokens-per-gpu")] = 8192  # fmt: skip
     """Limit of tokens, padding included, in one packed microbatch of a data-parallel rank."""
     logprob_chunk_tokens: Annotated[PositiveInt, OnlyIf(LOGPROBS)] = 1024
     """Number of tokens with logits in memory at once while log-probs are computed."""
-    megatron: dict[str, Any] = Field(default_factory=dict)
+    megatron: Annotated[dict[str, Any], Foreign("override_transformer_config tf_config")] = Field(default_factory=dict)
     """Further fields of Megatron-Core's TransformerConfig, by their own names. Balancing losses of experts are means
     over tokens: of a whole update (`aux_loss`, `global_aux_loss`; one more forward pass counts each expert's tokens) or
     of each sequence (`seq_aux_loss`)."""

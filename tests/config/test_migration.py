@@ -1,10 +1,15 @@
 from __future__ import annotations
 
+import re
 from collections import Counter
 from pathlib import Path
 
+import pytest
+import typer.main
+
+from megarl.cli import app
 from megarl.config import Recipe
-from megarl.config.migration import COUNTERPARTS, counterpart
+from megarl.config.migration import counterpart, counterparts, migration_page
 from tests.config.refusals import faults
 
 CLIP = "algorithm.clip_low and algorithm.clip_high"
@@ -157,17 +162,25 @@ def schema(section: type = Recipe, prefix: str = "") -> set[str]:
 
 def test_every_counterpart_is_a_field_or_says_why_not() -> None:
     fields = schema()
-    for entry in COUNTERPARTS:
+    for entry in counterparts():
         assert set(entry.fields) <= fields
-        assert entry.fields or entry.note
+        assert entry.fields or entry.foreign.note
 
 
 def test_each_name_has_one_meaning_and_none_is_a_field_itself() -> None:
-    names = Counter(name for entry in COUNTERPARTS for name in entry.names)
+    names = Counter(name for entry in counterparts() for name in entry.names)
     assert len(names) >= 100
     assert [name for name, count in names.items() if count > 1] == []
     assert not names.keys() & schema()
     assert all(counterpart(f"any.section.{name}") for name in names)
+
+
+def test_the_committed_page_is_the_generated_one(capsys: pytest.CaptureFixture[str]) -> None:
+    typer.main.get_command(app).main(["show-config", "--migration"], standalone_mode=False)
+    printed = capsys.readouterr().out
+    assert printed == migration_page() and not re.search(r"^\{\w+\}$", printed, re.MULTILINE)
+    committed = (Path(__file__).resolve().parents[2] / "launch/recipes/MIGRATION.md").read_text(encoding="utf-8")
+    assert committed == printed, "run: megarl show-config --migration > launch/recipes/MIGRATION.md"
 
 
 def test_what_other_programs_write_is_answered_with_the_field(small: Path) -> None:
