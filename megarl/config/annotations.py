@@ -1,9 +1,10 @@
-"""What a recipe field says about itself besides its type, default and description, as items of `Annotated`.
+"""Annotations of recipe fields: condition of an effect, formula keyword, names in other programs.
+
+They are items of `Annotated`, next to the type:
 
     tp: Annotated[PositiveInt, OnlyIf(SEPARATE), Foreign("vllm_tp", note="of each engine")] = 1
 
-Everything else about a field is derived from these: fields without effect, answers to other programs' names, and
-`launch/recipes/MIGRATION.md`.
+Errors about fields without effect, answers to other programs' names and `launch/recipes/MIGRATION.md` derive from them.
 """
 
 from __future__ import annotations

@@ -213,6 +213,64 @@ def test_additions_touch_what_contributing_says(
     }
 
 
+FIELD = '''    toy: Annotated[
+        PositiveInt, OnlyIf(RL, SEPARATE), Foreign("n_toys", verl="actor_rollout_ref.rollout.toys")
+    ] = 7
+    """Number of toys of an engine."""
+'''
+FIELD_USE = """
+import json, sys
+from pathlib import Path
+
+from megarl.config.migration import migration_page
+from megarl.config.recipe import load, read, to_yaml
+
+small = Path("recipe.yaml")
+separate = ["rollout.placement=separate", "rollout.ranks=1"]
+print(json.dumps({
+    "default": load(small, separate).rollout.toy,
+    "shown": [line.strip() for line in to_yaml(load(small, separate), True).splitlines() if "toy" in line],
+    "hidden": [line for line in to_yaml(load(small)).splitlines() if "toy" in line],
+    "idle": read(small, ["rollout.toy=3"]).problems,
+    "foreign": [read(small, [f"{name}=3"]).problems for name in sys.argv[1:]],
+    "page": [line for line in migration_page().splitlines() if "toy" in line],
+    "torch": "torch" in sys.modules,
+}))
+"""
+
+
+def test_a_recipe_field_with_a_condition_and_a_foreign_name_is_one_place(tmp_path: Path) -> None:
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "megarl", copy / "megarl", ignore=shutil.ignore_patterns("__pycache__"))
+    before = hashes(copy)
+    section = copy / "megarl/config/rollout.py"
+    place = "    max_concurrent_requests: "
+    text = section.read_text()
+    assert text.count(place) == 1
+    section.write_text(text.replace(place, FIELD + place))
+    after = hashes(copy)
+    assert [name for name in after if after[name] != before.get(name)] == ["megarl/config/rollout.py"]
+
+    (tmp_path / "recipe.yaml").write_text("{name: one, loop: rl, model: {path: m}, data: {train: t}}")
+    command = [sys.executable, "-c", FIELD_USE, "x.n_toys", "actor_rollout_ref.rollout.toys"]
+    environment = os.environ | {"PYTHONPATH": str(copy)}
+    done = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    found = json.loads(done.stdout)
+    [idle] = found.pop("idle")
+    assert idle.startswith("rollout.toy = 3: does nothing under rollout.placement=colocated; leave it out, or set ")
+    assert idle.endswith("Number of toys of an engine.")
+    assert [problem.partition("; ")[2] for [problem] in found.pop("foreign")] == ["here it is rollout.toy"] * 2
+    overrides = "rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8 rollout.toy=7"
+    assert found == {
+        "default": 7,
+        "shown": ["# Number of toys of an engine.", "toy: 7"],
+        "hidden": [],
+        "page": [f"| `actor_rollout_ref.rollout.toys` | `{overrides}` | |"],
+        "torch": False,
+    }
+
+
 def _tensors(model: Path) -> set[str]:
     from safetensors import safe_open
 
