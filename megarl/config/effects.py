@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.annotations import KeywordOf, OnlyIf
 from megarl.config.conditions import NOT_OWN, Condition, takes
-from megarl.config.schema import annotations, value_at
+from megarl.config.schema import value_at
 from megarl.files.import_path import is_import_path
 
 if TYPE_CHECKING:
@@ -39,9 +39,9 @@ def conditions(field: str) -> tuple[Condition, ...]:
 def _layers(place: str) -> Iterator[list[Condition]]:
     """Yield the conditions written at a field or section. A later one replaces earlier ones on the same field."""
     section, _, name = place.rpartition(".")
-    for keyword in annotations(place, KeywordOf):
+    for keyword in annotated_with(place, KeywordOf):
         yield [*conditions(keyword.formula), takes(keyword.formula, keyword.name or name)]
-    for item in annotations(place, OnlyIf):
+    for item in annotated_with(place, OnlyIf):
         yield [own if isinstance(own, Condition) else own(section) for own in item.conditions]
 
 
@@ -68,4 +68,4 @@ def unmet_in(recipe: Recipe, field: str) -> Condition | None:
 
 def may_be_idle(recipe: Recipe, field: str) -> bool:
     """Return whether a field is a keyword argument of a user's own formula, so its use is unknown."""
-    return any(is_import_path(value_at(recipe, item.formula) or "") for item in annotations(field, KeywordOf))
+    return any(is_import_path(value_at(recipe, item.formula) or "") for item in annotated_with(field, KeywordOf))

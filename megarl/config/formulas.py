@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.config.annotations import KeywordOf
-from megarl.config.schema import all_fields, annotations
+from megarl.config.schema import all_fields, annotated_with
 from megarl.files.import_path import is_import_path
 
 if TYPE_CHECKING:
@@ -86,7 +86,7 @@ def _functions(formula: Formula) -> dict[str, Keywords]:
 @cache
 def formula_fields() -> dict[str, Formula]:
     """Return the recipe fields choosing a formula."""
-    return {place: found[0] for place in all_fields() if (found := annotations(place, Formula))}
+    return {place: found[0] for place in all_fields() if (found := annotated_with(place, Formula))}
 
 
 def formulas(field: str) -> dict[str, Keywords]:
@@ -100,7 +100,7 @@ def keyword_fields(field: str) -> dict[str, str]:
     return {
         item.name or place.rpartition(".")[2]: place
         for place in all_fields()
-        for item in annotations(place, KeywordOf)
+        for item in annotated_with(place, KeywordOf)
         if item.formula == field
     }
 

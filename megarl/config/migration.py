@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, Literal, get_args, get_origin
 from megarl.config.annotations import Foreign, ForeignValues
 from megarl.config.effects import conditions
 from megarl.config.formulas import formula_fields, formulas
-from megarl.config.schema import all_fields, annotations, field_at, recipe_field
+from megarl.config.schema import all_fields, annotated_with, field_at, recipe_field
 from megarl.files.nearest import nearest
 
 if TYPE_CHECKING:
@@ -107,7 +107,7 @@ def counterparts() -> tuple[Counterpart, ...]:
     """Return one entry per meaning, in the order of the fields; last the options without a field."""
     found: dict[int, Counterpart] = {}
     for place in all_fields():
-        for foreign in annotations(place, Foreign):
+        for foreign in annotated_with(place, Foreign):
             field = f"{place}.{foreign.inside}" if foreign.inside else place
             # A section at several places has the same annotations there. The first place is meant.
             found.setdefault(id(foreign), Counterpart(foreign, (field, *foreign.also)))
@@ -144,7 +144,7 @@ def nearest_value(place: str, value: object) -> str | None:
     if not isinstance(value, str):
         return None
     known = _choices(place)
-    for item in annotations(recipe_field(place), ForeignValues):
+    for item in annotated_with(recipe_field(place), ForeignValues):
         if (own := item.own_value.get(value.lower().replace("-", "_"))) in known:
             return own
     return nearest(value, known)

@@ -81,7 +81,7 @@ def field_at(place: str) -> FieldInfo | None:
     return None if section is None else section.model_fields.get(name)
 
 
-def annotations(place: str, kind: type[Item]) -> list[Item]:
+def annotated_with(place: str, kind: type[Item]) -> list[Item]:
     """Return the annotations of one kind (`config.annotations`) at the field with this dotted name."""
     field = all_fields().get(place)
     return [] if field is None else [item for item in field.metadata if isinstance(item, kind)]
