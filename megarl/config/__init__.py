@@ -22,7 +22,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from megarl.config.annotations import Foreign, ForeignValues, OnlyIf
+from megarl.config.annotations import Decides, Foreign, ForeignValues, OnlyIf
 from megarl.config.cluster import ClusterConfig
 from megarl.config.conditions import (
     ADVANTAGES,
@@ -80,17 +80,17 @@ OverrideConfig = Annotated[dict[str, JsonValue], AfterValidator(_overrides)]
 class ModelConfig(Section):
     """Policy model: its folder, type, overrides and chat template."""
 
-    path: Annotated[str,
+    path: Annotated[str, Decides(vllm="model"),
         Foreign("model_name hf_checkpoint actor_rollout_ref.model.path ref_load", example="Qwen/Qwen3-8B", short="m",
             ColossalChat="--pretrain", verl="actor_rollout_ref.model.path", TRL="model_name_or_path")]  # fmt: skip
     """Folder of the initial Hugging Face model: config.json, safetensors, tokenizer. Or its name on the Hub,
     OWNER/NAME, if its cache has it (hf download OWNER/NAME). A run downloads nothing."""
-    dtype: Annotated[Literal["float32", "bfloat16"],
+    dtype: Annotated[Literal["float32", "bfloat16"], Decides(vllm="dtype", megatron="params_dtype pipeline_dtype bf16"),
         Foreign("torch_dtype param_dtype precision policy.dtype", remark="no fp16", ColossalChat="--mixed_precision",
             TRL="bf16"),
         ForeignValues(bfloat16="bf16 fp16 float16 half", float32="fp32 float")] = "bfloat16"  # fmt: skip
     """Type of weights and matrix products, in trainer and engine. Default: bfloat16."""
-    override_config: Annotated[OverrideConfig,
+    override_config: Annotated[OverrideConfig, Decides(vllm="hf_overrides"),
         Foreign("override_config hf_config_overrides hf_overrides rope_scaling rope_theta",
             note="fields without influence on the weights' shapes",
             example="model.override_config.rope_theta=5000000.0", verl="actor_rollout_ref.model.override_config",
@@ -166,7 +166,7 @@ class DataConfig(Section):
             ColossalRL="--system-prompt")] = None  # fmt: skip
     """System message for conversations without one. `default`: the message needed by the first of reward.functions with
     a format (boxed, think_answer_tags, code). `none` (or no value): no message."""
-    max_prompt_tokens: Annotated[PositiveInt, OnlyIf(*ENGINE),
+    max_prompt_tokens: Annotated[PositiveInt, OnlyIf(*ENGINE), Decides(vllm="max_model_len"),
         Foreign("max_prompt_length prompt_max_len rollout_max_prompt_len max_input_seq_length", example="512",
             verl="data.max_prompt_length"),
         Foreign(remark="a longer prompt is refused or dropped, never cut", example="512", short="mpt",
@@ -363,7 +363,7 @@ class Recipe(Section):
             distillation="opd gkd")]  # fmt: skip
     """Training loop: rl (reinforcement learning), sft (supervised fine-tuning), preference (DPO and similar),
     reward_model, or distillation (of a teacher, on samples of the policy)."""
-    seed: NonNegativeInt = 0
+    seed: Annotated[NonNegativeInt, Decides(vllm="seed")] = 0
     """Random seed of data order, sampling and initialisation."""
     runs_folder: Annotated[str,
         Foreign("default_local_dir checkpoint_dir ckpt_path", short="sd", ColossalRL="--save-dir",

@@ -44,6 +44,23 @@ class KeywordOf:
     """Name of the keyword argument. Default: the field's."""
 
 
+@dataclass(frozen=True, slots=True)
+class Decides:
+    """Settings of libraries that follow from the field. Users cannot set them. Names are separated by blanks."""
+
+    vllm: str = ""
+    """Fields of vLLM's EngineArgs."""
+    megatron: str = ""
+    """Fields of Megatron-Core's TransformerConfig."""
+    experts: str = ""
+    """Fields of the TransformerConfig of a mixture of experts."""
+    # With `none` users may set these through trainer.megatron.
+    recompute: str = ""
+    """Fields of the TransformerConfig if `trainer.recompute` is not `none`."""
+    fp8: str = ""
+    """Fields of the TransformerConfig if `trainer.fp8` is not `none`."""
+
+
 @dataclass(frozen=True, slots=True, init=False)
 class Foreign:
     """Options of other training programs with the meaning of the field, and its own former names.

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from megarl.config.annotations import KeywordOf, OnlyIf
 from megarl.config.conditions import NOT_OWN, Condition, takes
-from megarl.config.schema import value_at
+from megarl.config.schema import annotated_with, value_at
 from megarl.files.import_path import is_import_path
 
 if TYPE_CHECKING:

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from megarl.config.annotations import Foreign, ForeignValues, OnlyIf
+from megarl.config.annotations import Decides, Foreign, ForeignValues, OnlyIf
 from megarl.config.conditions import (
     AGENT,
     COLOCATED,
@@ -116,7 +116,7 @@ class RolloutConfig(Section):
             "algorithm.importance_sampling=tis", short="i", slime="--rollout-num-gpus")] = None  # fmt: skip
     """Number of ranks for sampling only (separate): the last of cluster.nodes * cluster.ranks_per_node. The trainer
     gets the others. Default: the ranks of cluster.groups.engines."""
-    tp: Annotated[PositiveInt,
+    tp: Annotated[PositiveInt, Decides(vllm="tensor_parallel_size"),
         Foreign("rollout.tensor_model_parallel_size vllm_cfg.tensor_parallel_size rollout.tensor_parallel_size",
             "vllm_num_engines producer_tensor_parallel_size", example="rollout.tp=2 cluster.ranks_per_node=2",
             short="ptp", RL2="rollout.tp_size", verl="actor_rollout_ref.rollout.tensor_model_parallel_size",
@@ -124,7 +124,7 @@ class RolloutConfig(Section):
     """Tensor-parallel size of each vLLM engine. There are ranks / tp replicas."""
     sampling: Annotated[SamplingConfig, Foreign("train_sampling_params")] = SamplingConfig()
     """Sampling parameters of training."""
-    max_concurrent_requests: Annotated[PositiveInt,
+    max_concurrent_requests: Annotated[PositiveInt, Decides(vllm="max_num_seqs"),
         Foreign("val_batch_size per_device_eval_batch_size max_num_seqs sglang_server_concurrency"),
         Foreign(note="imbs * num_generations", example="64", short="imbs",
             ColossalRL="--inference-microbatch-size")] = 256  # fmt: skip
@@ -134,7 +134,7 @@ class RolloutConfig(Section):
     # only after all started steps are read: weight versions stay right and tokens are equal up to rounding. The
     # rounding then depends on when calls end, so false is needed for a bit-equal resume of single turns. A completion
     # ending before its limit costs one more token, which is dropped.
-    async_scheduling: bool | None = None
+    async_scheduling: Annotated[bool | None, Decides(vllm="async_scheduling")] = None
     """Start an engine's next step before reading the previous one, so the GPU does not wait for the host. Default: on
     where vLLM supports it; off with top_p, top_k or min_p under vLLM's older model runner. true: an error where
     unsupported. Metric: perf/steps_ahead."""
@@ -236,10 +236,12 @@ class RolloutConfig(Section):
     """Treatment of an incomplete group at the staleness limit (park). wait (default): the step waits for it. drop: drop
     it one step later and draw another prompt (starves problems with long answers). Metric: staleness/dropped."""
     kv_cache_gib: Annotated[PositiveFloat, OnlyIf(instead_of("rollout.gpu_memory_utilization")),
+        Decides(vllm="kv_cache_memory_bytes"),
         Foreign("sglang_mem_fraction_static mem_fraction_static", note="the KV cache's size in GiB")] = 1.0  # fmt: skip
     """KV cache of one rank in GiB. Default on GPUs: the free memory found by `megarl plan`, minus 8 GiB; on CPUs: 1. A
     run's config.yaml records the value, and a resumed run keeps it."""
     gpu_memory_utilization: Annotated[Annotated[float, Field(gt=0.0, le=1.0)] | None,
+        Decides(vllm="gpu_memory_utilization"),
         Foreign("gpu_memory_utilization", note="or rollout.kv_cache_gib, the KV cache's size", example="0.6",
             short="gmu", verl="actor_rollout_ref.rollout.gpu_memory_utilization", TRL="vllm_gpu_memory_utilization"),
         Foreign(remark="or `rollout.kv_cache_gib=40`, the KV cache's size", example="0.6",
@@ -256,7 +258,7 @@ class RolloutConfig(Section):
     """FP8 (e4m3) weights of the engine's linear layers and experts. fp8: a scale per block of 128 x 128.
     fp8_per_channel: a scale per output channel. Default: none. Needs model.dtype bfloat16. Sampling then differs from
     training: watch logprob_gap/, correct with algorithm.importance_sampling, limit with train.max_logprob_gap."""
-    kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"],
+    kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"], Decides(vllm="kv_cache_dtype"),
         Foreign("kv_cache_dtype", remark="with the scale 1", example="fp8",
             NeMo_RL="policy.generation.vllm_cfg.kv_cache_dtype")] = "auto"  # fmt: skip
     """Type of the KV cache. auto (default): the model's. fp8 (= fp8_e4m3) or fp8_e5m2: FP8 with scale 1, for twice the

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeInt, PositiveFloat, PositiveInt
 
-from megarl.config.annotations import Foreign, OnlyIf
+from megarl.config.annotations import Decides, Foreign, OnlyIf
 from megarl.config.conditions import MOVING_TEMPERATURE, ON_POLICY
 from megarl.config.section import Section
 
@@ -19,7 +19,7 @@ StopString = Annotated[str, Field(min_length=1)]
 class SamplingConfig(Section):
     """Sampling parameters of training."""
 
-    max_new_tokens: Annotated[PositiveInt,
+    max_new_tokens: Annotated[PositiveInt, Decides(vllm="max_model_len"),
         Foreign("max_response_length generate_max_len max_generation_length response_length",
             "train_sampling_params.max_new_tokens", ColossalChat="--max_seq_len", verl="data.max_response_length",
             slime="--rollout-max-response-len", TRL="max_completion_length"),
@@ -43,16 +43,16 @@ class SamplingConfig(Section):
         Foreign("temp_scheduler.total_steps")] = None  # fmt: skip
     """First step at `end_temperature` (linear, cosine). Default: train.steps, the last."""
     # The reference is renormalised too. Otherwise a policy equal to its reference would have a KL above 0.
-    top_p: Annotated[float, Field(gt=0.0, le=1.0), OnlyIf(ON_POLICY),
+    top_p: Annotated[float, Field(gt=0.0, le=1.0), OnlyIf(ON_POLICY), Decides(vllm="return_sampling_mask"),
         Foreign("train_sampling_params.top_p rollout_top_p", remark="replayed by the trainer", example="0.95",
             short="topp", ColossalRL="--top-p", TRL="top_p")] = 1.0  # fmt: skip
     """Nucleus sampling (top-p). 1 (default): all tokens. In loop rl the engine records the allowed tokens, and
     log-probs and entropies of policy and reference are renormalised over them."""
-    top_k: Annotated[NonNegativeInt, OnlyIf(ON_POLICY),
+    top_k: Annotated[NonNegativeInt, OnlyIf(ON_POLICY), Decides(vllm="return_sampling_mask"),
         Foreign("train_sampling_params.top_k rollout_top_k", remark="replayed by the trainer; 0 keeps all tokens",
             example="50", short="topk", ColossalRL="--top-k", TRL="top_k")] = 0  # fmt: skip
     """Top-k sampling. 0 (default): all tokens. In loop rl treated like top_p."""
-    min_p: Annotated[float, Field(ge=0.0, le=1.0), OnlyIf(ON_POLICY),
+    min_p: Annotated[float, Field(ge=0.0, le=1.0), OnlyIf(ON_POLICY), Decides(vllm="return_sampling_mask"),
         Foreign("rollout_min_p", remark="replayed by the trainer", example="0.05", TRL="min_p")] = 0.0  # fmt: skip
     """Min-p sampling: drop tokens with less than min_p times the most probable token's probability, before top-p and
     top-k. 0 (default): all tokens. In loop rl treated like top_p."""

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveInt
 
-from megarl.config.annotations import Foreign, OnlyIf
+from megarl.config.annotations import Decides, Foreign, OnlyIf
 from megarl.config.conditions import COLOCATED, ENGINE, LOGPROBS, RL, one_of
 from megarl.config.section import Section
 
@@ -16,7 +16,7 @@ RecomputedModule = Literal["core_attn", "layernorm", "mlp", "moe", "moe_act", "s
 class TrainerConfig(Section):
     """Parallel sizes, memory and precision of the Megatron trainer."""
 
-    tp: Annotated[PositiveInt,
+    tp: Annotated[PositiveInt, Decides(megatron="tensor_model_parallel_size"),
         Foreign("tensor_model_parallel_size tp_size", note="of the trainer and of each engine",
             example="trainer.tp=2 cluster.ranks_per_node=2", also="rollout.tp", ColossalRL="--tensor-parallel-size"),
         Foreign("megatron.tensor_model_parallel_size megatron_cfg.tensor_model_parallel_size critic.tp_size",
@@ -24,28 +24,32 @@ class TrainerConfig(Section):
             verl="actor_rollout_ref.actor.megatron.tensor_model_parallel_size", ColossalChat="--tp")] = 1  # fmt: skip
     """Tensor-parallel size: attention heads, feed-forward channels and vocabulary are split over n ranks."""
     pp: Annotated[PositiveInt,
+        Decides(megatron="pipeline_model_parallel_size variable_seq_lengths deallocate_pipeline_outputs"),
         Foreign("pipeline_model_parallel_size pp_size", example="trainer.pp=2 cluster.ranks_per_node=2",
             ColossalRL="--pipeline-parallel-size", ColossalChat="--pp")] = 1  # fmt: skip
     """Pipeline-parallel size: the layers are split over n stages."""
     dp: PositiveInt | None = None
     """Data-parallel size; default: ranks / (tp * pp * cp)."""
     vpp: Annotated[PositiveInt,
+        Decides(megatron="virtual_pipeline_model_parallel_size overlap_p2p_comm batch_p2p_comm"),
         Foreign("virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage")] = 1  # fmt: skip
     """Virtual pipeline size: model chunks per pipeline stage (interleaved schedule)."""
-    cp: Annotated[PositiveInt,
+    cp: Annotated[PositiveInt, Decides(megatron="context_parallel_size"),
         Foreign("context_parallel_size ulysses_sequence_parallel_size ring_attn_size cp_size sp_size",
             example="trainer.cp=2 cluster.ranks_per_node=2", short="sp", RL2="actor.sp_size")] = 1  # fmt: skip
     """Context-parallel size: the tokens of a sequence are split over n ranks."""
-    ep: Annotated[PositiveInt, Foreign("expert_model_parallel_size expert_parallel_size ep_size")] = 1
+    ep: Annotated[PositiveInt, Decides(experts="expert_model_parallel_size"),
+        Foreign("expert_model_parallel_size expert_parallel_size ep_size")] = 1  # fmt: skip
     """Expert-parallel size: the experts are distributed over n ranks."""
-    etp: Annotated[PositiveInt, Foreign("expert_tensor_parallel_size")] = 1
+    etp: Annotated[PositiveInt, Decides(experts="expert_tensor_parallel_size"),
+        Foreign("expert_tensor_parallel_size")] = 1  # fmt: skip
     """Expert-tensor-parallel size: each expert is split over n ranks."""
     rank_order: Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"] = "tp-cp-ep-dp-pp"
     """Megatron's rank order, fastest axis first. With dp last, the stages of a replica are adjacent ranks: a reshard
     sends fewer weights between nodes (counted by `megarl plan`), an update more gradients."""
     align_ranks: Annotated[bool, OnlyIf(*ENGINE, COLOCATED)] = True
     """Permute the trainer's ranks if this saves bytes between nodes in a reshard. Default: true."""
-    sequence_parallel: Annotated[bool | None,
+    sequence_parallel: Annotated[bool | None, Decides(megatron="sequence_parallel"),
         Foreign(remark="the default where tp is above 1",
             example="trainer.tp=2 cluster.ranks_per_node=2 trainer.sequence_parallel=true",
             ColossalChat="--enable_sequence_parallelism")] = None  # fmt: skip
@@ -59,15 +63,17 @@ class TrainerConfig(Section):
             example="true", slime="--overlap-grad-reduce")] = None  # fmt: skip
     """Reduce gradients over the data-parallel ranks in buckets during the backward pass of an update's last microbatch.
     Default: on if these ranks are on several nodes."""
-    router_replay: Annotated[bool, OnlyIf(RL),
+    router_replay: Annotated[bool, OnlyIf(RL), Decides(experts="moe_enable_routing_replay"),
         Foreign("use_rollout_routing_replay enable_rollout_routing_replay")] = False  # fmt: skip
     """Router replay (mixture of experts): train each token with the experts chosen by the engine."""
     moe_dispatcher: Annotated[Literal["alltoall", "flex"],
+        Decides(megatron="moe_token_dispatcher_type", experts="moe_flex_dispatcher_backend moe_enable_deepep"),
         Foreign("moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend enable_deepep",
             note="flex is DeepEP")] = "alltoall"  # fmt: skip
     """Transport of tokens to experts on other ranks (mixture of experts). alltoall (default): collectives. flex:
     DeepEP's kernels, faster across nodes; needs GPUs, the package deep_ep and etp * ep > 1."""
     recompute: Annotated[Literal["none", "selective", "full"],
+        Decides(recompute="recompute_granularity recompute_modules recompute_method recompute_num_layers"),
         Foreign("enable_gradient_checkpointing activation_checkpointing recompute_granularity", example="full",
             ColossalChat="--grad_checkpoint", RL2="actor.gradient_checkpointing",
             verl="actor_rollout_ref.model.enable_gradient_checkpointing",
@@ -85,7 +91,7 @@ class TrainerConfig(Section):
     Transformer Engine), shared_experts."""
     # Weights, gradients, norms, attention and the head keep their types. Each layer stores its weights in FP8 twice.
     # Critic, reference, reward model and teachers compute like the policy.
-    fp8: Annotated[Literal["none", "blockwise"],
+    fp8: Annotated[Literal["none", "blockwise"], Decides(fp8="fp8 fp8_recipe fp8_param"),
         Foreign("fp8_recipe fp8_cfg fp8_cfg.enabled fp8_format fp8",
             note="blockwise; other recipes by Megatron's own names, trainer.megatron.fp8 and fp8_recipe"),
     ] = "none"  # fmt: skip

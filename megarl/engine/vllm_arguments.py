@@ -13,7 +13,7 @@ import torch
 from pydantic import ValidationError
 
 from megarl.config import RolloutConfig
-from megarl.config.decided_fields import ENGINE_FIELDS
+from megarl.config.library_settings import decided
 from megarl.config.override import engine_overrides
 from megarl.files.model_folder import read_object
 from megarl.files.nearest import nearest
@@ -80,8 +80,8 @@ def engine_arguments(
     """
     known = {field.name for field in dataclasses.fields(EngineArgs)}
     for key in config.vllm:
-        if key in ENGINE_FIELDS:
-            raise ConfigError(f"rollout.vllm.{key}: set {ENGINE_FIELDS[key]} instead")
+        if key in decided("vllm"):
+            raise ConfigError(f"rollout.vllm.{key}: set {decided('vllm')[key]} instead")
         if key not in known:
             hint = f"did you mean {near}?" if (near := nearest(key, known)) else "remove it"
             raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; {hint}")

@@ -12,7 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer import TransformerConfig
 
-from megarl.config.idle_fields import without_effect
+from megarl.config.library_settings import without_effect
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape
 from megarl.files.nearest import nearest

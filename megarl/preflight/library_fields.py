@@ -13,14 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config import Recipe
-from megarl.config.decided_fields import (
-    ENGINE_FIELDS,
-    EXPERT_FIELDS,
-    FP8_FIELDS,
-    RECOMPUTE_FIELDS,
-    TRANSFORMER_FIELDS,
-)
-from megarl.config.idle_fields import without_effect
+from megarl.config.library_settings import decided, without_effect
 from megarl.config.secrets import holds_secret
 from megarl.families.shape import ModelShape
 from megarl.files.nearest import nearest
@@ -32,10 +25,10 @@ _LISTS = ("list", "List", "tuple", "Tuple", "set", "Sequence")
 def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield faults of `trainer.megatron`: fields unknown to Megatron-Core's TransformerConfig, or without effect."""
     settings = recipe.trainer.megatron
-    decided = dict(TRANSFORMER_FIELDS)
-    decided |= RECOMPUTE_FIELDS if recipe.trainer.recompute != "none" else {}
-    decided |= EXPERT_FIELDS if shape.num_experts else {}
-    decided |= FP8_FIELDS if recipe.trainer.fp8 != "none" else {}
+    follows = dict(decided("megatron"))
+    follows |= decided("recompute") if recipe.trainer.recompute != "none" else {}
+    follows |= decided("experts") if shape.num_experts else {}
+    follows |= decided("fp8") if recipe.trainer.fp8 != "none" else {}
     known: dict[str, ast.expr] = {}
     for file, name in (
         ("core/model_parallel_config.py", "ModelParallelConfig"),
@@ -59,12 +52,12 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
     if recipe.trainer.router_replay:
         yield from _without_replay(settings)
-    undecided = {field: value for field, value in settings.items() if field not in decided}
+    undecided = {field: value for field, value in settings.items() if field not in follows}
     yield from without_effect(undecided, has_experts=bool(shape.num_experts))
     # `known` is empty where Megatron-Core is not installed. Then no field can be called unknown.
     for field, value in settings.items():
-        if field in decided:
-            yield f"trainer.megatron.{field} = {value!r}: follows from {decided[field]}; remove it"
+        if field in follows:
+            yield f"trainer.megatron.{field} = {value!r}: follows from {follows[field]}; remove it"
         elif known and field not in known and field in elsewhere:
             yield (
                 f"trainer.megatron.{field} = {value!r}: is a field of Megatron-Core's {elsewhere[field]}, and "
@@ -98,8 +91,8 @@ def vllm_fields(recipe: Recipe) -> Iterator[str]:
     """Yield fields of `rollout.vllm` unknown to vLLM's EngineArgs, or set elsewhere in the recipe."""
     known = class_fields("vllm", "engine/arg_utils.py", "EngineArgs")
     for field, value in recipe.rollout.vllm.items():
-        if field in ENGINE_FIELDS:
-            yield f"rollout.vllm.{field}: set {ENGINE_FIELDS[field]} instead"
+        if field in decided("vllm"):
+            yield f"rollout.vllm.{field}: set {decided('vllm')[field]} instead"
         elif known:
             yield from _check("rollout.vllm", "vLLM's EngineArgs", field, value, known)
 

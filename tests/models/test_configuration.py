@@ -16,7 +16,7 @@ import torch
 from megatron.core.transformer import TransformerConfig
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from megarl.config.decided_fields import EXPERT_FIELDS, TRANSFORMER_FIELDS
+from megarl.config.library_settings import decided
 from megarl.config.parallel import ParallelConfig
 from megarl.config.trainer import RecomputedModule
 from megarl.families.shape import padded_vocab_size, read_model_shape
@@ -98,8 +98,8 @@ def test_the_fields_that_others_decide_are_listed(config: Callable[..., Any], ti
     dense = read_model_shape(tiny_model(num_layers=2))
     experts = read_model_shape(tiny_model(family="qwen3_moe", num_layers=2, num_kv_heads=2))
     set_here = _model_settings(dense) | _split_settings(layout, torch.float32, False)
-    assert set_here.keys() == TRANSFORMER_FIELDS.keys()
-    assert {*_expert_settings(experts, layout), "moe_enable_routing_replay"} == EXPERT_FIELDS.keys()
+    assert set_here.keys() == decided("megatron").keys()
+    assert {*_expert_settings(experts, layout), "moe_enable_routing_replay"} == decided("experts").keys()
 
 
 def test_products_in_fp8_are_scaled_by_blocks(tiny_model: Callable[..., Path]) -> None:

@@ -1,9 +1,55 @@
-"""Settings of `trainer.megatron` accepted by Megatron-Core but read by nothing in megarl."""
+"""Settings passed to Megatron-Core and vLLM: those that other recipe fields decide, and those without effect."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from functools import cache
 from typing import Any
+
+from megarl.config.annotations import Decides
+from megarl.config.schema import all_fields, annotated_with
+
+_MODEL = "the model's config.json"
+_OTHERWISE = {
+    "megatron": {
+        **dict.fromkeys(
+            (
+                "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
+                "kv_channels", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization",
+                "layernorm_epsilon", "gated_linear_unit", "activation_func",
+            ),
+            _MODEL,
+        ),
+        "use_cpu_initialization": "the device",
+        "calculate_per_token_loss": "the token weights of the loss",
+    },
+    "experts": {
+        **dict.fromkeys(
+            (
+                "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax",
+                "moe_router_dtype", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
+            ),
+            _MODEL,
+        ),
+        "moe_grouped_gemm": "whether Transformer Engine is installed",
+    },
+}  # fmt: skip
+"""Settings decided by something else than a recipe field, with its name, by library as in `Decides`."""
+
+
+@cache
+def decided(library: str) -> dict[str, str]:
+    """Return the settings of a library that users cannot set, each with the recipe fields or other source deciding it.
+
+    `library` is a field of `Decides`: vllm, megatron, experts, recompute or fp8.
+    """
+    deciding: dict[str, list[str]] = {}
+    for place in all_fields():
+        for item in annotated_with(place, Decides):
+            for setting in getattr(item, library).split():
+                deciding.setdefault(setting, []).append(place)
+    return _OTHERWISE.get(library, {}) | {setting: " and ".join(fields) for setting, fields in deciding.items()}
+
 
 # Megatron-Core 0.16.1 accepts these silently; a user would believe that they act.
 _UNREAD = {
