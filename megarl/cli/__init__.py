@@ -273,24 +273,50 @@ def plan(
         raise typer.Exit(ConfigError.exit_code)
 
 
+def _print_fields(is_asked: bool) -> None:
+    if is_asked:
+        from megarl.config.field_table import fields_markdown
+
+        print(fields_markdown(), end="")
+        raise typer.Exit
+
+
+def _print_migration(is_asked: bool) -> None:
+    if is_asked:
+        from megarl.config.migration import migration_page
+
+        print(migration_page(), end="")
+        raise typer.Exit
+
+
 @app.command(cls=RecipeCommand)
 def show_config(
-    recipe: Annotated[str | None, typer.Argument(metavar="RECIPE", help="YAML file of the recipe.")] = None,
+    recipe: RecipePath,
     overrides: Overrides = None,
+    # Both pages are eager, so that they need no recipe.
+    markdown: Annotated[
+        bool,
+        typer.Option(
+            "--markdown",
+            help="Print all fields of any recipe as Markdown, then stop. Needs no RECIPE.",
+            is_eager=True,
+            callback=_print_fields,
+        ),
+    ] = False,
     migration: Annotated[
-        bool, typer.Option("--migration", help="Print the table of other programs' options instead.")
+        bool,
+        typer.Option(
+            "--migration",
+            help="Print the table of other programs' options as Markdown, then stop. Needs no RECIPE.",
+            is_eager=True,
+            callback=_print_migration,
+        ),
     ] = False,
 ) -> None:
     """Print a recipe in full: each field with its description."""
-    from megarl.config.migration import migration_page
     from megarl.config.recipe import load, to_yaml
     from megarl.preflight import with_cache
 
-    if migration:
-        print(migration_page(), end="")
-        return
-    if recipe is None:
-        raise ConfigError("RECIPE: missing; give the YAML file of a recipe, or --migration.")
     loaded = with_notices_shown(load(recipe, overrides or ()))
     print(to_yaml(with_cache(loaded), comments=True), end="")
 
@@ -360,10 +386,11 @@ def metrics(
         ),
     ] = "",
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
+    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown page, a table per group.")] = False,
 ) -> None:
     """Print the table of all metrics: name, unit, meaning. JSON also has the module computing each."""
     from megarl.console import print_metrics
-    from megarl.tracking.metric_table import find, rows
+    from megarl.tracking.metric_table import find, metrics_markdown, rows
 
     found = [row for row in rows() if name in row.name]
     if not found and (row := find(name)) is not None:
@@ -372,6 +399,8 @@ def metrics(
         raise ConfigError(f"{name}: no metric has this text in its name; megarl metrics prints all")
     if as_json:
         print(json.dumps({row.name: {"unit": row.unit, "meaning": row.meaning, "module": row.module} for row in found}))
+    elif as_markdown:
+        print(metrics_markdown(found), end="")
     else:
         print_metrics(found)
 
