@@ -218,7 +218,7 @@ class AlgorithmConfig(Section):
         ForeignValues(reinforce_plus_plus_baseline="reinforce_ppb reinforce++_baseline",
             reinforce_plus_plus="reinforce++", grpo="group_norm")] = "grpo"  # fmt: skip
     """Advantage estimator, a name of `algorithms.advantages` (default: grpo). gae trains a critic (PPO). For your own
-    give its import path; README's "A loss or an advantage of your own" shows the signature."""
+    give its import path; launch/recipes/README.md shows the signature."""
     gamma: Annotated[float, Field(gt=0.0, le=1.0), KeywordOf("algorithm.advantage")] = 1.0
     """Discount factor per token (advantage gae)."""
     gae_lambda: Annotated[float, Field(ge=0.0, le=1.0), KeywordOf("algorithm.advantage"),
@@ -255,8 +255,8 @@ class AlgorithmConfig(Section):
         Foreign("loss_fn.type policy_loss.loss_mode loss_mode importance_sampling_level"),
         Foreign("loss_type", note="of pairs of answers: preference.loss",
             also="algorithm.aggregation")] = "clipped"  # fmt: skip
-    """Policy loss, a name of `algorithms.policy_losses` (default: clipped). For your own give its import path; README's
-    "A loss or an advantage of your own" shows the signature."""
+    """Policy loss, a name of `algorithms.policy_losses` (default: clipped). For your own give its import path;
+    launch/recipes/README.md shows the signature."""
     clip_low: Annotated[PositiveFloat, KeywordOf("algorithm.policy_loss"),
         Foreign("clip_ratio cliprange clip_eps clip_range", note="Adam's epsilon is optimizer.epsilon",
             example="algorithm.clip_low=0.2 algorithm.clip_high=0.2", also="algorithm.clip_high", RL2="actor.clip",

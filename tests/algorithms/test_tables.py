@@ -75,6 +75,6 @@ def test_names_are_those_of_the_functions(table):
     "table",
     [ADVANTAGES, ["gae"], POLICY_LOSSES, KL_ESTIMATORS, IMPORTANCE_SAMPLING, PREFERENCE_LOSSES, PRESETS, AGGREGATIONS],
 )
-def test_the_readme_names_them(table):
-    readme = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
-    assert [name for name in table if f"`{name}`" not in readme] == []
+def test_the_guide_names_them(table):
+    guide = (Path(__file__).parents[2] / "launch/recipes/README.md").read_text(encoding="utf-8")
+    assert [name for name in table if f"`{name}`" not in guide] == []

@@ -13,8 +13,6 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
-import pytest
-
 ROOT = Path(__file__).resolve().parents[2]
 NEW_FILES = {
     "a model family": '''"""Toy: Qwen3 under another name."""
@@ -276,11 +274,3 @@ def _tensors(model: Path) -> set[str]:
 
     with safe_open(model / "model.safetensors", "numpy") as stored:
         return set(stored.keys())
-
-
-@pytest.mark.parametrize("name", ["README.md", ".github/CONTRIBUTING.md", "launch/slurm/README.md"])
-def test_files_that_a_page_names_exist(name: str) -> None:
-    text = (ROOT / name).read_text(encoding="utf-8")
-    named = set(re.findall(r"`((?:megarl|tools|launch|tests|checkpoints_convert)/[\w./-]+)`", text))
-    assert named
-    assert [path for path in sorted(named) if "NAME" not in path and not (ROOT / path).exists()] == []
