@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
+import importlib
 import os
 import resource
 import signal
 import subprocess
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
@@ -32,21 +31,10 @@ from tests.tiers import FOLDERS, TIERS, needs_slurm, tier_of
 if TYPE_CHECKING:
     from megarl.testing import RankPool
 
-TOOLS = Path(__file__).resolve().parent.parent / "tools"
 INSTALLS_SLURM = "launch/test.sh --install-slurm installs Slurm (as root, by apt-get)"
 OWN_JOB = "gpu_environment"
 WATCH = pytest.StashKey[Watch]()
 _is_interrupted = False
-
-
-def load_tool(name: str) -> ModuleType:
-    """Import `tools/NAME.py`, a script outside any package."""
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, TOOLS / f"{name}.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -179,8 +167,8 @@ def no_file_may_grow() -> Callable[[], AbstractContextManager[None]]:
 
 @pytest.fixture(scope="session")
 def tool() -> Callable[[str], ModuleType]:
-    """`tool("make_tiny_model")` is that script as a module."""
-    return load_tool
+    """`tool("make_tiny_model")` is that script of `tools/` as a module."""
+    return lambda name: importlib.import_module(f"tools.{name}")
 
 
 @pytest.fixture
@@ -211,13 +199,15 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
 
     The arguments are those of `tools/make_tiny_model.py`. The folder is shared: copy it before changing it.
     """
+    from tools.make_tiny_model import make_tiny_model
+
     made: dict[tuple[tuple[str, Any], ...], Path] = {}
 
     def make(**arguments: Any) -> Path:
         key = tuple(sorted(arguments.items()))
         if key not in made:
             folder = tmp_path_factory.mktemp("tiny_model")
-            made[key] = load_tool("make_tiny_model").make_tiny_model(folder, **arguments)
+            made[key] = make_tiny_model(folder, **arguments)
         return made[key]
 
     return make

@@ -2,5 +2,5 @@
 
 Modules of functions from sizes to bytes, one for each kind: `trainer`, `activations`, `engine`. `phases` assigns the
 kinds to the phases of a run. `changes` finds changes making a recipe fit. No torch is used: inputs are config.json, the
-parallel sizes and a few numbers. `tools/check_planner.py` compares predictions with the tensors of real ranks.
+parallel sizes and a few numbers. `tools/check.py planner` compares predictions with the tensors of real ranks.
 """

@@ -8,8 +8,12 @@ from hashlib import sha256
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from tests.end_to_end.command import train
 from tests.end_to_end.recorded import metrics
+
+pytestmark = pytest.mark.end_to_end
 
 RECIPE = """
 name: experts

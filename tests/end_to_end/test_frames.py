@@ -11,8 +11,12 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from megarl.algorithms.policy_losses import POLICY_LOSSES
 from megarl.config import AlgorithmConfig
+
+pytestmark = pytest.mark.end_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = ROOT / "tests/probes/frames.py"

@@ -10,7 +10,11 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
+
 from tests.end_to_end.test_layouts import RECIPE, REWARD
+
+pytestmark = pytest.mark.end_to_end
 
 
 def test_a_step_beyond_the_limit_is_not_learnt_from(

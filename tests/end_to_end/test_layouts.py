@@ -12,6 +12,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.end_to_end
+
 REFERENCE = (1, 1, 1, 1)
 LAYOUTS = [(1, 2, 1, 2), (2, 2, 1, 2), (2, 1, 2, 4)]
 RECIPE = """

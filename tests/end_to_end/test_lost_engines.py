@@ -20,6 +20,8 @@ import pytest
 from tests.child_processes import is_alive, rank_processes
 from tests.end_to_end.recorded import unknown_metrics
 
+pytestmark = pytest.mark.end_to_end
+
 RECIPE = """
 name: run
 loop: rl

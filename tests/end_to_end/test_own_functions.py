@@ -11,6 +11,8 @@ from types import ModuleType
 
 import pytest
 
+pytestmark = pytest.mark.end_to_end
+
 RECIPE = """
 name: built_in
 loop: rl

@@ -11,6 +11,8 @@ import pytest
 from tests.end_to_end.command import train
 from tests.end_to_end.recorded import metrics, unknown_metrics
 
+pytestmark = pytest.mark.end_to_end
+
 RECIPE = """
 name: pairs
 loop: preference

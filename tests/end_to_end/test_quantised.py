@@ -7,7 +7,11 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 from tests.end_to_end.command import train
+
+pytestmark = pytest.mark.end_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 

@@ -26,7 +26,7 @@ import pytest
 from megarl.rollout.state import TIMES
 from tests.child_processes import rank_processes
 
-pytestmark = pytest.mark.timeout(7200)
+pytestmark = [pytest.mark.end_to_end, pytest.mark.timeout(7200)]
 
 STEPS, EVERY = 12, 2
 

@@ -12,9 +12,12 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import pytest
 from safetensors.numpy import load_file
 
 from megarl.rollout.state import ARRAYS, STATE, TIMES
+
+pytestmark = pytest.mark.end_to_end
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS = 4

@@ -21,6 +21,8 @@ from tests.child_processes import is_alive, rank_processes
 from tests.end_to_end.recorded import unknown_metrics
 from tests.terminal_screen import run_in_terminal, shown
 
+pytestmark = pytest.mark.end_to_end
+
 MEGARL = [sys.executable, "-m", "megarl"]
 
 

@@ -1,4 +1,4 @@
-"""Attacks on the sandbox; `tools/check_sandbox.py` has more."""
+"""Attacks on the sandbox; `tools/check.py sandbox` has more."""
 
 from __future__ import annotations
 
@@ -12,24 +12,22 @@ from typing import Any
 import pytest
 
 from megarl.sandbox.sandbox import Sandbox
-from tests.conftest import load_tool
-
-NAMES = load_tool("check_sandbox").IN_TESTS
+from tools.checks.sandbox import IN_TESTS
 
 
 @pytest.fixture(scope="module")
 def target(tool: Callable[[str], ModuleType]) -> Iterator[Any]:
-    with tool("check_sandbox").host() as made:
+    with tool("checks.sandbox").host() as made:
         yield made
 
 
 def test_there_are_attacks_enough(tool: Callable[[str], ModuleType]) -> None:
-    assert len(NAMES) >= 15 and len(tool("check_sandbox").ATTACKS) >= 55
+    assert len(IN_TESTS) >= 15 and len(tool("checks.sandbox").ATTACKS) >= 55
 
 
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize("name", IN_TESTS)
 def test_an_attack_is_contained(sandbox: Sandbox, target: Any, tool: Callable[[str], ModuleType], name: str) -> None:
-    _, fault = tool("check_sandbox").attack(sandbox, target, [name])[name]
+    _, fault = tool("checks.sandbox").attack(sandbox, target, [name])[name]
     assert fault is None
 
 
@@ -40,7 +38,7 @@ def filtered(program: str) -> str:
 
 
 def test_the_filter_alone_protects_other_processes(target: Any, tool: Callable[[str], ModuleType]) -> None:
-    check = tool("check_sandbox")
+    check = tool("checks.sandbox")
     before = target.state()
     assert [filtered(target.program(check.ATTACKS[name])) for name in check.BY_CALLS_ALONE] == [""] * 4
     assert target.state() == before
@@ -61,7 +59,7 @@ def test_files_are_changed_only_where_they_are_its_own(sandbox: Sandbox) -> None
 
 
 def test_a_breach_would_be_found(sandbox: Sandbox, target: Any, tool: Callable[[str], ModuleType]) -> None:
-    check = tool("check_sandbox")
+    check = tool("checks.sandbox")
     before = target.state()
     (target.folder / "reward.txt").write_text("1.0")
     assert target.state() != before

@@ -13,6 +13,8 @@ from typing import Any
 
 import pytest
 
+pytestmark = pytest.mark.distributed
+
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
 SMALL = ("--device", "cpu", "--shape", "small")
 

@@ -14,7 +14,7 @@ BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
     [(">= 2", True), (">= 2.1", False), ("< 2", False), ("<= 2.0", True), ("== 2", True), (None, None)],
 )
 def test_a_line_judges_the_median(tool, target, met):
-    line = tool("bench/report").metric_line(
+    line = tool("bench.report").metric_line(
         "speed",
         [3.0, 1.0, 2.0],
         "x",
@@ -29,11 +29,11 @@ def test_a_line_judges_the_median(tool, target, met):
 
 def test_an_unknown_target_is_refused(tool):
     with pytest.raises(ValueError, match="target 'about 2' must be one of"):
-        tool("bench/report").metric_line("speed", [1.0], "x", target="about 2", against="y", machine={}, versions={})
+        tool("bench.report").metric_line("speed", [1.0], "x", target="about 2", against="y", machine={}, versions={})
 
 
 def test_the_machine_is_described(tool):
-    report = tool("bench/report")
+    report = tool("bench.report")
     assert report.machine().keys() == {"processor", "cores", "memory_bytes", "gpu", "load"}
     assert report.machine()["memory_bytes"] > report.available_bytes() > 0
     assert report.versions("no-such-package").keys() == {"megarl", "torch"}

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+pytestmark = pytest.mark.distributed
+
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
 FIELDS = {"metric", "value", "unit", "target", "met", "spread", "against", "machine", "versions"}
 

@@ -8,6 +8,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.distributed
+
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
 
 

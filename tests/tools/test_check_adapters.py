@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
+from pathlib import Path
 
 import pytest
 
+from tools import check
+from tools.runs import read_lines
+
 
 @pytest.mark.distributed
-def test_reasoning_gym_trains_for_two_steps(
-    tool: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
-) -> None:
-    check = tool("check_adapters")
-    assert check.main(["--only", "reasoning_gym"]) == 0
-    _, line = capsys.readouterr().out.splitlines()
-    assert line.split()[0] == "reasoning_gym" and line.split()[-1] == "0.00"
+def test_reasoning_gym_trains_for_two_steps(tmp_path: Path) -> None:
+    assert check.main(["adapters", "--size", "small", "--json", str(tmp_path / "rows.jsonl")]) == 0
+    [row] = read_lines(tmp_path / "rows.jsonl")
+    assert row["adapter"] == "reasoning_gym" and row["errors"] == 0

@@ -5,28 +5,26 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
 
 import numpy as np
 
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.testing import RankPool
 from megarl.types import Completion, Problem, Trajectory
+from tools.checks import agents
 
 
 def test_what_is_trained_of_conversations_is_what_was_sampled(
-    tool: Callable[[str], ModuleType], tiny_model: Callable[..., Path], ranks: RankPool, tmp_path: Path
+    tiny_model: Callable[..., Path], ranks: RankPool, tmp_path: Path
 ) -> None:
-    check = tool("check_agents")
-    found = check.check(tiny_model(**check.MODEL), 100, ranks, tmp_path)
+    found = agents.check(tiny_model(**agents.MODEL), 100, ranks, tmp_path)
     assert found["met"] and found["differing"] == found["changed"] == 0 and found["gap"] <= 1e-5, found
     assert found["trajectories"] == 100 and found["turns"] > 200 and found["truncated"] > 0
     assert found["segments"] > 120, "no history was rewritten"
     assert found["gradient_norm"] > 0
 
 
-def test_a_difference_is_seen(tool: Callable[[str], ModuleType]) -> None:
-    differing = tool("check_agents").differing
+def test_a_difference_is_seen() -> None:
     completion = Completion("r", np.array([5, 6]), np.float32([-1, -2]), "stop", np.zeros(2, np.int32))
     call = ModelCall(np.array([1, 2, 3], np.int32), completion)
     [segment] = stitch([call])
@@ -35,7 +33,7 @@ def test_a_difference_is_seen(tool: Callable[[str], ModuleType]) -> None:
     def changed(**arrays: np.ndarray) -> Trajectory:
         return replace(trajectory, segments=(replace(segment, **arrays),))
 
-    assert differing(trajectory, [call]) == 0
-    assert differing(changed(token_ids=np.array([1, 2, 4, 5, 6])), [call]) == 1
-    assert differing(changed(loss_mask=np.array([False] * 4 + [True])), [call]) > 0
-    assert differing(replace(trajectory, segments=(segment, segment)), [call]) > 0
+    assert agents.differing(trajectory, [call]) == 0
+    assert agents.differing(changed(token_ids=np.array([1, 2, 4, 5, 6])), [call]) == 1
+    assert agents.differing(changed(loss_mask=np.array([False] * 4 + [True])), [call]) > 0
+    assert agents.differing(replace(trajectory, segments=(segment, segment)), [call]) > 0

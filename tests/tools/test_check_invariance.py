@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
+import numpy as np
 import pytest
 
 from megarl.testing import RankPool
+from tools.checks import invariance
 
 
 @pytest.mark.parametrize(
@@ -21,24 +22,22 @@ from megarl.testing import RankPool
     ],
 )
 def test_layouts_train_as_one_rank_does(
-    tool: Callable[[str], ModuleType], tiny_model: Callable[..., Path], ranks: RankPool, model: str, layout: str
+    tiny_model: Callable[..., Path], ranks: RankPool, model: str, layout: str
 ) -> None:
-    check = tool("check_invariance")
-    lines = list(check.check(model, tiny_model(**check.MODELS[model]), ranks, [layout]))
-    objectives = [name for name in check.OBJECTIVES if name != "balanced" or model == "moe"]
+    lines = list(invariance.check(model, tiny_model(**invariance.MODELS[model]), ranks, [layout]))
+    objectives = [name for name in invariance.OBJECTIVES if name != "balanced" or model == "moe"]
     assert [line["objective"] for line in lines] == objectives
     assert all(line["layout"] == layout and line["met"] for line in lines), lines
     assert any(line["parameter"] > 0 for line in lines), "nothing was split"
 
 
-def test_a_difference_is_seen(tool: Callable[[str], ModuleType]) -> None:
-    import numpy as np
-
+def test_a_difference_is_seen() -> None:
     before, alone = {"w": np.zeros(4, np.float32)}, {"w": np.ones(4, np.float32)}
     metrics = [{"train/loss": 2.0, "train/grad_norm": 1.0}]
-    compare = tool("check_invariance").compare
-    assert compare((metrics, alone), (metrics, alone), before)["met"]
+    assert invariance.compare((metrics, alone), (metrics, alone), before)["met"]
     other = {"w": alone["w"] + np.float32([0, 0, 0, 1e-3])}
-    line = compare((metrics, other), (metrics, alone), before)
+    line = invariance.compare((metrics, other), (metrics, alone), before)
     assert not line["met"] and line["worst_parameter"] == "w" and line["parameter"] == pytest.approx(5e-4, rel=1e-3)
-    assert not compare(([{"train/loss": 2.0, "train/grad_norm": 1.001}], alone), (metrics, alone), before)["met"]
+    assert not invariance.compare(([{"train/loss": 2.0, "train/grad_norm": 1.001}], alone), (metrics, alone), before)[
+        "met"
+    ]

@@ -1,22 +1,23 @@
-"""The smallest part of the check of judges: exact counts; how fast it is the check itself tells."""
+"""The smallest part of the check of judges: exact counts. The check itself measures the speed."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
+from pathlib import Path
 
 import pytest
 
+from tools import check
+from tools.runs import read_lines
 
-def test_counts_are_exact(tool: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = ["--completions", "128", "--no-throughput", "--timeout-seconds", "4", "--service-seconds", "0.01"]
-    assert tool("check_judge").main(arguments) == 0, capsys.readouterr().out
-    assert capsys.readouterr().out.startswith("128 completions, ")
+pytestmark = pytest.mark.end_to_end
 
 
-def test_a_server_that_never_gives_an_answer_is_refused(
-    tool: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]
-) -> None:
-    with pytest.raises(SystemExit):
-        tool("check_judge").main(["--errors", "50", "--hangs", "50", "--nonsense", "0"])
-    assert "give less than 100" in capsys.readouterr().err
+def test_counts_are_exact(tmp_path: Path) -> None:
+    assert check.main(["judge", "--size", "small", "--json", str(tmp_path / "rows.jsonl")]) == 0
+    rows = {row["measure"].strip(): row for row in read_lines(tmp_path / "rows.jsonl")}
+    assert rows["calls (server's count)"]["value"] >= 128 and rows["scores as given"]["value"] == 128
+
+
+def test_a_server_that_never_gives_an_answer_is_refused() -> None:
+    with pytest.raises(SystemExit, match="give less than 100"):
+        check.main(["judge", "--errors", "50", "--hangs", "50", "--nonsense", "0"])

@@ -1,31 +1,24 @@
-"""Engines that sample while the trainer trains against turns, at the smallest size: what is measured, and printed."""
+"""Engines that sample while the trainer trains against turns, at the smallest size: rows and their measures."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable
-from types import ModuleType
+from pathlib import Path
 
 import pytest
 
-from tests.conftest import TOOLS
+from tools import check
+from tools.runs import read_lines
 
-SMALLEST = (
-    "--steps 1 --pairs 1 --calibrations 0 --prompts 2 --samples 2 --tokens 8 --layers 1 --hidden-size 128 --no-bounds"
-)
+pytestmark = pytest.mark.distributed
 
 
-def test_both_ways_are_timed(
-    tool: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.syspath_prepend(TOOLS)
-    check = tool("check_overlap")
-    assert check.main(SMALLEST.split()) == 0
-    report = json.loads(capsys.readouterr().out)
-    assert report["prompts"] == 2
-    in_turns, ahead = (report["step_seconds"][name] for name in ("in_turns", "one_step_off"))
-    assert report["ratio"] == pytest.approx(in_turns / ahead)
-    assert report["samples_per_second"]["one_step_off"] == pytest.approx(4 / ahead)
-    longer = max(report["sampling_seconds"], report["training_seconds"])
-    assert 0 < longer < in_turns and report["step_over_longer_side"] == pytest.approx(ahead / longer)
-    assert [len(steps) for steps in report["steps_of_pairs"].values()] == [1, 1]
+def test_both_ways_are_timed(tmp_path: Path) -> None:
+    assert check.main(["overlap", "--size", "small", "--json", str(tmp_path / "rows.jsonl")]) == 0
+    turns, ahead, colocated = read_lines(tmp_path / "rows.jsonl")
+    assert (turns["way"], ahead["way"], colocated["way"]) == ("in turns", "one step ahead", "colocated")
+    assert turns["prompts"] == ahead["prompts"] == 2
+    assert ahead["speedup"] == pytest.approx(turns["step_seconds"] / ahead["step_seconds"])
+    assert ahead["samples_per_second"] == pytest.approx(4 / ahead["step_seconds"])
+    longer = max(turns["sampling_seconds"], turns["training_seconds"])
+    assert 0 < longer < turns["step_seconds"]
+    assert ahead["step_over_longer_side"] == pytest.approx(ahead["step_seconds"] / longer)

@@ -2,27 +2,22 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tests.conftest import TOOLS
+from tools import check
+from tools.checks import partial
+from tools.runs import read_lines
 
-SMALLEST = "--steps 4 --prompts 3 --samples 4 --median 12"
+pytestmark = pytest.mark.end_to_end
 
 
-def test_partial_rollouts_take_fewer_engine_steps(
-    tool: Callable[[str], ModuleType],
-    tiny_model: Callable[..., Path],
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.syspath_prepend(TOOLS)  # where ranks find the check
-    check = tool("check_partial")
-    found = asyncio.run(check.measured(check.options_of(SMALLEST.split()), tiny_model(num_layers=1), tmp_path))
-    assert found["lengths"]["max"] > 3 * found["lengths"]["median"]
-    assert found["engine_steps"]["ratio"] < 1, found
-    assert found["share_of_several_versions"] > 0 and found["largest_gap"] <= check.MOST_GAP, found
+def test_partial_rollouts_take_fewer_engine_steps(tmp_path: Path) -> None:
+    # So small a model spends its CPU seconds elsewhere. Their ratio is not asserted, and the exit code follows it.
+    check.main(["partial", "--size", "small", "--json", str(tmp_path / "rows.jsonl")])
+    rows = {row["measure"]: row for row in read_lines(tmp_path / "rows.jsonl")}
+    assert rows["max length"]["wait"] > 3 * rows["median length"]["wait"]
+    assert rows["engine_steps"]["ratio"] < 1, rows
+    assert rows["share of several versions"]["park"] > 0, rows
+    assert rows["largest difference of log-probs"]["park"] <= partial.MOST_GAP, rows

@@ -4,28 +4,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
 from megarl.testing import RankPool
+from tools.checks import planner
 
 
 @pytest.mark.parametrize("name", ["dense tp2 dp2", "dense pp2 dp2", "moe ep2 dp2 lora ppo"])
-def test_what_ranks_hold_is_what_was_planned(
-    tool: Callable[[str], ModuleType], tiny_model: Callable[..., Path], ranks: RankPool, name: str
-) -> None:
-    check = tool("check_planner")
-    lines = list(check.check(name, tiny_model(**check.MODELS[check.CASES[name].model]), ranks))
+def test_what_ranks_hold_is_what_was_planned(tiny_model: Callable[..., Path], ranks: RankPool, name: str) -> None:
+    lines = list(planner.check(name, tiny_model(**planner.MODELS[planner.CASES[name].model]), ranks))
     assert {"parameters", "gradients", "main weights", "moments", "engine weights", "KV cache", "activations"} <= {
         line["kind"] for line in lines if line["counted"]
     }
     assert all(line["met"] for line in lines), [line for line in lines if not line["met"]]
 
 
-def test_the_layouts_are_of_all_kinds(tool: Callable[[str], ModuleType]) -> None:
-    check = tool("check_planner")
-    layouts = [check.layout_of(case) for case in check.CASES.values()]
+def test_the_layouts_are_of_all_kinds() -> None:
+    layouts = [planner.layout_of(case) for case in planner.CASES.values()]
     assert len(layouts) >= 12
     for axis in ("tp", "pp", "vpp", "cp", "ep", "etp", "dp", "rollout_tp"):
         assert any(getattr(layout, axis) > 1 for layout in layouts), axis

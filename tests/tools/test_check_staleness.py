@@ -1,52 +1,37 @@
-"""What staleness costs and gains, at the smallest size: a line for each bound and correction, and the verdict."""
+"""What staleness costs and gains, at the smallest size: a row for each bound and correction, and the verdict."""
 
 from __future__ import annotations
 
-import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tests.conftest import TOOLS
-
-SMALLEST = "--staleness 1 --seeds 0 --steps 2 --prompts 2 --samples 2"
-
-
-@pytest.fixture
-def check(tool: Callable[[str], ModuleType], monkeypatch: pytest.MonkeyPatch) -> ModuleType:
-    monkeypatch.syspath_prepend(TOOLS)
-    return tool("check_staleness")
+from tools import check
+from tools.checks import staleness
+from tools.make_dataset import make_dataset
+from tools.runs import read_lines
 
 
-def test_a_bound_is_measured_with_and_without_correction(
-    check: ModuleType, tool: Callable[[str], ModuleType], tiny_model: Callable[..., Path], tmp_path: Path
-) -> None:
-    tool("make_dataset").make_dataset(tmp_path / "runs/quickstart_input/data", sft=8, train=16, heldout=4)
+@pytest.mark.distributed
+def test_a_bound_is_measured_with_and_without_correction(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    make_dataset(tmp_path / "runs/quickstart_input/data", sft=8, train=16, heldout=4)
     # In place of the student, whose training takes minutes.
-    shutil.copytree(tiny_model(num_layers=2), tmp_path / "runs" / check.START / "hf")
+    shutil.copytree(tiny_model(num_layers=2), tmp_path / "runs" / staleness.START / "hf")
     results = tmp_path / "results.jsonl"
-    assert check.main([*SMALLEST.split(), "--work", str(tmp_path), "--json", str(results)]) == 0
-    lines = [json.loads(line) for line in results.read_text().splitlines()]
-    assert [(line["staleness"], line["correction"]) for line in lines] == [(1, "tis"), (1, "none")]
-    assert all(len(line["accuracies"]) == 1 and line["samples_per_second"] > 0 for line in lines)
+    assert check.main(["staleness", "--size", "small", "--work", str(tmp_path), "--json", str(results)]) == 0
+    rows = read_lines(results)
+    assert [(row["staleness"], row["correction"]) for row in rows] == [(1, "tis"), (1, "none")]
+    assert all(len(row["accuracies"]) == 1 and row["samples_per_second"] > 0 for row in rows)
 
 
-@pytest.mark.parametrize(("one_step_off", "status"), [((0.5, 0.3), 0), ((0.3, 0.3), 1)])
-def test_one_step_off_is_held_against_the_seeds(
-    check: ModuleType,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    one_step_off: tuple[float, float],
-    status: int,
-) -> None:
-    found = {0: [0.35, 0.45], 1: [*one_step_off]}
-    lines = [
-        {"staleness": staleness, "correction": "tis", "accuracies": accuracies, "samples_per_second": 1.0}
-        for staleness, accuracies in found.items()
+@pytest.mark.parametrize(("one_step_off", "met"), [((0.5, 0.3), True), ((0.3, 0.3), False)])
+def test_one_step_off_is_held_against_the_seeds(one_step_off: tuple[float, float], met: bool) -> None:
+    accuracies = {0: (0.35, 0.45), 1: one_step_off}
+    rows = [
+        {"staleness": bound, "correction": "tis", "mean": sum(found) / 2, "least": min(found)}
+        for bound, found in accuracies.items()
     ]
-    monkeypatch.setattr(check, "measured", lambda options: lines)
-    (tmp_path / "runs" / check.START / "hf").mkdir(parents=True)
-    assert check.main(["--work", str(tmp_path)]) == status
+    staleness.judge(rows)
+    assert [row.get("met") for row in rows] == [None, met]

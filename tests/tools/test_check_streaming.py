@@ -2,22 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from types import ModuleType
+from pathlib import Path
 
 import pytest
 
+from tools import check
+from tools.runs import read_lines
 
-@pytest.mark.parametrize(("kind", "megabytes", "limit"), [("parquet", "128", "100"), ("jsonl", "48", "30")])
-def test_a_source_is_streamed(
-    tool: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str], kind: str, megabytes: str, limit: str
-) -> None:
+pytestmark = pytest.mark.end_to_end
+
+
+@pytest.mark.parametrize(("kind", "size"), [("parquet", "full"), ("jsonl", "small")])
+def test_a_source_is_streamed(tmp_path: Path, kind: str, size: str) -> None:
     if kind == "parquet":
         pytest.importorskip("pyarrow", reason="pyarrow is not installed")
-    main = tool("check_streaming").main
-    assert main(["--kind", kind, "--mb", megabytes, "--limit-mb", limit]) == 0, capsys.readouterr().out
-    assert capsys.readouterr().out.startswith(f"{megabytes} MB of {kind}, ")
+    rows = tmp_path / "rows.jsonl"
+    assert check.main(["streaming", "--size", size, "--kind", kind, "--json", str(rows)]) == 0
+    [row] = read_lines(rows)
+    assert row["kind"] == kind and row["records"] > 0 and row["wrong"] == 0
 
 
-def test_the_limit_is_held_to(tool: Callable[[str], ModuleType], capsys: pytest.CaptureFixture[str]) -> None:
-    assert tool("check_streaming").main(["--kind", "jsonl", "--mb", "2", "--limit-mb", "-1"]) == 1
+def test_the_limit_is_held_to() -> None:
+    assert check.main(["streaming", "--kind", "jsonl", "--mb", "2", "--limit-mb", "-1"]) == 1

@@ -1,4 +1,4 @@
-"""The MLflow tracker and a server that speaks its interface; `tools/check_mlflow.py` has a real one."""
+"""The MLflow tracker and a server that speaks its interface; `tools/check.py mlflow` has a real one."""
 
 from __future__ import annotations
 

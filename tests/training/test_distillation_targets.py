@@ -20,7 +20,7 @@ from megarl.rollout.weights import assign_token_weights
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import TrainingSequence
-from tools.check_invariance import cut_out, join
+from tools.checks.invariance import cut_out, join
 
 LENGTHS = [5, 9, 14, 2, 11, 7, 8, 16, 4, 13]
 TEMPERATURE, TOP_K, BETA = 0.8, 6, 0.3

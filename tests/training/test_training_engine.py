@@ -20,7 +20,7 @@ from megarl.tracking.metrics import merge, values
 from megarl.types import KeptSets, MegarlError, TrainingSequence
 from tests.rounding import MARGIN
 from tests.token_batches import by_sequence, row_batches, weighed
-from tools.check_invariance import cut_out, join
+from tools.checks.invariance import cut_out, join
 
 LENGTHS = [5, 9, 14, 2, 11, 7, 8, 16, 4, 13]
 NUM_UPDATES = 3

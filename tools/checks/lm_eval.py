@@ -1,11 +1,11 @@
-"""Have lm-evaluation-harness read an exported model, and compare its answers with those of `megarl eval`.
+"""lm-evaluation-harness reads an exported model and answers as `megarl eval` does.
 
-    python tools/check_lm_eval.py RUN_OR_MODEL RECIPE [--set NAME] [--limit 64] [--venv FOLDER]
+    python tools/check.py lm_eval RUN_OR_MODEL RECIPE [--set NAME] [--limit 64] [--venv FOLDER]
 
 The harness is installed, from the package index, into a virtual environment of its own in FOLDER, which may be there
 from before; torch and transformers are this environment's. A set of the recipe becomes a local task of the harness:
-greedy answers by transformers, with the model's chat template, and the last \\boxed{} compared as text. Exits with 1
-where fewer than --least-equal of the answers are the same text as those of megarl's engine, or are judged alike.
+greedy answers by transformers, with the model's chat template, and the last \\boxed{} compared as text. A row fails if
+fewer than --least-equal of the answers are the same text as those of megarl's engine, or are judged alike.
 """
 
 from __future__ import annotations
@@ -16,13 +16,15 @@ import json
 import os
 import subprocess
 import sys
-import sysconfig
-import venv
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
+from tools.runs import make_environment, read_lines
+
+DURATION = {"full": "5 min, with a download"}
+SMALL: dict[str, Any] = {}
 HARNESS = "lm-eval[hf]==0.4.13"
 TASK = """
 task: megarl_check
@@ -42,20 +44,6 @@ metric_list:
 - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
 metadata: {{version: 1}}
 """
-
-
-def environment(folder: Path) -> Path:
-    """The Python of the harness's environment, which is made where it is missing."""
-    python = folder / "bin/python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-        shared = subprocess.run(
-            [python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))"],
-            capture_output=True, text=True, check=True,
-        )  # fmt: skip
-        Path(shared.stdout.strip(), "shared.pth").write_text(sysconfig.get_path("purelib") + "\n")
-        subprocess.run([python, "-m", "pip", "install", "--quiet", HARNESS], check=True)
-    return python
 
 
 def by_megarl(model: Path, recipe: Path, name: str, limit: int, out: Path) -> tuple[Any, list[dict[str, Any]]]:
@@ -89,36 +77,33 @@ def by_harness(python: Path, model: Path, records: Sequence[Any], max_new_tokens
     caches = {"HF_HOME": str(folder / "home"), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
     subprocess.run(list(map(str, command)), check=True, env=os.environ | caches)
     [samples] = (folder / "harness").rglob("samples_megarl_check_*.jsonl")
-    found = [json.loads(line) for line in samples.read_text().splitlines()]
-    return sorted(found, key=lambda sample: sample["doc_id"])
+    return sorted(read_lines(samples), key=lambda sample: sample["doc_id"])
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", type=Path)
     parser.add_argument("recipe", type=Path)
     parser.add_argument("--set", default="heldout")
     parser.add_argument("--limit", type=int, default=64)
     parser.add_argument("--venv", type=Path)
     parser.add_argument("--least-equal", type=float, default=0.95)
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with TemporaryDirectory(prefix="megarl_lm_eval_") as temporary:
         folder = Path(temporary)
-        python = environment(options.venv or folder / "venv")
+        python = make_environment(options.venv or folder / "venv", [HARNESS], shares_packages=True)
         evaluation, ours = by_megarl(options.model, options.recipe, options.set, options.limit, folder / "megarl")
         max_new_tokens = evaluation.recipe.evaluation_sampling.max_new_tokens
         theirs = by_harness(python, evaluation.model, ours, max_new_tokens, folder)
     pairs = list(zip(ours, theirs, strict=True))
     same_text = sum(own["completion"].strip() == other["resps"][0][0].strip() for own, other in pairs) / len(pairs)
     same_verdict = sum(own["answer_correct"] == bool(other["exact_match"]) for own, other in pairs) / len(pairs)
-    accuracy = {
-        "megarl": sum(own["answer_correct"] for own in ours) / len(ours),
-        "lm-eval": sum(other["exact_match"] for other in theirs) / len(theirs),
+    yield {
+        "problems": len(pairs),
+        "accuracy_megarl": sum(own["answer_correct"] for own in ours) / len(ours),
+        "accuracy_lm_eval": sum(other["exact_match"] for other in theirs) / len(theirs),
+        "same_text": same_text,
+        "same_verdict": same_verdict,
+        "met": min(same_text, same_verdict) >= options.least_equal,
     }
-    shown = ", ".join(f"{name} {value:.4f}" for name, value in accuracy.items())
-    print(f"{len(pairs)} problems; accuracy: {shown}; same text {same_text:.4f}, same verdict {same_verdict:.4f}")
-    return 0 if min(same_text, same_verdict) >= options.least_equal else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,39 +1,40 @@
-"""Train each method's recipe on a tiny model and show what it learned: accuracy before and after, one line each.
-
-    python tools/check_learning.py [--only dapo --only gspo] [--json results.jsonl]
+"""Each method's recipe learns on a tiny model: accuracy before and after.
 
 First a hasty student is made, as in the quickstart: a tiny model with random weights that imitates short answers to
-arithmetic. Each method then starts from it, with the same data, seeds and steps on two CPU ranks. What learns from
-preferences is measured by the held-out pairs that it wins. Environments that megarl ships are methods here too: games
-start from a player that mostly guesses at random, tools from a student that seldom calls them. Exits with 1 if a method
-fails or gains less than its limit.
+arithmetic. Each method then starts from it, with the same data, seeds and steps on two CPU ranks. Preference methods
+are measured by the share of held-out pairs that they win. Environments that megarl ships are methods here too: games
+start from a player that mostly guesses at random, tools from a student that seldom calls them. A row per method; it
+fails if the run fails or gains less than its limit.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import subprocess
-import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+from tools.make_dataset import make_dataset
+from tools.make_play_data import make_play_data
+from tools.make_tiny_model import make_tiny_model
+from tools.make_tool_data import make_tool_data
+from tools.runs import heldout_accuracies, train
+
+DURATION = {"small": "5 min (grpo)", "full": "2 h: 30 methods of 2 to 6 min"}
+SMALL = {"only": ["grpo"]}
 LEAST_GAIN = 0.15
 LEAST_WON = 0.9
 """Share of held-out pairs."""
-ROOT = Path(__file__).resolve().parents[1]
-STUDENT = ROOT / "launch/recipes/quickstart_sft.yaml"
-RECIPES = {
-    name: ROOT / f"launch/recipes/tiny_{name}.yaml" for name in ("rl", "ppo", "lora", "preference", "reward_model")
-}
+STUDENT = "launch/recipes/quickstart_sft.yaml"
+RECIPES = {name: f"launch/recipes/tiny_{name}.yaml" for name in ("rl", "ppo", "lora", "preference", "reward_model")}
 RECIPES["sft"] = STUDENT
-RECIPES["tools"] = ROOT / "launch/recipes/tiny_tools.yaml"
-TOOL_STUDENT = ROOT / "launch/recipes/tiny_tools_sft.yaml"
+RECIPES["tools"] = "launch/recipes/tiny_tools.yaml"
+TOOL_STUDENT = "launch/recipes/tiny_tools_sft.yaml"
 BY_PAIRS = ("preference", "reward_model")
 """Recipes whose held-out accuracy is a share of pairs."""
 REWARD_MODEL = "runs/tiny_reward_model/hf"
-UNTAUGHT = ("model.path=runs/quickstart_input/model", "optimizer.learning_rate=2e-3", "train.steps=120")
+FROM_RANDOM_MODEL = ("model.path=runs/quickstart_input/model", "optimizer.learning_rate=2e-3", "train.steps=120")
 PLAYER, SEARCHER = "player", "searcher"
 """Runs of imitation that make the models with which games and searches begin."""
 PLAYER_DATA = "runs/player_input/data"
@@ -41,7 +42,7 @@ _ARITHMETIC = (
     "{operators: ['+', '-'], allow_parentheses: false, allow_negation: false, min_terms: 3, max_terms: 4, "
     "min_digits: 1, max_digits: 1}"
 )
-"""Of reasoning-gym's task, as tools/make_dataset.py has it for the student."""
+"""Settings of reasoning-gym's task, as tools/make_dataset.py has them for the student."""
 
 
 def game(name: str, *, steps: int = 32, learning_rate: float = 1e-3, **settings: int) -> tuple[str, ...]:
@@ -84,8 +85,8 @@ METHODS: dict[str, tuple[str, ...]] = {
     "dpo": ("preference",),
     "ipo": ("preference", "preference.loss=ipo"),
     # Without a reference the student's own likelihood decides, and it wins every pair before: the random model starts.
-    "simpo": ("preference", "preference.loss=simpo", "preference.beta=2", "preference.margin=1", *UNTAUGHT),
-    "orpo": ("preference", "preference.loss=orpo", *UNTAUGHT),
+    "simpo": ("preference", "preference.loss=simpo", "preference.beta=2", "preference.margin=1", *FROM_RANDOM_MODEL),
+    "orpo": ("preference", "preference.loss=orpo", *FROM_RANDOM_MODEL),
     "kto": (
         "preference", "preference.loss=kto", "data.train=runs/quickstart_input/data/judged.jsonl",
         "data.validation.heldout=runs/quickstart_input/data/heldout_judged.jsonl",
@@ -109,19 +110,6 @@ METHODS: dict[str, tuple[str, ...]] = {
 """Name to recipe and overrides of it."""
 
 
-def megarl(folder: Path, recipe: Path, *overrides: str) -> tuple[int, str]:
-    """One run in a folder: exit status and what it said."""
-    command = [sys.executable, "-m", "megarl", "train", str(recipe), *overrides]
-    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
-    return done.returncode, done.stdout + done.stderr
-
-
-def accuracies(run: Path) -> list[float]:
-    """Held-out accuracy at each evaluation of a run, in order."""
-    steps = map(json.loads, (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
-    return [value for step in steps for name, value in step.items() if name == "val/heldout/accuracy"]
-
-
 START = "quickstart_sft"
 """The run whose model a method starts with, where it is not another of those below."""
 
@@ -135,15 +123,16 @@ def start_of(name: str) -> str:
 
 def make_start(folder: Path, run: str) -> None:
     """The data and the model of one of the runs that methods start with. Raises SystemExit where that fails."""
-    words = ("--tool-words",) if run != START else ()
-    made = folder / "runs" / {START: "quickstart_input", "tiny_tools_sft": "tiny_tools_input"}.get(run, "player_input")
-    data_tool = {START: "make_dataset.py", "tiny_tools_sft": "make_tool_data.py"}.get(run, "make_play_data.py")
-    for tool, out, *flags in (
-        ("make_tiny_model.py", "model", "--num-layers", "2", "--initializer-range", "0.08", *words),
-        (data_tool, "data"),
-    ):
-        if not (made / out).is_dir():
-            subprocess.run([sys.executable, str(ROOT / "tools" / tool), "--out", str(made / out), *flags], check=True)
+    inputs, make_data = {
+        START: ("quickstart_input", make_dataset),
+        "tiny_tools_sft": ("tiny_tools_input", make_tool_data),
+    }.get(run, ("player_input", make_play_data))
+    made = folder / "runs" / inputs
+    if not (made / "model").is_dir():
+        make_tiny_model(made / "model", num_layers=2, initializer_range=0.08, tool_words=run != START)
+    if not (made / "data").is_dir():
+        write_data: Callable[[Path], Path] = make_data
+        write_data(made / "data")
     overrides = {
         PLAYER: (
             "data.validation.heldout=environment:50", "data.max_prompt_tokens=128", "rollout.environment=guess_number",
@@ -158,45 +147,40 @@ def make_start(folder: Path, run: str) -> None:
     }.get(run, ())  # fmt: skip
     if overrides:
         overrides = (f"name={run}", "model.path=runs/player_input/model", *overrides)
-    status, said = megarl(folder, TOOL_STUDENT if run in ("tiny_tools_sft", SEARCHER) else STUDENT, *overrides)
-    if status:
-        raise SystemExit(said)
+    train(TOOL_STUDENT if run in ("tiny_tools_sft", SEARCHER) else STUDENT, *overrides, folder=folder)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def check_method(folder: Path, name: str) -> dict[str, Any]:
+    """Train one method in a folder. Returns its row."""
+    recipe, *overrides = METHODS[name]
+    if any(REWARD_MODEL in override for override in overrides) and not (folder / REWARD_MODEL).is_dir():
+        train(RECIPES["reward_model"], folder=folder)
+    run_name = f"{name}-{time.strftime('%H%M%S')}"
+    try:
+        seconds = train(RECIPES[recipe], f"name={run_name}", *overrides, folder=folder)
+    except SystemExit as failure:
+        return {"method": name, "failure": str(failure), "met": False}
+    before, *_, after = heldout_accuracies(folder / "runs" / run_name)
+    return {
+        "method": name,
+        "before": before,
+        "after": after,
+        "gain": after - before,
+        "seconds": round(seconds),
+        "failure": "none",
+        "met": after - before >= LEAST_GAIN and (recipe not in BY_PAIRS or after >= LEAST_WON),
+    }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", choices=METHODS, help="check this method; repeatable")
     parser.add_argument("--work", type=Path, default=Path("runs/check_learning"), help="folder of the runs")
-    parser.add_argument("--json", type=Path, help="write one JSON object a line here")
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     options.work.mkdir(parents=True, exist_ok=True)
-    for run in dict.fromkeys(start_of(name) for name in options.only or METHODS):
-        if not (options.work / "runs" / run / "hf").is_dir():
-            make_start(options.work, run)
-    lines = []
-    print(f"{'method':22}{'before':>8}{'after':>8}{'gain':>8}{'seconds':>9}")
+    for start in dict.fromkeys(start_of(name) for name in options.only or METHODS):
+        if not (options.work / "runs" / start / "hf").is_dir():
+            make_start(options.work, start)
     for name in options.only or METHODS:
-        started = time.perf_counter()
-        run = f"{name}-{time.strftime('%H%M%S')}"
-        recipe, *overrides = METHODS[name]
-        if any(REWARD_MODEL in override for override in overrides) and not (options.work / REWARD_MODEL).is_dir():
-            megarl(options.work, RECIPES["reward_model"])
-        status, said = megarl(options.work, RECIPES[recipe], f"name={run}", *overrides)
-        seconds = time.perf_counter() - started
-        if status:
-            print(f"{name:22} failed with {status}: {said[-2000:]}")
-            lines.append({"method": name, "met": False, "status": status})
-            continue
-        before, *_, after = accuracies(options.work / "runs" / run)
-        met = after - before >= LEAST_GAIN and (recipe not in BY_PAIRS or after >= LEAST_WON)
-        lines.append({"method": name, "before": before, "after": after, "seconds": round(seconds), "met": met})
-        print(f"{name:22}{before:8.3f}{after:8.3f}{after - before:8.3f}{seconds:9.0f} {'' if met else '!'}", flush=True)
-    if options.json:
-        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    missed = sum(not line["met"] for line in lines)
-    print(f"{len(lines)} methods, {missed} below the limits (gain {LEAST_GAIN}, pairs won {LEAST_WON})")
-    return 1 if missed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        yield check_method(options.work, name)

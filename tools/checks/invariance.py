@@ -1,21 +1,16 @@
-"""Train the same batches in many layouts and compare with one rank: loss, gradient norm, every parameter.
-
-    python tools/check_invariance.py [--only tp2 --only "tp2 pp2 cp2"] [--json results.jsonl]
+"""Parallel layouts train as one rank does: loss, gradient norm and every parameter of the same batches are equal.
 
 Three steps of plain gradient descent in float32 on real ranks, on a dense and a mixture-of-experts model, for the
 supervised loss, the clipped policy loss in every aggregation, every other policy loss, one with all that may be added
 to it (KL, entropy bonus, corrected tokens), one that renormalises over what top-p and top-k kept, and one with
-conversations beside; pairs; critic and reward model; the balancing losses of experts. Gradients are clipped to one
+conversations besides; pairs; critic and reward model; the balancing losses of experts. Gradients are clipped to one
 small norm, so that every loss moves the weights equally far, and far enough to stand clear of float32's grain. A
-parameter's difference, less one rounding, counts relative to how far training moved it. Exits with 1 if a difference is
-above its limit.
+parameter's difference, less one rounding, counts relative to how far training moved it. A row per layout and loss.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -29,6 +24,10 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.testing import RankPool
 from megarl.types import KeptSets, TrainingSequence
+from tools.make_tiny_model import make_tiny_model
+
+DURATION = {"small": "1 min (four layouts of four ranks)", "full": "25 min"}
+SMALL = {"only": ["tp2 cp2", "tp2", "etp2 dp2"], "ranks": 4}
 
 LOSS_LIMIT, PARAMETER_LIMIT = 1e-5, 1e-4
 NUM_STEPS, NUM_SEQUENCES, LONGEST = 3, 24, 40
@@ -370,35 +369,14 @@ def check(
                 yield line | compare(own, alone[objective], before)
 
 
-def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = print) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", default=[], metavar="LAYOUT", help="check this layout; repeatable")
     parser.add_argument("--model", action="append", choices=MODELS, help="check this model; repeatable")
     parser.add_argument("--ranks", type=int, default=8, help="processes to start: layouts of more are left out")
-    parser.add_argument("--json", type=Path, help="write one JSON object a line here")
-    options = parser.parse_args(arguments)
-    sys.path.insert(0, str(Path(__file__).parent))
-    from make_tiny_model import make_tiny_model
 
-    show(f"{'':44}{'loss':>9}{'grad':>9}{'param':>9}   worst parameter")
-    lines: list[dict[str, Any]] = []
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as work, RankPool(options.ranks) as pool:
         for model in options.model or MODELS:
             folder = make_tiny_model(Path(work) / model, **MODELS[model])
-            for line in check(model, folder, pool, options.only):
-                lines.append(line)
-                numbers = "".join(f"{line[key]:9.1e}" for key in ("loss", "grad_norm", "parameter"))
-                place = f"{model} {line['layout']} {line['objective']}"
-                show(f"{place:44}{numbers} {' ' if line['met'] else '!'} {line['worst_parameter']}")
-    if options.json:
-        options.json.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    missed = sum(not line["met"] for line in lines)
-    show(
-        f"{len(lines)} comparisons, {missed} above the limits "
-        f"(loss and gradient {LOSS_LIMIT}, parameters {PARAMETER_LIMIT})"
-    )
-    return 1 if missed or not lines else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            yield from check(model, folder, pool, options.only)

@@ -1,10 +1,7 @@
-"""Show each rule of health with a real tiny run that breaks it, and a sound run that breaks none: one line a run.
+"""Each rule of health warns in a real tiny run that breaks it, and no rule warns in a sound run.
 
-    python tools/check_health.py [--only stuck --only hacked]
-
-Each run is a few steps of a tiny model with random weights on one CPU rank. Thresholds are the defaults
-where a run does not say otherwise. What a run shows is read from its status.json. Exits with 1 where a run does not
-show its rules.
+Each run is a few steps of a tiny model with random weights on one CPU rank. Thresholds are the defaults unless a run
+sets its own. The rules that warned are read from the run's status.json. A row per run.
 """
 
 from __future__ import annotations
@@ -12,14 +9,18 @@ from __future__ import annotations
 import argparse
 import json
 import subprocess
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.make_dataset import make_dataset
+from tools.make_tiny_model import make_tiny_model
+from tools.runs import output_end, run_python
 
+DURATION = {"small": "30 s (the run `stuck`)", "full": "4 min"}
+SMALL = {"only": ["stuck"]}
 RECIPE = """
 name: run
 loop: rl
@@ -113,63 +114,46 @@ RUNS: dict[str, tuple[tuple[str, ...], tuple[str, ...]]] = {
         ),
     ),
 }
-"""By name: the rules that a run must break, and its overrides of RECIPE."""
+"""Rules that a run must break, and its overrides of RECIPE, by name."""
 STARTS = {"noise": "hacked"}
 """Runs that begin with another run's model: only a model that is sure of its tokens can fall apart."""
 
 
-def prepare(folder: Path) -> None:
+def make_inputs(folder: Path) -> None:
     """Write recipe, graders, data and the model."""
     (folder / "recipe.yaml").write_text(RECIPE, encoding="utf-8")
     (folder / "graders.py").write_text(GRADERS, encoding="utf-8")
-    sizes = ("--num-layers", "1", "--hidden-size", "64", "--num-heads", "2", "--num-kv-heads", "2")
-    for tool, *given in (
-        ("make_tiny_model.py", "--out", "model", *sizes),
-        ("make_dataset.py", "--out", "data", "--sft", "8", "--train", "64", "--heldout", "16"),
-    ):
-        command = [sys.executable, str(ROOT / "tools" / tool), *given]
-        subprocess.run(command, cwd=folder, check=True, capture_output=True)
+    make_tiny_model(folder / "model", num_layers=1, hidden_size=64, num_heads=2, num_kv_heads=2)
+    make_dataset(folder / "data", sft=8, train=64, heldout=16)
 
 
 def train(folder: Path, name: str, *overrides: str) -> subprocess.CompletedProcess[str]:
     """Train one of RUNS, or resume it, with further overrides."""
-    command = [sys.executable, "-m", "megarl", "train", "recipe.yaml", f"name={name}", *RUNS[name][1], *overrides]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    return run_python("-m", "megarl", "train", "recipe.yaml", f"name={name}", *RUNS[name][1], *overrides, folder=folder)
 
 
-def broken(folder: Path, name: str) -> list[str]:
-    """The rules that a run broke, in order."""
+def broken_rules(folder: Path, name: str) -> list[str]:
+    """Return the rules that a run broke, in order."""
     status = json.loads((folder / "runs" / name / "status.json").read_text(encoding="utf-8"))
     return [finding["rule"] for finding in status.get("health", ())]
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", choices=RUNS, help="one of the runs; may be given several times")
     parser.add_argument("--folder", type=Path, help="keep the runs in this new folder")
-    options = parser.parse_args(arguments)
-    failed = False
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as temporary:
         folder = options.folder or Path(temporary)
         folder.mkdir(parents=True, exist_ok=True)
-        prepare(folder)
-        print(f"{'run':10} {'seconds':>7}  {'shown':5}  rules that warned")
+        make_inputs(folder)
         asked = options.only or list(RUNS)
         for name in [name for name in RUNS if name in asked or name in [STARTS.get(other) for other in asked]]:
-            began = time.monotonic()
+            started = time.monotonic()
             done = train(folder, name)
-            seconds = time.monotonic() - began
-            found = broken(folder, name) if done.returncode == 0 else []
-            wanted = RUNS[name][0]
-            is_shown = done.returncode == 0 and (set(wanted) <= set(found) if wanted else not found)
-            failed |= not is_shown
-            print(
-                f"{name:10} {seconds:7.1f}  {'yes' if is_shown else 'NO':5}  {', '.join(found) or 'none'}", flush=True
-            )
-            if done.returncode:
-                print(done.stdout + done.stderr)
-    return int(failed)
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+            seconds = time.monotonic() - started
+            expected, found = RUNS[name][0], broken_rules(folder, name) if done.returncode == 0 else []
+            met = done.returncode == 0 and (set(expected) <= set(found) if expected else not found)
+            warned = output_end(done) if done.returncode else ", ".join(found) or "none"
+            yield {"run": name, "seconds": seconds, "warned": warned, "met": met}

@@ -1,17 +1,16 @@
-"""A run whose weights go to its engines beside the next step: what its engines sampled with, and what is measured."""
+"""A run that sends weights to its engines during the next step: what its engines sampled with, and its metrics."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
-from tests.conftest import TOOLS
 from tests.end_to_end.recorded import metrics, unknown_metrics
+from tools import check
+from tools.checks import weight_overlap
 
-SMALLEST = "--steps 2 --prompts 2 --samples 8 --tokens 16 --layers 2 --hidden-size 128"
+pytestmark = pytest.mark.end_to_end
 
 
 def check_versions(rows: list[dict[str, float]]) -> None:
@@ -21,17 +20,15 @@ def check_versions(rows: list[dict[str, float]]) -> None:
 
 
 def test_engines_sample_with_each_step_s_weights_while_the_next_one_trains(
-    tool: Callable[[str], ModuleType], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path,
 ) -> None:
-    monkeypatch.syspath_prepend(TOOLS)
-    check = tool("check_sent_beside")
-    options = check.options_of(SMALLEST.split())
-    check.make_inputs(tmp_path, options)
-    rows = check.rows_of(tmp_path, "run", options, overlap=True)
+    options = check.parse("weight_overlap", check.load("weight_overlap"), ["--size", "small"])
+    weight_overlap.make_inputs(tmp_path, options)
+    rows = weight_overlap.rows_of(tmp_path, "run", options, overlap=True)
     run = tmp_path / "runs/run"
     every = metrics(run)[1:]
     assert [row["step"] for row in rows] == [3, 4] and [row["step"] for row in every] == [1, 2, 3, 4, 5]
-    # A reshard beside a step is in that step's line; the last step's engines get no weights beside anything.
+    # A reshard that overlaps a step is in that step's line. The last step's reshard overlaps none.
     assert ["time/reshard_hidden_seconds" in row for row in every] == [False, True, True, True, True]
     for row in rows:
         assert 0 <= row["time/reshard_hidden_seconds"] <= row["perf/engine_pause_seconds"]

@@ -1,10 +1,10 @@
-"""Train the tiny recipes at an earlier revision and here, and compare what they sampled and learned bit by bit.
+"""The tiny recipes sample and learn the same here as at an earlier revision, bit by bit.
 
-    python tools/check_same_weights.py HEAD~1 [--only quickstart --only tiny_lora] [--steps 3]
+    python tools/check.py same_weights HEAD~1 [--only quickstart --only tiny_lora] [--steps 3]
 
 A change that only moves or renames code leaves every hash as it is. Both sides run in float32 on two CPU ranks, with
 the recipes of their own revision (or, for one that it lacks, this checkout's), from the same random models and data,
-and with a reward that random answers earn too. Exits with 1 where a hash differs or a run fails.
+and with a reward that random answers earn too. A row per file of weights and for the completions.
 """
 
 from __future__ import annotations
@@ -16,12 +16,18 @@ import os
 import subprocess
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from safetensors import safe_open
 
-ROOT = Path(__file__).resolve().parents[1]
+from tools.make_dataset import make_dataset
+from tools.make_tiny_model import make_tiny_model
+from tools.runs import DIGITS_REWARD, ROOT, output_end, read_lines
+
+DURATION = {"small": "2 min (quickstart)", "full": "8 min"}
+SMALL = {"only": ["quickstart"], "steps": 2}
 INPUT = "runs/quickstart_input"
 DENSE, EXPERTS = f"{INPUT}/model", f"{INPUT}/experts"
 RECIPES = {
@@ -32,31 +38,18 @@ RECIPES = {
     "tiny_moe": EXPERTS,
 }
 """Recipes and the models they start from."""
-REWARD = '''"""The share of digits in an answer: a reward that differs between random answers."""
-
-from megarl.types import Reward
-
-
-def digits(completion_text: str, answer: str, *, correct_score: float) -> Reward:
-    share = sum(character.isdigit() for character in completion_text) / max(1, len(completion_text))
-    return Reward(score=share, format_valid=True, answer_correct=share > 0.5)
-'''
 
 
 def make_inputs(folder: Path) -> None:
-    """Models, data and reward in `folder`, by this checkout's tools."""
-    for tool, out, *flags in (
-        ("make_tiny_model.py", DENSE, "--num-layers", "2", "--initializer-range", "0.08"),
-        ("make_tiny_model.py", EXPERTS, "--num-layers", "2", "--initializer-range", "0.08", "--family", "qwen3_moe"),
-        ("make_dataset.py", f"{INPUT}/data", "--train", "600", "--heldout", "64", "--sft", "64"),
-    ):
-        command = [sys.executable, str(ROOT / "tools" / tool), "--out", str(folder / out), *flags]
-        subprocess.run(command, check=True, stdout=subprocess.DEVNULL)
-    (folder / "share_of_digits.py").write_text(REWARD)
+    """Write models, data and reward, by this checkout's tools."""
+    make_tiny_model(folder / DENSE, num_layers=2, initializer_range=0.08)
+    make_tiny_model(folder / EXPERTS, num_layers=2, initializer_range=0.08, family="qwen3_moe")
+    make_dataset(folder / INPUT / "data", train=600, heldout=64, sft=64)
+    (folder / "share_of_digits.py").write_text(DIGITS_REWARD)
 
 
-def run(code: Path, folder: Path, name: str, steps: int) -> str | None:
-    """Train one recipe with the code of a checkout; what it printed where it failed."""
+def train(code: Path, folder: Path, name: str, steps: int) -> str:
+    """Train one recipe with the code of a checkout. Returns an empty text, or what the run printed if it failed."""
     recipe = code / f"launch/recipes/{name}.yaml"
     if not recipe.exists():
         recipe = ROOT / f"launch/recipes/{name}.yaml"
@@ -69,11 +62,11 @@ def run(code: Path, folder: Path, name: str, steps: int) -> str | None:
     command = [sys.executable, "-m", "megarl", "train", str(recipe), *overrides]
     environment = os.environ | {"PYTHONPATH": str(code)}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    return done.stdout + done.stderr if done.returncode else None
+    return output_end(done) if done.returncode else ""
 
 
 def hashes(folder: Path) -> dict[str, str]:
-    """sha256 of each exported model of a run (names, types, values), and of what it sampled."""
+    """Return the sha256 of each exported model of a run (names, types, values), and of its completions."""
     found = {}
     for exported in sorted(folder.glob("*/*.safetensors")):
         digest = hashlib.sha256()
@@ -85,47 +78,41 @@ def hashes(folder: Path) -> dict[str, str]:
         found[f"{exported.parent.name}/{exported.name}"] = digest.hexdigest()
     completions = hashlib.sha256()
     for file in sorted(folder.glob("samples/*.jsonl")):
-        for line in file.read_text(encoding="utf-8").splitlines():
-            completions.update(json.dumps(json.loads(line)["completion"]).encode())
+        for sample in read_lines(file):
+            completions.update(json.dumps(sample["completion"]).encode())
     return found | {"completions": completions.hexdigest()}
 
 
-def compare(earlier: Path, work: Path, name: str, steps: int) -> bool:
-    """Run one recipe on both sides and print a line for each hash; whether all are equal."""
-    sides = {}
+def compare(earlier: Path, work: Path, name: str, steps: int) -> Iterator[dict[str, Any]]:
+    """Run one recipe on both sides. Yields a row for each hash."""
+    sides: dict[str, dict[str, str]] = {}
     for side, code in (("earlier", earlier), ("here", ROOT)):
         folder = work / side
         if not folder.exists():
             folder.mkdir(parents=True)
             make_inputs(folder)
-        if failure := run(code, folder, name, steps):
-            print(f"{name:16} failed {side}: {failure[-3000:]}")
-            return False
+        if failure := train(code, folder, name, steps):
+            yield {"recipe": name, "file": f"the run failed {side}: {failure}", "met": False}
+            return
         sides[side] = hashes(folder / "runs" / name)
-    for what in sorted(sides["earlier"].keys() | sides["here"].keys()):
-        one, other = (sides[side].get(what, "absent") for side in ("earlier", "here"))
-        verdict = "equal" if one == other else f"DIFFERS from {other[:16]}"
-        print(f"{name:16} {what:44} {one[:16]} {verdict}", flush=True)
-    return sides["earlier"] == sides["here"]
+    for file in sorted(sides["earlier"].keys() | sides["here"].keys()):
+        one, other = (sides[side].get(file, "absent") for side in ("earlier", "here"))
+        yield {"recipe": name, "file": f"{file:40}", "earlier": one[:16], "here": other[:16], "met": one == other}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("revision", help="commit to compare this checkout with")
     parser.add_argument("--only", action="append", choices=RECIPES, help="compare this recipe; repeatable")
     parser.add_argument("--steps", type=int, default=3, help="steps of each run")
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="megarl-same-weights-") as scratch:
         earlier, work = Path(scratch, "earlier"), Path(scratch, "work")
         git = ["git", "-C", str(ROOT), "worktree"]
         subprocess.run([*git, "add", "--quiet", "--detach", str(earlier), options.revision], check=True)
         try:
-            same = [compare(earlier, work, name, options.steps) for name in options.only or RECIPES]
+            for name in options.only or RECIPES:
+                yield from compare(earlier, work, name, options.steps)
         finally:
             subprocess.run([*git, "remove", "--force", str(earlier)], check=True)
-    print(f"{len(same)} recipes, {same.count(False)} not the same")
-    return 0 if all(same) else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

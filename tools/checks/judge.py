@@ -1,12 +1,9 @@
-"""A judge with faults: exact counts, 64 calls in flight, and the throughput that the server itself can give.
-
-    python tools/check_judge.py                      # 4,000 completions; 5 % errors, 5 % hangs, 2 % nonsense
-    python tools/check_judge.py --completions 64 --no-throughput
+"""The client of a model judge counts exactly what a faulty server counts, and uses 90 % of its throughput.
 
 Starts a server in a process of its own, with `--workers` that take `--service-seconds` for an answer each: more than
-their quotient a second it cannot give. Of the calls a share is answered with 503 or nonsense, or never. Fails where a
-count of the client differs from the server's own. Fails too where the server never saw 64 calls at once, or where the
-first nine tenths of the completions were scored at less than 90 % of the server's limit.
+their quotient a second it cannot give. A share of the calls is answered with 503 or nonsense, or never. Rows compare
+the client's counts with the server's, scores with those that were given, calls in flight with 64, and the throughput of
+the first nine tenths of the completions with 90 % of the server's limit.
 """
 
 from __future__ import annotations
@@ -20,8 +17,8 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
-from pathlib import Path
+from collections.abc import Iterator
+from typing import Any
 
 from aiohttp import web
 
@@ -29,7 +26,10 @@ from megarl.config import RewardConfig
 from megarl.rewards.calling import Sample
 from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_process import worker_settings
+from tools.runs import ROOT
 
+DURATION = {"small": "20 s (counts only)", "full": "1 min"}
+SMALL = {"completions": 128, "throughput": False, "timeout_seconds": 4.0, "service_seconds": 0.01}
 IN_FLIGHT = 64
 
 
@@ -114,10 +114,10 @@ async def score_all(
     return [score for score, _ in found], [why for _, why in found], pool.metrics(), most / (ends[most - 1] - started)
 
 
-def check(given: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
-    """Print what was counted. Returns what is wrong."""
-    command = [sys.executable, str(Path(__file__).resolve()), *arguments, "--serve"]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as process:
+def check(given: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Score all completions by a server of its own."""
+    server = [sys.executable, "-m", "tools.checks.judge", json.dumps(vars(given), default=str)]
+    with subprocess.Popen(server, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT) as process:
         assert process.stdin and process.stdout
         try:
             port = int(process.stdout.readline())
@@ -127,33 +127,29 @@ def check(given: argparse.Namespace, arguments: Sequence[str]) -> list[str]:
             counts = Counter(json.loads(process.stdout.readline()))
         finally:
             process.kill()
-    told = {name.removeprefix("reward/judge/"): int(value) for name, value in metrics.items()}
-    wrong = [
-        f"{name}: the client counted {told[name]}, the server {counts[name]}"
-        for name in ("calls", "errors", "timeouts", "parse_errors", "prompt_tokens")
-        if told[name] != counts[name]
-    ]
+    counted = {name.removeprefix("reward/judge/"): int(value) for name, value in metrics.items()}
+    for name in ("calls", "errors", "timeouts", "parse_errors", "prompt_tokens"):
+        yield compare(f"{name} (server's count)", counted[name], counts[name], counted[name] == counts[name])
     expected = [0.0 if why or number % 3 == 0 else 1.0 for number, why in enumerate(failures)]
-    if scores != expected:
-        wrong.append("scores are not those that the judge gave")
-    faults = told["errors"] + told["timeouts"] + told["parse_errors"]
-    if faults != told["retries"] + sum(why is not None for why in failures):
-        wrong.append(f"{faults} calls without a score are not {told['retries']} retries and the failures {failures}")
-    if given.throughput and counts["most_in_flight"] < min(IN_FLIGHT, given.completions):
-        wrong.append(f"{counts['most_in_flight']} calls were in flight at once, less than {IN_FLIGHT}")
-    limit = given.workers / given.service_seconds
-    kinds = ", ".join(f"{told[name]} {name}" for name in ("errors", "timeouts", "parse_errors", "retries"))
-    print(f"{given.completions} completions, {told['calls']} calls, {kinds}; {counts['most_in_flight']} in flight")
+    num_equal = sum(score == other for score, other in zip(scores, expected, strict=True))
+    yield compare("scores as given", num_equal, given.completions, scores == expected)
+    faults = counted["errors"] + counted["timeouts"] + counted["parse_errors"]
+    answered = counted["retries"] + sum(why is not None for why in failures)
+    yield compare("faults (retries and failures)", faults, answered, faults == answered)
+    at_once, least = counts["most_in_flight"], min(IN_FLIGHT, given.completions)
+    yield compare("calls in flight, at least", at_once, least, at_once >= least or not given.throughput)
     # A call that the server answers with nonsense takes one of its workers as well.
     share = given.nonsense / (100 - given.errors - given.hangs)
-    print(f"{throughput:.0f} completions/s, {throughput / (limit * (1 - share)):.0%} of the server's limit")
-    if given.throughput and throughput < 0.9 * limit * (1 - share):
-        wrong.append(f"{throughput:.0f} completions a second are less than 90 % of {limit * (1 - share):.0f}")
-    return wrong
+    least_throughput = 0.9 * given.workers / given.service_seconds * (1 - share)
+    is_fast = throughput >= least_throughput or not given.throughput
+    yield compare("completions a second, at least", throughput, least_throughput, is_fast)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def compare(measure: str, value: float, expected: float, met: bool) -> dict[str, Any]:
+    return {"measure": f"{measure:30}", "value": value, "expected": expected, "met": met}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--completions", type=int, default=4000)
     parser.add_argument("--workers", type=int, default=12)
     parser.add_argument("--service-seconds", type=float, default=0.06)
@@ -163,19 +159,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--hangs", type=float, default=5.0, help="percent of calls")
     parser.add_argument("--nonsense", type=float, default=2.0, help="percent of calls")
     parser.add_argument("--throughput", action=argparse.BooleanOptionalAction, default=True, help="check it too")
-    parser.add_argument("--serve", action="store_true", help=argparse.SUPPRESS)
-    arguments = sys.argv[1:] if arguments is None else arguments
-    given = parser.parse_args(arguments)
-    if given.errors + given.hangs + given.nonsense >= 100:
-        parser.error("--errors, --hangs and --nonsense together leave no call with an answer; give less than 100")
-    if given.serve:
-        asyncio.run(serve(given))
-        return 0
-    wrong = check(given, arguments)
-    for text in wrong:
-        print(f"wrong: {text}")
-    return bool(wrong)
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    if options.errors + options.hangs + options.nonsense >= 100:
+        raise SystemExit("--errors, --hangs and --nonsense together leave no call with an answer; give less than 100")
+    yield from check(options)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    asyncio.run(serve(argparse.Namespace(**json.loads(sys.argv[1]))))

@@ -1,12 +1,10 @@
-"""Sample random conversations of several turns with the real engine, and check what the trainer is given of them.
+"""Conversations of several turns: every sampled token is trained once, in its context, and nothing else counts.
 
-    python tools/check_agents.py [--trajectories 1000]
-
-Random turns, replies (users' and tools', with special tokens written out), tools, truncated turns, and histories that a
-template rewrites. Checked: every sampled token is trained in exactly one place, after exactly the prompt that the
-engine was sent (0 differ); the trainer's log-probs of sampled tokens are the engine's within 1e-5 nats in float32; and
-loss and gradient stay equal in every bit when log-probs, advantages and weights of all other tokens are scrambled.
-Exits with 1 if anything differs.
+Samples random conversations with the real engine: random turns, replies (users' and tools', with special tokens written
+out), tools, truncated turns, and histories that a template rewrites. Checked: every sampled token is trained in exactly
+one place, after exactly the prompt that the engine was sent; the trainer's log-probs of sampled tokens are the engine's
+within 1e-5 nats in float32; loss and gradient stay equal in every bit when log-probs, advantages and weights of all
+other tokens are scrambled.
 """
 
 from __future__ import annotations
@@ -14,9 +12,8 @@ from __future__ import annotations
 import argparse
 import asyncio
 import copy
-import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -39,6 +36,10 @@ from megarl.rollout.stitch import ModelCall
 from megarl.rollout.weights import assign_token_weights
 from megarl.testing import RankPool
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory
+from tools.make_tiny_model import make_tiny_model
+
+DURATION = {"small": "30 s", "full": "4 min"}
+SMALL = {"trajectories": 100}
 
 GAP_LIMIT = 1e-5
 MODEL: dict[str, Any] = {"num_layers": 2, "vocab_size": 433, "tie_word_embeddings": False, "initializer_range": 0.1}
@@ -259,24 +260,11 @@ def check(folder: Path, count: int, pool: RankPool, logs: Path) -> dict[str, Any
     }
 
 
-def main(arguments: Sequence[str] | None = None, show: Callable[[str], None] = print) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--trajectories", type=int, default=1000)
-    options = parser.parse_args(arguments)
-    sys.path.insert(0, str(Path(__file__).parent))
-    from make_tiny_model import make_tiny_model
 
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as work, RankPool(1) as pool:
         folder = make_tiny_model(Path(work) / "model", **MODEL)
-        found = check(folder, options.trajectories, pool, Path(work))
-    show(
-        f"{found['trajectories']} trajectories, {found['turns']} turns, {found['segments']} segments, "
-        f"{found['truncated']} truncated, {found['sampled']} tokens sampled"
-    )
-    show(f"{found['differing']} differ; largest gap of log-probs {found['gap']:.1e} nats (limit {GAP_LIMIT})")
-    show(f"{found['changed']} of loss and gradients changed by other tokens' numbers; loss {found['loss']:.4f}")
-    return 0 if found["met"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        yield check(folder, options.trajectories, pool, Path(work))

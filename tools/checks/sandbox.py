@@ -1,11 +1,10 @@
-"""Programs that attack the sandbox: each must be contained, leave the host as it was, and get the reward 0.
+"""90 programs that attack the sandbox are contained: the host stays as it was, the reward is 0; a run takes 40 ms.
 
-    python tools/check_sandbox.py               # all, on all layers of this machine; then speed
-    python tools/check_sandbox.py --without namespaces
-    python tools/check_sandbox.py --without namespaces landlock --only "kill by a pipe's owner"
+    python tools/check.py sandbox                # all, on all layers of this machine; then speed
+    python tools/check.py sandbox --without namespaces landlock --only "kill by a pipe's owner"
 
-A program prints BREACH where it got what it must not have. Prints a line for each and fails where one was not
-contained, a file, setting, socket or process of the host has changed, or a run took more than 40 ms of CPU time.
+A program prints BREACH if it got what it must not have. A row per attack; it fails if the attack was not contained or a
+file, setting, socket or process of the host has changed. The last row fails if a run takes more than 40 ms of CPU time.
 """
 
 from __future__ import annotations
@@ -24,10 +23,12 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from megarl.rewards.code import code
 from megarl.sandbox.sandbox import Outcome, Ran, Sandbox, SandboxSettings
 
+DURATION = {"small": "30 s (the attacks that tests make)", "full": "2 min"}
 CPU_SECONDS = 0.9
 WALL_SECONDS = 10.0
 SLOWEST_SECONDS = 20.0
@@ -224,9 +225,10 @@ IN_TESTS = (
     "fake pass and exit", "new user namespace", "mount", "become root", "su", "sysctl", "core dump",
     "memory of earlier runs", "thread bomb", "kill by a pipe's owner",
 )  # fmt: skip
-"""Those that the tests run, too."""
+"""Attacks that the tests make, too."""
+SMALL = {"only": list(IN_TESTS), "runs": 20}
 BY_CALLS_ALONE = ("kill the host's", "kill by a pipe's owner", "signals of a pipe", "datagram from a pair, abstract")
-"""Those that the filter of system calls contains without any other layer."""
+"""Attacks that the filter of system calls contains without any other layer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -396,31 +398,33 @@ def rate(num_sandboxes: int, runs: int, without: Sequence[str]) -> float:
     return num_sandboxes * runs / seconds
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", nargs="*", choices=list(ATTACKS), default=list(ATTACKS), help="attacks to run")
     parser.add_argument("--without", nargs="*", default=[], help="layers to leave out")
     parser.add_argument("--runs", type=int, default=200, help="runs to measure the speed with")
-    given = parser.parse_args()
-    sandbox = Sandbox(settings(given.without), _without=given.without)
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    sandbox = Sandbox(settings(options.without), _without=options.without)
     with contextlib.closing(sandbox), host() as target:
         sandbox.start()
         assert sandbox.found is not None
-        print("layers:", ", ".join(sorted(sandbox.found.active)))
-        found = attack(sandbox, target, given.only)
-        cpu, in_turn = speed(sandbox, given.runs)
-    for name, (ran, fault) in found.items():
-        print(f"{'FAIL' if fault else 'ok':4}  {name:26} {ran.outcome:8} {ran.cpu_seconds:6.2f} s CPU  {fault or ''}")
-    failed = [name for name, (_, fault) in found.items() if fault]
-    together = rate(os.cpu_count() or 1, given.runs, given.without)
-    print(
-        f"{len(found) - len(failed)} of {len(found)} contained; {1000 * cpu:.1f} ms of CPU a run, {in_turn:.0f} runs a "
-        f"second one after the other, {together:.0f} with {os.cpu_count()} sandboxes on {os.cpu_count()} cores"
-    )
-    if 1000 * cpu > MAX_CPU_MILLISECONDS:
-        failed.append(f"a run takes more than {MAX_CPU_MILLISECONDS:g} ms of CPU time")
-    return 1 if failed else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        for name in options.only:
+            ran, fault = attack(sandbox, target, [name])[name]
+            yield {
+                "attack": f"{name:30}",
+                "outcome": ran.outcome,
+                "cpu_seconds": ran.cpu_seconds,
+                "fault": fault or "none",
+                "met": fault is None,
+            }
+        cpu_seconds, per_second = speed(sandbox, options.runs)
+    layers = ", ".join(sorted(sandbox.found.active))
+    together = rate(os.cpu_count() or 1, options.runs, options.without)
+    yield {
+        "attack": "none: speed",
+        "outcome": f"{per_second:.0f} runs/s, {together:.0f} with {os.cpu_count()} sandboxes",
+        "cpu_seconds": cpu_seconds,
+        "fault": f"layers: {layers}",
+        "met": 1000 * cpu_seconds <= MAX_CPU_MILLISECONDS,
+    }

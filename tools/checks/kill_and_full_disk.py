@@ -1,11 +1,9 @@
-"""Kill a tiny run again and again, resume it on a full disk, then with room: nothing may be lost, weights bit-equal.
+"""A run that is killed again and again, and resumed on a full disk, loses nothing and ends with bit-equal weights.
 
-    .venv/bin/python -m tools.check_kill_and_full_disk [--kills 10] [--seed 1]
-
-The run's folder is on a small tmpfs of its own, which needs root; call it from the repository. Every second kill
-(SIGKILL, of the driver or of a rank) comes during a save. After each, the disk is filled and `--resume` must end with
-74 and leave every checkpoint, and metrics and samples up to the newest one, as they were. Prints a line a kill and
-exits with 1 at the first fault. Takes several minutes.
+The run's folder is on a small tmpfs of its own, which needs root. Every second kill (SIGKILL, of the driver or of a
+rank) comes during a save. After each, the disk is filled: `--resume` must end with 74 and leave every checkpoint, and
+metrics and samples up to the newest one, as they were. A row per kill; the last row compares weights, optimizer,
+metrics and samples with those of an undisturbed run.
 """
 
 from __future__ import annotations
@@ -16,35 +14,39 @@ import os
 import random
 import signal
 import subprocess
-import sys
 import tempfile
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 from tests.child_processes import rank_processes
 from tests.end_to_end.test_resume import EVERY, RECIPE, REWARD, STEPS, Runs, assert_bit_equal, await_moment
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 
+DURATION = {"small": "2 min (two kills)", "full": "10 min"}
+SMALL = {"kills": 2}
 DISK_MIB = 2048
 """Nodes with less than a gigabyte left are refused."""
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kills", type=int, default=10, help="how often the run is killed")
     parser.add_argument("--seed", type=int, default=1, help="decides whom and when")
-    arguments = parser.parse_args()
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory(prefix="megarl_kill_") as name:
         disk = Path(name)
         subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={DISK_MIB}m", "tmpfs", disk], check=True)
         try:
-            check(disk, arguments.kills, random.Random(arguments.seed))
+            yield from check(disk, options.kills, random.Random(options.seed))
         finally:
             subprocess.run(["umount", "--lazy", disk], check=True)
 
 
-def check(disk: Path, num_kills: int, moments: random.Random) -> None:
+def check(disk: Path, num_kills: int, moments: random.Random) -> Iterator[dict[str, Any]]:
     """Run undisturbed, then killed; compare."""
     runs = Runs(disk)
     make_dataset(disk / "data", sft=8, train=64, heldout=8)
@@ -52,21 +54,29 @@ def check(disk: Path, num_kills: int, moments: random.Random) -> None:
     model = make_tiny_model(disk / "model", num_layers=2)
     (disk / "recipe.yaml").write_text(RECIPE.format(model=model, steps=STEPS, every=EVERY))
     runs.train("recipe.yaml")
-    print("kill  victim   during save  at step  saved   full disk      lost", flush=True)
     for number in range(num_kills):
         victim, during_save = moments.choice(["driver", "rank 0", "rank 1"]), number % 2 == 1
         kill(runs, victim, 1 + number * STEPS // num_kills, during_save, moments)
-        step, saved = runs.status("killed")["step"], runs.checkpoints("killed")[-1:]
         code, lost = resume_on_full_disk(runs)
-        print(
-            f"{number + 1:4}  {victim:8} {during_save!s:12} {step:7}  {saved}  ended {code}  {lost or 'nothing'}",
-            flush=True,
-        )
-        if code != 74 or lost:
-            sys.exit(1)
+        met = code == 74 and not lost
+        yield {
+            "victim": victim,
+            "during_save": str(during_save),
+            "step": runs.status("killed")["step"],
+            "saved": runs.checkpoints("killed")[-1:],
+            "exit_code": code,
+            "lost": ", ".join(lost) or "nothing",
+            "met": met,
+        }
+        if not met:
+            return
     runs.train("recipe.yaml", "name=killed", "--resume", "cluster.max_restarts=100")
-    assert_bit_equal(runs.run("killed"), runs.run("whole"))
-    print("weights, optimizer, metrics and samples are bit-equal to those of the undisturbed run")
+    try:
+        assert_bit_equal(runs.run("killed"), runs.run("whole"))
+    except AssertionError as error:
+        yield {"victim": "compared", "lost": str(error), "met": False}
+    else:
+        yield {"victim": "compared", "lost": "nothing", "met": True}
 
 
 def kill(runs: Runs, victim: str, last: int, during_save: bool, moments: random.Random) -> None:
@@ -113,7 +123,3 @@ def contents(run: Path) -> dict[str, bytes]:
         if step <= last:
             found[f"metrics.jsonl step {step}"] = line
     return found
-
-
-if __name__ == "__main__":
-    main()

@@ -1,23 +1,19 @@
-"""Partial rollouts against waiting for the longest completion, on lengths whose longest is ten times the median.
+"""Partial rollouts need at most 1/1.3 of the engine steps and CPU seconds of waiting for the longest completion.
 
-    python tools/check_partial.py [--steps 10] [--prompts 4] [--samples 4] [--median 100] [--hidden-size 512]
-
-Both sample the same completions for as many steps: lengths are given, log-normal, of each problem and attempt. Weights
-change after every step. Prints engine steps and CPU seconds (engine and driver) for each sample that a step was given,
-and how far log-probs are from those under the weights that each token's version names; what partial rollouts have under
-way at the end is charged to them. Exits with 1 where they need more than 1/1.3 of the engine steps or of the CPU
-seconds of waiting, or where a log-prob is off by more than 1e-5.
+Lengths are given, log-normal, of each problem and attempt; the longest is ten times the median. Both ways sample the
+same completions for the same number of steps. Weights change after every step. Engine steps and CPU seconds (engine and
+driver) are counted per sample that a step was given; requests that partial rollouts have under way at the end are
+charged to them. The last row fails if a log-prob differs by more than 1e-5 from the one under the weights that the
+token's version names.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -42,9 +38,13 @@ from megarl.rollout.pool import EnginePool
 from megarl.rollout.source import Source
 from megarl.rollout.state import RLState
 from megarl.types import Problem, Request, Reward, SamplingSettings, Trajectory
+from tools.make_tiny_model import make_tiny_model
+
+DURATION = {"small": "30 s", "full": "10 min"}
+SMALL = {"steps": 4, "prompts": 3, "samples": 4, "median": 12, "hidden_size": 128, "layers": 1}
 
 LONGEST = 10
-"""Times the median: one attempt in a hundred."""
+"""Length of the longest attempts over the median: one attempt in a hundred."""
 PROMPT_TOKENS = 64
 NUM_PROBLEMS = 128
 MOST_RATIO = 1 / 1.3
@@ -192,7 +192,7 @@ async def measured(options: argparse.Namespace, model_path: Path, logs: Path) ->
         prompt = tuple(encode(tokenizer, render(tokenizer, messages, generation_prompt=True)))
         problems.append(Problem(index, messages, prompt, "7"))
     ranks = await LocalGroup(1).start(
-        "check_partial:Engine",
+        "tools.checks.partial:Engine",
         {"model_path": str(model_path), "context_tokens": LONGEST * options.median + PROMPT_TOKENS},
         log_folder=logs,
         environment={"OMP_NUM_THREADS": "1"},
@@ -213,10 +213,7 @@ async def measured(options: argparse.Namespace, model_path: Path, logs: Path) ->
     }
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    from make_tiny_model import make_tiny_model
-
-    options = options_of(arguments)
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as folder:
         model_path = make_tiny_model(
             f"{folder}/model",
@@ -225,9 +222,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
             num_layers=options.layers,
         )
         report = asyncio.run(measured(options, model_path, Path(folder, "logs")))
-    print(json.dumps(report, indent=2))
-    most = max(report["engine_steps"]["ratio"], report["cpu_seconds"]["ratio"])
-    return 0 if most <= MOST_RATIO and report["largest_gap"] <= MOST_GAP else 1
+    for measure in ("engine_steps", "cpu_seconds"):
+        found = report[measure]
+        yield {"measure": measure, **found, "limit": MOST_RATIO, "met": found["ratio"] <= MOST_RATIO}
+    for measure in ("median", "mean", "max"):
+        wait, park = (report[name][measure] for name in ("lengths", "parked_lengths"))
+        yield {"measure": f"{measure} length", "wait": wait, "park": park}
+    yield {"measure": "share of several versions", "park": report["share_of_several_versions"]}
+    gap = report["largest_gap"]
+    yield {"measure": "largest difference of log-probs", "park": gap, "limit": MOST_GAP, "met": gap <= MOST_GAP}
 
 
 def _lengths(trajectories: Sequence[Trajectory]) -> dict[str, float]:
@@ -239,8 +242,7 @@ def _versions(trajectory: Trajectory) -> list[int]:
     return [int(v) for segment in trajectory.segments for v in segment.weight_versions[segment.loss_mask]]
 
 
-def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=10)
     parser.add_argument("--prompts", type=int, default=4)
     parser.add_argument("--samples", type=int, default=4)
@@ -248,8 +250,3 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--oversampling", type=float, default=2.0, help="of partial rollouts")
     parser.add_argument("--hidden-size", type=int, default=512)
     parser.add_argument("--layers", type=int, default=6)
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

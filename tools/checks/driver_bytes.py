@@ -1,11 +1,9 @@
-"""Count the bytes that a step of RL sends through the driver, for a large mixture of experts with router replay.
-
-    python tools/check_driver_bytes.py [--samples 512] [--tokens 8192] [--dp 8] [--limit-gb 1]
+"""A step of RL sends at most a gigabyte through the driver, for a large mixture of experts with router replay.
 
 Builds a step's trajectories with synthetic lengths, and pickles what the driver receives and sends: requests and
-completions, the rows of log-probs and of the update, their results. No model is needed. Beside it, the same with the
-routed experts inside: what they would add to completions and to rows if they passed through the driver, once for every
-tensor-parallel rank. Exits with 1 above the limit.
+completions, the rows of log-probs and of the update, their results. No model is needed. The last row shows what the
+routed experts would add if they passed through the driver: in once, and out to each tensor-parallel rank with forward
+and update.
 """
 
 from __future__ import annotations
@@ -13,8 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import pickle
-import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -30,8 +27,10 @@ from megarl.rollout.stitch import ModelCall, stitch
 from megarl.tracking.metrics import Sum
 from megarl.types import Completion, ExpertsHandle, Problem, Request, Reward, SamplingSettings, Trajectory
 
+DURATION = {"small": "1 s", "full": "10 s"}
+SMALL = {"samples": 32, "tokens": 2000, "dp": 2}
 NUM_LAYERS, TOP_K = 48, 8
-"""Of Qwen3-30B-A3B."""
+"""Those of Qwen3-30B-A3B."""
 SAMPLES_PER_PROMPT, PROMPT_TOKENS = 16, 512
 
 
@@ -110,32 +109,30 @@ async def step(groups: list[list[Trajectory]], ranks: CountingRanks, row_tokens:
     return len(batch.token_ids)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--samples", type=int, default=512, help="completions of the step")
     parser.add_argument("--tokens", type=int, default=8192, help="mean tokens of prompt and completion")
     parser.add_argument("--dp", type=int, default=8, help="data-parallel replicas")
     parser.add_argument("--tp", type=int, default=4, help="tensor-parallel ranks of a replica")
     parser.add_argument("--limit-gb", type=float, default=1.0, help="more than this is a failure")
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     ranks = CountingRanks(ParallelConfig(tp=options.tp, pp=1, dp=options.dp, rollout_tp=options.tp))
     groups = sampled(options.samples, options.tokens, ranks)
     longest = max(len(segment) for group in groups for t in group for segment in t.segments)
     num_tokens = asyncio.run(step(groups, ranks, max(longest, 2 * options.tokens)))
-    total = 0
-    print(f"{options.samples} samples, {num_tokens} tokens, dp {options.dp}, tp {options.tp}")
-    print(f"{'call':14} {'sent MB':>10} {'received MB':>12}")
     for call in ("advance", "policy.forward", "policy.update"):
-        print(f"{call:14} {ranks.sent[call] / 1e6:10.1f} {ranks.received[call] / 1e6:12.1f}")
-        total += ranks.sent[call] + ranks.received[call]
-    print(f"{'all':10} {total / 1e9:.3f} GB through the driver")
-    experts = num_tokens * NUM_LAYERS * TOP_K * 2
-    print(
-        f"routed experts, {experts / 1e9:.2f} GB, stay on the ranks; through the driver they would come in once and go "
-        f"out with forward and update to every rank of a replica: {experts * (1 + 2 * options.tp) / 1e9:.1f} GB"
-    )
-    return 0 if total <= options.limit_gb * 1e9 else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+        yield {
+            "call": call,
+            "sent_mb": ranks.sent[call] / 1e6,
+            "received_mb": ranks.received[call] / 1e6,
+            "tokens": num_tokens,
+        }
+    sent, received = (sum(counts.values()) / 1e6 for counts in (ranks.sent, ranks.received))
+    met = sent + received <= options.limit_gb * 1e3
+    yield {"call": "all", "sent_mb": sent, "received_mb": received, "tokens": num_tokens, "met": met}
+    experts = num_tokens * NUM_LAYERS * TOP_K * 2 / 1e6
+    yield {
+        "call": "routed experts", "sent_mb": 2 * options.tp * experts, "received_mb": experts, "tokens": num_tokens,
+    }  # fmt: skip

@@ -1,12 +1,10 @@
-"""Engines that sample while the trainer trains, against the same ranks in turns: samples a second, and the step's time.
-
-    python tools/check_overlap.py [--steps 8] [--pairs 2] [--prompts 8] [--samples 8] [--tokens 128]
+"""Engines that sample while the trainer trains: at least 1.5 times the samples a second of the same ranks in turns.
 
 Two ranks train on one core, two sample on another. Before anything is compared, the number of prompts is chosen so that
-sampling and training take about as long. Then runs at rollout.max_staleness 1 and 0 alternate. Prints samples a second
-of both, the steps' seconds beside those of the two sides, and what the same work takes colocated on two ranks and both
-cores, without a bound. Exits with 1 where one step off makes less than 1.5 times the samples a second, or a step of it
-takes more than 1.2 times the longer side.
+sampling and training take about as long. Then runs at rollout.max_staleness 1 and 0 alternate. Rows give the seconds of
+a step, of its two sides and samples a second: in turns, one step ahead, and colocated on two ranks and both cores,
+which has no bound. One step ahead fails below 1.5 times the samples a second of turns, or if its step takes more than
+1.2 times the longer side.
 """
 
 from __future__ import annotations
@@ -20,21 +18,24 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from statistics import median
 from typing import Any
 
-from make_dataset import make_dataset
-from make_tiny_model import make_tiny_model
+from tools.make_dataset import make_dataset
+from tools.make_tiny_model import make_tiny_model
+from tools.runs import read_metrics
 
+DURATION = {"small": "1 min (two steps, without bounds)", "full": "15 min"}
+SMALL = dict(steps=1, pairs=1, calibrations=0, prompts=2, samples=2, tokens=8, layers=1, hidden_size=128, bounds=False)
 LEAST_RATIO = 1.5
 MOST_STEP = 1.2
-"""Times the longer of sampling and training."""
+"""Bound on a step's seconds over those of the longer of sampling and training."""
 NUM_TRAINERS = 2
 WARM_STEPS = 2
-"""Steps that no time is taken of: a run's first, and that in which sampling ahead begins."""
+"""Steps that are not measured: a run's first, and the one in which sampling ahead begins."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,9 +44,9 @@ class Timing:
 
     step: float
     sampling: float
-    """How long the trainer waited for samples: in a run of turns all of sampling."""
+    """Time that the trainer waited for samples. In a run of turns this is all of sampling."""
     training: float
-    """All else but the reshard and what is only done at the end."""
+    """All other work, without the reshard and the end of the run."""
 
 
 def pin(process: subprocess.Popen[bytes]) -> None:
@@ -74,7 +75,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def timed(folder: Path, name: str, options: argparse.Namespace, prompts: int, steps: int, **rollout: Any) -> Timing:
-    """One run of so many steps."""
+    """Train one run."""
     is_separate = rollout.get("placement") == "separate"
     recipe = {
         "name": name, "loop": "rl", "model": {"path": "model", "dtype": "float32"},
@@ -95,30 +96,25 @@ def timed(folder: Path, name: str, options: argparse.Namespace, prompts: int, st
             pin(process)
         if process.wait():
             raise SystemExit((folder / f"{name}.log").read_text(encoding="utf-8")[-3000:])
-    rows = [json.loads(line) for line in (folder / "runs" / name / "metrics.jsonl").read_text().splitlines()]
-    rows = [row for row in rows if row["step"] > WARM_STEPS]
+    rows = [row for row in read_metrics(folder / "runs" / name) if row["step"] > WARM_STEPS]
 
-    def of(*names: str) -> float:
+    def median_seconds(*names: str) -> float:
         return median(sum(row.get(f"time/{name}_seconds", 0.0) for name in names) for row in rows)
 
-    return Timing(of("step"), of("rollout"), of("logprobs", "advantages", "train"))
+    training = median_seconds("logprobs", "advantages", "train")
+    return Timing(median_seconds("step"), median_seconds("rollout"), training)
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    options = options_of(arguments)
-    with tempfile.TemporaryDirectory() as place:
-        folder = Path(place)
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
         make_tiny_model(folder / "model", num_layers=options.layers, hidden_size=options.hidden_size)
         make_dataset(folder / "data")
-        report = measured(folder, options)
-    print(json.dumps(report, indent=2))
-    if not options.bounds:
-        return 0
-    return 0 if report["ratio"] >= LEAST_RATIO and report["step_over_longer_side"] <= MOST_STEP else 1
+        yield from compare(folder, options)
 
 
-def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
-    """Both ways of the same ranks in turn, and colocated."""
+def compare(folder: Path, options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """Train both ways on the same ranks alternately, and colocated, in a folder with model and data."""
     separate = {"placement": "separate", "ranks": 2}
     prompts = options.prompts
     for attempt in range(options.calibrations):
@@ -133,25 +129,29 @@ def measured(folder: Path, options: argparse.Namespace) -> dict[str, Any]:
                 timed(folder, name, options, prompts, WARM_STEPS + options.steps, max_staleness=staleness, **separate)
             )
     colocated = timed(folder, "colocated", options, prompts, WARM_STEPS + options.steps)
-    in_turns, ahead = (median(timing.step for timing in runs[staleness]) for staleness in (0, 1))
-    sampling, training = (median(getattr(timing, side) for timing in runs[0]) for side in ("sampling", "training"))
-    samples = prompts * options.samples
-    return {
-        "prompts": prompts,
-        "samples_per_second": {
-            "in_turns": samples / in_turns, "one_step_off": samples / ahead, "colocated": samples / colocated.step,
-        },
-        "ratio": in_turns / ahead,
-        "step_seconds": {"in_turns": in_turns, "one_step_off": ahead, "colocated": colocated.step},
-        "sampling_seconds": sampling,
-        "training_seconds": training,
-        "step_over_longer_side": ahead / max(sampling, training),
-        "steps_of_pairs": {name: [timing.step for timing in runs[n]] for n, name in enumerate(("in_turns", "ahead"))},
-    }  # fmt: skip
+    medians = {
+        name: Timing(*(median(getattr(timing, side) for timing in timings) for side in Timing.__slots__))
+        for name, timings in (("in turns", runs[0]), ("one step ahead", runs[1]), ("colocated", [colocated]))
+    }
+    in_turns, samples = medians["in turns"], prompts * options.samples
+    longer_side = max(in_turns.sampling, in_turns.training)
+    for name, timing in medians.items():
+        row: dict[str, Any] = {
+            "way": name,
+            "prompts": prompts,
+            "samples_per_second": samples / timing.step,
+            "step_seconds": timing.step,
+            "sampling_seconds": timing.sampling,
+            "training_seconds": timing.training,
+            "speedup": in_turns.step / timing.step,
+            "step_over_longer_side": timing.step / longer_side,
+        }
+        if name == "one step ahead" and options.bounds:
+            row["met"] = row["speedup"] >= LEAST_RATIO and row["step_over_longer_side"] <= MOST_STEP
+        yield row
 
 
-def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--pairs", type=int, default=2)
     parser.add_argument("--calibrations", type=int, default=2, help="runs that choose the number of prompts")
@@ -161,8 +161,3 @@ def options_of(arguments: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=4)
     parser.add_argument("--hidden-size", type=int, default=256)
     parser.add_argument("--no-bounds", dest="bounds", action="store_false", help="only measure")
-    return parser.parse_args(arguments)
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,10 +1,7 @@
-"""Stream a data source of some size and measure how much memory that takes, in a process of its own.
+"""Reading a source of data with `data.streaming` takes at most 100 MB above the start, whatever its size.
 
-    python tools/check_streaming.py [--mb 128] [--kind jsonl|parquet] [--limit-mb 100] [--rows-kb 64]
-
-Writes so many megabytes of records, in row groups of 256 MB where they are Parquet, reads and checks all of them once
-as a run with data.streaming does, and takes some in a shuffled order. Exits with 1 where the peak memory of that is
-more than the limit above the start, or a record is not what was written.
+Writes records, in row groups of 256 MB if they are Parquet. A process of its own reads and checks all of them once, as
+a run does, and takes some in a shuffled order. The row fails above the limit, or if a record is not what was written.
 """
 
 from __future__ import annotations
@@ -13,22 +10,21 @@ import argparse
 import hashlib
 import json
 import random
-import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from importlib import import_module
 from itertools import islice
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
+from tools.runs import output_end, run_python
+
+DURATION = {"small": "5 s", "full": "20 s; --mb 20000 takes minutes"}
+SMALL = {"kind": "jsonl", "mb": 48, "limit_mb": 30.0}
 _NUM_TAKEN = 64
 _ROWS_AT_ONCE = 16
-_CHILD = (
-    "import json, runpy, sys; sys.path[:] = json.loads(sys.argv[1]); sys.argv = sys.argv[2:]; "
-    "runpy.run_path(sys.argv[0], run_name='__main__')"
-)
-"""A process of its own, which begins with nothing of this one's but where modules are found."""
 _ROW_GROUP_BYTES = 256 << 20
 
 
@@ -59,7 +55,7 @@ def write(path: Path, num_bytes: int, row_bytes: int) -> None:
 
 
 def read(path: Path) -> dict[str, float]:
-    """Read the source as a run does; the peak memory above the start, in bytes, and the records."""
+    """Read the source as a run does. Returns the peak memory above the start, and counts of the records."""
     from megarl.data.records import Record, read_records
     from megarl.data.streamed import Streamed
 
@@ -90,31 +86,26 @@ def _peak_bytes() -> int:
     return int(next(line for line in lines if line.startswith("VmHWM")).split()[1]) << 10
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mb", type=int, default=128)
     parser.add_argument("--kind", choices=["jsonl", "parquet"], default="parquet")
     parser.add_argument("--limit-mb", type=float, default=100.0)
     parser.add_argument("--rows-kb", type=int, default=64)
     parser.add_argument("--folder", type=Path, help="where the source is written; default: a temporary folder")
-    parser.add_argument("--read", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args(arguments)
-    if options.read:
-        print(json.dumps(read(options.read)))
-        return 0
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with TemporaryDirectory(dir=options.folder) as folder:
-        path = Path(folder) / f"data.{options.kind}"
+        path = Path(folder).absolute() / f"data.{options.kind}"
         write(path, options.mb * 10**6, options.rows_kb << 10)
-        command = [sys.executable, "-c", _CHILD, json.dumps(sys.path), __file__, "--read", str(path)]
-        done = subprocess.run(command, capture_output=True, text=True, check=True)
+        # A process of its own: its peak memory is that of reading alone.
+        done = run_python("-m", "tools.checks.streaming", path)
+        if done.returncode:
+            raise SystemExit(output_end(done))
         found = json.loads(done.stdout)
-        print(
-            f"{path.stat().st_size / 1e6:.0f} MB of {options.kind}, {found['records']:.0f} records: "
-            f"{found['peak_mb']:.0f} MB above the start at most, {found['megabytes_per_second']:.0f} MB a second, "
-            f"{found['wrong']:.0f} wrong"
-        )
-    return int(found["peak_mb"] > options.limit_mb or found["wrong"] > 0)
+        met = found["peak_mb"] <= options.limit_mb and found["wrong"] == 0
+        yield {"kind": options.kind, "megabytes": path.stat().st_size / 1e6, **found, "met": met}
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    print(json.dumps(read(Path(sys.argv[1]))))

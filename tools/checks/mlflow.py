@@ -1,10 +1,8 @@
-"""Have a real MLflow server take a run from the tracker, and read it back with MLflow's own client.
+"""A real MLflow server takes a run from the tracker, and MLflow's own client reads back what was logged.
 
-    python tools/check_mlflow.py [--venv FOLDER]
-
-MLflow is installed, from the package index, into a virtual environment of its own in FOLDER, which may be there from
+MLflow is installed, from the package index, into a virtual environment of its own in --venv, which may be there from
 before: its pins exclude vLLM's. The run has 1,200 metrics a step and is resumed once; its recipe's texts have quotation
-marks and letters beyond ASCII. Exits with 1 where the client reads anything else than was logged.
+marks and letters beyond ASCII. A row per kind of record; it fails if the client reads anything else than was logged.
 """
 
 from __future__ import annotations
@@ -18,8 +16,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-import venv
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -27,7 +24,10 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.tracking.mlflow import MLflow
+from tools.runs import make_environment
 
+DURATION = {"full": "1 min, and a download"}
+SMALL: dict[str, Any] = {}
 PACKAGE = "mlflow==3.17.2"
 EXPERIMENT = "it's an \N{GREEK SMALL LETTER ALPHA}"
 PROMPT = "\N{SNOWMAN} 'single' \"double\""
@@ -42,16 +42,6 @@ history = client.get_metric_history(run.info.run_id, "reward/mean")
 read = {"status": run.info.status, "params": run.data.params, "metrics": run.data.metrics}
 print(json.dumps({**read, "reward": [(entry.step, entry.value) for entry in history]}))
 """
-
-
-def environment(folder: Path) -> Path:
-    """The Python of MLflow's environment, which is made where it is missing."""
-    python = folder / "bin/python"
-    if not python.exists():
-        venv.create(folder, with_pip=True)
-    if subprocess.run([python, "-c", "import mlflow"], capture_output=True).returncode:
-        subprocess.run([python, "-m", "pip", "install", "--quiet", PACKAGE], check=True)
-    return python
 
 
 @contextmanager
@@ -102,37 +92,31 @@ def log_run(folder: Path) -> None:
         tracker.close()
 
 
-def faults(read: dict[str, Any]) -> list[str]:
-    """What was read otherwise than it was logged."""
+def compare(read: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Compare what the client read with what was logged."""
     expected: dict[str, Any] = {
         "status": "FINISHED",
         "reward": [[1, 0.25], [2, 0.5]],
         "metrics": {"reward/mean": 0.5, **{f"many/{number}": 2.0 for number in range(NUM_METRICS)}},
+        "system prompt": PROMPT,
     }
-    found = [f"{name}: {read[name]!r:.200}" for name, value in expected.items() if read[name] != value]
-    if (prompt := read["params"].get("data.system_prompt")) != PROMPT:
-        found.append(f"data.system_prompt: {prompt!r}")
-    return found
+    read |= {"system prompt": read["params"].get("data.system_prompt")}
+    for name, value in expected.items():
+        met = read[name] == value
+        yield {"record": name, "read": "as logged" if met else f"{read[name]!r:.200}", "met": met}
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--venv", type=Path)
-    options = parser.parse_args(arguments)
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     with TemporaryDirectory(prefix="megarl_mlflow_") as temporary:
         folder = Path(temporary)
-        python = environment(options.venv or folder / "venv")
+        python = make_environment(options.venv or folder / "venv", [PACKAGE])
         with served(python, folder) as address:
             os.environ |= {"MLFLOW_TRACKING_URI": address, "MLFLOW_EXPERIMENT_NAME": EXPERIMENT}
             log_run(folder / "small")
             command = [python, "-c", READ, address, EXPERIMENT]
             done = subprocess.run(command, capture_output=True, text=True, check=True)
-    read = json.loads(done.stdout.splitlines()[-1])
-    for fault in faults(read):
-        print(f"wrong: {fault}")
-    print(f"{len(read['params'])} parameters and {len(read['metrics'])} metrics read by MLflow's client")
-    return bool(faults(read))
-
-
-if __name__ == "__main__":
-    sys.exit(main())
+    yield from compare(json.loads(done.stdout.splitlines()[-1]))
