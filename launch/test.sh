@@ -45,4 +45,5 @@ lint-imports
 # engine's memory would be taken for another's.
 workers=()
 command -v nvidia-smi >/dev/null || workers=(-n 3 --dist loadfile --no-loadscope-reorder)
-pytest "${workers[@]}" --tier "$tier" "${arguments[@]}"
+[ "$tier" = all ] || arguments=(-m "$tier" "${arguments[@]}")
+pytest "${workers[@]}" "${arguments[@]}"

@@ -23,16 +23,18 @@ import pytest
 
 from megarl.files.private_folder import PrivateFolder
 from megarl.platform.imports import uncollected
-from megarl.processes.fork_server import end_fork_servers
+from megarl.processes.fork_server import ForkServer, end_fork_servers
 from megarl.processes.shared_fork_servers import shared_fork_servers
 from tests.session_watch import Watch
-from tests.tiers import FOLDERS, TIERS, needs_slurm, tier_of
 
 if TYPE_CHECKING:
     from megarl.testing import RankPool
 
 INSTALLS_SLURM = "launch/test.sh --install-slurm installs Slurm (as root, by apt-get)"
 OWN_JOB = "gpu_environment"
+TIERS = ("end_to_end", "cluster", "distributed", "types", "fast")
+"""Markers, each test has one. A test without one has the tier that its fixtures declare, by using one of the fixtures
+`cluster_tier` and `distributed_tier`, or else `fast`. The fixtures' first in this order counts."""
 WATCH = pytest.StashKey[Watch]()
 _is_interrupted = False
 
@@ -40,7 +42,6 @@ _is_interrupted = False
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--kills", type=int, default=3, help="how often the run of end_to_end/test_resume.py is killed")
     parser.addoption("--leftover-seconds", type=float, default=20.0, help="how long processes may take to end at last")
-    parser.addoption("--tier", choices=["all", *TIERS], default="all", help="which tests are run: tests/tiers.py")
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -65,29 +66,16 @@ def pytest_collection() -> Generator[None, object, object]:
         return (yield)
 
 
-def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
-    """Read no folder whose tests are all of another tier than the one that is asked for."""
-    asked = config.getoption("--tier")
-    is_folder = collection_path.parent == Path(__file__).parent
-    is_of_another = is_folder and FOLDERS.get(collection_path.name, asked) != asked
-    return True if asked != "all" and is_of_another else None
-
-
 @pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Give each test the marker of its tier, and keep those of the tier that is asked for."""
+    """Give each test the marker of its tier, before `-m` chooses among them."""
     for item in items:
-        if needs_slurm(item):
-            item.add_marker("slurm")
-        item.add_marker(tier_of(item))
+        if not any(item.get_closest_marker(tier) for tier in TIERS):
+            fixtures = getattr(item, "fixturenames", ())
+            item.add_marker(next((tier for tier in TIERS if f"{tier}_tier" in fixtures), "fast"))
     if hasattr(config, "workerinput"):
         _put_long_files_first(items)
     _leave_out_own_jobs(config, items)
-    asked = config.getoption("--tier")
-    left_out = [item for item in items if asked != "all" and item.get_closest_marker(asked) is None]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.get_closest_marker(asked)]
 
 
 def _put_long_files_first(items: list[pytest.Item]) -> None:
@@ -144,6 +132,31 @@ def nothing_is_left(pytestconfig: pytest.Config) -> Iterator[None]:
         pytest.fail("this run of the tests has left:\n" + "\n".join(left), pytrace=False)
 
 
+@pytest.fixture(autouse=True)
+def fast_tests_start_no_ranks(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A test of the fast tier that starts a rank fails."""
+    if not request.node.get_closest_marker("fast"):
+        return
+    fork = ForkServer.fork
+
+    def fork_no_rank(server: ForkServer, name: str, *arguments: Any, **options: Any) -> Any:
+        if name.startswith("megarl rank"):
+            pytest.fail("a test of the fast tier starts ranks: mark it as distributed, end_to_end or cluster")
+        return fork(server, name, *arguments, **options)
+
+    monkeypatch.setattr(ForkServer, "fork", fork_no_rank)
+
+
+@pytest.fixture(scope="session")
+def distributed_tier() -> None:
+    """Tests whose fixtures use this one have the tier `distributed`."""
+
+
+@pytest.fixture(scope="session")
+def cluster_tier() -> None:
+    """Tests whose fixtures use this one have the tier `cluster`."""
+
+
 @pytest.fixture
 def num_kills(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--kills")
@@ -184,7 +197,7 @@ def cuda_factories(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture(scope="session")
-def ranks() -> Iterator[RankPool]:
+def ranks(distributed_tier: None) -> Iterator[RankPool]:
     """Four processes that live as long as the session; `ranks.run(function, ..., world_size=2)` uses two of them."""
     # Whoever starts no ranks goes without torch, as does the process that hands the tests to others.
     from megarl.testing import RankPool

@@ -12,6 +12,8 @@ import yaml
 
 from megarl.tracking.earlier_run import SCHEMA
 
+pytestmark = pytest.mark.end_to_end
+
 HEAVY = ("torch", "transformers", "vllm", "megatron", "numpy", "omegaconf", "pydantic")
 
 

@@ -16,6 +16,8 @@ import pytest
 from tests.child_processes import start_with_default_signals
 from tests.session_watch import MARK, marked_processes
 
+pytestmark = pytest.mark.distributed
+
 PROBES = Path(__file__).with_name("probes")
 
 

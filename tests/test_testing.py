@@ -11,6 +11,8 @@ import torch.distributed as dist
 from megarl.cluster.worker_group import RankFailedError
 from megarl.testing import RankPool
 
+pytestmark = pytest.mark.distributed
+
 
 @dataclass
 class Share:

@@ -161,6 +161,7 @@ def add(copy: Path, what: str, file: str, name: str, table_file: str) -> None:
     listed.write_text(text)
 
 
+@pytest.mark.end_to_end
 def test_additions_touch_what_contributing_says(
     tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
 ) -> None:

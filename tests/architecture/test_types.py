@@ -5,6 +5,10 @@ from __future__ import annotations
 import subprocess
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.types
+
 ROOT = Path(__file__).resolve().parents[2]
 
 

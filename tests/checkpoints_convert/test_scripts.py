@@ -7,6 +7,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import pytest
+
+pytestmark = pytest.mark.distributed
+
 FOLDER = Path(__file__).resolve().parent.parent.parent / "checkpoints_convert"
 
 

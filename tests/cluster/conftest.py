@@ -16,7 +16,7 @@ def own_fork_servers(monkeypatch):
 
 
 @pytest.fixture
-def worker_module(monkeypatch):
+def worker_module(monkeypatch, distributed_tier):
     """Ranks import `probe` as the driver does."""
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 

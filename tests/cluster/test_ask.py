@@ -13,7 +13,7 @@ from megarl.types import PeerLostError
 from tests.child_processes import is_alive
 from tests.cluster.started import started
 
-pytestmark = pytest.mark.usefixtures("worker_module", "nothing_left")
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("worker_module", "nothing_left")]
 
 PATIENCE_SECONDS = 60.0
 """A call that waits for one which never comes fails after so long."""

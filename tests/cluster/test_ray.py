@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from ray.cluster_utils import Cluster
 
 ray = pytest.importorskip("ray", reason="needs Ray: launch/setup.sh ray")
-pytestmark = [pytest.mark.timeout(3600), pytest.mark.filterwarnings("ignore")]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600), pytest.mark.filterwarnings("ignore")]
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPE = """

@@ -27,6 +27,8 @@ from megarl.types import DataError, PeerLostError
 from tests.child_processes import is_alive
 from tests.cluster.lateness import see_who_is_late
 
+pytestmark = pytest.mark.distributed
+
 BENCH = Path(__file__).resolve().parents[2] / "tools" / "bench"
 
 

@@ -19,7 +19,7 @@ from megarl.cluster.worker_group import PartOfRun, RankFailedError, RankLostErro
 from megarl.types import PeerLostError
 
 KEY = b"k" * 32
-pytestmark = pytest.mark.usefixtures("worker_module")
+pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("worker_module")]
 
 
 async def group(size: int, first: int, logs: Path, num_ranks: int = 4, key: bytes = KEY) -> LocalGroup:

@@ -28,11 +28,17 @@ from tests.cluster.local_slurm import MEGARL, ROOT, Cluster
 from tests.cluster.losing import SCENES
 from tests.test_session_watch import end_pytest
 
-needs_slurm = pytest.mark.skipif(
+_skip_without_slurm = pytest.mark.skipif(
     shutil.which("sbatch", path=f"{os.environ['PATH']}:/usr/sbin") is None,
     reason="needs Slurm and munge: apt-get install --no-install-recommends slurm-wlm munge",
 )
 pytestmark = pytest.mark.timeout(7200)
+
+
+def needs_slurm(test: Callable[..., None]) -> Callable[..., None]:
+    """Mark a test of the tier `cluster` that is left out on a machine without Slurm."""
+    return pytest.mark.cluster(pytest.mark.slurm(_skip_without_slurm(test)))
+
 
 RECIPE = """
 name: job

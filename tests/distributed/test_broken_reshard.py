@@ -27,6 +27,8 @@ from megarl.platform import device
 from megarl.reshard.staging import SharedSlots
 from megarl.types import PeerLostError
 
+pytestmark = pytest.mark.distributed
+
 LAYOUT = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1, rollout_ranks=2)
 
 

@@ -17,6 +17,8 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.platform import device
 
+pytestmark = pytest.mark.distributed
+
 LAYOUT = ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1, rollout_ranks=2)
 VERSIONS = (2, 3, 4, 5, 6)
 

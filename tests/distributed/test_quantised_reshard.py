@@ -18,6 +18,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.testing import RankPool
 from tests.distributed.updates import update
 
+pytestmark = pytest.mark.distributed
+
 QWEN3 = {
     "family": "qwen3", "num_layers": 2, "hidden_size": 192, "num_heads": 8, "num_kv_heads": 4, "head_dim": 32,
     "intermediate_size": 448,

@@ -18,6 +18,8 @@ from megarl.config.parallel import ParallelConfig
 from megarl.testing import RankPool
 from tests.distributed.updates import update
 
+pytestmark = pytest.mark.distributed
+
 MODELS = {
     "qwen3 kv below tp, tied, odd vocabulary": dict(family="qwen3", num_kv_heads=1, vocab_size=433),
     "qwen3 kv equal tp, untied": dict(family="qwen3", num_kv_heads=2, tie_word_embeddings=False),

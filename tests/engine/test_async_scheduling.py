@@ -274,6 +274,7 @@ def by_default(model_path: str) -> list[bool | str]:
     return [*found, str(caught.value)]
 
 
+@pytest.mark.distributed
 def test_the_default_is_what_vllm_has_and_gains_something(model_path) -> None:
     with RankPool(1) as own:  # part of an engine is left behind
         [(plain, recorded, vetoed, error)] = own.run(by_default, model_path)

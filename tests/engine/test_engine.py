@@ -487,6 +487,7 @@ def test_a_share_of_the_gpu_that_leaves_no_cache_is_named(ranks) -> None:
     assert error.startswith("rollout.gpu_memory_utilization = 0.25: too small for one sequence of 128 tokens")
 
 
+@pytest.mark.distributed
 def test_what_vllm_refuses_is_told_as_a_fault_of_the_recipe(model_path) -> None:
     with RankPool(1) as own:  # half an engine is left behind
         (found,) = own.run(refusals, model_path, world_size=1)

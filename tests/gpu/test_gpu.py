@@ -191,6 +191,7 @@ def fp8_against_the_loader(folder: str, quantization: str, vllm: dict[str, Any])
         pytest.param("qwen3_moe", "fp8_per_channel", {}, id="experts by channel"),
     ],
 )
+@pytest.mark.distributed
 def test_fp8_weights_are_what_vllms_loader_makes(
     family: str, quantization: str, vllm: dict[str, Any], tiny_model: Callable[..., Path]
 ) -> None:
@@ -242,6 +243,7 @@ def learnt_in_fp8(model: Path, folder: Path) -> dict[str, Any]:
     return found
 
 
+@pytest.mark.distributed
 def test_training_in_fp8_is_training(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """Gradients are those of bfloat16 up to FP8's rounding; a checkpoint has no pickle that would be loaded."""
     pytest.importorskip("transformer_engine.pytorch")

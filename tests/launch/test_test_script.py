@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from tests import tiers
+from tests.conftest import TIERS
 
 ROOT = Path(__file__).resolve().parents[2]
 PROBE = ROOT / "tests/probes/without_slurm.py"
@@ -56,7 +56,7 @@ def test_nothing_of_the_system_is_installed_unasked(checkout: Path) -> None:
         "ruff check .",
         "ruff format --check .",
         "lint-imports ",
-        f"pytest {WORKERS} --tier all tests/data -x",
+        f"pytest {WORKERS} tests/data -x",
     ]
     [told] = done.stdout.splitlines()
     assert "the tests marked slurm are left out" in told and "--install-slurm" in told
@@ -66,68 +66,62 @@ def test_slurm_is_installed_where_that_is_asked_for(checkout: Path) -> None:
     done, called = run(checkout, "--tier", "fast", "--install-slurm", "-k", "a or b")
     assert done.returncode == 0, done.stderr
     install = next(line for line in called if line.startswith("apt-get install"))
-    assert "slurm-wlm munge" in install and called[-1] == f"pytest {WORKERS} --tier fast -k a or b"
+    assert "slurm-wlm munge" in install and called[-1] == f"pytest {WORKERS} -m fast -k a or b"
 
 
 @pytest.mark.parametrize("arguments", [["--tier", "quick"], ["--tier=quick"], ["-x", "--tier"], ["--tier="]])
 def test_an_unknown_tier_is_told_before_anything_starts(checkout: Path, arguments: list[str]) -> None:
     done, called = run(checkout, *arguments)
     assert (done.returncode, called) == (2, [])
-    assert all(tier in done.stderr for tier in ("all", *tiers.TIERS)) and len(done.stderr.splitlines()) == 1
+    assert all(tier in done.stderr for tier in ("all", *TIERS)) and len(done.stderr.splitlines()) == 1
 
 
-@pytest.mark.parametrize("tier", tiers.TIERS)
+@pytest.mark.parametrize("tier", TIERS)
 def test_every_tier_is_one_of_the_script_s(checkout: Path, tier: str) -> None:
-    assert run(checkout, f"--tier={tier}")[1][-1] == f"pytest {WORKERS} --tier {tier}"
+    assert run(checkout, f"--tier={tier}")[1][-1] == f"pytest {WORKERS} -m {tier}"
 
 
-def pytest_of_the_probe(*arguments: str) -> list[str]:
+def run_probe(*arguments: str) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", str(PROBE), *arguments]
-    environment = {**os.environ, "PYTEST_ADDOPTS": ""}
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout.splitlines()
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, env={**os.environ, "PYTEST_ADDOPTS": ""})
 
 
+@pytest.mark.end_to_end
 @pytest.mark.parametrize(
-    ("arguments", "names"),
+    ("marker", "names"),
     [
-        (["--tier=fast"], ["test_of_nothing"]),
-        (["--tier=distributed"], ["test_of_ranks"]),
-        (["-m", "end_to_end"], ["test_that_says_so"]),
-        (["-m", "cluster and slurm"], ["test_of_slurm"]),
+        ("fast", ["test_has_neither", "test_starts_ranks_without_a_marker"]),
+        ("distributed", ["test_uses_ranks"]),
+        ("end_to_end", ["test_is_marked"]),
+        ("cluster and slurm", ["test_needs_slurm"]),
     ],
 )
-def test_a_tier_is_known_by_what_a_test_uses(arguments: list[str], names: list[str]) -> None:
-    lines = pytest_of_the_probe("--collect-only", *arguments)
-    assert [line.rpartition("::")[2] for line in lines if "::" in line] == names
+def test_a_tier_is_a_marker_of_the_test_or_declared_by_its_fixtures(marker: str, names: list[str]) -> None:
+    done = run_probe("--collect-only", "-m", marker)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert [line.rpartition("::")[2] for line in done.stdout.splitlines() if "::" in line] == names
 
 
+@pytest.mark.end_to_end
+def test_the_fast_tier_starts_no_ranks() -> None:
+    done = run_probe("-m", "fast")
+    assert done.returncode == 1 and "a test of the fast tier starts ranks: mark it as" in done.stdout, done.stdout
+    assert "1 failed, 1 passed, 3 deselected" in done.stdout, done.stdout
+
+
+@pytest.mark.end_to_end
 def test_the_last_lines_say_how_slurm_is_installed() -> None:
-    *_, reason, remedy, closing = pytest_of_the_probe("--tier=cluster")
+    done = run_probe("-m", "cluster")
+    assert done.returncode == 0, done.stdout + done.stderr
+    *_, reason, remedy, closing = done.stdout.splitlines()
     assert reason == "1 test: needs Slurm and munge"
     assert remedy.startswith("for those marked slurm: launch/test.sh --install-slurm")
-    assert closing.startswith("1 skipped, 3 deselected in")
+    assert closing.startswith("1 skipped, 4 deselected in")
 
 
 def test_every_test_is_of_one_tier(request: pytest.FixtureRequest) -> None:
     for item in request.session.items:
-        assert len([tier for tier in tiers.TIERS if item.get_closest_marker(tier)]) == 1, item.nodeid
-
-
-def test_a_folder_that_is_left_out_has_no_tests_of_another_tier(request: pytest.FixtureRequest) -> None:
-    for item in request.session.items:
-        tier = tiers.FOLDERS.get(tiers.folder_of(item))
-        assert tier is None or item.get_closest_marker(tier) is not None, item.nodeid
-
-
-def test_the_tables_name_what_there_is() -> None:
-    files = list((ROOT / "tests").rglob("*.py"))
-    assert tiers.FILES.keys() <= {path.name for path in files}
-    defined = {name for path in files for name in re.findall(r"^ *def (\w+)\(", path.read_text(), re.MULTILINE)}
-    assert {*tiers.TESTS, *tiers.FIXTURES} <= defined
-    folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir()}
-    assert tiers.FOLDERS.keys() <= folders
+        assert len([tier for tier in TIERS if item.get_closest_marker(tier)]) == 1, item.nodeid
 
 
 def test_ci_calls_the_test_command_of_the_readme() -> None:

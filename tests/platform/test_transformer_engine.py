@@ -49,6 +49,7 @@ for name in ("megarl.models.configuration", "megarl.training.training_engine", "
     assert [line.startswith(told) for line in done.stdout.splitlines()] == [True] * 3, done.stdout
 
 
+@pytest.mark.distributed
 def test_nodes_and_doctor_report_it(broken: dict[str, str]) -> None:
     code = "from megarl.platform.transformer_engine import import_fault; print(import_fault())"
     done = subprocess.run([sys.executable, "-c", code], env=broken, capture_output=True, text=True, timeout=120)

@@ -1,23 +1,34 @@
-"""Not collected by itself: of its tests, one needs a Slurm that is not there and one starts ranks."""
+"""Tests of every tier, for tests of the tiers: one needs Slurm, one starts ranks although it is of the fast tier."""
 
 import pytest
 
 from megarl.testing import RankPool
 
 
+def answer() -> int:
+    return 7
+
+
+@pytest.mark.cluster
+@pytest.mark.slurm
 @pytest.mark.skipif(True, reason="needs Slurm and munge")
-def test_of_slurm() -> None:
+def test_needs_slurm() -> None:
     raise AssertionError
 
 
-def test_of_ranks() -> None:
-    RankPool(1).close()
+def test_uses_ranks(ranks: RankPool) -> None:
+    assert ranks.run(answer, world_size=1)
 
 
 @pytest.mark.end_to_end
-def test_that_says_so() -> None:
-    RankPool(1).close()
-
-
-def test_of_nothing() -> None:
+def test_is_marked() -> None:
     pass
+
+
+def test_has_neither() -> None:
+    pass
+
+
+def test_starts_ranks_without_a_marker() -> None:
+    with RankPool(1) as pool:
+        pool.run(answer)

@@ -18,7 +18,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(scope="module")
-def group(model_path: str, runner: asyncio.Runner) -> Iterator[WorkerGroup]:
+def group(model_path: str, runner: asyncio.Runner, distributed_tier: None) -> Iterator[WorkerGroup]:
     """Two engines with the module's `model_path`, for all tests that leave them as they were."""
     context = engines(model_path, 2)
     group = runner.run(context.__aenter__())

@@ -29,7 +29,7 @@ def model_path(tiny_model: Callable[..., Path]) -> str:
 
 
 @pytest.fixture(scope="module")
-def group(model_path: str, runner: asyncio.Runner) -> Iterator[WorkerGroup]:
+def group(model_path: str, runner: asyncio.Runner, distributed_tier: None) -> Iterator[WorkerGroup]:
     """One engine."""
     context = engines(model_path, 1, recompute_kv=False)
     yield runner.run(context.__aenter__())
@@ -119,6 +119,7 @@ def test_it_goes_on_over_the_old_keys_and_later_requests_do_not(group: WorkerGro
     runner.run(drive())
 
 
+@pytest.mark.distributed
 def test_a_request_that_has_not_begun_is_the_new_weights_own(model_path: str) -> None:
     """It waits in the engine for its only slot, and has a prompt in common with what runs there."""
 
@@ -142,6 +143,7 @@ def test_a_request_that_has_not_begun_is_the_new_weights_own(model_path: str) ->
     asyncio.run(drive())
 
 
+@pytest.mark.distributed
 def test_what_rests_in_an_engine_that_is_lost_meanwhile_is_sampled_by_another(model_path: str) -> None:
     async def drive() -> None:
         async with engines(model_path, 2, recompute_kv=False) as group:

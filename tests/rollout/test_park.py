@@ -29,7 +29,7 @@ def model_path(tiny_model: Callable[..., Path]) -> str:
 
 
 @pytest.fixture(scope="module")
-def group(model_path: str, runner: asyncio.Runner) -> Iterator[WorkerGroup]:
+def group(model_path: str, runner: asyncio.Runner, distributed_tier: None) -> Iterator[WorkerGroup]:
     """One engine, which tells what top-k kept."""
     context = engines(model_path, 1, top_k=5)
     yield runner.run(context.__aenter__())

@@ -265,6 +265,7 @@ def test_an_abandoned_step_leaves_no_request_in_the_engines(group: WorkerGroup, 
     runner.run(drive())
 
 
+@pytest.mark.distributed
 def test_an_engine_that_dies_fails_every_request(model_path: str) -> None:
     async def fails(call: Awaitable[Completion]) -> bool:
         try:

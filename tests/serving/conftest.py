@@ -34,7 +34,7 @@ def runner() -> Iterator[asyncio.Runner]:
 
 
 @pytest.fixture(scope="session")
-def group(tool_model: Path, runner: asyncio.Runner) -> Iterator[WorkerGroup]:
+def group(tool_model: Path, runner: asyncio.Runner, distributed_tier: None) -> Iterator[WorkerGroup]:
     context = engines(str(tool_model), 1)
     group = runner.run(context.__aenter__())
     yield group
