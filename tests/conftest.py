@@ -157,6 +157,12 @@ def cluster_tier() -> None:
     """Tests whose fixtures use this one have the tier `cluster`."""
 
 
+@pytest.fixture(scope="session")
+def anyio_backend() -> str:
+    """Run async tests and fixtures on asyncio, by the pytest plugin of anyio (a dependency of vLLM)."""
+    return "asyncio"
+
+
 @pytest.fixture
 def num_kills(request: pytest.FixtureRequest) -> int:
     return request.config.getoption("--kills")

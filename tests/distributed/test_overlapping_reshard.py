@@ -110,66 +110,60 @@ def in_turn(model: Path, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict
 
 
 @pytest.mark.parametrize("via", ["shared memory", "gloo"])
-def test_each_version_is_that_of_a_run_without_and_a_killed_replica_comes_back(
+async def test_each_version_is_that_of_a_run_without_and_a_killed_replica_comes_back(
     via: str, model: Path, in_turn: tuple[dict[int, str], list[str]], tmp_path: Path
 ) -> None:
     expected, learned = in_turn
     assert len(set(expected.values())) == len(VERSIONS)
 
-    async def play() -> None:
-        async with Run(recipe_of(model, overlap=True), tmp_path, via) as run:
-            ranks = run.ranks
-            await ranks.reshard(verify=True, version=1)
-            await ranks.trainers.call("learn")
-            await ranks.call("note_order", str(tmp_path / "order"))
-            for version in (2, 3):
-                await learn_beside(run, version, tmp_path / f"go {version}", pauses_late=version == 2)
-                reports = await ranks.finish_send()
-                assert ranks.is_bridged and len(reports) == 2
-                # The kernels of a collective that waits for engines would occupy the GPU on which the trainer works.
-                lines = (tmp_path / "order").read_text().splitlines()
-                assert sorted(lines[-4:-2]) == ["engine 0 paused", "engine 1 paused"]
-                assert sorted(lines[-2:]) == ["trainer 0 sends", "trainer 1 sends"]
-                assert all(report["meet_seconds"] > 0 for report in reports)
-                assert await run.hashes() == [expected[version]] * 2
+    async with Run(recipe_of(model, overlap=True), tmp_path, via) as run:
+        ranks = run.ranks
+        await ranks.reshard(verify=True, version=1)
+        await ranks.trainers.call("learn")
+        await ranks.call("note_order", str(tmp_path / "order"))
+        for version in (2, 3):
+            await learn_beside(run, version, tmp_path / f"go {version}", pauses_late=version == 2)
+            reports = await ranks.finish_send()
+            assert ranks.is_bridged and len(reports) == 2
+            # The kernels of a collective that waits for engines would occupy the GPU on which the trainer works.
+            lines = (tmp_path / "order").read_text().splitlines()
+            assert sorted(lines[-4:-2]) == ["engine 0 paused", "engine 1 paused"]
+            assert sorted(lines[-2:]) == ["trainer 0 sends", "trainer 1 sends"]
+            assert all(report["meet_seconds"] > 0 for report in reports)
+            assert await run.hashes() == [expected[version]] * 2
 
-            lost: list[tuple[WorkerGroup, Exception]] = []
-            ranks.on_lost = lambda group, error: lost.append((group, error))
-            dying, other = ranks.replicas
-            await dying.call("die_in_reshard", signal.SIGKILL)
-            await learn_beside(run, 4, tmp_path / "go 4", [other])
-            assert [(group, type(error)) for group, error in lost] == [(dying, RankLostError)]
-            # The trainers have learned on since then.
-            assert ranks.is_bridged and await ranks.finish_send() == []
-            assert await other.call("version") == [4] and await run.hashes() == [expected[4]]
+        lost: list[tuple[WorkerGroup, Exception]] = []
+        ranks.on_lost = lambda group, error: lost.append((group, error))
+        dying, other = ranks.replicas
+        await dying.call("die_in_reshard", signal.SIGKILL)
+        await learn_beside(run, 4, tmp_path / "go 4", [other])
+        assert [(group, type(error)) for group, error in lost] == [(dying, RankLostError)]
+        # The trainers have learned on since then.
+        assert ranks.is_bridged and await ranks.finish_send() == []
+        assert await other.call("version") == [4] and await run.hashes() == [expected[4]]
 
-            await dying.close()
-            ranks.add([await run.engine(0)])
-            assert not ranks.is_bridged
-            await ranks.reshard(verify=True, version=5)
-            assert await run.hashes() == [expected[5]] * 2
-            # With the trainers waiting, over the same bridge: as before an evaluation.
-            await ranks.trainers.call("learn")
-            await ranks.reshard(verify=True, version=6)
-            assert await run.hashes() == [expected[6]] * 2
-            await ranks.trainers.call("learn")
-            assert await ranks.trainers.call("weights_hash") == learned
-
-    asyncio.run(play())
+        await dying.close()
+        ranks.add([await run.engine(0)])
+        assert not ranks.is_bridged
+        await ranks.reshard(verify=True, version=5)
+        assert await run.hashes() == [expected[5]] * 2
+        # With the trainers waiting, over the same bridge: as before an evaluation.
+        await ranks.trainers.call("learn")
+        await ranks.reshard(verify=True, version=6)
+        assert await run.hashes() == [expected[6]] * 2
+        await ranks.trainers.call("learn")
+        assert await ranks.trainers.call("weights_hash") == learned
 
 
 @pytest.mark.parametrize("via", ["shared memory", "gloo"])
-def test_an_error_of_the_sender_is_named(via: str, model: Path, tmp_path: Path) -> None:
+async def test_an_error_of_the_sender_is_named(via: str, model: Path, tmp_path: Path) -> None:
     """At once: none of those that wait for it does so until its time is up."""
 
-    async def play() -> None:
-        async with Run(recipe_of(model, overlap=True), tmp_path, via) as run:
-            await run.ranks.reshard(verify=False, version=1)
-            await run.ranks.trainers.call("fail_in_reshard")
-            with pytest.raises(RankFailedError, match=r"rank 0 of 4 raised ValueError .*: an error of its own"):
-                await asyncio.wait_for(learn_beside(run, 2, tmp_path / "go"), 60.0)
-
-    asyncio.run(play())
+    async with Run(recipe_of(model, overlap=True), tmp_path, via) as run:
+        await run.ranks.reshard(verify=False, version=1)
+        await run.ranks.trainers.call("fail_in_reshard")
+        with pytest.raises(RankFailedError, match=r"rank 0 of 4 raised ValueError .*: an error of its own"):
+            await asyncio.wait_for(learn_beside(run, 2, tmp_path / "go"), 60.0)
 
 
 async def learn_beside(

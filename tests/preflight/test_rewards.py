@@ -136,7 +136,7 @@ def test_the_first_line_that_lacks_a_field_is_named(
     assert told in line
 
 
-def test_a_server_is_asked_once(recipe: Callable[..., Recipe]) -> None:
+async def test_a_server_is_asked_once(recipe: Callable[..., Recipe]) -> None:
     async def ask(server: JudgeServer) -> None:
         async with server.serving() as url:
             kwargs = {"url": f"{url}/v1", "model": "m", "max_tries": 1, "system": "s", "pattern": r"(\w+)\W*$"}
@@ -144,9 +144,9 @@ def test_a_server_is_asked_once(recipe: Callable[..., Recipe]) -> None:
             await asyncio.to_thread(check_rewards, made)
 
     with pytest.raises(ConfigError, match=r"'judge' gives no score for the first record.*HTTP 500.*start the server"):
-        asyncio.run(ask(JudgeServer({None: [500]})))
+        await ask(JudgeServer({None: [500]}))
     server = JudgeServer()
-    asyncio.run(ask(server))
+    await ask(server)
     [asked] = server.asked
     assert "1 + 2" in asked["messages"][-1]["content"]
 
@@ -159,17 +159,14 @@ def test_a_server_is_not_asked_where_the_run_will_not_be(recipe: Callable[..., R
         check_rewards(recipe(reward={"functions": [wrong]}), is_start=False)
 
 
-def test_a_judge_that_says_nothing_of_use_is_refused_in_spite_of_a_score_for_that(
+async def test_a_judge_that_says_nothing_of_use_is_refused_in_spite_of_a_score_for_that(
     recipe: Callable[..., Recipe],
 ) -> None:
-    async def ask() -> None:
+    with pytest.raises(ConfigError, match=r"the last of 3 calls: the judge's answer has no verdict"):
         async with JudgeServer({None: ["nonsense"] * 3}).serving() as url:
             kwargs = {"url": f"{url}/v1", "model": "m", "pause_seconds": 0.0, "parse_error_score": 0.0}
             made = recipe(reward={"functions": [{"name": "judge", "kwargs": kwargs}]})
             await asyncio.to_thread(check_rewards, made)
-
-    with pytest.raises(ConfigError, match=r"the last of 3 calls: the judge's answer has no verdict"):
-        asyncio.run(ask())
 
 
 def test_a_server_that_is_not_there_is_named(recipe: Callable[..., Recipe]) -> None:
