@@ -29,7 +29,7 @@ class Check(Protocol):
 
     __doc__: str
     DURATION: Mapping[str, str]
-    """Time on two CPU cores, by size."""
+    """Time on two CPU cores by size: measured seconds, or what is run where it was not timed."""
     SMALL: Mapping[str, Any]
 
     def add_options(self, parser: argparse.ArgumentParser) -> None: ...

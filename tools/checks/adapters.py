@@ -20,7 +20,10 @@ from typing import Any
 from tools.make_tiny_model import make_tiny_model
 from tools.runs import make_environment, read_metrics, train
 
-DURATION = {"small": "30 s (reasoning-gym, without a virtual environment)", "full": "minutes, with downloads"}
+DURATION = {
+    "small": "20 s (reasoning-gym, without a virtual environment)",
+    "full": "minutes: four runs of two steps, and downloads (not timed)",
+}
 SMALL = {"only": ["reasoning_gym"]}
 STEPS = 2
 

@@ -17,7 +17,7 @@ from tools.make_tiny_model import make_tiny_model
 from tools.make_tool_data import make_tool_data
 from tools.runs import make_environment, read_metrics, train
 
-DURATION = {"full": "minutes: SFT of 150 steps, two steps of GRPO, and a download"}
+DURATION = {"full": "minutes: SFT of 150 steps, two steps of GRPO, and a download (not timed)"}
 SMALL: dict[str, Any] = {}
 LIBRARY = "pydantic-ai-slim[openai]"
 STEPS = 2

@@ -18,7 +18,7 @@ from tools.make_code_data import make_code_data
 from tools.make_tiny_model import make_tiny_model
 from tools.runs import read_metrics, train
 
-DURATION = {"full": "1 min"}
+DURATION = {"full": "55 s"}
 SMALL: dict[str, Any] = {}
 SOLVED = '''"""A reward that scores a right program for the problem in place of the completion."""
 

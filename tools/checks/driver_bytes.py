@@ -27,7 +27,7 @@ from megarl.rollout.stitch import ModelCall, stitch
 from megarl.tracking.metrics import Sum
 from megarl.types import Completion, ExpertsHandle, Problem, Request, Reward, SamplingSettings, Trajectory
 
-DURATION = {"small": "1 s", "full": "10 s"}
+DURATION = {"small": "1 s", "full": "5 s"}
 SMALL = {"samples": 32, "tokens": 2000, "dp": 2}
 NUM_LAYERS, TOP_K = 48, 8
 """Those of Qwen3-30B-A3B."""

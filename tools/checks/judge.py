@@ -28,7 +28,7 @@ from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_process import worker_settings
 from tools.runs import ROOT
 
-DURATION = {"small": "20 s (counts only)", "full": "1 min"}
+DURATION = {"small": "10 s (counts only)", "full": "25 s"}
 SMALL = {"completions": 128, "throughput": False, "timeout_seconds": 4.0, "service_seconds": 0.01}
 IN_FLIGHT = 64
 

@@ -25,7 +25,7 @@ from tests.end_to_end.test_resume import EVERY, RECIPE, REWARD, STEPS, Runs, ass
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 
-DURATION = {"small": "2 min (two kills)", "full": "10 min"}
+DURATION = {"small": "minutes (two kills; not timed)", "full": "minutes (ten kills; not timed)"}
 SMALL = {"kills": 2}
 DISK_MIB = 2048
 """Nodes with less than a gigabyte left are refused."""

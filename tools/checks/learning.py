@@ -21,7 +21,7 @@ from tools.make_tiny_model import make_tiny_model
 from tools.make_tool_data import make_tool_data
 from tools.runs import heldout_accuracies, train
 
-DURATION = {"small": "5 min (grpo)", "full": "2 h: 30 methods of 2 to 6 min"}
+DURATION = {"small": "minutes (grpo; not timed)", "full": "hours: a run for each of 30 methods (not timed)"}
 SMALL = {"only": ["grpo"]}
 LEAST_GAIN = 0.15
 LEAST_WON = 0.9

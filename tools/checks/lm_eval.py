@@ -23,7 +23,7 @@ from typing import Any
 
 from tools.runs import make_environment, read_lines
 
-DURATION = {"full": "5 min, with a download"}
+DURATION = {"full": "minutes, and a download (not timed)"}
 SMALL: dict[str, Any] = {}
 HARNESS = "lm-eval[hf]==0.4.13"
 TASK = """

@@ -28,7 +28,10 @@ from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 from tools.runs import read_metrics
 
-DURATION = {"small": "1 min (two steps, without bounds)", "full": "15 min"}
+DURATION = {
+    "small": "25 s (two runs of a step, without bounds)",
+    "full": "minutes: seven runs of 5 to 10 steps (not timed)",
+}
 SMALL = dict(steps=1, pairs=1, calibrations=0, prompts=2, samples=2, tokens=8, layers=1, hidden_size=128, bounds=False)
 LEAST_RATIO = 1.5
 MOST_STEP = 1.2

@@ -20,7 +20,7 @@ from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 from tools.runs import DIGITS_REWARD, output_end, read_metrics, run_python, train
 
-DURATION = {"small": "1 min (one layout, two steps)", "full": "4 min"}
+DURATION = {"small": "60 s (one layout, two steps)", "full": "minutes: three layouts of five steps (not timed)"}
 SMALL = {"only": ["pp2 -> tp1 x 2"], "steps": 2}
 LAYOUTS: dict[str, tuple[str, Mapping[str, int]]] = {
     "tp2 -> tp2": ("llama", {"trainer.tp": 2, "rollout.tp": 2}),

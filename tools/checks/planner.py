@@ -22,7 +22,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.testing import RankPool
 from tools.make_tiny_model import make_tiny_model
 
-DURATION = {"small": "30 s (three layouts)", "full": "4 min"}
+DURATION = {"small": "20 s (three layouts)", "full": "45 s"}
 SMALL = {"only": ["dense tp2 dp2", "dense pp2 dp2", "moe ep2 dp2 lora ppo"]}
 
 LIMIT = 0.02

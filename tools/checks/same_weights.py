@@ -26,7 +26,7 @@ from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
 from tools.runs import DIGITS_REWARD, ROOT, output_end, read_lines
 
-DURATION = {"small": "2 min (quickstart)", "full": "8 min"}
+DURATION = {"small": "60 s (quickstart)", "full": "minutes: five recipes on both sides (not timed)"}
 SMALL = {"only": ["quickstart"], "steps": 2}
 INPUT = "runs/quickstart_input"
 DENSE, EXPERTS = f"{INPUT}/model", f"{INPUT}/experts"

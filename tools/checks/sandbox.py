@@ -28,7 +28,7 @@ from typing import Any
 from megarl.rewards.code import code
 from megarl.sandbox.sandbox import Outcome, Ran, Sandbox, SandboxSettings
 
-DURATION = {"small": "30 s (the attacks that tests make)", "full": "2 min"}
+DURATION = {"small": "5 s (the attacks that tests make)", "full": "35 s"}
 CPU_SECONDS = 0.9
 WALL_SECONDS = 10.0
 SLOWEST_SECONDS = 20.0

@@ -19,7 +19,10 @@ from typing import Any
 from tools.checks.learning import START, make_start
 from tools.runs import heldout_accuracies, read_metrics, train
 
-DURATION = {"small": "8 min: the student, and two runs of two steps", "full": "2 h: 24 runs of 40 steps"}
+DURATION = {
+    "small": "minutes: the student, and two runs of two steps (not timed)",
+    "full": "hours: 24 runs of 40 steps (not timed)",
+}
 SMALL = {"staleness": [1], "seeds": [0], "steps": 2, "prompts": 2, "samples": 2}
 RECIPE = "launch/recipes/quickstart.yaml"
 SEPARATE = (

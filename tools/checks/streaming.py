@@ -21,7 +21,7 @@ from typing import Any
 
 from tools.runs import output_end, run_python
 
-DURATION = {"small": "5 s", "full": "20 s; --mb 20000 takes minutes"}
+DURATION = {"small": "1 s", "full": "5 s; --mb sets the size"}
 SMALL = {"kind": "jsonl", "mb": 48, "limit_mb": 30.0}
 _NUM_TAKEN = 64
 _ROWS_AT_ONCE = 16

@@ -19,7 +19,7 @@ from tools.make_tiny_model import make_tiny_model
 from tools.make_tool_data import make_tool_data
 from tools.runs import heldout_accuracies, read_metrics, train
 
-DURATION = {"small": "8 min (one seed)", "full": "25 min"}
+DURATION = {"small": "minutes: three runs of one seed (not timed)", "full": "minutes: three runs a seed (not timed)"}
 SMALL = {"seeds": [0]}
 MAX_CALLED = 0.2
 MIN_GAIN = 0.3
