@@ -19,6 +19,8 @@ NEW_FILES = {
 
 from __future__ import annotations
 
+import pytest
+
 from megarl.families import qwen3
 from megarl.families.family import Family
 
