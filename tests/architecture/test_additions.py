@@ -13,13 +13,13 @@ from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 
+import pytest
+
 ROOT = Path(__file__).resolve().parents[2]
 NEW_FILES = {
     "a model family": '''"""Toy: Qwen3 under another name."""
 
 from __future__ import annotations
-
-import pytest
 
 from megarl.families import qwen3
 from megarl.families.family import Family
