@@ -1,0 +1,1 @@
+"""Child processes: supervised ones, pools of them, and fork servers."""
