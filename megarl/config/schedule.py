@@ -1,0 +1,169 @@
+"""Recipe sections `train`, `evaluation`, `weights` and `checkpoint`: what a run does, and at which steps."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+from pydantic import (
+    Field,
+    NonNegativeInt,
+    PositiveFloat,
+    PositiveInt,
+)
+
+from megarl.config.annotations import Foreign, OnlyIf
+from megarl.config.conditions import ENGINE, EVALUATED, ON_POLICY, PACED, RL, UNPACED, given, instead_of, left_out
+from megarl.config.sampling import EvaluationSamplingConfig
+from megarl.config.section import Section
+
+
+class TrainConfig(Section):
+    """Batch sizes, length of the run, and its stop conditions."""
+
+    steps: Annotated[NonNegativeInt, OnlyIf(instead_of("train.epochs")),
+        Foreign("total_training_steps max_num_steps max_train_steps total_steps", example="200",
+            verl="trainer.total_training_steps", slime="--num-rollout", TRL="max_steps"),
+        Foreign("eval_only", note="0; or: megarl eval MODEL RECIPE")] = 100  # fmt: skip
+    """Number of steps: rollouts in `rl` and `distillation`, optimizer updates in other loops. 0: only evaluate the
+    validation sets."""
+    epochs: Annotated[PositiveFloat | None, OnlyIf(left_out("mixture")),
+        Foreign("total_epochs max_num_epochs num_episodes num_epochs n_epochs num_epoch", example="2", short="e",
+            RL2="trainer.n_epochs", verl="trainer.total_epochs", TRL="num_train_epochs")] = None  # fmt: skip
+    """Passes over the training data, instead of `steps`: steps = number of records * epochs / prompts_per_step, rounded
+    up. Dynamic sampling draws further prompts."""
+    prompts_per_step: Annotated[PositiveInt,
+        Foreign("num_prompts_per_step train.batch_size batch_size prompts_per_rollout consumer_batch_size",
+            example="64", RL2="data.prompts_per_rollout", verl="data.train_batch_size", slime="--rollout-batch-size",
+            AReaL="rollout.consumer_batch_size"),
+        Foreign(note="over all inferencers: ibs * num_inferencer", example="128", short="ibs",
+            ColossalRL="--inference-batch-size"),
+        Foreign(note="verl: prompts of a step; OpenRLHF: samples of an update; ColossalRL: updates_per_step is ibs * "
+            "num_inferencer / (tbs * dp)", example="train.updates_per_step=2", also="train.updates_per_step",
+            short="tbs", ColossalRL="--train-batch-size"),
+        Foreign(note="the two multiplied, over all ranks",
+            example="train.prompts_per_step=64 train.samples_per_prompt=1 algorithm.preset=ppo",
+            ColossalChat="--num_collect_steps --experience_batch_size"),
+        Foreign("generation_batch_size", note="a step's prompts over all ranks; the number of microbatches follows",
+            example="train.prompts_per_step=64 trainer.max_tokens_per_microbatch=8192",
+            also="trainer.max_tokens_per_microbatch",
+            TRL="per_device_train_batch_size gradient_accumulation_steps")] = 32  # fmt: skip
+    """Batch size of a step: prompts in rl and distillation, conversations in sft, pairs in preference and
+    reward_model."""
+    samples_per_prompt: Annotated[PositiveInt, OnlyIf(ON_POLICY),
+        Foreign("rollout.n num_generations_per_prompt responses_per_prompt rollouts_per_example", short="g",
+            ColossalRL="--num-generations", RL2="data.responses_per_prompt", verl="actor_rollout_ref.rollout.n",
+            slime="--n-samples-per-prompt", TRL="num_generations",
+            prime_rl="orchestrator.rollouts_per_example")] = 8  # fmt: skip
+    """Group size: completions per prompt (rl, distillation)."""
+    updates_per_step: Annotated[PositiveInt, OnlyIf(ON_POLICY),
+        Foreign("update_per_rollout", example="4", RL2="actor.update_per_rollout"),
+        Foreign("ppo_mini_batch_size mini_batch_size train_global_batch_size num_mini_batches",
+            note="number of updates per step", example="4", verl="actor_rollout_ref.actor.ppo_mini_batch_size",
+            slime="--global-batch-size --num-steps-per-rollout", TRL="steps_per_generation")] = 1  # fmt: skip
+    """Number of minibatches in an rl step. Each is one optimizer update."""
+    epochs_per_step: Annotated[PositiveInt, OnlyIf(ON_POLICY),
+        Foreign(remark="passes over the samples of a step", example="5", ColossalChat="--num_update_steps"),
+        Foreign("ppo_epochs num_ppo_epochs", verl="actor_rollout_ref.actor.ppo_epochs",
+            TRL="num_iterations")] = 1  # fmt: skip
+    """Epochs over the samples of an rl step, each of `updates_per_step` minibatches; shuffled from the second epoch on.
+    For the critic see `critic.updates_per_step`."""
+    profile_steps: Annotated[tuple[PositiveInt, ...],
+        Foreign("global_profiler.steps profile_steps profile_step_start",
+            remark="a Chrome trace; no rollout is made longer for it", example="[2]",
+            ColossalRL="--enable_profiling")] = ()  # fmt: skip
+    """Steps to profile: spans of driver and ranks are written to the run's profiles/step_NNNNNN.json, a Chrome trace
+    (open with ui.perfetto.dev). With weights.overlap such a step begins only after all weights have arrived."""
+    max_logprob_gap: Annotated[PositiveFloat | None, OnlyIf(ON_POLICY, UNPACED)] = None
+    """Limit in nats of the mean distance between trainer and engine log-probs (logprob_gap/mean) for updates of the
+    policy (rl, distillation). Above it the step's further updates are skipped, all of them if it is known before the
+    first. Default: none. Metric: train/gap_exceeded."""
+    on_logprob_gap: Annotated[Literal["stop", "skip"], OnlyIf(ON_POLICY, UNPACED, given("train.max_logprob_gap"))] = (
+        "stop"
+    )
+    """Action after a step above max_logprob_gap. stop (default): save and end the run with exit code 70. skip: continue
+    with the next step."""
+    on_unhealthy: Literal["warn", "stop"] = "warn"
+    """Action when a rule of `health` is first broken. warn (default): only warn. stop: warn, save a checkpoint and end
+    the run with exit code 79."""
+
+    @property
+    def num_updates(self) -> int:
+        """Return the number of the policy's optimizer updates in one rl step."""
+        return self.epochs_per_step * self.updates_per_step
+
+
+class EvaluationConfig(Section):
+    """When and how the validation sets are evaluated."""
+
+    every_steps: Annotated[NonNegativeInt,
+        Foreign("test_freq val_period", example="100", short="ei", RL2="trainer.test_freq", verl="trainer.test_freq",
+            slime="--eval-interval", TRL="eval_steps")] = 0  # fmt: skip
+    """Evaluate the validation sets every n steps, in addition to before the first and after the last. 0 (default): only
+    before the first and after the last."""
+    at_start: Annotated[bool,
+        Foreign("val_before_train val_at_start", example="false", verl="trainer.val_before_train",
+            TRL="eval_on_start")] = True  # fmt: skip
+    """Evaluate before the first step. A run of 0 steps always does."""
+    max_problems: Annotated[PositiveInt | None, Foreign("max_val_samples")] = None
+    """Evaluate only the first n records of each set. Default: all."""
+    samples_per_prompt: Annotated[int, Field(ge=1, le=1024), OnlyIf(*ENGINE),
+        Foreign("val_kwargs.n n_samples_per_eval_prompt eval_n_samples_per_prompt",
+            remark="metrics pass_at_4, majority_at_4", example="4",
+            verl="actor_rollout_ref.rollout.val_kwargs.n")] = 1  # fmt: skip
+    """Number n of attempts at each problem. Accuracy is their mean, avg@n."""
+    k: Annotated[tuple[PositiveInt, ...], OnlyIf(*ENGINE)] = ()
+    """Values of k for pass@k and majority@k, estimated without bias from the n attempts. Default: n, if above 1. A
+    majority needs a reward function reading final answers (boxed, think_answer_tags, gsm8k, math_competition,
+    multiple_choice, reasoning_gym). Metrics: val/SET/pass_at_4, majority_at_4."""
+    sampling: Annotated[EvaluationSamplingConfig, OnlyIf(*ENGINE),
+        Foreign("test_sampling_params test_sampling_params.temperature test_sampling_params.max_new_tokens",
+            "test_sampling_params.top_p test_sampling_params.top_k", example="evaluation.sampling.temperature=0",
+            RL2="rollout.test_sampling_params.temperature"),
+        Foreign("val_kwargs eval_temperature val_kwargs.temperature", example="evaluation.sampling.temperature=0.6",
+            verl="actor_rollout_ref.rollout.val_kwargs.temperature")] = EvaluationSamplingConfig()  # fmt: skip
+    """Sampling parameters of evaluation."""
+
+    @property
+    def ks(self) -> tuple[int, ...]:
+        """Return the values of k for pass@k."""
+        return self.k or ((self.samples_per_prompt,) if self.samples_per_prompt > 1 else ())
+
+
+class WeightsConfig(Section):
+    """Reshard: the copy of weights from the trainer into the engines."""
+
+    bucket_mib: PositiveInt = 256
+    """Size of a reshard bucket in MiB. At most two buckets are in memory."""
+    # With max_staleness 0 the next step needs the new weights first. Engines pause for the whole transfer in any case.
+    # The trainer waits for a running transfer before the next reshard, before an evaluation, after the last step, and
+    # after a replica came back.
+    overlap: Annotated[bool, OnlyIf(RL, PACED)] = False
+    """Send weights from a copy during the next step, so the trainer waits only for the copy (placement separate,
+    max_staleness above 0). Needs memory for one more copy of a trainer rank's weights (see `megarl plan`). Default:
+    false. Metrics: time/reshard_hidden_seconds, time/reshard_waited_seconds."""
+    verify_every: Annotated[NonNegativeInt, OnlyIf(*ENGINE)] = 50
+    """Compare engine and trainer weights before training and after the reshard of every n-th step: by checksums of live
+    parameters, or by log-probs of a prompt if the engine converts its weights. 0: only before training."""
+    probe_tolerance: Annotated[PositiveFloat | None, OnlyIf(*ENGINE)] = None
+    """Limit of the mean distance of these log-probs in nats (reshard/probe_gap). Default: 0.001 in float32, 0.1 in
+    bfloat16. An engine with quantised weights may need more."""
+
+
+class CheckpointConfig(Section):
+    """Checkpoints and exports during a run."""
+
+    every_steps: Annotated[NonNegativeInt,
+        Foreign("save_freq save_period", example="100", short="si", ColossalChat="--save_interval",
+            RL2="actor.save_freq", verl="trainer.save_freq", slime="--save-interval",
+            TRL="save_steps")] = 0  # fmt: skip
+    """Save a checkpoint every n steps and after the last, for `megarl train --resume`. 0 (default): never."""
+    keep: Annotated[PositiveInt, Foreign("max_actor_ckpt_to_keep save_total_limit keep_top_k max_ckpt_num")] = 2
+    """Number of newest checkpoints to retain. An older one is removed after a newer one is complete."""
+    asynchronous: Annotated[bool, Foreign("async_save")] = True
+    """Write checkpoints during training, from a copy in host memory. Default: true."""
+    export_every_steps: Annotated[NonNegativeInt, Foreign("save_hf save_hf_interval save_hf_ckpt")] = 0
+    """Export the model as a Hugging Face folder hf_step_NNNNNN every n steps. 0 (default): only at the end."""
+    best: Annotated[str | None, OnlyIf(EVALUATED)] = None
+    """Evaluation metric, for example val/SET/accuracy or val/SET/pass_at_4. The best step's model is exported to
+    hf_best/ (step and value in best.json), and its checkpoint, if any, is retained in addition to `keep`. Best is the
+    largest value (smallest for names ending with /loss), the first of equal ones, among trained steps."""
