@@ -48,7 +48,12 @@ def decided(library: str) -> dict[str, str]:
         for item in annotated_with(place, Decides):
             for setting in getattr(item, library).split():
                 deciding.setdefault(setting, []).append(place)
-    return _OTHERWISE.get(library, {}) | {setting: " and ".join(fields) for setting, fields in deciding.items()}
+    return _OTHERWISE.get(library, {}) | {setting: _all_of(fields) for setting, fields in deciding.items()}
+
+
+def _all_of(fields: list[str]) -> str:
+    *others, last = fields
+    return f"{', '.join(others)} and {last}" if others else last
 
 
 # Megatron-Core 0.16.1 accepts these silently; a user would believe that they act.

@@ -6,37 +6,30 @@ One error page lists all faults of a recipe and of its files.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
-from megarl.checkpoint.stored import tensor_faults
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page, read
 from megarl.families.shape import ModelShape, planned_shape, read_model_shape
-from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
-from megarl.preflight import distillation, learning, sizes
+from megarl.files.model_folder import check_model_folder
+from megarl.preflight import sizes
 from megarl.preflight.default_cache import with_cache
-from megarl.preflight.environments import environment
 from megarl.preflight.files import (
     Dropped,
     Kept,
     collect_for,
     count_records,
-    data_files,
-    made_sources,
     read_conversations,
     read_preferences,
     read_problems,
-    runs_folder,
     told_formats,
     with_steps,
 )
-from megarl.preflight.gpu_formats import device_faults, format_faults
-from megarl.preflight.keyword_arguments import keywords
 from megarl.preflight.learning import kept_kv, shortened_warmups, uncorrected, uncorrected_fp8
-from megarl.preflight.library_fields import megatron_fields, vllm_fields
 from megarl.preflight.memory_fit import (
     gpu_kind,
     memory_faults,
@@ -47,11 +40,10 @@ from megarl.preflight.memory_fit import (
 )
 from megarl.preflight.overview import overview
 from megarl.preflight.planned_models import not_downloaded
-from megarl.preflight.quantisation import quantisation
+from megarl.preflight.registry import Cost, Fault, faults
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.room import resource_warnings, small_cache
 from megarl.preflight.sizes import aligned, layout_of, row_multiple
-from megarl.preflight.vllm_limits import engine_fit
 from megarl.types import ConfigError, DataError
 
 __all__ = [
@@ -139,67 +131,52 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
         source.name: _faults_of_source(source.recipe, is_start=is_start, is_trained=is_trained)
         for source in recipe.sources
     }
-    of_all = [*learning.best(recipe), *device_faults(recipe, is_start=is_start)]
-    of_all += [*format_faults(recipe, is_start=is_start, is_trained=is_trained)]
+    facts = {"recipe": recipe, "is_start": is_start, "is_trained": is_trained}
+    of_all = [str(fault) for fault in faults(facts, Cost, is_of_run=True)]
     # The memory table needs valid sizes and readable models, so it is computed only without other faults.
-    sound = next(iter(found.values())) if not any(faults.recipe or faults.files for faults in found.values()) else None
+    is_sound = not any(of_source.recipe or of_source.files for of_source in found.values())
+    sound = next(iter(found.values())) if is_sound else None
     if sound is not None and is_trained:
         of_all += memory_faults(recipe, sound.layout, is_start=is_start)
     if not recipe.mixture:
         only = found[recipe.rollout.environment]
         return replace(only, recipe=[*only.recipe, *of_all])
-    wrong = _told_once({name: faults.recipe for name, faults in found.items()})
-    broken = _told_once({name: faults.files for name, faults in found.items()})
+    wrong = _merge_sources({name: of_source.recipe for name, of_source in found.items()})
+    broken = _merge_sources({name: of_source.files for name, of_source in found.items()})
     return _Faults([*wrong, *of_all], broken, next(iter(found.values())).layout)
 
 
-def _told_once(faults: Mapping[str, Sequence[str]]) -> list[str]:
+def _merge_sources(by_source: Mapping[str, Sequence[str]]) -> list[str]:
     """Merge lines by source: first lines common to all sources, then the others with their source's name."""
-    first, *others = faults.values()
+    first, *others = by_source.values()
     shared = [text for text in first if all(text in other for other in others)]
     return shared + [
-        f"mixture.{name}: {text}" for name, lines in faults.items() for text in lines if text not in shared
+        f"mixture.{name}: {text}" for name, lines in by_source.items() for text in lines if text not in shared
     ]
 
 
 def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _Faults:
-    layout = sizes.layout_of(recipe)
-    wrong = [*sizes.machines(recipe, is_start=is_start), *runs_folder(recipe), *vllm_fields(recipe)]
-    wrong += [*sizes.ranks(recipe), *sizes.batches(recipe, layout.dp), *sizes.lengths(recipe)]
-    wrong += [*learning.optimizers(recipe), *learning.rewards(recipe), *learning.algorithm(recipe)]
-    wrong += [*learning.sampling(recipe), *learning.evaluation_only(recipe), *learning.profiles(recipe)]
-    wrong += [*learning.evaluation(recipe), *learning.verdicts(recipe), *keywords(recipe)]
-    wrong += made_sources(recipe)
-    wrong += [*learning.stragglers(recipe), *learning.staleness(recipe)]
-    wrong += learning.trackers(recipe, is_start=is_start, is_trained=is_trained)
-    wrong += distillation.teachers(recipe) if is_trained else ()
-    incomplete = check_model_folder(recipe.model.folder)
-    broken = [*incomplete, *data_files(recipe)]
-    # Building the environment with a model needs the tokenizer, so an incomplete folder skips those checks.
-    wrong += environment(recipe, has_model=not incomplete)
-    if Path(recipe.model.folder).is_dir():
+    layout, folder = sizes.layout_of(recipe), recipe.model.folder
+    incomplete = check_model_folder(folder)
+    facts: dict[str, Any] = {"recipe": recipe, "dp": layout.dp, "is_start": is_start, "is_trained": is_trained}
+    facts["has_model"] = not incomplete
+    found = [*map(DataError, incomplete), *faults(facts, (Cost.FIELDS, Cost.FILES))]
+    if Path(folder).is_dir():
         try:
-            shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
-            wrong += [*sizes.model_fit(recipe, shape), *sizes.positions(recipe, shape)]
-            wrong += [
-                *sizes.expert_fit(recipe, shape),
-                *(sizes.fp8_fit(recipe, shape, is_start=is_start) if is_trained else ()),
-                *megatron_fields(recipe, shape),
-                *engine_fit(recipe, shape),
-                *quantisation(recipe, shape),
-                *learning.head(recipe, shape),
-                *learning.adapters(recipe, shape),
-            ]
-            broken += [] if incomplete else tensor_faults(recipe.model.folder, shape)
-            further = [*_further_models(recipe, shape)] if is_trained else []
-            wrong += [text for text in further if not isinstance(text, DataError)]
-            broken += [str(error) for error in further if isinstance(error, DataError)]
-            broken += _tokens_beyond(recipe.model.folder, shape)
-            # Aligning ranks to the reshard takes long and needs sizes that divide, so skip it if the recipe has faults.
-            layout = layout if wrong else sizes.aligned(recipe, shape, layout)
+            shape = read_model_shape(folder, recipe.model.override_config)
         except DataError as error:
-            broken.insert(0, str(error))
-    return _Faults(wrong, broken, layout)
+            found.insert(0, error)
+        else:
+            found += faults({**facts, "shape": shape}, (Cost.MODEL,))
+            # Aligning ranks to the reshard takes long and needs sizes that divide, so skip it if the recipe has faults.
+            if not _of_recipe(found):
+                layout = sizes.aligned(recipe, shape, layout)
+    return _Faults(_of_recipe(found), [str(fault) for fault in found if isinstance(fault, DataError)], layout)
+
+
+def _of_recipe(found: Sequence[Fault]) -> list[str]:
+    """Return the faults of the recipe, without those of its files."""
+    return [fault for fault in found if isinstance(fault, str)]
 
 
 def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
@@ -212,58 +189,3 @@ def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
     if wrong := [*sizes.ranks(recipe), *sizes.model_fit(recipe, shape)]:
         raise ConfigError(error_page(f"recipe {recipe.name}", wrong))
     return shape, sizes.layout_of(recipe)
-
-
-def _further_models(recipe: Recipe, policy: ModelShape) -> Iterator[str | DataError]:
-    """Yield faults in folders of critic, reward model and teacher: text for the recipe's, DataError for the files'."""
-    for field, folder in recipe.further_models.items():
-        if problems := check_model_folder(folder):
-            yield from (DataError(f"{field}: {problem}") for problem in problems)
-            continue
-        try:
-            shape = read_model_shape(folder, recipe.override_of(folder))
-            yield from (DataError(f"{field}: {fault}") for fault in tensor_faults(folder, shape))
-        except DataError as error:
-            yield error
-            continue
-        is_teacher = field.endswith("distillation.teacher")
-        fit = (*sizes.model_fit(recipe, shape, is_sampled=False), *sizes.positions(recipe, shape))
-        if is_teacher:
-            # A teacher scores the policy's samples but never samples itself, so lengths of evaluations do not matter to
-            # it.
-            fit = (*distillation.layout_fit(recipe, shape), *sizes.positions(recipe, shape, is_evaluated=False))
-        fit += tuple(sizes.fp8_channels(recipe.for_teachers if is_teacher else recipe, shape))
-        yield from (f"{field} = {folder}: {text}" for text in fit)
-        try:
-            if _tokens(folder) != _tokens(recipe.model.folder):
-                yield f"{field} = {folder}: its tokenizer is not the policy's; take a model of the same family"
-        except DataError as error:
-            yield error
-        if bool(shape.num_experts) != bool(policy.num_experts) and not is_teacher:
-            yield f"{field} = {folder}: the policy and this must both have experts, or neither; take another"
-        if field == "reward.model" and not shape.has_value_head:
-            yield f"{field} = {folder}: is a language model; give a model trained with loop: reward_model"
-        if is_teacher:
-            yield from distillation.teacher_fit(recipe, field, shape, policy)
-            yield from (DataError(f"{field}: {fault}") for fault in _tokens_beyond(folder, shape))
-
-
-def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
-    """Yield a fault if the tokenizer makes ids without an embedding in the model."""
-    if not (Path(folder) / TOKENIZER[0]).is_file():
-        return  # Reported by check_model_folder.
-    token, number = largest_token(folder)
-    if number >= shape.vocab_size:
-        yield (
-            f"{Path(folder) / TOKENIZER[0]}: the token {token!r} has the id {number}, but config.json's vocab_size "
-            f"{shape.vocab_size} ends before it; take the model's own tokenizer, or enlarge its embedding"
-        )
-
-
-def _tokens(folder: str) -> tuple[object, object]:
-    """Return vocabulary and added tokens of a folder's tokenizer.
-
-    The size of the embedding does not show that two tokenizers are equal, because models pad it differently.
-    """
-    tokenizer = read_object(Path(folder) / "tokenizer.json")
-    return tokenizer.get("model", {}).get("vocab"), [(t["content"], t["id"]) for t in tokenizer.get("added_tokens", ())]

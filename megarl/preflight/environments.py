@@ -18,6 +18,7 @@ from megarl.data.template_history import REFUSES, history_faults
 from megarl.data.tool_schemas import check_tools
 from megarl.environments import environment_maker, num_processes, with_sandbox
 from megarl.preflight.files import data_paths, takes_problems
+from megarl.preflight.registry import Cost, checks
 from megarl.types import ConfigError, MegarlError
 
 _OWN_KEYS = frozenset(
@@ -26,6 +27,7 @@ _OWN_KEYS = frozenset(
 """API keys of the trackers and of the Hugging Face Hub. The driver reads them; an agent program must not."""
 
 
+@checks("rollout", Cost.FILES)
 def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     """Yield faults of `rollout.environment`. `has_model`: the model folder is complete."""
     if not recipe.has_engine:

@@ -23,6 +23,7 @@ from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.rows import data_files as found_files
 from megarl.data.streamed import Collect, OnLong, Streamed, counted, in_memory
 from megarl.data.survey import Kind
+from megarl.preflight.registry import Cost, checks
 from megarl.preflight.sizes import row_multiple
 from megarl.rewards import system_prompt_of
 from megarl.types import ConfigError, DataError, MegarlError, Problem, TrainingSequence
@@ -312,6 +313,7 @@ def read_preferences(
     return _some(read(path, tokenizer, max_tokens=longest, **settings), path)
 
 
+@checks("runs_folder", Cost.FILES)
 def runs_folder(recipe: Recipe) -> Iterator[str]:
     """Yield a fault if the run's folder cannot be made. Try it in the nearest existing folder, then clean up.
 
@@ -365,6 +367,7 @@ def takes_problems(recipe: Recipe, field: str) -> bool:
     return kind_of_set(recipe, field) == "problems"
 
 
+@checks("data")
 def made_sources(recipe: Recipe) -> Iterator[str]:
     """Yield faults of data to be made by the environment."""
     for field, path in data_paths(recipe).items():
@@ -377,7 +380,9 @@ def made_sources(recipe: Recipe) -> Iterator[str]:
             yield f"{field} = {path}: an environment makes only problems, and this field needs records; give a file"
 
 
-def data_files(recipe: Recipe) -> Iterator[str]:
+@checks("data", Cost.FILES)
+def data_files(recipe: Recipe) -> Iterator[DataError]:
+    """Yield faults of data files that are not there, unreadable or empty."""
     for field, path in data_paths(recipe).items():
         if path.startswith(MADE):
             continue
@@ -386,7 +391,8 @@ def data_files(recipe: Recipe) -> Iterator[str]:
         except DataError as error:
             fault = str(error).partition(": ")[2]
             is_absent = fault.startswith("no such file")
-            yield f"{path}: {field} {'is not there' if is_absent else 'cannot be read'}: {fault}"
+            yield DataError(f"{path}: {field} {'is not there' if is_absent else 'cannot be read'}: {fault}")
             continue
         # An empty file parses as zero records, so without this check a run would end in a confusing error later.
-        yield from (f"{file}: {field} is empty; write records into it" for file in files if not file.stat().st_size)
+        empty = (file for file in files if not file.stat().st_size)
+        yield from (DataError(f"{file}: {field} is empty; write records into it") for file in empty)

@@ -11,8 +11,10 @@ from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.gpu_needs import NAMED_GPUS, library_versions, needs, unmet_needs
 from megarl.platform.visible_gpus import Gpu, installed_gpus
 from megarl.preflight.memory_fit import uses_this_machine
+from megarl.preflight.registry import checks
 
 
+@checks("trainer", is_of_run=True)
 def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> Iterator[str]:
     """Yield needs of a recipe not met by its GPUs or by this environment's libraries.
 
@@ -32,6 +34,7 @@ def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) ->
         yield from unmet_needs(asked, _gpus(recipe, is_start), versions)
 
 
+@checks("cluster", is_of_run=True)
 def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     """Yield a fault if this machine lacks the chosen device. Only local starts are checked."""
     chosen = recipe.cluster.device

@@ -15,6 +15,7 @@ from megarl.config.schema import value_at
 from megarl.files.import_path import import_object, is_import_path
 from megarl.files.nearest import nearest
 from megarl.preflight.library_fields import accepts
+from megarl.preflight.registry import Cost, checks
 from megarl.types import ConfigError
 
 _POSITIONAL: dict[str, tuple[str, ...]] = {
@@ -29,6 +30,7 @@ _TRIAL = "megarl.algorithms.trial"
 """Module calling a function on toy tensors. It imports torch, so only recipes with a user's own function import it."""
 
 
+@checks("algorithm", Cost.FILES)
 def keywords(recipe: Recipe) -> Iterator[str]:
     """Yield faults of all keyword arguments, and of the user's own functions. The latter are imported here."""
     for field in formula_fields():

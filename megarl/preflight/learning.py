@@ -15,9 +15,11 @@ from megarl.config.optimizer_on_host import obstacles
 from megarl.families.shape import ModelShape
 from megarl.files.import_path import is_import_path
 from megarl.preflight.files import system_prompt
+from megarl.preflight.registry import Cost, checks
 from megarl.types import ConfigError
 
 
+@checks("optimizer")
 def optimizers(recipe: Recipe) -> Iterator[str]:
     """Yield faults in the optimizer settings of policy and critic."""
     train, critic = recipe.train, recipe.critic
@@ -30,12 +32,14 @@ def optimizers(recipe: Recipe) -> Iterator[str]:
         yield f"critic.warmup_steps = {critic.warmup_steps}: leaves none of train.steps {train.steps} to the policy"
 
 
+@checks("train")
 def evaluation_only(recipe: Recipe) -> Iterator[str]:
     """Yield a fault if a run has train.steps = 0 (evaluation only) but no validation data."""
     if not recipe.train.steps and not (recipe.data.validation or recipe.data.validation_conversations):
         yield "train.steps = 0: only evaluates, but data.validation is not given; give it, or steps to train"
 
 
+@checks("evaluation")
 def evaluation(recipe: Recipe) -> Iterator[str]:
     """Yield faults of evaluations with several attempts at each problem."""
     settings, n = recipe.evaluation, recipe.evaluation.samples_per_prompt
@@ -53,15 +57,14 @@ def evaluation(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@checks("checkpoint", is_of_run=True)
 def best(recipe: Recipe) -> Iterator[str]:
     """Yield a fault if `checkpoint.best` is not a metric of an evaluated set."""
     metric, sets = recipe.checkpoint.best, recipe.validation_sets
-    if metric is None:
+    if metric is None or not sets:
         return
     parts = metric.split("/")
-    if not sets:
-        yield f"checkpoint.best = {metric}: nothing is evaluated; give data.validation, or leave this out"
-    elif len(parts) < 3 or parts[0] != "val" or parts[1] not in sets:
+    if len(parts) < 3 or parts[0] != "val" or parts[1] not in sets:
         yield f"checkpoint.best = {metric}: is not val/SET/METRIC; SET is {either(sets)}, METRIC accuracy, say"
     elif "@" in metric:
         yield f"checkpoint.best = {metric}: is written pass_at_4 or majority_at_4; avg@n is accuracy"
@@ -113,6 +116,7 @@ def _measure_fault(recipe: Recipe, measure: str) -> str | None:
     return None
 
 
+@checks("train")
 def profiles(recipe: Recipe) -> Iterator[str]:
     """Yield a fault for profiled steps beyond the last step of the run."""
     train = recipe.train
@@ -160,6 +164,7 @@ def _on_host(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@checks("model")
 def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield a fault if the policy has a value head instead of a language head."""
     if shape.has_value_head and recipe.loop != "reward_model":
@@ -169,6 +174,7 @@ def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
 
 
+@checks("lora")
 def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield faults of LoRA settings."""
     lora = recipe.lora
@@ -182,6 +188,7 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield "trainer.megatron.moe_shared_expert_overlap: bypasses the adapters; remove it or set lora.rank=0"
 
 
+@checks("trackers", Cost.FILES)
 def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[str]:
     """Yield faults of trackers that a start could not import. An evaluation (not `is_trained`) starts no tracker."""
     from megarl.tracking.trackers import check, locate
@@ -198,6 +205,7 @@ def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[st
             yield str(error)
 
 
+@checks("reward", Cost.FILES)
 def rewards(recipe: Recipe) -> Iterator[str]:
     from megarl.rewards import locate, metric_name
 
@@ -225,6 +233,7 @@ def rewards(recipe: Recipe) -> Iterator[str]:
         yield str(error)
 
 
+@checks("rollout")
 def sampling(recipe: Recipe) -> Iterator[str]:
     """Yield faults of sampling settings that the trainer cannot reproduce.
 
@@ -256,6 +265,7 @@ def sampling(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@checks("rollout")
 def stragglers(recipe: Recipe) -> Iterator[str]:
     """Yield faults of steps that do not wait for stragglers: groups unfinished when the step has enough others."""
     rollout, algorithm = recipe.rollout, recipe.algorithm
@@ -276,6 +286,7 @@ def stragglers(recipe: Recipe) -> Iterator[str]:
         )
 
 
+@checks("rollout")
 def staleness(recipe: Recipe) -> Iterator[str]:
     """Yield faults of stale tokens: trained by later weights than sampled them."""
     rollout = recipe.rollout
@@ -369,6 +380,7 @@ def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
     return frozenset({"clip_low"}) if is_import_path(name) else frozenset(formulas("algorithm.policy_loss")[name])
 
 
+@checks("reward")
 def verdicts(recipe: Recipe) -> Iterator[str]:
     """Yield faults of fields that need accuracy, if no reward function judges answers."""
     if not recipe.has_engine or judges_answers(recipe) != "none":
@@ -392,6 +404,7 @@ def _dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[str]:
         yield f"algorithm.dynamic_sampling = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
 
 
+@checks("algorithm")
 def algorithm(recipe: Recipe) -> Iterator[str]:
     algorithm, samples = recipe.algorithm, recipe.train.samples_per_prompt
     # Under LoRA the reference shares the frozen base weights, so it cannot be replaced by a newer policy.
@@ -437,11 +450,6 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         yield (
             f"algorithm.overlong_buffer = {algorithm.overlong_buffer}: leaves none of rollout.budget.sampled_tokens "
             f"{budget} unpunished; use fewer tokens"
-        )
-    if bool(algorithm.ptx_coefficient) != bool(recipe.data.ptx):
-        yield (
-            f"algorithm.ptx_coefficient = {algorithm.ptx_coefficient}, data.ptx = {recipe.data.ptx}: one does nothing "
-            "without the other; give both or neither"
         )
     if recipe.data.ptx and algorithm.ptx_conversations < recipe.train.updates_per_step:
         yield (

@@ -17,11 +17,13 @@ from megarl.config.library_settings import decided, without_effect
 from megarl.config.secrets import holds_secret
 from megarl.families.shape import ModelShape
 from megarl.files.nearest import nearest
+from megarl.preflight.registry import Cost, checks
 
 _SCALARS: dict[str, tuple[type, ...]] = {"bool": (bool,), "int": (int,), "float": (float, int), "str": (str,)}
 _LISTS = ("list", "List", "tuple", "Tuple", "set", "Sequence")
 
 
+@checks("trainer")
 def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield faults of `trainer.megatron`: fields unknown to Megatron-Core's TransformerConfig, or without effect."""
     settings = recipe.trainer.megatron
@@ -87,6 +89,7 @@ def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
         )
 
 
+@checks("rollout", Cost.FILES)
 def vllm_fields(recipe: Recipe) -> Iterator[str]:
     """Yield fields of `rollout.vllm` unknown to vLLM's EngineArgs, or set elsewhere in the recipe."""
     known = class_fields("vllm", "engine/arg_utils.py", "EngineArgs")

@@ -9,6 +9,7 @@ from megarl.config.formulas import either
 from megarl.families import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.platform.cuda_extensions import runs_on_cpu
+from megarl.preflight.registry import checks
 
 EXPERT_BACKENDS = ("auto", "triton", "batched_triton", "deep_gemm")
 """Values of vLLM's `moe_backend` that may select a backend of `layouts.vllm_quantised.EXPERT_BACKENDS`."""
@@ -19,6 +20,7 @@ The kernel selected by `auto` is checked before an engine gets its first weights
 """
 
 
+@checks("rollout")
 def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield faults of a recipe with FP8 weights in its engines."""
     rollout = recipe.rollout

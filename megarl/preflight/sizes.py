@@ -16,6 +16,7 @@ from megarl.families.shape import ModelShape
 from megarl.memory_plan.deep_ep import NODE_RANKS, RECEIVED_TOKENS
 from megarl.platform import transformer_engine
 from megarl.platform.cuda_extensions import deep_ep_fault, runs_on_cpu
+from megarl.preflight.registry import checks
 
 _ENGINE_VOCABULARY_MULTIPLE = 64
 """vLLM 0.30 pads the vocabulary to a multiple of this before splitting it over ranks."""
@@ -59,6 +60,7 @@ def aligned(recipe: Recipe, shape: ModelShape, layout: ParallelConfig) -> Parall
     return align(shape, layout, ranks_per_node=recipe.cluster.ranks_per_node)
 
 
+@checks("cluster")
 def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
     """Yield faults if ranks cannot be started from here, or without `is_start` by a job elsewhere."""
     cluster = recipe.cluster
@@ -109,6 +111,7 @@ def _components(cluster: ClusterConfig) -> Iterator[str]:
         )
 
 
+@checks("trainer")
 def ranks(recipe: Recipe) -> Iterator[str]:
     """Yield faults if parallel sizes do not fit the ranks (with separate engines: the ranks that train)."""
     cluster, trainer, world = recipe.cluster, recipe.trainer, recipe.trainer_ranks
@@ -194,6 +197,7 @@ def _engines_of_a_kind(recipe: Recipe, engines: NodeGroup) -> Iterator[str]:
         yield f"rollout.tp = {rollout.tp}: does not divide the {engines.num_ranks} ranks of {chosen}; change either"
 
 
+@checks("train")
 def batches(recipe: Recipe, dp: int) -> Iterator[str]:
     train, trainer, is_sampled = recipe.train, recipe.trainer, recipe.is_on_policy
     updates, samples = (train.updates_per_step, train.samples_per_prompt) if is_sampled else (1, 1)
@@ -228,6 +232,7 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
         )
 
 
+@checks("trainer")
 def lengths(recipe: Recipe) -> Iterator[str]:
     if not recipe.is_on_policy:
         return
@@ -255,6 +260,7 @@ def lengths(recipe: Recipe) -> Iterator[str]:
             )
 
 
+@checks("trainer")
 def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> Iterator[str]:
     trainer, rollout = recipe.trainer, recipe.rollout
     whole_experts = bool(rollout.vllm.get("enable_expert_parallel", False))
@@ -292,6 +298,7 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
         yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
 
 
+@checks("trainer", is_of_training=True)
 def fp8_fit(recipe: Recipe, shape: ModelShape, *, is_start: bool = True) -> Iterator[str]:
     """Yield faults if this environment or the model's sizes do not allow matrix products in FP8.
 
@@ -338,13 +345,14 @@ def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             )
 
 
+@checks("trainer")
 def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     trainer = recipe.trainer
     # Megatron-Core requires sequence parallelism for experts split by tensor-parallel ranks.
     if shape.num_experts and trainer.tp > 1 and trainer.sequence_parallel is False:
         yield f"trainer.sequence_parallel = False: experts at trainer.tp {trainer.tp} need it; leave it out"
-    if trainer.router_replay and (not shape.num_experts or recipe.loop != "rl"):
-        yield "trainer.router_replay = True: replays what an engine chose in rl for a model with experts; leave it out"
+    if trainer.router_replay and not shape.num_experts:
+        yield f"trainer.router_replay = True: a {shape.family} model has no experts; leave it out"
     # Recomputation runs the router a second time and would not see the replayed choice.
     if trainer.router_replay and trainer.recompute == "full":
         yield "trainer.router_replay = True: layers computed anew would choose anew; set trainer.recompute=selective"
@@ -404,6 +412,7 @@ def _recomputed_modules(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         yield f"{field}: under trainer.router_replay experts computed anew would choose anew; name moe_act instead"
 
 
+@checks("rollout")
 def positions(recipe: Recipe, shape: ModelShape, *, is_evaluated: bool = True) -> Iterator[str]:
     """Yield a fault if prompt and completion exceed a model's positions. `is_evaluated`: check evaluations too."""
     if not recipe.has_engine:

@@ -15,8 +15,10 @@ from megarl.memory_plan.phases import ITEM_BYTES, memory_table
 from megarl.memory_plan.remedies import cache_within, changed
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight.library_fields import supported_head_sizes
+from megarl.preflight.registry import checks
 
 
+@checks("rollout")
 def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield the engine faults of a recipe, if it samples."""
     if not recipe.has_engine:

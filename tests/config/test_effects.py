@@ -188,6 +188,27 @@ from tests.config.refusals import faults
         ),
         pytest.param(["algorithm.pass_k=2"], "algorithm.pass_k = 2", "=grpo", "to pass_at_k", id="pass k"),
         pytest.param(
+            ["algorithm.ptx_coefficient=0.1"],
+            "algorithm.ptx_coefficient = 0.1",
+            "without data.ptx",
+            "give data.ptx",
+            id="ptx without data",
+        ),
+        pytest.param(
+            ["data.ptx=talk.jsonl"],
+            "data.ptx = 'talk.jsonl'",
+            "under algorithm.ptx_coefficient=0.0",
+            "set algorithm.ptx_coefficient above 0",
+            id="data without ptx",
+        ),
+        pytest.param(
+            ["checkpoint.best=val/a/accuracy"],
+            "checkpoint.best = 'val/a/accuracy'",
+            "without data.validation",
+            "give data.validation",
+            id="best of no set",
+        ),
+        pytest.param(
             ["reward.model_clip=5"], "reward.model_clip = 5.0", "without reward.model", "give", id="reward model"
         ),
         pytest.param(["lora.alpha=16"], "lora.alpha = 16.0", "under lora.rank=0", "lora.rank above 0", id="lora"),

@@ -117,11 +117,6 @@ UNJUDGED = {"functions": ["boxed_of_mine.py:exact", "boxed_of_mine.py:brevity"]}
         pytest.param(
             {"train": {"samples_per_prompt": 1}}, ["train.samples_per_prompt = 1", "use 2 or more"], id="group"
         ),
-        pytest.param(
-            {"algorithm": {"ptx_coefficient": 0.1}},
-            ["algorithm.ptx_coefficient = 0.1", "give both"],
-            id="ptx without data",
-        ),
         pytest.param({"reward": {"functions": []}}, ["reward.functions is empty"], id="nothing is right"),
         pytest.param(
             {"reward": {"functions": ["a.b:c", "d/e.py:c"]}},
@@ -187,11 +182,6 @@ UNJUDGED = {"functions": ["boxed_of_mine.py:exact", "boxed_of_mine.py:brevity"]}
             {"evaluation": {"samples_per_prompt": 4, "sampling": {"temperature": 0.0}}},
             ["evaluation.samples_per_prompt = 4", "evaluation.sampling.temperature = 0"],
             id="equal attempts",
-        ),
-        pytest.param(
-            {"checkpoint": {"best": "val/a/accuracy"}},
-            ["checkpoint.best = val/a/accuracy", "give data.validation"],
-            id="best of no set",
         ),
         pytest.param({"reward": {"functions": ["bxed"]}}, ["reward.functions", "'bxed'", "'boxed'"], id="reward"),
     ],

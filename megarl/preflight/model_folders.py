@@ -1,0 +1,129 @@
+"""Checks of the models' folders: policy, critic, reward model and teachers, and whether they match."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+from megarl.checkpoint.stored import tensor_faults
+from megarl.config import Recipe
+from megarl.families.shape import ModelShape, read_model_shape
+from megarl.files.model_folder import TOKENIZER, check_model_folder, largest_token, read_object
+from megarl.preflight import sizes
+from megarl.preflight.registry import Fault, checks
+from megarl.types import DataError
+
+
+@checks("distillation", is_of_training=True)
+def teachers(recipe: Recipe) -> Iterator[str]:
+    """Yield faults if a source of a training run has no teacher, or if the teachers' parallel sizes do not fit the
+    ranks."""
+    if recipe.loop != "distillation" or not recipe.train.steps:
+        return
+    # Teachers with sizes of their own repeat the trainer's checks. Drop faults already reported for the trainer.
+    if recipe.distillation.sizes:
+        own = recipe.for_teachers
+        told = {*sizes.ranks(recipe), *sizes.lengths(recipe)}
+        faults = (*sizes.ranks(own), *sizes.lengths(own))
+        yield from (_of_teachers(text) for text in faults if text not in told)
+    if recipe.distillation.teacher is None:
+        yield (
+            "distillation.teacher: missing; give the folder of the teacher, or in a mixture "
+            "mixture.NAME.distillation.teacher of each source"
+        )
+
+
+def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
+    """Yield faults if a teacher does not divide by its parallel sizes (its own, else the trainer's)."""
+    own = recipe.for_teachers
+    # Only the policy replays expert choices, so checks of router_replay do not apply to a teacher.
+    own = own.model_copy(update={"trainer": own.trainer.model_copy(update={"router_replay": False})})
+    for text in (*sizes.model_fit(own, teacher, is_sampled=False), *sizes.expert_fit(own, teacher)):
+        if recipe.distillation.sizes:
+            yield _of_teachers(text)
+        else:
+            yield f"{text}, or give the teachers parallel sizes of their own: distillation.tp"
+
+
+def _of_teachers(text: str) -> str:
+    """Rename the trainer's parallel sizes in a fault to the teachers'."""
+    return re.sub(r"\btrainer\.(tp|pp|cp|ep|etp)\b", r"distillation.\1", text)
+
+
+def teacher_fit(recipe: Recipe, field: str, teacher: ModelShape, policy: ModelShape) -> Iterator[str]:
+    """Yield faults if a teacher has no language head, or shares fewer than `distillation.top_k` tokens."""
+    folder, config = recipe.further_models[field], recipe.distillation
+    if teacher.has_value_head:
+        yield f"{field} = {folder}: is a reward model without a language head; give a language model"
+    num_common = min(teacher.vocab_size, policy.vocab_size)
+    if config.loss == "top_k" and config.top_k > num_common:
+        yield (
+            f"distillation.top_k = {config.top_k}: exceeds the {num_common} tokens that {field} {folder} and the "
+            "policy have in common; lower it, or set distillation.loss=full_vocabulary"
+        )
+
+
+@checks("model")
+def stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterator[DataError]:
+    """Yield faults of the policy's files: tensors missing or of another shape, tokens without an embedding."""
+    folder = recipe.model.folder
+    if has_model:
+        yield from map(DataError, tensor_faults(folder, shape))
+    yield from map(DataError, _tokens_beyond(folder, shape))
+
+
+@checks("model", is_of_training=True)
+def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
+    """Yield faults in folders of critic, reward model and teacher: text for the recipe's, DataError for the files'."""
+    for field, folder in recipe.further_models.items():
+        if problems := check_model_folder(folder):
+            yield from (DataError(f"{field}: {problem}") for problem in problems)
+            continue
+        try:
+            own = read_model_shape(folder, recipe.override_of(folder))
+            yield from (DataError(f"{field}: {fault}") for fault in tensor_faults(folder, own))
+        except DataError as error:
+            yield error
+            continue
+        is_teacher = field.endswith("distillation.teacher")
+        fit = (*sizes.model_fit(recipe, own, is_sampled=False), *sizes.positions(recipe, own))
+        if is_teacher:
+            # A teacher scores the policy's samples but never samples itself, so lengths of evaluations do not matter to
+            # it.
+            fit = (*layout_fit(recipe, own), *sizes.positions(recipe, own, is_evaluated=False))
+        fit += tuple(sizes.fp8_channels(recipe.for_teachers if is_teacher else recipe, own))
+        yield from (f"{field} = {folder}: {text}" for text in fit)
+        try:
+            if _tokens(folder) != _tokens(recipe.model.folder):
+                yield f"{field} = {folder}: its tokenizer is not the policy's; take a model of the same family"
+        except DataError as error:
+            yield error
+        if bool(own.num_experts) != bool(shape.num_experts) and not is_teacher:
+            yield f"{field} = {folder}: the policy and this must both have experts, or neither; take another"
+        if field == "reward.model" and not own.has_value_head:
+            yield f"{field} = {folder}: is a language model; give a model trained with loop: reward_model"
+        if is_teacher:
+            yield from teacher_fit(recipe, field, own, shape)
+            yield from (DataError(f"{field}: {fault}") for fault in _tokens_beyond(folder, own))
+
+
+def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
+    """Yield a fault if the tokenizer makes ids without an embedding in the model."""
+    if not (Path(folder) / TOKENIZER[0]).is_file():
+        return  # Reported by check_model_folder.
+    token, number = largest_token(folder)
+    if number >= shape.vocab_size:
+        yield (
+            f"{Path(folder) / TOKENIZER[0]}: the token {token!r} has the id {number}, but config.json's vocab_size "
+            f"{shape.vocab_size} ends before it; take the model's own tokenizer, or enlarge its embedding"
+        )
+
+
+def _tokens(folder: str) -> tuple[object, object]:
+    """Return vocabulary and added tokens of a folder's tokenizer.
+
+    The size of the embedding does not show that two tokenizers are equal, because models pad it differently.
+    """
+    tokenizer = read_object(Path(folder) / "tokenizer.json")
+    return tokenizer.get("model", {}).get("vocab"), [(t["content"], t["id"]) for t in tokenizer.get("added_tokens", ())]

@@ -1,0 +1,80 @@
+"""Registry of the checks before a start. A module of this package registers its checks when it is imported."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from enum import IntEnum
+from importlib import import_module
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megarl.types import DataError
+
+Fault = str | DataError
+"""A fault of the recipe, or as DataError one of its files."""
+
+FACTS = ("recipe", "shape", "dp", "is_start", "is_trained", "has_model")
+"""Values that a check may take, each by a parameter of this name: recipe, shape of the policy, data-parallel size,
+whether ranks start from here, whether they train, whether the policy's folder is complete."""
+
+Function = TypeVar("Function", bound=Callable[..., Iterable[Fault]])
+
+
+class Cost(IntEnum):
+    """Cost of a check. Cheap checks come first."""
+
+    FIELDS = 0
+    """Reads the recipe's fields."""
+    FILES = 1
+    """Reads files, or imports a library or a user's code."""
+    MODEL = 2
+    """Needs the shape of the policy."""
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """A registered check of a recipe section."""
+
+    section: str
+    cost: Cost
+    function: Callable[..., Iterable[Fault]]
+    facts: tuple[str, ...]
+    is_of_run: bool
+    """Made once for the recipe, not for each source of a mixture."""
+    is_of_training: bool
+    """Left out where only engines start."""
+
+
+_CHECKS: list[Check] = []
+
+
+def checks(
+    section: str, cost: Cost = Cost.FIELDS, *, is_of_run: bool = False, is_of_training: bool = False
+) -> Callable[[Function], Function]:
+    """Register a function yielding the faults of a recipe section. It takes any of `FACTS` by name."""
+
+    def register(function: Function) -> Function:
+        facts = tuple(name for name in inspect.signature(function).parameters if name in FACTS)
+        own_cost = Cost.MODEL if "shape" in facts else cost
+        _CHECKS.append(Check(section, own_cost, function, facts, is_of_run, is_of_training))
+        return function
+
+    return register
+
+
+def registered() -> list[Check]:
+    """Return all checks of this package, cheap ones first."""
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        if path.stem != "__init__":
+            import_module(f"{__package__}.{path.stem}")
+    return sorted(_CHECKS, key=lambda check: check.cost)
+
+
+def faults(facts: Mapping[str, Any], costs: Iterable[Cost], *, is_of_run: bool = False) -> Iterator[Fault]:
+    """Yield the faults found by the checks of these costs, for one source or (`is_of_run`) for the whole recipe."""
+    for check in registered():
+        is_meant = check.is_of_run == is_of_run and (facts["is_trained"] or not check.is_of_training)
+        if check.cost in costs and is_meant:
+            yield from check.function(**{name: facts[name] for name in check.facts})
