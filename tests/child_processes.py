@@ -1,4 +1,4 @@
-"""Processes: programs that signals can end, and what is seen of them from outside."""
+"""Start programs that signals can end, and look at processes from outside."""
 
 from __future__ import annotations
 
@@ -28,7 +28,10 @@ def start_with_default_signals(command: Sequence[str | Path], **options: Any) ->
 
 
 def rank_processes(driver: int) -> dict[int, int]:
-    """Process ids of a driver's ranks, by rank: below it, or below the server that a shared one has forked for it."""
+    """Return the process ids of a driver's ranks, by rank.
+
+    They are descendants of the driver, or of the fork server that a shared one has forked for it.
+    """
     everyone = [int(folder.name) for folder in Path("/proc").glob("[0-9]*")]
     servers = [process for process in everyone if _name(process) == f"megarl {driver}"]
     below = [process for above in (driver, *servers) for process in descendants(above)]
@@ -37,7 +40,7 @@ def rank_processes(driver: int) -> dict[int, int]:
 
 
 def _name(process: int) -> str:
-    """What `ps` shows; empty once it has ended."""
+    """Return the name that `ps` shows, or an empty text once the process has ended."""
     try:
         return Path(f"/proc/{process}/comm").read_text().rstrip("\n")
     except OSError:
@@ -45,7 +48,7 @@ def _name(process: int) -> str:
 
 
 def is_alive(pid: int) -> bool:
-    """Whether a process has not ended; one that only waits to be reaped has."""
+    """Return whether a process runs. A zombie does not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except (FileNotFoundError, ProcessLookupError):

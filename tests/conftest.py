@@ -25,7 +25,7 @@ from megarl.files.private_folder import PrivateFolder
 from megarl.platform.imports import uncollected
 from megarl.processes.fork_server import ForkServer, end_fork_servers
 from megarl.processes.shared_fork_servers import shared_fork_servers
-from tests.session_watch import Watch
+from tests.leftovers import Watch
 
 if TYPE_CHECKING:
     from megarl.testing import RankPool

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 MARGIN = 3.0
-"""How much more than the oracle another order of the same sums may lose. Processors differ by less."""
+"""Factor by which another order of the same sums may lose more than the oracle. Processors differ by less."""
 
 
 def allowed_error(in_float32: torch.Tensor, in_float64: torch.Tensor) -> float:

@@ -1,4 +1,4 @@
-"""What comes from data, models or ranks cannot command the terminal."""
+"""Text from data, models or ranks cannot control the terminal."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What conversion refuses, by name: damaged files, crafted pickles, settings that do not fit."""
+"""Conversion refuses damaged files, crafted pickles and settings that do not fit, and names them."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ from megarl.files.private_folder import PrivateFolder
 from megarl.types import ConfigError
 from tests.cluster.local_slurm import MEGARL, ROOT, Cluster
 from tests.cluster.losing import SCENES
-from tests.test_session_watch import end_pytest
+from tests.test_leftovers import end_pytest
 
 _skip_without_slurm = pytest.mark.skipif(
     shutil.which("sbatch", path=f"{os.environ['PATH']}:/usr/sbin") is None,

@@ -67,7 +67,9 @@ async def start(recipe: Recipe, logs: Path, via: str) -> RunRanks:
         return await made.start(worker, settings | further, log_folder=logs, environment=environment)
 
     trainer, *engines = await asyncio.gather(
-        group(0, "dying:Trainer"), group(1, "dying:Engine", replica=0), group(2, "dying:Engine", replica=1)
+        group(0, "dying_workers:Trainer"),
+        group(1, "dying_workers:Engine", replica=0),
+        group(2, "dying_workers:Engine", replica=1),
     )
     return RunRanks(trainer, engines)
 

@@ -57,7 +57,7 @@ class Run:
 
     async def __aenter__(self) -> Run:
         trainers, *engines = await asyncio.gather(
-            self._started(2, 0, "overlapping:Trainer"), self.engine(0), self.engine(1)
+            self._started(2, 0, "overlapping_workers:Trainer"), self.engine(0), self.engine(1)
         )
         self.ranks = RunRanks(trainers, engines)
         return self
@@ -66,10 +66,10 @@ class Run:
         await self.ranks.close()
 
     async def engine(self, replica: int) -> WorkerGroup:
-        return await self._started(1, 2 + replica, "overlapping:Engine", replica=replica)
+        return await self._started(1, 2 + replica, "overlapping_workers:Engine", replica=replica)
 
     async def hashes(self) -> list[str]:
-        """Of the weights of each rank that has an engine."""
+        """Return the hash of the weights on each rank that has an engine."""
         return [found for group in self.ranks.replicas for found in await group.call("weights_hash")]
 
     async def _started(self, size: int, first: int, worker: str, **further: Any) -> WorkerGroup:

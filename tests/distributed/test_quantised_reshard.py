@@ -16,7 +16,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.testing import RankPool
-from tests.distributed.updates import update
+from tests.distributed.weight_updates import update
 
 pytestmark = pytest.mark.distributed
 
@@ -181,7 +181,7 @@ def test_fp8_weights_equal_what_vllm_makes_of_the_checkpoint(
 
 
 def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
-    """What verification says after one byte, and after one scale, of one rank's engine was changed and mended."""
+    """Return the errors of verification after one byte, and one scale, of an engine was changed and restored."""
     import torch
     import torch.distributed as dist
 

@@ -16,7 +16,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.testing import RankPool
-from tests.distributed.updates import update
+from tests.distributed.weight_updates import update
 
 pytestmark = pytest.mark.distributed
 
@@ -169,7 +169,7 @@ def noted(owner: type, name: str, notes: list[str]) -> Callable[..., Any]:
 
 
 def order_of_start(recipe: Recipe, layout: ParallelConfig) -> list[str]:
-    """What a rank's engine, trainer and reshard do, in order, until the rank is ready."""
+    """Return the steps of a rank's engine, trainer and reshard, in order, until the rank is ready."""
     import torch
 
     from megarl.engine.engine import RolloutEngine
@@ -205,7 +205,7 @@ def test_the_engine_sleeps_while_the_trainer_is_built(ranks: RankPool, tiny_mode
 
 
 def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
-    """What verification says after two rows of one rank's engine were exchanged, and after a reshard mended it."""
+    """Return the errors of verification after two rows of an engine were exchanged, and after the next reshard."""
     import torch
 
     from megarl.reshard.live import Reshard

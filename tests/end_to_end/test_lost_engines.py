@@ -18,7 +18,7 @@ from types import ModuleType
 import pytest
 
 from tests.child_processes import is_alive, rank_processes
-from tests.end_to_end.recorded import unknown_metrics
+from tests.end_to_end.recorded_metrics import unknown_metrics
 
 pytestmark = pytest.mark.end_to_end
 
@@ -51,7 +51,7 @@ def share_of_digits(completion_text, answer, correct_score):
 """
 PATIENCE_SECONDS = 300.0
 BUSY_SECONDS = 10.0
-"""What others on the machine may add to a start, which takes less than a second here."""
+"""Seconds that other processes of the machine may add to a start, which takes less than a second here."""
 
 
 @pytest.fixture
@@ -96,12 +96,12 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
 
 
 def told(folder: Path, text: str) -> list[str]:
-    """Where the run told this, or the first group of it."""
+    """Return the text that matches in the run's output, or its first group."""
     return re.findall(text, re.sub(r"\s+", " ", (folder / "screen").read_text()))
 
 
 def start_seconds(folder: Path) -> float:
-    """How long the run's own ranks took to start, with their models and engines."""
+    """Return the seconds that the run's own ranks took to start, with their models and engines."""
     lines = map(json.loads, (folder / "runs/run/metrics.jsonl").read_text().splitlines())
     return next(line["time/start_seconds"] for line in lines if "time/start_seconds" in line)
 

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import pytest
 
-from tests.end_to_end.recorded import unknown_metrics
+from tests.end_to_end.recorded_metrics import unknown_metrics
 
 pytestmark = pytest.mark.end_to_end
 

@@ -8,8 +8,8 @@ from types import ModuleType
 
 import pytest
 
-from tests.end_to_end.command import train
-from tests.end_to_end.recorded import metrics, unknown_metrics
+from tests.end_to_end.recorded_metrics import metrics, unknown_metrics
+from tests.end_to_end.train_command import train
 
 pytestmark = pytest.mark.end_to_end
 

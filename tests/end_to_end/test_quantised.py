@@ -9,7 +9,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.end_to_end.command import train
+from tests.end_to_end.train_command import train
 
 pytestmark = pytest.mark.end_to_end
 

@@ -11,7 +11,7 @@ from types import ModuleType
 
 import pytest
 
-from tests.end_to_end.recorded import unknown_metrics
+from tests.end_to_end.recorded_metrics import unknown_metrics
 
 pytestmark = pytest.mark.end_to_end
 

@@ -18,7 +18,7 @@ from typing import Any
 import pytest
 
 from tests.child_processes import is_alive, rank_processes
-from tests.end_to_end.recorded import unknown_metrics
+from tests.end_to_end.recorded_metrics import unknown_metrics
 from tests.terminal_screen import run_in_terminal, shown
 
 pytestmark = pytest.mark.end_to_end
@@ -36,7 +36,7 @@ class Runs:
     folder: Path
     model: Path
     screens: dict[str, str]
-    """What the runs wrote: that of fine-tuning on a terminal, the other one through a pipe."""
+    """The output of the runs: fine-tuning wrote to a terminal, the other one through a pipe."""
 
     def train(self, *arguments: str, **kwargs: Any) -> subprocess.CompletedProcess[str]:
         return subprocess.run(

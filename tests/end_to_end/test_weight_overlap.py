@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.end_to_end.recorded import metrics, unknown_metrics
+from tests.end_to_end.recorded_metrics import metrics, unknown_metrics
 from tools import check
 from tools.checks import weight_overlap
 

@@ -53,7 +53,7 @@ def scheduled_ahead() -> Iterator[None]:
 
 @contextmanager
 def recorded_steps(engine: Any) -> Iterator[list[tuple[str, int]]]:
-    """What this rank of a `RolloutEngine` does inside: steps are `scheduled`, on leaders, `begun` and `read`."""
+    """Record the steps of this rank of a `RolloutEngine`: `scheduled` (on leaders), `begun` and `read`."""
     from vllm.v1.worker.gpu_model_runner import AsyncGPUModelRunnerOutput as Output
 
     events: list[tuple[str, int]] = []

@@ -87,7 +87,7 @@ class Bench:
 
 
 def everything(model_path: str, tp: int, stop_text: str, *, is_ahead: bool) -> dict[str, Any]:
-    """What one rank has of an engine with or without asynchronous scheduling; completions on leaders only."""
+    """Sample on one rank with or without asynchronous scheduling. Only leaders return completions."""
     with scheduled_ahead() if is_ahead else contextlib.nullcontext():
         bench = Bench(
             model_path,
@@ -134,7 +134,7 @@ def everything(model_path: str, tp: int, stop_text: str, *, is_ahead: bool) -> d
 
 
 def _rest(request: Request, part: Completion) -> Request:
-    """What is left of a request after a part of its completion."""
+    """Return the request for the rest of a completion."""
     tokens = np.concatenate([request.prompt_token_ids, part.token_ids]).astype(np.int32)
     return Request(f"{request.request_id}+", tokens, request.sampling, request.seed + 1)
 
@@ -209,7 +209,7 @@ def test_a_token_has_the_version_of_the_weights_that_sampled_it(world_size, tp, 
 
 
 def order_of_steps(model_path: str, tp: int) -> tuple[list[tuple[str, int]], list[tuple[str, int]]]:
-    """What one rank does for one request of five tokens, alone and cut off after two steps."""
+    """Return the steps of one rank for a request of five tokens, alone and aborted after two steps."""
     one = [Request("one", np.array(PROMPTS[0], np.int32), SamplingSettings(5, 0.0), 0)]
     with scheduled_ahead():
         bench = Bench(model_path, tp=tp)

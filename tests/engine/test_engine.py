@@ -52,7 +52,7 @@ def requests(replica: int, tag: str, sampling: SamplingSettings) -> list[Request
 
 
 def scenario(model_path: str, tp: int) -> dict[str, Any]:
-    """What one rank sees; completions on leaders only."""
+    """Sample on one rank. Only leaders return completions."""
     from safetensors.torch import load_file
 
     from megarl.engine.engine import RolloutEngine, loose_tensors

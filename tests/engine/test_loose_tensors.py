@@ -1,4 +1,4 @@
-"""What a sleeping engine would lose: no family's model has a tensor that is neither parameter nor buffer."""
+"""No family's model has a tensor that is neither parameter nor buffer: a sleeping engine would lose it."""
 
 from __future__ import annotations
 

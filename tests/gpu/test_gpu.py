@@ -1,4 +1,4 @@
-"""What only a GPU can show: its kernels, its streams, its memory, and the colocated loop on it."""
+"""Tests that need a GPU: its kernels, its streams, its memory, and the colocated loop on it."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What megarl relies on is in the sources of the libraries it is installed with.
+"""The facts that megarl relies on are in the sources of the installed libraries.
 
 The sources are parsed, never imported. MEGARL_GPU_SITE names the site-packages of the CUDA environment (or a folder of
 its unpacked wheels); without it those of this environment are read, whose Python sources are the same, and what only

@@ -16,7 +16,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 BUILT_APART = "transformer-engine-cu12\ntransformer-engine-torch\n"
-"""What launch/setup.sh leaves out: the other core, and the extension that it builds."""
+"""Packages that launch/setup.sh leaves out: the other core, and the extension that it builds."""
 
 
 def check(versions: dict[str, Version]) -> None:

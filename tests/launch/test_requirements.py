@@ -94,7 +94,7 @@ def set_up(folder: Path, asked: str, version: str = "3.11") -> subprocess.Comple
 
 
 def installs(folder: Path, version: str) -> list[str]:
-    """How launch/setup.sh calls uv."""
+    """Return the calls of uv that launch/setup.sh makes."""
     checkout(folder)
     for _ in range(2):  # the second call finds the stamp of the first
         done = set_up(folder, "dev", version)

@@ -14,7 +14,7 @@ import pytest
 from tests.conftest import TIERS
 
 ROOT = Path(__file__).resolve().parents[2]
-PROBE = ROOT / "tests/probes/without_slurm.py"
+PROBE = ROOT / "tests/probes/tiers.py"
 WORKERS = "-n 3 --dist loadfile --no-loadscope-reorder"
 CALLED = """#!/bin/bash
 echo "$(basename "$0") $*" >> "$LOG"

@@ -46,7 +46,7 @@ def test_half_the_multiprocessors_have_half_the_channels() -> None:
     ("dispatcher", "ep", "size"), [("flex", 2, 11_182_592 + WORKSPACE), ("flex", 1, 0), ("alltoall", 2, None)]
 )
 def test_the_table_has_them(tiny_model: Callable[..., Path], dispatcher: str, ep: int, size: int | None) -> None:
-    """Of 64 hidden channels: 10 channels * 2 ranks * (5 * 4 + 256 * (64 * 2 + 2056)) bytes, aligned to 128."""
+    """Bytes for a hidden size of 64: 10 channels * 2 ranks * (5 * 4 + 256 * (64 * 2 + 2056)) bytes, aligned to 128."""
     recipe = _recipe(tiny_model, {"moe_dispatcher": dispatcher, "ep": ep})
     table = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU)
     found = {use.device_bytes for phase in table.phases for use in phase.uses if use.kind == "DeepEP"}

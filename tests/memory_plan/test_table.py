@@ -147,7 +147,7 @@ def test_requests_that_fit_in_a_cache() -> None:
 
 
 def test_a_share_of_the_gpu_leaves_what_is_left_to_the_cache(large: Callable[..., Recipe]) -> None:
-    """Of 0.6 * 139.8 GiB the engine's weights, a step, graphs, CUDA and one communicator take a part."""
+    """The engine's weights, a step, graphs, CUDA and one communicator take a part of 0.6 * 139.8 GiB."""
     own = table_of(large("qwen3_14b_dapo_h200"), 139.8)
     share = table_of(changed(large("qwen3_14b_dapo_h200"), {"rollout.gpu_memory_utilization": 0.6}), 139.8)
     rollout = next(phase for phase in share.phases if phase.name == "rollout")

@@ -1,4 +1,4 @@
-"""Which GPUs and libraries a recipe's number formats are refused for, and what is said then."""
+"""A recipe's number formats are refused on GPUs and libraries without them, and the message names these."""
 
 from __future__ import annotations
 

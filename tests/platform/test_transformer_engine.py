@@ -129,7 +129,7 @@ done
 
 
 def set_up(folder: Path, wheels: Path, *asked: str, has_driver: bool = True, builds: bool = True) -> list[str]:
-    """What launch/setup.sh calls in a new checkout, with programs in place of Python and uv.
+    """Run launch/setup.sh in a new checkout with programs in place of Python and uv, and return their calls.
 
     It fails without `builds`, as the compiler then does.
     """
@@ -163,7 +163,7 @@ def engine_version() -> str:
 
 
 def test_setup_builds_the_extension_against_the_installed_torch_once(tmp_path: Path) -> None:
-    """Where a driver answers; a second checkout that shares the folder of wheels takes the one that is there."""
+    """The machine has a GPU driver. A second checkout that shares the folder of wheels uses the wheel of the first."""
     first, wheels = tmp_path / "first", tmp_path / "wheels"
     lines = set_up(first, wheels)
     installs = [line for line in lines if line.startswith("uv pip install")]

@@ -1,4 +1,4 @@
-"""Which of a machine's GPUs are looked at."""
+"""Only the GPUs that a process may use count for memory and capability."""
 
 from __future__ import annotations
 

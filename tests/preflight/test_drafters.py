@@ -1,4 +1,4 @@
-"""Which drafters of speculative decoding an engine can have: the others fail in the ranks, or draft at random."""
+"""Drafters that an engine cannot have are refused: they fail in the ranks, or draft at random."""
 
 from __future__ import annotations
 
@@ -106,7 +106,7 @@ def test_what_is_not_known_of_drafts_is_not_sampled_with_them(
 
 
 def test_the_drafters_on_the_host_are_vllms() -> None:
-    """Those that its own check of async scheduling leaves out, but for two that have weights."""
+    """They are the drafters that vLLM's check of async scheduling leaves out, without two that have weights."""
     spec = find_spec("vllm")
     assert spec is not None and spec.origin is not None
     source = ast.parse((Path(spec.origin).parent / "config/speculative.py").read_text(encoding="utf-8"))

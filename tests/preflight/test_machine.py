@@ -1,4 +1,4 @@
-"""What the machine must have for a recipe: memory, ranks, a folder."""
+"""The machine must have the memory, ranks and folder of a recipe."""
 
 from __future__ import annotations
 
@@ -178,7 +178,7 @@ def test_a_driver_that_is_too_old_is_refused_before_a_start(
 def test_the_generation_is_that_of_the_gpus_that_run_it(
     recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, launcher: str, is_told: bool
 ) -> None:
-    """Those of a login node are not asked."""
+    """The GPUs of a login node are not queried."""
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: False)
     monkeypatch.setattr("megarl.preflight.gpu_formats.installed_gpus", lambda: (Gpu("NVIDIA A10", (8, 6)),) * 2)

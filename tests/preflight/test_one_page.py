@@ -76,7 +76,7 @@ EXPECTED = {
     "trainer.megatron.hidden_dropout = 'none'": "give a value of that type",
     "absent.jsonl": "check the path",
 }
-"""How a line begins, and its remedy."""
+"""The beginning of a line, and its remedy."""
 
 
 @pytest.fixture

@@ -46,7 +46,7 @@ document.querySelectorAll("svg").forEach((svg) => svg.dispatchEvent(new PointerE
 
 
 def content(page: Path) -> dict:
-    """What the page embeds, as its script reads it."""
+    """Return the data that the page embeds, as its script reads it."""
     [text] = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page.read_text("utf-8"), re.DOTALL)
     return json.loads(text)
 

@@ -50,7 +50,7 @@ def full_tensors(model: ModelShape) -> dict[str, np.ndarray]:
 def engine_parameters(
     model: ModelShape, tensors: dict[str, np.ndarray], tp: int, rank: int, ep: bool = False
 ) -> dict[str, np.ndarray]:
-    """What one engine rank must hold, sliced from full tensors; -1 is padding."""
+    """Return the tensors that one engine rank must hold, sliced from full ones. -1 is padding."""
     heads, kv_heads, width = model.num_heads // tp, max(1, model.num_kv_heads // tp), model.head_dim
     first_kv = rank * kv_heads if model.num_kv_heads >= tp else rank // (tp // model.num_kv_heads)
 
@@ -148,7 +148,7 @@ def intersect(one: Box, other: Box) -> Box | None:
 
 
 def subtract(whole: Box, part: Box) -> list[Box]:
-    """What is left of `whole` without `part`, which must lie inside it: at most two boxes per dimension."""
+    """Return `whole` without `part`, which must lie inside it: at most two boxes per dimension."""
     rest: list[Box] = []
     start, stop = list(whole.start), list(whole.stop)
     for dim, (low, high) in enumerate(zip(part.start, part.stop, strict=True)):

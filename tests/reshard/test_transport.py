@@ -237,7 +237,7 @@ def test_trainer_and_engines_may_be_other_ranks(
 
 
 def held() -> list[str]:
-    """What this process has of transports: open files of shared memory, and mappings."""
+    """Count the files of shared memory that this process has open, and its mappings."""
     mapped = [line for line in Path("/proc/self/maps").read_text().splitlines() if "megarl-reshard" in line]
     for file in Path("/proc/self/fd").iterdir():
         with suppress(OSError):  # the descriptor by which the folder is read
@@ -247,7 +247,7 @@ def held() -> list[str]:
 
 
 def keeps_nothing(num_transports: int) -> tuple[int, list[str]]:
-    """How many more files are open after so many transports, and what is left of their shared memory."""
+    """Return how many more files are open after `num_transports` transports, and the shared memory that is left."""
     box = Box("t", (0,), (8,))
     rank = dist.get_rank()
     plan = make_plan(

@@ -1,4 +1,4 @@
-"""What `megarl serve` takes for a model."""
+"""Folders and names that `megarl serve` accepts as a model."""
 
 from __future__ import annotations
 

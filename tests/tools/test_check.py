@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,18 +10,15 @@ import pytest
 
 from tools import check
 from tools.checks import streaming
-from tools.runs import ROOT, read_lines
+from tools.runs import read_lines
 
 
-def test_the_list_describes_every_check() -> None:
-    # As a command: it runs from any folder, and finds the modules of the repository.
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "tools/check.py"), "--list"], capture_output=True, text=True, cwd="/", timeout=120
-    )
-    assert done.returncode == 0, done.stderr
-    listed = [line for line in done.stdout.splitlines() if not line.startswith(" ")]
+def test_the_list_describes_every_check(capsys: pytest.CaptureFixture[str]) -> None:
+    assert check.main(["--list"]) == 0
+    printed = capsys.readouterr().out
+    listed = [line for line in printed.splitlines() if not line.startswith(" ")]
     assert listed == check.NAMES and len(listed) == 23
-    assert done.stdout.count("    full: ") + done.stdout.count("; full: ") == len(listed)
+    assert printed.count("    full: ") + printed.count("; full: ") == len(listed)
 
 
 @pytest.mark.parametrize("name", check.NAMES)

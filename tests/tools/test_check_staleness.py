@@ -1,4 +1,4 @@
-"""What staleness costs and gains, at the smallest size: a row for each bound and correction, and the verdict."""
+"""The check of staleness at its smallest size: a row for each bound and correction, and the verdict."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a run folder says when its disk is full or it is gone: a real file system of a few kilobytes, really full."""
+"""Errors of a run folder that is gone or whose disk is full: a real file system of a few kilobytes, really full."""
 
 from __future__ import annotations
 

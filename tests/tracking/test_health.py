@@ -71,7 +71,7 @@ BROKEN = {
     "no_end_of_sequence": (series("rollout/ended/done", [0.1, 0.0, 0.0, 0.0]), 4, 0.0),
     "validation_falling": (hacked([0.5, 0.6, 0.5, 0.4], [0.5, 0.5, 0.6, 0.7, 0.8, 0.9]), 6, 0.4),
 }
-"""Of each rule numbers that break it, the step at which it warns, and the value that it shows."""
+"""Numbers that break each rule, the step at which it warns, and the value that it shows."""
 
 FINE = [
     ("no_gradient", series("reward/zero_variance_groups", [1.0, 1.0, 0.99, 1.0, 1.0])),

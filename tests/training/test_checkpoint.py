@@ -245,7 +245,7 @@ def mixed(before: torch.Tensor, policy: torch.Tensor, share: float) -> torch.Ten
 
 
 def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """How far the moved parameters are from their formula; those that were saved, and of this rank's probe."""
+    """Return how far the moved parameters are from their formula, for the saved ones and this rank's probe."""
     from megarl.training import checkpoint
 
     layout = layout_of(sizes)
@@ -279,7 +279,7 @@ def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
 
 
 def load_moved(recipe: Recipe, sizes: Sizes, folder: Path) -> list[tuple[bool, int, dict[str, torch.Tensor]]]:
-    """Of a reference that is read from each folder: whether it has moved, its visits so far, and its parameters."""
+    """Read a reference from each folder. Returns whether it has moved, its visits so far, and its parameters."""
     from megarl.training import checkpoint
 
     layout = layout_of(sizes)
@@ -312,7 +312,7 @@ def test_a_reference_that_moved_is_saved_and_comes_back(
 
 
 def save_in_vain(recipe: Recipe, folder: Path) -> tuple[str, int]:
-    """What the rank hears, and how much it was going to write."""
+    """Return the error that the rank gets, and how much it was going to write."""
     from megarl.training import checkpoint
 
     engine = build(recipe, layout_of((1, 1, 1)))

@@ -208,7 +208,7 @@ def test_a_teacher_with_experts(
 
 
 def learn_exactly(ranks: RankPool, policy: Path, teachers: list[Path], name: str, loss: str) -> list[dict[str, Any]]:
-    """What the ranks of a layout return of an update, whose loss and gradient are those of float64."""
+    """Return the metrics of a layout's ranks for an update. Loss and gradient are compared with float64."""
     sizes, of_teachers, trainer = LAYOUTS[name]
     recipe = recipe_of(policy, teachers, *LOSSES[loss], **trainer)
     one = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)

@@ -131,7 +131,7 @@ def baseline(ranks: RankPool, folders: dict[str, Path]) -> dict[str, dict[str, A
 
 @pytest.fixture(scope="module")
 def allowed(folders: dict[str, Path]) -> dict[str, tuple[float, float]]:
-    """How far log-probs of two layouts may be apart, and gradients, in relation to their norm.
+    """Return how far log-probs of two layouts may differ, and gradients relative to their norm.
 
     1e-5, or what the model's own rounding asks for: that of experts is ten times that of a dense model.
     """

@@ -59,7 +59,7 @@ def export(recipe: Recipe, layout: ParallelConfig, updates: Updates, folder: Pat
 
 
 def assert_same_logprobs(model: Any, sequences: list[TrainingSequence], results: list[Any]) -> None:
-    """Of every reporting rank's rows, against a transformers model in float64."""
+    """Compare the rows of every reporting rank with a transformers model in float64."""
     seen = set()
     for rows, logprobs, stayed in results:
         assert stayed

@@ -20,7 +20,7 @@ from megarl.types import ConfigError, TrainingSequence
 from tests.rollout.batches import rl_batch
 
 LOG_RATIOS = [[0.3, 0.3, 0.0], [-0.1, 0.0], [-0.2, -0.2]]
-"""Of the trained tokens of three segments; the first two are one trajectory, whose mean is a tenth."""
+"""Ratios of the trained tokens of three segments. The first two are one trajectory, whose mean is a tenth."""
 SAMPLES = np.array([0, 0, 1])
 ADVANTAGES = [1.0, 1.0, -1.0]
 ALGORITHM = {

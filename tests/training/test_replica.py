@@ -21,7 +21,7 @@ def rows_of(replica: int, length: int) -> list[TokenBatch]:
 
 
 def shared(layout: ParallelConfig, lengths: tuple[int, ...]) -> list[list[TokenBatch]]:
-    """What this rank gets of broadcasts of rows of these lengths, one after the other."""
+    """Broadcast rows of these lengths one after the other, and return what this rank receives."""
     from megarl.training.replica import Replica
 
     replica = Replica(layout)

@@ -31,7 +31,7 @@ def experts_of(sequence: int, num_tokens: int) -> np.ndarray:
 
 
 def replayed(sequence: int, length: int) -> np.ndarray:
-    """What each token of a sequence is sent to: the last one never went through the engine's model."""
+    """Return the experts of each token of a sequence. The last token never went through the engine's model."""
     went_through = experts_of(sequence, max(1, length - 1))
     return went_through[np.minimum(np.arange(length), len(went_through) - 1)]
 

@@ -92,7 +92,7 @@ def make_updates(recipe: Recipe, vocab_size: int) -> list[list[TrainingSequence]
 
 
 def kept_sets(token_ids: np.ndarray, vocab_size: int) -> KeptSets:
-    """Of tokens [tokens] each with a set of 1 to all ids, itself among them; every third has none."""
+    """Return sets of 1 to all ids for tokens [tokens]. Each holds its token; every third token has none."""
     random = np.random.default_rng(int(token_ids.sum()))
     sets = []
     for number, token in enumerate(token_ids.tolist()):
@@ -316,7 +316,7 @@ def float64_loss(model: Any, s: TrainingSequence, recipe: Recipe) -> torch.Tenso
 def test_entropies_are_those_of_what_was_sampled_from(
     ranks: RankPool, folder: Callable[..., Path], baseline: dict[str, dict[str, Any]]
 ) -> None:
-    """Of the last parameters, at each sequence's temperature, over the sets that its tokens were drawn from."""
+    """Entropies are those of the last parameters, at each sequence's temperature, over its tokens' kept sets."""
     got = baseline["rl"]
     recipe = recipe_of(folder(), "rl")
     model = transformers_training(recipe, make_updates(recipe, 431))["model"]

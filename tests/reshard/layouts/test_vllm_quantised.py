@@ -128,7 +128,7 @@ def test_what_a_kernel_does_after_quantising_is_done_again(ranks: RankPool, tiny
 
 
 def refused(folder: str) -> list[str]:
-    """What recording says where a kernel is of a kind that is not known."""
+    """Return the error of recording a layout whose kernel is of an unknown kind."""
     import torch
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import Fp8MoeBackend
 

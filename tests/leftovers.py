@@ -1,4 +1,4 @@
-"""What one run of pytest leaves behind: found at its end, and removed even if pytest itself is killed.
+"""Find what one run of pytest leaves behind at its end, and remove it even if pytest itself is killed.
 
 All that a run starts inherits its mark, an entry of the environment, and its temporary folder. A process beside pytest
 knows the marked processes and the shared memory that they map. It answers pytest's question for what is left, and when
@@ -68,7 +68,7 @@ class Watch:
         os.environ[MARK] = f"{os.environ.get(MARK, '')}{self.mark},"
 
     def leftovers(self, seconds: float) -> list[str]:
-        """What the run has left, a line each. Processes that are about to end are waited for, so many seconds."""
+        """Return what the run has left, one line each. Waits up to `seconds` for processes that are about to end."""
         ending = time.monotonic() + seconds
         while True:
             left = self._ask()
@@ -94,7 +94,7 @@ def _mapped_memory(processes: list[Process]) -> set[str]:
 
 
 def _left(mark: str, folder: Path, memory: set[str]) -> list[str]:
-    """What is there of a run, a line each."""
+    """Return what a run has on this machine, one line each."""
     processes = [f"process {pid}: {command[:200]}" for pid, command in marked_processes(mark)]
     made = (path for path in sorted(folder.glob("*")) if not (_OF_LIBRARIES.fullmatch(path.name) or _is_trial(path)))
     files = [str(path) for path in (*made, *(Path("/dev/shm") / n for n in sorted(memory)))]

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from tests.child_processes import start_with_default_signals
-from tests.session_watch import MARK, marked_processes
+from tests.leftovers import MARK, marked_processes
 
 pytestmark = pytest.mark.distributed
 
@@ -58,7 +58,7 @@ def wait_until(is_so: Callable[[], bool], driver: subprocess.Popen[str] | None =
 
 def end_pytest(number: signal.Signals, folder: Path, *arguments: str, **held: str) -> list[str]:
     """End a run that holds processes by a signal, see that all of them end; the commands of what it held."""
-    driver = start_pytest("holding.py", folder, *arguments, HOLDING=str(folder), **held)
+    driver = start_pytest("interrupted.py", folder, *arguments, HOLDING=str(folder), **held)
     try:
         wait_until((folder / "rank").exists, driver)
         mark = mark_of(driver.pid)
@@ -93,7 +93,7 @@ def test_ended_by_a_signal_pytest_leaves_nothing(tmp_path: Path, number: signal.
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_what_tests_leave_fails_the_run_and_is_removed(tmp_path: Path, workers: int) -> None:
-    driver = start_pytest("leaving.py", tmp_path, "--leftover-seconds=0", f"--numprocesses={workers}")
+    driver = start_pytest("leftovers.py", tmp_path, "--leftover-seconds=0", f"--numprocesses={workers}")
     output, _ = driver.communicate(timeout=240)
     assert driver.returncode == pytest.ExitCode.TESTS_FAILED
     left = re.search(r"this run of the tests has left:\n(process \d+: .*\n(?:.*\n)*?)(/.*)\n(/dev/shm/.*)\n", output)
@@ -104,7 +104,7 @@ def test_what_tests_leave_fails_the_run_and_is_removed(tmp_path: Path, workers: 
 
 @pytest.mark.parametrize("workers", [0, 2])
 def test_what_is_left_out_is_said_above_the_closing_line(tmp_path: Path, workers: int) -> None:
-    driver = start_pytest("leaving_out.py", tmp_path, f"--numprocesses={workers}")
+    driver = start_pytest("skipped.py", tmp_path, f"--numprocesses={workers}")
     output, _ = driver.communicate(timeout=240)
     *_, title, reason, closing = output.splitlines()
     assert "left out on this machine" in title and reason == "2 tests: needs a second moon"

@@ -1,4 +1,4 @@
-"""What runs have recorded, held against the house's tables."""
+"""Metrics that runs have recorded, compared with the table of metrics."""
 
 from __future__ import annotations
 

@@ -6,7 +6,7 @@ import hashlib
 import os
 import time
 
-import dying
+import dying_workers
 from updates import update
 
 from megarl.reshard import transport
@@ -24,7 +24,7 @@ def _append(file, line):
         stream.write(f"{line}\n")
 
 
-class Trainer(dying.Trainer):
+class Trainer(dying_workers.Trainer):
     def note_order(self, file):
         """From now on, this file gets a line with the rank when it sends its first bucket of a reshard."""
         for kind in (transport.OwnSlots, transport.SharedSlots):
@@ -52,7 +52,7 @@ class Trainer(dying.Trainer):
             self.weights.reshard = fail
 
 
-class Engine(dying.Engine):
+class Engine(dying_workers.Engine):
     def note_order(self, file):
         """From now on, this file gets a line when the engine, which has paused, takes part in a reshard."""
         reshard = self.reshard
