@@ -37,7 +37,7 @@ from megarl.files.private_folder import PrivateFolder
 from megarl.groups import rendezvous
 from megarl.groups.rendezvous import Rendezvous
 from megarl.platform import chosen_device
-from megarl.processes.process_tree import provide_open_files
+from megarl.processes.open_files import provide_open_files
 from megarl.types import PeerLostError
 
 _END_SECONDS = 60.0

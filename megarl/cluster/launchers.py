@@ -14,11 +14,9 @@ from megarl.cluster.srun import SrunGroup
 from megarl.cluster.topology import NodeKind
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import ClusterConfig
-from megarl.environments.process import EnvironmentProcess, MakeProcess
 from megarl.platform import device
 from megarl.platform.shared_memory import check_shared_memory
-from megarl.rewards.reward_pool import MakeScorer
-from megarl.rewards.reward_process import RewardWorker
+from megarl.processes.server_process import MakeServer, ServerProcess
 
 
 async def start_ranks(cluster: ClusterConfig, log_folder: Path, replica_sizes: Sequence[int] = ()) -> RunRanks:
@@ -97,19 +95,11 @@ def _group(cluster: ClusterConfig, size: int, part: PartOfRun, kind: NodeKind) -
     return LocalGroup(size, part, imports=device.forkable_imports("megarl.worker.colocated"))
 
 
-def reward_workers(cluster: ClusterConfig) -> MakeScorer:
-    """Return the constructor of reward processes: on this machine, or on any node of the ranks' Ray cluster."""
+def server_processes(cluster: ClusterConfig) -> MakeServer:
+    """Return the constructor of reward and environment processes: here, or on any node of the ranks' Ray cluster."""
     if cluster.launcher != "ray":
-        return RewardWorker
-    from megarl.rewards.on_ray import on_nodes_in_turn
+        return ServerProcess
+    # Imported here, because Ray is optional.
+    from megarl.processes.on_ray import on_nodes_in_turn
 
     return on_nodes_in_turn()
-
-
-def environment_processes(cluster: ClusterConfig) -> MakeProcess:
-    """Return the constructor of environments' processes: on this machine, or on any node of the ranks' Ray cluster."""
-    if cluster.launcher != "ray":
-        return EnvironmentProcess
-    from megarl.cluster.ray import environments_on_nodes_in_turn
-
-    return environments_on_nodes_in_turn()

@@ -18,7 +18,7 @@ from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.files.private_folder import PrivateFolder
 from megarl.groups.rendezvous import Rendezvous
 from megarl.processes.fork_server import ForkedProcess, fork_server
-from megarl.processes.process_tree import provide_open_files
+from megarl.processes.open_files import provide_open_files
 
 _HOST = "127.0.0.1"
 

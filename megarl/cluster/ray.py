@@ -18,16 +18,14 @@ from typing import Any
 
 import ray
 import torch
-from ray.exceptions import RayActorError, RayError
+from ray.exceptions import RayError
 from ray.util.placement_group import placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from megarl.cluster.connected import Address, ConnectedGroup, connect
 from megarl.cluster.topology import Introduction, NodeKind
 from megarl.cluster.worker_group import PartOfRun
-from megarl.environments.process import EnvironmentProcess, MakeProcess, ProcessSettings
 from megarl.platform import chosen_device
-from megarl.rewards.on_ray import actor_on, nodes_in_turn
 from megarl.types import ConfigError, PeerLostError
 
 _SWITCHES_LABEL = "switches"
@@ -164,33 +162,3 @@ class RayGroup(ConnectedGroup):
             with contextlib.suppress(RayError):
                 remove_placement_group(self._placed)
             self._placed = None
-
-
-def environments_on_nodes_in_turn() -> MakeProcess:
-    """Return a constructor of environments' processes, round-robin over the cluster's nodes."""
-    nodes = nodes_in_turn()
-    return lambda settings, log_file: _RayEnvironmentProcess(next(nodes), settings, log_file)
-
-
-class _RayEnvironmentProcess:
-    """`EnvironmentProcess` in an actor on a node, or on another node if that one is lost."""
-
-    def __init__(self, node: str, settings: ProcessSettings, log_file: str | None) -> None:
-        self._actor = actor_on(node, EnvironmentProcess, settings, log_file)
-
-    def wait_until_ready(self) -> None:
-        try:
-            ray.get(self._actor.wait_until_ready.remote())
-        except RayActorError as error:
-            raise PeerLostError(f"an environment's process on Ray is lost or closed: {error}") from None
-
-    def ask(self, request: Mapping[str, Any]) -> dict[str, Any]:
-        try:
-            return ray.get(self._actor.ask.remote(dict(request)))
-        except RayActorError as error:
-            return {"lost": f"the environment's process on Ray is lost: {error}"}
-
-    def close(self) -> None:
-        """Kill the actor. The process and its children end with it."""
-        with contextlib.suppress(RayError):
-            ray.kill(self._actor)

@@ -4,54 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import os
-import socket
 import threading
 from collections.abc import Awaitable, Callable
-from contextlib import suppress
 from typing import Any
 
 from megarl.environments import Environment, EnvironmentUnavailableError, Start, Step, Turn, environment_maker
 from megarl.environments.tools import CALL_THREAD
 from megarl.environments.validation import checked_start, checked_step
-from megarl.processes.frames import UnsendableError, receive, send
-from megarl.processes.process_tree import limit_memory
+from megarl.processes.frames import MAX_ERROR_CHARACTERS, Answer, RefusedError
 from megarl.types import MegarlError, Problem, ToolCall
 
-MAX_ERROR_CHARACTERS = 4000
 
+def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
+    """Import an environment by its name in the recipe, and return the function that plays attempts.
 
-def serve(connection: socket.socket) -> None:
-    """Answer requests until the driver closes the connection.
-
-    The first message has the environment's name in the recipe, its settings and a memory limit. Its answer is `ready`,
-    or `refused` with the reason. Each later request has a method with its arguments, and a number repeated in the
-    answer. The answer is a `value`, an `error` it raised, or `unavailable` with the reason. `is_last` in an answer
-    means the process is not fit for another attempt.
+    A request has a method in `do`, with its arguments. The answer is a `value`, an `error` it raised, or `unavailable`
+    with the reason. `is_last` in an answer means the process is not fit for another attempt. Raises RefusedError.
     """
-    with suppress(EOFError, OSError):
-        start = receive(connection, None)
-        try:
-            make = environment_maker(start["environment"], start["settings"])
-        except MegarlError as error:
-            send(connection, {"refused": str(error)[:MAX_ERROR_CHARACTERS]})
-            return
-        # Limited after the import: memory of the libraries does not count.
-        limit_memory(start["memory_bytes"])
-        send(connection, {"ready": True})
-        process = os.getpid()
-        with asyncio.Runner() as runner:
-            player = _Player(make, runner)
-            while True:
-                request = receive(connection, None)
-                answer = player.answer(request)
-                if os.getpid() != process:
-                    # The environment forked, and this is the child. The connection belongs to the parent.
-                    os._exit(0)
-                try:
-                    send(connection, {"id": request["id"], **answer})
-                except UnsendableError as error:
-                    send(connection, {"id": request["id"], "error": f"TypeError: its answer is not JSON: {error}"})
+    try:
+        make = environment_maker(settings["environment"], settings["settings"])
+    except MegarlError as error:
+        raise RefusedError(str(error)) from error
+    return {}, _Player(make, asyncio.Runner()).answer
 
 
 class _Player:

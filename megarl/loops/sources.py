@@ -7,15 +7,15 @@ from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Protocol
 
-from megarl.cluster.launchers import environment_processes, reward_workers
+from megarl.cluster.launchers import server_processes
 from megarl.config import Recipe
 from megarl.config.judges import judges_answers
 from megarl.config.mixture import SourceRecipe
 from megarl.data.dialogue import Dialogue
 from megarl.data.template_history import history_faults, history_notice
 from megarl.environments import environment_maker, is_agent, num_processes, with_sandbox
-from megarl.environments.process import process_settings
-from megarl.environments.process_pool import EnvironmentPool
+from megarl.environments.environment_pool import EnvironmentPool
+from megarl.environments.process_settings import process_settings
 from megarl.preflight import Dropped, collect_for, read_problems
 from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_process import WorkerSettings, worker_settings
@@ -93,7 +93,7 @@ def start_rewards(
                 # Log files of all pools are numbered consecutively in one folder.
                 first_log=sum(len(other) for _, other in by_settings),
                 notice=notice,
-                make_worker=reward_workers(recipe.cluster),
+                make_server=server_processes(recipe.cluster),
             )
             stack.push_async_callback(pool.aclose)
             by_settings.append((settings, pool))
@@ -115,7 +115,7 @@ def start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) 
             num_processes=number,
             log_folder=log_folder,
             first_log=num_started,
-            make_process=environment_processes(recipe.cluster),
+            make_server=server_processes(recipe.cluster),
         )
         stack.callback(found[source.name].close)
         num_started += number

@@ -22,7 +22,8 @@ from megarl.preflight.files import field_names, system_prompt
 from megarl.rewards import RECORD_CHECKS, kind_of
 from megarl.rewards.calling import Sample, expected
 from megarl.rewards.http_rewards import ServedReward, ServerFailedError, served_reward
-from megarl.rewards.reward_process import RewardWorker, WorkerSettings, worker_settings
+from megarl.rewards.reward_pool import RewardPool
+from megarl.rewards.reward_process import WorkerSettings, worker_settings
 from megarl.types import ConfigError, PeerLostError
 
 
@@ -149,9 +150,9 @@ def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
 def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sample) -> Iterator[str]:
     """Yield faults of a reward function."""
     with TemporaryDirectory(prefix="megarl_rewards_") as folder:
-        worker = RewardWorker(replace(settings, functions=(function,)), str(Path(folder) / "output.log"))
+        pool = RewardPool(replace(settings, functions=(function,), served=()), num_workers=1, log_folder=Path(folder))
         try:
-            scored = worker.ask(sample)
+            scored = asyncio.run(pool.score(sample))
         except ConfigError as error:
             yield str(error)
             return
@@ -159,7 +160,7 @@ def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sampl
             yield f"reward.functions: {error}"
             return
         finally:
-            worker.close()
+            pool.close()
     if scored.failure:
         yield (
             f"reward.functions: {function.name!r} gives no reward for the first record, whose gold answer "

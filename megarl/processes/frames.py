@@ -1,15 +1,18 @@
 """Messages between the driver and a supervised process: JSON objects, each preceded by its length in bytes.
 
-Received data is never executed or unpickled.
+Received data is never executed or unpickled. Imports only the standard library, because interpreters of other libraries
+load this file by its path.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 _LENGTH = struct.Struct("!I")
@@ -22,6 +25,19 @@ Patience = Callable[[], float]
 It returns the longest time of this wait in seconds, and raises an error after the deadline. A parameter `patience` with
 the value None sets no deadline.
 """
+
+
+MAX_ERROR_CHARACTERS = 4000
+
+Answer = Callable[[dict[str, Any]], dict[str, Any]]
+"""Function of a child process that carries out a request and returns its answer."""
+Start = Callable[[dict[str, Any]], tuple[dict[str, Any], Answer]]
+"""Function of a child process called with the first message. It returns an introduction, and the function answering
+requests. It raises RefusedError."""
+
+
+class RefusedError(Exception):
+    """A child process cannot start as requested."""
 
 
 class FrameError(Exception):
@@ -101,6 +117,32 @@ def within(seconds: float) -> Patience:
         return left
 
     return remaining
+
+
+def answer_requests(connection: socket.socket, start: Start) -> None:
+    """Answer the driver's requests until it closes the connection: the main loop of a child process.
+
+    The first message has settings. Its answer is `ready` with the introduction of `start`, or `refused` with the
+    reason. Each later request has a number, the `id`, repeated in its answer.
+    """
+    with suppress(EOFError, OSError):
+        try:
+            introduction, answer = start(receive(connection, None))
+        except RefusedError as error:
+            send(connection, {"refused": str(error)[:MAX_ERROR_CHARACTERS]})
+            return
+        send(connection, {"ready": True, **introduction})
+        process = os.getpid()
+        while True:
+            request = receive(connection, None)
+            reply = answer(request)
+            if os.getpid() != process:
+                # The code of a user forked, and this is the child. The connection belongs to the parent.
+                os._exit(0)
+            try:
+                send(connection, {"id": request["id"], **reply})
+            except UnsendableError as error:
+                send(connection, {"id": request["id"], "error": f"TypeError: its answer is not JSON: {error}"})
 
 
 def _receive_exactly(connection: socket.socket, size: int, patience: Patience | None) -> bytearray:

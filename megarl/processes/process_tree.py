@@ -1,4 +1,7 @@
-"""Linux facilities for groups of related processes: death signals, subreapers, limits."""
+"""Linux facilities for groups of related processes: forks, death signals, subreapers, limits.
+
+Imports only the standard library, because supervisors import it, and interpreters of other libraries load it by path.
+"""
 
 from __future__ import annotations
 
@@ -9,13 +12,12 @@ import resource
 import select
 import signal
 import time
+import traceback
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
-
-from megarl.types import ConfigError
 
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
 """Signals sent by Slurm or a terminal to all processes of a job. Only the driver handles them."""
@@ -27,10 +29,6 @@ _OUT_OF_MEMORY = 9
 """Exit code of the child in `fault_of` after a MemoryError."""
 _WALL_PER_CPU_SECOND = 10.0
 """Wall-clock seconds allowed per second of CPU time in `fault_of`, because a busy machine runs slowly."""
-_MOST_OPEN_FILES = 1 << 20
-"""Highest limit of open files set by `provide_open_files`."""
-_OTHER_FILES = 256
-"""Open files reserved by `provide_open_files` for other uses."""
 
 
 def die_with(parent: int | None) -> None:
@@ -44,6 +42,37 @@ def die_with(parent: int | None) -> None:
 def adopt_orphans() -> None:
     """Become the subreaper: orphaned descendants become children of this process (prctl(2))."""
     ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+
+
+def fork_child(work: Callable[[], object]) -> int:
+    """Fork a process for `work`, leader of its own group, and return its id. It dies with the calling thread.
+
+    The process exits with 0 after `work`, and with 1 and a traceback after an exception.
+    """
+    parent = os.getpid()
+    child = os.fork()
+    if child:
+        return child
+    code = 1
+    try:
+        os.setsid()
+        die_with(parent)
+        work()
+        code = 0
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        os._exit(code)
+
+
+def kill_tree(pid: int) -> None:
+    """Kill a process of `fork_child`, its descendants and its process group."""
+    for process in [*descendants(pid), pid]:
+        with suppress(OSError):
+            os.kill(process, signal.SIGKILL)
+    # Members of the group outlive the process as orphans.
+    with suppress(OSError):
+        os.killpg(pid, signal.SIGKILL)
 
 
 def descendants(pid: int) -> Iterator[int]:
@@ -101,31 +130,6 @@ def limit_memory(limit_bytes: int) -> None:
     _, hard = resource.getrlimit(resource.RLIMIT_AS)
     limit = used_bytes + limit_bytes
     resource.setrlimit(resource.RLIMIT_AS, (limit if hard == resource.RLIM_INFINITY else min(limit, hard), hard))
-
-
-def allow_open_files(number: int) -> int:
-    """Raise this process's limit of open files to `number`, or to the hard limit if lower. Return the new limit."""
-    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
-    if limit < number:
-        limit = min(number, highest)
-        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, highest))
-    return limit
-
-
-def provide_open_files(number: int, what: str) -> None:
-    """Raise this process's limit of open files so that `number` more can be opened.
-
-    Raises ConfigError if the hard limit is too low. `what` is the subject of its message, a plural noun.
-    """
-    # The limit stays at about a million: some programs close all possible file descriptors one by one.
-    is_open = len(os.listdir("/proc/self/fd"))
-    allowed = allow_open_files(_MOST_OPEN_FILES)
-    if allowed < is_open + number + _OTHER_FILES:
-        raise ConfigError(
-            f"{what} need {number} open files of the driver, which has {is_open} open and reserves {_OTHER_FILES} for "
-            f"other uses: the hard limit of open files (RLIMIT_NOFILE, `ulimit -Hn`) is {allowed}; raise it to "
-            f"{is_open + number + _OTHER_FILES} before the driver starts, or start fewer ranks"
-        )
 
 
 def fault_of(work: Callable[[], object], *, seconds: float, memory_bytes: int) -> str | None:

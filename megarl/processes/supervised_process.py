@@ -1,79 +1,202 @@
-"""A supervised child process, killable with all its descendants and connected by a socket.
-
-Its supervisor (`keeper`) is a process between this one and the child.
-"""
+"""A supervised child process: killed with all its descendants, also when this process ends."""
 
 from __future__ import annotations
 
+import asyncio
+import io
 import json
+import os
+import select
 import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+import megarl
 
 _OWN_END_SECONDS = 2.0
 """Seconds for a process to exit by itself after it closed its connection, so that its exit code is known."""
 _END_SECONDS = 10.0
-"""Seconds for the supervisor to kill its processes and to exit."""
-_KEEPER = """
+"""Seconds for the supervisor to kill its processes and to report."""
+_PART_BYTES = 1 << 20
+_SUPERVISOR = """
 import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from megarl.processes.supervisor import keep
-keep(int(sys.argv[2]), sys.argv[3] or None, sys.argv[4])
+sys.path.append(sys.argv[1])
+from megarl.processes.supervisor import supervise
+supervise(json.loads(sys.argv[2]))
 """
+_ROOT = str(Path(megarl.__file__).parents[1])
 
 
-class KillableProcess:
-    """A process that calls `server` (`package.module:name`) with a socket. `connection` is the other end.
+@dataclass(frozen=True, slots=True)
+class Ended:
+    """How a process ended, with the ends of its outputs (at most 64 KiB each) unless they went to a log."""
 
-    `search_path` becomes its `sys.path`, `folder` its current folder. Its output goes to `log_file`, at most
-    `keeper.MAX_LOG_BYTES`. It ends with this process. Raises OSError if the machine cannot start a process.
+    exit_code: int | None
+    """128 plus the signal's number if it was killed by a signal; None if this process had it killed."""
+    stdout: str = ""
+    stderr: str = ""
+    refused: str = ""
+    """Why the program could not be started at all."""
+
+    def __str__(self) -> str:
+        if self.refused:
+            return f"cannot be started: {self.refused}"
+        if self.exit_code is None:
+            return "was killed"
+        with suppress(ValueError):
+            return f"was killed by {signal.Signals(self.exit_code - 128).name}"
+        return f"ended with exit code {self.exit_code}"
+
+    def last_words(self, most_characters: int = 400) -> str:
+        """Return the end of its standard error in one line, for an error message."""
+        return " ".join(self.stderr.split())[-most_characters:]
+
+
+class SupervisedProcess:
+    """A program with a supervisor process between it and this one. It ends with this process.
+
+    `stdin` is its standard input. Its output goes to `log_file`, at most 1 MiB; without one, the last 64 KiB of each
+    output are in `Ended`. With `has_connection` it gets one end of a socket: the number of its descriptor is appended
+    to `command`, and `connection` is the other end. Raises OSError if the machine cannot start a process.
     """
 
-    def __init__(self, server: str, *, search_path: Sequence[str], folder: str, log_file: str | None) -> None:
-        self.connection, theirs = socket.socketpair()
-        with theirs:
-            # -P: neither the script's folder nor the current one may come before the search path.
-            self._keeper = subprocess.Popen(
-                [sys.executable, "-P", "-c", _KEEPER, json.dumps(search_path), str(theirs.fileno()), log_file or "",
-                 server],
-                stdin=subprocess.PIPE,
-                stdout=subprocess.DEVNULL,
-                pass_fds=(theirs.fileno(),),
-                cwd=folder,
-                start_new_session=True,
-            )  # fmt: skip
+    def __init__(
+        self,
+        command: Sequence[str],
+        *,
+        folder: str | None = None,
+        environment: Mapping[str, str] | None = None,
+        stdin: bytes = b"",
+        log_file: str | None = None,
+        has_connection: bool = False,
+    ) -> None:
+        self._control, control = socket.socketpair()
+        self._control_poll = select.poll()
+        self._control_poll.register(self._control, select.POLLIN)
+        self._report = b""
+        self._ended: Ended | None = None
+        self._connection, connection = socket.socketpair() if has_connection else (None, None)
+        passed = [end.fileno() for end in (control, connection) if end is not None]
+        settings = {
+            "command": [*command, *map(str, passed[1:])],
+            "control": passed[0],
+            "connection": passed[1] if has_connection else None,
+            "log_file": log_file,
+        }
+        try:
+            with _memory_file(stdin) as given:
+                self._supervisor = subprocess.Popen(
+                    # -I -S -B: no user's paths, no packages and no bytecode files, which makes the start quick.
+                    [sys.executable, "-I", "-S", "-B", "-c", _SUPERVISOR, _ROOT, json.dumps(settings)],
+                    stdin=given,
+                    stdout=subprocess.DEVNULL,
+                    pass_fds=passed,
+                    cwd=folder,
+                    env=environment,
+                    # Ctrl-C in a terminal must not reach it.
+                    start_new_session=True,
+                )
+        except BaseException:
+            self._close_sockets()
+            raise
+        finally:
+            for end in (control, connection):
+                if end is not None:
+                    end.close()
 
     @property
     def pid(self) -> int:
         """Process id of the supervisor, an ancestor of the process and of all its descendants."""
-        return self._keeper.pid
+        return self._supervisor.pid
 
-    def end(self) -> str:
-        """Wait 2 s for a process that closed its connection, then `kill`. Return how it ended."""
-        with suppress(subprocess.TimeoutExpired):
-            self._keeper.wait(_OWN_END_SECONDS)
+    @property
+    def connection(self) -> socket.socket:
+        """This side's end of the socket. Only with `has_connection`."""
+        assert self._connection is not None
+        return self._connection
+
+    @property
+    def has_ended(self) -> bool:
+        """Whether the process and its descendants ended."""
+        return self._ended is not None or bool(self._control_poll.poll(0))
+
+    def end(self) -> Ended:
+        """Wait 2 s for a process that closed its connection, then `kill`."""
+        if self._ended is None:
+            self._receive_report(_OWN_END_SECONDS)
         return self.kill()
 
-    def kill(self) -> str:
-        """Have the supervisor kill all processes and exit. Return how the process ended, in words."""
-        assert self._keeper.stdin is not None
-        # The supervisor watches its standard input: the end of file asks it to exit.
-        self._keeper.stdin.close()
-        try:
-            code = self._keeper.wait(_END_SECONDS)
-        except subprocess.TimeoutExpired:
-            self._keeper.kill()
-            code = self._keeper.wait()
+    def kill(self) -> Ended:
+        """Have the supervisor kill all processes and exit. Return how the process ended."""
+        if self._ended is None:
+            self._ask_for_end()
+            if not self._receive_report(_END_SECONDS):
+                self._supervisor.kill()
+        return self._finish()
+
+    async def ended(self) -> Ended:
+        """Wait until the process and its descendants ended."""
+        loop = asyncio.get_running_loop()
+        self._control.setblocking(False)
+        while self._ended is None and (part := await loop.sock_recv(self._control, _PART_BYTES)):
+            self._report += part
+        return self._finish()
+
+    async def stop(self) -> Ended:
+        """Kill all processes, as `kill`, without blocking the event loop."""
+        if self._ended is None:
+            self._ask_for_end()
+            try:
+                async with asyncio.timeout(_END_SECONDS):
+                    return await self.ended()
+            except TimeoutError:
+                self._supervisor.kill()
+        return self._finish()
+
+    def _ask_for_end(self) -> None:
+        # The end of file on this socket asks the supervisor to kill all.
         with suppress(OSError):
-            # shutdown() wakes a thread waiting for an answer; close() alone does not.
-            self.connection.shutdown(socket.SHUT_RDWR)
-        self.connection.close()
-        # Codes above 128 stand for 128 + signal, as in a shell.
-        if code <= 128:
-            return f"ended with exit code {code}"
-        with suppress(ValueError):
-            return f"was killed by {signal.Signals(code - 128).name}"
-        return f"ended with exit code {code}"
+            self._control.shutdown(socket.SHUT_WR)
+
+    def _receive_report(self, seconds: float) -> bool:
+        """Receive the supervisor's report. Returns False if it does not arrive in time."""
+        deadline = time.monotonic() + seconds
+        try:
+            while True:
+                self._control.settimeout(max(deadline - time.monotonic(), 0.001))
+                part = self._control.recv(_PART_BYTES)
+                if not part:
+                    return True
+                self._report += part
+        except TimeoutError:
+            return False
+
+    def _finish(self) -> Ended:
+        if self._ended is None:
+            code = self._supervisor.wait()
+            # A supervisor that was killed reports nothing; its child died with it.
+            self._ended = Ended(**json.loads(self._report)) if code == 0 else Ended(128 - code)
+            self._close_sockets()
+        return self._ended
+
+    def _close_sockets(self) -> None:
+        self._control.close()
+        if self._connection is not None:
+            with suppress(OSError):
+                # shutdown() wakes a thread waiting for an answer; close() alone does not.
+                self._connection.shutdown(socket.SHUT_RDWR)
+            self._connection.close()
+
+
+def _memory_file(content: bytes) -> io.BufferedRandom:
+    """Return a file in memory, positioned at its beginning."""
+    file = open(os.memfd_create("stdin"), "r+b")  # noqa: SIM115 - the caller closes it
+    file.write(content)
+    file.seek(0)
+    return file

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-import os
-import socket
 import traceback
-from contextlib import suppress
 from typing import Any, NamedTuple
 
 from megarl.config.judges import Judging
-from megarl.processes.frames import receive, send
-from megarl.processes.process_tree import limit_memory
+from megarl.processes.frames import MAX_ERROR_CHARACTERS, Answer, RefusedError
 from megarl.rewards import resolve
 from megarl.rewards.calling import BoundFunction, bind
 from megarl.rewards.results import FunctionScore, checked, combined
@@ -18,44 +14,31 @@ from megarl.sandbox.sandbox import SandboxError, SandboxSettings
 from megarl.sandbox.sandbox_fusion import AnySandbox, open_sandbox
 from megarl.types import ConfigError
 
-MEMORY_LIMIT_BYTES = 4 << 30
-MAX_ERROR_CHARACTERS = 4000
 
+def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
+    """Import the functions, and return what they need of a sample with the function that scores one.
 
-def serve(connection: socket.socket) -> None:
-    """Answer requests until the driver closes the connection.
-
-    The first message names the functions, their weights and keyword arguments, and has the settings of a sandbox
-    (started only if a function needs one). Its answer is `ready` with the sample values the functions need, or
-    `refused` with the reason. Each later request has these values of a sample and a number, repeated in the answer.
+    `settings` names the functions, their weights and keyword arguments, and has the settings of a sandbox, started only
+    if a function needs one. A request has `values` of a sample. Raises RefusedError.
     """
-    with suppress(EOFError, OSError):
-        start = receive(connection, None)
-        try:
-            functions = {f["name"]: bind(f["name"], resolve(f["name"]), f["kwargs"]) for f in start["functions"]}
-            needs = frozenset().union(*(function.needs for function in functions.values()))
-            sandbox = _started(start["sandbox"]) if "sandbox" in needs else None
-        except (ConfigError, SandboxError) as error:
-            send(connection, {"refused": str(error)[:MAX_ERROR_CHARACTERS]})
-            return
-        weighing = _Weighing(
-            weights={f["name"]: f["weight"] for f in start["functions"]},
-            judges={f["name"]: f["judging"] for f in start["functions"]},
-            correct_score=start["correct_score"],
-        )
-        # Limited after the imports: memory of the libraries does not count.
-        limit_memory(MEMORY_LIMIT_BYTES)
-        send(connection, {"ready": True, "needs": sorted(needs)})
-        process = os.getpid()
-        while True:
-            request = receive(connection, None)
-            if sandbox is not None:
-                request["values"]["sandbox"] = sandbox
-            answer = _answer(functions, weighing, request["values"])
-            if os.getpid() != process:
-                # A function forked, and this is the child. The connection belongs to the parent.
-                os._exit(0)
-            send(connection, {"id": request["id"], **answer})
+    try:
+        functions = {f["name"]: bind(f["name"], resolve(f["name"]), f["kwargs"]) for f in settings["functions"]}
+        needs = frozenset().union(*(function.needs for function in functions.values()))
+        sandbox = _started(settings["sandbox"]) if "sandbox" in needs else None
+    except (ConfigError, SandboxError) as error:
+        raise RefusedError(str(error)) from error
+    weighing = _Weighing(
+        weights={f["name"]: f["weight"] for f in settings["functions"]},
+        judges={f["name"]: f["judging"] for f in settings["functions"]},
+        correct_score=settings["correct_score"],
+    )
+
+    def answer(request: dict[str, Any]) -> dict[str, Any]:
+        if sandbox is not None:
+            request["values"]["sandbox"] = sandbox
+        return _answer(functions, weighing, request["values"])
+
+    return {"needs": sorted(needs)}, answer
 
 
 def _started(settings: dict[str, Any]) -> AnySandbox:

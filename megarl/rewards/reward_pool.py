@@ -1,25 +1,24 @@
 """Pool of processes for reward functions. A process is replaced if it fails or exceeds its time limit.
 
-One thread a process talks to it over a socket; the event loop only awaits the threads. A process scores one completion
-at a time, so killing it loses no other. Scoring servers (`served`) are asked by the event loop itself.
+A process scores one completion at a time, so killing it loses no other. Scoring servers (`served`) are asked by the
+event loop itself.
 """
 
 from __future__ import annotations
 
 import asyncio
-import queue
-import threading
 from collections import Counter
 from collections.abc import Awaitable, Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from megarl.rewards.calling import Sample
+from megarl.processes.process_pool import Place, ProcessPool
+from megarl.processes.server_process import MakeServer, ServerProcess
+from megarl.rewards.calling import PARAMETERS, Sample
 from megarl.rewards.http_rewards import COUNTED_FOR, ServedReward, ServerFailedError, served_reward
 from megarl.rewards.results import FunctionScore, combined, with_served
-from megarl.rewards.reward_process import RewardWorker, Scored, WorkerSettings
+from megarl.rewards.reward_process import Scored, WorkerSettings, read_answer, request_limits, server_settings
 from megarl.terminal import FirstOfEachKind
 
 METRICS = {
@@ -31,50 +30,8 @@ METRICS = {
 """Names, units and meanings, for `tracking.table`."""
 
 
-class Scorer(Protocol):
-    """Reward process, on this node or another."""
-
-    def ask(self, sample: Sample) -> Scored:
-        """See `RewardWorker.ask`."""
-        ...
-
-    def interrupt(self) -> None:
-        """See `RewardWorker.interrupt`."""
-        ...
-
-    def close(self) -> None:
-        """Kill it."""
-
-
-class _Scoring:
-    """Scoring of a completion in a thread, until it is done or its score is no longer wanted."""
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._worker: Scorer | None = None
-        self._is_unwanted = False
-
-    def run(self, worker: Scorer, sample: Sample) -> Scored:
-        with self._lock:
-            if self._is_unwanted:
-                return Scored.failed("error", "nobody waits for this score")
-            self._worker = worker
-        try:
-            return worker.ask(sample)
-        finally:
-            with self._lock:
-                self._worker = None
-
-    def give_up(self) -> None:
-        """Interrupt the scoring: its process, if at work on it, is killed."""
-        with self._lock:
-            self._is_unwanted = True
-            if self._worker is not None:
-                self._worker.interrupt()
-
-
-MakeScorer = Callable[[WorkerSettings, str | None], Scorer]
-"""Function starting a process for reward functions. The text is the path of its output's log."""
+_MAX_LOST = 2
+"""Processes tried for a completion. A kill by the kernel or an operator is not its fault, so it is retried once."""
 
 
 class RewardPool:
@@ -86,7 +43,7 @@ class RewardPool:
     Without functions there are no processes, and rewards come from servers, or are zero. Raises ConfigError for wrong
     settings of a server.
 
-    `make_worker` creates the processes, here or elsewhere. Their output goes to `log_folder/reward_NNNN.log`, numbered
+    `make_server` creates the processes, here or elsewhere. Their output goes to `log_folder/reward_NNNN.log`, numbered
     from `first_log`. `notice` is called with the first failure of each kind.
     """
 
@@ -98,7 +55,7 @@ class RewardPool:
         log_folder: Path | None = None,
         first_log: int = 0,
         notice: Callable[[str], object] = lambda text: None,
-        make_worker: MakeScorer = RewardWorker,
+        make_server: MakeServer = ServerProcess,
     ) -> None:
         self._notices = FirstOfEachKind(notice)
         self._settings = settings
@@ -107,18 +64,19 @@ class RewardPool:
             one.tell_once = self._notices.tell
         self._weights = {one.name: one.weight for one in settings.served}
         self._num_lost: Counter[str] = Counter()
-        num_workers = num_workers if settings.functions else 0
-        numbers = range(first_log, first_log + num_workers)
-        logs = [str(log_folder.absolute() / f"reward_{n:04d}.log") if log_folder else None for n in numbers]
-        self._workers = [make_worker(settings, log) for log in logs]
-        self._idle: queue.SimpleQueue[Scorer] = queue.SimpleQueue()
-        for worker in self._workers:
-            self._idle.put(worker)
-        self._threads = ThreadPoolExecutor(max(1, num_workers), thread_name_prefix="reward")
+        self._processes = ProcessPool(
+            server_settings(settings),
+            num_workers if settings.functions else 0,
+            log_name="reward",
+            log_folder=log_folder,
+            first_log=first_log,
+            make_server=make_server,
+        )
+        self._processes.start()
 
     def __len__(self) -> int:
         """Return the number of processes."""
-        return len(self._workers)
+        return len(self._processes)
 
     async def score(self, sample: Sample) -> Scored:
         """Return the weighted sum of the functions' scores. Format and answer are good if all functions judging them
@@ -128,7 +86,7 @@ class RewardPool:
         cannot be imported, PeerLostError if the processes do not start or the pool is closed. If cancelled, the process
         is killed and replaced, so that it does not continue unwanted work.
         """
-        if not self._served and not self._workers:
+        if not self._served and not len(self):
             scored = Scored(combined({}, {}, {}))
         elif not self._served:
             scored = await self._by_functions(sample)
@@ -147,25 +105,39 @@ class RewardPool:
         return scored
 
     async def _by_functions(self, sample: Sample) -> Scored:
-        loop = asyncio.get_running_loop()
-        scoring = _Scoring()
-        try:
-            scored = await loop.run_in_executor(self._threads, self._score, scoring, sample)
-        except asyncio.CancelledError:
-            scoring.give_up()
-            raise
+        async with self._processes.place() as place:
+            scored = await self._by_process(sample, place)
         if scored.num_lost:
             self._num_lost[COUNTED_FOR.get()] += scored.num_lost
             text = "a reward process ended while it had a sample; a fresh process scored it once more"
             self._notices.tell("lost process", f"{text} (the first of reward/lost_processes, more are only counted)")
         return scored
 
+    async def _by_process(self, sample: Sample, place: Place) -> Scored:
+        """Return the score given by a place's process, or by a fresh one if it ends meanwhile."""
+        settings = self._settings
+        detail = ""
+        for num_lost in range(_MAX_LOST):
+            needs = frozenset((await place.ready()).get("needs", ())) & PARAMETERS.keys()
+            limits = request_limits(settings, has_sandbox="sandbox" in needs)
+            answer = await place.request({"values": sample.values(needs, settings.correct_score)}, limits)
+            how = answer.get("ended") or answer.get("lost")
+            if how is None:
+                try:
+                    return replace(read_answer(answer, settings, limits), num_lost=num_lost)
+                except ValueError as error:
+                    # A process that breaks the protocol cannot be trusted with another sample.
+                    place.kill()
+                    return Scored.failed("error", str(error))
+            detail = f"{settings.names}: the reward process {how} while scoring"
+        return replace(Scored.failed("error", detail), num_lost=_MAX_LOST)
+
     async def _by_all(self, sample: Sample) -> Scored:
         """Return the scores of functions and servers, run concurrently. A server's failure is reported before a
         function's."""
         asked: list[Awaitable[Scored | FunctionScore | ServerFailedError]]
         asked = [_by_server(one, sample) for one in self._served.values()]
-        if self._workers:
+        if len(self):
             asked.append(self._by_functions(sample))
         tasks = [asyncio.ensure_future(one) for one in asked]
         try:
@@ -209,16 +181,7 @@ class RewardPool:
 
     def close(self) -> None:
         """Kill the processes and drop unfinished scorings. Calling it again does nothing."""
-        for worker in self._workers:
-            worker.close()
-        self._threads.shutdown(cancel_futures=True)
-
-    def _score(self, scoring: _Scoring, sample: Sample) -> Scored:
-        worker = self._idle.get()  # Never waits, because there is one thread a worker.
-        try:
-            return scoring.run(worker, sample)
-        finally:
-            self._idle.put(worker)
+        self._processes.close()
 
 
 async def _by_server(served: ServedReward[Any], sample: Sample) -> FunctionScore | ServerFailedError:

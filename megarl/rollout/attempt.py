@@ -13,7 +13,7 @@ import numpy as np
 
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, EnvironmentUnavailableError, Message, Step
-from megarl.environments.process_pool import EnvironmentProcessError, RaisedError
+from megarl.environments.environment_pool import EnvironmentProcessError, RaisedError
 from megarl.rewards.calling import Sample
 from megarl.rewards.results import verdict_by_value
 from megarl.rewards.reward_process import Scored

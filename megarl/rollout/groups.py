@@ -11,7 +11,7 @@ from typing import Any, Literal
 from megarl.config.rollout import BudgetConfig
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment
-from megarl.environments.process_pool import EnvironmentPool
+from megarl.environments.environment_pool import EnvironmentPool
 from megarl.rewards.calling import Sample
 from megarl.rewards.reward_process import Scored
 from megarl.rollout.accuracy import Answers

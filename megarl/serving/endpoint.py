@@ -13,7 +13,7 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from megarl.config.rollout import EndpointConfig
-from megarl.processes.process_tree import allow_open_files
+from megarl.processes.open_files import allow_open_files
 from megarl.serving.body import MAX_BODY_BYTES, read_body
 from megarl.serving.protocol import (
     Asked,

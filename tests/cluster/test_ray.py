@@ -18,8 +18,8 @@ import pytest
 
 from megarl.cluster.topology import NodeKind
 from megarl.config import RewardConfig
-from megarl.environments.process import process_settings
-from megarl.environments.process_pool import EnvironmentPool, RaisedError
+from megarl.environments.environment_pool import EnvironmentPool, RaisedError
+from megarl.environments.process_settings import process_settings
 from megarl.rewards.calling import Sample
 from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_process import worker_settings
@@ -229,13 +229,14 @@ class Where:
 
 
 def test_environments_run_on_every_node_and_one_that_hangs_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
-    from megarl.cluster.ray import environments_on_nodes_in_turn, join
+    from megarl.cluster.ray import join
+    from megarl.processes.on_ray import on_nodes_in_turn
 
     (tmp_path / "where.py").write_text(ENVIRONMENT)
     join(cluster.address)
     await_places()
     settings = process_settings(f"{tmp_path / 'where.py'}:Where", {}, 0.5)
-    pool = EnvironmentPool(settings, num_processes=3, make_process=environments_on_nodes_in_turn())
+    pool = EnvironmentPool(settings, num_processes=3, make_server=on_nodes_in_turn())
 
     async def place(answer: str, seconds: float | None, met: asyncio.Barrier | None) -> str:
         async with pool.seat() as seat:
@@ -266,7 +267,7 @@ def test_rewards_are_scored_on_any_node_and_outlive_one(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megarl.cluster.ray import join
-    from megarl.rewards.on_ray import on_nodes_in_turn
+    from megarl.processes.on_ray import on_nodes_in_turn
 
     (tmp_path / "places.py").write_text(PLACES)
     monkeypatch.chdir(tmp_path)
@@ -276,7 +277,7 @@ def test_rewards_are_scored_on_any_node_and_outlive_one(
     cluster.wait_for_nodes()
     await_places()
     settings = worker_settings(RewardConfig.model_validate({"functions": ["places:node"], "wall_timeout_seconds": 5.0}))
-    pool = RewardPool(settings, num_workers=4, make_worker=on_nodes_in_turn())
+    pool = RewardPool(settings, num_workers=4, make_server=on_nodes_in_turn())
     try:
 
         async def score(*completions: str) -> list[float | str]:

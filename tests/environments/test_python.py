@@ -15,9 +15,10 @@ from pathlib import Path
 import pytest
 
 from megarl.environments import EnvironmentUnavailableError, Turn, environment_maker, num_processes, with_sandbox
-from megarl.environments.process import EnvironmentProcess, process_settings
+from megarl.environments.process_settings import process_settings
 from megarl.environments.python import Python, _sandbox
 from megarl.processes.process_tree import descendants
+from megarl.processes.server_process import ServerProcess
 from megarl.sandbox.sandbox import Sandbox
 from megarl.types import ConfigError, Problem, ToolCall
 
@@ -78,11 +79,11 @@ def test_a_sandbox_that_fails_is_no_reply_to_the_policy(environment: Python, mon
 
 
 def test_in_a_process_that_takes_the_sandbox_with_it() -> None:
-    process = EnvironmentProcess(process_settings("python", SETTINGS, 1.0))
+    process = ServerProcess(process_settings("python", SETTINGS, 1.0))
     try:
         process.wait_until_ready()
-        process.ask({"do": "reset", "problem": asdict(PROBLEM), "seed": 0})
-        answer = process.ask({"do": "step", "turn": asdict(turn_of("print(sum(range(5)))"))})
+        process.request({"do": "reset", "problem": asdict(PROBLEM), "seed": 0})
+        answer = process.request({"do": "step", "turn": asdict(turn_of("print(sum(range(5)))"))})
         assert [message["content"] for message in answer["value"]["messages"]] == ["10\n"]
         below = list(descendants(process._process.pid))
         assert len(below) == 2, "the environment and its sandbox's spawner"

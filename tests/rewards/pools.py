@@ -52,8 +52,8 @@ def wait_until(condition, seconds=10.0):
 
 
 def processes_of(pool):
-    keepers = [worker._process.pid for worker in pool._workers]
-    return [*keepers, *(process for keeper in keepers for process in descendants(keeper))]
+    supervisors = [place.process.pid for place in pool._processes.places]
+    return [*supervisors, *(process for supervisor in supervisors for process in descendants(supervisor))]
 
 
 ZERO = Reward(0.0, False, False)

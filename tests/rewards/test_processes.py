@@ -14,7 +14,8 @@ import pytest
 
 from megarl.config import RewardConfig
 from megarl.rewards.calling import Sample
-from megarl.rewards.reward_process import RewardWorker, worker_settings
+from megarl.rewards.reward_pool import RewardPool
+from megarl.rewards.reward_process import worker_settings
 from megarl.types import ConfigError, PeerLostError, Reward
 from tests.child_processes import is_alive
 from tests.rewards.pools import all_scored, failures_of, pool_of, processes_of, score_all, wait_until
@@ -112,12 +113,12 @@ def test_an_import_that_hangs_is_ended(tmp_path, monkeypatch):
     (tmp_path / "hangs_on_import.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
     settings = worker_settings(RewardConfig.model_validate({"functions": ("hangs_on_import:score",)}))
-    worker = RewardWorker(replace(settings, start_timeout_seconds=0.5))
+    pool = RewardPool(replace(settings, start_timeout_seconds=0.5), num_workers=1)
     try:
         with pytest.raises(ConfigError, match=r"importing hangs_on_import:score took more than 0\.5 s"):
-            worker.ask(Sample("any", ""))
+            score_all(pool, "any")
     finally:
-        worker.close()
+        pool.close()
 
 
 def test_only_reward_processes_search_the_current_folder_and_only_where_it_is_named(tmp_path, monkeypatch):

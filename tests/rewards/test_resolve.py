@@ -79,7 +79,7 @@ def test_paths_that_lead_nowhere(name, message):
 
 def test_reward_processes_import_neither_torch_nor_engines():
     script = (
-        "import sys; import megarl.rewards.reward_pool, megarl.processes.supervisor, megarl.rewards.reward_main; "
+        "import sys; import megarl.rewards.reward_pool, megarl.processes.child, megarl.rewards.reward_main; "
         "light = set(sys.modules); "
         "from megarl.rewards import REWARDS, resolve; [resolve(name) for name in REWARDS]; "
         "heavy = {'torch', 'vllm', 'megatron', 'transformers'}; "

@@ -14,7 +14,7 @@ import openai
 import pytest
 from openai import AsyncOpenAI
 
-from megarl.processes.process_tree import allow_open_files
+from megarl.processes.open_files import allow_open_files
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stitch import stitch
 from megarl.serving.body import MAX_BODY_BYTES

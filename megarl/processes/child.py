@@ -1,0 +1,66 @@
+"""Main function of a child process that runs megarl's own code."""
+
+from __future__ import annotations
+
+import importlib
+import io
+import os
+import signal
+import socket
+import sys
+import traceback
+from typing import Any, NoReturn
+
+from megarl.processes.frames import Answer, Start, answer_requests
+from megarl.processes.process_tree import ENDING_SIGNALS, limit_memory
+
+
+def run(server: str, descriptor: str) -> NoReturn:
+    """Answer requests on the socket `descriptor` by the function `server` (`package.module:name`, a `frames.Start`)."""
+    try:
+        connection = socket.socket(fileno=int(descriptor))
+        # Programs started by this process must not get it.
+        connection.set_inheritable(False)
+        assert isinstance(sys.stdout, io.TextIOWrapper)
+        sys.stdout.reconfigure(line_buffering=True)
+        _ignore_ending_signals()
+        module, _, name = server.partition(":")
+        answer_requests(connection, _limited(getattr(importlib.import_module(module), name)))
+        sys.stdout.flush()
+    except BaseException:
+        traceback.print_exc()
+        os._exit(1)
+    # Threads of a user's code do not delay the end.
+    os._exit(0)
+
+
+def _limited(start: Start) -> Start:
+    """Limit the memory after `start`: its imports do not count."""
+
+    def limited(message: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
+        found = start(message)
+        limit_memory(message["memory_bytes"])
+        return found
+
+    return limited
+
+
+def _ignore_ending_signals() -> None:
+    """Ignore signals sent to the whole job. Child processes of this process get their default handlers back."""
+    # A Python handler, not SIG_IGN: exec resets handlers to the default, but keeps ignored signals ignored.
+    for number in ENDING_SIGNALS:
+        signal.signal(number, lambda *_: None)
+
+    def restore() -> None:
+        for number in ENDING_SIGNALS:
+            signal.signal(number, signal.SIG_DFL)
+        unblock()
+
+    def unblock() -> None:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
+
+    def block() -> None:
+        """Block the signals across a fork, so that none reaches the child before `restore`."""
+        signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
+
+    os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)

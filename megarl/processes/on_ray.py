@@ -1,0 +1,63 @@
+"""Processes that answer requests on any node of a Ray cluster."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from itertools import cycle
+from typing import Any
+
+import ray
+from ray.exceptions import RayActorError, RayError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+from megarl.processes.server_process import NO_LIMITS, MakeServer, RequestLimits, ServerProcess, ServerSettings
+from megarl.types import PeerLostError
+
+
+def on_nodes_in_turn() -> MakeServer:
+    """Return a constructor of processes, round-robin over the cluster's nodes."""
+    nodes = cycle([node["NodeID"] for node in ray.nodes() if node["Alive"]])
+    return lambda settings, log_file: RayServerProcess(nodes, settings, log_file)
+
+
+class RayServerProcess:
+    """A `ServerProcess` in an actor on the next of `nodes`, or on another node if that one is lost."""
+
+    def __init__(self, nodes: Iterator[str], settings: ServerSettings, log_file: str | None) -> None:
+        self._is_closed = False
+        self._nodes, self._settings, self._log_file = nodes, settings, log_file
+        self._actor = self._placed()
+
+    def _placed(self) -> Any:
+        # It takes no CPU in Ray's count, because the ranks may take all of them. Ray 2.60 places an actor without any
+        # resource at random, ignoring the strategy. So the actor asks for one byte of memory.
+        strategy = NodeAffinitySchedulingStrategy(next(self._nodes), soft=True)
+        actor: Any = ray.remote(ServerProcess).options(num_cpus=0, memory=1, scheduling_strategy=strategy)
+        return actor.remote(self._settings, self._log_file)
+
+    def wait_until_ready(self) -> dict[str, Any]:
+        """See `ServerProcess.wait_until_ready`. Raises PeerLostError also if no node takes the actor in time."""
+        deadline = time.monotonic() + self._settings.start_seconds
+        while True:
+            try:
+                return ray.get(self._actor.wait_until_ready.remote())
+            except RayActorError as error:
+                if self._is_closed or time.monotonic() > deadline:
+                    raise PeerLostError(f"a process on Ray is lost or closed: {error}") from None
+            # Its node is lost. Ray may take a moment to notice that.
+            time.sleep(1.0)
+            self._actor = self._placed()
+
+    def request(self, message: Mapping[str, Any], limits: RequestLimits = NO_LIMITS) -> dict[str, Any]:
+        try:
+            return ray.get(self._actor.request.remote(dict(message), limits))
+        except RayActorError as error:
+            return {"lost": f"its process on Ray is lost: {error}"}
+
+    def close(self) -> None:
+        """Kill the actor. The process and all its descendants end with it."""
+        self._is_closed = True
+        with suppress(RayError):
+            ray.kill(self._actor)

@@ -1,0 +1,38 @@
+"""Limit of open files of this process."""
+
+from __future__ import annotations
+
+import os
+import resource
+
+from megarl.types import ConfigError
+
+_MOST_OPEN_FILES = 1 << 20
+"""Highest limit of open files set by `provide_open_files`."""
+_OTHER_FILES = 256
+"""Open files reserved by `provide_open_files` for other uses."""
+
+
+def allow_open_files(number: int) -> int:
+    """Raise this process's limit of open files to `number`, or to the hard limit if lower. Return the new limit."""
+    limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if limit < number:
+        limit = min(number, highest)
+        resource.setrlimit(resource.RLIMIT_NOFILE, (limit, highest))
+    return limit
+
+
+def provide_open_files(number: int, what: str) -> None:
+    """Raise this process's limit of open files so that `number` more can be opened.
+
+    Raises ConfigError if the hard limit is too low. `what` is the subject of its message, a plural noun.
+    """
+    # The limit stays at about a million: some programs close all possible file descriptors one by one.
+    is_open = len(os.listdir("/proc/self/fd"))
+    allowed = allow_open_files(_MOST_OPEN_FILES)
+    if allowed < is_open + number + _OTHER_FILES:
+        raise ConfigError(
+            f"{what} need {number} open files of the driver, which has {is_open} open and reserves {_OTHER_FILES} for "
+            f"other uses: the hard limit of open files (RLIMIT_NOFILE, `ulimit -Hn`) is {allowed}; raise it to "
+            f"{is_open + number + _OTHER_FILES} before the driver starts, or start fewer ranks"
+        )

@@ -1,0 +1,168 @@
+"""Pool of processes that answer requests. Each serves one user at a time, so killing it affects no other.
+
+A thread talks to a process over a socket, and the event loop awaits the thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Mapping
+from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+from typing import Any, TypeVar
+
+from megarl.processes.server_process import NO_LIMITS, MakeServer, RequestLimits, Server, ServerProcess, ServerSettings
+from megarl.types import PeerLostError
+
+Result = TypeVar("Result")
+
+
+class ProcessPool:
+    """`num_processes` places for a process each: started on demand, retained until `close`, replaced after a kill.
+
+    Output of the processes goes to `log_folder/LOG_NAME_NNNN.log`, numbered from `first_log`. `make_server` starts a
+    process, here or elsewhere. A pool may be used by one event loop after another.
+    """
+
+    def __init__(
+        self,
+        settings: ServerSettings,
+        num_processes: int,
+        *,
+        log_name: str,
+        log_folder: Path | None = None,
+        first_log: int = 0,
+        make_server: MakeServer = ServerProcess,
+    ) -> None:
+        self.is_closed = False
+        # Two threads a process: one asks it, another can kill it meanwhile.
+        self._threads = ThreadPoolExecutor(max(1, 2 * num_processes), thread_name_prefix=log_name)
+        logs = [
+            str(log_folder.absolute() / f"{log_name}_{number:04d}.log") if log_folder else None
+            for number in range(first_log, first_log + num_processes)
+        ]
+        self.places = [Place(self, lambda log=log: make_server(settings, log)) for log in logs]
+        # Last in, first out: places with a running process are reused first.
+        self._free = list(reversed(self.places))
+        # Futures of threads, not of asyncio, belong to no event loop.
+        self._waiting: deque[Future[Place]] = deque()
+
+    def __len__(self) -> int:
+        """Return the number of places."""
+        return len(self.places)
+
+    def start(self) -> None:
+        """Start all processes without waiting for them. Raises PeerLostError if the machine cannot start one."""
+        for place in self.places:
+            place.start()
+
+    @asynccontextmanager
+    async def place(self) -> AsyncIterator[Place]:
+        """Provide a place as soon as one is free."""
+        place = await self._take()
+        try:
+            place.num_killed = 0
+            yield place
+        finally:
+            self._give_back(place)
+
+    def close(self) -> None:
+        """Kill the processes. Calling it again does nothing."""
+        if self.is_closed:
+            return
+        self.is_closed = True
+        wait([closing for place in self.places if (closing := place.kill())])
+        self._threads.shutdown(cancel_futures=True)
+
+    async def run_in_thread(self, call: Callable[[], Result]) -> Result:
+        """Return the result of a blocking call. Raises PeerLostError if the pool is closed before or meanwhile."""
+        if self.is_closed:
+            raise PeerLostError("the processes are closed")
+        result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
+        if self.is_closed:
+            raise PeerLostError("the processes were closed during a request")
+        return result
+
+    def submit(self, call: Callable[[], None]) -> Future[None]:
+        """Make a blocking call in a thread."""
+        return self._threads.submit(call)
+
+    async def _take(self) -> Place:
+        if self._free:
+            return self._free.pop()
+        waiting: Future[Place] = Future()
+        self._waiting.append(waiting)
+        try:
+            return await asyncio.wrap_future(waiting)
+        except asyncio.CancelledError:
+            # The place may have been given at the same moment.
+            if not waiting.cancel() and not waiting.cancelled():
+                self._give_back(waiting.result())
+            raise
+
+    def _give_back(self, place: Place) -> None:
+        while self._waiting:
+            waiting = self._waiting.popleft()
+            if waiting.set_running_or_notify_cancel():
+                waiting.set_result(place)
+                return
+        self._free.append(place)
+
+
+class Place:
+    """Place for a process: empty before the first one and after a kill."""
+
+    def __init__(self, pool: ProcessPool, make: Callable[[], Server]) -> None:
+        self._pool = pool
+        self._make = make
+        self.process: Server | None = None
+        self.num_killed = 0
+        """Processes killed or ended since the place was taken."""
+
+    def start(self) -> Server:
+        """Start a process, if there is none, without waiting for it."""
+        if self.process is None:
+            self.process = self._make()
+        return self.process
+
+    async def ready(self) -> dict[str, Any]:
+        """Start a process, if there is none, and return its introduction. Retry once if it ends meanwhile.
+
+        Raises ConfigError if it refuses to start, PeerLostError if it ends again or the pool is closed.
+        """
+        with suppress(PeerLostError):
+            return await self._ready()
+        return await self._ready()
+
+    async def _ready(self) -> dict[str, Any]:
+        if self._pool.is_closed:
+            raise PeerLostError("the processes are closed")
+        try:
+            return await self._pool.run_in_thread(self.start().wait_until_ready)
+        except BaseException:
+            self.kill()
+            raise
+
+    async def request(self, message: Mapping[str, Any], limits: RequestLimits = NO_LIMITS) -> dict[str, Any]:
+        """Return the answer, or why there is none: see `ServerProcess.request`. If cancelled, kill the process."""
+        process = self.process
+        if process is None:
+            return {"ended": "was killed"}
+        try:
+            answer = await self._pool.run_in_thread(lambda: process.request(message, limits))
+        except BaseException:
+            self.kill()  # Ends the waiting thread; a late answer cannot be mixed up.
+            raise
+        if answer.keys() & {"ended", "lost", "overdue", "violation"}:
+            self.kill()
+        return answer
+
+    def kill(self) -> Future[None] | None:
+        """Kill the process, if any, and all its descendants, without waiting."""
+        process, self.process = self.process, None
+        if process is None:
+            return None
+        self.num_killed += 1
+        return self._pool.submit(process.close)

@@ -1,0 +1,224 @@
+"""A supervised process that answers requests, one after the other, within limits of time."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+from megarl.processes.frames import FrameError, UnsendableError, receive, receive_answer, send, within
+from megarl.processes.process_tree import cpu_seconds_below
+from megarl.processes.supervised_process import SupervisedProcess
+from megarl.types import ConfigError, PeerLostError
+
+_SHORT_SECONDS = 0.05
+"""CPU time is not measured for answers within this time in seconds, because measuring takes time itself."""
+_LONGEST_WAIT_SECONDS = 3600.0
+"""Longest wait between two checks of a request without limits; sockets do not accept infinity."""
+_MAX_OUTPUT_CHARACTERS = 2000
+_CHILD = """
+import json, sys
+sys.path[:] = json.loads(sys.argv[1])
+from megarl.processes.child import run
+run(*sys.argv[2:])
+"""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSettings:
+    """What a process runs, and its limits."""
+
+    server: str
+    """Function `package.module:name` that starts it, a `frames.Start`."""
+    name: str
+    """What it runs, for error messages."""
+    field: str
+    """Recipe field to blame for a failed start."""
+    start: Mapping[str, Any]
+    """First message to the process."""
+    search_path: tuple[str, ...]
+    """`sys.path` of the process."""
+    folder: str
+    """Current folder of the process."""
+    memory_bytes: int
+    """Limit of a process's address space, in addition to the imports."""
+    start_seconds: float = 300.0
+    """Limit of wall-clock seconds until it is ready."""
+    max_answer_bytes: int = 16 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class RequestLimits:
+    """Limits of a request. None: no limit."""
+
+    cpu_seconds: float | None = None
+    """CPU time of the process and its descendants."""
+    wall_seconds: float | None = None
+
+
+NO_LIMITS = RequestLimits()
+
+
+class Server(Protocol):
+    """A process that answers requests, on this node or another. See `ServerProcess`."""
+
+    def wait_until_ready(self) -> dict[str, Any]: ...
+
+    def request(self, message: Mapping[str, Any], limits: RequestLimits = ...) -> dict[str, Any]: ...
+
+    def close(self) -> None: ...
+
+
+MakeServer = Callable[[ServerSettings, str | None], Server]
+"""Function starting a process. The text is the path of its output's log."""
+
+
+class ServerProcess:
+    """Process answering requests. One thread at a time may ask it; any thread may close it."""
+
+    def __init__(self, settings: ServerSettings, log_file: str | None = None) -> None:
+        """Start the process without waiting for it. Raises PeerLostError if the machine cannot start it."""
+        self._settings = settings
+        self._log_file = log_file
+        self._num_requests = 0
+        self._lock = threading.Lock()
+        self._ended: str | None = None
+        self._introduction: dict[str, Any] | None = None
+        command = [sys.executable, "-P", "-c", _CHILD, json.dumps(settings.search_path), settings.server]
+        try:
+            self._process = SupervisedProcess(
+                # -P: neither the script's folder nor the current one may come before the search path.
+                command, folder=settings.folder, log_file=log_file or os.devnull, has_connection=True
+            )  # fmt: skip
+        except OSError as error:
+            raise PeerLostError(f"a process for {settings.name} cannot be started: {error}") from None
+        with suppress(OSError):  # If it ended already, waiting for its answer fails.
+            send(self._process.connection, {**settings.start, "memory_bytes": settings.memory_bytes})
+
+    @property
+    def pid(self) -> int:
+        """Process id of its supervisor."""
+        return self._process.pid
+
+    def wait_until_ready(self) -> dict[str, Any]:
+        """Wait until the process is ready, and return its introduction.
+
+        Raises ConfigError if it refuses or takes too long, PeerLostError if it ends or is closed.
+        """
+        if self._introduction is not None:
+            return self._introduction
+        settings = self._settings
+        try:
+            message = receive(self._process.connection, settings.max_answer_bytes, within(settings.start_seconds))
+        except TimeoutError:
+            self.close()
+            raise ConfigError(
+                f"{settings.field}: importing {settings.name} took more than {settings.start_seconds:g} s"
+            ) from None
+        except FrameError as error:
+            self.close()
+            raise PeerLostError(f"the process of {settings.name} sent {error} while it started") from None
+        except (EOFError, OSError):
+            text = f"the process of {settings.name} {self._end()} while it started{self._output()}"
+            raise PeerLostError(text) from None
+        if message.get("ready") is not True:
+            self.close()
+            raise ConfigError(str(message.get("refused")))
+        self._introduction = message
+        return message
+
+    def request(self, message: Mapping[str, Any], limits: RequestLimits = NO_LIMITS) -> dict[str, Any]:
+        """Return the process's answer, or why there is none: a dictionary with one of these keys and a text.
+
+        `invalid`: the message is not JSON. After the others a new process is needed. `overdue`: a limit is exceeded.
+        `ended`: the process ended. `violation`: it broke the protocol. `lost`: its node is lost.
+        """
+        self._num_requests += 1
+        clock = _Clock(self._process.pid, limits)
+        connection = self._process.connection
+        try:
+            send(connection, {"id": self._num_requests, **message}, clock.remaining)
+            answer = receive_answer(connection, self._num_requests, self._settings.max_answer_bytes, clock.remaining)
+            # The last work may have exceeded the limit between two checks.
+            clock.check_cpu()
+        except _OverdueError as error:
+            self.close()
+            return {"overdue": str(error)}
+        except UnsendableError as error:
+            return {"invalid": str(error)}
+        except FrameError as error:
+            self.close()
+            return {"violation": f"sent {error}"}
+        except (EOFError, OSError):
+            return {"ended": self._end()}
+        return answer
+
+    def close(self) -> None:
+        """Kill the process and all its descendants."""
+        with self._lock:
+            self._ended = self._ended or str(self._process.kill())
+
+    def _end(self) -> str:
+        """Return how the process ended after it closed its connection."""
+        with self._lock:
+            self._ended = self._ended or str(self._process.end())
+            return self._ended
+
+    def _output(self) -> str:
+        """Return the end of its output, for an error message."""
+        if self._log_file is None:
+            return ""
+        try:
+            text = Path(self._log_file).read_text(encoding="utf-8", errors="replace").strip()
+        except OSError:
+            return ""
+        return f"; it printed:\n{text[-_MAX_OUTPUT_CHARACTERS:]}" if text else ""
+
+
+class _OverdueError(Exception):
+    """A limit of time is exceeded. Its text is the kind of limit, `cpu` or `wall`."""
+
+
+class _Clock:
+    """Time spent on a request: wall-clock seconds, and CPU seconds of all descendants of the supervisor."""
+
+    def __init__(self, supervisor: int, limits: RequestLimits) -> None:
+        self._supervisor = supervisor
+        self._cpu_limit = math.inf if limits.cpu_seconds is None else limits.cpu_seconds
+        self._wall_limit = math.inf if limits.wall_seconds is None else limits.wall_seconds
+        self._started = time.monotonic()
+        self._cpu_before: float | None = None
+        self._cpu_used = 0.0
+
+    def remaining(self) -> float:
+        """Return seconds until the limits must be checked again. Raises _OverdueError if one is exceeded."""
+        elapsed = time.monotonic() - self._started
+        if elapsed >= self._wall_limit:
+            raise _OverdueError("wall")
+        wall_left = min(self._wall_limit - elapsed, _LONGEST_WAIT_SECONDS)
+        if self._cpu_limit == math.inf:
+            return wall_left
+        if elapsed < min(_SHORT_SECONDS, self._cpu_limit):
+            return min(_SHORT_SECONDS, self._cpu_limit, wall_left)
+        if self._cpu_before is None:
+            self._cpu_before = cpu_seconds_below(self._supervisor)
+        self.check_cpu()
+        # At least 10 ms between checks: reading CPU times in /proc takes time, too.
+        return min(max(self._cpu_limit - self._cpu_used, 0.01), wall_left)
+
+    def check_cpu(self) -> None:
+        """Raise _OverdueError if the CPU limit is exceeded. A quick answer is not measured."""
+        if self._cpu_before is None:
+            return
+        # The time of descendants that ended may disappear from /proc, so never let it decrease.
+        self._cpu_used = max(self._cpu_used, cpu_seconds_below(self._supervisor) - self._cpu_before)
+        if self._cpu_used >= self._cpu_limit:
+            raise _OverdueError("cpu")
