@@ -46,7 +46,7 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
     from rich.table import Table
 
     from megarl.preflight import overview, shortened_warmups, told_formats, uncorrected
-    from megarl.preflight.health import learning_rate_finding
+    from megarl.preflight.learning import learning_rate_finding
     from megarl.terminal import Console
 
     settings = recipe.train

@@ -134,7 +134,7 @@ def _check_of_recipe(path: Path, source: str | None, heldout: list[str], others:
     of `heldout`.
     """
     from megarl.config.recipe import load
-    from megarl.preflight.surveys import survey_as_training, surveys
+    from megarl.preflight.files import survey_as_training, surveys
 
     # An option would silently contradict the recipe, so both together are refused.
     if others:

@@ -35,7 +35,7 @@ from megarl.loops.sources import make_source, read_data, start_environments, sta
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.platform import device
 from megarl.preflight import Dropped, Kept, layout_of, planned_host_bytes, predicted_memory, row_multiple
-from megarl.preflight.health import learning_rate_finding, thresholds
+from megarl.preflight.learning import learning_rate_finding, thresholds
 from megarl.rollout.accuracy import had_ended
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stragglers import SlowReplicas

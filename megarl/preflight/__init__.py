@@ -17,7 +17,6 @@ from megarl.config.recipe import error_page, read
 from megarl.families.shape import ModelShape, planned_shape, read_model_shape
 from megarl.files.model_folder import check_model_folder
 from megarl.preflight import sizes
-from megarl.preflight.default_cache import with_cache
 from megarl.preflight.files import (
     Dropped,
     Kept,
@@ -33,16 +32,16 @@ from megarl.preflight.learning import kept_kv, shortened_warmups, uncorrected, u
 from megarl.preflight.memory_fit import (
     gpu_kind,
     memory_faults,
+    not_downloaded,
     planned_host_bytes,
     predicted_memory,
     table_of,
     verdict_of,
 )
 from megarl.preflight.overview import overview
-from megarl.preflight.planned_models import not_downloaded
 from megarl.preflight.registry import Cost, Fault, faults
+from megarl.preflight.resources import resource_warnings, small_cache, with_cache
 from megarl.preflight.rewards import check_rewards
-from megarl.preflight.room import resource_warnings, small_cache
 from megarl.preflight.sizes import aligned, layout_of, row_multiple
 from megarl.types import ConfigError, DataError
 

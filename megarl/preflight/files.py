@@ -1,4 +1,4 @@
-"""Checks and readers of a recipe's data files: whether they exist, and their records."""
+"""Checks, readers and surveys of a recipe's data files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.data.problems import MADE, num_made
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.rows import data_files as found_files
 from megarl.data.streamed import Collect, OnLong, Streamed, counted, in_memory
-from megarl.data.survey import Kind
+from megarl.data.survey import Kind, Survey, survey
 from megarl.preflight.registry import Cost, checks
 from megarl.preflight.sizes import row_multiple
 from megarl.rewards import system_prompt_of
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
     from megarl.data.preferences import Answers
+
 
 Dropped = Counter[str]
 """Number of records dropped as too long, by data source."""
@@ -396,3 +397,37 @@ def data_files(recipe: Recipe) -> Iterator[DataError]:
         # An empty file parses as zero records, so without this check a run would end in a confusing error later.
         empty = (file for file in files if not file.stat().st_size)
         yield from (DataError(f"{file}: {field} is empty; write records into it") for file in empty)
+
+
+def surveys(recipe: Recipe, tokenizer: Tokenizer | None) -> Iterator[tuple[str, Survey]]:
+    """Survey each data set of a recipe; yield its field and the findings. Sets made by an environment are skipped.
+
+    Training data are compared with the validation sets of their source. Without a tokenizer, lengths are in characters.
+    Raises DataError if a file does not exist.
+    """
+    for source in recipe.sources:
+        own = source.recipe
+        sets = {field: each for field, each in data_sets(own).items() if num_made(path_of(each)) is None}
+        heldout = [each for field, each in sets.items() if field.startswith("data.validation.")]
+        for field, data_set in sets.items():
+            others = heldout if field == "data.train" else []
+            yield source.place(field), _survey(own, field, data_set, tokenizer, others)
+
+
+def survey_as_training(recipe: Recipe, path: str, tokenizer: Tokenizer | None, heldout: Sequence[str]) -> Survey:
+    """Survey a data set, read like the recipe's training data, and compare it with held-out sets."""
+    return _survey(recipe, "data.train", path, tokenizer, heldout)
+
+
+def _survey(
+    recipe: Recipe, field: str, data_set: DataSet, tokenizer: Tokenizer | None, others: Sequence[DataSet]
+) -> Survey:
+    return survey(
+        path_of(data_set),
+        names=field_names(recipe, data_set, field),
+        kind=kind_of_set(recipe, field),
+        tokenizer=tokenizer,
+        system_prompt=system_prompt(recipe),
+        others={path_of(other): field_names(recipe, other) for other in others},
+        has_answers=bool(recipe.reward.functions),
+    )

@@ -1,21 +1,21 @@
-"""Checks of fields that depend on each other: optimizer, algorithm, critic, rewards."""
+"""Checks of fields that depend on each other: optimizer, algorithm, critic, rewards; and the health rules."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from itertools import combinations
 from math import ceil
 
 from megarl.config import AlgorithmConfig, OptimizerConfig, Recipe
 from megarl.config.effects import unmet
-from megarl.config.formulas import either, formulas
-from megarl.config.judges import REMEDY, accuracy_needs, judges_answers
+from megarl.config.formulas import either, formulas, taking
+from megarl.config.health import HealthConfig
+from megarl.config.judges import REMEDY, judges_answers
 from megarl.config.optimizer_on_host import obstacles
-from megarl.families.shape import ModelShape
+from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.import_path import is_import_path
-from megarl.preflight.files import system_prompt
 from megarl.preflight.registry import Cost, checks
+from megarl.tracking.health import LEARNING_RATE, Finding, unusual_learning_rate, usual_learning_rates
 from megarl.types import ConfigError
 
 
@@ -205,34 +205,6 @@ def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[st
             yield str(error)
 
 
-@checks("reward", Cost.FILES)
-def rewards(recipe: Recipe) -> Iterator[str]:
-    from megarl.rewards import locate, metric_name
-
-    reward = recipe.reward
-    only_teaches = recipe.loop == "distillation" and not recipe.data.validation
-    if recipe.has_engine and not reward.functions and not only_teaches:
-        yield "reward.functions is empty: add at least one. With reward.model, weight 0 measures accuracy only"
-    names = [function.name for function in reward.functions]
-    for name in {name: None for name in names if names.count(name) > 1}:
-        yield f"reward.functions = {names}: {name} is listed twice and would count twice; list it once"
-    for one, other in combinations(dict.fromkeys(names), 2):
-        if metric_name(one) == metric_name(other):
-            yield (
-                f"reward.functions = {names}: {one} and {other} would share the metric reward/{metric_name(one)}/mean; "
-                "give one function another name"
-            )
-    for name in names:
-        try:
-            locate(name)
-        except ConfigError as error:
-            yield str(error)
-    try:
-        system_prompt(recipe)
-    except ConfigError as error:
-        yield str(error)
-
-
 @checks("rollout")
 def sampling(recipe: Recipe) -> Iterator[str]:
     """Yield faults of sampling settings that the trainer cannot reproduce.
@@ -380,15 +352,6 @@ def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
     return frozenset({"clip_low"}) if is_import_path(name) else frozenset(formulas("algorithm.policy_loss")[name])
 
 
-@checks("reward")
-def verdicts(recipe: Recipe) -> Iterator[str]:
-    """Yield faults of fields that need accuracy, if no reward function judges answers."""
-    if not recipe.has_engine or judges_answers(recipe) != "none":
-        return
-    for need in accuracy_needs(recipe):
-        yield f"{need}: needs accuracy, and no reward function judges the answer; {REMEDY}, or leave this out"
-
-
 def _dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[str]:
     if (allowed := algorithm.dynamic_sampling) is None:
         return
@@ -458,3 +421,41 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
         )
     if recipe.data.ptx and recipe.trainer.router_replay:
         yield "trainer.router_replay = True: no engine chose experts for the conversations of data.ptx; leave one out"
+
+
+_OF_REWARDS = ("no_gradient", "constant_reward", "validation_falling")
+_OF_SAMPLES = ("entropy_collapsed",)
+"""Off for loops that imitate data: their models may well become certain of it."""
+
+
+def thresholds(recipe: Recipe) -> HealthConfig:
+    """Return the recipe's section `health` with rules off if they do not apply to its loop or algorithm."""
+    off = set(recipe.health.off)
+    if recipe.loop != "rl":
+        off.update(_OF_REWARDS)
+    if not recipe.is_on_policy:
+        off.update(_OF_SAMPLES)
+    # Other estimators do not subtract the group's mean. Equal rewards in a group still give a gradient there.
+    of_groups = {*taking("algorithm.advantage", "lone_sample"), "pass_at_k"}
+    if recipe.algorithm.advantage not in of_groups:
+        off.add("no_gradient")
+    return recipe.health.model_copy(update={"off": tuple(sorted(off))})
+
+
+def learning_rate_finding(recipe: Recipe, step: int = 0) -> Finding | None:
+    """Return a finding if the learning rate of a start after `step` is unusual for the model.
+
+    None: the rate is usual, nothing is trained, or the optimizer is SGD without a range in the recipe (SGD has no usual
+    range).
+    """
+    given = recipe.health.learning_rate
+    if (
+        LEARNING_RATE in recipe.health.off
+        or not recipe.train.steps
+        or (given is None and recipe.optimizer.name == "sgd")
+    ):
+        return None
+    if given is None:
+        shape = read_model_shape(recipe.model.folder, recipe.model.override_config)
+        given = usual_learning_rates(shape.hidden_size, has_lora=recipe.lora.rank > 0)
+    return unusual_learning_rate(recipe.optimizer.learning_rate, given, step)

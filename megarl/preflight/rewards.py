@@ -1,4 +1,4 @@
-"""Checks of a recipe's reward functions before any rank starts: they can be imported and give a reward."""
+"""Checks of rewards before any rank starts: fields fit each other, functions can be imported and give a reward."""
 
 from __future__ import annotations
 
@@ -6,12 +6,14 @@ import asyncio
 import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.data_sets import DataSet, path_of
+from megarl.config.judges import REMEDY, accuracy_needs, judges_answers
 from megarl.config.recipe import error_page
 from megarl.config.rewards import RewardFunctionConfig
 from megarl.data.formats import value_at
@@ -19,12 +21,49 @@ from megarl.data.problems import num_made
 from megarl.data.records import Record, read_records
 from megarl.files.import_path import import_object
 from megarl.preflight.files import field_names, system_prompt
-from megarl.rewards import RECORD_CHECKS, kind_of
+from megarl.preflight.registry import Cost, checks
+from megarl.rewards import RECORD_CHECKS, kind_of, locate, metric_name
 from megarl.rewards.calling import Sample, expected
 from megarl.rewards.http_rewards import ServedReward, ServerFailedError, served_reward
 from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_process import WorkerSettings, worker_settings
 from megarl.types import ConfigError, PeerLostError
+
+
+@checks("reward", Cost.FILES)
+def reward_fields(recipe: Recipe) -> Iterator[str]:
+    """Yield faults of the fields of `reward`, and of names that cannot be found."""
+    reward = recipe.reward
+    only_teaches = recipe.loop == "distillation" and not recipe.data.validation
+    if recipe.has_engine and not reward.functions and not only_teaches:
+        yield "reward.functions is empty: add at least one. With reward.model, weight 0 measures accuracy only"
+    names = [function.name for function in reward.functions]
+    for name in {name: None for name in names if names.count(name) > 1}:
+        yield f"reward.functions = {names}: {name} is listed twice and would count twice; list it once"
+    for one, other in combinations(dict.fromkeys(names), 2):
+        if metric_name(one) == metric_name(other):
+            yield (
+                f"reward.functions = {names}: {one} and {other} would share the metric reward/{metric_name(one)}/mean; "
+                "give one function another name"
+            )
+    for name in names:
+        try:
+            locate(name)
+        except ConfigError as error:
+            yield str(error)
+    try:
+        system_prompt(recipe)
+    except ConfigError as error:
+        yield str(error)
+
+
+@checks("reward")
+def verdicts(recipe: Recipe) -> Iterator[str]:
+    """Yield faults of fields that need accuracy, if no reward function judges answers."""
+    if not recipe.has_engine or judges_answers(recipe) != "none":
+        return
+    for need in accuracy_needs(recipe):
+        yield f"{need}: needs accuracy, and no reward function judges the answer; {REMEDY}, or leave this out"
 
 
 def check_rewards(recipe: Recipe, *, is_start: bool = True) -> None:

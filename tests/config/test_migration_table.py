@@ -14,6 +14,7 @@ from megarl.config.migration import counterpart
 from megarl.config.recipe import load
 from megarl.preflight import learning, sizes
 from megarl.preflight.keyword_arguments import keywords
+from megarl.preflight.rewards import reward_fields
 from tests.rollout.batches import attempt, batch_of
 
 TABLE = Path(__file__).resolve().parents[2] / "launch/recipes/MIGRATION.md"
@@ -80,7 +81,7 @@ def test_each_row_is_a_recipe(recipe: Callable[[list[str]], Recipe], program: st
         layout = sizes.layout_of(made)
         faults = [*sizes.ranks(made), *sizes.batches(made, layout.dp), *sizes.lengths(made)]
         faults += [*learning.optimizers(made), *learning.algorithm(made), *learning.sampling(made)]
-        faults += [*learning.stragglers(made), *learning.staleness(made), *learning.rewards(made), *keywords(made)]
+        faults += [*learning.stragglers(made), *learning.staleness(made), *reward_fields(made), *keywords(made)]
         if faults:
             wrong[row.option] = faults
     assert wrong == {}

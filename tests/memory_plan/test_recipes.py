@@ -78,7 +78,7 @@ def test_a_recipe_for_cpus_fits_into_16_gib(
 ) -> None:
     """All its ranks together, with a model of the size that its maker script writes."""
     monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: True)
-    monkeypatch.setattr("megarl.preflight.verdict.machine_bytes", lambda: 16 * GIB)
+    monkeypatch.setattr("megarl.preflight.memory_fit.machine_bytes", lambda: 16 * GIB)
     model = "models/tiny_experts" if name == "tiny_moe" else "models/tiny"
     recipe = large(name, f"model.path={model}", *OWN.get(name, ()))
     layout = check_plan(recipe)[1]

@@ -13,8 +13,8 @@ from megarl.config import Recipe
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import Gpu
 from megarl.preflight import check, resource_warnings
-from megarl.preflight.gpu_formats import device_faults, format_faults
 from megarl.preflight.memory_fit import gpu_gib
+from megarl.preflight.number_formats import device_faults, format_faults
 from megarl.types import ConfigError
 
 
@@ -154,7 +154,7 @@ def test_fp8_is_planned_for_named_gpus_and_started_on_none(recipe: Callable[...,
 def test_an_environment_of_the_other_device_is_refused(
     recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch, chosen: str, is_cpu: bool, environment: str
 ) -> None:
-    monkeypatch.setattr("megarl.preflight.gpu_formats.runs_on_cpu", lambda: is_cpu)
+    monkeypatch.setattr("megarl.preflight.number_formats.runs_on_cpu", lambda: is_cpu)
     made = recipe(cluster={"device": chosen})
     [fault] = device_faults(made, is_start=True)
     assert fault.startswith(f"cluster.device = {chosen}: ") and environment in fault
@@ -181,7 +181,7 @@ def test_the_generation_is_that_of_the_gpus_that_run_it(
     """The GPUs of a login node are not queried."""
     monkeypatch.delenv("SLURMD_NODENAME", raising=False)
     monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: False)
-    monkeypatch.setattr("megarl.preflight.gpu_formats.installed_gpus", lambda: (Gpu("NVIDIA A10", (8, 6)),) * 2)
+    monkeypatch.setattr("megarl.preflight.number_formats.installed_gpus", lambda: (Gpu("NVIDIA A10", (8, 6)),) * 2)
     given = {"cluster": {"launcher": launcher}, "rollout": {"quantization": "fp8"}}
     found = [*format_faults(recipe(**given), is_start=True)]
     assert len(found) == is_told
