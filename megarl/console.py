@@ -45,7 +45,7 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
     """Print the sizes following from a recipe, the recognised data formats, and the training settings."""
     from rich.table import Table
 
-    from megarl.preflight import overview, shortened_warmups, told_formats, uncorrected
+    from megarl.preflight import overview, recognised_formats, shortened_warmups, uncorrected
     from megarl.preflight.learning import learning_rate_finding
     from megarl.terminal import Console
 
@@ -68,7 +68,7 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
         "nodes": f"{_nodes_named(recipe)}, launcher {recipe.cluster.launcher}"
         + (f"; tensor-parallel groups cross nodes, which is slow: {', '.join(spread)}" if spread else ""),
         "data": ", ".join(f"{name} {count}" for name, count in records.items()),
-        "format": "; ".join(dict.fromkeys(told_formats(recipe).values())) or "made by the environment",
+        "format": "; ".join(dict.fromkeys(recognised_formats(recipe).values())) or "made by the environment",
         "steps": f"{settings.steps}, {_epochs(recipe, records)} epochs",
         "sequences": f"{per_step} a step, {per_step // updates} an update, "
         f"{per_step // updates // layout.dp} an update and data-parallel rank",

@@ -273,8 +273,8 @@ class Recipe(Section):
     @property
     def validation_sets(self) -> tuple[str, ...]:
         """Return the names of all evaluated sets."""
-        of_sources = [name for source in self.sources for name in source.recipe.data.validation]
-        return tuple(dict.fromkeys([*of_sources, *self.data.validation_conversations]))
+        source_names = [name for source in self.sources for name in source.recipe.data.validation]
+        return tuple(dict.fromkeys([*source_names, *self.data.validation_conversations]))
 
     def evaluates_at(self, step: int) -> bool:
         """Return whether a step ends with an evaluation: every `evaluation.every_steps` steps, and the last."""

@@ -99,22 +99,22 @@ def _is_within(place: Place, field: str) -> bool:
 def _superseded(recipe: Recipe, references: Mapping[Place, str], given: Given) -> dict[str, tuple[str, str]]:
     """Return the file's fields left without effect by overrides: value as written, and reason."""
     found: dict[str, tuple[str, str]] = {}
-    of_file: list[Idle] = []
+    from_file: list[Idle] = []
     for idle in _readable(idle_fields(recipe), given.unread):
         if not given.by_override(idle.place):
-            of_file.append(idle)
+            from_file.append(idle)
         elif idle.need.is_alternative and not given.by_override(other := idle.need.fields[0]):
             found[other] = (
                 _assignment(recipe, other, other, references),
                 f"replaced by {idle.place} of the command line",
             )
-    if given.is_of_run or not given.has_overrides or not of_file:
+    if given.is_of_run or not given.has_overrides or not from_file:
         return found
     idle_before = _idle_without_overrides(given.path)
-    for place, name, of_source, need in of_file:
+    for place, name, source, need in from_file:
         if place not in idle_before:
-            reason = f"without effect {need.state(of_source)}"
-            found[place] = (_assignment(of_source, name, place, references), reason)
+            reason = f"without effect {need.state(source)}"
+            found[place] = (_assignment(source, name, place, references), reason)
     return found
 
 
@@ -128,12 +128,12 @@ def _idle_without_overrides(path: Path) -> set[str]:
 def idle_lines(recipe: Recipe, references: Mapping[Place, str], given: Given) -> Iterator[str]:
     """Yield one line per given field without effect: value, reason and remedy."""
     known = all_fields()
-    for place, name, of_source, need in _readable(idle_fields(recipe), given.unread):
+    for place, name, source, need in _readable(idle_fields(recipe), given.unread):
         is_override = given.by_override(place)
         if is_override or not given.is_of_run:
-            reason = f"does nothing {need.state(of_source)}"
+            reason = f"does nothing {need.state(source)}"
             leave_out = "leave it out" if is_override else f"leave it out ({removal(place)} on the command line)"
-            shown = _assignment(of_source, name, place, references)
+            shown = _assignment(source, name, place, references)
             yield f"{shown}: {reason}; {leave_out}, or {need.remedy}. {description(known[name])}"
 
 

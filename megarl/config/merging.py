@@ -107,9 +107,9 @@ class _Merging:
             self.problems += doubtful
             return
         value = _plain(OmegaConf.from_dotlist([f"value={text}"]))["value"]
-        of_list = self._list_around(key)
-        if of_list is not None:
-            self._set_in_list(of_list, key, value)
+        list_name = self._list_around(key)
+        if list_name is not None:
+            self._set_in_list(list_name, key, value)
             return
         _empty(self.tree, key, value)
         self.tree = OmegaConf.merge(self.tree, OmegaConf.from_dotlist([f"{key}={text}"]))

@@ -25,7 +25,7 @@ from megarl.preflight.files import (
     read_conversations,
     read_preferences,
     read_problems,
-    told_formats,
+    recognised_formats,
     with_steps,
 )
 from megarl.preflight.learning import kept_kv, shortened_warmups, uncorrected, uncorrected_fp8
@@ -65,12 +65,12 @@ __all__ = [
     "read_conversations",
     "read_preferences",
     "read_problems",
+    "recognised_formats",
     "resource_warnings",
     "row_multiple",
     "shortened_warmups",
     "small_cache",
     "table_of",
-    "told_formats",
     "uncorrected",
     "uncorrected_fp8",
     "verdict_of",
@@ -131,18 +131,18 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
         for source in recipe.sources
     }
     facts = {"recipe": recipe, "is_start": is_start, "is_trained": is_trained}
-    of_all = [str(fault) for fault in faults(facts, Cost, is_of_run=True)]
+    run_faults = [str(fault) for fault in faults(facts, Cost, per_run=True)]
     # The memory table needs valid sizes and readable models, so it is computed only without other faults.
-    is_sound = not any(of_source.recipe or of_source.files for of_source in found.values())
+    is_sound = not any(source_faults.recipe or source_faults.files for source_faults in found.values())
     sound = next(iter(found.values())) if is_sound else None
     if sound is not None and is_trained:
-        of_all += memory_faults(recipe, sound.layout, is_start=is_start)
+        run_faults += memory_faults(recipe, sound.layout, is_start=is_start)
     if not recipe.mixture:
         only = found[recipe.rollout.environment]
-        return replace(only, recipe=[*only.recipe, *of_all])
-    wrong = _merge_sources({name: of_source.recipe for name, of_source in found.items()})
-    broken = _merge_sources({name: of_source.files for name, of_source in found.items()})
-    return _Faults([*wrong, *of_all], broken, next(iter(found.values())).layout)
+        return replace(only, recipe=[*only.recipe, *run_faults])
+    wrong = _merge_sources({name: source_faults.recipe for name, source_faults in found.items()})
+    broken = _merge_sources({name: source_faults.files for name, source_faults in found.items()})
+    return _Faults([*wrong, *run_faults], broken, next(iter(found.values())).layout)
 
 
 def _merge_sources(by_source: Mapping[str, Sequence[str]]) -> list[str]:

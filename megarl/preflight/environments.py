@@ -66,10 +66,10 @@ def _rewritten_history(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
     if rollout.history != "refuse" or rollout.turns_of_attempt == 1:
         return
     faults = history_faults(dialogue.tokenizer)
-    if told := "; ".join(f"{kind}: {fault}" for kind, fault in faults.items() if fault != REFUSES):
+    if rewritten := "; ".join(f"{kind}: {fault}" for kind, fault in faults.items() if fault != REFUSES):
         yield (
-            f"rollout.history = refuse: the chat template rewrites earlier turns ({told}); give the model folder one "
-            "that only appends, or take append or render"
+            f"rollout.history = refuse: the chat template rewrites earlier turns ({rewritten}); give the model folder "
+            "one that only appends, or take append or render"
         )
 
 

@@ -159,7 +159,7 @@ def _remedy(recipe: Recipe, data_set: DataSet, field: str | None, has_own: bool)
     return "'data.fields={}'" if field == "data.train" else f"'data.fields={{}}', or for this set alone {alone}"
 
 
-def told_formats(recipe: Recipe) -> dict[str, str]:
+def recognised_formats(recipe: Recipe) -> dict[str, str]:
     """Return the format of each training source with the fields of its first record: `verl (prompt prompt, ...)`.
 
     The number of its files is added if there are several.
@@ -175,8 +175,8 @@ def told_formats(recipe: Recipe) -> dict[str, str]:
             }
             fields = ", ".join(f"{role} {name}" for role, name in names.items() if name)
             files = len(found_files(source.recipe.data.train))
-            of_several = f", {files} files" if files > 1 else ""
-            found[source.place("data.train")] = f"{record.format.name} ({fields}){of_several}"
+            num_files = f", {files} files" if files > 1 else ""
+            found[source.place("data.train")] = f"{record.format.name} ({fields}){num_files}"
     return found
 
 

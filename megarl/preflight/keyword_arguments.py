@@ -157,6 +157,6 @@ def _idle_fields(recipe: Recipe, field: str, name: str, taken: Keywords) -> Iter
 
 def _missing(recipe: Recipe, field: str, further: str, name: str, taken: Keywords) -> Iterator[str]:
     known = keyword_fields(field).keys() | set(formula_fields()[field].measured) | value_at(recipe, further).keys()
-    for keyword, told in taken.items():
-        if told.is_required and keyword not in known:
+    for keyword, parameter in taken.items():
+        if parameter.is_required and keyword not in known:
             yield f"{further}.{keyword}: missing; {name} needs it: give it, or a default in its definition"

@@ -57,7 +57,7 @@ def evaluation(recipe: Recipe) -> Iterator[str]:
         )
 
 
-@checks("checkpoint", is_of_run=True)
+@checks("checkpoint", per_run=True)
 def best(recipe: Recipe) -> Iterator[str]:
     """Yield a fault if `checkpoint.best` is not a metric of an evaluated set."""
     metric, sets = recipe.checkpoint.best, recipe.validation_sets
@@ -436,8 +436,8 @@ def thresholds(recipe: Recipe) -> HealthConfig:
     if not recipe.is_on_policy:
         off.update(_OF_SAMPLES)
     # Other estimators do not subtract the group's mean. Equal rewards in a group still give a gradient there.
-    of_groups = {*taking("algorithm.advantage", "lone_sample"), "pass_at_k"}
-    if recipe.algorithm.advantage not in of_groups:
+    group_estimators = {*taking("algorithm.advantage", "lone_sample"), "pass_at_k"}
+    if recipe.algorithm.advantage not in group_estimators:
         off.add("no_gradient")
     return recipe.health.model_copy(update={"off": tuple(sorted(off))})
 

@@ -15,7 +15,7 @@ from megarl.preflight.registry import Fault, checks
 from megarl.types import DataError
 
 
-@checks("distillation", is_of_training=True)
+@checks("distillation", training_only=True)
 def teachers(recipe: Recipe) -> Iterator[str]:
     """Yield faults if a source of a training run has no teacher, or if the teachers' parallel sizes do not fit the
     ranks."""
@@ -24,9 +24,9 @@ def teachers(recipe: Recipe) -> Iterator[str]:
     # Teachers with sizes of their own repeat the trainer's checks. Drop faults already reported for the trainer.
     if recipe.distillation.sizes:
         own = recipe.for_teachers
-        told = {*sizes.ranks(recipe), *sizes.lengths(recipe)}
+        reported = {*sizes.ranks(recipe), *sizes.lengths(recipe)}
         faults = (*sizes.ranks(own), *sizes.lengths(own))
-        yield from (_of_teachers(text) for text in faults if text not in told)
+        yield from (_of_teachers(text) for text in faults if text not in reported)
     if recipe.distillation.teacher is None:
         yield (
             "distillation.teacher: missing; give the folder of the teacher, or in a mixture "
@@ -73,7 +73,7 @@ def stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterat
     yield from map(DataError, _tokens_beyond(folder, shape))
 
 
-@checks("model", is_of_training=True)
+@checks("model", training_only=True)
 def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
     """Yield faults in folders of critic, reward model and teacher: text for the recipe's, DataError for the files'."""
     for field, folder in recipe.further_models.items():

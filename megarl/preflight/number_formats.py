@@ -17,7 +17,7 @@ from megarl.preflight.memory_fit import uses_this_machine
 from megarl.preflight.registry import checks
 
 
-@checks("trainer", is_of_run=True)
+@checks("trainer", per_run=True)
 def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> Iterator[str]:
     """Yield needs of a recipe not met by its GPUs or by this environment's libraries.
 
@@ -27,17 +27,17 @@ def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) ->
     has_libraries = not runs_on_cpu() and transformer_engine.is_installed()
     versions = library_versions() if has_libraries else None
     asked, engines = needs(recipe, is_trained=is_trained), recipe.cluster.groups.engines
-    of_engines = {field: need for field, need in asked.items() if field.startswith("rollout.")}
+    engine_needs = {field: need for field, need in asked.items() if field.startswith("rollout.")}
     # Engines on another kind of GPU are checked against that kind; all other needs against the trainer's GPUs.
-    if engines is not None and engines.gpu_memory_gib is not None and of_engines:
+    if engines is not None and engines.gpu_memory_gib is not None and engine_needs:
         named = _named("cluster.groups.engines.gpu_memory_gib", engines.gpu_memory_gib)
-        yield from unmet_needs(of_engines, named, versions)
-        asked = {field: need for field, need in asked.items() if field not in of_engines}
+        yield from unmet_needs(engine_needs, named, versions)
+        asked = {field: need for field, need in asked.items() if field not in engine_needs}
     if asked:
         yield from unmet_needs(asked, _gpus(recipe, is_start), versions)
 
 
-@checks("cluster", is_of_run=True)
+@checks("cluster", per_run=True)
 def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     """Yield a fault if this machine lacks the chosen device. Only local starts are checked."""
     chosen = recipe.cluster.device

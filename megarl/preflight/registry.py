@@ -41,9 +41,9 @@ class Check:
     cost: Cost
     function: Callable[..., Iterable[Fault]]
     facts: tuple[str, ...]
-    is_of_run: bool
+    per_run: bool
     """Made once for the recipe, not for each source of a mixture."""
-    is_of_training: bool
+    training_only: bool
     """Left out where only engines start."""
 
 
@@ -51,14 +51,14 @@ _CHECKS: list[Check] = []
 
 
 def checks(
-    section: str, cost: Cost = Cost.FIELDS, *, is_of_run: bool = False, is_of_training: bool = False
+    section: str, cost: Cost = Cost.FIELDS, *, per_run: bool = False, training_only: bool = False
 ) -> Callable[[Function], Function]:
     """Register a function yielding the faults of a recipe section. It takes any of `FACTS` by name."""
 
     def register(function: Function) -> Function:
         facts = tuple(name for name in inspect.signature(function).parameters if name in FACTS)
         own_cost = Cost.MODEL if "shape" in facts else cost
-        _CHECKS.append(Check(section, own_cost, function, facts, is_of_run, is_of_training))
+        _CHECKS.append(Check(section, own_cost, function, facts, per_run, training_only))
         return function
 
     return register
@@ -72,9 +72,9 @@ def registered() -> list[Check]:
     return sorted(_CHECKS, key=lambda check: check.cost)
 
 
-def faults(facts: Mapping[str, Any], costs: Iterable[Cost], *, is_of_run: bool = False) -> Iterator[Fault]:
-    """Yield the faults found by the checks of these costs, for one source or (`is_of_run`) for the whole recipe."""
+def faults(facts: Mapping[str, Any], costs: Iterable[Cost], *, per_run: bool = False) -> Iterator[Fault]:
+    """Yield the faults found by the checks of these costs, for one source or (`per_run`) for the whole recipe."""
     for check in registered():
-        is_meant = check.is_of_run == is_of_run and (facts["is_trained"] or not check.is_of_training)
+        is_meant = check.per_run == per_run and (facts["is_trained"] or not check.training_only)
         if check.cost in costs and is_meant:
             yield from check.function(**{name: facts[name] for name in check.facts})

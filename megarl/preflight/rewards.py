@@ -139,11 +139,11 @@ def _faults_of_records(recipe: Recipe, served: list[ServedReward[Any]]) -> Itera
 def _checks(recipe: Recipe, served: list[ServedReward[Any]]) -> dict[str, Check]:
     """Return the checks of records by reward name, for rewards with checks."""
     found: dict[str, Check] = {}
-    of_servers = {one.name: one for one in served}
+    servers = {one.name: one for one in served}
     for function in recipe.reward.functions:
         path = RECORD_CHECKS.get(kind_of(function.name))
         own = None if path is None else import_object(path, "reward.functions")
-        server = of_servers.get(function.name)
+        server = servers.get(function.name)
         server = server if server is not None and server.reads_records else None
         if own is None and server is None and not function.needs:
             continue

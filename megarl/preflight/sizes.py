@@ -298,7 +298,7 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
         yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
 
 
-@checks("trainer", is_of_training=True)
+@checks("trainer", training_only=True)
 def fp8_fit(recipe: Recipe, shape: ModelShape, *, is_start: bool = True) -> Iterator[str]:
     """Yield faults if this environment or the model's sizes do not allow matrix products in FP8.
 

@@ -15,7 +15,7 @@ import pytest
 from megarl.config import DataConfig, Recipe
 from megarl.data.chat import load_tokenizer
 from megarl.data.formats import FORMATS, RecordFormat
-from megarl.preflight import check, check_rewards, count_records, told_formats
+from megarl.preflight import check, check_rewards, count_records, recognised_formats
 from megarl.preflight.files import read_conversations, read_preferences, read_problems
 from megarl.types import DataError
 
@@ -70,7 +70,7 @@ def test_problems(recipe: Callable[..., Recipe], tmp_path: Path, name: str) -> N
     if name == "verl":
         check_rewards(other)
     assert count_records(other) == {"train": 2}
-    assert told_formats(other) == {"data.train": told}
+    assert recognised_formats(other) == {"data.train": told}
     tokenizer = load_tokenizer(own.model.path)
     expected = read_problems(own, tokenizer, own.data.train)[0]
     found = read_problems(other, tokenizer, other.data.train)[0]
