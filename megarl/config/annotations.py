@@ -32,6 +32,19 @@ class OnlyIf:
 
 
 @dataclass(frozen=True, slots=True)
+class KeywordOf:
+    """The field is a keyword argument of the formula chosen by another field.
+
+    It has an effect if that field has one, and if the formula takes the keyword.
+    """
+
+    formula: str
+    """Recipe field choosing the formula, for example algorithm.advantage."""
+    name: str | None = None
+    """Name of the keyword argument. Default: the field's."""
+
+
+@dataclass(frozen=True, slots=True)
 class Decides:
     """Settings of libraries that follow from the field. Users cannot set them. Names are separated by blanks."""
 

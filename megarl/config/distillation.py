@@ -6,9 +6,9 @@ from typing import Annotated, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megarl.config.annotations import Foreign, OnlyIf
+from megarl.config.annotations import Foreign, KeywordOf, OnlyIf
 from megarl.config.conditions import DIVERGENCE, SAMPLED_TOKEN, TOP_K
-from megarl.config.formulas import Formula, KeywordOf
+from megarl.config.formulas import Formula
 from megarl.config.section import Section
 
 

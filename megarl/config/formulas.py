@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from megarl.config.annotations import KeywordOf
 from megarl.config.schema import all_fields, annotated_with
 from megarl.files.import_path import is_import_path
 
@@ -22,19 +23,6 @@ if TYPE_CHECKING:
     from pydantic_core import CoreSchema
 
 _ALGORITHMS = Path(__file__).parents[1] / "algorithms"
-
-
-@dataclass(frozen=True, slots=True)
-class KeywordOf:
-    """The field is a keyword argument of the formula chosen by another field.
-
-    It has an effect if that field has one, and if the formula takes the keyword.
-    """
-
-    formula: str
-    """Recipe field choosing the formula, for example algorithm.advantage."""
-    name: str | None = None
-    """Name of the keyword argument. Default: the field's."""
 
 
 @dataclass(frozen=True, slots=True)

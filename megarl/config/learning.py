@@ -16,7 +16,7 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from megarl.config.annotations import Foreign, ForeignValues, OnlyIf
+from megarl.config.annotations import Foreign, ForeignValues, KeywordOf, OnlyIf
 from megarl.config.conditions import (
     ADVANTAGES,
     CORRECTION,
@@ -41,7 +41,7 @@ from megarl.config.conditions import (
     takes_margin,
     wsd,
 )
-from megarl.config.formulas import Formula, KeywordOf
+from megarl.config.formulas import Formula
 from megarl.config.section import Section
 
 Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
