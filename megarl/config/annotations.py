@@ -13,8 +13,33 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from megarl.config.schema import value_at
+
 if TYPE_CHECKING:
-    from megarl.config.conditions import Condition
+    from megarl.config import Recipe
+
+
+@dataclass(frozen=True, slots=True)
+class Condition:
+    """Condition for a recipe field to have an effect. `fields` decide it; `remedy` says how to meet it."""
+
+    fields: tuple[str, ...]
+    remedy: str
+    holds: Callable[[Recipe], bool]
+    example: str = ""
+    """Overrides meeting the condition, for the migration page."""
+    is_alternative: bool = False
+    """Both fields express the same setting: an override of one replaces the other in the file."""
+
+    def state(self, recipe: Recipe) -> str:
+        """Return the deciding fields and values in words: `under loop=sft`, `without reward.model`."""
+        values = {field: value_at(recipe, field) for field in self.fields}
+        absent = [field for field, value in values.items() if value is None or value == {}]
+        shown = {name: ", ".join(value) if isinstance(value, dict) else value for name, value in values.items()}
+        present = [f"{field}={shown[field]}" for field in values if field not in absent]
+        parts = ["under " + " and ".join(present)] if present else []
+        parts += ["without " + " or ".join(absent)] if absent else []
+        return " ".join(parts)
 
 
 @dataclass(frozen=True, slots=True, init=False)

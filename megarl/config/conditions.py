@@ -1,44 +1,20 @@
-"""Conditions under which a recipe field has an effect: a predicate with the words for an error.
+"""Conditions under which a recipe field has an effect, for `OnlyIf` at the fields (`config.annotations`).
 
-Fields name them in `OnlyIf` (`config.annotations`). A function of a section makes a condition about its own fields,
-because a section may be used at several places.
+A function of a section makes a condition about its own fields, because a section may be used at several places.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from megarl.config.annotations import Condition
 from megarl.config.formulas import either, formulas, taking
 from megarl.config.schema import value_at
 from megarl.files.import_path import is_import_path
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
-
-
-@dataclass(frozen=True, slots=True)
-class Condition:
-    """Condition for a recipe field to have an effect. `fields` decide it; `remedy` says how to meet it."""
-
-    fields: tuple[str, ...]
-    remedy: str
-    holds: Callable[[Recipe], bool]
-    example: str = ""
-    """Overrides meeting the condition, for the migration page."""
-    is_alternative: bool = False
-    """Both fields express the same setting: an override of one replaces the other in the file."""
-
-    def state(self, recipe: Recipe) -> str:
-        """Return the deciding fields and values in words: `under loop=sft`, `without reward.model`."""
-        values = {field: value_at(recipe, field) for field in self.fields}
-        absent = [field for field, value in values.items() if value is None or value == {}]
-        shown = {name: ", ".join(value) if isinstance(value, dict) else value for name, value in values.items()}
-        present = [f"{field}={shown[field]}" for field in values if field not in absent]
-        parts = ["under " + " and ".join(present)] if present else []
-        parts += ["without " + " or ".join(absent)] if absent else []
-        return " ".join(parts)
 
 
 def one_of(field: str, *values: str, example: str = "") -> Condition:

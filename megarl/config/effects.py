@@ -15,8 +15,8 @@ from collections.abc import Iterator
 from functools import cache
 from typing import TYPE_CHECKING
 
-from megarl.config.annotations import KeywordOf, OnlyIf
-from megarl.config.conditions import NOT_OWN, Condition, takes
+from megarl.config.annotations import Condition, KeywordOf, OnlyIf
+from megarl.config.conditions import NOT_OWN, takes
 from megarl.config.schema import annotated_with, value_at
 from megarl.files.import_path import is_import_path
 

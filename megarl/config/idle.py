@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megarl.config.conditions import Condition
+from megarl.config.annotations import Condition
 from megarl.config.data_sets import two_answers
 from megarl.config.effects import unmet, unmet_in
 from megarl.config.explaining import printable, reference_around, shortened
