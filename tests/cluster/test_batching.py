@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -70,12 +69,12 @@ def batch(lengths: Sequence[int]) -> TokenBatch:
 @pytest.mark.parametrize("together", [1, 2])
 @pytest.mark.parametrize(("dp", "vpp"), [(1, 1), (2, 1), (3, 1), (2, 2)])
 @pytest.mark.parametrize("count", [2, 4, 6, 10, 14])
-def test_any_number_of_sequences_is_answered(count: int, dp: int, vpp: int, together: int) -> None:
+async def test_any_number_of_sequences_is_answered(count: int, dp: int, vpp: int, together: int) -> None:
     layout = ParallelConfig(tp=1, pp=2 if vpp > 1 else 1, dp=dp, rollout_tp=1, vpp=vpp)
     ranks = Ranks(layout)
     trainer = RankModel(ranks, layout, 64, together=together)  # type: ignore[arg-type]
     asked = [TrainingSequence(np.full(10 + i, i), np.ones(10 + i, bool)) for i in range(count)]
-    found = asyncio.run(trainer.forward(TokenBatch.from_sequences(asked)))
+    found = await trainer.forward(TokenBatch.from_sequences(asked))
     assert found.tolist() == [i / 2 for i in range(count) for _ in range(10 + i)]
     assert len({len(rows) for rows in ranks.rows}) == 1 and len(ranks.rows[0]) % layout.rows_multiple == 0
     for row in (row for rows in ranks.rows for row in rows):
@@ -87,12 +86,12 @@ def test_any_number_of_sequences_is_answered(count: int, dp: int, vpp: int, toge
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_replica_is_sent_its_rows_once(layout: ParallelConfig) -> None:
+async def test_each_replica_is_sent_its_rows_once(layout: ParallelConfig) -> None:
     ranks = Ranks(layout)
     trainer = RankModel(ranks, layout, max_tokens_per_microbatch=14, row_multiple=layout.tp)  # type: ignore[arg-type]
-    got = asyncio.run(replace(trainer, name="reference").forward(batch(LENGTHS)))
+    got = await replace(trainer, name="reference").forward(batch(LENGTHS))
     assert got.tolist() == (batch(LENGTHS).token_ids / 2).tolist()
-    updated = asyncio.run(trainer.update(batch(LENGTHS)))
+    updated = await trainer.update(batch(LENGTHS))
     assert updated == {"train/tokens": Sum(sum(LENGTHS) * layout.cp)}
     (first, given, args), (second, _, none) = ranks.calls
     assert (first, args, second, none) == ("reference.forward", (), "policy.update", (None, None))
@@ -104,17 +103,17 @@ def test_each_replica_is_sent_its_rows_once(layout: ParallelConfig) -> None:
     assert len({len(rows) for rows in ranks.rows}) == 1
 
 
-def test_tokens_of_updates_are_the_policy_s_and_an_evaluation_counts_nothing() -> None:
+async def test_tokens_of_updates_are_the_policy_s_and_an_evaluation_counts_nothing() -> None:
     layout = ParallelConfig(1, 1, 1, 1)
     policy = RankModel(Ranks(layout), layout, 14, shape=SHAPE)  # type: ignore[arg-type]
     critic = replace(policy, name="critic")
-    asyncio.run(policy.update(batch(LENGTHS)))
+    await policy.update(batch(LENGTHS))
     of_update = replace(policy.work)
     assert of_update.update_tokens == sum(LENGTHS) and of_update.flops > 0
-    asyncio.run(critic.update(batch(LENGTHS)))
+    await critic.update(batch(LENGTHS))
     assert policy.work == Work(sum(LENGTHS), 2 * of_update.flops)
     with policy.work.uncounted():
-        asyncio.run(policy.forward(batch(LENGTHS)))
+        await policy.forward(batch(LENGTHS))
     assert policy.work == Work(sum(LENGTHS), 2 * of_update.flops)
 
 
@@ -129,10 +128,10 @@ def of_segments() -> TokenBatch:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_segments_of_a_sample_share_a_row_where_the_loss_is_of_all_of_them(layout: ParallelConfig) -> None:
+async def test_segments_of_a_sample_share_a_row_where_the_loss_is_of_all_of_them(layout: ParallelConfig) -> None:
     ranks = Ranks(layout)
     policy = RankModel(ranks, layout, 16, layout.tp, keeps_samples=True)  # type: ignore[arg-type]
-    asyncio.run(policy.update(of_segments()))
+    await policy.update(of_segments())
     rows = [row.samples.tolist() for replica in ranks.rows for row in replica]
     assert sorted(sample for row in rows for sample in set(row)) == list(range(len(SEGMENTS)))
     for row in rows:
@@ -140,10 +139,10 @@ def test_segments_of_a_sample_share_a_row_where_the_loss_is_of_all_of_them(layou
         assert row == sorted(row)
 
 
-def test_segments_may_part_where_each_has_a_loss_of_its_own() -> None:
+async def test_segments_may_part_where_each_has_a_loss_of_its_own() -> None:
     layout = ParallelConfig(1, 1, 4, 1)
     ranks = Ranks(layout)
-    asyncio.run(RankModel(ranks, layout, 9).update(of_segments()))  # type: ignore[arg-type]
+    await RankModel(ranks, layout, 9).update(of_segments())  # type: ignore[arg-type]
     homes: dict[int, set[int]] = {}
     for number, row in enumerate(row for replica in ranks.rows for row in replica):
         for sample in row.samples.tolist():
@@ -151,11 +150,11 @@ def test_segments_may_part_where_each_has_a_loss_of_its_own() -> None:
     assert max(len(rows) for rows in homes.values()) > 1
 
 
-def test_a_sample_that_no_row_holds_is_named() -> None:
+async def test_a_sample_that_no_row_holds_is_named() -> None:
     layout = ParallelConfig(1, 1, 1, 1)
     policy = RankModel(Ranks(layout), layout, 10, keeps_samples=True)  # type: ignore[arg-type]
     with pytest.raises(MegarlError, match=r"^trainer.max_tokens_per_microbatch = 10: sequences 3 to 5 take 11 tokens"):
-        asyncio.run(policy.update(of_segments()))
+        await policy.update(of_segments())
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

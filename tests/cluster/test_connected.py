@@ -77,40 +77,36 @@ def plain(fields: dict[str, object]) -> bytes:
     return json.dumps(fields).encode()
 
 
-def test_strangers_neither_delay_nor_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_strangers_neither_delay_nor_enter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     pickled = pickle.dumps(Introduction(0, "node", "localhost"))
     words = [b""] * 40 + [b"\0" * 64 + pickled, b"\xff" * 500, len(pickled).to_bytes(4, "big") + pickled]
 
-    async def drive() -> None:
-        group = await SpawnedGroup(2, strangers=words).start("probe:Probe", {}, log_folder=tmp_path)
-        try:
-            await group.call("join_gloo")
-            assert await group.call("product", 2) == [(0, 2), (1, 4)]
-            addresses = [address for of_rank in await group.call("listening") for address in of_rank]
-            assert addresses and all(address.startswith("0100007F:") for address in addresses)
-            folders = [Path(path) for path in await group.call("temporary")]
-            assert len(set(folders)) == 2 and all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
-        finally:
-            await group.close()
-        assert not any(folder.exists() for folder in folders)
-
     began = time.monotonic()
-    asyncio.run(drive())
+    group = await SpawnedGroup(2, strangers=words).start("probe:Probe", {}, log_folder=tmp_path)
+    try:
+        await group.call("join_gloo")
+        assert await group.call("product", 2) == [(0, 2), (1, 4)]
+        addresses = [address for of_rank in await group.call("listening") for address in of_rank]
+        assert addresses and all(address.startswith("0100007F:") for address in addresses)
+        folders = [Path(path) for path in await group.call("temporary")]
+        assert len(set(folders)) == 2 and all(folder.stat().st_mode & 0o777 == 0o700 for folder in folders)
+    finally:
+        await group.close()
+    assert not any(folder.exists() for folder in folders)
     assert time.monotonic() - began < 60  # one after the other, forty silent strangers would take 400 s
 
 
-def test_who_is_late_is_told_with_the_stacks_of_all_ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_who_is_late_is_told_with_the_stacks_of_all_ranks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
 
-    async def drive() -> None:
-        group = await SpawnedGroup(3, strangers=[]).start("probe:Probe", {}, log_folder=tmp_path)
-        try:
-            await see_who_is_late(group, 1.0)
-        finally:
-            await group.close()
-
-    asyncio.run(drive())
+    group = await SpawnedGroup(3, strangers=[]).start("probe:Probe", {}, log_folder=tmp_path)
+    try:
+        await see_who_is_late(group, 1.0)
+    finally:
+        await group.close()
 
 
 def test_a_driver_that_does_not_know_the_key_is_not_believed() -> None:
@@ -127,13 +123,13 @@ def test_a_driver_that_does_not_know_the_key_is_not_believed() -> None:
                 assert connected.recv(1) == b""  # it said nothing of itself
 
 
-def test_too_few_processes_are_told(tmp_path: Path) -> None:
+async def test_too_few_processes_are_told(tmp_path: Path) -> None:
     class Ended(SpawnedGroup):
         async def launch(self, *_: object) -> None:
             self.processes.append(await asyncio.create_subprocess_exec("true"))
 
     with pytest.raises(PeerLostError, match="the processes ended before all ranks connected"):
-        asyncio.run(Ended(2, strangers=[]).start("probe:Probe", {}, log_folder=tmp_path))
+        await Ended(2, strangers=[]).start("probe:Probe", {}, log_folder=tmp_path)
 
 
 def test_the_address_of_a_rank_is_the_one_that_other_nodes_reach() -> None:

@@ -75,69 +75,58 @@ def test_the_fields_of_limits_are_fields() -> None:
 
 
 @pytest.mark.usefixtures("worker_module", "nothing_left")
-def test_a_verb_that_was_fast_is_given_up_sooner_than_one_that_is_new() -> None:
-    async def drive() -> None:
-        async with started() as group:
-            group.deadlines = Deadlines(SHORTEST._replace(seconds=1.0), LONGEST._replace(seconds=60.0))
-            await group.call("sleep_on", 1, 1.2)  # the first may take longer
-            for _ in range(3):
-                await group.ask([0, 1], "product", [1, 1])
-            limit = group.deadlines.of("product").seconds
-            assert 1.0 <= limit < 60.0  # how much above the shortest, the machine's load decides
-            os.kill((await group.call("pid"))[1], signal.SIGSTOP)
-            with pytest.raises(RankFailedError) as caught:
-                await group.call("product", 1)
-            told = (
-                f"did not answer `product` within {limit:g} s; if it needs longer, raise cluster.verb_timeout_seconds"
-            )
-            assert caught.value.cause == f"rank 1 of 2 {told}"
-
-    asyncio.run(drive())
+async def test_a_verb_that_was_fast_is_given_up_sooner_than_one_that_is_new() -> None:
+    async with started() as group:
+        group.deadlines = Deadlines(SHORTEST._replace(seconds=1.0), LONGEST._replace(seconds=60.0))
+        await group.call("sleep_on", 1, 1.2)  # the first may take longer
+        for _ in range(3):
+            await group.ask([0, 1], "product", [1, 1])
+        limit = group.deadlines.of("product").seconds
+        assert 1.0 <= limit < 60.0  # how much above the shortest, the machine's load decides
+        os.kill((await group.call("pid"))[1], signal.SIGSTOP)
+        with pytest.raises(RankFailedError) as caught:
+            await group.call("product", 1)
+        told = f"did not answer `product` within {limit:g} s; if it needs longer, raise cluster.verb_timeout_seconds"
+        assert caught.value.cause == f"rank 1 of 2 {told}"
 
 
 @pytest.mark.usefixtures("worker_module", "nothing_left")
-def test_the_budget_of_a_call_is_added_to_its_deadline_and_is_not_history() -> None:
-    async def drive() -> None:
-        async with started() as group:
-            group.deadlines = Deadlines.same(1.0)
-            assert await group.ask([1], "sleep", [1.5], budget_seconds=1.5) == [None]
-            assert await group.scatter("sleep", [0.0, 1.5], budget_seconds=1.5) == [None, None]
-            group.deadlines = Deadlines(Limit(1.0), Limit(60.0))
-            for _ in range(3):
-                await group.ask([1], "sleep", [1.5], budget_seconds=1.5)
-            limit = group.deadlines.of("sleep").seconds
-            assert limit < 15.0  # ten times what the calls took beyond their budgets
-            with pytest.raises(RankFailedError, match=f"did not answer `sleep` within {limit:g} s"):
-                await group.ask([1], "sleep", [60])
-
-    asyncio.run(drive())
+async def test_the_budget_of_a_call_is_added_to_its_deadline_and_is_not_history() -> None:
+    async with started() as group:
+        group.deadlines = Deadlines.same(1.0)
+        assert await group.ask([1], "sleep", [1.5], budget_seconds=1.5) == [None]
+        assert await group.scatter("sleep", [0.0, 1.5], budget_seconds=1.5) == [None, None]
+        group.deadlines = Deadlines(Limit(1.0), Limit(60.0))
+        for _ in range(3):
+            await group.ask([1], "sleep", [1.5], budget_seconds=1.5)
+        limit = group.deadlines.of("sleep").seconds
+        assert limit < 15.0  # ten times what the calls took beyond their budgets
+        with pytest.raises(RankFailedError, match=f"did not answer `sleep` within {limit:g} s"):
+            await group.ask([1], "sleep", [60])
 
 
 @pytest.mark.usefixtures("worker_module", "nothing_left")
-def test_who_is_late_is_told_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
+async def test_who_is_late_is_told_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
     go = str(tmp_path / "go")
 
-    async def drive() -> None:
-        async with started(4, log_folder=tmp_path) as group:
-            await group.call("join_gloo")
-            waiting = asyncio.create_task(group.ask([3], "wait_for", [go]))
-            await asyncio.sleep(0)
-            group.deadlines = Deadlines.same(1.0, "cluster.verb_timeout_seconds")
-            with pytest.raises(RankFailedError) as caught:
-                await group.ask([0, 1], "sleep_on", [1, 1], 60)  # rank 0 answers, rank 2 has nothing to do
-            late = "did not answer `sleep_on` within 1 s; if it needs longer, raise cluster.verb_timeout_seconds"
-            assert (caught.value.rank, caught.value.cause) == (1, f"rank 1 of 4 {late}")
-            where, log = caught.value.__notes__
-            kinds = where.split("\nrank")
-            assert any(kind.startswith(" 1\n") and "in sleep_on" in kind for kind in kinds)
-            assert any(kind.startswith(" 3\n") and "in wait_for" in kind for kind in kinds)
-            assert any(kind.startswith("s 0, 2\n") and "in serve" in kind for kind in kinds)
-            assert "in sleep_on" in log and "rank_0001.log" in log
-            with pytest.raises(RankFailedError) as other:
-                await waiting
-            assert other.value is caught.value
-
-    asyncio.run(drive())
+    async with started(4, log_folder=tmp_path) as group:
+        await group.call("join_gloo")
+        waiting = asyncio.create_task(group.ask([3], "wait_for", [go]))
+        await asyncio.sleep(0)
+        group.deadlines = Deadlines.same(1.0, "cluster.verb_timeout_seconds")
+        with pytest.raises(RankFailedError) as caught:
+            await group.ask([0, 1], "sleep_on", [1, 1], 60)  # rank 0 answers, rank 2 has nothing to do
+        late = "did not answer `sleep_on` within 1 s; if it needs longer, raise cluster.verb_timeout_seconds"
+        assert (caught.value.rank, caught.value.cause) == (1, f"rank 1 of 4 {late}")
+        where, log = caught.value.__notes__
+        kinds = where.split("\nrank")
+        assert any(kind.startswith(" 1\n") and "in sleep_on" in kind for kind in kinds)
+        assert any(kind.startswith(" 3\n") and "in wait_for" in kind for kind in kinds)
+        assert any(kind.startswith("s 0, 2\n") and "in serve" in kind for kind in kinds)
+        assert "in sleep_on" in log and "rank_0001.log" in log
+        with pytest.raises(RankFailedError) as other:
+            await waiting
+        assert other.value is caught.value
 
 
 MAIN = """

@@ -35,44 +35,36 @@ async def patience(group):
     return min(20.0, max(0.5, 10 * (time.monotonic() - begun)))
 
 
-def test_call_and_scatter_answer_by_rank():
-    async def drive():
-        async with started(3, kwargs={"scale": 7}, environment={"RIVER": "Aare"}) as group:
-            assert await group.call("product", 5, plus=1) == [(0, 36), (1, 71), (2, 106)]
-            assert await group.scatter("product", [2, 3, 5]) == [(0, 14), (1, 42), (2, 105)]
-            names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RIVER"]
-            expected = [[str(r), str(r), "3", "3", "Aare"] for r in range(3)]
-            assert await group.call("environment", names) == expected
-            with pytest.raises(ValueError, match="one per rank: got 2"):
-                await group.scatter("product", [2, 3])
-            pids = await group.call("pid")
-            assert await group.call("session") == [
-                (pid, pid) for pid in pids
-            ]  # a terminal's ctrl-c does not reach them
-            commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
-            assert all(b"megarl.processes.fork_server_main" in command for command in commands)
-            names = [Path(f"/proc/{pid}/comm").read_text() for pid in pids]
-            assert names == [f"megarl rank {rank}\n" for rank in range(3)]
-
-    asyncio.run(drive())
+async def test_call_and_scatter_answer_by_rank():
+    async with started(3, kwargs={"scale": 7}, environment={"RIVER": "Aare"}) as group:
+        assert await group.call("product", 5, plus=1) == [(0, 36), (1, 71), (2, 106)]
+        assert await group.scatter("product", [2, 3, 5]) == [(0, 14), (1, 42), (2, 105)]
+        names = ["RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "RIVER"]
+        expected = [[str(r), str(r), "3", "3", "Aare"] for r in range(3)]
+        assert await group.call("environment", names) == expected
+        with pytest.raises(ValueError, match="one per rank: got 2"):
+            await group.scatter("product", [2, 3])
+        pids = await group.call("pid")
+        assert await group.call("session") == [(pid, pid) for pid in pids]  # a terminal's ctrl-c does not reach them
+        commands = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
+        assert all(b"megarl.processes.fork_server_main" in command for command in commands)
+        names = [Path(f"/proc/{pid}/comm").read_text() for pid in pids]
+        assert names == [f"megarl rank {rank}\n" for rank in range(3)]
 
 
-def test_the_loop_is_free_and_calls_take_turns(tmp_path):
-    async def drive():
-        async with started() as group:
-            first = asyncio.create_task(group.call("wait_for", str(tmp_path / "go")))
-            others = [asyncio.create_task(group.call("product", n)) for n in range(20)]
-            await asyncio.sleep(0.1)
-            assert not first.done() and not any(other.done() for other in others)
-            (tmp_path / "go").touch()
-            answers = await asyncio.gather(*others)
-            assert first.done()
-            assert answers == [[(0, n), (1, 2 * n)] for n in range(20)]
-
-    asyncio.run(drive())
+async def test_the_loop_is_free_and_calls_take_turns(tmp_path):
+    async with started() as group:
+        first = asyncio.create_task(group.call("wait_for", str(tmp_path / "go")))
+        others = [asyncio.create_task(group.call("product", n)) for n in range(20)]
+        await asyncio.sleep(0.1)
+        assert not first.done() and not any(other.done() for other in others)
+        (tmp_path / "go").touch()
+        answers = await asyncio.gather(*others)
+        assert first.done()
+        assert answers == [[(0, n), (1, 2 * n)] for n in range(20)]
 
 
-def test_large_arrays_arrive_whole_and_are_pickled_once():
+async def test_large_arrays_arrive_whole_and_are_pickled_once():
     num_pickled = 0
 
     class Counted:
@@ -81,19 +73,16 @@ def test_large_arrays_arrive_whole_and_are_pickled_once():
             num_pickled += 1
             return int, ("5",)
 
-    async def drive():
-        large = np.arange(8_000_000)
-        async with started() as group:
-            for array in (large, large[::3], large[:0], large.astype(np.float32).reshape(2, -1), large[:7]):
-                answers = await group.scatter("reversed", [array] * 2)
-                for rank, answer in enumerate(answers):
-                    expected = array.copy()
-                    expected[:1] += rank
-                    np.testing.assert_array_equal(answer, expected[::-1])
-                    assert answer.dtype == array.dtype
-            assert await group.call("product", Counted()) == [(0, 5), (1, 10)]
-
-    asyncio.run(drive())
+    large = np.arange(8_000_000)
+    async with started() as group:
+        for array in (large, large[::3], large[:0], large.astype(np.float32).reshape(2, -1), large[:7]):
+            answers = await group.scatter("reversed", [array] * 2)
+            for rank, answer in enumerate(answers):
+                expected = array.copy()
+                expected[:1] += rank
+                np.testing.assert_array_equal(answer, expected[::-1])
+                assert answer.dtype == array.dtype
+        assert await group.call("product", Counted()) == [(0, 5), (1, 10)]
     assert num_pickled == 1
 
 
@@ -109,68 +98,53 @@ def test_large_arrays_arrive_whole_and_are_pickled_once():
         pytest.param("unpicklable", 70, "of 2 raised", "pickle", id="result that does not pickle"),
     ],
 )
-def test_a_failure_names_rank_and_cause_and_ends_the_group(tmp_path, kind, exit_code, cause, details):
-    async def drive():
-        async with started(log_folder=tmp_path / "logs") as group:
-            pids = await group.call("pid")
-            begun = time.monotonic()
-            with pytest.raises(RankFailedError) as caught:
-                await group.call("fail_on", 1, kind)
-            assert time.monotonic() - begun < NOTICED_SECONDS
-            assert kind == "unpicklable" or caught.value.rank == 1
-            assert caught.value.exit_code == exit_code
-            assert cause in str(caught.value)
-            (told,) = caught.value.__notes__
-            assert details in told
-            assert not any(map(is_alive, pids))
-            for _ in range(2):
-                with pytest.raises(RankFailedError) as again:
-                    await group.call("product", 1)
-                assert again.value is caught.value
-
-    asyncio.run(drive())
+async def test_a_failure_names_rank_and_cause_and_ends_the_group(tmp_path, kind, exit_code, cause, details):
+    async with started(log_folder=tmp_path / "logs") as group:
+        pids = await group.call("pid")
+        begun = time.monotonic()
+        with pytest.raises(RankFailedError) as caught:
+            await group.call("fail_on", 1, kind)
+        assert time.monotonic() - begun < NOTICED_SECONDS
+        assert kind == "unpicklable" or caught.value.rank == 1
+        assert caught.value.exit_code == exit_code
+        assert cause in str(caught.value)
+        (told,) = caught.value.__notes__
+        assert details in told
+        assert not any(map(is_alive, pids))
+        for _ in range(2):
+            with pytest.raises(RankFailedError) as again:
+                await group.call("product", 1)
+            assert again.value is caught.value
 
 
-def test_what_a_rank_raised_stands_in_its_log(tmp_path):
-    async def drive():
-        async with started(log_folder=tmp_path) as group:
-            with pytest.raises(RankFailedError):
-                await group.call("fail_on", 1, "raise")
-
-    asyncio.run(drive())
+async def test_what_a_rank_raised_stands_in_its_log(tmp_path):
+    async with started(log_folder=tmp_path) as group:
+        with pytest.raises(RankFailedError):
+            await group.call("fail_on", 1, "raise")
     assert "in _raise\n" in (tmp_path / "rank_0001.log").read_text()
 
 
-def test_a_full_disk_in_a_rank_is_a_full_disk_in_the_driver():
-    async def drive():
-        async with started() as group:
-            with pytest.raises(DiskFullError, match=r"no room on its disk \(No space left on device\)") as caught:
-                await group.call("fail_on", 1, "full")
-            assert caught.value.exit_code == 74
-            assert "the shard was not written" in caught.value.__notes__[0]
-
-    asyncio.run(drive())
+async def test_a_full_disk_in_a_rank_is_a_full_disk_in_the_driver():
+    async with started() as group:
+        with pytest.raises(DiskFullError, match=r"no room on its disk \(No space left on device\)") as caught:
+            await group.call("fail_on", 1, "full")
+        assert caught.value.exit_code == 74
+        assert "the shard was not written" in caught.value.__notes__[0]
 
 
-def test_a_megarl_error_keeps_its_class_and_message():
-    async def drive():
-        async with started() as group:
-            with pytest.raises(ConfigError) as caught:
-                await group.call("fail_on", 1, "config")
-            assert str(caught.value) == "trainer.tp is 3: the model has 8 heads; take a divisor"
-            assert caught.value.exit_code == 2
-            assert "raised by rank 1 of 2" in caught.value.__notes__[0]
-
-    asyncio.run(drive())
+async def test_a_megarl_error_keeps_its_class_and_message():
+    async with started() as group:
+        with pytest.raises(ConfigError) as caught:
+            await group.call("fail_on", 1, "config")
+        assert str(caught.value) == "trainer.tp is 3: the model has 8 heads; take a divisor"
+        assert caught.value.exit_code == 2
+        assert "raised by rank 1 of 2" in caught.value.__notes__[0]
 
 
-def test_a_constructor_that_raises_ends_the_start():
-    async def drive():
+async def test_a_constructor_that_raises_ends_the_start():
+    with pytest.raises(DataError, match="shard 1 is missing"):
         async with started(kwargs={"broken_rank": 1}):
             pytest.fail("started")
-
-    with pytest.raises(DataError, match="shard 1 is missing"):
-        asyncio.run(drive())
 
 
 @pytest.mark.parametrize(
@@ -182,193 +156,148 @@ def test_a_constructor_that_raises_ends_the_start():
         ),
     ],
 )
-def test_the_first_cause_is_named_and_not_the_echo(tmp_path, kind, cause):
-    async def drive():
-        async with started(3, log_folder=tmp_path) as group:
-            await group.call("join_gloo")
-            begun = time.monotonic()
-            with pytest.raises(RankFailedError) as caught:
-                await group.call("broken_collective", 1, kind)
-            assert time.monotonic() - begun < NOTICED_SECONDS
-            assert caught.value.cause.startswith(cause)
-            assert "gloo" not in str(caught.value)
-
-    asyncio.run(drive())
+async def test_the_first_cause_is_named_and_not_the_echo(tmp_path, kind, cause):
+    async with started(3, log_folder=tmp_path) as group:
+        await group.call("join_gloo")
+        begun = time.monotonic()
+        with pytest.raises(RankFailedError) as caught:
+            await group.call("broken_collective", 1, kind)
+        assert time.monotonic() - begun < NOTICED_SECONDS
+        assert caught.value.cause.startswith(cause)
+        assert "gloo" not in str(caught.value)
 
 
-def test_a_death_is_noticed_although_a_grandchild_holds_the_socket():
-    async def drive():
-        async with started() as group:
-            begun = time.monotonic()
-            with pytest.raises(RankFailedError, match="rank 1 of 2 exited with code 9"):
-                await group.call("fork_and_die_on", 1)
-            assert time.monotonic() - begun < NOTICED_SECONDS
-
-    asyncio.run(drive())
+async def test_a_death_is_noticed_although_a_grandchild_holds_the_socket():
+    async with started() as group:
+        begun = time.monotonic()
+        with pytest.raises(RankFailedError, match="rank 1 of 2 exited with code 9"):
+            await group.call("fork_and_die_on", 1)
+        assert time.monotonic() - begun < NOTICED_SECONDS
 
 
-def test_a_death_between_calls_is_told_by_the_next():
-    async def drive():
-        async with started() as group:
-            pid = (await group.call("pid"))[0]
-            os.kill(pid, signal.SIGKILL)
-            while is_alive(pid):
-                await asyncio.sleep(0.01)
-            with pytest.raises(RankFailedError, match="rank 0 of 2 was killed by SIGKILL"):
+async def test_a_death_between_calls_is_told_by_the_next():
+    async with started() as group:
+        pid = (await group.call("pid"))[0]
+        os.kill(pid, signal.SIGKILL)
+        while is_alive(pid):
+            await asyncio.sleep(0.01)
+        with pytest.raises(RankFailedError, match="rank 0 of 2 was killed by SIGKILL"):
+            await group.call("product", 1)
+
+
+async def test_a_fork_server_that_is_killed_is_named_rather_than_its_ranks():
+    async with started() as group:
+        pid = (await group.call("pid"))[0]
+        server = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+        os.kill(server, signal.SIGKILL)
+        with pytest.raises(RankFailedError, match="ended with its fork server, which was killed by SIGKILL"):
+            while True:
                 await group.call("product", 1)
 
-    asyncio.run(drive())
+
+async def test_a_silent_rank_is_named_with_its_stack(tmp_path):
+    async with started(log_folder=tmp_path) as group:
+        seconds = await patience(group)
+        group.deadlines = Deadlines.same(seconds)
+        with pytest.raises(RankFailedError) as caught:
+            await group.call("sleep_on", 1, 60)
+        assert caught.value.cause == f"rank 1 of 2 did not answer `sleep_on` within {seconds:g} s"
+        assert caught.value.exit_code == 76
+        assert "in sleep_on" in caught.value.__notes__[0]
 
 
-def test_a_fork_server_that_is_killed_is_named_rather_than_its_ranks():
-    async def drive():
-        async with started() as group:
-            pid = (await group.call("pid"))[0]
-            server = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
-            os.kill(server, signal.SIGKILL)
-            with pytest.raises(RankFailedError, match="ended with its fork server, which was killed by SIGKILL"):
-                while True:
-                    await group.call("product", 1)
-
-    asyncio.run(drive())
-
-
-def test_a_silent_rank_is_named_with_its_stack(tmp_path):
-    async def drive():
-        async with started(log_folder=tmp_path) as group:
-            seconds = await patience(group)
-            group.deadlines = Deadlines.same(seconds)
-            with pytest.raises(RankFailedError) as caught:
-                await group.call("sleep_on", 1, 60)
-            assert caught.value.cause == f"rank 1 of 2 did not answer `sleep_on` within {seconds:g} s"
-            assert caught.value.exit_code == 76
-            assert "in sleep_on" in caught.value.__notes__[0]
-
-    asyncio.run(drive())
+async def test_a_rank_that_hangs_while_it_is_built_is_told_from_those_that_wait_for_it(tmp_path):
+    async with started(3, log_folder=tmp_path) as group:
+        await group.call("join_gloo")
+        group.deadlines = Deadlines.same(0.5)
+        with pytest.raises(RankFailedError) as caught:
+            await group.construct("probe:Stuck", {"stuck": 1})
+        cause = "rank 1 of 3 did not answer `__init__` within 0.5 s; ranks 0, 2 waited in a collective"
+        assert (caught.value.rank, caught.value.cause) == (1, cause)
+        assert "probe.py" in caught.value.__notes__[0]
+        assert all("most recent call first" in (tmp_path / f"rank_000{r}.log").read_text() for r in range(3))
 
 
-def test_a_rank_that_hangs_while_it_is_built_is_told_from_those_that_wait_for_it(tmp_path):
-    async def drive():
-        async with started(3, log_folder=tmp_path) as group:
-            await group.call("join_gloo")
-            group.deadlines = Deadlines.same(0.5)
-            with pytest.raises(RankFailedError) as caught:
-                await group.construct("probe:Stuck", {"stuck": 1})
-            cause = "rank 1 of 3 did not answer `__init__` within 0.5 s; ranks 0, 2 waited in a collective"
-            assert (caught.value.rank, caught.value.cause) == (1, cause)
-            assert "probe.py" in caught.value.__notes__[0]
-            assert all("most recent call first" in (tmp_path / f"rank_000{r}.log").read_text() for r in range(3))
-
-    asyncio.run(drive())
+async def test_a_rank_that_misses_a_collective_is_named_when_the_others_give_up():
+    async with started() as group:
+        await group.call("join_gloo")
+        with pytest.raises(RankFailedError) as caught:
+            await group.call("collective_that_one_misses", 1, 0.5)
+        told = "rank 1 of 2 did not enter a collective of `collective_that_one_misses`"
+        assert (caught.value.rank, caught.value.cause) == (1, told)
 
 
-def test_a_rank_that_misses_a_collective_is_named_when_the_others_give_up():
-    async def drive():
-        async with started() as group:
-            await group.call("join_gloo")
-            with pytest.raises(RankFailedError) as caught:
-                await group.call("collective_that_one_misses", 1, 0.5)
-            told = "rank 1 of 2 did not enter a collective of `collective_that_one_misses`"
-            assert (caught.value.rank, caught.value.cause) == (1, told)
-
-    asyncio.run(drive())
+async def test_ranks_of_one_machine_listen_on_loopback_only():
+    async with started() as group:
+        await group.call("join_gloo")
+        addresses = [address for of_rank in await group.call("listening") for address in of_rank]
+        assert addresses and all(address.startswith("0100007F:") for address in addresses)  # 127.0.0.1
 
 
-def test_ranks_of_one_machine_listen_on_loopback_only():
-    async def drive():
-        async with started() as group:
-            await group.call("join_gloo")
-            addresses = [address for of_rank in await group.call("listening") for address in of_rank]
-            assert addresses and all(address.startswith("0100007F:") for address in addresses)  # 127.0.0.1
-
-    asyncio.run(drive())
-
-
-def test_temporary_files_of_ranks_are_private_and_go_with_the_group():
-    async def drive():
-        async with started() as group:
-            (folder,) = {Path(path) for path in await group.call("temporary")}
-            assert folder.stat().st_mode & 0o777 == 0o700 and folder != Path(tempfile.gettempdir())
-            (folder / "left").touch()
-            with pytest.raises(RankFailedError):
-                await group.call("fail_on", 1, "kill")
-            assert not folder.exists()
-
-    asyncio.run(drive())
+async def test_temporary_files_of_ranks_are_private_and_go_with_the_group():
+    async with started() as group:
+        (folder,) = {Path(path) for path in await group.call("temporary")}
+        assert folder.stat().st_mode & 0o777 == 0o700 and folder != Path(tempfile.gettempdir())
+        (folder / "left").touch()
+        with pytest.raises(RankFailedError):
+            await group.call("fail_on", 1, "kill")
+        assert not folder.exists()
 
 
-def test_a_stopped_rank_is_killed(tmp_path):
-    async def drive():
-        async with started(log_folder=tmp_path) as group:
-            group.deadlines = Deadlines.same(await patience(group))
-            os.kill((await group.call("pid"))[1], signal.SIGSTOP)
-            with pytest.raises(RankFailedError, match="rank 1 of 2 did not answer `product`"):
-                await group.call("product", 1)
-
-    asyncio.run(drive())
+async def test_a_stopped_rank_is_killed(tmp_path):
+    async with started(log_folder=tmp_path) as group:
+        group.deadlines = Deadlines.same(await patience(group))
+        os.kill((await group.call("pid"))[1], signal.SIGSTOP)
+        with pytest.raises(RankFailedError, match="rank 1 of 2 did not answer `product`"):
+            await group.call("product", 1)
 
 
-def test_a_cancelled_call_ends_the_group():
-    async def drive():
-        async with started() as group:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(group.call("sleep", 60), timeout=0.3)
-            with pytest.raises(PeerLostError, match="`sleep` was abandoned"):
-                await group.call("product", 1)
-
-    asyncio.run(drive())
+async def test_a_cancelled_call_ends_the_group():
+    async with started() as group:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(group.call("sleep", 60), timeout=0.3)
+        with pytest.raises(PeerLostError, match="`sleep` was abandoned"):
+            await group.call("product", 1)
 
 
-def test_close_lets_ranks_leave_and_may_be_repeated(tmp_path):
-    async def drive():
-        async with started() as group:
-            await group.call("leave_note", str(tmp_path))
-            await group.close()
-            assert sorted(path.name for path in tmp_path.iterdir()) == ["left_0", "left_1"]
-            await group.close()
-            with pytest.raises(PeerLostError, match="closed"):
-                await group.call("product", 1)
-
-    asyncio.run(drive())
+async def test_close_lets_ranks_leave_and_may_be_repeated(tmp_path):
+    async with started() as group:
+        await group.call("leave_note", str(tmp_path))
+        await group.close()
+        assert sorted(path.name for path in tmp_path.iterdir()) == ["left_0", "left_1"]
+        await group.close()
+        with pytest.raises(PeerLostError, match="closed"):
+            await group.call("product", 1)
 
 
-def test_ranks_leave_without_taking_themselves_apart():
-    async def drive():
-        async with started() as group:
-            await group.call("linger")
-            begun = time.monotonic()
-            await group.close()
-            assert time.monotonic() - begun < 5
-
-    asyncio.run(drive())
+async def test_ranks_leave_without_taking_themselves_apart():
+    async with started() as group:
+        await group.call("linger")
+        begun = time.monotonic()
+        await group.close()
+        assert time.monotonic() - begun < 5
 
 
-def test_stacks_are_shown_and_the_call_goes_on(tmp_path):
-    async def drive():
-        async with started(log_folder=tmp_path) as group:
-            call = asyncio.create_task(group.call("sleep", 1.0))
-            while not all("in sleep\n" in log.read_text() for log in logs):
-                await asyncio.sleep(0.05)
-                group.show_stacks()
-            await call
-            assert await group.call("product", 1) == [(0, 1), (1, 2)]
-
+async def test_stacks_are_shown_and_the_call_goes_on(tmp_path):
     logs = [tmp_path / f"rank_{rank:04d}.log" for rank in range(2)]
-    asyncio.run(drive())
+    async with started(log_folder=tmp_path) as group:
+        call = asyncio.create_task(group.call("sleep", 1.0))
+        while not all("in sleep\n" in log.read_text() for log in logs):
+            await asyncio.sleep(0.05)
+            group.show_stacks()
+        await call
+        assert await group.call("product", 1) == [(0, 1), (1, 2)]
 
 
-def test_a_log_that_its_disk_does_not_take_is_a_full_disk(small_disk):
+async def test_a_log_that_its_disk_does_not_take_is_a_full_disk(small_disk):
     disk = small_disk("size=64k")
 
-    async def drive():
-        async with started(log_folder=disk) as group:
-            with (disk / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
-                while file.write(b"x" * 4096):
-                    pass
-            with pytest.raises(DiskFullError, match="no room on its disk"):
-                await group.call("fail_on", 1, "raise")
-
-    asyncio.run(drive())
+    async with started(log_folder=disk) as group:
+        with (disk / "ballast").open("wb", buffering=0) as file, contextlib.suppress(OSError):
+            while file.write(b"x" * 4096):
+                pass
+        with pytest.raises(DiskFullError, match="no room on its disk"):
+            await group.call("fail_on", 1, "raise")
 
 
 NOISY_LOG = """\
@@ -389,16 +318,13 @@ def test_the_end_of_a_log_leaves_other_libraries_noise_out(tmp_path):
     assert log_tail(log) == f"The end of {log}:\nWARNING: the node has 3 GPUs\nRuntimeError: the cause"
 
 
-def test_close_ends_a_call_that_is_under_way():
-    async def drive():
-        async with started() as group:
-            call = asyncio.create_task(group.call("sleep", 60))
-            await asyncio.sleep(0.1)
-            await group.close()
-            with pytest.raises(PeerLostError):
-                await call
-
-    asyncio.run(drive())
+async def test_close_ends_a_call_that_is_under_way():
+    async with started() as group:
+        call = asyncio.create_task(group.call("sleep", 60))
+        await asyncio.sleep(0.1)
+        await group.close()
+        with pytest.raises(PeerLostError):
+            await call
 
 
 def slow_to_start(folder: Path, statement: str) -> dict[str, str]:
@@ -437,17 +363,14 @@ def start_seconds(tmp_path_factory):
         pytest.param("os._exit(5)", r"rank 1 of 3 exited with code 5 during `start`", id="dies"),
     ],
 )
-def test_a_rank_that_does_not_start_is_named(tmp_path, start_seconds, statement, message):
+async def test_a_rank_that_does_not_start_is_named(tmp_path, start_seconds, statement, message):
     # Only the one that is late is waited for in vain.
     seconds = 4 * start_seconds if "sleep" in statement else 600.0
 
-    async def drive():
+    with pytest.raises(RankFailedError, match=message):
         environment = slow_to_start(tmp_path / "path", statement)
         async with started(3, log_folder=tmp_path, environment=environment, start_timeout_seconds=seconds):
             pytest.fail("started")
-
-    with pytest.raises(RankFailedError, match=message):
-        asyncio.run(drive())
 
 
 def test_ranks_die_with_the_driver(tmp_path):

@@ -11,7 +11,7 @@ from megarl.cluster.rank_queues import RankQueues
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_every_rank_serves_one_call_at_a_time_in_the_order_in_which_they_were_made(seed: int) -> None:
+async def test_every_rank_serves_one_call_at_a_time_in_the_order_in_which_they_were_made(seed: int) -> None:
     rng = random.Random(seed)
     num_ranks = 5
     served: list[list[int]] = [[] for _ in range(num_ranks)]
@@ -44,14 +44,14 @@ def test_every_rank_serves_one_call_at_a_time_in_the_order_in_which_they_were_ma
         assert not [error for _, task in made if not task.cancelled() and (error := task.exception())]
         return [(number, ranks) for number, (ranks, _) in enumerate(made)]
 
-    made = asyncio.run(drive())
+    made = await drive()
     for rank, numbers in enumerate(served):
         asked = [number for number, ranks in made if rank in ranks]
         assert numbers == [number for number in asked if number in numbers]
         assert len(numbers) > len(asked) / 2  # the others were cancelled
 
 
-def test_a_call_that_waits_for_one_rank_is_not_overtaken_on_another() -> None:
+async def test_a_call_that_waits_for_one_rank_is_not_overtaken_on_another() -> None:
     order: list[str] = []
 
     async def call(queues: RankQueues, name: str, ranks: list[int], go: asyncio.Event) -> None:
@@ -59,20 +59,17 @@ def test_a_call_that_waits_for_one_rank_is_not_overtaken_on_another() -> None:
             order.append(name)
             await go.wait()
 
-    async def drive() -> None:
-        queues = RankQueues(3)
-        held, free = asyncio.Event(), asyncio.Event()
-        free.set()
-        first = asyncio.create_task(call(queues, "rank 0", [0], held))
-        others = [
-            asyncio.create_task(call(queues, name, ranks, free))
-            for name, ranks in (("ranks 0, 1", [1, 0]), ("rank 1", [1]), ("rank 2", [2]))
-        ]
-        for _ in range(20):
-            await asyncio.sleep(0)
-        assert order == ["rank 0", "rank 2"]
-        held.set()
-        await asyncio.gather(first, *others)
-        assert order == ["rank 0", "rank 2", "ranks 0, 1", "rank 1"]
-
-    asyncio.run(drive())
+    queues = RankQueues(3)
+    held, free = asyncio.Event(), asyncio.Event()
+    free.set()
+    first = asyncio.create_task(call(queues, "rank 0", [0], held))
+    others = [
+        asyncio.create_task(call(queues, name, ranks, free))
+        for name, ranks in (("ranks 0, 1", [1, 0]), ("rank 1", [1]), ("rank 2", [2]))
+    ]
+    for _ in range(20):
+        await asyncio.sleep(0)
+    assert order == ["rank 0", "rank 2"]
+    held.set()
+    await asyncio.gather(first, *others)
+    assert order == ["rank 0", "rank 2", "ranks 0, 1", "rank 1"]
