@@ -62,12 +62,12 @@ def measured(peaks: tuple[float | None, float | None] = (None, None), **cluster:
     return steps
 
 
-def test_what_was_planned_stands_beside_what_is_measured() -> None:
+async def test_what_was_planned_stands_beside_what_is_measured() -> None:
     recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
     planned = {"train": 7 * GIB, "rollout": 4 * GIB, "checkpoint": GIB}
     models: Any = {"policy": SimpleNamespace(work=Work())}
     ranks: Any = Ranks((None, None))
-    step = asyncio.run(Performance(recipe, ranks, models, planned).of_step(SECONDS, {}))
+    step = await Performance(recipe, ranks, models, planned).of_step(SECONDS, {})
     assert step["memory/train_gib"] == 5.0 and step["memory/train_predicted_gib"] == 7.0
     assert step["memory/rollout_predicted_gib"] == 4.0
     assert "memory/checkpoint_predicted_gib" not in step, "nothing was saved in this step"
@@ -92,7 +92,7 @@ def test_a_step_is_measured() -> None:
     assert "perf/tflops_per_rank" not in second and second["perf/rollout_tokens_per_second_per_rank"] == 40.0
 
 
-def test_attempts_that_go_on_are_sampled_outside_the_phase_too() -> None:
+async def test_attempts_that_go_on_are_sampled_outside_the_phase_too() -> None:
     rates = []
     for stragglers in ("wait", "park"):
         recipe = Recipe.model_validate(
@@ -103,7 +103,7 @@ def test_attempts_that_go_on_are_sampled_outside_the_phase_too() -> None:
         )  # fmt: skip
         performance = Performance(recipe, Ranks((None, None)), {"policy": SimpleNamespace(work=Work())})  # type: ignore[arg-type, dict-item]
         sampled = {"rollout/sampled_tokens": 400.0, "perf/engines_open_seconds": 8.0}
-        found = asyncio.run(performance.of_step(SECONDS, sampled))
+        found = await performance.of_step(SECONDS, sampled)
         rates.append(found["perf/rollout_tokens_per_second_per_rank"])
     assert rates == [40.0, 25.0]
 
@@ -126,7 +126,7 @@ def test_the_flops_are_of_models_as_the_recipe_has_them(tiny_model: Callable[...
     assert [model.shape is not None and model.shape.rope_scaling for model in models.values()] == [None] * 3
 
 
-def test_every_call_of_a_model_belongs_to_a_phase() -> None:
+async def test_every_call_of_a_model_belongs_to_a_phase() -> None:
     class AskedError(Exception):
         pass
 
@@ -141,19 +141,19 @@ def test_every_call_of_a_model_belongs_to_a_phase() -> None:
     assert {"update", "forward"} <= set(calls)
     for name in calls:
         with pytest.raises(AskedError) as asked:
-            asyncio.run(getattr(model, name)(batch))
+            await getattr(model, name)(batch)
         assert len(peak_memory([Activity(1.0, {str(asked.value): GIB})])) == 1, name
 
 
-def test_a_first_step_s_throughput_is_without_the_start() -> None:
+async def test_a_first_step_s_throughput_is_without_the_start() -> None:
     recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
     work = Work()
     performance = Performance(recipe, Ranks((None, None)), {"policy": SimpleNamespace(work=work)})  # type: ignore[arg-type, dict-item]
-    asyncio.run(performance.begin())
+    await performance.begin()
     rates = []
     for _ in range(2):
         work.update_tokens = 600
-        found = asyncio.run(performance.of_step(SECONDS, {}))
+        found = await performance.of_step(SECONDS, {})
         rates.append(found["perf/tokens_per_second_per_rank"])
     # The 10 seconds that the tracker counts are, of the first step, those since the start of the run.
     assert rates[0] > 100 and rates[1] == 30
@@ -195,14 +195,14 @@ def test_the_peak_of_a_gpu_is_known_by_its_name(name: str, peak: float | None) -
     assert peak_tflops("float32") is None
 
 
-def test_what_was_before_the_first_step_is_no_step_s() -> None:
+async def test_what_was_before_the_first_step_is_no_step_s() -> None:
     recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
     ranks, work = Ranks((None, None)), Work(update_tokens=600, flops=16e12)
     performance = Performance(recipe, ranks, {"policy": SimpleNamespace(work=work)})  # type: ignore[arg-type, dict-item]
-    asyncio.run(performance.begin())
+    await performance.begin()
     assert work == Work() and ranks.asked == ["__activity__", "engine_metrics"]
     work.update_tokens = 60
-    asyncio.run(performance.begin())
+    await performance.begin()
     assert work.update_tokens == 60 and len(ranks.asked) == 2
 
 

@@ -40,7 +40,7 @@ def profiles_of(ranks: Ranks, folder: Path) -> Profiles:
     return Profiles(ranks, SimpleNamespace(profiles_folder=folder / "profiles"), tracker)  # type: ignore[arg-type]
 
 
-def test_steps_do_not_wait_for_weights_that_are_under_way(tmp_path: Path) -> None:
+async def test_steps_do_not_wait_for_weights_that_are_under_way(tmp_path: Path) -> None:
     async def play() -> None:
         ranks = Ranks()
         profiles = profiles_of(ranks, tmp_path)
@@ -53,22 +53,19 @@ def test_steps_do_not_wait_for_weights_that_are_under_way(tmp_path: Path) -> Non
         # Two clocks and the spans of the first step, before the second is recorded.
         assert ranks.asked == [True, True, False] * 2
 
-    asyncio.run(play())
+    await play()
     for number in (1, 2):
         trace = json.loads((tmp_path / f"profiles/step_{number:06d}.json").read_text())
         assert trace["otherData"]["step"] == number and trace["otherData"]["spans"] == [0, 1, 1]
 
 
-def test_a_step_that_fails_has_no_trace(tmp_path: Path) -> None:
-    async def play() -> None:
-        ranks = Ranks()
-        profiles = profiles_of(ranks, tmp_path)
-        with pytest.raises(MegarlError, match="broken"):
-            async with profiles.of_step(1):
-                raise MegarlError("broken")
-        ranks.has_weights.set()
-        await profiles.finish()
-        await profiles.close()
-
-    asyncio.run(play())
+async def test_a_step_that_fails_has_no_trace(tmp_path: Path) -> None:
+    ranks = Ranks()
+    profiles = profiles_of(ranks, tmp_path)
+    with pytest.raises(MegarlError, match="broken"):
+        async with profiles.of_step(1):
+            raise MegarlError("broken")
+    ranks.has_weights.set()
+    await profiles.finish()
+    await profiles.close()
     assert not (tmp_path / "profiles").exists()

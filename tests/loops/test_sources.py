@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Callable
 from contextlib import AsyncExitStack
 from pathlib import Path
@@ -14,7 +13,7 @@ from megarl.data.chat import load_tokenizer
 from megarl.loops.sources import make_source
 
 
-def test_the_history_that_a_policy_is_shown_is_no_warning(tiny_model: Callable[..., Path]) -> None:
+async def test_the_history_that_a_policy_is_shown_is_no_warning(tiny_model: Callable[..., Path]) -> None:
     folder = tiny_model()
     recipe = Recipe.model_validate(
         {
@@ -28,11 +27,8 @@ def test_the_history_that_a_policy_is_shown_is_no_warning(tiny_model: Callable[.
     rewards: Any = SimpleNamespace(score=None, metrics=dict)
     pool: Any = None
 
-    async def make() -> None:
-        async with AsyncExitStack() as stack:
-            [given] = recipe.sources
-            tokenizer = load_tokenizer(folder)
-            await make_source(given, ((), {}), rewards, None, pool, tokenizer, stack, lambda: False, screen)
-
-    asyncio.run(make())
+    async with AsyncExitStack() as stack:
+        [given] = recipe.sources
+        tokenizer = load_tokenizer(folder)
+        await make_source(given, ((), {}), rewards, None, pool, tokenizer, stack, lambda: False, screen)
     assert warnings == [] and [line.partition(":")[0] for line in lines] == ["rollout.history = append"]
