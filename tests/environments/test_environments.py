@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 
 import pytest
@@ -36,15 +35,12 @@ def test_all_in_the_table_are_found(name: str) -> None:
     assert callable(find_environment(name))
 
 
-def test_a_single_turn_is_done_after_one_step() -> None:
-    async def drive() -> None:
-        environment = find_environment("single_turn")()
-        messages = ({"role": "user", "content": "2 + 2"},)
-        assert await environment.reset(Problem(0, messages, (1,), "4"), 5) == Start(messages)
-        assert await environment.step(Turn(0, "4", "stop")) == Step(done=True)
-        await environment.close()
-
-    asyncio.run(drive())
+async def test_a_single_turn_is_done_after_one_step() -> None:
+    environment = find_environment("single_turn")()
+    messages = ({"role": "user", "content": "2 + 2"},)
+    assert await environment.reset(Problem(0, messages, (1,), "4"), 5) == Start(messages)
+    assert await environment.step(Turn(0, "4", "stop")) == Step(done=True)
+    await environment.close()
 
 
 def test_a_class_of_a_file(tmp_path: Path) -> None:

@@ -187,7 +187,7 @@ def test_a_server_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
             OpenEnv(**wrong)
 
 
-def test_a_server_of_a_command_is_started_once_and_ended(tmp_path: Path) -> None:
+async def test_a_server_of_a_command_is_started_once_and_ended(tmp_path: Path) -> None:
     (tmp_path / "server.py").write_text(
         "import os, sys\n"
         "from aiohttp import web\n"
@@ -202,14 +202,11 @@ def test_a_server_of_a_command_is_started_once_and_ended(tmp_path: Path) -> None
     )
     command = [sys.executable, str(tmp_path / "server.py"), "{port}", str(tmp_path / "pids")]
 
-    async def play() -> None:
-        for _ in range(2):
-            game = OpenEnv(command=command)
-            await game.reset(PROBLEM, 0)
-            assert (await say(game, "end")).done
-            await game.close()
-        await close_shared()
-
-    asyncio.run(play())
+    for _ in range(2):
+        game = OpenEnv(command=command)
+        await game.reset(PROBLEM, 0)
+        assert (await say(game, "end")).done
+        await game.close()
+    await close_shared()
     [pid] = (tmp_path / "pids").read_text().split()
     assert not Path(f"/proc/{pid}").exists()

@@ -150,17 +150,17 @@ def test_what_cannot_be_sent_is_no_answer_without_a_score(monkeypatch):
     assert "hid" not in str(caught.value).replace("KEY_OF_A_JUDGE", "")
 
 
-def test_what_is_scored_after_the_end_is_an_error():
+async def test_what_is_scored_after_the_end_is_an_error():
     async def late():
         async with JudgeServer().serving() as url, pool_of(url, max_tries=1) as pool:
             await pool.aclose()
             return await pool.score(sample(2))
 
-    scored = asyncio.run(late())
+    scored = await late()
     assert scored.failure == "error" and "closed" in scored.detail
 
 
-def test_calls_of_an_evaluation_are_counted_apart():
+async def test_calls_of_an_evaluation_are_counted_apart():
     async def both():
         async with JudgeServer().serving() as url, pool_of(url) as pool:
             training = asyncio.create_task(pool.score(sample(0)))
@@ -170,7 +170,7 @@ def test_calls_of_an_evaluation_are_counted_apart():
             COUNTED_FOR.reset(token)
             return evaluated, pool.metrics()
 
-    evaluated, trained = asyncio.run(both())
+    evaluated, trained = await both()
     assert (evaluated["reward/judge/calls"], trained["reward/judge/calls"]) == (2, 1)
 
 
@@ -215,7 +215,7 @@ def test_a_huge_number_is_no_score():
     assert judge()._read(said).score == 1.0
 
 
-def test_a_cancelled_completion_ends_its_call():
+async def test_a_cancelled_completion_ends_its_call():
     async def cancel():
         server = JudgeServer({0: ["hang"]})
         async with server.serving() as url, pool_of(url) as pool:
@@ -227,7 +227,7 @@ def test_a_cancelled_completion_ends_its_call():
                 await task
             return pool.metrics()
 
-    metrics = asyncio.run(cancel())
+    metrics = await cancel()
     assert metrics["reward/judge/cancelled"] == metrics["reward/judge/calls"] == 1
 
 
@@ -303,7 +303,7 @@ def test_wrong_settings_are_refused(tmp_path, monkeypatch, given, told):
         ("vllm", "/pooling", {"data": [{"data": [[0.5], [0.75]]}]}, {"model": "m", "add_generation_prompt": False}),
     ],
 )
-def test_a_reward_model_by_http(protocol, path, answer, asked):
+async def test_a_reward_model_by_http(protocol, path, answer, asked):
     requests = []
 
     async def reply(request):
@@ -323,7 +323,7 @@ def test_a_reward_model_by_http(protocol, path, answer, asked):
             finally:
                 await pool.aclose()
 
-    scored, metrics = asyncio.run(score())
+    scored, metrics = await score()
     assert scored.failure is None and scored.reward.score == 0.75 and scored.reward.scores == {"remote.own": 0.75}
     assert {name: requests[-1][name] for name in asked} == asked
     assert metrics["reward/remote.own/parse_errors"] == 1 and metrics["reward/remote.own/calls"] == 2

@@ -43,7 +43,7 @@ def test_waiting_longer_than_the_cpu_limit_is_no_failure(module):
         assert summed(waited) == Reward(1.0, True, False)
 
 
-def test_the_clock_starts_when_the_process_is_ready(tmp_path, monkeypatch):
+async def test_the_clock_starts_when_the_process_is_ready(tmp_path, monkeypatch):
     (tmp_path / "slow_to_import.py").write_text(
         f"""
 import time
@@ -67,4 +67,4 @@ def one(completion_text, answer, *, correct_score):
 
     # Made before its processes are ready: they wait for what only the test can do.
     with pool_of("slow_to_import:one", wall_timeout_seconds=0.9) as pool:
-        assert asyncio.run(score_while_it_imports(pool)).reward.score == 1.0
+        assert (await score_while_it_imports(pool)).reward.score == 1.0

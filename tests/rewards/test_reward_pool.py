@@ -44,7 +44,7 @@ def reward_fn(messages, answer):
 """
 
 
-def test_functions_of_a_file_see_the_sample_and_are_weighed(tmp_path, monkeypatch):
+async def test_functions_of_a_file_see_the_sample_and_are_weighed(tmp_path, monkeypatch):
     (tmp_path / "opinions.py").write_text(OPINIONS)
     monkeypatch.chdir(tmp_path)
     functions = (
@@ -57,7 +57,7 @@ def test_functions_of_a_file_see_the_sample_and_are_weighed(tmp_path, monkeypatc
         return await asyncio.gather(pool.score(sample), pool.score(replace(sample, finish_reason="length", answer="6")))
 
     with pool_of(*functions) as pool:
-        both, one = asyncio.run(score(pool))
+        both, one = await score(pool)
     assert both.reward == Reward(0.5 * (4 * 3 - 2) + 1.0, True, True, {"steps": 10.0, "reward_fn": 1.0})
     assert one.reward == Reward(0.0, True, False, {"steps": None, "reward_fn": 0.0})
 
@@ -84,7 +84,7 @@ def test_a_paid_wrong_answer_is_not_right(tmp_path, monkeypatch):
         assert [(r.score, r.answer_correct) for r in rewards] == list(zip([1.2, 0.2], verdicts, strict=True))
 
 
-def test_a_message_that_json_cannot_hold_fails_its_sample_alone(tmp_path, monkeypatch):
+async def test_a_message_that_json_cannot_hold_fails_its_sample_alone(tmp_path, monkeypatch):
     (tmp_path / "opinions.py").write_text(OPINIONS)
     monkeypatch.chdir(tmp_path)
     sound = Sample("5", "5", ({"role": "user", "content": "2 + 3?"},))
@@ -94,7 +94,7 @@ def test_a_message_that_json_cannot_hold_fails_its_sample_alone(tmp_path, monkey
         return [await pool.score(sample) for sample in (sound, image, sound)]
 
     with pool_of("opinions.py:reward_fn") as pool:
-        first, failed, again = asyncio.run(score(pool))
+        first, failed, again = await score(pool)
     assert failed.failure == "error" and "cannot be sent to the reward process" in failed.detail
     assert first == again and first.reward.score == 1.0 and first.failure is None
 
@@ -169,7 +169,7 @@ def test_workers_run_at_once_one_completion_each_and_stay(module, tmp_path):
         assert 1 <= len(pids) <= 2
 
 
-def test_the_event_loop_stays_free(module, tmp_path):
+async def test_the_event_loop_stays_free(module, tmp_path):
     async def meet(pool):
         scoring = asyncio.ensure_future(pool.score(Sample(f"meet {tmp_path / 'one'} {tmp_path / 'other'}", "answer")))
         while not (tmp_path / "one").exists():
@@ -178,7 +178,7 @@ def test_the_event_loop_stays_free(module, tmp_path):
         return await scoring
 
     with pool_of(f"{module}:act") as pool:
-        assert asyncio.run(meet(pool)).failure is None
+        assert (await meet(pool)).failure is None
 
 
 def test_unknown_and_unimportable_functions_are_errors_of_the_recipe():
@@ -190,7 +190,7 @@ def test_unknown_and_unimportable_functions_are_errors_of_the_recipe():
                 score_all(pool, "any")
 
 
-def test_ten_thousand_scorings_leave_nothing_behind():
+async def test_ten_thousand_scorings_leave_nothing_behind():
     functions = ["gsm8k", "multiple_choice", {"name": "length", "kwargs": {"target": 9}}]
     texts = [f"So #### 7 or \\boxed{{{number}}}" for number in range(2000)]
     sizes = []
@@ -203,7 +203,7 @@ def test_ten_thousand_scorings_leave_nothing_behind():
             return await asyncio.gather(*map(score, texts))
 
         for _ in range(5):
-            assert not any(asyncio.run(all_of()))
+            assert not any(await all_of())
             processes = [Path(f"/proc/{pid}") for pid in descendants(os.getpid())]
             pages = sum(int((process / "statm").read_text().split()[1]) for process in processes)
             sizes.append((pages, sum(len(list((process / "fd").iterdir())) for process in processes)))
