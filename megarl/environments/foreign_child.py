@@ -1,22 +1,20 @@
 """Episodes of a library, run in the library's own interpreter.
 
-The file is started by its path. It imports nothing from megarl except `rewards/harmless.py`, also by path.
+The file is started by its path. It imports nothing from megarl except two files, also by path.
 
-    python foreign_child.py LIBRARY PARENT_PID [MEMORY_BYTES]
+    python foreign_child.py LIBRARY DESCRIPTOR
 
-A request is a line of JSON on standard input, its answer a line on standard output, in turn:
+The descriptor is a socket with messages of `processes/frames.py`. The first one has `memory_bytes`, the limit of the
+address space or null. Requests and their answers:
 
-    {"id": 1, "session": "a", "do": "reset", "settings": {...}, "index": 7, "is_heldout": null}
+    {"id": 1, "session": "a", "closed": [], "do": "reset", "settings": {...}, "index": 7, "is_heldout": null}
     {"id": 1, "value": {"text": "...", "system": null}}
-    {"id": 2, "session": "a", "do": "step", "text": "..."}
+    {"id": 2, "session": "a", "closed": [], "do": "step", "text": "..."}
     {"id": 2, "value": {"text": "...", "reward": 0.5, "done": true, "correct": false}}
-    {"session": "a", "do": "close"}
 
-An exception of the library is the `error` of an answer; `close` has no answer. The library's prints go to standard
-error. The first line written is {"ready": true}, or {"refused": "..."} if the library cannot be imported.
+An exception of the library is the `error` of an answer. Sessions in `closed` are closed before the request.
 """
 
-import ctypes
 import functools
 import hashlib
 import importlib.util
@@ -26,12 +24,10 @@ import pathlib
 import random
 import re
 import resource
-import signal
+import socket
 import sys
 import warnings
 
-# PR_SET_PDEATHSIG of linux/prctl.h: die with the parent.
-DEATH_SIGNAL = 1
 HELD_OUT_PARTS = 64
 """Parts, of 256 equal ones, of all questions that are reserved for validation."""
 MAX_DRAWS = 2000
@@ -58,7 +54,7 @@ class ReasoningGym:
     def step(self, text):
         answer = answer_in(text, self.settings["answer"])
         if answer is not None:
-            answer = harmless().harmless_answer(self.settings["task"], answer, self.entry)
+            answer = megarl_module("rewards", "harmless").harmless_answer(self.settings["task"], answer, self.entry)
         score = float(self.dataset.score_answer(answer, self.entry))
         # Scores are sums of floats, so a perfect one may be slightly below 1.
         return {"text": "", "reward": score, "done": True, "correct": score >= 0.99}
@@ -67,11 +63,11 @@ class ReasoningGym:
         pass
 
 
-@functools.lru_cache(maxsize=1)
-def harmless():
-    """Import megarl's rules about safe answers from the path of their file."""
-    path = pathlib.Path(__file__).parents[1] / "rewards" / "harmless.py"
-    spec = importlib.util.spec_from_file_location("harmless", path)
+@functools.cache
+def megarl_module(room, name):
+    """Import a file of megarl by its path."""
+    path = pathlib.Path(__file__).parents[1] / room / (name + ".py")
+    spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -131,9 +127,9 @@ class Gem:
     def step(self, text):
         observation, reward, terminated, truncated, info = self.environment.step(text)
         is_done = bool(terminated or truncated)
-        told = [info[name] for name in ("correct", "is_correct", "success") if isinstance(info.get(name), bool)]
+        verdicts = [info[name] for name in ("correct", "is_correct", "success") if isinstance(info.get(name), bool)]
         # GEM rewards a won game with 1. A lost one may get partial reward.
-        correct = told[0] if told else float(reward) >= 1.0 if is_done else None
+        correct = verdicts[0] if verdicts else float(reward) >= 1.0 if is_done else None
         return {"text": shown(observation, info), "reward": float(reward), "done": is_done, "correct": correct}
 
     def close(self):
@@ -188,64 +184,65 @@ def set_random_states(states):
         sys.modules["numpy"].random.set_state(states[1])
 
 
-def answer(request, sessions, library):
-    """Carry out a request, and return the answer's value."""
-    name, action = request["session"], request["do"]
-    if action == "reset":
+class Episodes:
+    """Sessions of a library by name."""
+
+    def __init__(self, library):
+        self.library = library
+        self.sessions = {}
+
+    def answer(self, request):
+        """Carry out a request, and return its answer."""
+        try:
+            for name in request["closed"]:
+                session = self.sessions.pop(name, None)
+                if session is not None:
+                    session.call("close")
+            value = self.value(request)
+            json.dumps(value, allow_nan=False)
+        except Exception as error:
+            return {"error": f"{type(error).__name__}: {error}"[:2000]}
+        return {"value": value}
+
+    def value(self, request):
+        if request["do"] == "step":
+            return self.sessions[request["session"]].call("step", request["text"])
         # Libraries may draw from global generators while they make an episode, so seed them by the problem.
         random.seed(request["index"])
         if "numpy" in sys.modules:
             sys.modules["numpy"].random.seed(request["index"] % MAX_SEED)
-        sessions[name] = Session(library(request["settings"]))
-        return sessions[name].call("reset", request["index"], request["is_heldout"])
-    if action == "step":
-        return sessions[name].call("step", request["text"])
-    session = sessions.pop(name, None)
-    if session is not None:
-        session.call("close")
-    return None
+        session = self.sessions[request["session"]] = Session(self.library(request["settings"]))
+        return session.call("reset", request["index"], request["is_heldout"])
 
 
-def serve(requests, answers, library):
-    sessions = {}
-    for line in requests:
-        request = json.loads(line)
-        told = {"id": request.get("id")}
-        try:
-            told["value"] = answer(request, sessions, library)
-            text = json.dumps(told, allow_nan=False)
-        except Exception as error:
-            told.pop("value", None)
-            told["error"] = f"{type(error).__name__}: {error}"[:2000]
-            text = json.dumps(told)
-        if "id" in request:
-            print(text, file=answers, flush=True)
+def limit_address_space(limit):
+    """Limit the address space. Raise MemoryError if it is larger already: then little would be refused later."""
+    resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
+    used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    if used > limit:
+        raise MemoryError(f"the interpreter with the library takes {used >> 20} MiB of address space")
 
 
 def main():
-    library, parent = sys.argv[1], int(sys.argv[2])
-    ctypes.CDLL(None).prctl(DEATH_SIGNAL, signal.SIGKILL)
-    # The parent may have died before prctl took effect.
-    if os.getppid() != parent:
-        return
-    if len(sys.argv) > 3:
-        resource.setrlimit(resource.RLIMIT_AS, (int(sys.argv[3]), resource.RLIM_INFINITY))
+    frames = megarl_module("processes", "frames")
+    connection = socket.socket(fileno=int(sys.argv[2]))
+    # Programs started by the library must not get it.
+    connection.set_inheritable(False)
     # Modules next to this file have names of libraries. The user's own modules are in the current folder.
     here = os.path.dirname(os.path.realpath(__file__))
     sys.path[:] = [entry for entry in sys.path if os.path.realpath(entry) != here] + [os.getcwd()]
-    # The library may print. Keep the real descriptors for the protocol, and send its prints to standard error.
-    requests = os.fdopen(os.dup(0), encoding="utf-8")
-    answers = os.fdopen(os.dup(1), "w", encoding="utf-8")
-    nothing = os.open(os.devnull, os.O_RDONLY)
-    os.dup2(nothing, 0)
-    os.dup2(2, 1)
-    try:
-        found = LIBRARIES[library]()
-    except Exception as error:
-        print(json.dumps({"refused": f"{type(error).__name__}: {error}"[:2000]}), file=answers, flush=True)
-        return
-    print(json.dumps({"ready": True}), file=answers, flush=True)
-    serve(requests, answers, found)
+
+    def start(settings):
+        try:
+            library = LIBRARIES[sys.argv[1]]()
+            if settings["memory_bytes"] is not None:
+                limit_address_space(settings["memory_bytes"])
+        except Exception as error:
+            text = f"{sys.argv[1]} cannot be imported: {type(error).__name__}: {error}"
+            raise frames.RefusedError(text) from error
+        return {}, Episodes(library).answer
+
+    frames.answer_requests(connection, start)
 
 
 if __name__ == "__main__":

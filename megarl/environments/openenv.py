@@ -5,17 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 import math
-import os
 import shutil
-import signal
 import socket
-import sys
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from typing import TYPE_CHECKING, Any
 
 from megarl.environments import EnvironmentUnavailableError, Message, Start, Step, Turn
-from megarl.environments.shared import Tail, close_shared, shared
+from megarl.environments.shared import close_shared, shared
+from megarl.processes.supervised_process import SupervisedProcess
 from megarl.types import ConfigError, Problem, ToolCall
 
 if TYPE_CHECKING:
@@ -25,12 +23,6 @@ _MAX_MESSAGE_BYTES = 16 << 20
 # Seconds until a started server is healthy, and between tries for a free session.
 _START_SECONDS = 120.0
 _CAPACITY_SECONDS = 0.1
-_LAUNCHER = """
-import ctypes, os, sys
-ctypes.CDLL(None).prctl(1, 9)  # killed with its parent
-os.getppid() == int(sys.argv[1]) or os._exit(1)
-os.execvp(sys.argv[2], sys.argv[2:])
-"""
 _WORDS = {"done", "reward", "metadata"}
 """Fields of an observation not shown to the policy."""
 
@@ -92,8 +84,8 @@ class OpenEnv:
         async with asyncio.timeout(_START_SECONDS):
             await self._server.start()
         self._field = self._action or (None if self._has_tools else await self._server.text_field())
-        told = await self._connect({"type": "reset", "data": {**self._reset, "seed": problem.index}})
-        question = {"role": "user", "content": self._shown(told)}
+        answer = await self._connect({"type": "reset", "data": {**self._reset, "seed": problem.index}})
+        question = {"role": "user", "content": self._shown(answer)}
         messages = (*problem.messages[:-1], question)
         if not self._has_tools:
             return Start(messages)
@@ -105,10 +97,10 @@ class OpenEnv:
     async def step(self, turn: Turn) -> Step:
         if self._has_tools:
             return await self._called(turn.calls)
-        told = await self._stepped({**self._action_fields, str(self._field): turn.text})
-        is_done = bool(told.get("done"))
-        messages = () if is_done else ({"role": "user", "content": self._shown(told)},)
-        return Step(messages, _reward(told), is_done)
+        answer = await self._stepped({**self._action_fields, str(self._field): turn.text})
+        is_done = bool(answer.get("done"))
+        messages = () if is_done else ({"role": "user", "content": self._shown(answer)},)
+        return Step(messages, _reward(answer), is_done)
 
     async def close(self) -> None:
         if self._connection is not None:
@@ -143,11 +135,11 @@ class OpenEnv:
             reply = f"error: {call.error}"
             if call.error is None and not is_done:
                 action = {"type": "call_tool", "tool_name": call.name, "arguments": dict(call.arguments or {})}
-                told = await self._stepped(action)
-                is_done = bool(told.get("done"))
-                if (reward := _reward(told)) is not None:
+                answer = await self._stepped(action)
+                is_done = bool(answer.get("done"))
+                if (reward := _reward(answer)) is not None:
                     rewards.append(reward)
-                observation = told["observation"]
+                observation = answer["observation"]
                 error = observation.get("error")
                 reply = f"error: {_words(error)}" if error else _words(observation.get("result"))
             messages.append({"role": "tool", "name": call.name, "tool_call_id": call.id, "content": reply})
@@ -173,23 +165,23 @@ class OpenEnv:
         assert self._connection is not None
         try:
             await self._connection.send_str(json.dumps(message))
-            told = json.loads(await self._connection.receive_str())
+            answer = json.loads(await self._connection.receive_str())
         except (TypeError, ConnectionError) as error:  # TypeError: not a text message, such as the end.
             raise UnreachableError(f"the server closed the connection: {error}") from None
         except ValueError as error:
             raise ServerError(f"the server's answer is not JSON: {error}") from None
-        data = told.get("data") if isinstance(told, dict) else None
-        if isinstance(data, dict) and told.get("type") == "error":
+        data = answer.get("data") if isinstance(answer, dict) else None
+        if isinstance(data, dict) and answer.get("type") == "error":
             if data.get("code") == "CAPACITY_REACHED":
                 raise _FullError
             raise ServerError(f"{data.get('code')}: {data.get('message')} {data.get('errors', '')}"[:1000])
         if not isinstance(data, dict) or not isinstance(data.get("observation"), dict):
-            raise ServerError(f"the answer is not an observation: {told!r:.200}")
+            raise ServerError(f"the answer is not an observation: {answer!r:.200}")
         return data
 
-    def _shown(self, told: Mapping[str, Any]) -> str:
+    def _shown(self, answer: Mapping[str, Any]) -> str:
         """Return the observation as shown to the policy."""
-        observation = told["observation"]
+        observation = answer["observation"]
         if self._observation is not None:
             if self._observation not in observation:
                 raise ServerError(f"the observation has no field {self._observation!r}, only {', '.join(observation)}")
@@ -216,8 +208,8 @@ def _words(value: Any) -> str:
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
-def _reward(told: Mapping[str, Any]) -> float | None:
-    reward = told.get("reward")
+def _reward(answer: Mapping[str, Any]) -> float | None:
+    reward = answer.get("reward")
     if reward is None:
         return None
     if not isinstance(reward, int | float) or not math.isfinite(reward):
@@ -238,7 +230,7 @@ class _Server:
         self.places = asyncio.Semaphore(max_sessions)
         self._url, self._command = url.rstrip("/"), command
         self._lock = asyncio.Lock()
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: SupervisedProcess | None = None
         self._client: aiohttp.ClientSession | None = None
         self._text_field: str | None = None
 
@@ -252,21 +244,19 @@ class _Server:
                 # No limit on connections: `max_sessions` is the limit.
                 connector = aiohttp.TCPConnector(limit=0)
                 self._client = aiohttp.ClientSession(connector=connector)
-            if not self._command or (self._process is not None and self._process.returncode is None):
+            if not self._command or (self._process is not None and not self._process.has_ended):
                 return
+            await self._end_process()
             # Another process may take the port first. Then the server ends, and its output is in the error.
             port = _free_port()
             self._url = f"http://127.0.0.1:{port}"
             command = [part.replace("{port}", str(port)) for part in self._command]
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable, "-c", _LAUNCHER, str(os.getpid()), *command,
-                stdin=asyncio.subprocess.DEVNULL, stdout=asyncio.subprocess.DEVNULL, stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )  # fmt: skip
-            self._said = Tail(self._process.stderr)
+            self._process = SupervisedProcess(command)
             while not await self._is_healthy():
-                if self._process.returncode is not None:
-                    raise ServerError(f"{self._command[0]} ended with {self._process.returncode}: {self._said}")
+                if self._process.has_ended:
+                    ended = await self._process.stop()
+                    reason = ended.refused or f"ended with {ended.exit_code}: {ended.last_words()}"
+                    raise ServerError(f"{self._command[0]} {reason}")
                 await asyncio.sleep(0.1)
 
     async def connect(self) -> aiohttp.ClientWebSocketResponse:
@@ -307,11 +297,11 @@ class _Server:
     async def close(self) -> None:
         if self._client is not None:
             await self._client.close()
+        await self._end_process()
+
+    async def _end_process(self) -> None:
         if self._process is not None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            await self._process.wait()
-            self._said.close()
+            await self._process.stop()
 
     async def _is_healthy(self) -> bool:
         assert self._client is not None

@@ -7,29 +7,6 @@ from collections.abc import Callable, Hashable
 from typing import Any, Protocol, TypeVar, cast
 from weakref import WeakKeyDictionary
 
-# Bytes of output retained, and characters of them shown in a message.
-_KEPT_BYTES = 1 << 14
-_SHOWN = 400
-
-
-class Tail:
-    """End of a process's output. It is read continuously, so the process never blocks on a full pipe."""
-
-    def __init__(self, stream: asyncio.StreamReader | None) -> None:
-        assert stream is not None
-        self._kept = b""
-        self._reading = asyncio.create_task(self._read(stream))
-
-    def __str__(self) -> str:
-        return " ".join(self._kept.decode(errors="replace").split())[-_SHOWN:]
-
-    def close(self) -> None:
-        self._reading.cancel()
-
-    async def _read(self, stream: asyncio.StreamReader) -> None:
-        while read := await stream.read(_KEPT_BYTES):
-            self._kept = (self._kept + read)[-_KEPT_BYTES:]
-
 
 class Closable(Protocol):
     async def close(self) -> None: ...

@@ -39,7 +39,8 @@ def _limited(start: Start) -> Start:
 
     def limited(message: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         found = start(message)
-        limit_memory(message["memory_bytes"])
+        if message["memory_bytes"] is not None:
+            limit_memory(message["memory_bytes"])
         return found
 
     return limited

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import os
 import sys
 import threading
 import time
@@ -16,7 +15,7 @@ from typing import Any, Protocol
 
 from megarl.processes.frames import FrameError, UnsendableError, receive, receive_answer, send, within
 from megarl.processes.process_tree import cpu_seconds_below
-from megarl.processes.supervised_process import SupervisedProcess
+from megarl.processes.supervised_process import Ended, SupervisedProcess
 from megarl.types import ConfigError, PeerLostError
 
 _SHORT_SECONDS = 0.05
@@ -36,8 +35,8 @@ run(*sys.argv[2:])
 class ServerSettings:
     """What a process runs, and its limits."""
 
-    server: str
-    """Function `package.module:name` that starts it, a `frames.Start`."""
+    server: str | tuple[str, ...]
+    """Function `package.module:name` that starts it, a `frames.Start`; or a program that calls `answer_requests`."""
     name: str
     """What it runs, for error messages."""
     field: str
@@ -45,11 +44,11 @@ class ServerSettings:
     start: Mapping[str, Any]
     """First message to the process."""
     search_path: tuple[str, ...]
-    """`sys.path` of the process."""
+    """`sys.path` of the process, except for a program."""
     folder: str
     """Current folder of the process."""
-    memory_bytes: int
-    """Limit of a process's address space, in addition to the imports."""
+    memory_bytes: int | None
+    """Limit of the address space, in addition to the imports; a program's whole address space. None: no limit."""
     start_seconds: float = 300.0
     """Limit of wall-clock seconds until it is ready."""
     max_answer_bytes: int = 16 << 20
@@ -90,14 +89,14 @@ class ServerProcess:
         self._log_file = log_file
         self._num_requests = 0
         self._lock = threading.Lock()
-        self._ended: str | None = None
+        self._ended: Ended | None = None
         self._introduction: dict[str, Any] | None = None
-        command = [sys.executable, "-P", "-c", _CHILD, json.dumps(settings.search_path), settings.server]
+        command = settings.server
+        if isinstance(command, str):
+            # -P: neither the script's folder nor the current one may come before the search path.
+            command = (sys.executable, "-P", "-c", _CHILD, json.dumps(settings.search_path), command)
         try:
-            self._process = SupervisedProcess(
-                # -P: neither the script's folder nor the current one may come before the search path.
-                command, folder=settings.folder, log_file=log_file or os.devnull, has_connection=True
-            )  # fmt: skip
+            self._process = SupervisedProcess(command, folder=settings.folder, log_file=log_file, has_connection=True)
         except OSError as error:
             raise PeerLostError(f"a process for {settings.name} cannot be started: {error}") from None
         with suppress(OSError):  # If it ended already, waiting for its answer fails.
@@ -127,8 +126,10 @@ class ServerProcess:
             self.close()
             raise PeerLostError(f"the process of {settings.name} sent {error} while it started") from None
         except (EOFError, OSError):
-            text = f"the process of {settings.name} {self._end()} while it started{self._output()}"
-            raise PeerLostError(text) from None
+            ended = self._end()
+            output = self._logged() or ended.last_words()
+            printed = f"; it printed:\n{output}" if output else ""
+            raise PeerLostError(f"the process of {settings.name} {ended} while it started{printed}") from None
         if message.get("ready") is not True:
             self.close()
             raise ConfigError(str(message.get("refused")))
@@ -139,7 +140,8 @@ class ServerProcess:
         """Return the process's answer, or why there is none: a dictionary with one of these keys and a text.
 
         `invalid`: the message is not JSON. After the others a new process is needed. `overdue`: a limit is exceeded.
-        `ended`: the process ended. `violation`: it broke the protocol. `lost`: its node is lost.
+        `ended`: the process ended; `output` is its last output. `violation`: it broke the protocol. `lost`: its node is
+        lost.
         """
         self._num_requests += 1
         clock = _Clock(self._process.pid, limits)
@@ -158,29 +160,29 @@ class ServerProcess:
             self.close()
             return {"violation": f"sent {error}"}
         except (EOFError, OSError):
-            return {"ended": self._end()}
+            ended = self._end()
+            return {"ended": str(ended), "output": ended.last_words()}
         return answer
 
     def close(self) -> None:
         """Kill the process and all its descendants."""
         with self._lock:
-            self._ended = self._ended or str(self._process.kill())
+            self._ended = self._ended or self._process.kill()
 
-    def _end(self) -> str:
+    def _end(self) -> Ended:
         """Return how the process ended after it closed its connection."""
         with self._lock:
-            self._ended = self._ended or str(self._process.end())
+            self._ended = self._ended or self._process.end()
             return self._ended
 
-    def _output(self) -> str:
-        """Return the end of its output, for an error message."""
+    def _logged(self) -> str:
+        """Return the end of its log, for an error message."""
         if self._log_file is None:
             return ""
         try:
-            text = Path(self._log_file).read_text(encoding="utf-8", errors="replace").strip()
+            return Path(self._log_file).read_text(encoding="utf-8", errors="replace").strip()[-_MAX_OUTPUT_CHARACTERS:]
         except OSError:
             return ""
-        return f"; it printed:\n{text[-_MAX_OUTPUT_CHARACTERS:]}" if text else ""
 
 
 class _OverdueError(Exception):

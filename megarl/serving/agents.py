@@ -1,14 +1,13 @@
-"""Attempts by a user's program: an agent calling the endpoint, in a process group killed at the end."""
+"""Attempts by a user's program: an agent calling the endpoint, in a process killed at the end with all it started."""
 
 from __future__ import annotations
 
 import asyncio
 import json
 import os
-import signal
 import time
 from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
-from contextlib import asynccontextmanager, suppress
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, TypeVar, cast
 
@@ -18,6 +17,7 @@ from megarl.config import Recipe
 from megarl.config.rollout import AgentConfig
 from megarl.data.chat import tokenizer_of
 from megarl.environments import Agent, Message, environment_maker, is_agent
+from megarl.processes.supervised_process import SupervisedProcess
 from megarl.rewards.calling import Sample
 from megarl.rewards.results import verdict_by_value
 from megarl.rollout.attempt import Budget, Score, Task, unanswered, unscored
@@ -64,12 +64,8 @@ INHERITED = (
 )  # fmt: skip
 """Variables of the driver's environment passed to each program. Others may hold keys of trackers, judges and hubs, and
 a model's program could print them. `rollout.agent.environment` names further variables to pass."""
-_KEPT_BYTES = 1 << 16
-"""Bytes retained from the end of a program's output: the reward is in the last line, errors are too."""
-_SHOWN = 400
-"""Characters of a failed program's error output shown in the attempt's error."""
 _LEAVE_SECONDS = 2.0
-"""Seconds to wait for pipes to close after the kill, and for a cancelled agent to end."""
+"""Seconds to wait for a cancelled agent to end."""
 _TICK_SECONDS = 0.05
 """Shortest wait between two checks of a program's time. The time stands still while the engines are paused, so one long
 wait would end too early."""
@@ -89,7 +85,7 @@ class AgentProgram:
 
     The reward is the last line of its output, a JSON number or {"reward": number}, or is posted to the endpoint.
     Otherwise the recipe's reward functions score the last completion. A non-zero exit code or a timeout ends the
-    attempt with an error. The whole process group is always killed at the end.
+    attempt with an error. It is killed with all its descendants at the end.
     """
 
     config: AgentConfig
@@ -141,7 +137,7 @@ class AgentProgram:
         """Run an `Agent` and return its reward, None if it gives none. Raises _ProgramError."""
         assert self.make_agent is not None
         try:
-            run = self.make_agent().run(_told(task), self.endpoint.url_of(session), session.secret)
+            run = self.make_agent().run(_task_input(task), self.endpoint.url_of(session), session.secret)
             reward = await self._ended(run, pool)
         except TimeoutError:
             raise _ProgramError(f"TimeoutError: it did not end within {self.config.timeout_seconds:g} s") from None
@@ -159,42 +155,24 @@ class AgentProgram:
             "OPENAI_API_KEY": session.secret,
         }
         try:
-            program = await asyncio.create_subprocess_exec(
-                *self.config.command,
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                stderr=asyncio.subprocess.PIPE,
-                env=environment,
-                # A process group of its own, so that the program's children can be killed together with it.
-                start_new_session=True,
+            program = SupervisedProcess(
+                self.config.command, environment=environment, stdin=json.dumps(_task_input(task)).encode() + b"\n"
             )
         except OSError as error:
             raise _ProgramError(f"OSError: {self.config.command[0]}: {error.strerror}") from error
-        assert program.stdin and program.stdout and program.stderr
-        readers = [asyncio.create_task(_tail(stream)) for stream in (program.stdout, program.stderr)]
         try:
-            # The program may exit without reading its input.
-            with suppress(ConnectionError):
-                program.stdin.write(json.dumps(_told(task)).encode() + b"\n")
-                program.stdin.close()
-            code = await self._ended(program.wait(), pool)
+            ended = await self._ended(program.ended(), pool)
         except TimeoutError:
             text = f"TimeoutError: the program did not end within {self.config.timeout_seconds:g} s"
             raise _ProgramError(text) from None
         finally:
-            with suppress(ProcessLookupError):
-                # Kills children too: a program that exited normally may have left some behind.
-                os.killpg(program.pid, signal.SIGKILL)
-            await program.wait()
-            # A process that left the group may keep the pipes open, so the wait has a limit.
-            await asyncio.wait(readers, timeout=_LEAVE_SECONDS)
-            for reader in readers:
-                reader.cancel()
-        said, complaints = (reader.result() if reader.done() and not reader.cancelled() else b"" for reader in readers)
-        if code != 0:
-            shown = " ".join(complaints.decode(errors="replace").split())[-_SHOWN:]
-            raise _ProgramError(f"ExitCode: the program ended with {code}: {shown}")
-        return _reward(said)
+            # Its descendants are killed with it.
+            await program.stop()
+        if ended.refused:
+            raise _ProgramError(f"OSError: {self.config.command[0]}: {ended.refused}")
+        if ended.exit_code != 0:
+            raise _ProgramError(f"ExitCode: the program ended with {ended.exit_code}: {ended.last_words()}")
+        return _reward(ended.stdout)
 
     async def _ended(self, work: Coroutine[Any, Any, Result], pool: Generates) -> Result:
         """Return the result of `work`. Raises TimeoutError after its time limit, not counting paused engines."""
@@ -247,15 +225,7 @@ async def agent_program(
         codec.close()
 
 
-async def _tail(stream: asyncio.StreamReader) -> bytes:
-    """Return the end of a stream. Reading on without limit keeps the program from blocking on a full pipe."""
-    kept = b""
-    while read := await stream.read(_KEPT_BYTES):
-        kept = (kept + read)[-_KEPT_BYTES:]
-    return kept
-
-
-def _told(task: Task) -> dict[str, Any]:
+def _task_input(task: Task) -> dict[str, Any]:
     """Return the JSON object passed to the program."""
     problem = task.problem
     return {
@@ -276,9 +246,9 @@ def _checked(reward: object) -> float:
     return number
 
 
-def _reward(said: bytes) -> float | None:
+def _reward(output: str) -> float | None:
     """Return the reward in the last line of an output, None if absent. Raises _ProgramError unless it is finite."""
-    text = said.decode(errors="replace").strip().rpartition("\n")[2]
+    text = output.strip().rpartition("\n")[2]
     try:
         found = json.loads(text)
     except (ValueError, RecursionError):  # a program may print the model's own text last

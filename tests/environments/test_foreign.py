@@ -37,7 +37,13 @@ class Walk:
         if text == "raise": raise ValueError("no such move")
         if text == "die": os._exit(7)
         if text == "hang": time.sleep(60)
-        if text == "swallow": os.write(4, b"not json\\n")  # where answers go; time.sleep(60)
+        if text == "fill": self.taken = bytearray(1 << 30)
+        if text == "swallow":
+            for name in os.listdir("/proc/self/fd"):
+                place = f"/proc/self/fd/{name}"
+                if os.path.exists(place) and os.readlink(place).startswith("socket"):
+                    os.write(int(name), b"not json\\n")
+            time.sleep(60)
         if text == "nan": return "", float("nan"), False, False, {}
         self.turns += 1
         self.place += random.randint(0, 10**9)
@@ -182,8 +188,17 @@ def test_a_missing_package_is_named_with_its_installation() -> None:
 
 
 def test_the_memory_of_a_child_is_limited(toy: None) -> None:
-    with pytest.raises(ConfigError):
+    with pytest.raises(ConfigError, match=r"takes [0-9]+ MiB of address space"):
         Gem("walk", memory_gib=0.001).check()
+
+    async def play() -> None:
+        walk = Gem("walk", memory_gib=0.5)
+        await walk.reset(problem(1), 0)
+        with pytest.raises(ForeignError, match="MemoryError"):
+            await said(walk, "fill")
+        assert (await said(walk, "1"))[0].reward == 0.25
+
+    played(play)
 
 
 def test_a_task_of_reasoning_gym_is_scored_by_its_own_scorer() -> None:
