@@ -6,8 +6,6 @@ import asyncio
 import itertools
 import json
 import math
-import os
-import signal
 import sys
 from collections.abc import Mapping
 from contextlib import suppress
@@ -15,13 +13,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.environments.foreign import ChildError, ForeignError, require
-from megarl.environments.shared import Tail, close_shared, shared
+from megarl.environments.shared import close_shared, shared
+from megarl.processes.supervised_process import Ended, SupervisedProcess
 from megarl.types import ConfigError
 
 _SCRIPT = Path(__file__).with_name("verifiers_child.py")
-# Seconds to load a taskset, and to wait for the process to end before killing it.
 _START_SECONDS = 300.0
-_END_SECONDS = 2.0
+"""Seconds to load a taskset."""
 
 
 class Verifiers:
@@ -55,11 +53,11 @@ class Verifiers:
         self._command = python or sys.executable, json.dumps({"env": settings, "max_tasks": max_tasks})
         require(self._command[0], "verifiers", "verifiers")
 
-    async def run(self, told: Mapping[str, Any], base_url: str, api_key: str) -> float:
+    async def run(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> float:
         """Play the problem's task at the endpoint. Returns its reward; raises ForeignError, ChildError."""
         player = _player(self._command)
         num_tasks = await player.start()
-        task = task_of(told["index"], told["record"].get("split"), num_tasks, self._heldout)
+        task = task_of(problem["index"], problem["record"].get("split"), num_tasks, self._heldout)
         return await player.play({"task": task, "base_url": base_url, "api_key": api_key})
 
     def check(self) -> None:
@@ -99,7 +97,7 @@ class _Player:
         self._lock = asyncio.Lock()
         self._numbers = itertools.count()
         self._waiting: dict[int, asyncio.Future[float]] = {}
-        self._process: asyncio.subprocess.Process | None = None
+        self._process: SupervisedProcess | None = None
         self._num_tasks = 0
 
     async def start(self) -> int:
@@ -107,25 +105,21 @@ class _Player:
         async with self._lock:
             if self._process is not None:
                 return self._num_tasks
-            process = await asyncio.create_subprocess_exec(
-                self._python, str(_SCRIPT), str(os.getpid()),
-                stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, stderr=asyncio.subprocess.PIPE,
-                start_new_session=True,
-            )  # fmt: skip
-            assert process.stdin and process.stdout
-            said = Tail(process.stderr)
+            process = SupervisedProcess([self._python, str(_SCRIPT)], has_connection=True)
+            reader, self._writer = await asyncio.open_connection(sock=process.connection)
             try:
-                process.stdin.write(self._settings.encode() + b"\n")
+                self._writer.write(self._settings.encode() + b"\n")
                 async with asyncio.timeout(_START_SECONDS):
-                    told = json.loads(await process.stdout.readline() or b"{}")
-                if told.get("ready") is not True:
-                    raise ChildError(told.get("refused") or f"the child ended: {said}")
+                    first = json.loads(await reader.readline() or b"{}")
+                if first.get("ready") is not True:
+                    ended = await self._stop(process)
+                    raise ChildError(first.get("refused") or f"the child ended: {ended.last_words()}")
             except BaseException:
-                await _end(process, said)
+                await self._stop(process)
                 raise
-            self._process, self._said = process, said
-            self._num_tasks = int(told["num_tasks"])
-            self._reading = asyncio.create_task(self._read(process, said))
+            self._process = process
+            self._num_tasks = int(first["num_tasks"])
+            self._reading = asyncio.create_task(self._read(process, reader))
             return self._num_tasks
 
     async def play(self, request: Mapping[str, Any]) -> float:
@@ -144,48 +138,40 @@ class _Player:
     async def close(self) -> None:
         if self._process is not None:
             self._reading.cancel()
-            await _end(self._process, self._said)
+            await self._stop(self._process)
+
+    async def _stop(self, process: SupervisedProcess) -> Ended:
+        # First take the socket from the event loop: the process closes it.
+        self._writer.transport.abort()
+        return await process.stop()
 
     def _write(self, message: Mapping[str, Any]) -> None:
         if self._process is None:
             raise ChildError("the child ended")
-        assert self._process.stdin
         with suppress(ConnectionError, RuntimeError):
-            self._process.stdin.write(json.dumps(message).encode() + b"\n")
+            self._writer.write(json.dumps(message).encode() + b"\n")
 
-    async def _read(self, process: asyncio.subprocess.Process, said: Tail) -> None:
+    async def _read(self, process: SupervisedProcess, reader: asyncio.StreamReader) -> None:
         """Deliver answers to their waiting tasks until the process ends. Then it may be started again."""
-        assert process.stdout
+        reason = "the child ended"
         try:
-            while line := await process.stdout.readline():
-                told = json.loads(line)
-                result = self._waiting.get(told.get("id"))
+            while line := await reader.readline():
+                answer = json.loads(line)
+                result = self._waiting.get(answer.get("id"))
                 if result is None or result.done():
                     continue
-                if isinstance(reward := told.get("reward"), float) and math.isfinite(reward):
+                if isinstance(reward := answer.get("reward"), float) and math.isfinite(reward):
                     result.set_result(reward)
                 else:
-                    result.set_exception(ForeignError(str(told.get("error", told))))
+                    result.set_exception(ForeignError(str(answer.get("error", answer))))
+        except ConnectionError:
+            pass
         except ValueError as error:
-            said_last = f"its answer is not valid: {error}"
-        else:
-            said_last = f"the child ended: {said}"
-        # Cleared before the waiting requests fail, so that a new request starts another process.
-        self._process = None
+            reason = f"its answer is not valid: {error}"
+        async with self._lock:
+            # Under the lock, so that no request starts another process before this one has ended.
+            ended = await self._stop(process)
+            self._process = None
         for result in self._waiting.values():
             if not result.done():
-                result.set_exception(ChildError(said_last))
-        await _end(process, said)
-
-
-async def _end(process: asyncio.subprocess.Process, said: Tail) -> None:
-    """Close the process's input and wait: it kills its forks. After a timeout kill all of them."""
-    assert process.stdin
-    process.stdin.close()
-    with suppress(TimeoutError):
-        async with asyncio.timeout(_END_SECONDS):
-            await process.wait()
-    with suppress(ProcessLookupError):
-        os.killpg(process.pid, signal.SIGKILL)
-    await process.wait()
-    said.close()
+                result.set_exception(ChildError(f"{reason}: {ended.last_words()}"))
