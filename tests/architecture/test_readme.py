@@ -218,6 +218,12 @@ def test_named_files_exist(page: str) -> None:
     assert [path for path in sorted(files) if not (ROOT / path).exists()] == []
 
 
+def test_named_checks_exist() -> None:
+    named = set(re.findall(r"tools/check\.py (\w+)", "\n".join(map(text_of, PAGES))))
+    assert len(named) > 10
+    assert [name for name in sorted(named) if not (ROOT / f"tools/checks/{name}.py").exists()] == []
+
+
 def test_named_metrics_are_logged() -> None:
     groups = {row.name.partition("/")[0] for row in rows()}
     written = "\n".join(map(text_of, PAGES))
