@@ -19,18 +19,17 @@ import struct
 import tempfile
 import time
 from abc import abstractmethod
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Coroutine, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from megarl.cluster import relay
-from megarl.cluster.handshake import introduce, receive_json, send_json
-from megarl.cluster.meeting import STRANGERS, meet
+from megarl.cluster.connection import Connection
+from megarl.cluster.handshake import STRANGERS, introduce, meet, pack_json, receive_json
 from megarl.cluster.messages import Inbox
 from megarl.cluster.rank import serve
-from megarl.cluster.rank_handle import Answers, RankHandle, log_tail
-from megarl.cluster.relayed import Relayed
+from megarl.cluster.rank_handle import RankHandle, log_tail
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.files.private_folder import PrivateFolder
@@ -52,32 +51,15 @@ Address = tuple[str, int]
 class _RemoteHandle(RankHandle):
     """Handle of a process on any node. It can be ended only together with all others."""
 
-    def __init__(
-        self, rank: int, process: Introduction, connected: socket.socket, log: Path, group: ConnectedGroup
-    ) -> None:
+    def __init__(self, rank: int, process: Introduction, log: Path, group: ConnectedGroup) -> None:
         super().__init__(rank, log)
         self.node, self.turn, self._group = process.node, process.turn, group
-        self.socket = connected
-        self.socket.setblocking(False)
-        self.relayed: Relayed | None = None
-        """Relay of the process's node, if any. Commands to the process and its answers go through the relay."""
         self.ended_at: float | None = None
         """Time (seconds since 1970) of the launcher's report of this process as the first to end. None: no report."""
 
-    def tell(self, message: dict[str, Any]) -> None:
-        """Send a JSON message, before the rank serves. Raise PeerLostError if the process is lost."""
-        self.socket.setblocking(True)
-        try:
-            send_json(self.socket, message)
-        except OSError as error:
-            raise PeerLostError(f"a process on node {self.node} was lost before it had its rank: {error}") from None
-        self.socket.setblocking(False)
-
-    def dismiss(self) -> None:
-        if self.relayed is None:
-            super().dismiss()
-        else:
-            self.relayed.dismiss()
+    def send_json(self, message: dict[str, Any]) -> None:
+        """Send a JSON message to the process itself, before it serves."""
+        self.direct.send(pack_json(message))
 
     def kill(self) -> None:
         self._group.end_processes()
@@ -87,14 +69,9 @@ class _RemoteHandle(RankHandle):
         # which process was first.
         return noticed if self.ended_at is None else min(noticed, self.ended_at)
 
-    def release(self) -> None:
-        super().release()
-        if self.relayed is not None:
-            self.relayed.release()
-
     @property
     def is_cut_off(self) -> bool:
-        return self.relayed is not None and self in self.relayed.cut_off and self.ended_at is None
+        return self.connection.is_relay and self in self.connection.cut_off and self.ended_at is None
 
     def exit_reason(self, is_dead: bool) -> str:
         if self.is_cut_off:
@@ -149,7 +126,7 @@ class ConnectedGroup(WorkerGroup):
         # second byte before the first is skipped (in a stopped rank) could become part of a message.
         for handle in self._handles:
             with contextlib.suppress(OSError):
-                handle.socket.send(b"!", socket.MSG_OOB)
+                handle.direct.socket.send(b"!", socket.MSG_OOB)
 
     def host(self) -> str:
         """Return the host name or address at which other nodes reach this one."""
@@ -174,22 +151,23 @@ class ConnectedGroup(WorkerGroup):
                     f"{log_folder} and at the nodes, or raise cluster.start_timeout_seconds"
                 ) from None
             finally:
-                self._make_handles(met, log_folder)
+                await self._make_handles(met, log_folder)
             relays = self._nodes_with_relay() if self.world_size > self.most_direct else {}
-            # In a thread, because these sends block.
-            await asyncio.get_running_loop().run_in_executor(None, self._tell_ranks, in_order(met), relays)
+            self._introduce_ranks(in_order(met), relays)
             if relays:
                 await self._meet_relays(relays, server, log_folder)
 
     def _rendezvous(self, port: int) -> Rendezvous:
         return Rendezvous(self.part.key, host=self._addresses[0], port=port)
 
-    def _make_handles(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
+    async def _make_handles(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
         """Create the handles of the connected processes, in the order of their ranks."""
         self._remote_handles = [
-            _RemoteHandle(rank, process, met[process], log_folder / f"rank_{rank:04d}.log", self)
+            _RemoteHandle(rank, process, log_folder / f"rank_{rank:04d}.log", self)
             for rank, process in enumerate(in_order(met), self.part.first_rank)
         ]
+        for handle, process in zip(self._remote_handles, in_order(met), strict=True):
+            handle.connection = handle.direct = await Connection.open(met[process], [handle])
         self._handles = list(self._remote_handles)
         if self._ended is not None and self._ended.done():
             self._note_end()
@@ -201,11 +179,13 @@ class ConnectedGroup(WorkerGroup):
             on_node.setdefault(handle.node, []).append(handle)
         return {handles[0].rank: handles for handles in on_node.values() if len(handles) > 1}
 
-    def _tell_ranks(self, processes: Sequence[Introduction], relays: Mapping[int, Sequence[_RemoteHandle]]) -> None:
+    def _introduce_ranks(
+        self, processes: Sequence[Introduction], relays: Mapping[int, Sequence[_RemoteHandle]]
+    ) -> None:
         """Send each process its rank, environment, log, address and relay."""
         self.hosts, self.topology = [process.host for process in processes], rank_topology(processes)
         self._addresses = reached_at(
-            [(s.socket.getpeername()[0], s.socket.getsockname()[0]) for s in self._remote_handles]
+            [(s.direct.socket.getpeername()[0], s.direct.socket.getsockname()[0]) for s in self._remote_handles]
         )
         is_relayed = {handle for handles in relays.values() for handle in handles}
         environs = environments(processes, self.local_ranks(processes))
@@ -218,7 +198,7 @@ class ConnectedGroup(WorkerGroup):
                 "is_relayed": handle in is_relayed,
                 "relays": [other.rank for other in relays.get(handle.rank, ())],
             }
-            handle.tell(own)
+            handle.send_json(own)
 
     async def _meet_relays(
         self, relays: Mapping[int, Sequence[_RemoteHandle]], server: socket.socket, log_folder: Path
@@ -227,13 +207,13 @@ class ConnectedGroup(WorkerGroup):
         connect.
         """
         met: dict[int, socket.socket] = {}
-        told: dict[int, dict[str, Any]] = {}
+        addresses: dict[int, dict[str, Any]] = {}
 
         def first_rank(message: dict[str, Any]) -> int:
             first = int(message.get("first_rank", -1))
-            if first not in relays or first in told:
+            if first not in relays or first in addresses:
                 raise ValueError(f"rank {first} is not the first rank of a node, or its relay has connected already")
-            told[first] = {"host": message["host"], "port": message["port"]}
+            addresses[first] = {"host": message["host"], "port": message["port"]}
             return first
 
         try:
@@ -247,33 +227,20 @@ class ConnectedGroup(WorkerGroup):
             ) from None
         finally:
             for first, connected in met.items():
-                relayed = Relayed({handle.rank: handle for handle in relays[first]}, connected)
+                connection = await Connection.open(connected, relays[first], is_relay=True)
                 for handle in relays[first]:
-                    handle.relayed = relayed
+                    handle.connection = connection
         for first, handles in relays.items():
             for handle in handles:
-                handle.tell(told[first])
-
-    def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[Any]]]:
-        loop = asyncio.get_running_loop()
-        of_relay: defaultdict[Relayed | None, dict[RankHandle, bytes]] = defaultdict(dict)
-        for handle, message in messages.items():
-            assert isinstance(handle, _RemoteHandle)
-            of_relay[handle.relayed][handle] = message
-        direct, awaited = super()._ask(of_relay.pop(None, {}))
-        answers: Answers = {handle: direct.get(handle) or loop.create_future() for handle in messages}
-        awaited += [relayed.ask(of_node, answers) for relayed, of_node in of_relay.items() if relayed is not None]
-        return answers, awaited
+                handle.send_json(addresses[first])
 
     def _note_end(self) -> None:
         """Record the end of all processes and end their connections."""
         for handle in self._remote_handles:
             handle.died.set_result(time.time())
             # A node that lost power does not end its connection, so the driver does.
-            with contextlib.suppress(OSError):
-                handle.socket.shutdown(socket.SHUT_RDWR)
-            if handle.relayed is not None:
-                handle.relayed.cut()
+            handle.direct.cut()
+            handle.connection.cut()
 
     async def _watch(self) -> str:
         """Wait for the end of all processes, record it, and return how they ended."""
@@ -308,38 +275,38 @@ def connect(address: Address, key: bytes, process: Introduction) -> None:
     sock = socket.create_connection(address)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     introduce(sock, key, process._asdict())
-    told = receive_json(sock)
-    os.environ.update(told["environment"])
+    assigned = receive_json(sock)
+    os.environ.update(assigned["environment"])
     # Slurm and Ray may give GPUs also to ranks for the CPU.
     chosen_device.hide_gpus()
     # Gloo would choose an interface by the host name. The interface to the driver is one that other nodes reach.
-    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_of(told["address"])):
+    if "GLOO_SOCKET_IFNAME" not in os.environ and (name := interface_of(assigned["address"])):
         os.environ["GLOO_SOCKET_IFNAME"] = name
     # Redirect the descriptors themselves, so that output of C libraries goes to the log too.
-    output = os.open(told["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
+    output = os.open(assigned["log"], os.O_WRONLY | os.O_CREAT | os.O_APPEND, 0o644)
     for stream in (1, 2):
         os.dup2(output, stream)
     # The kernel sends SIGURG only to the owner of a socket. See `_show_busy_stacks`.
     fcntl.fcntl(sock, fcntl.F_SETOWN, os.getpid())
     faulthandler.register(signal.SIGURG, all_threads=True)
     served = sock
-    if told["relays"]:
-        relay.start(address, key, told["address"], told["relays"])
-    if told["is_relayed"]:
-        served = _join_relay(receive_json(sock), key, told["rank"])
+    if assigned["relays"]:
+        relay.start(address, key, assigned["address"], assigned["relays"])
+    if assigned["is_relayed"]:
+        served = _join_relay(receive_json(sock), key, assigned["rank"])
         Inbox(sock)  # notices still come on the direct connection
     # Each rank has its own folder for temporary files, removed with the rank.
     folder = PrivateFolder()
     os.environ["TMPDIR"] = tempfile.tempdir = str(folder.path)
     try:
-        serve(served, rendezvous.listen(told["address"]) if os.environ["RANK"] == "0" else 0)
+        serve(served, rendezvous.listen(assigned["address"]) if os.environ["RANK"] == "0" else 0)
     finally:
         folder.remove()
 
 
-def _join_relay(told: Mapping[str, Any], key: bytes, rank: int) -> socket.socket:
-    """Connect to the relay of this node."""
-    connected = socket.create_connection((told["host"], told["port"]))
+def _join_relay(address: Mapping[str, Any], key: bytes, rank: int) -> socket.socket:
+    """Connect to the relay of this node at an address, a host and a port."""
+    connected = socket.create_connection((address["host"], address["port"]))
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     introduce(connected, key, {"rank": rank})
     return connected

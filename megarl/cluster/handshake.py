@@ -1,4 +1,4 @@
-"""Handshake for a new connection: both ends prove that they know the key of this group's start.
+"""Acceptance of a run's processes: both ends of a connection prove that they know the key of this group's start.
 
 Each end sends a random number and an HMAC of both numbers. Only then do they exchange one JSON message each. Nothing is
 unpickled before. Later messages on the connection are neither encrypted nor signed: they are as safe as the network
@@ -14,7 +14,8 @@ import json
 import secrets
 import socket
 import struct
-from typing import Any
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 _NUMBER_BYTES = 32
 _PROOF_BYTES = hashlib.sha256().digest_size
@@ -24,8 +25,69 @@ _MOST_BYTES = 1 << 20
 """Limit on a JSON message, so that a wrong length cannot exhaust memory."""
 
 
+STRANGERS = 64
+"""Number of unproven connections that may wait at a time, in addition to the expected ones."""
+_INTRODUCTION_SECONDS = 10
+"""Limit on the handshake of a connection."""
+
+Peer = TypeVar("Peer")
+
+
 class StrangerError(Exception):
     """Error for a peer without the key, or one that disconnected during the handshake."""
+
+
+async def meet(
+    met: dict[Peer, socket.socket],
+    server: socket.socket,
+    key: bytes,
+    count: int,
+    parse: Callable[[dict[str, Any]], Peer],
+) -> None:
+    """Accept connections, concurrently, until `met` holds `count` processes. Strangers cause no delay.
+
+    `parse` turns the first message of a process into its key in `met`. It raises TypeError or ValueError for an
+    unexpected message. `server` must be non-blocking, and the accepted sockets are as well. Raises OSError if
+    connections cannot be accepted.
+    """
+    loop = asyncio.get_running_loop()
+    complete: asyncio.Future[None] = loop.create_future()
+    # Strangers may hold a few connections for a while, but must not use up this process's file descriptors.
+    places = asyncio.Semaphore(count + STRANGERS)
+
+    async def greet(connected: socket.socket) -> None:
+        connected.setblocking(False)
+        # Commands and answers are often short: Nagle's algorithm would delay them.
+        connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        try:
+            introduction = await asyncio.wait_for(admit(connected, key), _INTRODUCTION_SECONDS)
+            met[parse(introduction)] = connected
+        except (StrangerError, OSError, ValueError, TypeError, TimeoutError):
+            connected.close()
+        except asyncio.CancelledError:
+            connected.close()
+            raise
+        finally:
+            places.release()
+        if len(met) == count and not complete.done():
+            complete.set_result(None)
+
+    async def accept() -> None:
+        async with asyncio.TaskGroup() as greetings:
+            while True:
+                await places.acquire()
+                connected, _ = await loop.sock_accept(server)
+                greetings.create_task(greet(connected))
+
+    accepting = asyncio.create_task(accept())
+    try:
+        await asyncio.wait([accepting, complete], return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        accepting.cancel()
+        await asyncio.wait([accepting])
+    if not complete.done():
+        # `met` is incomplete, so accepting failed: raise its error.
+        accepting.result()
 
 
 async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
@@ -65,13 +127,13 @@ def introduce(connected: socket.socket, key: bytes, message: dict[str, Any]) -> 
     connected.sendall(number + _proof(key, b"process", challenge, number))
     if not hmac.compare_digest(receive_exactly(connected, _PROOF_BYTES), _proof(key, b"driver", challenge, number)):
         raise StrangerError("the server at the driver's address does not know the key of this start")
-    send_json(connected, message)
+    connected.sendall(pack_json(message))
 
 
-def send_json(connected: socket.socket, message: dict[str, Any]) -> None:
-    """Send a JSON message through a blocking socket."""
+def pack_json(message: dict[str, Any]) -> bytes:
+    """Return a JSON message as bytes: its length and its text."""
     data = json.dumps(message).encode()
-    connected.sendall(_LENGTH.pack(len(data)) + data)
+    return _LENGTH.pack(len(data)) + data
 
 
 def receive_json(connected: socket.socket) -> dict[str, Any]:

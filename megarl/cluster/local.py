@@ -6,13 +6,13 @@ A fork server forks each rank. The rank leads a session of its own and inherits 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
+from megarl.cluster.connection import Connection
 from megarl.cluster.rank_handle import RankHandle
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.files.private_folder import PrivateFolder
@@ -34,15 +34,16 @@ class _LocalHandle(RankHandle):
             self.process: ForkedProcess = server.fork(
                 f"megarl rank {rank}", "megarl.cluster.rank:main", environment, output
             )
-        self.socket = self.process.connection
-        self.socket.setblocking(False)
+
+    async def connect(self) -> None:
+        """Open the connection to the process, and watch for its end."""
+        self.connection = self.direct = await Connection.open(self.process.connection, [self])
         self.process.ended.add_done_callback(self._notice_death)
 
     def _notice_death(self, ended: asyncio.Future[float]) -> None:
         self.died.set_result(ended.result())
         # A child of the rank may hold the other end open. Then the driver would never read an end of file.
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_RDWR)
+        self.connection.cut()
 
     def kill(self) -> None:
         self.process.kill()
@@ -52,6 +53,7 @@ class _LocalHandle(RankHandle):
         self.process.signal(signal.SIGUSR2)
 
     def release(self) -> None:
+        super().release()
         self.process.release()
 
     def exit_reason(self, is_dead: bool) -> str:
@@ -97,7 +99,9 @@ class LocalGroup(WorkerGroup):
             number = self.part.first_rank + rank
             # RANK counts within the group. LOCAL_RANK, the index of the GPU, counts over all groups on this machine.
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(number)}
-            self._handles.append(_LocalHandle(number, own, self._imports, log_folder))
+            handle = _LocalHandle(number, own, self._imports, log_folder)
+            await handle.connect()
+            self._handles.append(handle)
 
     def _rendezvous(self, port: int) -> Rendezvous:
         assert self._folder is not None

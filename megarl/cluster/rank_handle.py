@@ -1,21 +1,21 @@
-"""Driver's end of one rank: its connection, its log, and the reason of its end."""
+"""Driver's end of one rank: its connections, its log, and the reason of its end."""
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import pickle
 import re
-import socket
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from megarl.cluster.messages import HEAD
 from megarl.terminal import printable
+
+if TYPE_CHECKING:
+    from megarl.cluster.connection import Connection
 
 _REPORT_GRACE_SECONDS = 1.0
 """Time for the end of a process to become known after its connection ended."""
@@ -72,41 +72,24 @@ def log_since(log: Path, start: int) -> str:
 
 
 class RankHandle(ABC):
-    """Driver's end of one rank: its connection and log.
+    """Driver's end of one rank: its connections and log.
 
-    `died` completes with the time at which the process's end became known. `asked` is the stop signal received by the
-    rank, if any.
+    `direct` is the connection to the rank itself. `connection` takes commands: that of the node's relay, if there is
+    one. `died` completes with the time at which the process's end became known. `stop_signal` is the name of the stop
+    signal received by the rank, if any.
     """
 
-    socket: socket.socket
-    asked: str | None = None
+    direct: Connection
+    connection: Connection
+    stop_signal: str | None = None
 
     def __init__(self, rank: int, log: Path) -> None:
         self.rank, self.log = rank, log
         self.died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        self._sending = asyncio.Lock()
 
-    async def ask(self, message: bytes) -> Any:
-        """Send one command and return the rank's answer.
-
-        Raises `RankError` if the method raised or the process is gone.
-        """
-        try:
-            await self._send(message)
-            (size,) = HEAD.unpack(await self._read(HEAD.size))
-            answer = await self._read(size)
-        except (OSError, EOFError):
-            raise await self.lost() from None
-        return self.content(answer)
-
-    async def notify(self, notice: bytes) -> None:
-        """Send a notice. The rank handles it at once, even within a call, without an answer. A dead rank is skipped."""
-        with contextlib.suppress(OSError):
-            await self._send(notice)
-
-    def content(self, answer: bytearray | memoryview) -> Any:
+    def content(self, answer: memoryview) -> Any:
         """Decode an answer and return the method's result. Raise `RankError` if the method raised."""
-        answered, content, self.asked = pickle.loads(answer)
+        answered, content, self.stop_signal = pickle.loads(answer)
         if not answered:
             raise RankError(self, content["time"], echo=content["echo"], report=content)
         return content
@@ -126,33 +109,14 @@ class RankHandle(ABC):
         """Whether only the connection to the rank ended, and nothing is known of the rank's own end."""
         return False
 
-    def dismiss(self) -> None:
-        """Make the rank leave, by the end of its stream."""
-        with contextlib.suppress(OSError):
-            self.socket.shutdown(socket.SHUT_WR)
-
-    async def _send(self, message: bytes) -> None:
-        # A long message is sent in parts; another one must not come in between.
-        async with self._sending:
-            await asyncio.get_running_loop().sock_sendall(self.socket, message)
-
-    async def _read(self, size: int) -> bytearray:
-        data = bytearray(size)
-        rest = memoryview(data)
-        while rest:
-            received = await asyncio.get_running_loop().sock_recv_into(self.socket, rest)
-            if not received:
-                raise EOFError
-            rest = rest[received:]
-        return data
-
     @abstractmethod
     def kill(self) -> None:
         """Kill the rank and its children, if it is still running."""
 
     def release(self) -> None:
-        """Close the connection."""
-        self.socket.close()
+        """Close the connections."""
+        self.direct.release()
+        self.connection.release()
 
     @abstractmethod
     def exit_reason(self, is_dead: bool) -> str:

@@ -22,8 +22,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from megarl.cluster.handshake import introduce
-from megarl.cluster.meeting import meet
+from megarl.cluster.handshake import introduce, meet
 from megarl.cluster.messages import HEAD
 
 BATCH = struct.Struct("<I")

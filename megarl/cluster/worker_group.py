@@ -10,6 +10,7 @@ import secrets
 import sys
 import time
 from abc import ABC, abstractmethod
+from collections import defaultdict
 from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from megarl import types
+from megarl.cluster.connection import Connection
 from megarl.cluster.deadlines import Deadlines, Limit
 from megarl.cluster.messages import pack, pack_broken
 from megarl.cluster.rank_handle import Answers, RankError, RankHandle, log_since, log_size
@@ -83,7 +85,7 @@ class _Call:
     method: str
     limit: Limit
     answers: Answers
-    awaited: Sequence[asyncio.Future[Any]]
+    awaited: Sequence[asyncio.Future[None]]
     """Futures to wait for, as returned by `WorkerGroup._ask`."""
 
     def is_answered(self) -> bool:
@@ -154,7 +156,6 @@ class WorkerGroup(ABC):
         self._handles: list[RankHandle] = []
         self._queues = RankQueues(world_size)
         self._calls: set[_Call] = set()
-        self._notices: list[asyncio.Task[None]] = []
         self._seconds_in_calls = self._in_calls_since = 0.0
         self._ending: asyncio.Task[Exception] | None = None
         self.on_asked: Callable[[str], object] = lambda signal_name: None
@@ -257,8 +258,8 @@ class WorkerGroup(ABC):
     def break_off(self, bridge: str, reason: str) -> None:
         """Abort a process group between worlds (bridge) on all ranks, even in a call; see `platform.broken_bridges`."""
         notice = pack_broken(bridge, reason)
-        self._notices = [notified for notified in self._notices if not notified.done()]
-        self._notices += [asyncio.create_task(handle.notify(notice)) for handle in self._handles]
+        for handle in self._handles:
+            handle.direct.send(notice)
 
     async def end_if_stopped(self, what: str, patience_seconds: float) -> None:
         """End the group if a rank shows no sign of life for this time. `what` is its fault, for the error.
@@ -334,17 +335,21 @@ class WorkerGroup(ABC):
                     self._seconds_in_calls += time.monotonic() - self._in_calls_since
             # Planned working time says nothing about how slow the method is.
             self.deadlines.note(method, time.monotonic() - begun - budget_seconds)
-            if asked := next((handle.asked for handle in handles if handle.asked), None):
-                self.on_asked(asked)
+            if stop_signal := next((handle.stop_signal for handle in handles if handle.stop_signal), None):
+                self.on_asked(stop_signal)
             return [answer.result() for answer in answers.values()]
 
-    def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[Any]]]:
+    def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[None]]]:
         """Send ranks a command each. Return their answers, in the same order, and futures to wait for.
 
         All these futures are done when all ranks have answered. One fails as soon as any rank fails.
         """
-        answers: Answers = {handle: asyncio.create_task(handle.ask(message)) for handle, message in messages.items()}
-        return answers, list(answers.values())
+        loop = asyncio.get_running_loop()
+        answers: Answers = {handle: loop.create_future() for handle in messages}
+        per_connection: defaultdict[Connection, dict[RankHandle, bytes]] = defaultdict(dict)
+        for handle, message in messages.items():
+            per_connection[handle.connection][handle] = message
+        return answers, [connection.ask(own, answers) for connection, own in per_connection.items()]
 
     async def _end_once(self, end: Callable[[], Coroutine[Any, Any, Exception]]) -> Exception:
         """End the group in this way, unless it is ending already. Return the error of every later call."""
@@ -357,7 +362,7 @@ class WorkerGroup(ABC):
         """Let the ranks exit by themselves, if no call is in progress, and end the group."""
         if not self._calls:
             for handle in self._handles:
-                handle.dismiss()
+                handle.connection.dismiss()
             if self._handles:
                 await asyncio.wait([handle.died for handle in self._handles], timeout=_LEAVE_SECONDS)
         await self._end()
@@ -454,12 +459,9 @@ class WorkerGroup(ABC):
     async def _end(self) -> None:
         """Kill all remaining processes and release all resources."""
         handles, self._handles = self._handles, []
-        under_way = [future for call in self._calls for future in (*call.answers.values(), *call.awaited)]
-        if pending := {*under_way, *self._notices}:
-            for future in pending:
+        for call in self._calls:
+            for future in (*call.answers.values(), *call.awaited):
                 future.cancel()
-            # No task may still read a connection when it is closed.
-            await asyncio.wait(pending)
         for handle in handles:
             handle.kill()
         if handles:

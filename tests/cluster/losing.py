@@ -69,8 +69,8 @@ async def lose_a_relayed_rank(make: Make, logs: Path) -> None:
     group.most_direct = NUM_RANKS - 1
     await group.start("bridging:Bridging", {}, log_folder=logs)
     try:
-        relays = {handle.relayed for handle in group._remote_handles}
-        assert len(relays) == 2 and None not in relays
+        connections = {handle.connection for handle in group._remote_handles}
+        assert len(connections) == 2 and all(connection.is_relay for connection in connections)
         assert await group.call("place") == [(rank, str(rank % 2), NUM_RANKS) for rank in range(NUM_RANKS)]
         assert await group.scatter("echo", list("abcd")) == list(enumerate("abcd"))
         assert await group.ask([3, 0], "echo", ["x", "y"]) == [(3, "x"), (0, "y")]

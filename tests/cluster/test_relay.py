@@ -72,7 +72,7 @@ def test_calls_go_through_one_relay_for_each_node_of_several_ranks(tmp_path: Pat
     async def drive() -> None:
         async with started(5, tmp_path, per_node=2) as group:
             assert list(relays_of(await group.call("pid"))) == [0, 2]  # rank 4 is alone on its node
-            assert [handle.relayed is not None for handle in group._remote_handles] == [True] * 4 + [False]
+            assert [handle.connection.is_relay for handle in group._remote_handles] == [True] * 4 + [False]
             assert await group.call("product", 2) == [(rank, 2 * (rank + 1)) for rank in range(5)]
             assert [place[0] for place in group.topology] == ["node0", "node0", "node1", "node1", "node2"]
             assert await group.scatter("product", [5, 6, 7, 8, 9]) == [(0, 5), (1, 12), (2, 21), (3, 32), (4, 45)]

@@ -111,8 +111,7 @@ class ForkedGroup(ConnectedGroup):
     @property
     def connections(self) -> list[socket.socket]:
         """What commands and answers go through: the relays' connections, and those of ranks without a relay."""
-        handles = self._remote_handles
-        return [*{handle.socket if handle.relayed is None else handle.relayed.socket: None for handle in handles}]
+        return [*{handle.connection.socket: None for handle in self._remote_handles}]
 
     def host(self) -> str:
         return "127.0.0.1"
