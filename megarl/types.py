@@ -8,8 +8,8 @@ before it. So entry 0 is never trained.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 if TYPE_CHECKING:
@@ -135,6 +135,35 @@ class Request:
     num_kept: int = 0
 
 
+@dataclass(frozen=True, slots=True)
+class Archive:
+    """Arrays and measured times of saved records. Names begin with the record's prefix.
+
+    Both stay out of the records' JSON values: arrays are large, and times differ between two otherwise equal runs.
+    """
+
+    arrays: dict[str, Any] = field(default_factory=dict)
+    times: dict[str, dict[str, Any]] = field(default_factory=dict)
+
+    def put(self, record: Segment | Completion, names: tuple[str, ...], prefix: str) -> None:
+        """Add these array fields of a record, except None, and its sampling sets."""
+        found = {name: getattr(record, name) for name in names}
+        if (sets := record.kept_sets) is not None:
+            found |= {"kept_sets.counts": sets.counts, "kept_sets.token_ids": sets.token_ids}
+        self.arrays.update({f"{prefix}{name}": array for name, array in found.items() if array is not None})
+
+    def fields(self, names: tuple[str, ...], prefix: str) -> dict[str, Any]:
+        """Return the array fields of a record written by `put`."""
+        found = {name: self.arrays[prefix + name] for name in names if prefix + name in self.arrays}
+        # A handle is a tuple of integers; it was stored as an array.
+        if "routed_experts" in found:
+            found["routed_experts"] = ExpertsHandle(*found["routed_experts"].tolist())
+        if f"{prefix}kept_sets.counts" in self.arrays:
+            sets = (self.arrays[f"{prefix}kept_sets.{name}"] for name in ("counts", "token_ids"))
+            found["kept_sets"] = KeptSets(*sets)
+        return found
+
+
 # Routed experts are large, so only their reference travels over the control connection.
 class ExpertsHandle(NamedTuple):
     """Reference to the routed experts of a completion. They stay on the rank of its engine, under a number."""
@@ -184,6 +213,19 @@ class Completion:
     error: str | None = None
     num_cached: int = 0
     """Number of prompt tokens with keys and values in the engine's prefix cache."""
+
+    def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
+        """Return its JSON values, and add its arrays to the archive under names beginning with `prefix`."""
+        archive.put(self, _COMPLETION_ARRAYS, prefix)
+        return {"request_id": self.request_id, "finish_reason": self.finish_reason, "error": self.error}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], archive: Archive, prefix: str) -> Completion:
+        """Return the completion written by `to_json`."""
+        return cls(**values, **archive.fields(_COMPLETION_ARRAYS, prefix))
+
+
+_COMPLETION_ARRAYS = ("token_ids", "rollout_logprobs", "weight_versions", "routed_experts")
 
 
 @dataclass(frozen=True, slots=True)
@@ -244,6 +286,12 @@ class Segment:
 
     def __len__(self) -> int:
         return len(self.token_ids)
+
+
+_SEGMENT_ARRAYS = (
+    "token_ids", "loss_mask", "rollout_logprobs", "weight_versions", "turns", "old_logprobs", "entropies",
+    "routed_experts",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -327,6 +375,51 @@ class Trajectory:
         sampled = [segment.weight_versions[segment.loss_mask] for segment in self.segments]
         return min(int(versions.min()) for versions in sampled if len(versions))
 
+    def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
+        """Return its JSON values, and add its arrays and times to the archive under names beginning with `prefix`.
+
+        `segments` is their number.
+        """
+        for place, segment in enumerate(self.segments):
+            archive.put(segment, _SEGMENT_ARRAYS, f"{prefix}{place}.")
+        # An environment's metrics named `..._seconds` are times too.
+        times = {name for name in self.metrics if name.endswith("seconds")}
+        archive.times[prefix] = {
+            "engine_seconds": self.engine_seconds,
+            "environment_seconds": self.environment_seconds,
+            "metrics": {name: value for name, value in self.metrics.items() if name in times},
+        }
+        return {name: getattr(self, name) for name in _TRAJECTORY_VALUES} | {
+            "texts": self.texts,
+            "messages": self.messages,
+            "turn_rewards": self.turn_rewards,
+            "problem": self.problem.index,
+            "source": self.problem.source,
+            "segments": len(self.segments),
+            "reward": self.reward and asdict(self.reward),
+            "metrics": {name: value for name, value in self.metrics.items() if name not in times},
+        }
+
+    @classmethod
+    def from_json(
+        cls, values: Mapping[str, Any], archive: Archive, prefix: str, find_problem: FindProblem
+    ) -> Trajectory:
+        """Return the trajectory written by `to_json`. `find_problem` looks up its problem."""
+        places = [f"{prefix}{place}." for place in range(values["segments"])]
+        times, reward = archive.times[prefix], values["reward"]
+        return cls(
+            **{name: values[name] for name in _TRAJECTORY_VALUES},
+            problem=find_problem(values["source"], values["problem"]),
+            segments=tuple(Segment(**archive.fields(_SEGMENT_ARRAYS, place)) for place in places),
+            reward=reward and Reward(**reward),
+            texts=tuple(values["texts"]),
+            messages=tuple(tuple(new) for new in values["messages"]),
+            turn_rewards=tuple((turn, value) for turn, value in values["turn_rewards"]),
+            metrics=values["metrics"] | times["metrics"],
+            engine_seconds=times["engine_seconds"],
+            environment_seconds=times["environment_seconds"],
+        )
+
     def record(self) -> dict[str, object]:
         """Return the trajectory as a JSON object for samples/ in the run folder.
 
@@ -353,6 +446,13 @@ class Trajectory:
             "finish_reason": "stop" if self.ended == "done" else self.ended,
             "tokens": self.num_sampled,
         }
+
+
+_TRAJECTORY_VALUES = ("environment", "group", "number", "failure", "ended", "restarts", "temperature")
+FindProblem = Callable[[str, int], Problem]
+"""Returns the problem of a source with an index. Raises ConfigError if the run no longer has it."""
+Group = list[Trajectory]
+"""The attempts at one problem."""
 
 
 @dataclass(frozen=True, slots=True)

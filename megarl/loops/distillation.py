@@ -8,14 +8,13 @@ from megarl.loops.rl import judge_gap, resume_or_evaluate
 from megarl.loops.session import Session
 from megarl.platform.spans import span
 from megarl.rollout.advantages import compute_importance_weights
-from megarl.rollout.buffer import Buffer
+from megarl.rollout.buffer import GroupBuffer
 from megarl.rollout.evaluate import failure_metrics
-from megarl.rollout.logprob_mismatch import gap_metrics_before, is_gap_exceeded
 from megarl.rollout.pool import AbandonedError
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.source import served_metrics
 from megarl.rollout.state import RLState
-from megarl.rollout.step_metrics import step_metrics, update_metrics
+from megarl.rollout.step_metrics import gap_metrics_before, is_gap_exceeded, step_metrics, update_metrics
 from megarl.rollout.teachers import Teachers, compute_teacher_advantages
 
 
@@ -29,8 +28,8 @@ async def train(session: Session) -> None:
     teachers = Teachers(recipe, models)
     state = RLState(algorithm)
 
-    async with aclosing(Buffer(recipe, session.sources, state)) as buffer:
-        await resume_or_evaluate(session, state)
+    async with aclosing(GroupBuffer(recipe, session.sources, state)) as buffer:
+        await resume_or_evaluate(session, buffer)
         buffer.on_sampled = session.sleep_engines
         for number in session.steps:
             async with session.step(number, state) as step:

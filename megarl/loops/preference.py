@@ -12,7 +12,7 @@ from megarl.data.sampler import DataOrder
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.session import Session
 from megarl.preflight import collect_for, read_preferences
-from megarl.rollout.weights import assign_token_weights
+from megarl.rollout.rl_batch import assign_token_weights
 from megarl.tracking.metrics import values
 from megarl.types import TrainingSequence
 

@@ -82,7 +82,7 @@ class Reshards:
             # Colocated engines hold no requests now: they were paused before they slept.
             verify = self._is_verified(step)
             reports, pause = await self._ranks.call("reshard", verify=verify, version=step + 1), {}
-        self._pool.release()
+        self._pool.resume()
         return _with_earlier(before, _measured(reports) | pause)
 
     async def begin(self, step: int) -> dict[str, float]:
@@ -139,10 +139,10 @@ class Reshards:
         """
         began = time.monotonic()
         with span("hold engines"):
-            await self._pool.hold(parks=self._recipe.rollout.recompute_kv)
+            await self._pool.pause(aborts=self._recipe.rollout.recompute_kv)
         # Settle before adding: a lost replica and its replacement have the same first rank. Requests paused in the lost
         # one must move to others.
-        self._pool.settle(self._leaders)
+        self._pool.set_live_replicas(self._leaders)
         self._ranks.add(self._replacements.take())
         reports = await self._ranks.reshard(self._is_verified(step), step + 1)
         return reports, self._settled(began)
@@ -168,7 +168,7 @@ class Reshards:
         # A later request would be answered only after the engines have the weights, so the end of the step would wait
         # for them.
         asked = self._performance.ask_engines()
-        holding = asyncio.create_task(self._pool.hold(parks=self._recipe.rollout.recompute_kv))
+        holding = asyncio.create_task(self._pool.pause(aborts=self._recipe.rollout.recompute_kv))
         resting = asyncio.gather(holding, asyncio.wait([asked]))
         try:
             self._reports = await self._ranks.send(self._is_verified(step), step + 1, resting, tell)
@@ -180,12 +180,12 @@ class Reshards:
         finally:
             resting.cancel()
             await asyncio.gather(resting, return_exceptions=True)
-        self._pool.release()
+        self._pool.resume()
         return metrics | {"time/reshard_hidden_seconds": self._ranks.trainers.seconds_in_calls - worked_before}
 
     def _settled(self, began: float) -> dict[str, float]:
         """Register the engines with new weights for sampling after the pool's release. Return their metrics."""
-        self._pool.settle(self._leaders)
+        self._pool.set_live_replicas(self._leaders)
         return {
             "perf/engine_pause_seconds": time.monotonic() - began,
             "rollout/replicas": float(len(self._ranks.replicas)),

@@ -12,19 +12,22 @@ from megarl.loops.session import Session, Step
 from megarl.platform.spans import span
 from megarl.preflight import kept_kv, read_conversations, uncorrected, uncorrected_fp8
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
-from megarl.rollout.ages import metrics_by_age
-from megarl.rollout.buffer import Buffer
-from megarl.rollout.critic import update_critic
+from megarl.rollout.auxiliary_models import add_model_scores, score_tokens, update_critic
+from megarl.rollout.buffer import GroupBuffer
+from megarl.rollout.buffer_policy import BufferPolicy
 from megarl.rollout.evaluate import failure_metrics
-from megarl.rollout.logprob_mismatch import gap_metrics_before, is_gap_exceeded, told
-from megarl.rollout.model_scores import add_model_scores, score_tokens
-from megarl.rollout.paced import PacedBuffer
-from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import AbandonedError
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.source import served_metrics
-from megarl.rollout.state import RLState, finder, in_one
-from megarl.rollout.step_metrics import step_metrics, update_metrics
+from megarl.rollout.state import RLState, flatten
+from megarl.rollout.step_metrics import (
+    gap_exceeded_message,
+    gap_metrics_before,
+    is_gap_exceeded,
+    metrics_by_version,
+    step_metrics,
+    update_metrics,
+)
 from megarl.types import MegarlError
 
 
@@ -36,16 +39,15 @@ async def train(session: Session) -> None:
     """
     recipe, models, phase = session.recipe, session.models, session.tracker.phase
     algorithm, policy = recipe.algorithm, session.models["policy"]
-    state = RLState(algorithm, carries_groups=recipe.rollout.carries_groups)
-    make_buffer = PacedBuffer if recipe.rollout.is_paced else PartialBuffer if state.carries_groups else Buffer
+    state = RLState(algorithm)
     conversations_of = _conversations(session)
     forward = policy.forward if algorithm.entropy_top_share is None else policy.forward_with_entropies
     balance = _balance(session)
     for warning in (*uncorrected(recipe), *uncorrected_fp8(recipe), *kept_kv(recipe)):
         session.tracker.notice(warning)
 
-    async with aclosing(make_buffer(recipe, session.sources, state)) as buffer:
-        await resume_or_evaluate(session, state)
+    async with aclosing(GroupBuffer(recipe, session.sources, state, BufferPolicy.from_recipe(recipe))) as buffer:
+        await resume_or_evaluate(session, buffer)
         # Free the engines' memory as soon as sampling ends, while rewards are still awaited.
         buffer.on_sampled = session.sleep_engines
         # Resuming reshards first, so the engines begin with the version of the first step.
@@ -72,8 +74,8 @@ async def train(session: Session) -> None:
                     step.log(compute_advantages(batch, recipe, state.kl_coefficient))
                     step.log(compute_importance_weights(batch, algorithm))
                     step.log(keep_highest_entropies(batch, algorithm))
-                    if state.carries_groups:
-                        step.log(metrics_by_age(batch, number, is_trainers=algorithm.old_logprobs == "trainer"))
+                    if not buffer.policy.is_synchronous:
+                        step.log(metrics_by_version(batch, number, is_trainers=algorithm.old_logprobs == "trainer"))
                         batch.forget_stale_logprobs(weight_version=number)
 
                 # Before the update, so that the records show the weights that sampled and trained these tokens.
@@ -112,7 +114,7 @@ async def train(session: Session) -> None:
                     # After the pool's metrics, because it reads `time/engines_idle` from them.
                     step.log(balance.of_step(session.tracker.seconds, step.metrics))
                 # A reward model adds scores to `groups` only, so the sampled trajectories lack them.
-                shown = in_one(groups) if "reward_model" in models else buffer.sampled
+                shown = flatten(groups) if "reward_model" in models else buffer.sampled
                 await session.write_samples(number, shown, of_tokens)
                 if session.evaluates_at(number):
                     step.log(await session.evaluate(number))
@@ -126,7 +128,7 @@ def judge_gap(session: Session, step: Step) -> None:
     if not step.metrics.get("train/gap_exceeded"):
         return
     train = session.recipe.train
-    message = told(train, step.number, step.metrics["logprob_gap/mean"])
+    message = gap_exceeded_message(train, step.number, step.metrics["logprob_gap/mean"])
     if train.on_logprob_gap == "stop":
         step.fault = MegarlError(
             f"{message}. The state after the step is saved; go on with: megarl train {session.folder.path} --resume"
@@ -135,17 +137,17 @@ def judge_gap(session: Session, step: Step) -> None:
         session.tracker.notice_once("gap", f"{message} (train/gap_exceeded counts such steps)")
 
 
-async def resume_or_evaluate(session: Session, state: RLState) -> None:
+async def resume_or_evaluate(session: Session, buffer: GroupBuffer) -> None:
     """Continue from the checkpoint and repeat an interrupted evaluation, or evaluate before the first step."""
     step = Step(session.folder.resumed_step, is_trained=True)
     if checkpoint := session.origin.checkpoint:
-        if lacking := state.load(checkpoint, finder({source.name: source.problems for source in session.sources})):
+        if lacking := buffer.load(checkpoint):
             session.tracker.notice(
                 f"{lacking} trajectories of {checkpoint} have no log-probs of the trainer, because "
                 "algorithm.old_logprobs was not trainer: their ratio starts from the engine's"
             )
         if session.recipe.trainer.router_replay:
-            await session.ranks.trainers.call("load_experts", checkpoint, state.waiting_experts)
+            await session.ranks.trainers.call("load_experts", checkpoint, buffer.state.waiting_experts)
         # The engines hold the initial weights, not the checkpoint's.
         await session.reshards.run(step.number)
         if session.origin.unlogged is None:
@@ -154,7 +156,7 @@ async def resume_or_evaluate(session: Session, state: RLState) -> None:
         step.log(session.origin.unlogged)
     elif not session.evaluates_first:
         return
-    async with session.leaving_in_order(step, state):
+    async with session.leaving_in_order(step, buffer.state):
         step.log(await session.evaluate(step.number))
     session.finish(step)
 

@@ -38,7 +38,7 @@ from megarl.preflight import Dropped, Kept, layout_of, planned_host_bytes, predi
 from megarl.preflight.learning import learning_rate_finding, thresholds
 from megarl.rollout.accuracy import had_ended
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.stragglers import SlowReplicas
+from megarl.rollout.stragglers import StragglerDetector
 from megarl.rollout.tool_use import uncalled_text
 from megarl.tracking.display import Display
 from megarl.tracking.health import LEARNING_RATE, Health
@@ -222,7 +222,7 @@ async def _started(
             tracker.notice(notice)
         folder.set_status("running")
         most = 2 * recipe.rollout.max_concurrent_requests
-        pool = EnginePool(ranks, layout, max_running=most, slow=SlowReplicas(tracker.notice))
+        pool = EnginePool(ranks, layout, max_running=most, stragglers=StragglerDetector(tracker.notice))
         stack.push_async_callback(close_shared)
         environments = start_environments(recipe, stack, folder.logs_folder)
         # Sources need the steps of earlier attempts for `had_ended`, and reading a long file once is enough.

@@ -25,15 +25,14 @@ from megarl.preflight import Dropped
 from megarl.rollout.evaluate import evaluate
 from megarl.rollout.pool import AbandonedError, EnginePool
 from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.sample_records import with_rendered_prompts
+from megarl.rollout.sample_records import token_records, with_rendered_prompts
 from megarl.rollout.source import Source
-from megarl.rollout.state import Group, RLState
-from megarl.rollout.token_records import token_records
+from megarl.rollout.state import RLState
 from megarl.rollout.tool_use import ToolUse, uncalled_text
 from megarl.tracking.health import Health
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import MegarlError, StoppedError, Trajectory, UnhealthyError
+from megarl.types import Group, MegarlError, StoppedError, Trajectory, UnhealthyError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -209,12 +208,11 @@ class Session:
 
         Separate engines never sleep. Engines asleep already are left alone.
         """
-        # Colocated engines are held (paused) by this method only. `Reshards.run` wakes the engines, then releases the
-        # pool.
-        if self.ranks.is_separate or self.pool.is_held:
+        # Colocated engines are paused by this method only. `Reshards.run` wakes the engines, then resumes the pool.
+        if self.ranks.is_separate or self.pool.is_paused:
             return
         with span("sleep engines"):
-            await self.pool.hold()
+            await self.pool.pause()
             await self.ranks.trainers.call("sleep_engine")
 
     async def retain_experts(self, state: RLState) -> dict[str, float]:

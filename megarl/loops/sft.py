@@ -11,7 +11,7 @@ from megarl.data.token_batch import TokenBatch
 from megarl.loops.session import Session, Step
 from megarl.platform.spans import span
 from megarl.preflight import collect_for, read_conversations
-from megarl.rollout.weights import assign_token_weights
+from megarl.rollout.rl_batch import assign_token_weights
 from megarl.tracking.metrics import values
 from megarl.types import TrainingSequence
 

@@ -17,11 +17,9 @@ from megarl.environments.environment_pool import EnvironmentProcessError, Raised
 from megarl.rewards.calling import Sample
 from megarl.rewards.results import verdict_by_value
 from megarl.rewards.reward_process import Scored
-from megarl.rollout.attempt_messages import Course, History
-from megarl.rollout.parts import seed_of
-from megarl.rollout.pool import Generates
+from megarl.rollout.attempt_messages import AttemptConversation, History
+from megarl.rollout.engine_requests import Generates, WaitMeasuringPool, seed_of
 from megarl.rollout.stitch import ModelCall, stitch
-from megarl.rollout.waiting import TimedPool
 from megarl.types import Completion, Ended, Problem, Request, Reward, SamplingSettings, Trajectory
 
 if TYPE_CHECKING:
@@ -103,7 +101,7 @@ class _Clock:
     budget: Budget
     now: Callable[[], float]
     started: float
-    seconds_held: Callable[[], float] = lambda: 0.0
+    seconds_paused: Callable[[], float] = lambda: 0.0
     """Returns for how long the engines have been paused since the attempt began."""
     step_started: float | None = None
     """When the environment's current call began; None between calls."""
@@ -136,7 +134,7 @@ class _Clock:
 
     @property
     def _attempt_ends(self) -> float | None:
-        return None if self.budget.seconds is None else self.started + self.budget.seconds + self.seconds_held()
+        return None if self.budget.seconds is None else self.started + self.budget.seconds + self.seconds_paused()
 
     @property
     def _step_ends(self) -> float | None:
@@ -179,17 +177,17 @@ async def attempt(
 
     An attempt ends with `error` if the environment raises, hangs or returns invalid data, or if the engine rejects a
     request. Its trajectory then has the tokens so far, no reward, and the reason in `failure`. The call never exceeds
-    the time budget, even if the environment ignores its cancellation. `is_followed`: see `TimedPool`.
+    the time budget, even if the environment ignores its cancellation. `is_followed`: see `WaitMeasuringPool`.
     """
     now = asyncio.get_running_loop().time
-    held_before = pool.seconds_held
-    clock = _Clock(budget, now, now(), lambda: pool.seconds_held - held_before)
-    engines = TimedPool(pool, is_followed=is_followed)
+    paused_before = pool.seconds_paused
+    clock = _Clock(budget, now, now(), lambda: pool.seconds_paused - paused_before)
+    engines = WaitMeasuringPool(pool, is_followed=is_followed)
     restarts = 0
     while True:
-        course = Course(dialogue, history, task.problem.messages, budget.reply_tokens)
+        conversation = AttemptConversation(dialogue, history, task.problem.messages, budget.reply_tokens)
         try:
-            ended, failure = await _watched(task, make_environment, engines, course, clock)
+            ended, failure = await _watched(task, make_environment, engines, conversation, clock)
             break
         except EnvironmentUnavailableError as error:
             most = budget.attempts
@@ -203,13 +201,13 @@ async def attempt(
         finally:
             # The pool keeps an affinity until its trajectory ends; without this its table would only grow.
             pool.forget(task.name)
-    calls, steps = course.calls, course.steps
-    texts = [turn.completion for turn in course.turns]
+    calls, steps = conversation.calls, conversation.steps
+    texts = [turn.completion for turn in conversation.turns]
     trajectory = unscored(
         task,
         calls,
         texts,
-        course.shown(),
+        conversation.shown(),
         ended=ended,
         failure=failure,
         turn_rewards=tuple(
@@ -224,13 +222,13 @@ async def attempt(
         return trajectory
     # Rewards given by the environment replace the reward functions.
     if trajectory.turn_rewards:
-        return replace(trajectory, reward=_of_steps(steps))
+        return replace(trajectory, reward=_environment_reward(steps))
     sample = Sample.of(
         task.problem,
         calls[-1].completion if calls else _UNANSWERED,
         texts[-1] if texts else "",
         # Reward functions see the whole conversation before the scored completion.
-        prompt_messages=course.before_last(),
+        prompt_messages=conversation.before_last(),
         turn=max(len(calls), 1),
     )
     scored = await score(sample)
@@ -238,7 +236,11 @@ async def attempt(
 
 
 async def _watched(
-    task: Task, make_environment: Callable[[], Environment], pool: Generates, course: Course, clock: _Clock
+    task: Task,
+    make_environment: Callable[[], Environment],
+    pool: Generates,
+    conversation: AttemptConversation,
+    clock: _Clock,
 ) -> tuple[Ended, str | None]:
     """Run the turns within the time limits, and close the environment.
 
@@ -252,7 +254,7 @@ async def _watched(
     except (Exception, SystemExit) as error:
         return "error", _failure(error)
     # A separate task, because code of environments may block on its cancellation for ever.
-    turns = asyncio.create_task(_take_turns(task, environment, pool, course, clock))
+    turns = asyncio.create_task(_take_turns(task, environment, pool, conversation, clock))
     # Retrieve the error of an abandoned task: asyncio would log one never retrieved.
     turns.add_done_callback(lambda task: task.cancelled() or task.exception())
     over: Literal["attempt", "step"] | None = None
@@ -303,36 +305,40 @@ async def _closed(environment: Environment) -> str | None:
     return None
 
 
-async def _take_turns(task: Task, environment: Environment, pool: Generates, course: Course, clock: _Clock) -> Ended:
+async def _take_turns(
+    task: Task, environment: Environment, pool: Generates, conversation: AttemptConversation, clock: _Clock
+) -> Ended:
     """Add turns to the conversation until one ends it. Returns the reason for the end; raises _AttemptError."""
     budget = clock.budget
     seed = seed_of(task.seed, task.problem.index, task.number, "reset")
     start = await clock.timed(environment.reset, task.problem, seed)
-    _told(course.start, start, task.problem)
+    _validated(conversation.start, start, task.problem)
     num_sampled = num_calls = num_invalid = 0
     for number in range(budget.max_turns):
-        token_ids = course.prompt
-        room = budget.context_tokens - len(token_ids)
+        token_ids = conversation.prompt
+        tokens_left = budget.context_tokens - len(token_ids)
         if budget.sampled_tokens is not None:
-            room = min(room, budget.sampled_tokens - num_sampled)
+            tokens_left = min(tokens_left, budget.sampled_tokens - num_sampled)
         # Not an error: the policy used up its context, as a truncated completion does.
-        if room <= 0:
+        if tokens_left <= 0:
             return "length"
         is_last = number + 1 == budget.max_turns
         sampling = (
-            task.sampling if room >= task.sampling.max_new_tokens else replace(task.sampling, max_new_tokens=room)
+            task.sampling
+            if tokens_left >= task.sampling.max_new_tokens
+            else replace(task.sampling, max_new_tokens=tokens_left)
         )
         # The request id is unique among running requests: name of the attempt, number of the turn.
-        request = Request(f"{task.name}.{number}", token_ids, sampling, call_seed(task, token_ids, course.calls))
+        request = Request(f"{task.name}.{number}", token_ids, sampling, call_seed(task, token_ids, conversation.calls))
         completion = await pool.generate(request, affinity=task.name, is_last=is_last)
         if completion.finish_reason == "error":
             raise _AttemptError(f"Refused: {completion.error}")  # by the engine, for example a prompt too long
-        turn = course.take(completion, is_last=is_last)
+        turn = conversation.take(completion, is_last=is_last)
         num_sampled += len(completion.token_ids)
         num_calls += len(turn.calls)
         if budget.tool_calls is not None and num_calls > budget.tool_calls:
             return "calls"
-        step = _told(course.add, await clock.timed(environment.step, turn))
+        step = _validated(conversation.add, await clock.timed(environment.step, turn))
         is_cut = turn.finish_reason == "length"
         # A truncated final turn counts as `length`, even if the environment reports the end itself.
         if is_cut and (step.done or budget.truncated_turn == "end"):
@@ -344,7 +350,7 @@ async def _take_turns(task: Task, environment: Environment, pool: Generates, cou
             num_invalid = 0 if call.error is None else num_invalid + 1
         if budget.invalid_calls is not None and num_invalid >= budget.invalid_calls:
             return "invalid_calls"
-        _told(course.observe, step)
+        _validated(conversation.observe, step)
     return "turns"
 
 
@@ -353,10 +359,10 @@ def _failure(error: BaseException) -> str:
     return str(error) if isinstance(error, RaisedError) else f"{type(error).__name__}: {error}"
 
 
-def _told(part: Callable[..., Result], *given: Any) -> Result:
+def _validated(method: Callable[..., Result], *given: Any) -> Result:
     """Pass an environment's answer to a method of the conversation. Raises _AttemptError for an invalid answer."""
     try:
-        return part(*given)
+        return method(*given)
     except (TypeError, ValueError) as error:
         raise _AttemptError(_failure(error)) from error
 
@@ -412,7 +418,7 @@ def _as_json(message: Message) -> dict[str, Any]:
         return {"role": str(message["role"]), "content": "(not valid JSON)"}
 
 
-def _of_steps(steps: Sequence[Step]) -> Reward:
+def _environment_reward(steps: Sequence[Step]) -> Reward:
     """Return the reward given by an environment: the sum over its steps, and the last verdict on the answer."""
     score = float(sum(step.reward for step in steps if step.reward is not None))
     known = [bool(step.answer_correct) for step in steps if step.answer_correct is not None]

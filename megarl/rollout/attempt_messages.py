@@ -29,7 +29,7 @@ _TOKEN_CHARACTERS = 4
 
 
 @dataclass(slots=True)
-class Course:
+class AttemptConversation:
     """The conversation of one attempt: one turn per model call, and one environment step per turn.
 
     The last turn may lack its step. `prompt` is [prompt] tokens. With history `append` it is the last call's tokens
@@ -148,14 +148,14 @@ def shortened(text: str, fits: Callable[[str], bool], guess: int) -> str:
         size *= 2
     if size >= len(text) and fits(text):
         return text
-    kept, too_many = 0, min(size, len(text))
-    while too_many - kept > 1 + too_many // 50:  # to 2 %: each further step tokenises the text again
-        size = (kept + too_many) // 2
+    fitting, too_many = 0, min(size, len(text))
+    while too_many - fitting > 1 + too_many // 50:  # to 2 %: each further step tokenises the text again
+        size = (fitting + too_many) // 2
         if fits(cut_in_the_middle(text, size)):
-            kept = size
+            fitting = size
         else:
             too_many = size
-    return cut_in_the_middle(text, kept)
+    return cut_in_the_middle(text, fitting)
 
 
 def _message(turn: Turn) -> Message:

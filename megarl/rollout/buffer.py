@@ -1,32 +1,25 @@
-"""The buffer between sampling and training: it draws prompts until enough groups pass the filter."""
+"""The buffer between sampling and training: it draws prompts, samples their groups, and gives each step its own."""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import time
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import replace
-from itertools import islice
-from math import ceil
+from pathlib import Path
 
 import numpy as np
 
 from megarl.config import Recipe
-from megarl.data.token_batch import TokenBatch
+from megarl.rollout.buffer_policy import BufferPolicy, StepDemand
 from megarl.rollout.dynamic_sampling import passes_filter, refuse_unjudged, starved_text
-from megarl.rollout.groups import Draw, sample_groups
-from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.old_logprobs import Forward, complete_logprobs, lacks_logprobs, with_logprobs
+from megarl.rollout.pool import BUDGET_SECONDS, AbandonedError
+from megarl.rollout.recording import RecordedPool, StartedGroup
 from megarl.rollout.source import Source, mixture_of
-from megarl.rollout.state import (
-    Group,
-    RLState,
-    in_groups,
-    in_one,
-    lacks_entropies,
-    lacks_old_logprobs,
-    with_entropies,
-    with_old_logprobs,
-)
-from megarl.types import MegarlError, Problem, Trajectory
+from megarl.rollout.state import RLState, draw_of, flatten, problem_lookup
+from megarl.types import Group, MegarlError, Trajectory
 
 METRICS = {
     "rollout/attempts": ("count", "batches of prompts drawn to fill the step"),
@@ -38,127 +31,127 @@ METRICS = {
         "from a batch's last completion until all its rewards are computed; if the batch fills the step, also until "
         "colocated engines are asleep",
     ),
+    "partial/share": ("share", "trajectories with tokens of several weight versions"),
+    "partial/kept_tokens": ("tokens", "tokens of earlier weight versions"),
+    "staleness/span/mean": ("versions", "weight versions from a trajectory's oldest token to its newest, mean"),
+    "staleness/span/max": ("versions", "weight versions from a trajectory's oldest token to its newest, the most"),
+    "staleness/dropped": ("count", "groups dropped for exceeding the staleness bound"),
+    "staleness/waited_seconds": ("seconds", "how long the step waited only for groups at the staleness bound"),
+    "rollout/aborted": ("count", "groups dropped as surplus"),
+    "rollout/in_flight": ("count", "groups continuing into the next step"),
+    "rollout/ready": ("count", "complete groups waiting for a later step"),
+    "rollout/drawn": ("count", "groups started since the run began"),
+    "rollout/used": ("count", "groups trained on since the run began"),
+    "rollout/given_up": (
+        "count",
+        "groups dropped, aborted or filtered out since the run began; every other group drawn is used, in flight or "
+        "ready",
+    ),
 }
 """Names, units and meanings, for `tracking.table`."""
 
+_CANCEL_SECONDS = 5.0
+"""Seconds to wait at the end for cancelled attempts."""
 
-class Buffer:
-    """Draws prompts, samples their groups, and keeps those passing the filter. Surplus groups wait in `state`.
 
-    `sampled` holds all trajectories sampled for the last step. Their groups are numbered consecutively over its
-    batches. `on_sampled` runs in the background of a step's last rewards, after its last completion.
+class GroupBuffer:
+    """Draws prompts, samples their groups, keeps those passing the filter, and gives each step its groups.
+
+    Synchronous: prompts are drawn in batches, each sampled with one weight version. Surplus groups wait in
+    `state.waiting` for the next step.
+
+    Stragglers continue or are aborted: prompts are drawn one by one, `algorithm.oversampling` times a step's groups.
+    The step takes the first complete groups, within `rollout.max_staleness` weight versions. For a group at this bound
+    the step waits, or it drops the group (`rollout.on_stale`).
+
+    Steps ahead: groups are sampled during training and taken in the order of drawing. Their number keeps all within
+    `rollout.max_staleness` (`StepDemand.num_live`). A group filtered out is replaced by the next prompt at once, even
+    during training.
+
+    `sampled` holds all trajectories completed for the last step. `on_sampled` puts colocated engines to sleep: it runs
+    while the last rewards of a synchronous step are computed. Checkpoints save the groups in flight (`state.started`).
     """
 
     on_sampled: Callable[[], Awaitable[None]] | None = None
 
     def __init__(
-        self,
-        recipe: Recipe,
-        sources: Sequence[Source],
-        state: RLState,
+        self, recipe: Recipe, sources: Sequence[Source], state: RLState, policy: BufferPolicy | None = None
     ) -> None:
+        self.state, self.policy = state, policy or BufferPolicy()
         self.sampled: list[Trajectory] = []
-        self._recipe, self._state = recipe, state
+        self._recipe = recipe
         self._sources = {source.name: source for source in sources}
         self._mixture = mixture_of(sources, recipe.seed)
-        self._num_batches = self._num_passed = 0
+        self._demand = StepDemand(self.policy, recipe, recipe.train.prompts_per_step, step=1, engine_version=1)
+        self._tasks: dict[int, asyncio.Task[None]] = {}
+        self._pools: dict[int, list[RecordedPool]] = {}
+        self._cancelled: set[asyncio.Task[None]] = set()
+        self._wakes = asyncio.Event()
+        self._counts: dict[str, float] = {}
+        self._collected: list[Group] = []
+        """Complete groups not yet delivered to a step, collected since the previous delivery."""
+        self._num_surplus = 0
+        """Number of groups already waiting when the step began."""
+        self._num_started = 0
+        """Number of groups started since groups were last delivered to a step."""
+        self._is_refilled = False
+        """Whether filtered-out groups are replaced at once: True between two `take` calls, until an attempt fails."""
+        self._sampling: set[tuple[int, int]] = set()
+        """Attempts of a synchronous step that may still request completions, by group and number."""
+        self._sleep: asyncio.Future[None] | None = None
         self._sampled_at = self._late_seconds = 0.0
-        self._batch_size = recipe.train.prompts_per_step
-        if recipe.algorithm.dynamic_sampling:
-            self._batch_size = ceil(self._batch_size * recipe.algorithm.oversampling)
+
+    def load(self, folder: Path) -> int:
+        """Restore the state from a checkpoint folder.
+
+        Returns the number of waiting trajectories lacking the trainer's log-probs. The weights used to sample them are
+        gone, so they get the engine's log-probs instead.
+        """
+        self.state.load(folder, problem_lookup({name: source.problems for name, source in self._sources.items()}))
+        # Groups of several weight versions get log-probs only before the update that uses them.
+        if self._recipe.algorithm.old_logprobs != "trainer" or not self.policy.is_synchronous:
+            return 0
+        lacking = [t for t in flatten(self.state.waiting) if lacks_logprobs(t)]
+        self.state.waiting = [
+            [with_logprobs(t, [s.rollout_logprobs for s in t.segments]) if lacks_logprobs(t) else t for t in group]
+            for group in self.state.waiting
+        ]
+        return len(lacking)
 
     async def take(self, num_groups: int, weight_version: int, engine_version: int | None = None) -> list[Group]:
-        """Return the groups to train a step on, in the order of drawing.
+        """Return the groups to train a step on, ordered by when their prompts were drawn.
 
         `weight_version` is the version of the weights trained in this step, and also the number of the step; the
-        temperature schedule uses it. `engine_version` is the version of the engines' weights and must be the same here:
-        all groups sampled now complete before the next reshard.
+        temperature schedule uses it. `engine_version` is the version of the engines' weights; None: the same.
 
-        Raises MegarlError if `algorithm.max_attempts` batches do not fill the step. Raises AbandonedError if the run
-        must stop; `state.forget_step` then restores the groups taken.
+        Raises MegarlError if `algorithm.max_attempts` times a step's groups do not fill it. Raises AbandonedError if
+        the run must stop (`state.forget_step` then restores the groups taken), and the error of a failed attempt.
         """
-        state, algorithm = self._state, self._recipe.algorithm
-        state.begin_step()
-        self.sampled = []
-        self._num_batches = self._num_passed = 0
-        self._late_seconds = 0.0
-        while len(state.waiting) < num_groups:
-            # Without a bound, a data set without learning signal would be sampled for ever.
-            if self._num_batches == algorithm.max_attempts:
-                found = f"{self._num_batches} batches of {self._batch_size} prompts gave {len(state.waiting)} of "
-                raise MegarlError(starved_text(algorithm, f"{found}{num_groups} groups", in_groups(self.sampled)))
-            passing = [g for g in await self._draw(weight_version) if passes_filter(g, algorithm)]
-            self._num_passed += len(passing)
-            state.waiting = state.waiting + passing
-        taken, state.waiting = state.waiting[:num_groups], state.waiting[num_groups:]
-        return [[replace(t, group=number) for t in group] for number, group in enumerate(taken)]
+        self._is_refilled = False
+        engine_version = weight_version if engine_version is None else engine_version
+        self._demand = StepDemand(self.policy, self._recipe, num_groups, weight_version, engine_version)
+        self._counts = {"staleness/dropped": 0.0, "staleness/waited_seconds": 0.0, "rollout/aborted": 0.0}
+        self._num_surplus, self._late_seconds = len(self.state.waiting), 0.0
+        self.state.begin_step(repeats_draws=self.policy.is_synchronous)
+        if self.policy.is_synchronous:
+            taken = await self._finish_or_withdraw()
+        else:
+            self._drop_stale()
+            taken = await self._fill()
+        # `forget_step` returns these groups to the waiting ones, so that nothing is sampled twice.
+        self.state.give(taken)
+        if self.policy.stragglers == "abort":
+            self._abort_all()
+        self._measure(taken)
+        self._is_refilled = self.policy.steps_ahead > 0
+        return _renumbered(taken)
 
     async def aclose(self) -> None:
-        """Cancel everything in flight. Between two steps this buffer has nothing in flight."""
-
-    def _next_problem(self) -> Problem:
-        """Draw the next problem."""
-        problem, self._state.positions = self._mixture.draw(self._state.positions)
-        return problem
-
-    def _observe(self, group: Group) -> None:
-        """Report a complete group's share of right answers to the curriculum.
-
-        Raises MegarlError if the recipe needs verdicts and the group has none.
-        """
-        source = self._sources[group[0].problem.source]
-        refuse_unjudged(group, source.recipe)
-        # Failed attempts have no reward; they say nothing about the problem's difficulty.
-        judged = [bool(t.reward.answer_correct) for t in group if t.reward is not None]
-        if judged:
-            positions, problem = self._state.positions, group[0].problem
-            self._state.positions = self._mixture.observe(positions, problem, sum(judged) / len(judged))
-
-    def _seed(self, draw: int, problem: Problem) -> str:
-        """Return the seed of the attempts at a problem. Sources of a mixture get different seeds."""
-        seed = f"{self._recipe.seed} {draw}"
-        return f"{seed} {problem.source}" if self._recipe.mixture else seed
-
-    async def _draw(self, step: int) -> list[Group]:
-        """Sample the groups of the next batch of prompts."""
-        problems = [self._next_problem() for _ in range(self._batch_size)]
-        self._state.drawn += 1
-        draw = self._state.drawn
-        trajectories = await sample_groups(
-            [
-                Draw(source.sampler, problem, source.sampling(step), self._seed(draw, problem))
-                for problem in problems
-                for source in [self._sources[problem.source]]
-            ],
-            self._recipe.train.samples_per_prompt,
-            self._note_sampled,
-        )
-        self._late_seconds += time.monotonic() - self._sampled_at
-        # Groups are numbered from 0 in each batch; metrics need distinct numbers over the step.
-        first_group = self._num_batches * self._batch_size
-        self.sampled += [replace(t, group=t.group + first_group) for t in trajectories]
-        self._num_batches += 1
-        groups = in_groups(trajectories)
-        for group in groups:
-            self._observe(group)
-        return groups
-
-    async def _note_sampled(self) -> None:
-        """Note the time: a batch is fully sampled, though not fully scored."""
-        self._sampled_at = time.monotonic()
-        # With a filter, another batch may have to be sampled with the same weights: keep the engines awake.
-        if self.on_sampled is not None and self._recipe.algorithm.dynamic_sampling is None:
-            await self.on_sampled()
-
-    def _position_metrics(self) -> dict[str, float]:
-        """Return epochs and curriculum metrics of the sources. In a mixture their names contain the source."""
-        positions, is_mixture = self._state.positions, bool(self._recipe.mixture)
-        epochs = self._mixture.epochs(positions)
-        metrics = {f"environment/{name}/epoch" if is_mixture else "data/epoch": value for name, value in epochs.items()}
-        for name, of_source in self._mixture.metrics(positions).items():
-            prefix = f"environment/{name}/" if is_mixture else ""
-            metrics |= {f"{prefix}curriculum/{key}": value for key, value in of_source.items()}
-        return metrics
+        """Cancel all groups in flight. Environments that ignore the cancellation are left running after 5 seconds."""
+        self._is_refilled = False
+        self._cancel(list(self._tasks))
+        if self._cancelled:
+            await asyncio.wait(self._cancelled, timeout=_CANCEL_SECONDS)
 
     def metrics(self) -> dict[str, float]:
         """Return METRICS of the last step.
@@ -166,67 +159,293 @@ class Buffer:
         A curriculum adds `curriculum/NAME`, from `data.mixture.Mixture.metrics`; in a mixture
         `environment/SOURCE/curriculum/NAME`.
         """
-        found = self._position_metrics() | {"time/rollout_late_rewards_seconds": self._late_seconds}
-        if self._recipe.algorithm.dynamic_sampling is None:
-            return found
-        num_groups = max(self._num_batches * self._batch_size, 1)
-        return found | {"rollout/attempts": self._num_batches, "rollout/kept": self._num_passed / num_groups}
+        return self._counts | self._position_metrics()
 
-    async def add_old_logprobs(
-        self, groups: Sequence[Group], forward: Callable[[TokenBatch], Awaitable[np.ndarray]]
-    ) -> list[Group]:
+    async def add_old_logprobs(self, groups: Sequence[Group], forward: Forward) -> list[Group]:
         """Return the groups with the trainer's `old_logprobs` where needed. Call it before the step's update.
 
-        Trajectories waiting for a later step get theirs now, while the trainer still has the weights used to sample
-        them. Fresh trajectories trained in a single update need none: their ratio starts at the log-probs of the
-        update's own pass. With algorithm.entropy_top_share all get `entropies`.
-
-        `forward` computes log-probs, float32 [tokens]; with entropy_top_share log-probs and entropies, [2, tokens]. It
-        is called at most once.
+        In synchronous training waiting groups get theirs too, while the trainer still has the weights used to sample
+        them. Otherwise no single weight version sampled all tokens of a waiting group. Its old policy is the trainer's
+        just before the update training on it. `forward`: see `complete_logprobs`.
         """
-        taken, self._state.waiting = await self._with_old_logprobs(groups, self._state.waiting, forward)
+        if self.policy.is_synchronous:
+            taken, self.state.waiting = await complete_logprobs(groups, self.state.waiting, self._recipe, forward)
+        else:
+            # Groups may complete and join `state.waiting` during the forward pass, so leave that list untouched.
+            taken, _ = await complete_logprobs(groups, [], self._recipe, forward)
         return taken
 
-    async def _with_old_logprobs(
-        self,
-        groups: Sequence[Group],
-        waiting: Sequence[Group],
-        forward: Callable[[TokenBatch], Awaitable[np.ndarray]],
-    ) -> tuple[list[Group], list[Group]]:
-        """Return a step's groups, and the waiting ones, with log-probs as in `add_old_logprobs`."""
-        if self._recipe.algorithm.old_logprobs == "rollout":
-            return list(groups), list(waiting)
-        everything = in_one([*groups, *waiting])
-        # Without that need, only waiting trajectories get log-probs: the ones after the step's own.
-        first = 0 if self._needs_old_logprobs else sum(len(group) for group in groups)
-        lacking = [number >= first and lacks_old_logprobs(one) for number, one in enumerate(everything)]
-        wanting = [self._needs_entropies and lacks_entropies(one) for one in everything]
-        if asked := [place for place, wanted in enumerate(zip(lacking, wanting, strict=True)) if any(wanted)]:
-            # One batch for all, because a forward pass is a call to every rank.
-            batch = RLBatch.from_groups([[everything[place] for place in asked]])
-            found = [iter(np.split(values, batch.cu_seqlens[1:-1])) for values in np.atleast_2d(await forward(batch))]
-            for place in asked:
-                logprobs, *entropies = (list(islice(values, len(everything[place].segments))) for values in found)
-                if lacking[place]:
-                    everything[place] = with_old_logprobs(everything[place], logprobs)
-                if wanting[place]:
-                    everything[place] = with_entropies(everything[place], *entropies)
-        # `everything` was flat; restore the groups in the same order.
-        completed = iter(everything)
-        taken, waited = ([[next(completed) for _ in group] for group in some] for some in (groups, waiting))
-        return taken, waited
+    async def _fill(self) -> list[Group]:
+        """Start and collect groups until the step has its own, and return these."""
+        while True:
+            self._collect()
+            self._start_more(self._demand.num_live)
+            # Filtered-out groups leave places, so new ones start before each check.
+            if (taken := self._demand.chosen(self.state)) is not None:
+                return taken
+            self._refuse_starved()
+            # With enough groups ready, only groups at the staleness bound can delay the step.
+            is_waited_for = len(self.state.waiting) >= self._demand.num_groups
+            began = time.monotonic()
+            await self._wait_for_a_group()
+            self._counts["staleness/waited_seconds"] += is_waited_for * (time.monotonic() - began)
+            if any(source.sampler.is_abandoned() for source in self._sources.values()):
+                raise AbandonedError
+
+    async def _finish_or_withdraw(self) -> list[Group]:
+        """Return the groups of a synchronous step. On an error, cancel all others and clear the engines."""
+        try:
+            taken = await self._fill()
+            # An agent may end while a request of its own still runs in an engine.
+            await self._drained()
+        except BaseException:
+            self._cancel(list(self._tasks))
+            if self._cancelled:
+                await asyncio.wait(self._cancelled)
+            await self._drained()
+            raise
+        finally:
+            # Even after an error: whoever handles it must find the engines in a definite state.
+            if self._sleep is not None:
+                sleep, self._sleep = self._sleep, None
+                await sleep
+        return taken
+
+    async def _drained(self) -> None:
+        for source in self._sources.values():
+            await source.sampler.pool.drained()
+
+    def _start_more(self, num_live: int) -> None:
+        """Resume the groups of a checkpoint, then start new ones: until `num_live` exist, or a batch of as many."""
+        state = self.state
+        for group in state.started.values():
+            if group.draw not in self._tasks:
+                self._start(group, group.draw + 1)
+        if not self.policy.is_synchronous:
+            while len(state.started) + len(state.waiting) < num_live and not self._has_drawn_enough:
+                state.drawn += 1
+                self._start_new(state.drawn - 1, state.drawn)
+        elif not state.started and len(state.waiting) < self._demand.num_groups and not self._has_drawn_enough:
+            # One draw is a whole batch: its attempts share a seed, and its groups are numbered after the waiting ones.
+            state.drawn += 1
+            first = self._num_surplus + self._num_started
+            for draw in range(first, first + num_live):
+                self._start_new(draw, state.drawn)
+
+    def _start_new(self, draw: int, seed_number: int) -> None:
+        """Draw the next problem, and start its group."""
+        problem, self.state.positions = self._mixture.draw(self.state.positions)
+        # All attempts of a group share one temperature, even if its schedule moves on during a long group.
+        temperature = self._sources[problem.source].sampling(self._demand.step).temperature
+        self.state.started[draw] = group = StartedGroup(draw, problem, temperature)
+        self._num_started += 1
+        self._start(group, seed_number)
+
+    def _start(self, group: StartedGroup, seed_number: int) -> None:
+        seed = f"{self._recipe.seed} {seed_number}"
+        if self._recipe.mixture:
+            # Problems of several sources share their indices.
+            seed = f"{seed} {group.problem.source}"
+        if self.policy.is_synchronous:
+            self._sampling |= {(group.draw, number) for number in range(self._recipe.train.samples_per_prompt)}
+        self._pools[group.draw] = []
+        task = self._tasks[group.draw] = asyncio.create_task(self._sample(group, seed))
+        task.add_done_callback(self._note_end)
+
+    async def _sample(self, group: StartedGroup, seed: str) -> None:
+        """Run the unfinished attempts at a group's problem concurrently."""
+        async with asyncio.TaskGroup() as tasks:
+            for number in range(self._recipe.train.samples_per_prompt):
+                if number not in group.finished:
+                    tasks.create_task(self._attempt(group, number, seed))
+
+    async def _attempt(self, group: StartedGroup, number: int, seed: str) -> None:
+        source = self._sources[group.problem.source]
+        sampler = source.sampler
+        is_followed = not self.policy.is_synchronous
+        pool = RecordedPool(sampler.pool, group.calls.setdefault(number, []), is_followed=is_followed)
+        self._pools[group.draw].append(pool)
+        sampling = replace(source.sampling(self._demand.step), temperature=group.temperature)
+        task = sampler.task(group.problem, group.draw, number, seed, sampling, prefix="draw ")
+
+        def end_sampling() -> None:
+            self._end_sampling(group.draw, number)
+
+        # Agents and failed attempts never score, so their end counts as the end of their sampling.
+        trajectory = await sampler.attempt(task, pool, end_sampling)
+        end_sampling()
+        group.finish(replace(trajectory, restarts=trajectory.restarts + pool.is_restarted))
+
+    def _end_sampling(self, draw: int, number: int) -> None:
+        """Note that an attempt requests no more completions. After the last of a batch, put the engines to sleep."""
+        if (draw, number) not in self._sampling:
+            return
+        self._sampling.remove((draw, number))
+        if self._sampling:
+            return
+        self._sampled_at = time.monotonic()
+        # With a filter, another batch may have to be sampled with the same weights: keep the engines awake.
+        if self.on_sampled is not None and self._recipe.algorithm.dynamic_sampling is None:
+            # A task of its own, so that cancelled attempts do not cancel a call to all ranks.
+            self._sleep = asyncio.ensure_future(self.on_sampled())
+            self._sleep.add_done_callback(self._note_end)
+
+    def _note_end(self, task: asyncio.Future[None]) -> None:
+        """Wake `take` after a task ended in any way, and replace a group filtered out during training."""
+        self._wakes.set()
+        if task.cancelled() or task.exception() is not None:
+            self._is_refilled = False  # the next `take` raises it
+        if self._is_refilled:
+            self._collect()
+            # The step's own groups were taken already, but `_num_live` still counts them.
+            self._start_more(self._demand.num_live - self._demand.num_groups)
+
+    async def _wait_for_a_group(self) -> None:
+        """Wait until a group completes or fails, at most 1 second: the run may have to stop."""
+        self._wakes = asyncio.Event()
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wakes.wait(), BUDGET_SECONDS)
+
+    def _collect(self) -> None:
+        """Move complete groups to the waiting ones, if they pass the filter. Raises the error of an attempt."""
+        state, recipe = self.state, self._recipe
+        if self._sleep is not None and self._sleep.done():
+            self._sleep.result()
+        ended = [draw for draw, task in self._tasks.items() if task.done()]
+        for draw in ended:
+            try:
+                self._tasks[draw].result()
+            except ExceptionGroup as errors:
+                # TaskGroup wraps errors. The first is the cause; the others are cancellations or repeats.
+                raise errors.exceptions[0] from None
+        if self.policy.is_synchronous:
+            # A batch is collected as a whole, in its order: the curriculum must not depend on which group ends first.
+            if len(ended) < len(self._tasks) or (self._sleep is not None and not self._sleep.done()):
+                return
+            if ended:
+                self._late_seconds += time.monotonic() - self._sampled_at
+        for draw in ended:
+            del self._tasks[draw], self._pools[draw]
+            finished = state.started.pop(draw).finished
+            group = [finished[number] for number in range(recipe.train.samples_per_prompt)]
+            self._collected.append(group)
+            self._observe(group)
+            if passes_filter(group, recipe.algorithm):
+                state.waiting = [*state.waiting, group]
+            else:
+                state.given_up += 1
+
+    def _observe(self, group: Group) -> None:
+        """Report a complete group's share of right answers to the curriculum.
+
+        Raises MegarlError if the recipe needs verdicts and the group has none.
+        """
+        problem = group[0].problem
+        refuse_unjudged(group, self._sources[problem.source].recipe)
+        # Failed attempts have no reward; they say nothing about the problem's difficulty.
+        judged = [bool(t.reward.answer_correct) for t in group if t.reward is not None]
+        if judged:
+            self.state.positions = self._mixture.observe(self.state.positions, problem, sum(judged) / len(judged))
 
     @property
-    def _needs_old_logprobs(self) -> bool:
-        """Whether the trainer's log-probs of all trained tokens are needed before the first update."""
-        if self._recipe.loop == "distillation":
-            return self._recipe.has_advantages
+    def _has_drawn_enough(self) -> bool:
+        """Whether a step has drawn the maximum number of prompts allowed to fill it."""
         algorithm = self._recipe.algorithm
-        # A KL outside the loss is part of the advantages, computed before the first update.
-        is_kl_before = algorithm.kl_coefficient > 0 and algorithm.kl_placement != "loss"
-        return self._recipe.train.num_updates > 1 or algorithm.importance_sampling is not None or is_kl_before
+        return bool(algorithm.dynamic_sampling) and self._num_started >= algorithm.max_attempts * self._demand.num_live
 
-    @property
-    def _needs_entropies(self) -> bool:
-        """Whether the trainer's entropies select the tokens of the policy loss."""
-        return self._recipe.algorithm.entropy_top_share is not None
+    def _refuse_starved(self) -> None:
+        """Raise MegarlError if no remaining group can fill the step."""
+        state = self.state
+        if self._has_drawn_enough and len(state.started) + len(state.waiting) < self._demand.num_live:
+            found = f"{self._num_started} prompts gave {len(state.waiting)} of {self._demand.num_groups} groups"
+            raise MegarlError(starved_text(self._recipe.algorithm, found, self._collected))
+
+    def _drop_stale(self) -> None:
+        """Drop groups with tokens older than the staleness bound."""
+        state, stale = self.state, self._demand.stale_draws(self.state)
+        self._counts["staleness/dropped"] += len(stale)
+        state.given_up += len(stale)
+        self._cancel([draw for draw in state.started if draw in stale])
+        state.started = {draw: group for draw, group in state.started.items() if draw not in stale}
+        state.waiting = [group for group in state.waiting if draw_of(group) not in stale]
+
+    def _abort_all(self) -> None:
+        """Drop the surplus: groups in flight, and complete groups unused by the step."""
+        state = self.state
+        surplus = len(state.started) + len(state.waiting)
+        self._counts["rollout/aborted"] += surplus
+        state.given_up += surplus
+        self._cancel(list(self._tasks))
+        state.started.clear()
+        state.waiting = []
+
+    def _cancel(self, draws: Sequence[int]) -> None:
+        """Cancel these groups and withdraw their requests from the engines."""
+        for draw in draws:
+            if (task := self._tasks.pop(draw, None)) is not None:
+                for pool in self._pools.pop(draw):
+                    # Close the pools before cancelling: an environment may swallow its cancellation and request more
+                    # samples.
+                    pool.close()
+                task.cancel()
+                self._cancelled.add(task)
+                task.add_done_callback(self._note_cancelled)
+
+    def _note_cancelled(self, task: asyncio.Task[None]) -> None:
+        self._cancelled.discard(task)
+        if not task.cancelled():
+            task.exception()  # retrieve it: asyncio would log an error that nobody awaits
+
+    def _measure(self, taken: Sequence[Group]) -> None:
+        """Record what was sampled since the previous step, and where all groups are."""
+        state, algorithm = self.state, self._recipe.algorithm
+        collected, self._collected = self._collected, []
+        num_started, self._num_started = self._num_started, 0
+        self.sampled = flatten(collected)
+        if self.policy.is_synchronous:
+            state.waiting = _renumbered(state.waiting)
+            self._counts = {"time/rollout_late_rewards_seconds": self._late_seconds}
+            if algorithm.dynamic_sampling is not None:
+                self._counts["rollout/attempts"] = num_started / self._demand.num_live
+        else:
+            self._counts |= _span_metrics(taken, self._demand.step) | {
+                "rollout/in_flight": float(len(state.started)),
+                "rollout/ready": float(len(state.waiting)),
+                "rollout/drawn": float(state.drawn),
+                "rollout/used": float(state.used),
+                "rollout/given_up": float(state.given_up),
+            }
+        if algorithm.dynamic_sampling is not None:
+            num_passed = sum(passes_filter(group, algorithm) for group in collected)
+            self._counts["rollout/kept"] = num_passed / max(len(collected), 1)
+
+    def _position_metrics(self) -> dict[str, float]:
+        """Return epochs and curriculum metrics of the sources. In a mixture their names contain the source."""
+        positions, is_mixture = self.state.positions, bool(self._recipe.mixture)
+        epochs = self._mixture.epochs(positions)
+        metrics = {f"environment/{name}/epoch" if is_mixture else "data/epoch": value for name, value in epochs.items()}
+        for name, found in self._mixture.metrics(positions).items():
+            prefix = f"environment/{name}/" if is_mixture else ""
+            metrics |= {f"{prefix}curriculum/{key}": value for key, value in found.items()}
+        return metrics
+
+
+def _renumbered(groups: Sequence[Group]) -> list[Group]:
+    """Return the groups, numbered from 0."""
+    return [[replace(t, group=number) for t in group] for number, group in enumerate(groups)]
+
+
+def _span_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
+    """Return metrics of the weight versions within the trajectories of a step trained at `weight_version`."""
+    versions = [
+        np.concatenate([segment.weight_versions[segment.loss_mask] for segment in trajectory.segments])
+        for trajectory in flatten(groups)
+        if trajectory.num_sampled
+    ]
+    spans = [int(found.max() - found.min()) for found in versions]
+    return {
+        "partial/share": float(np.mean([span > 0 for span in spans])),
+        "partial/kept_tokens": float(sum((found < weight_version).sum() for found in versions)),
+        "staleness/span/mean": float(np.mean(spans)),
+        "staleness/span/max": float(max(spans)),
+    }

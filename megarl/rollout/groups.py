@@ -1,12 +1,11 @@
-"""Sampling of groups: several concurrent attempts at each of several problems."""
+"""Sampling of groups: several concurrent attempts at a problem."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field, replace
 from time import monotonic
-from typing import Any, Literal
+from typing import Literal
 
 from megarl.config.rollout import BudgetConfig
 from megarl.data.dialogue import Dialogue
@@ -17,7 +16,8 @@ from megarl.rewards.reward_process import Scored
 from megarl.rollout.accuracy import Answers
 from megarl.rollout.attempt import Budget, Score, Task, attempt
 from megarl.rollout.attempt_messages import History
-from megarl.rollout.pool import EnginePool, Generates, gather_unless_abandoned
+from megarl.rollout.engine_requests import Generates
+from megarl.rollout.pool import EnginePool, gather_unless_abandoned
 from megarl.types import Problem, SamplingSettings, Trajectory
 
 METRICS = {
@@ -27,88 +27,6 @@ METRICS = {
     ),
 }
 """Names, units and meanings, for `tracking.table`."""
-
-
-@dataclass(frozen=True, slots=True)
-class Draw:
-    """A problem to sample a group for, with its sampler and sampling parameters."""
-
-    sampler: GroupSampler
-    problem: Problem
-    sampling: SamplingSettings
-    seed: str
-
-
-async def sample_groups(
-    draws: Sequence[Draw],
-    samples_per_prompt: int,
-    on_sampled: Callable[[], Coroutine[Any, Any, None]] | None = None,
-) -> list[Trajectory]:
-    """Run `samples_per_prompt` attempts at each problem, all at once. Returns trajectories by problem, in order.
-
-    The samplers share one pool. `on_sampled` runs after the last completion, while the last rewards are computed.
-    Raises AbandonedError if the run must stop; by then all requests have left the engines.
-    """
-    if not draws:
-        return []
-    sampling = _Sampling(len(draws) * samples_per_prompt, on_sampled)
-    attempts = [
-        sampling.attempt(draw, draw.sampler.task(draw.problem, group, number, draw.seed, draw.sampling))
-        for group, draw in enumerate(draws)
-        for number in range(samples_per_prompt)
-    ]
-    sampler = draws[0].sampler
-    beside = [] if on_sampled is None else [sampling.follow()]
-    try:
-        found = await gather_unless_abandoned(sampler.pool, [*attempts, *beside], sampler.is_abandoned)
-        # An agent may end while a request of its own still runs in an engine.
-        await sampler.pool.drained()
-    finally:
-        # Even after an error: whoever handles it must find the engines in a definite state.
-        await sampling.followed()
-    return [trajectory for trajectory in found if trajectory is not None]
-
-
-class _Sampling:
-    """Counts attempts still sampling, and starts `then` after the last of them."""
-
-    def __init__(self, count: int, then: Callable[[], Coroutine[Any, Any, None]] | None) -> None:
-        self._left, self._then = count, then
-        self._is_over = asyncio.Event()
-        self._following: asyncio.Task[None] | None = None
-
-    async def attempt(self, draw: Draw, task: Task) -> Trajectory:
-        """Run an attempt. It stops sampling when its scoring begins, or when it ends unscored."""
-        is_over = False
-
-        def end() -> None:
-            nonlocal is_over
-            if not is_over:
-                is_over = True
-                self._end_one()
-
-        # Agents and failed attempts never score, so their end counts instead.
-        trajectory = await draw.sampler.attempt(task, draw.sampler.pool, end)
-        end()
-        return trajectory
-
-    async def follow(self) -> None:
-        """Wait until `then` has ended, raising its error at once. Cancelling this call does not interrupt `then`."""
-        await self._is_over.wait()
-        assert self._following is not None
-        await asyncio.shield(self._following)
-
-    async def followed(self) -> None:
-        """Wait for `then` if it has started. Raises its error."""
-        if self._following is not None:
-            await self._following
-
-    def _end_one(self) -> None:
-        self._left -= 1
-        # A task of its own, so cancelled attempts do not cancel it: `then` puts engines to sleep, a call to all ranks.
-        if not self._left and self._then is not None:
-            self._following = asyncio.create_task(self._then())
-            self._is_over.set()
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,8 +61,15 @@ class GroupSampler:
 
         Raises AbandonedError if the run must stop; by then all requests have left the engines.
         """
-        draws = [Draw(self, problem, sampling, seed) for problem in problems]
-        return await sample_groups(draws, samples_per_prompt)
+        attempts = [
+            self.attempt(self.task(problem, group, number, seed, sampling), self.pool)
+            for group, problem in enumerate(problems)
+            for number in range(samples_per_prompt)
+        ]
+        found = await gather_unless_abandoned(self.pool, attempts, self.is_abandoned)
+        # An agent may end while a request of its own still runs in an engine.
+        await self.pool.drained()
+        return found
 
     def task(
         self, problem: Problem, group: int, number: int, seed: str, sampling: SamplingSettings, *, prefix: str = ""
@@ -165,29 +90,31 @@ class GroupSampler:
             before_score()
             return await self.score(sample)
 
-        room = self.max_prompt_tokens + task.sampling.max_new_tokens
-        budget = Budget(room, self.max_turns, self.truncated_turn, **self.budget.model_dump())
+        context_tokens = self.max_prompt_tokens + task.sampling.max_new_tokens
+        budget = Budget(context_tokens, self.max_turns, self.truncated_turn, **self.budget.model_dump())
         if self.agent is not None:
             trajectory = await self.agent(task, budget, pool)
         elif self.environment_pool is None:
             assert self.make_environment is not None
-            trajectory = await self._played(task, budget, pool, self.make_environment, score)
+            trajectory = await self._attempt_in_environment(task, budget, pool, self.make_environment, score)
         else:
             began = monotonic()
             async with self.environment_pool.seat() as seat:
                 # Waiting for a free process is part of the environment's time.
                 waited = monotonic() - began
-                trajectory = await self._played(task, budget, pool, seat.environment, score, is_followed=True)
+                trajectory = await self._attempt_in_environment(
+                    task, budget, pool, seat.environment, score, is_followed=True
+                )
                 killed = {"process_killed": float(seat.num_killed)}
             trajectory = replace(
                 trajectory,
                 metrics={**trajectory.metrics, **killed},
                 environment_seconds=trajectory.environment_seconds + waited,
             )
-        self._tell(trajectory)
+        self._report(trajectory)
         return self.answers.settle(trajectory)
 
-    async def _played(
+    async def _attempt_in_environment(
         self,
         task: Task,
         budget: Budget,
@@ -202,7 +129,7 @@ class GroupSampler:
             task, make_environment, pool, budget, self.dialogue, score, self.history, is_followed=is_followed
         )
 
-    def _tell(self, trajectory: Trajectory) -> None:
+    def _report(self, trajectory: Trajectory) -> None:
         """Report the failure of an attempt, if it has one."""
         if trajectory.ended != "error" or trajectory.failure is None:
             return

@@ -6,14 +6,12 @@ import asyncio
 import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
-from megarl.cluster.stacks import engine_named
 from megarl.config.parallel import ParallelConfig
-from megarl.rewards.http_rewards import COUNTED_FOR
-from megarl.rollout.parts import joined, num_kept, rest_of
-from megarl.rollout.stragglers import Pace, SlowReplicas
+from megarl.rollout.engine_requests import PendingRequest, Queue, Replica, num_sampled, remainder
+from megarl.rollout.stragglers import Pace, StragglerDetector
 from megarl.types import Completion, PeerLostError, Request
 
 METRICS = {
@@ -46,8 +44,6 @@ BUDGET_SECONDS = 1.0
 _MARGIN = 2
 """Requests by which a replica may exceed the least loaded one and still get its trajectories' next requests."""
 Result = TypeVar("Result")
-Queue = OrderedDict[str, Request]
-"""Requests by id, first in first out. Any of thousands can be removed early in constant time."""
 
 
 class AbandonedError(Exception):
@@ -64,64 +60,6 @@ class Asks(Protocol):
         ...
 
 
-class Generates(Protocol):
-    """Source of completions for one attempt. `EnginePool` implements it; wrappers add timing or recording."""
-
-    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
-        """Sample one completion; see `EnginePool.generate`."""
-        ...
-
-    def forget(self, affinity: str) -> None:
-        """Drop the affinity of a finished trajectory; see `EnginePool.forget`."""
-        ...
-
-    @property
-    def seconds_held(self) -> float:
-        """Total seconds for which the pool has been paused so far."""
-        ...
-
-
-@dataclass(slots=True, eq=False)
-class _Pending:
-    """A request with a waiting caller: its future, and the parts sampled before earlier pauses."""
-
-    request: Request
-    future: asyncio.Future[tuple[Completion, _Replica | None]]
-    parts: list[Completion]
-    purpose: str = field(default_factory=COUNTED_FOR.get)
-    """Purpose to count its tokens under: `training` or `evaluation`."""
-
-    def finish(self, last: Completion, replica: _Replica | None) -> None:
-        """Complete the future with all parts joined to `last`."""
-        self.future.set_result((joined([*self.parts, last]) if self.parts else last, replica))
-
-
-class _Replica:
-    """State of an engine replica: running requests, waiting requests, and its pump task."""
-
-    def __init__(self, ranks: Sequence[int]) -> None:
-        self.ranks = ranks
-        self.running: dict[str, None] = {}
-        """Ids of this replica's running requests, in the order of admission. The values are unused."""
-        self.waiting: Queue = OrderedDict()
-        self.aborts: list[str] = []
-        self.is_lost = False
-        self.pump: asyncio.Task[None] | None = None
-        self.pace = Pace()
-
-    @property
-    def name(self) -> str:
-        return engine_named(self.ranks)
-
-    @property
-    def load(self) -> int:
-        return len(self.running) + len(self.waiting)
-
-    @property
-    def is_pumped(self) -> bool:
-        return self.pump is not None and not self.pump.done()
-
-
 class EnginePool:
     """Engine replicas shared by many coroutines, with one independent pump task per replica.
 
@@ -134,8 +72,8 @@ class EnginePool:
     All requests, later ones too, raise the error of a failed pump. Losing a replica while others live is not a failure:
     its requests move to the others, with the tokens retained so far.
 
-    A paused pool (`hold`) runs no request. Running ones are aborted and their tokens retained here; after `release`
-    they continue as new requests. With `hold(parks=False)` they stay in their engines instead. Callers of `generate`
+    A paused pool (`pause`) runs no request. Running ones are aborted and their tokens retained here; after `resume`
+    they continue as new requests. With `pause(aborts=False)` they stay in their engines instead. Callers of `generate`
     notice neither.
     """
 
@@ -146,25 +84,25 @@ class EnginePool:
         *,
         max_running: int,
         budget_seconds: float = BUDGET_SECONDS,
-        slow: SlowReplicas | None = None,
+        stragglers: StragglerDetector | None = None,
     ) -> None:
-        """Create a pool over the layout's replicas. `slow` detects straggling replicas; None: off."""
-        self._ranks, self._slow = ranks, slow
+        """Create a pool over the layout's replicas. `stragglers` detects straggling ones; None: off."""
+        self._ranks, self._stragglers = ranks, stragglers
         self._max_running = max_running
         self._budget_seconds = budget_seconds
         tp = layout.rollout_tp
-        self._replicas = [_Replica(range(leader, leader + tp)) for leader in layout.leaders()]
+        self._replicas = [Replica(range(leader, leader + tp)) for leader in layout.leaders()]
         self._num_lost = 0
         self._waiting: Queue = OrderedDict()
-        self._pending: dict[str, _Pending] = {}
-        self._homes: dict[str, _Replica] = {}
+        self._pending: dict[str, PendingRequest] = {}
+        self._homes: dict[str, Replica] = {}
         self._open: set[str] = set()
         """Affinities, and ids of requests without one, after whose completion another request may follow."""
         self._failure: Exception | None = None
-        self._is_held = False
+        self._is_paused = False
         self._advanced = asyncio.Event()
-        self._held_at = self._measured_at = time.monotonic()
-        self._seconds_held = self._held_before = self._seconds_waited = 0.0
+        self._paused_at = self._measured_at = time.monotonic()
+        self._seconds_paused = self._paused_before = self._seconds_waited = 0.0
         self._num_prompt_tokens = self._num_cached = 0
         self._num_sampled: Counter[str] = Counter()
         """Sampled tokens by purpose of their requests."""
@@ -194,9 +132,9 @@ class EnginePool:
             raise ValueError(f"request {request.request_id} is running already")
         opened = request.request_id if affinity is None else affinity
         (self._open.discard if is_last else self._open.add)(opened)
-        future: asyncio.Future[tuple[Completion, _Replica | None]] = asyncio.get_running_loop().create_future()
-        self._pending[request.request_id] = pending = _Pending(request, future, [] if parts is None else parts)
-        self._file(pending, self._queue_for(affinity))
+        future: asyncio.Future[tuple[Completion, Replica | None]] = asyncio.get_running_loop().create_future()
+        self._pending[request.request_id] = pending = PendingRequest(request, future, [] if parts is None else parts)
+        self._enqueue(pending, self._queue_for(affinity))
         self._start_pumps()
         try:
             completion, replica = await future
@@ -216,18 +154,18 @@ class EnginePool:
         self._homes.pop(affinity, None)
         self._open.discard(affinity)
 
-    async def hold(self, *, parks: bool = True) -> None:
+    async def pause(self, *, aborts: bool = True) -> None:
         """Pause the pool: stop every pump between two engine steps, and abort all running requests.
 
-        Aborted requests retain their tokens. With `parks` False running requests stay in their engines instead. New
-        requests wait until `release`. Raises the error of a failed rank.
+        Aborted requests retain their tokens. With `aborts` False running requests stay in their engines instead. New
+        requests wait until `resume`. Raises the error of a failed rank.
         """
-        if not self._is_held:
-            self._is_held, self._held_at = True, time.monotonic()
+        if not self._is_paused:
+            self._is_paused, self._paused_at = True, time.monotonic()
         while pumps := [replica.pump for replica in self._replicas if replica.pump and replica.is_pumped]:
             await asyncio.wait(pumps)
-        come_to_rest = self._park if parks else self._count_resting
-        await asyncio.gather(*(come_to_rest(replica) for replica in self._replicas if replica.running))
+        stop_sampling = self._abort_running if aborts else self._count_unfinished
+        await asyncio.gather(*(stop_sampling(replica) for replica in self._replicas if replica.running))
         # Weights may change during the pause, and cached keys and values with them. Replicas may be lost too.
         # So affinities are void, and replica queues merge into the common queue.
         self._homes.clear()
@@ -238,26 +176,26 @@ class EnginePool:
                 self._waiting[name] = request
                 self._waiting.move_to_end(name, last=False)
 
-    def release(self) -> None:
-        """Resume all requests waiting since `hold`."""
-        self._count_hold()
-        self._is_held = False
+    def resume(self) -> None:
+        """Resume all requests waiting since `pause`."""
+        self._count_pause()
+        self._is_paused = False
         self._start_pumps()
 
-    def _count_hold(self) -> None:
+    def _count_pause(self) -> None:
         """Add the length of the current pause, up to now, to the totals."""
-        if self._is_held:
+        if self._is_paused:
             now = time.monotonic()
-            seconds, self._held_at = now - self._held_at, now
-            self._seconds_held += seconds
+            seconds, self._paused_at = now - self._paused_at, now
+            self._seconds_paused += seconds
             self._seconds_waited += seconds if self._pending else 0.0
 
     @property
-    def is_held(self) -> bool:
-        """Whether the pool is paused: True from a `hold` to the next `release`."""
-        return self._is_held
+    def is_paused(self) -> bool:
+        """Whether the pool is paused: True from a `pause` to the next `resume`."""
+        return self._is_paused
 
-    def settle(self, leaders: Collection[int]) -> None:
+    def set_live_replicas(self, leaders: Collection[int]) -> None:
         """Use exactly the replicas with these first ranks; call it while the pool is paused.
 
         A lost replica may return this way. Requests still in the engine of an excluded replica move to the included
@@ -265,11 +203,11 @@ class EnginePool:
         """
         for replica in self._replicas:
             is_lost = replica.ranks[0] not in leaders
-            if self._slow is not None and is_lost != replica.is_lost:
-                self._slow.forget(replica.name)
+            if self._stragglers is not None and is_lost != replica.is_lost:
+                self._stragglers.forget(replica.name)
             replica.is_lost = is_lost
             if is_lost:
-                self._file_again(replica)
+                self._requeue(replica)
 
     def take_lost(self) -> int:
         """Return how many requests lost their replica since the last call."""
@@ -277,13 +215,13 @@ class EnginePool:
         return taken
 
     @property
-    def _live(self) -> list[_Replica]:
+    def _live(self) -> list[Replica]:
         return [replica for replica in self._replicas if not replica.is_lost]
 
     @property
-    def seconds_held(self) -> float:
+    def seconds_paused(self) -> float:
         """Total seconds for which the pool has been paused. Time limits of attempts exclude this time."""
-        return self._seconds_held + (time.monotonic() - self._held_at if self._is_held else 0.0)
+        return self._seconds_paused + (time.monotonic() - self._paused_at if self._is_paused else 0.0)
 
     async def drained(self) -> None:
         """Wait until all cancelled and finished requests have left the engines."""
@@ -295,9 +233,9 @@ class EnginePool:
 
         An engine's prefix cache holds the prompts of a group's later samples, and the earlier turns of an attempt.
         """
-        self._count_hold()
+        self._count_pause()
         now = time.monotonic()
-        open_seconds = now - self._measured_at - (self._seconds_held - self._held_before)
+        open_seconds = now - self._measured_at - (self._seconds_paused - self._paused_before)
         seconds = open_seconds * len(self._live)
         busy_seconds = sum(replica.pace.seconds for replica in self._replicas)
         found = {
@@ -310,9 +248,9 @@ class EnginePool:
         }
         self._num_prompt_tokens = self._num_cached = 0
         self._num_sampled.clear()
-        self._measured_at, self._held_before, self._seconds_waited = now, self._seconds_held, 0.0
-        if self._slow is not None and len(self._replicas) > 1:
-            found |= self._slow.of_step({replica.name: replica.pace for replica in self._live})
+        self._measured_at, self._paused_before, self._seconds_waited = now, self._seconds_paused, 0.0
+        if self._stragglers is not None and len(self._replicas) > 1:
+            found |= self._stragglers.metrics({replica.name: replica.pace for replica in self._live})
         for replica in self._replicas:
             replica.pace = Pace()
         return found
@@ -320,39 +258,39 @@ class EnginePool:
     def evaluation_metrics(self) -> dict[str, float]:
         """Return the token counts of an evaluation that just ended, and reset `metrics`."""
         found = {"rollout/evaluation_tokens": float(self._num_sampled["evaluation"])}
-        if beside := self.metrics()["rollout/sampled_tokens"]:
-            found["rollout/beside_evaluation_tokens"] = beside
+        if training_tokens := self.metrics()["rollout/sampled_tokens"]:
+            found["rollout/beside_evaluation_tokens"] = training_tokens
         return found
 
-    async def _park(self, replica: _Replica) -> None:
+    async def _abort_running(self, replica: Replica) -> None:
         """Abort a replica's running requests, and queue their remainders before all others."""
         running = tuple(replica.running)
         replica.running.clear()
         replica.aborts.clear()
         try:
-            parked = {part.request_id: part for part in await self._ask(replica, (), running, 0.0)}
+            aborted = {part.request_id: part for part in await self._ask(replica, (), running, 0.0)}
         except PeerLostError as error:
-            # `_cut_off` requeues the ids in `running`, which this method has already cleared.
+            # `_drop_replica` requeues the ids in `running`, which this method has already cleared.
             replica.running = dict.fromkeys(running)
-            self._cut_off(replica, error)
+            self._drop_replica(replica, error)
             if self._failure is not None:
                 raise
             return
-        replica.pace.num_tokens += self._count(parked.values())
+        replica.pace.num_tokens += self._count(aborted.values())
         for name in reversed(running):
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
                 # A request aborted in the engine's queue has no tokens: it adds no part.
-                if len(parked[name].token_ids):
-                    pending.parts.append(parked[name])
-                self._file(pending, self._waiting, last=False)
+                if len(aborted[name].token_ids):
+                    pending.parts.append(aborted[name])
+                self._enqueue(pending, self._waiting, last=False)
 
-    async def _count_resting(self, replica: _Replica) -> None:
+    async def _count_unfinished(self, replica: Replica) -> None:
         """Count tokens sampled by requests staying in an engine: they may complete in a later step."""
         try:
             found, *_ = await self._ranks.ask(replica.ranks, "sampled_so_far", [None] * len(replica.ranks))
         except PeerLostError as error:
-            self._cut_off(replica, error)
+            self._drop_replica(replica, error)
             if self._failure is not None:
                 raise
             return
@@ -360,13 +298,13 @@ class EnginePool:
         # A completion reports all of its tokens; `_count_new` subtracts the ones counted here.
         self._num_counted |= found
 
-    def _file(self, pending: _Pending, queue: Queue, *, last: bool = True) -> None:
+    def _enqueue(self, pending: PendingRequest, queue: Queue, *, last: bool = True) -> None:
         """Queue the remainder of a request. If its token limit is already reached, complete it from its parts."""
         name = pending.request.request_id
-        if num_kept(pending.parts) >= pending.request.sampling.max_new_tokens:
+        if num_sampled(pending.parts) >= pending.request.sampling.max_new_tokens:
             pending.finish(replace(pending.parts.pop(), finish_reason="length"), None)
             return
-        queue[name] = rest_of(pending.request, pending.parts)
+        queue[name] = remainder(pending.request, pending.parts)
         queue.move_to_end(name, last=last)
 
     def _queue_for(self, affinity: str | None) -> Queue:
@@ -387,16 +325,16 @@ class EnginePool:
             self._start_pumps()
 
     def _start_pumps(self) -> None:
-        if self._is_held:
+        if self._is_paused:
             return
         for replica in self._live:
             if not replica.is_pumped:
                 replica.pump = asyncio.create_task(self._pump(replica))
 
-    async def _pump(self, replica: _Replica) -> None:
+    async def _pump(self, replica: Replica) -> None:
         """Step one engine until it has no requests or the pool is paused."""
         try:
-            while not self._is_held:
+            while not self._is_paused:
                 new = self._admitted(replica)
                 if not replica.running:
                     return
@@ -404,13 +342,13 @@ class EnginePool:
                 # Yield once: coroutines resumed by these completions can queue their next request before admission.
                 await asyncio.sleep(0)
         except PeerLostError as error:
-            self._cut_off(replica, error)
+            self._drop_replica(replica, error)
         except Exception as error:
             self.fail(error)
         finally:
-            self._tell_advance()
+            self._notify_advance()
 
-    def _admitted(self, replica: _Replica) -> tuple[Request, ...]:
+    def _admitted(self, replica: Replica) -> tuple[Request, ...]:
         """Dequeue as many requests as a replica may start: its own queue first, then its share of the common one."""
         unfinished = len(self._waiting) + sum(r.load for r in self._replicas)
         # Round up. No replica takes more than its even share of the common queue: one with a free engine would
@@ -423,7 +361,7 @@ class EnginePool:
         replica.running |= dict.fromkeys(request.request_id for request in new)
         return tuple(new)
 
-    async def _advance(self, replica: _Replica, new: tuple[Request, ...]) -> None:
+    async def _advance(self, replica: Replica, new: tuple[Request, ...]) -> None:
         self._num_prompt_tokens += sum(len(request.prompt_token_ids) for request in new)
         # A request may have finished between its cancellation and this call; the engine does not know its id then.
         aborts = tuple(name for name in replica.aborts if name in replica.running)
@@ -439,10 +377,10 @@ class EnginePool:
             pending = self._pending.get(completion.request_id)
             if pending is not None and not pending.future.done():
                 pending.finish(completion, replica)
-        self._tell_advance()
+        self._notify_advance()
 
     async def _ask(
-        self, replica: _Replica, new: tuple[Request, ...], aborts: tuple[str, ...], budget_seconds: float
+        self, replica: Replica, new: tuple[Request, ...], aborts: tuple[str, ...], budget_seconds: float
     ) -> list[Completion]:
         """Send new requests and aborts to a replica's leader, let it sample, and return its finished completions."""
         work: tuple[tuple[Request, ...], tuple[str, ...]] = (new, aborts)
@@ -458,7 +396,7 @@ class EnginePool:
         )
         return completions
 
-    def _leave_after(self, replica: _Replica) -> int | None:
+    def _leave_after(self, replica: Replica) -> int | None:
         """Return after how many completions the engine must return to the driver; None: no early return.
 
         Each exchange costs both sides as much as some sampled tokens.
@@ -478,23 +416,23 @@ class EnginePool:
         self._num_sampled["training" if pending is None else pending.purpose] += num_new
         return num_new
 
-    def _tell_advance(self) -> None:
+    def _notify_advance(self) -> None:
         """Wake all waiters for a change in the set of running requests."""
         # Waiters keep the old event. A new one makes the next wait block again.
         self._advanced.set()
         self._advanced = asyncio.Event()
 
-    def _cut_off(self, replica: _Replica, error: Exception) -> None:
+    def _drop_replica(self, replica: Replica, error: Exception) -> None:
         """Mark a replica as lost and requeue its requests first. Without another live replica all requests fail."""
         replica.is_lost = True
         if not self._live:
             self.fail(error)
             return
-        self._file_again(replica)
+        self._requeue(replica)
         self._homes = {affinity: home for affinity, home in self._homes.items() if home is not replica}
         self._start_pumps()
 
-    def _file_again(self, replica: _Replica) -> None:
+    def _requeue(self, replica: Replica) -> None:
         """Requeue a lost replica's requests before all others, with the tokens retained so far."""
         names = [*replica.running, *replica.waiting]
         replica.running.clear()
@@ -506,7 +444,7 @@ class EnginePool:
             pending = self._pending.get(name)
             if pending is not None and not pending.future.done():
                 self._num_lost += 1
-                self._file(pending, self._waiting, last=False)
+                self._enqueue(pending, self._waiting, last=False)
 
     def fail(self, error: Exception) -> None:
         """Fail all requests, later ones too, with this error. The first error wins."""

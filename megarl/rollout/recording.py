@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.rollout.parts import num_kept
+from megarl.rollout.engine_requests import num_sampled
 from megarl.rollout.pool import EnginePool
-from megarl.types import Completion, ExpertsHandle, Problem, Request, Trajectory
+from megarl.types import Archive, Completion, ExpertsHandle, FindProblem, Problem, Request, Trajectory
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -27,10 +28,22 @@ class RecordedCall:
     parts: list[Completion] = field(default_factory=list)
     is_done: bool = False
 
+    def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
+        """Return its JSON values, and add its arrays to the archive under names beginning with `prefix`."""
+        archive.arrays[f"{prefix}prompt"] = self.prompt_token_ids
+        parts = [part.to_json(archive, f"{prefix}{place}.") for place, part in enumerate(self.parts)]
+        return {"parts": parts, "is_done": self.is_done}
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], archive: Archive, prefix: str) -> RecordedCall:
+        """Return the call written by `to_json`."""
+        parts = [Completion.from_json(part, archive, f"{prefix}{place}.") for place, part in enumerate(values["parts"])]
+        return cls(archive.arrays[f"{prefix}prompt"], parts, values["is_done"])
+
 
 @dataclass(slots=True, eq=False)
 class StartedGroup:
-    """A group in flight: the number of its prompt in the order of drawing, finished attempts, and recorded calls.
+    """A group in flight: its number (`draw`), finished attempts, and recorded calls.
 
     `finished` holds ended trajectories by their number in the group. `calls` holds the model calls of the other
     attempts, by the same number, in the order of their start.
@@ -50,14 +63,14 @@ class StartedGroup:
 
     def oldest_version(self, weight_version: int) -> int:
         """Return the weight version of its oldest token, or `weight_version` (the engines') if it has no token."""
-        of_finished = [trajectory.oldest_version for trajectory in self.finished.values() if trajectory.num_sampled]
-        of_parts = [int(part.weight_versions.min()) for part in self._parts if len(part.weight_versions)]
-        return min([weight_version, *of_finished, *of_parts])
+        finished = [trajectory.oldest_version for trajectory in self.finished.values() if trajectory.num_sampled]
+        unfinished = [int(part.weight_versions.min()) for part in self._parts if len(part.weight_versions)]
+        return min([weight_version, *finished, *unfinished])
 
     @property
-    def num_kept(self) -> int:
-        """Number of tokens retained for unfinished attempts."""
-        return num_kept(self._parts)
+    def num_sampled(self) -> int:
+        """Number of tokens sampled for unfinished attempts."""
+        return num_sampled(self._parts)
 
     @property
     def experts(self) -> list[ExpertsHandle]:
@@ -69,6 +82,34 @@ class StartedGroup:
     def _parts(self) -> list[Completion]:
         return [part for calls in self.calls.values() for call in calls for part in call.parts]
 
+    def to_json(self, archive: Archive) -> dict[str, Any]:
+        """Return its JSON values, and add its arrays and times to the archive."""
+        prefix = f"started.{self.draw}."
+        recorded = [(number, call) for number, calls in self.calls.items() for call in calls]
+        return {
+            "draw": self.draw,
+            "problem": self.problem.index,
+            "source": self.problem.source,
+            "temperature": self.temperature,
+            "finished": [t.to_json(archive, f"{prefix}{number}.") for number, t in self.finished.items()],
+            "calls": [
+                {"number": number} | call.to_json(archive, f"{prefix}call{place}.")
+                for place, (number, call) in enumerate(recorded)
+            ],
+        }
+
+    @classmethod
+    def from_json(cls, values: Mapping[str, Any], archive: Archive, find_problem: FindProblem) -> StartedGroup:
+        """Return the group written by `to_json`. `find_problem` looks up its problem."""
+        group = cls(values["draw"], find_problem(values["source"], values["problem"]), values["temperature"])
+        prefix = f"started.{group.draw}."
+        for one in values["finished"]:
+            group.finish(Trajectory.from_json(one, archive, f"{prefix}{one['number']}.", find_problem))
+        for place, call in enumerate(values["calls"]):
+            recorded = RecordedCall.from_json(call, archive, f"{prefix}call{place}.")
+            group.calls.setdefault(call["number"], []).append(recorded)
+        return group
+
 
 class RecordedPool:
     """The engines for one attempt, with a record: completions are added to `calls`, and recorded ones are replayed.
@@ -77,27 +118,27 @@ class RecordedPool:
     completions, each once. So a deterministic environment or agent (a function of problem, seed and turns) reaches its
     earlier state without sampling. At the first different prompt the remaining records are discarded, and sampling
     starts there (`is_restarted`).
+
+    `is_followed` says another group waits for the slot of a finished one. Then no completion counts as the last.
     """
 
-    def __init__(self, pool: EnginePool, calls: list[RecordedCall]) -> None:
-        self._pool, self._calls = pool, calls
+    def __init__(self, pool: EnginePool, calls: list[RecordedCall], *, is_followed: bool = True) -> None:
+        self._pool, self._calls, self._is_followed = pool, calls, is_followed
         self._to_repeat = list(calls)
         self._is_closed = False
         self.is_restarted = False
 
     @property
-    def seconds_held(self) -> float:
-        """Total seconds for which the engine pool was paused; see `EnginePool.seconds_held`."""
-        return self._pool.seconds_held
+    def seconds_paused(self) -> float:
+        """Total seconds for which the engine pool was paused; see `EnginePool.seconds_paused`."""
+        return self._pool.seconds_paused
 
     def close(self) -> None:
         """Stop further sampling. An attempt ignoring its cancellation ends at its next request."""
         self._is_closed = True
 
     async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
-        """Differs from `EnginePool.generate`: no completion counts as the last, because another group waits for the
-        slot.
-        """
+        """Sample one completion, or return the recorded one; see `EnginePool.generate`."""
         if self._is_closed:
             raise asyncio.CancelledError
         call = self._recorded(request.prompt_token_ids)
@@ -105,7 +146,8 @@ class RecordedPool:
             call = RecordedCall(request.prompt_token_ids)
             self._calls.append(call)
         if not call.is_done:
-            completion = await self._pool.generate(request, affinity=affinity, parts=call.parts)
+            is_last = is_last and not self._is_followed
+            completion = await self._pool.generate(request, affinity=affinity, is_last=is_last, parts=call.parts)
             # In place: `StartedGroup.calls` and the pool hold this very list. `completion` already includes all parts.
             call.parts[:] = [completion]
             call.is_done = True

@@ -10,9 +10,8 @@ import torch
 from numpy.typing import NDArray
 
 from megarl.algorithms.reduction import token_weights
-from megarl.config import Recipe
+from megarl.config import AlgorithmConfig, Recipe
 from megarl.data.token_batch import TokenBatch, borders, concatenate, join_sets
-from megarl.rollout.weights import assign_token_weights
 from megarl.types import Segment, Trajectory
 
 
@@ -165,6 +164,22 @@ class RLBatch(TokenBatch):
         for minibatch in minibatches:
             assign_token_weights(minibatch, algorithm)
         return minibatches
+
+
+def assign_token_weights(batch: TokenBatch, algorithm: AlgorithmConfig, constant_length: int | None = None) -> None:
+    """Set a minibatch's `token_weights` [tokens]: the factor of each token's loss in the minibatch's total loss.
+
+    All segments of a sample count together, as one sequence of `algorithms.reduction.token_weights`.
+    """
+    # For the whole minibatch at once, so the loss does not depend on its split into ranks and microbatches.
+    weights = token_weights(
+        torch.from_numpy(batch.cu_samples),
+        torch.from_numpy(batch.loss_mask),
+        algorithm.aggregation,
+        constant_length=constant_length,
+        count_masked_sequences=algorithm.count_masked_sequences,
+    )
+    batch.per_token["token_weights"] = weights.numpy()
 
 
 def parts(samples: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:

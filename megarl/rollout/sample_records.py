@@ -1,14 +1,25 @@
-"""Records of samples and evaluation answers for people, with the prompts as shown to the policy."""
+"""Records of samples for people to read: with the prompts as shown to the policy, or token by token."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Awaitable, Callable, Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from megarl.types import Trajectory
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.data.token_batch import TokenBatch
+from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.state import flatten
+from megarl.types import Group, Trajectory
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
+
+MOST_TOKENS = 512
+"""Recorded tokens per sample. A longer sample keeps half of them from its beginning and half from its end."""
+_BYTES_OF_CHARACTER = 4
+"""Maximum bytes of a UTF-8 character, so also the maximum number of tokens in one character."""
 
 
 def with_rendered_prompts(
@@ -30,3 +41,126 @@ def with_rendered_prompts(
             # Control tokens are the point here: a wrong chat template shows in them.
             known[key] = str(tokenizer.decode(prompt.tolist(), skip_special_tokens=False))
         yield {**record, "rendered_prompt": known[key]}
+
+
+async def token_records(
+    groups: Sequence[Group],
+    batch: RLBatch,
+    tokenizer: Tokenizer,
+    forward: Callable[[TokenBatch], Awaitable[NDArray[np.float32]]],
+    *,
+    count: int,
+    weight_version: int,
+    starts_from_rollout: bool = False,
+) -> list[dict[str, Any]]:
+    """Return records of `count` trajectories before the update: half with the highest advantages, half with the lowest.
+
+    `batch` belongs to `groups` and has advantages. A record has the fields of `Trajectory.record` except the
+    completion. Its `columns` have one entry per token of the last segment, from the first sampled token on:
+
+    `text`; `advantage`; `rollout_logprob` and `trainer_logprob` in nats; `logprob_gap`, trainer minus engine, only for
+    tokens sampled by `weight_version`, the trainer's current weights; `weight_version`; `turn`. Entries are null for
+    tokens not sampled. `cut` is the number of tokens omitted in the middle.
+
+    `forward` computes the trainer's log-probs, float32 [tokens], unless the batch has them. With `starts_from_rollout`
+    the batch's old log-probs are the engine's.
+    """
+    trajectories = flatten(groups)
+    chosen = _extremes(batch, count)
+    if not len(chosen):
+        return []
+    places = batch.last_segments[chosen]
+    selected = batch.select(places)
+    is_known = "old_logprobs" in batch.per_token and not starts_from_rollout
+    found = selected.per_token["old_logprobs"] if is_known else await forward(selected)
+    trainer = np.split(found, selected.cu_seqlens[1:-1])
+    advantages = np.split(selected.per_token["advantages"], selected.cu_seqlens[1:-1])
+    records = []
+    for place, of_trainer, of_tokens in zip(chosen.tolist(), trainer, advantages, strict=True):
+        trajectory = trajectories[place]
+        segment = trajectory.segments[-1]
+        is_sampled = segment.weight_versions >= 0
+        first = int(is_sampled.argmax())
+        selected = np.arange(first, len(segment))
+        cut = max(0, len(selected) - MOST_TOKENS)
+        if cut:
+            selected = np.concatenate([selected[: MOST_TOKENS // 2], selected[-(MOST_TOKENS // 2) :]])
+        # Log-probs computed now belong to the current weights; older tokens had other ones.
+        is_of_now = is_known | (segment.weight_versions == weight_version)
+        columns = {
+            "text": selected_texts(tokenizer, segment.token_ids[first:], selected - first),
+            "advantage": _numbers(of_tokens, is_sampled, selected),
+            "rollout_logprob": _numbers(segment.rollout_logprobs, is_sampled, selected),
+            "trainer_logprob": _numbers(of_trainer, is_sampled & is_of_now, selected),
+            "logprob_gap": _numbers(of_trainer - segment.rollout_logprobs, is_sampled & is_of_now, selected),
+            "weight_version": _numbers(segment.weight_versions, is_sampled, selected),
+            "turn": _numbers(segment.turns, is_sampled, selected),
+        }
+        # The columns contain their text already.
+        record = {name: value for name, value in trajectory.record().items() if name not in ("completion", "turns")}
+        records.append({**record, "segments": len(trajectory.segments), "cut": cut, "columns": columns})
+    return records
+
+
+def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]:
+    """Return the text of each token [tokens]. For tokens sharing a character, the last has it; the others are empty."""
+    texts: list[str] = []
+    pending: list[int] = []
+    for number, token in enumerate(token_ids.tolist(), 1):
+        pending.append(token)
+        text = str(tokenizer.decode(pending, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+        # U+FFFD is the decoder's sign of an incomplete character. A token may also mean U+FFFD itself, so wait for at
+        # most 4.
+        is_part = text.endswith("\ufffd") and len(pending) < _BYTES_OF_CHARACTER and number < len(token_ids)
+        if not is_part:
+            # SentencePiece decoders drop the space before the first word of a text: restore it.
+            name = tokenizer.convert_ids_to_tokens(pending[0])
+            has_space = isinstance(name, str) and name.startswith("\u2581") and not text.startswith(" ")
+            pending = []
+            text = f" {text}" if has_space else text
+        texts.append("" if is_part else text)
+    return texts
+
+
+def selected_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64], selected: NDArray[np.int64]) -> list[str]:
+    """Return the texts of the tokens at the places `selected`, decoded together with neighbours sharing a character.
+
+    Only these are decoded: decoding a whole segment of 32k tokens takes seconds.
+    """
+    texts: list[str] = []
+    for run in np.split(selected, 1 + (np.diff(selected) > 1).nonzero()[0]):
+        begin, end = int(run[0]), int(run[-1]) + 1
+        earliest = max(0, begin - _BYTES_OF_CHARACTER + 1)
+        start = next((s for s in range(begin, earliest - 1, -1) if _begins_character(tokenizer, token_ids[s:])), begin)
+        found = token_texts(tokenizer, token_ids[start : end + _BYTES_OF_CHARACTER - 1])
+        texts += found[begin - start : end - start]
+    return texts
+
+
+def _begins_character(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> bool:
+    """Return whether the first of these tokens begins a character."""
+    start = token_ids[:_BYTES_OF_CHARACTER].tolist()
+    text = str(tokenizer.decode(start, skip_special_tokens=False, clean_up_tokenization_spaces=False))
+    return not text.startswith("\ufffd")
+
+
+def _extremes(batch: RLBatch, count: int) -> NDArray[np.int64]:
+    """Return the places of `count` samples: highest mean advantages first, then the lowest."""
+    sums = np.add.reduceat(np.where(batch.loss_mask, batch.per_token["advantages"], 0.0), batch.cu_samples[:-1])
+    # Per token, because a sum would prefer long trajectories.
+    means = sums / np.maximum(batch.num_sampled, 1)
+    order = np.argsort(-means, kind="stable")
+    order = order[batch.num_sampled[order] > 0]
+    count = min(count, len(order))
+    return np.concatenate([order[: count - count // 2], order[len(order) - count // 2 :]])
+
+
+def _numbers(
+    values: NDArray[Any], is_known: NDArray[np.bool_], selected: NDArray[np.int64]
+) -> list[float | int | None]:
+    """Return the values of the selected tokens with six significant digits; None where unknown or not finite."""
+    shown = is_known & np.isfinite(values)
+    return [
+        (value if isinstance(value, int) else float(f"{value:.6g}")) if known else None
+        for value, known in zip(values[selected].tolist(), shown[selected].tolist(), strict=True)
+    ]

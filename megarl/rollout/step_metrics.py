@@ -7,14 +7,16 @@ from dataclasses import replace
 from typing import get_args
 
 import numpy as np
+import torch
 
-from megarl.algorithms.importance import gap_metrics
-from megarl.config import Recipe
+from megarl.algorithms.importance import gap_metrics, gap_moments
+from megarl.config import Recipe, TrainConfig
 from megarl.data.formats import value_at
 from megarl.rewards.results import accuracy_metrics, by_source_name, function_metrics, source_metrics
-from megarl.rollout.state import Group, in_one
+from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.state import flatten
 from megarl.tracking.metrics import Mean, Metric, merge, values
-from megarl.types import Ended, Reward, Trajectory
+from megarl.types import Ended, Group, Reward, Trajectory
 
 METRICS = {
     "reward/mean": ("score", "reward of the step's samples, mean"),
@@ -69,6 +71,18 @@ METRICS = {
         "versions",
         "weight versions between a trajectory's oldest token and the weights it updates, the most",
     ),
+    "staleness/tokens/age_N": (
+        "share",
+        "trained tokens sampled by weights N versions before the step's; age_8 includes older ones",
+    ),
+    "logprob_gap/mean/age_N": (
+        "nats",
+        "distance of the trainer's log-probs before the update from the engine's at sampling, mean over tokens of an "
+        "age; at age 0 the mismatch of the two programs, at higher ages also the training since then",
+    ),
+    "logprob_gap/k3/age_N": ("nats", "k3 estimate of the divergence of the sampling weights from the step's"),
+    "importance/ratio/age_N": ("ratio", "the step's probability of a token over that at sampling, mean"),
+    "importance/ess/age_N": ("share", "effective sample size of these ratios, before a correction clips them"),
     "environment/SOURCE/share": ("share", "attempts of this source, in a mixture"),
     "environment/OWN": (
         "own",
@@ -77,6 +91,9 @@ METRICS = {
     ),
 }
 """Names, units and meanings, for `tracking.table`."""
+
+OLDEST = 8
+"""Largest distance in weight versions reported by itself. Older tokens are counted at it."""
 
 
 def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
@@ -117,12 +134,12 @@ def step_metrics(
 
     If nothing was sampled, because enough groups were waiting, all metrics describe the groups trained on.
     """
-    kept = in_one(groups)
+    trained = flatten(groups)
     # Sampled trajectories include the ones filtered out, so a filter does not bias the metrics.
-    measured = sampled or kept
-    rewards = reward_metrics(measured, kept=kept if recipe.reward.model else None)
+    measured = sampled or trained
+    rewards = reward_metrics(measured, trained=trained if recipe.reward.model else None)
     rewards |= data_source_metrics(measured, recipe.reward.source_field)
-    found = rewards | rollout_metrics(measured) | staleness_metrics(kept, weight_version)
+    found = rewards | rollout_metrics(measured) | staleness_metrics(trained, weight_version)
     for source in recipe.sources if recipe.mixture else ():
         found |= environment_metrics(source.name, measured)
     return found
@@ -173,14 +190,14 @@ def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -
     return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
 
 
-def reward_metrics(trajectories: Sequence[Trajectory], kept: Sequence[Trajectory] | None = None) -> dict[str, float]:
+def reward_metrics(trajectories: Sequence[Trajectory], trained: Sequence[Trajectory] | None = None) -> dict[str, float]:
     """Return reward metrics of a step's completions, per reward function too (`rewards.scores.function_metrics`).
 
     Unscored attempts do not count in reward metrics. Metrics describe all attempts of the step (`trajectories`). An
-    exception is a reward model: it scores only the `kept` ones, so metrics of the total reward describe these.
+    exception is a reward model: it scores only the `trained` ones, so metrics of the total reward describe these.
     """
     judged = [t.reward for t in trajectories if t.reward is not None]
-    scored = [(t, t.reward) for t in (trajectories if kept is None else kept) if t.reward is not None]
+    scored = [(t, t.reward) for t in (trajectories if trained is None else trained) if t.reward is not None]
     scores = np.array([reward.score for _, reward in scored])
     lengths = np.array([t.num_sampled for t in trajectories])
     groups = np.array([t.group for t, _ in scored])
@@ -259,3 +276,67 @@ def _first_prompt_tokens(trajectory: Trajectory) -> int:
     """Return the number of tokens before the first sampled one, or of the problem's prompt if none was sampled."""
     sampled = next((segment.loss_mask for segment in trajectory.segments if segment.loss_mask.any()), None)
     return len(trajectory.problem.prompt_token_ids) if sampled is None else int(sampled.argmax())
+
+
+def metrics_by_version(batch: RLBatch, weight_version: int, *, is_trainers: bool = True) -> dict[str, float]:
+    """Return METRICS of the trained tokens, before the update of the weights with this version.
+
+    Only shares are returned if log-probs computed by the trainer are missing for some tokens. `is_trainers` says
+    whether `old_logprobs` come from the trainer. Call this before stale log-probs are set to NaN.
+    """
+    mask = batch.loss_mask
+    if not mask.any():
+        return {}
+    distances = np.minimum(weight_version - batch.weight_versions[mask], OLDEST)
+    found = {f"staleness/tokens/age_{one}": float((distances == one).mean()) for one in np.unique(distances)}
+    old, rollout = batch.per_token.get("old_logprobs"), batch.per_token["rollout_logprobs"]
+    if not is_trainers or old is None or np.isnan(old[mask]).any() or np.isnan(rollout[mask]).any():
+        return found
+    # float64, because k3 and the ratios are exponentials of small differences.
+    moments = gap_moments(torch.from_numpy(old[mask]).double(), torch.from_numpy(rollout[mask]).double())
+    for one in np.unique(distances):
+        is_at_distance = torch.from_numpy(distances == one)
+        gap = gap_metrics({name: float(values[is_at_distance].mean()) for name, values in moments.items()})
+        found |= {f"logprob_gap/{name}/age_{one}": gap[name] for name in ("mean", "k3")}
+        found[f"importance/ess/age_{one}"] = gap["ess"]
+        found[f"importance/ratio/age_{one}"] = float(moments["ratio"][is_at_distance].mean())
+    return found
+
+
+def known_gap(batch: RLBatch) -> float | None:
+    """Return the mean distance, in nats, of the trainer's old log-probs from the engine's over trained tokens.
+
+    None if it is unknown before the update, because some of the trainer's log-probs are still missing.
+    """
+    old_logprobs = batch.per_token.get("old_logprobs")
+    if old_logprobs is None:
+        return None
+    # float64: a batch has millions of tokens, and float32 sums lose the small differences.
+    gaps = np.abs(old_logprobs - batch.per_token["rollout_logprobs"])[batch.loss_mask].astype(np.float64)
+    return None if not len(gaps) or np.isnan(gaps).any() else float(gaps.mean())
+
+
+def gap_metrics_before(batch: RLBatch, train: TrainConfig) -> dict[str, float]:
+    """Return `train/gap_exceeded` = 1 and `logprob_gap/mean` if the mismatch is known to be too large before any
+    update.
+    """
+    if train.max_logprob_gap is None:
+        return {}
+    gap = known_gap(batch)
+    if gap is None or gap <= train.max_logprob_gap:
+        return {}
+    return {"train/gap_exceeded": 1.0, "logprob_gap/mean": gap}
+
+
+def is_gap_exceeded(metrics: Mapping[str, Metric]) -> bool:
+    """Return whether an update was skipped because of the mismatch."""
+    return "train/gap_exceeded" in metrics and metrics["train/gap_exceeded"].number > 0
+
+
+def gap_exceeded_message(train: TrainConfig, step: int, gap: float) -> str:
+    """Return the error message for a step with too large a mismatch."""
+    return (
+        f"train.max_logprob_gap = {train.max_logprob_gap:g}: the trainer's log-probs of step {step} were {gap:.3g} "
+        "nats from the engine's on average, so updates were skipped. Look for the cause in rollout.vllm, model.dtype "
+        "and logprob_gap/ of earlier steps; or raise the limit"
+    )

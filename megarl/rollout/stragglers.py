@@ -18,13 +18,13 @@ METRICS = {
 
 WINDOW = 5
 """Maximum number of steps to judge a replica by."""
-FEWEST = 3
+MIN_STEPS = 3
 """Minimum number of steps before a judgement. A replica's first step is not counted, because it
 includes one-time work.
 """
-FEWEST_SECONDS = 10.0
+MIN_SECONDS = 10.0
 """Minimum seconds of sampling to judge a replica by."""
-SHARE = 0.5
+SLOW_SHARE = 0.5
 """A replica below this share of the other replicas' median is slow."""
 
 
@@ -48,29 +48,29 @@ class Pace:
         return self.num_tokens / max(self.seconds, 1e-9)
 
     @property
-    def rate_of_request(self) -> float:
+    def request_rate(self) -> float:
         """Tokens per second of one running request."""
         return self.num_tokens / max(self.request_seconds, 1e-9)
 
 
-class SlowReplicas:
+class StragglerDetector:
     """Finds slow replicas after each step, by name. Each is reported once, with its numbers.
 
     Load alone explains one slow rate: with few requests, a replica samples few tokens per second; with many, few per
     request. A replica counts as slow only if both rates are low.
     """
 
-    def __init__(self, tell: Callable[[str], object], fewest_seconds: float = FEWEST_SECONDS) -> None:
-        self._tell, self._fewest_seconds = tell, fewest_seconds
+    def __init__(self, notify: Callable[[str], object], min_seconds: float = MIN_SECONDS) -> None:
+        self._notify, self._min_seconds = notify, min_seconds
         self._paces: dict[str, deque[Pace]] = {}
-        self._told: set[str] = set()
+        self._reported: set[str] = set()
 
     def forget(self, name: str) -> None:
         """Forget a lost replica. A replica returning under its name is judged anew."""
         self._paces.pop(name, None)
-        self._told.discard(name)
+        self._reported.discard(name)
 
-    def of_step(self, paces: Mapping[str, Pace]) -> dict[str, float]:
+    def metrics(self, paces: Mapping[str, Pace]) -> dict[str, float]:
         """Return METRICS of a step, from the paces of the live replicas."""
         for name, pace in paces.items():
             # The first step is dropped: it includes one-time work, such as kernel compilation.
@@ -79,31 +79,31 @@ class SlowReplicas:
             else:
                 self._paces[name].append(pace)
         whole = {name: total for name in paces if (total := self._over_window(name)) is not None}
-        slow = [name for name in whole if self._is_slow(name, whole)]
-        return {"rollout/slow_replicas": float(len(slow))}
+        stragglers = [name for name in whole if self._is_straggler(name, whole)]
+        return {"rollout/slow_replicas": float(len(stragglers))}
 
     def _over_window(self, name: str) -> Pace | None:
         """Return a replica's pace over the last steps; None if that is too little for a judgement."""
         total = Pace()
         for pace in self._paces[name]:
             total.add(pace)
-        is_enough = len(self._paces[name]) >= FEWEST and total.seconds >= self._fewest_seconds
+        is_enough = len(self._paces[name]) >= MIN_STEPS and total.seconds >= self._min_seconds
         return total if is_enough else None
 
-    def _is_slow(self, name: str, paces: Mapping[str, Pace]) -> bool:
+    def _is_straggler(self, name: str, paces: Mapping[str, Pace]) -> bool:
         others = [pace for other, pace in paces.items() if other != name]
         if not others:
             return False
         # The median of the others: one more slow replica does not hide this one.
         own, rate = paces[name], median(pace.rate for pace in others)
-        rate_of_request = median(pace.rate_of_request for pace in others)
-        if own.rate >= SHARE * rate or own.rate_of_request >= SHARE * rate_of_request:
+        request_rate = median(pace.request_rate for pace in others)
+        if own.rate >= SLOW_SHARE * rate or own.request_rate >= SLOW_SHARE * request_rate:
             return False
-        if name not in self._told:
-            self._told.add(name)
-            self._tell(
+        if name not in self._reported:
+            self._reported.add(name)
+            self._notify(
                 f"{name} is slow: over {len(self._paces[name])} steps it sampled {own.rate:.3g} tokens/s, "
-                f"{own.rate_of_request:.3g} for each request; the median of its siblings is {rate:.3g} and "
-                f"{rate_of_request:.3g} (rollout/slow_replicas counts such replicas)"
+                f"{own.request_rate:.3g} for each request; the median of its siblings is {rate:.3g} and "
+                f"{request_rate:.3g} (rollout/slow_replicas counts such replicas)"
             )
         return True

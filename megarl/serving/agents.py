@@ -21,8 +21,8 @@ from megarl.processes.supervised_process import SupervisedProcess
 from megarl.rewards.calling import Sample
 from megarl.rewards.results import verdict_by_value
 from megarl.rollout.attempt import Budget, Score, Task, unanswered, unscored
-from megarl.rollout.pool import EnginePool, Generates
-from megarl.rollout.waiting import TimedPool
+from megarl.rollout.engine_requests import Generates, WaitMeasuringPool
+from megarl.rollout.pool import EnginePool
 from megarl.serving.codec import Codec
 from megarl.serving.protocol import finite_reward
 from megarl.serving.sessions import Answer, Limits, Session, Sessions
@@ -98,7 +98,7 @@ class AgentProgram:
     async def attempt(self, task: Task, budget: Budget, pool: Generates) -> Trajectory:
         """Run the program with completions from `pool`. Return the trajectory recorded by its session."""
         began = time.monotonic()
-        engines = TimedPool(pool)
+        engines = WaitMeasuringPool(pool)
         # The semaphore limits the programs running at once (rollout.agent.max_processes).
         async with self.places:
             limits = Limits(budget.context_tokens, budget.max_turns, idle_seconds=self.config.timeout_seconds)
@@ -177,11 +177,11 @@ class AgentProgram:
     async def _ended(self, work: Coroutine[Any, Any, Result], pool: Generates) -> Result:
         """Return the result of `work`. Raises TimeoutError after its time limit, not counting paused engines."""
         # Seconds in which the engines were paused before the start must not extend the limit.
-        ends = time.monotonic() - pool.seconds_held + self.config.timeout_seconds
+        ends = time.monotonic() - pool.seconds_paused + self.config.timeout_seconds
         ending = asyncio.create_task(work)
         try:
             while not ending.done():
-                left = ends - time.monotonic() + pool.seconds_held
+                left = ends - time.monotonic() + pool.seconds_paused
                 if left <= 0:
                     raise TimeoutError
                 await asyncio.wait({ending}, timeout=max(_TICK_SECONDS, left))

@@ -16,7 +16,7 @@ import numpy as np
 
 from megarl.data.tool_calls import ParsedTurn
 from megarl.environments import Message
-from megarl.rollout.pool import Generates
+from megarl.rollout.engine_requests import Generates
 from megarl.rollout.stitch import ModelCall
 from megarl.serving.codec import Codec, too_long
 from megarl.serving.conversation import Conversation, answer_message

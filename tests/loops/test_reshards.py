@@ -104,7 +104,7 @@ def test_the_next_step_begins_while_the_weights_are_under_way() -> None:
         run = Run()
         assert await run.reshards.begin(1) == {}
         await run.ranks.is_at_rest.wait()
-        assert run.pool.is_held and run.asked == 1 and run.ranks.calls == [("send", False, 2)]
+        assert run.pool.is_paused and run.asked == 1 and run.ranks.calls == [("send", False, 2)]
         run.ranks.trainers.seconds_in_calls = 4.0
         waiting = asyncio.create_task(run.reshards.begin(2))
         await asyncio.sleep(0)
@@ -116,7 +116,7 @@ def test_the_next_step_begins_while_the_weights_are_under_way() -> None:
         assert found["rollout/replicas"] == 1 and found["perf/engine_pause_seconds"] > 0
         assert run.ranks.calls[1:] == [("send", True, 3)]
         await run.reshards.finish()
-        assert not run.pool.is_held
+        assert not run.pool.is_paused
 
     asyncio.run(play())
 
@@ -128,13 +128,13 @@ def test_where_the_engines_are_needed_next_the_trainer_waits(step: int, reason: 
         run.ranks.is_bridged = reason != "bridge"
         run.replacements.has_started = reason == "back"
         found = await run.reshards.begin(step)
-        assert run.ranks.calls == [("reshard", step % 2 == 0, step + 1)] and not run.pool.is_held
+        assert run.ranks.calls == [("reshard", step % 2 == 0, step + 1)] and not run.pool.is_paused
         assert "time/reshard_hidden_seconds" not in found
 
     asyncio.run(play())
 
 
-def test_two_reshards_that_end_in_one_step_are_counted_together() -> None:
+def test_two_reshards_that_end_flatten_step_are_counted_together() -> None:
     async def play() -> None:
         run = Run()
         await run.reshards.begin(2)
@@ -190,18 +190,18 @@ def test_a_pool_that_is_held_at_a_step_s_end_counts_its_time_once(monkeypatch: p
         monkeypatch.setattr(pool_module, "time", clock)
         run = Run()
         clock.now = 10.0
-        await run.pool.hold()
+        await run.pool.pause()
         sampling = run.sampling()
         await asyncio.sleep(0)
         clock.now = 13.0
         of_step = run.pool.metrics()
         assert (of_step["perf/engines_open_seconds"], of_step["rollout/held_seconds"]) == (10.0, 3.0)
         clock.now = 15.0
-        run.pool.release()
+        run.pool.resume()
         clock.now = 16.0
         of_step = run.pool.metrics()
         assert (of_step["perf/engines_open_seconds"], of_step["rollout/held_seconds"]) == (1.0, 2.0)
-        assert run.pool.seconds_held == 5.0
+        assert run.pool.seconds_paused == 5.0
         sampling.cancel()
 
     asyncio.run(play())

@@ -97,18 +97,18 @@ def test_a_run_that_ends_meanwhile_waits_for_its_samples() -> None:
 class Engines:
     """Engines that share their ranks with the trainer, and the pool before them: what is asked of both, in turn."""
 
-    is_separate, is_held = False, False
+    is_separate, is_paused = False, False
 
     def __init__(self) -> None:
         self.asked: list[str] = []
         self.trainers = self
 
-    async def hold(self) -> None:
-        self.is_held = True
+    async def pause(self) -> None:
+        self.is_paused = True
         self.asked.append("hold")
 
-    def release(self) -> None:
-        self.is_held = False
+    def resume(self) -> None:
+        self.is_paused = False
         self.asked.append("release")
 
     async def call(self, method: str, **settings: Any) -> list[dict[str, float]]:

@@ -10,9 +10,8 @@ import numpy as np
 
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.data.token_batch import TokenBatch
-from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.rl_batch import RLBatch, assign_token_weights
 from megarl.rollout.stitch import ModelCall, stitch
-from megarl.rollout.weights import assign_token_weights
 from megarl.types import Completion, Problem, Reward, Segment, TrainingSequence, Trajectory
 
 

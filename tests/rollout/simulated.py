@@ -14,10 +14,11 @@ import numpy as np
 from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.attempt import Task
-from megarl.rollout.paced import PacedBuffer
-from megarl.rollout.pool import Generates
+from megarl.rollout.buffer import GroupBuffer
+from megarl.rollout.buffer_policy import BufferPolicy
+from megarl.rollout.engine_requests import Generates
 from megarl.rollout.source import Source
-from megarl.rollout.state import Group, RLState, finder
+from megarl.rollout.state import Group, RLState, problem_lookup
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Segment, Trajectory
 
 PROMPT = np.array([1, 2], np.int32)
@@ -25,32 +26,34 @@ SECONDS_A_TOKEN = 1.0
 
 
 class Engines:
-    """Samples a token of each request every second; `hold` parks what runs, `release` gives it new weights."""
+    """Samples a token of each request every second; `pause` stops them, `resume` gives them new weights."""
 
-    seconds_held = 0.0
+    seconds_paused = 0.0
 
     def __init__(self) -> None:
         self.version = 1
-        self._open, self._parked = asyncio.Event(), asyncio.Event()
+        self._open, self._paused = asyncio.Event(), asyncio.Event()
         self._open.set()
 
-    def hold(self) -> None:
+    def pause(self) -> None:
         self._open.clear()
-        self._parked.set()
+        self._paused.set()
 
-    def release(self, version: int) -> None:
+    def resume(self, version: int) -> None:
         self.version = version
-        self._parked = asyncio.Event()
+        self._paused = asyncio.Event()
         self._open.set()
 
     def forget(self, affinity: str) -> None:
         pass
 
+    async def drained(self) -> None:
+        pass
+
     async def generate(
-        self, request: Request, *, affinity: str | None = None, parts: list[Completion] | None = None
+        self, request: Request, *, affinity: str | None = None, is_last: bool, parts: list[Completion]
     ) -> Completion:
-        """As `EnginePool.generate`: a park adds a part, of the weights that sampled it."""
-        parts = [] if parts is None else parts
+        """As `EnginePool.generate`: a pause adds a part, of the weights that sampled it."""
         loop = asyncio.get_running_loop()
         while True:
             await self._open.wait()
@@ -58,7 +61,7 @@ class Engines:
             began, version = loop.time(), self.version
             try:
                 async with asyncio.timeout(rest * SECONDS_A_TOKEN):
-                    await self._parked.wait()
+                    await self._paused.wait()
             except TimeoutError:
                 whole = [*parts, _completion(request, rest, version, "stop")]
                 return replace(
@@ -93,7 +96,7 @@ class Sampler:
     ) -> Task:
         return Task("simulated", problem, group, number, seed, sampling, prefix)
 
-    async def attempt(self, task: Task, pool: Generates) -> Trajectory:
+    async def attempt(self, task: Task, pool: Generates, before_score: object) -> Trajectory:
         """One turn after the other, each prompt longer than the one before."""
         tokens, logprobs, versions = PROMPT.astype(np.int64), np.zeros(2, np.float32), np.full(2, -1, np.int32)
         for turn, length in enumerate(self.lengths(task.problem.index, task.number)):
@@ -103,7 +106,7 @@ class Sampler:
             tokens = np.concatenate([tokens, completion.token_ids])
             logprobs = np.concatenate([logprobs, completion.rollout_logprobs])
             versions = np.concatenate([versions, completion.weight_versions])
-            await asyncio.sleep(0.5)  # its environment, which no park stops
+            await asyncio.sleep(0.5)  # its environment, which no pause stops
         is_right = task.number == 0 and not self.is_wrong(task.problem.index)
         is_sampled = versions >= 0
         segment = Segment(tokens, is_sampled, logprobs, versions, np.where(is_sampled, 0, -1).astype(np.int16))
@@ -140,18 +143,19 @@ class Simulation:
         own = random.Random(f"{self.seed} {problem} {number}")
         return [1 + int(own.lognormvariate(2.5, 1.2)) for _ in range(own.randint(1, 3))]
 
-    def buffer(self, state: RLState, engines: Engines) -> PacedBuffer:
+    def buffer(self, state: RLState, engines: Engines) -> GroupBuffer:
         def is_wrong(problem: int) -> bool:
             return self.recipe.algorithm.dynamic_sampling is not None and problem % 5 == 0
 
         sampler: Any = Sampler(engines, self.lengths, is_wrong)
-        return PacedBuffer(self.recipe, [Source("simulated", 1.0, self.recipe, sampler, self.problems)], state)
+        sources = [Source("simulated", 1.0, self.recipe, sampler, self.problems)]
+        return GroupBuffer(self.recipe, sources, state, BufferPolicy.from_recipe(self.recipe))
 
-    async def run(self, first: int, last: int, check: Callable[[Simulation, RLState, PacedBuffer], None]) -> None:
+    async def run(self, first: int, last: int, check: Callable[[Simulation, RLState, GroupBuffer], None]) -> None:
         """Steps from `first` to `last`, from the state in the folder unless the run begins; then it is killed."""
         engines, state = Engines(), self._loaded(first)
         buffer = self.buffer(state, engines)
-        engines.release(engine_version := first)
+        engines.resume(engine_version := first)
         for number in range(first, last + 1):
             groups = await buffer.take(self.recipe.train.prompts_per_step, number, engine_version)
             check(self, state, buffer)
@@ -167,9 +171,9 @@ class Simulation:
             if number == last:
                 break
             if number % self.recipe.rollout.sync_every == 0:
-                engines.hold()
+                engines.pause()
                 await asyncio.sleep(0.1)
-                engines.release(engine_version := number + 1)
+                engines.resume(engine_version := number + 1)
         state.save(self.folder)
         self.seconds += asyncio.get_running_loop().time()
         await buffer.aclose()
@@ -180,9 +184,9 @@ class Simulation:
         return np.full(len(batch.token_ids), -2.0, np.float32)
 
     def _loaded(self, first: int) -> RLState:
-        state = RLState(self.recipe.algorithm, carries_groups=True)
+        state = RLState(self.recipe.algorithm)
         if first > 1:
-            state.load(self.folder, finder({"simulated": self.problems}))
+            state.load(self.folder, problem_lookup({"simulated": self.problems}))
         return state
 
 

@@ -8,8 +8,8 @@ import copy
 import re
 import time
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, ClassVar
 
@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 
 from megarl.cluster.worker_group import WorkerGroup
+from megarl.config import Recipe, SamplingConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import BudgetConfig
 from megarl.data.chat import encode, load_tokenizer, render
@@ -26,8 +27,11 @@ from megarl.environments.single_turn import SingleTurn
 from megarl.rewards.calling import Sample
 from megarl.rewards.reward_process import Scored
 from megarl.rollout.attempt import Score
-from megarl.rollout.groups import Draw, GroupSampler, sample_groups
+from megarl.rollout.buffer import GroupBuffer
+from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import AbandonedError, EnginePool
+from megarl.rollout.source import Source
+from megarl.rollout.state import RLState, flatten
 from megarl.rollout.step_metrics import rollout_metrics
 from megarl.rollout.stitch import stitch
 from megarl.terminal import FirstOfEachKind
@@ -297,6 +301,19 @@ def test_one_turn_is_the_problem_s_prompt_and_one_completion(
         assert trajectory.ended == ("length" if trajectory.num_sampled == 24 else "done")
 
 
+def buffer_of(sampler: GroupSampler, problems: Sequence[Problem]) -> GroupBuffer:
+    """A synchronous buffer: two samples of each of these problems a step."""
+    fields = {name: value for name, value in asdict(SAMPLING).items() if name in SamplingConfig.model_fields}
+    recipe = Recipe.model_validate(
+        {
+            "name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t", "shuffle": False}, "seed": 7,
+            "train": {"prompts_per_step": len(problems), "samples_per_prompt": 2}, "rollout": {"sampling": fields},
+        }
+    )  # fmt: skip
+    own = [replace(problem, source="test") for problem in problems]
+    return GroupBuffer(recipe, [Source("test", 1.0, recipe, sampler, own)], RLState(recipe.algorithm))
+
+
 def test_engines_rest_while_only_rewards_are_awaited(
     sampler: Callable[..., GroupSampler], group: WorkerGroup, runner: asyncio.Runner, problems: Any
 ) -> None:
@@ -310,17 +327,19 @@ def test_engines_rest_while_only_rewards_are_awaited(
         return await by_length(sample)
 
     single = sampler(SingleTurn, score=score)
-    draws = [Draw(single, problem, SAMPLING, "s") for problem in problems]
 
     async def rest() -> None:
         assert num_scored == 0
-        await single.pool.hold()
+        await single.pool.pause()
         assert await group.call("unfinished") == [0, 0]
         resting.set()
 
-    found = runner.run(sample_groups(draws, 2, rest))
+    buffer = buffer_of(single, problems)
+    buffer.on_sampled = rest
+    found = flatten(runner.run(buffer.take(len(problems), 1)))
     assert num_scored == 6 and all(trajectory.reward is not None for trajectory in found)
-    plain = runner.run(sampler(SingleTurn).sample(problems, SAMPLING, samples_per_prompt=2, seed="s"))
+    assert buffer.metrics()["time/rollout_late_rewards_seconds"] > 0
+    plain = runner.run(sampler(SingleTurn).sample(problems, SAMPLING, samples_per_prompt=2, seed="7 1"))
     assert [only(one).token_ids.tolist() for one in plain] == [only(one).token_ids.tolist() for one in found]
 
 
@@ -337,9 +356,10 @@ def test_engines_do_not_rest_where_the_run_is_to_stop_before_all_is_sampled(
     async def rest() -> None:
         rests.append(None)
 
-    draws = [Draw(sampler(Hanging, is_abandoned=lambda: True), problem, SAMPLING, "s") for problem in problems]
+    buffer = buffer_of(sampler(Hanging, is_abandoned=lambda: True), problems[:1])
+    buffer.on_sampled = rest
     with pytest.raises(AbandonedError):
-        runner.run(sample_groups(draws[:1], 2, rest))
+        runner.run(buffer.take(1, 1))
     assert not rests
 
 

@@ -15,8 +15,8 @@ from megarl.environments import Start, Step, Turn
 from megarl.rewards.calling import Sample
 from megarl.rewards.reward_process import Scored
 from megarl.rollout.attempt import Budget, Task, attempt
+from megarl.rollout.engine_requests import WaitMeasuringPool
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.waiting import TimedPool
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory
 from tests.data.templates import tokenizer_of
 
@@ -78,7 +78,7 @@ class Policy(EnginePool):
         )
 
     @property
-    def seconds_held(self) -> float:
+    def seconds_paused(self) -> float:
         return 0.0
 
     def forget(self, affinity: str) -> None:
@@ -164,11 +164,11 @@ def test_waiting_for_engines_counts_once_for_completions_beside_each_other_and_n
 ) -> None:
     """Two completions: from 10 to 25 and from 12 to 40, the engines held from 20 to 26; later one from 50 to 51."""
     clock = Clock()
-    monkeypatch.setattr("megarl.rollout.waiting.time", clock)
+    monkeypatch.setattr("megarl.rollout.engine_requests.time", clock)
     request = Request("r", np.zeros(1, np.int32), SamplingSettings(4), 0)
 
     async def drive() -> None:
-        pool = TimedPool(clock)
+        pool = WaitMeasuringPool(clock)
         tasks: list[asyncio.Task[Completion]] = []
         for began in (10.0, 12.0):
             clock.now = began
@@ -202,7 +202,7 @@ class Clock(Policy):
         return self.now
 
     @property
-    def seconds_held(self) -> float:
+    def seconds_paused(self) -> float:
         return min(max(self.now - 20.0, 0.0), 6.0)
 
     async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:

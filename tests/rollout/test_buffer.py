@@ -14,10 +14,10 @@ import pytest
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.attempt import Task
-from megarl.rollout.buffer import Buffer
+from megarl.rollout.buffer import GroupBuffer
 from megarl.rollout.dynamic_sampling import passes_filter
 from megarl.rollout.source import Source
-from megarl.rollout.state import TIMES, Group, RLState, finder, in_one
+from megarl.rollout.state import TIMES, Group, RLState, flatten
 from megarl.rollout.stitch import ModelCall, stitch
 from megarl.types import (
     Completion,
@@ -53,7 +53,7 @@ class Students:
     def is_abandoned(self) -> bool:
         return False
 
-    def task(self, problem: Problem, group: int, number: int, seed: str, sampling: Any) -> Task:
+    def task(self, problem: Problem, group: int, number: int, seed: str, sampling: Any, *, prefix: str = "") -> Task:
         return Task("students", problem, group, number, seed, sampling)
 
     async def attempt(self, task: Task, pool: object, before_score: object) -> Trajectory:
@@ -89,7 +89,7 @@ class Students:
 class Collected:
     """A buffer and the state it draws into."""
 
-    buffer: Buffer
+    buffer: GroupBuffer
     state: RLState
     students: Students
 
@@ -102,7 +102,7 @@ class Collected:
         return asyncio.run(self.buffer.add_old_logprobs(self.take(), forward))
 
     def load(self, folder: Path) -> int:
-        return self.state.load(folder, finder({n: source.problems for n, source in self.buffer._sources.items()}))
+        return self.buffer.load(folder)
 
 
 def filtered(dynamic_sampling: tuple[float, float], metric: Any = None) -> AlgorithmConfig:
@@ -122,7 +122,7 @@ def collection(
         }
     )  # fmt: skip
     students, state = Students(right), RLState(recipe.algorithm)
-    return Collected(Buffer(recipe, sources_of(recipe, students), state), state, students)
+    return Collected(GroupBuffer(recipe, sources_of(recipe, students), state), state, students)
 
 
 def sources_of(recipe: Recipe, students: Students) -> list[Source]:
@@ -237,7 +237,7 @@ def test_advice_fits_the_metric() -> None:
 
 def test_a_step_that_nothing_fills_ends_the_run() -> None:
     collected = collection(MIXED | {1: 0, 3: 4, 5: 0, 6: 4, 7: 0}, dynamic_sampling=(0.0, 1.0), max_attempts=3)
-    with pytest.raises(MegarlError, match=r"3 batches of 3 prompts gave 1 of 3 groups .* Use problems of another"):
+    with pytest.raises(MegarlError, match=r"9 prompts gave 1 of 3 groups .* Use problems of another"):
         collected.take()
 
 
@@ -277,7 +277,7 @@ def mixed() -> Collected:
         }
     )  # fmt: skip
     students, state = Students(MIXED), RLState(recipe.algorithm)
-    return Collected(Buffer(recipe, sources_of(recipe, students), state), state, students)
+    return Collected(GroupBuffer(recipe, sources_of(recipe, students), state), state, students)
 
 
 def test_sources_are_drawn_by_weight_each_in_its_own_order_and_with_its_own_sampling() -> None:
@@ -434,7 +434,7 @@ def test_the_weights_that_sampled_give_the_old_logprobs(
     trainer, collected = Trainer(), collection(ALL_MIXED, **FILTERED, **settings)
     found = []
     for _ in range(4):
-        kept = in_one(collected.take_with_logprobs(trainer))
+        kept = flatten(collected.take_with_logprobs(trainer))
         assert [t.group for t in kept] == [group for group in range(3) for _ in range(SAMPLES)]
         found.append(old_logprobs(kept))
         collected.state.save(tmp_path)
@@ -446,7 +446,7 @@ def test_the_weights_that_sampled_give_the_old_logprobs(
 
 def test_without_a_filter_nothing_is_asked_of_the_trainer() -> None:
     trainer, collected = Trainer(), collection(ALL_MIXED)
-    assert old_logprobs(in_one(collected.take_with_logprobs(trainer))) == [None] * 3
+    assert old_logprobs(flatten(collected.take_with_logprobs(trainer))) == [None] * 3
     assert trainer.num_asked == []
 
 
@@ -462,7 +462,7 @@ def test_the_weights_that_sampled_give_the_entropies(tmp_path: Path) -> None:
     collected = collection(ALL_MIXED, **settings)
     found = []
     for _ in range(4):
-        kept = in_one(collected.take_with_logprobs(trainer))
+        kept = flatten(collected.take_with_logprobs(trainer))
         # One update trains on fresh groups: their ratio starts at its own pass, as ever.
         found.append((old_logprobs(kept), entropies(kept)))
         collected.state.save(tmp_path)
@@ -480,7 +480,7 @@ def test_groups_that_waited_without_entropies_get_those_of_now(tmp_path: Path) -
     second = collection(ALL_MIXED, **FILTERED, entropy_top_share=0.2)
     assert second.load(tmp_path) == 0
     trainer.version = 2
-    kept = in_one(second.take_with_logprobs(trainer))
+    kept = flatten(second.take_with_logprobs(trainer))
     assert (old_logprobs(kept), entropies(kept)) == ([1] * 3, [2] * 3)
 
 

@@ -60,7 +60,7 @@ class HeldAfter:
         return answers
 
     async def _hold(self) -> None:
-        await self.pool.hold(parks=False)
+        await self.pool.pause(aborts=False)
         self.at_rest.set()
 
 
@@ -98,7 +98,7 @@ def test_it_goes_on_over_the_old_keys_and_later_requests_do_not(group: WorkerGro
         assert ranks.pool.metrics()["rollout/sampled_tokens"] == 3 * STEPS
         version = int(plain[0][1].weight_versions[0])
         await group.call("update", 0.97)
-        ranks.pool.release()
+        ranks.pool.resume()
         found = await asyncio.gather(*generating)
         num_later = sum(len(done.token_ids) for done in found) - 3 * STEPS
         assert ranks.pool.metrics()["rollout/sampled_tokens"] == num_later
@@ -134,7 +134,7 @@ def test_a_request_that_has_not_begun_is_the_new_weights_own(model_path: str) ->
             await ranks.at_rest.wait()
             assert await group.call("unfinished") == [2]
             await group.call("update", 0.97)
-            ranks.pool.release()
+            ranks.pool.resume()
             interrupted, waited = await asyncio.gather(*generating)
             assert set(interrupted.weight_versions.tolist()) == {version, version + 1}
             assert set(waited.weight_versions.tolist()) == {version + 1} and waited.num_cached == 0
@@ -158,9 +158,9 @@ def test_what_rests_in_an_engine_that_is_lost_meanwhile_is_sampled_by_another(mo
             num_resting_tokens = sum(lost.values()) + sum(resting.values())
             assert ranks.pool.metrics()["rollout/sampled_tokens"] == num_resting_tokens + num_ended
             ranks.lost = {0}
-            ranks.pool.settle({1})
+            ranks.pool.set_live_replicas({1})
             assert num_resting > 0 and ranks.pool.take_lost() == num_resting
-            ranks.pool.release()
+            ranks.pool.resume()
             found = await asyncio.gather(*generating)
             assert [done.request_id for done in found] == [one.request_id for one in asked]
             assert len(ranks.sent) == len(asked) + num_resting

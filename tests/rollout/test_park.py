@@ -15,7 +15,7 @@ from transformers import AutoTokenizer
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
-from megarl.rollout.parts import joined, rest_of
+from megarl.rollout.engine_requests import joined, remainder
 from megarl.rollout.pool import EnginePool
 from megarl.types import Completion, KeptSets, Request, SamplingSettings
 from tests.rollout.engines import engines
@@ -60,7 +60,7 @@ class HeldAfter:
         return answers
 
     async def _hold(self) -> None:
-        await self.pool.hold()
+        await self.pool.pause()
         self.parked.set()
 
 
@@ -109,7 +109,7 @@ def test_a_completion_goes_on_under_new_weights_and_each_token_tells_its_own(
         scores = [await scored(group, one, plain[one.request_id]) for one in asked]
         version = int(plain[asked[0].request_id].weight_versions[0])
         await updated(group, 0.97)
-        ranks.pool.release()
+        ranks.pool.resume()
         found = await asyncio.gather(*generating)
         again = ranks.sent[3:]
         assert [one.sampling.max_new_tokens for one in again] == [36] * 3 and [one.num_kept for one in again] == [
@@ -144,7 +144,7 @@ def test_a_completion_parked_twice_asks_for_what_is_left_and_no_more(
         for _ in range(3):
             await ranks.parked.wait()
             ranks.parked.clear()
-            ranks.pool.release()
+            ranks.pool.resume()
         found = await generating
         assert [one.sampling.max_new_tokens for one in ranks.sent] == [24, 14, 9, 5]
         assert len({one.seed for one in ranks.sent}) == 4
@@ -161,15 +161,15 @@ def test_a_request_that_is_parked_before_its_first_token_is_sampled_as_if_it_was
         await updated(group, 1.0)
         asked = await asked_of(group, 8, 4)
         pool = EnginePool(group, ONE, max_running=2)
-        await pool.hold()
+        await pool.pause()
         generating = [asyncio.create_task(pool.generate(one)) for one in asked]
         await asyncio.sleep(0)
         assert await group.call("unfinished") == [0]
-        await pool.hold()
+        await pool.pause()
         cancelled = generating.pop()
         cancelled.cancel()
         await asyncio.gather(cancelled, return_exceptions=True)
-        pool.release()
+        pool.resume()
         found = await asyncio.gather(*generating)
         plain = await whole(group, asked[:3])
         assert [one.token_ids.tolist() for one in found] == [
@@ -188,7 +188,7 @@ def test_a_stop_string_that_a_park_cuts_in_two_ends_the_completion(
         ranks = HeldAfter(group, [10])
         generating = [asyncio.create_task(ranks.pool.generate(one)) for one in asked]
         await ranks.parked.wait()
-        ranks.pool.release()
+        ranks.pool.resume()
         return await asyncio.gather(*generating)
 
     def text_over_the_park(completion: Completion) -> str | None:
@@ -225,7 +225,7 @@ def test_what_top_k_kept_is_known_of_every_token_of_a_parked_completion(
         generating = [asyncio.create_task(ranks.pool.generate(one)) for one in asked]
         await ranks.parked.wait()
         await updated(group, 0.97)
-        ranks.pool.release()
+        ranks.pool.resume()
         found = await asyncio.gather(*generating)
         rests = await whole(group, ranks.sent[3:])
         for completion in found:
@@ -247,8 +247,8 @@ def test_nothing_left_to_ask_for_is_length() -> None:
         Completion("r", np.array(ids), np.full(len(ids), -0.5, np.float32), "abort", np.full(len(ids), v, np.int32))
         for ids, v in (([5, 6], 1), ([7], 2))
     ]
-    assert rest_of(asked, []) is asked
-    rest = rest_of(asked, parts[:1])
+    assert remainder(asked, []) is asked
+    rest = remainder(asked, parts[:1])
     assert (rest.prompt_token_ids.tolist(), rest.sampling.max_new_tokens, rest.num_kept) == ([1, 2, 5, 6], 1, 2)
     assert rest.prompt_token_ids.dtype == np.int32 and rest.seed != asked.seed
     completion = joined(parts)

@@ -22,12 +22,13 @@ from megarl.environments import Environment, Start, Step, Turn
 from megarl.environments.single_turn import SingleTurn
 from megarl.rewards.calling import Sample
 from megarl.rewards.reward_process import Scored
+from megarl.rollout.buffer import GroupBuffer
+from megarl.rollout.buffer_policy import BufferPolicy
 from megarl.rollout.groups import GroupSampler
-from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall, RecordedPool, StartedGroup
 from megarl.rollout.source import Source
-from megarl.rollout.state import ARRAYS, STATE, TIMES, Group, RLState, finder
+from megarl.rollout.state import ARRAYS, STATE, TIMES, Group, RLState, problem_lookup
 from megarl.types import Completion, ExpertsHandle, KeptSets, Problem, Request, Reward, SamplingSettings, Trajectory
 from tests.child_processes import is_alive
 from tests.rewards.pools import pool_of, wait_until
@@ -70,7 +71,7 @@ class Run:
     problems: Sequence[Problem]
     recipe: Recipe
     state: RLState
-    buffer: PartialBuffer
+    buffer: GroupBuffer
     version: int
 
     @classmethod
@@ -107,8 +108,10 @@ class Run:
             truncated_turn="close",
             is_abandoned=is_abandoned,
         )
-        state = RLState(recipe.algorithm, carries_groups=True)
-        buffer = PartialBuffer(recipe, [Source("test", 1.0, recipe, sampler, problems)], state)
+        state = RLState(recipe.algorithm)
+        buffer = GroupBuffer(
+            recipe, [Source("test", 1.0, recipe, sampler, problems)], state, BufferPolicy.from_recipe(recipe)
+        )
         asked = Request("version", np.array([7, 11], np.int32), SamplingSettings(1, 1.0), 0)
         version = int((await sampler.pool.generate(asked)).weight_versions[0])
         run = cls(group, sampler, problems, recipe, state, buffer, version)
@@ -118,26 +121,26 @@ class Run:
     async def step(self) -> list[Group]:
         """The groups of a step; afterwards the engines are held and have nothing."""
         groups = await self.buffer.take(3, self.version)
-        await self.sampler.pool.hold()
+        await self.sampler.pool.pause()
         assert await self.group.call("unfinished") == [0]
         return groups
 
     async def reshard(self) -> None:
         self.version += 1
         await self.group.call("update", scale_of(self.version))
-        self.sampler.pool.release()
+        self.sampler.pool.resume()
 
     async def resume(self, folder: Path) -> None:
         """Go on from a checkpoint, in place of what is under way; it has all of that."""
         self.state.save(folder / "before")
-        loaded = RLState(self.recipe.algorithm, carries_groups=True)
-        loaded.load(folder / "before", finder({"test": self.problems}))
+        loaded = RLState(self.recipe.algorithm)
+        loaded.load(folder / "before", problem_lookup({"test": self.problems}))
         await self.buffer.aclose()
         loaded.save(folder / "after")
         for name in (STATE, ARRAYS, TIMES):
             assert (folder / "before" / name).read_bytes() == (folder / "after" / name).read_bytes()
         source = Source("test", 1.0, self.recipe, self.sampler, self.problems)
-        self.buffer = PartialBuffer(self.recipe, [source], loaded)
+        self.buffer = GroupBuffer(self.recipe, [source], loaded, BufferPolicy.from_recipe(self.recipe))
         self.state = loaded
 
 
@@ -316,17 +319,17 @@ def test_a_checkpoint_has_what_is_parked_as_it_was(tmp_path: Path) -> None:
     config = Recipe.model_validate(
         {"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}}
     ).algorithm
-    state = RLState(config, carries_groups=True)
+    state = RLState(config)
     state.started[3], state.drawn = started, 4
     for name in ("once", "twice"):
         (tmp_path / name).mkdir()
         state.save(tmp_path / name)
-        state = RLState(config, carries_groups=True)
-        state.load(tmp_path / name, finder({problem.source: [problem]}))
+        state = RLState(config)
+        state.load(tmp_path / name, problem_lookup({problem.source: [problem]}))
     assert all(
         (tmp_path / "once" / n).read_bytes() == (tmp_path / "twice" / n).read_bytes() for n in (STATE, ARRAYS, TIMES)
     )
-    assert (state.started[3].oldest_version(9), state.started[3].num_kept) == (4, 3)
+    assert (state.started[3].oldest_version(9), state.started[3].num_sampled) == (4, 3)
     assert state.waiting_experts == [ExpertsHandle(0, 9), ExpertsHandle(1, 9)]
     [_, parked] = state.started[3].calls[1]
     kept = parked.parts[0].kept_sets
@@ -372,7 +375,7 @@ def test_a_group_that_may_grow_no_older_is_waited_for(
         for trajectory in groups[0]:
             assert {first, first + 1} == set(versions_of(trajectory))
         await run.buffer.aclose()
-        run.sampler.pool.release()
+        run.sampler.pool.resume()
 
     runner.run(drive())
 
@@ -458,7 +461,7 @@ def test_case_n8_a_surplus_that_hangs_is_given_up_at_once(
             await run.reshard()
             fresh = await run.step()
             assert all(set(versions_of(t)) == {run.version} for one in fresh for t in one)
-            run.sampler.pool.release()
+            run.sampler.pool.resume()
             gate.set()
             await run.buffer.aclose()
 

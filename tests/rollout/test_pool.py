@@ -14,8 +14,8 @@ import pytest
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.rewards.http_rewards import COUNTED_FOR
+from megarl.rollout.engine_requests import WaitMeasuringPool
 from megarl.rollout.pool import AbandonedError, EnginePool, gather_unless_abandoned
-from megarl.rollout.waiting import TimedPool
 from megarl.types import Completion, PeerLostError, Request, SamplingSettings
 from tests.rollout.engines import engines
 
@@ -122,7 +122,7 @@ def test_the_driver_is_told_at_once_only_where_a_request_may_follow(
     runner.run(drive())
 
 
-def test_neighbours_meet_in_one_engine_which_holds_no_more_than_it_may(
+def test_neighbours_meet_flatten_engine_which_holds_no_more_than_it_may(
     group: WorkerGroup, runner: asyncio.Runner
 ) -> None:
     async def drive(max_running: int) -> list[list[int]]:
@@ -153,10 +153,10 @@ def test_what_an_evaluation_samples_is_counted_apart(group: WorkerGroup, runner:
     async def drive() -> None:
         pool = EnginePool(group, TWO, max_running=16)
         # A server that asks for an attempt has no context of the attempt's.
-        served = TimedPool(pool)
+        served = WaitMeasuringPool(pool)
         training = [asyncio.create_task(pool.generate(request(f"{n}", (5, 17, n), 20, n))) for n in range(3)]
         token = COUNTED_FOR.set("evaluation")
-        serving = TimedPool(pool)
+        serving = WaitMeasuringPool(pool)
         evaluation = [asyncio.create_task(pool.generate(request(f"e{n}", (5, 17, n), 10, n))) for n in range(2)]
         COUNTED_FOR.reset(token)
         evaluation.append(asyncio.create_task(serving.generate(request("e2", (5, 17, 2), 10, 2))))

@@ -13,9 +13,10 @@ from megarl.algorithms.importance import gap_moments
 from megarl.algorithms.policy_losses import clipped
 from megarl.config import AlgorithmConfig, TrainConfig
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights
-from megarl.rollout.logprob_mismatch import gap_metrics_before, known_gap
 from megarl.rollout.step_metrics import (
     data_source_metrics,
+    gap_metrics_before,
+    known_gap,
     merge_updates,
     reward_metrics,
     staleness_metrics,
@@ -236,7 +237,7 @@ def test_each_pass_learns_all_conversations_beside() -> None:
 def test_accuracy_is_of_the_same_samples_with_and_without_a_reward_model() -> None:
     drawn = [attempt(0, 1.0, 3), attempt(0, -1.0, 5, "length"), attempt(1, -1.0, 1), attempt(1, -1.0, 7)]
     kept = [attempt(0, 10.0, 3), attempt(0, -10.0, 5, "length")]
-    alone, beside = reward_metrics(drawn), reward_metrics(drawn, kept=kept)
+    alone, beside = reward_metrics(drawn), reward_metrics(drawn, trained=kept)
     of_the_reward = {"reward/mean": 0.0, "reward/std": 10.0, "reward/zero_variance_groups": 0.0}
     of_the_reward |= {"reward/min": -10.0, "reward/max": 10.0}
     assert beside == alone | of_the_reward and alone["reward/accuracy"] == 0.25

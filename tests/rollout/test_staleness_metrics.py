@@ -7,8 +7,8 @@ import math
 import numpy as np
 import pytest
 
-from megarl.rollout.ages import metrics_by_age
 from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.step_metrics import metrics_by_version
 from megarl.types import Problem, Reward, Segment, Trajectory
 
 
@@ -29,7 +29,7 @@ def batch_of(versions: list[int], old: list[float] | None, rollout: list[float])
 
 def test_ratios_and_gaps_are_those_of_each_age_and_old_ages_are_one() -> None:
     old, rollout = [-1.0, -2.0, -1.0, -1.5, -3.0], [-1.0, -1.0, -2.0, -1.0, -1.0]
-    found = metrics_by_age(batch_of([20, 19, 19, 12, 3], old, rollout), weight_version=20)
+    found = metrics_by_version(batch_of([20, 19, 19, 12, 3], old, rollout), weight_version=20)
     assert {name.rpartition("_")[2] for name in found} == {"0", "1", "8"}
     assert [found[f"staleness/tokens/age_{age}"] for age in (0, 1, 8)] == pytest.approx([0.2, 0.4, 0.4])
     down, up = math.exp(-1.0), math.exp(1.0)
@@ -43,6 +43,6 @@ def test_ratios_and_gaps_are_those_of_each_age_and_old_ages_are_one() -> None:
 
 def test_without_the_trainers_log_probs_the_shares_alone_are_known() -> None:
     batch = batch_of([2, 1], None, [-1.0, -1.0])
-    assert metrics_by_age(batch, 2) == {"staleness/tokens/age_0": 0.5, "staleness/tokens/age_1": 0.5}
+    assert metrics_by_version(batch, 2) == {"staleness/tokens/age_0": 0.5, "staleness/tokens/age_1": 0.5}
     batch.loss_mask[:] = False
-    assert metrics_by_age(batch, 2) == {}
+    assert metrics_by_version(batch, 2) == {}

@@ -16,7 +16,7 @@ import pytest
 from megarl.cluster.local import LocalGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.stragglers import FEWEST, WINDOW, Pace, SlowReplicas
+from megarl.rollout.stragglers import MIN_STEPS, WINDOW, Pace, StragglerDetector
 from megarl.types import Request, SamplingSettings
 
 FAST = Pace(num_tokens=4000, seconds=10.0, request_seconds=80.0)
@@ -29,34 +29,34 @@ def model_path(tiny_model: Callable[..., Path]) -> str:
     return str(tiny_model(num_layers=2, tie_word_embeddings=False, initializer_range=0.1))
 
 
-def judged(told: list[str], steps: int, **paces: Pace) -> tuple[SlowReplicas, float]:
+def judged(reported: list[str], steps: int, **paces: Pace) -> tuple[StragglerDetector, float]:
     """Who judged so many steps alike, and the last number."""
-    slow = SlowReplicas(told.append)
-    slow.of_step(paces)  # the first is no one's fault
-    found = [slow.of_step(paces)["rollout/slow_replicas"] for _ in range(steps)]
-    return slow, found[-1]
+    detector = StragglerDetector(reported.append)
+    detector.metrics(paces)  # the first is no one's fault
+    found = [detector.metrics(paces)["rollout/slow_replicas"] for _ in range(steps)]
+    return detector, found[-1]
 
 
-def test_who_is_slow_is_told_once_with_numbers_and_counted_while_it_lasts() -> None:
-    told: list[str] = []
+def test_who_is_slow_is_reported_once_with_numbers_and_counted_while_it_lasts() -> None:
+    reported: list[str] = []
     paces = {"a": FAST, "b": Pace(1000, 10.0, 80.0), "c": FAST, "d": Pace(4400, 10.0, 80.0)}
-    _, number = judged(told, FEWEST - 1, **paces)
-    assert number == 0 and not told
-    slow, number = judged(told, FEWEST, **paces)
+    _, number = judged(reported, MIN_STEPS - 1, **paces)
+    assert number == 0 and not reported
+    detector, number = judged(reported, MIN_STEPS, **paces)
     assert number == 1
-    [line] = told
+    [line] = reported
     assert line.startswith("b is slow: over 3 steps it sampled 100 tokens/s, 12.5 for each request; the median of its ")
     assert "siblings is 400 and 50 " in line
     for _ in range(WINDOW):
-        number = slow.of_step({**paces, "b": FAST})["rollout/slow_replicas"]
+        number = detector.metrics({**paces, "b": FAST})["rollout/slow_replicas"]
     assert number == 0
     for _ in range(WINDOW):
-        number = slow.of_step(paces)["rollout/slow_replicas"]
-    assert number == 1 and len(told) == 1
+        number = detector.metrics(paces)["rollout/slow_replicas"]
+    assert number == 1 and len(reported) == 1
     # Another process in its place is judged by what it does itself.
-    slow.forget("b")
-    assert [slow.of_step(paces)["rollout/slow_replicas"] for _ in range(FEWEST + 1)] == [0.0] * FEWEST + [1.0]
-    assert len(told) == 2
+    detector.forget("b")
+    assert [detector.metrics(paces)["rollout/slow_replicas"] for _ in range(MIN_STEPS + 1)] == [0.0] * MIN_STEPS + [1.0]
+    assert len(reported) == 2
 
 
 @pytest.mark.parametrize(
@@ -70,8 +70,8 @@ def test_who_is_slow_is_told_once_with_numbers_and_counted_while_it_lasts() -> N
     ],
 )
 def test_load_is_no_slowness(pace: Pace) -> None:
-    told: list[str] = []
-    assert judged(told, WINDOW, a=FAST, b=pace)[1] == 0 and not told
+    reported: list[str] = []
+    assert judged(reported, WINDOW, a=FAST, b=pace)[1] == 0 and not reported
 
 
 def test_without_siblings_nobody_is_slow() -> None:
@@ -106,10 +106,10 @@ async def stopped_again_and_again(group: LocalGroup, rank: int) -> AsyncIterator
 
 def test_an_engine_that_is_mostly_stopped_is_named(group: LocalGroup, runner: asyncio.Runner) -> None:
     async def drive() -> None:
-        told: list[str] = []
+        reported: list[str] = []
         pool = EnginePool(
             group, ParallelConfig(1, 1, 2, 1), max_running=16, budget_seconds=0.1,
-            slow=SlowReplicas(told.append, fewest_seconds=0.0),
+            stragglers=StragglerDetector(reported.append, min_seconds=0.0),
         )  # fmt: skip
 
         async def step() -> float:
@@ -124,7 +124,7 @@ def test_an_engine_that_is_mostly_stopped_is_named(group: LocalGroup, runner: as
         async with stopped_again_and_again(group, 1):
             found = [await step() for _ in range(WINDOW)]
         assert found[0] == 0 and found[-1] == 1
-        [line] = told
+        [line] = reported
         assert line.startswith("the engine of rank 1 is slow: over 3 steps it sampled ")
 
     runner.run(drive())

@@ -19,9 +19,9 @@ from transformers import PreTrainedTokenizerFast
 from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.loops.session import Session
-from megarl.rollout.model_scores import score_tokens
+from megarl.rollout.auxiliary_models import score_tokens
 from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.token_records import MOST_TOKENS, kept_texts, token_records, token_texts
+from megarl.rollout.sample_records import MOST_TOKENS, selected_texts, token_records, token_texts
 from megarl.types import Problem, Reward, Segment, Trajectory
 
 
@@ -164,7 +164,7 @@ def test_characters_at_the_cut_are_whole(extra: int) -> None:
     half = MOST_TOKENS // 2
     for ends in (half, half - 1):
         kept = np.concatenate([np.arange(ends), np.arange(len(token_ids) - ends, len(token_ids))])
-        assert kept_texts(emoji, token_ids, kept) == [whole[place] for place in kept.tolist()]
+        assert selected_texts(emoji, token_ids, kept) == [whole[place] for place in kept.tolist()]
 
 
 def test_of_a_long_sample_only_what_is_shown_is_decoded() -> None:
@@ -179,7 +179,7 @@ def test_of_a_long_sample_only_what_is_shown_is_decoded() -> None:
             return str(words.decode(token_ids, **settings))
 
     kept = np.array([0, 1, 30_000, 30_001])
-    found = kept_texts(cast(Any, Counted()), np.arange(32_000) % 2000, kept)
+    found = selected_texts(cast(Any, Counted()), np.arange(32_000) % 2000, kept)
     assert found == ["w0", "w1", "w0", "w1"] and sum(decoded) < 40
 
 

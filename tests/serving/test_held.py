@@ -42,7 +42,7 @@ def test_calls_that_wait_during_a_reshard_are_answered_after_it(served: Any) -> 
             seen: set[str] = set()
             while len(seen) < 5:
                 seen |= {name for name, _, _ in await s.requests()}
-            await s.pool.hold()
+            await s.pool.pause()
             assert await s.group.call("unfinished") == [0]
             calls.append(asyncio.create_task(asked(s, during)))
             with pytest.raises(openai.APIStatusError) as told:
@@ -52,7 +52,7 @@ def test_calls_that_wait_during_a_reshard_are_answered_after_it(served: Any) -> 
                 await asyncio.sleep(0.01)
             assert not any(call.done() for call in calls)
             await s.group.call("update", 1.0)
-            s.pool.release()
+            s.pool.resume()
             assert await asyncio.gather(*calls) == [LOOP * 200] * 5
             retry = {"x-stainless-retry-count": "1"}
             assert (await client.completions.create(**BODY, extra_headers=retry)).choices[0].text == LOOP * 200

@@ -12,7 +12,7 @@ import torch
 from megarl.config import AlgorithmConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.advantages import keep_highest_entropies
-from megarl.rollout.weights import assign_token_weights
+from megarl.rollout.rl_batch import assign_token_weights
 from megarl.testing import RankPool
 from megarl.training.microbatch import pack_row
 from megarl.training.objective import StepNumbers, policy_objective

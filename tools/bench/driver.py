@@ -38,9 +38,9 @@ from megarl.config.parallel import ParallelConfig
 from megarl.loops.performance import Performance
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights
 from megarl.rollout.attempt import Task
-from megarl.rollout.buffer import Buffer
-from megarl.rollout.parts import seed_of
-from megarl.rollout.pool import EnginePool, Generates
+from megarl.rollout.buffer import GroupBuffer
+from megarl.rollout.engine_requests import Generates, seed_of
+from megarl.rollout.pool import EnginePool
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.source import Source
 from megarl.rollout.state import Group, RLState
@@ -160,7 +160,7 @@ class Driver:
         self.performance = Performance(self.recipe, RunRanks(self.group), {"policy": self.policy})
         self.pool = EnginePool(self.group, self.layout, max_running=64)
         self.state = RLState(self.recipe.algorithm)
-        self.buffer = Buffer(self.recipe, self._sources(), self.state)
+        self.buffer = GroupBuffer(self.recipe, self._sources(), self.state)
 
     def _sources(self) -> list[Source]:
         random, attempts = np.random.default_rng(0), cast(Any, Attempts(self.pool))
@@ -195,7 +195,7 @@ class Driver:
         with measured("step.sample"):
             groups = await self.buffer.take(recipe.train.prompts_per_step, weight_version=number)
         with measured("step.sleep"):
-            await self.pool.hold()
+            await self.pool.pause()
             await self.group.call("sleep_engine")
         with measured("step.logprobs"):
             groups = await self.buffer.add_old_logprobs(groups, self.policy.forward)
@@ -215,7 +215,7 @@ class Driver:
         with measured("step.reshard"):
             reports = await self.group.call("reshard", verify=False)
             metrics |= {name: max(report[name] for report in reports) for name in reports[0]}
-            self.pool.release()
+            self.pool.resume()
         return metrics
 
     def _metrics_of(self, groups: Sequence[Group], number: int) -> dict[str, float]:

@@ -31,9 +31,8 @@ from megarl.rewards.reward_process import Scored
 from megarl.rollout.attempt_messages import History
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.rl_batch import RLBatch, assign_token_weights
 from megarl.rollout.stitch import ModelCall
-from megarl.rollout.weights import assign_token_weights
 from megarl.testing import RankPool
 from megarl.types import Completion, Problem, Request, Reward, SamplingSettings, Trajectory
 from tools.make_tiny_model import make_tiny_model

@@ -147,7 +147,7 @@ def layout_of(sizes: Mapping[str, int]) -> ParallelConfig:
 def make_steps(objective: str, vocab_size: int) -> list[TokenBatch]:
     """Random tokens, with log-probs of the past on both sides of the clip."""
     from megarl.config import AlgorithmConfig
-    from megarl.rollout.weights import assign_token_weights
+    from megarl.rollout.rl_batch import assign_token_weights
 
     random = np.random.default_rng(5)
     steps = []

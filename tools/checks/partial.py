@@ -31,9 +31,9 @@ from megarl.environments.single_turn import SingleTurn
 from megarl.rewards.calling import Sample
 from megarl.rewards.reward_process import Scored
 from megarl.rollout.attempt import Task
-from megarl.rollout.buffer import Buffer
+from megarl.rollout.buffer import GroupBuffer
+from megarl.rollout.buffer_policy import BufferPolicy
 from megarl.rollout.groups import GroupSampler
-from megarl.rollout.partial import PartialBuffer
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.source import Source
 from megarl.rollout.state import RLState
@@ -148,19 +148,18 @@ async def rollouts(
     sampler = LongTailed(
         pool, Dialogue(tokenizer), by_length, "single_turn", SingleTurn, PROMPT_TOKENS, lengths=lengths
     )
-    state = RLState(recipe.algorithm, carries_groups=stragglers == "park")
-    make_buffer = PartialBuffer if stragglers == "park" else Buffer
+    state = RLState(recipe.algorithm)
     source = Source("single_turn", 1.0, recipe, sampler, [replace(p, source="single_turn") for p in problems])
-    buffer = make_buffer(recipe, [source], state)
+    buffer = GroupBuffer(recipe, [source], state, BufferPolicy.from_recipe(recipe))
     [(steps, cpu)] = await ranks.call("spent")
     driver = time.process_time()
     found: list[Trajectory] = []
     for version in range(1, options.steps + 1):
         await ranks.call("update", version)
-        pool.release()
+        pool.resume()
         for group in await buffer.take(options.prompts, version):
             found += group
-        await pool.hold()
+        await pool.pause()
     [(last_steps, last_cpu)] = await ranks.call("spent")
     cpu_seconds = last_cpu - cpu + time.process_time() - driver
     await buffer.aclose()

@@ -1,4 +1,4 @@
-"""Model outputs for a step's batch before its update: log-probs, values, and the reward model's scores."""
+"""The models other than the policy in a step: reference and critic, the reward model's scores, the critic's update."""
 
 from __future__ import annotations
 
@@ -11,10 +11,12 @@ from megarl.cluster.batching import RankModel
 from megarl.config import Recipe, RewardConfig
 from megarl.data.preferences import with_score_places
 from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.state import Group
-from megarl.types import Trajectory
+from megarl.rollout.step_metrics import merge_updates
+from megarl.tracking.metrics import values
+from megarl.types import Group, Trajectory
 
 METRICS = {
+    "critic/NAME": ("as train/NAME", "the training metric NAME of the critic"),
     "reward/model": ("score", "score of the reward model before clipping and weighting, mean"),
     "reward/model_std": ("score", "standard deviation of the reward model's scores before clipping and weighting"),
 }
@@ -61,3 +63,12 @@ def _with_score(trajectory: Trajectory, added: float, function_weight: float) ->
         return trajectory
     score = function_weight * trajectory.reward.score + added
     return replace(trajectory, reward=replace(trajectory.reward, score=score))
+
+
+async def update_critic(batch: RLBatch, critic: RankModel, recipe: Recipe) -> dict[str, float]:
+    """Update the critic on the batch's `returns`, as often as the recipe says.
+
+    Metrics: `critic/loss`, `critic/grad_norm`, `critic/clipped` and others, named as in `train/`.
+    """
+    updates = [await critic.update(minibatch) for minibatch in batch.critic_minibatches(recipe)]
+    return {name.replace("train/", "critic/", 1): value for name, value in values(merge_updates(updates)).items()}

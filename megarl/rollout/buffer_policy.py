@@ -1,0 +1,98 @@
+"""The policy of a group buffer: how many groups it samples, which of them a step takes, and which are too old."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import ceil
+from typing import Literal
+
+from megarl.config import Recipe
+from megarl.rollout.state import RLState, draw_of
+from megarl.types import Group
+
+
+@dataclass(frozen=True, slots=True)
+class BufferPolicy:
+    """Number of steps sampled ahead of the trainer, and the treatment of stragglers. Default: synchronous training.
+
+    Stragglers are groups still in flight when a step has enough others. `finish`: the step waits for them. `continue`:
+    they pause with the engines, and a later step trains on them. `abort`: they are dropped.
+    """
+
+    stragglers: Literal["finish", "continue", "abort"] = "finish"
+    steps_ahead: int = 0
+    """Steps after the current one to sample groups for, while it trains. Above 0 groups keep their order."""
+
+    @classmethod
+    def from_recipe(cls, recipe: Recipe) -> BufferPolicy:
+        """Return the policy of a recipe's rollout.stragglers, placement and max_staleness."""
+        if recipe.rollout.is_paced:
+            return cls("continue", recipe.rollout.staleness_bound)
+        named: dict[str, BufferPolicy] = {"wait": cls("finish"), "park": cls("continue"), "abort": cls("abort")}
+        return named[recipe.rollout.stragglers]
+
+    @property
+    def is_synchronous(self) -> bool:
+        """Whether all groups drawn for a step finish in it."""
+        return self.stragglers == "finish"
+
+
+@dataclass(frozen=True, slots=True)
+class StepDemand:
+    """The groups that a step wants, by a policy: `num_groups` of them, trained by weights of version `step`.
+
+    `engine_version` is the version of the engines' weights.
+    """
+
+    policy: BufferPolicy
+    recipe: Recipe
+    num_groups: int
+    step: int
+    engine_version: int
+
+    @property
+    def num_live(self) -> int:
+        """Maximum number of groups, in flight or complete, while the step waits for its own.
+
+        A group started by engines of version v may be trained at step v + `rollout.staleness_bound` at the latest.
+        Groups sampled ahead keep their order, so only the number of earlier groups matters. Step n allows
+        P * (1 + staleness_bound - (n - v)) groups, including its own P. This is AReaL's rule (arXiv 2505.24298, eq. 3)
+        with the engines' version, which lags with `rollout.sync_every` above 1.
+        """
+        if not self.policy.steps_ahead:
+            return ceil(self.num_groups * self.recipe.algorithm.oversampling)
+        # Engines behind the trainer produce older tokens, so fewer steps may be sampled ahead.
+        lag = self.step - self.engine_version
+        # Never beyond the run's last step.
+        left = self.recipe.train.steps - self.step + 1
+        return self.num_groups * min(1 + self.policy.steps_ahead - lag, left)
+
+    def chosen(self, state: RLState) -> list[Group] | None:
+        """Return the step's groups, in the order of drawing; None while too few are ready."""
+        if self.policy.is_synchronous or self.policy.steps_ahead:
+            # The groups drawn first, once no earlier group is in flight.
+            first_in_flight = min(state.started, default=None)
+            ready = [g for g in state.waiting if first_in_flight is None or draw_of(g) < first_in_flight]
+            is_filled = len(ready) >= self.num_groups and not (self.policy.is_synchronous and state.started)
+            return sorted(ready, key=draw_of)[: self.num_groups] if is_filled else None
+        newest = self._oldest_allowed
+        waits = self.policy.stragglers == "continue" and self.recipe.rollout.on_stale == "wait"
+        is_awaited = any(group.oldest_version(self.engine_version) <= newest for group in state.started.values())
+        if len(state.waiting) < self.num_groups or (waits and is_awaited):
+            return None
+        # False sorts before True: groups at the bound come first. The sort is stable, so ties keep their order.
+        by_staleness = sorted(state.waiting, key=lambda group: self._oldest_version(group) > newest)
+        return sorted(by_staleness[: self.num_groups], key=draw_of)
+
+    def stale_draws(self, state: RLState) -> set[int]:
+        """Return the numbers of groups, in flight or waiting, with tokens older than the staleness bound."""
+        oldest = self._oldest_allowed
+        started = {g.draw for g in state.started.values() if g.oldest_version(self.engine_version) < oldest}
+        return started | {draw_of(group) for group in state.waiting if self._oldest_version(group) < oldest}
+
+    @property
+    def _oldest_allowed(self) -> int:
+        return self.step - self.recipe.rollout.staleness_bound
+
+    def _oldest_version(self, group: Group) -> int:
+        return min([self.step, *(t.oldest_version for t in group if t.num_sampled)])

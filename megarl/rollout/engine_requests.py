@@ -1,0 +1,163 @@
+"""Requests to engine replicas: the protocol of their senders, completions sampled in parts, and waiting times."""
+
+from __future__ import annotations
+
+import asyncio
+import hashlib
+import time
+from collections import OrderedDict
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Protocol
+
+import numpy as np
+
+from megarl.cluster.stacks import engine_named
+from megarl.data.token_batch import join_sets
+from megarl.rewards.http_rewards import COUNTED_FOR
+from megarl.rollout.stragglers import Pace
+from megarl.types import Completion, Request
+
+Queue = OrderedDict[str, Request]
+"""Requests by id, first in first out. Any of thousands can be removed early in constant time."""
+
+
+class Generates(Protocol):
+    """Source of completions for one attempt. `EnginePool` implements it; wrappers add timing or recording."""
+
+    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
+        """Sample one completion; see `EnginePool.generate`."""
+        ...
+
+    def forget(self, affinity: str) -> None:
+        """Drop the affinity of a finished trajectory; see `EnginePool.forget`."""
+        ...
+
+    @property
+    def seconds_paused(self) -> float:
+        """Total seconds for which the pool has been paused so far."""
+        ...
+
+
+@dataclass(slots=True, eq=False)
+class PendingRequest:
+    """A request with a waiting caller: its future, and the parts sampled before earlier pauses."""
+
+    request: Request
+    future: asyncio.Future[tuple[Completion, Replica | None]]
+    parts: list[Completion]
+    purpose: str = field(default_factory=COUNTED_FOR.get)
+    """Purpose to count its tokens under: `training` or `evaluation`."""
+
+    def finish(self, last: Completion, replica: Replica | None) -> None:
+        """Complete the future with all parts joined to `last`."""
+        self.future.set_result((joined([*self.parts, last]) if self.parts else last, replica))
+
+
+class Replica:
+    """State of an engine replica: running requests, waiting requests, and its pump task."""
+
+    def __init__(self, ranks: Sequence[int]) -> None:
+        self.ranks = ranks
+        self.running: dict[str, None] = {}
+        """Ids of this replica's running requests, in the order of admission. The values are unused."""
+        self.waiting: Queue = OrderedDict()
+        self.aborts: list[str] = []
+        self.is_lost = False
+        self.pump: asyncio.Task[None] | None = None
+        self.pace = Pace()
+
+    @property
+    def name(self) -> str:
+        return engine_named(self.ranks)
+
+    @property
+    def load(self) -> int:
+        return len(self.running) + len(self.waiting)
+
+    @property
+    def is_pumped(self) -> bool:
+        return self.pump is not None and not self.pump.done()
+
+
+class WaitMeasuringPool:
+    """The engines for one attempt, with a measurement of its waiting time. Concurrent completions count once.
+
+    `seconds` excludes pauses of the engines, `seconds_by_clock` includes them. `is_followed` says another attempt waits
+    for the end of this one. Then no request of this attempt counts as the last one.
+    """
+
+    def __init__(self, pool: Generates, *, is_followed: bool = False) -> None:
+        self._pool, self._purpose, self._is_followed = pool, COUNTED_FOR.get(), is_followed
+        self._num_awaited = 0
+        self._began = self._paused_before = 0.0
+        self.seconds = self.seconds_by_clock = 0.0
+
+    async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
+        """Sample one completion, and add the waiting time; see `EnginePool.generate`."""
+        # The caller may be a server task with its own context variables: set the purpose of this attempt there.
+        COUNTED_FOR.set(self._purpose)
+        if not self._num_awaited:
+            self._began, self._paused_before = time.monotonic(), self.seconds_paused
+        self._num_awaited += 1
+        try:
+            return await self._pool.generate(request, affinity=affinity, is_last=is_last and not self._is_followed)
+        finally:
+            self._num_awaited -= 1
+            if not self._num_awaited:
+                seconds = time.monotonic() - self._began
+                self.seconds_by_clock += seconds
+                self.seconds += max(0.0, seconds - (self.seconds_paused - self._paused_before))
+
+    def forget(self, affinity: str) -> None:
+        """Drop the affinity of a finished trajectory; see `EnginePool.forget`."""
+        self._pool.forget(affinity)
+
+    @property
+    def seconds_paused(self) -> float:
+        """Total pause of the pool; see `EnginePool.seconds_paused`."""
+        return self._pool.seconds_paused
+
+
+def num_sampled(parts: Sequence[Completion]) -> int:
+    """Return the number of tokens in all parts of a completion."""
+    return sum(len(part.token_ids) for part in parts)
+
+
+def remainder(request: Request, parts: Sequence[Completion]) -> Request:
+    """Return the request for the remainder of a completion. Its prompt ends with the tokens sampled so far.
+
+    The remainder gets a new seed, derived from the request's seed and the number of retained tokens. With the same seed
+    it would repeat the draws of its beginning. Without retained tokens the result is the request itself.
+    """
+    sampled_before = num_sampled(parts)
+    if not sampled_before:
+        return request
+    sampled = [part.token_ids.astype(np.int32) for part in parts]
+    return replace(
+        request,
+        prompt_token_ids=np.concatenate([request.prompt_token_ids, *sampled]),
+        sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - sampled_before),
+        seed=seed_of(request.seed, sampled_before),
+        num_kept=sampled_before,
+    )
+
+
+def joined(parts: Sequence[Completion]) -> Completion:
+    """Return the completion made of these parts, in order. The last part says how it ended.
+
+    Its routed experts are the last part's, whose prompt contained all earlier parts.
+    """
+    return replace(
+        parts[-1],
+        token_ids=np.concatenate([part.token_ids for part in parts]),
+        rollout_logprobs=np.concatenate([part.rollout_logprobs for part in parts]),
+        weight_versions=np.concatenate([part.weight_versions for part in parts]),
+        kept_sets=join_sets([(len(part.token_ids), part.kept_sets) for part in parts]),
+    )
+
+
+def seed_of(*parts: object) -> int:
+    """Return a 31-bit hash of the parts."""
+    # Not `hash`: Python randomises it per process, and a resumed run must draw the same.
+    return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1
