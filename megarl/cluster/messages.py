@@ -14,7 +14,7 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any, BinaryIO
 
-from megarl.groups.cancelled import break_off
+from megarl.groups.cancelled import cancel
 
 HEAD = struct.Struct("<Q")
 """Head of a message: the length of its pickle in bytes."""
@@ -30,7 +30,7 @@ def pack(content: Any) -> bytes:
 
 
 def pack_broken(name: str, reason: str) -> bytes:
-    """Return the notice that a cross-world process group, called bridge in the code, is aborted."""
+    """Return the notice that a cross-world process group is cancelled."""
     body = pickle.dumps((name, reason), protocol=5)
     return HEAD.pack(_NOTICE | len(body)) + body
 
@@ -59,7 +59,7 @@ class Inbox:
                 (size,) = HEAD.unpack(head)
                 message = stream.read(size & ~_NOTICE)
                 if size & _NOTICE:
-                    break_off(*pickle.loads(message))
+                    cancel(*pickle.loads(message))
                 else:
                     self._commands.put(message)
                 # Free the message before the thread blocks in the next read.

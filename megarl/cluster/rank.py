@@ -21,7 +21,7 @@ from megarl.cluster.activity import Activity
 from megarl.cluster.messages import Inbox, pack
 from megarl.files.atomic import disk_full
 from megarl.groups import rendezvous
-from megarl.groups.peer_errors import is_left
+from megarl.groups.peer_errors import is_peer_loss
 from megarl.platform.imports import uncollected
 from megarl.platform.spans import Span, record, span
 from megarl.processes.process_tree import ENDING_SIGNALS
@@ -36,7 +36,7 @@ _DEVICE_FAULTS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STAT
 def _is_lost(error: Exception) -> bool:
     """Return whether an error means a lost device or lost peers. A restart may help then."""
     text = f"{type(error).__name__}: {error}"
-    return is_left(error) or isinstance(error, TimeoutError) or any(word in text for word in _DEVICE_FAULTS)
+    return is_peer_loss(error) or isinstance(error, TimeoutError) or any(word in text for word in _DEVICE_FAULTS)
 
 
 def _report(error: Exception) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def _report(error: Exception) -> dict[str, Any]:
         "megarl_class": named,
         "message": str(known or error),
         "traceback": text,
-        "echo": is_left(error),
+        "echo": is_peer_loss(error),
         "lost": _is_lost(error),
         "time": time.time(),
     }

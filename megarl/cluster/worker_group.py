@@ -255,9 +255,9 @@ class WorkerGroup(ABC):
     def show_stacks(self) -> None:
         """Make the ranks write the stacks of all threads to their logs and go on, if they can be reached."""
 
-    def break_off(self, bridge: str, reason: str) -> None:
-        """Abort a process group between worlds (bridge) on all ranks, even in a call; see `platform.broken_bridges`."""
-        notice = pack_broken(bridge, reason)
+    def break_off(self, group: str, reason: str) -> None:
+        """Cancel a cross-world process group on all ranks, even in a call; see `groups.cancelled`."""
+        notice = pack_broken(group, reason)
         for handle in self._handles:
             handle.direct.send(notice)
 

@@ -43,7 +43,7 @@ class CommandChannel:
     def __init__(self, group: dist.ProcessGroup | None, ranks: tuple[int, ...]) -> None:
         self.group = group
         self.ranks = ranks
-        self._commands = signed.between("engine commands", ranks) if group is not None else None
+        self._commands = signed.channel_between("engine commands", ranks) if group is not None else None
 
     def send(self, command: Any) -> None:
         """Send a command to all followers. For the leader only."""

@@ -1,9 +1,9 @@
-"""Cross-world process groups ("bridges"): groups over ranks of several `torch.distributed` worlds.
+"""Cross-world process groups: groups over ranks of several `torch.distributed` worlds.
 
-They are created again whenever a world comes or goes. A bridge is not a subgroup of a world. It numbers its ranks
+They are created again whenever a world comes or goes. Such a group is not a subgroup of a world. It numbers its ranks
 by itself (`rank_in`, `ProcessGroup.size`). torch functions using the world's tables of groups reject it.
 
-No rank waits longer than the driver permits (`broken_bridges`). Over gloo, the end of a rank usually fails the
+No rank waits longer than the driver permits (`cancelled`). Over gloo, the end of a rank usually fails the
 exchanges of its peers. It does not if the rank ends in the middle of a message. Then neither the closed connection nor
 `abort` wakes the peers, and the group's destructor blocks too. Waits therefore happen in short turns, and a group with
 a stuck exchange is retained until torch ends the exchange.
@@ -37,7 +37,7 @@ from megarl.platform import device
 
 Met = TypeVar("Met")
 
-_LOOK_SECONDS = 0.01
+_CHECK_SECONDS = 0.01
 """Seconds between two checks while ranks connect."""
 _NAP_SECONDS = 1e-4
 """Seconds between two checks of a GPU exchange in a background thread."""
@@ -46,7 +46,7 @@ _TURN = timedelta(seconds=0.2)
 
 
 @dataclass(slots=True)
-class _Bridge:
+class _Membership:
     """State of a cross-world process group joined by this rank."""
 
     name: str
@@ -54,19 +54,19 @@ class _Bridge:
     """Exchanges in flight."""
 
 
-_bridges: WeakKeyDictionary[ProcessGroup, _Bridge] = WeakKeyDictionary()
-_given_up: list[tuple[ProcessGroup, list[dist.Work]]] = []
+_memberships: WeakKeyDictionary[ProcessGroup, _Membership] = WeakKeyDictionary()
+_unfinished: list[tuple[ProcessGroup, list[dist.Work]]] = []
 """Process groups left by this rank, each with its unfinished exchanges. Destroying a group would block, so references
 are retained."""
 
 
-def open_bridge(meeting: Meeting, own_rank: int, timeout_seconds: float) -> ProcessGroup:
+def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> ProcessGroup:
     """Join a cross-world process group and return it: gloo, and NCCL for GPU tensors. A collective of its ranks.
 
     `own_rank` is this rank's number in its world. Raises PeerGoneError, with the missing ranks, if ranks do not arrive
     in time. Raises it too if the driver cancels the group.
     """
-    _forget_what_has_ended()
+    _drop_finished()
     timeout = timedelta(seconds=timeout_seconds)
     rank, num_ranks = meeting.first + own_rank, meeting.num_ranks
 
@@ -75,24 +75,24 @@ def open_bridge(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proc
         _await_all(store, rank, num_ranks, meeting)
         return store, dist.ProcessGroupGloo(PrefixStore("gloo", store), rank, num_ranks, timeout)
 
-    store, gloo = _unless_broken(meeting.name, meet)
+    store, gloo = _unless_cancelled(meeting.name, meet)
     # dist.new_group knows only ranks of one world, so assemble the group from its backends.
     group = ProcessGroup(store, rank, num_ranks)
     kinds = ProcessGroup.BackendType
     group._set_default_backend(kinds.GLOO)
     group._register_backend(torch.device("cpu"), kinds.GLOO, gloo)
-    _bridges[group] = _Bridge(meeting.name)
+    _memberships[group] = _Membership(meeting.name)
     if device.current().type == "cuda":
         options = dist.ProcessGroupNCCL.Options()
         options._timeout = timeout
         nccl = dist.ProcessGroupNCCL(PrefixStore("nccl", store), rank, num_ranks, options)
         group._register_backend(torch.device("cuda"), kinds.NCCL, nccl)
         # Abort in a thread of its own: NCCL may take long, and further messages of the driver must not wait.
-        cancelled.on_broken(meeting.name, lambda: threading.Thread(target=_abort, args=(nccl,), daemon=True).start())
+        cancelled.on_cancelled(meeting.name, lambda: threading.Thread(target=_abort, args=(nccl,), daemon=True).start())
     return group
 
 
-def _unless_broken(name: str, meet: Callable[[], Met]) -> Met:
+def _unless_cancelled(name: str, meet: Callable[[], Met]) -> Met:
     """Call `meet` in a thread. Return its result or raise its error.
 
     Raises PeerGoneError if the driver cancels the group meanwhile, and abandons the thread. torch gives no other way to
@@ -111,7 +111,7 @@ def _unless_broken(name: str, meet: Callable[[], Met]) -> Met:
     meeting.start()
     while meeting.is_alive():
         _check(name)
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_CHECK_SECONDS)
     if failed:
         raise failed[0]
     return met[0]
@@ -122,22 +122,22 @@ def _await_all(store: Store, rank: int, num_ranks: int, meeting: Meeting) -> Non
     # Without this a rank that died early would block the others for the timeout of a whole collective.
     store.set(f"here {rank}", "")
     everyone = [f"here {other}" for other in range(num_ranks)]
-    last_look = time.monotonic() + meeting.seconds
+    deadline = time.monotonic() + meeting.seconds
     while not store.check(everyone):
         _check(meeting.name)
-        if time.monotonic() > last_look:
+        if time.monotonic() > deadline:
             missing = [other for other, name in enumerate(everyone) if not store.check([name])]
             raise PeerGoneError(
                 f"ranks {missing} did not join the cross-world process group within {meeting.seconds:g} s", missing
             )
-        time.sleep(_LOOK_SECONDS)
+        time.sleep(_CHECK_SECONDS)
 
 
-def begun(work: dist.Work | None, group: ProcessGroup | None) -> dist.Work:
+def register(work: dist.Work | None, group: ProcessGroup | None) -> dist.Work:
     """Register an exchange (`async_op=True`) over a group and return it. `wait` must follow."""
     assert work is not None
-    if group is not None and (bridge := _bridges.get(group)) is not None:
-        bridge.exchanges.append(work)
+    if group is not None and (membership := _memberships.get(group)) is not None:
+        membership.exchanges.append(work)
     return work
 
 
@@ -147,24 +147,24 @@ def wait(work: dist.Work, group: ProcessGroup | None, *, is_on_host: bool = True
     An exchange of GPU memory makes only the stream wait, as usual in torch. `check` the group after synchronising the
     stream. In a background thread the host waits too.
     """
-    bridge = None if group is None else _bridges.get(group)
-    if bridge is None:
+    membership = None if group is None else _memberships.get(group)
+    if membership is None:
         work.wait()
         return
     if is_on_host:
         while not _has_ended(work):
-            _check(bridge.name)
+            _check(membership.name)
     elif threading.current_thread() is not threading.main_thread():
         # With CUDA_DEVICE_MAX_CONNECTIONS=1 all streams share one queue. A wait queued here would block kernels of the
         # main thread, and other ranks may be waiting for these. So the host waits. It polls, because
         # torch aborts an NCCL exchange waited for with a timeout.
         while not work.is_completed():
-            _check(bridge.name)
+            _check(membership.name)
             time.sleep(_NAP_SECONDS)
     # `work.wait()` may raise, but the exchange has ended in this case too.
-    bridge.exchanges.remove(work)
+    membership.exchanges.remove(work)
     work.wait()
-    _check(bridge.name)
+    _check(membership.name)
 
 
 def _has_ended(work: dist.Work) -> bool:
@@ -177,33 +177,33 @@ def _has_ended(work: dist.Work) -> bool:
 def finish(work: dist.Work | None, group: ProcessGroup | None, *, is_on_host: bool = True) -> None:
     """Register an exchange and wait for it as `wait` does. None stands for a finished exchange."""
     if work is not None:
-        wait(begun(work, group), group, is_on_host=is_on_host)
+        wait(register(work, group), group, is_on_host=is_on_host)
 
 
 def check(group: ProcessGroup | None) -> None:
     """Raise PeerGoneError if the group is a cross-world group cancelled by the driver."""
-    if group is not None and (bridge := _bridges.get(group)) is not None:
-        _check(bridge.name)
+    if group is not None and (membership := _memberships.get(group)) is not None:
+        _check(membership.name)
 
 
 def _check(name: str) -> None:
-    if (reason := cancelled.reason_of(name)) is not None:
+    if (reason := cancelled.reason_for(name)) is not None:
         raise PeerGoneError(f"the driver cancelled the cross-world process group: {reason}")
 
 
-def close_bridge(group: ProcessGroup | None) -> None:
+def leave_group(group: ProcessGroup | None) -> None:
     """Leave a cross-world process group; None does nothing. Works without its other ranks.
 
     Exchanges of peers waiting for this rank fail.
     """
     if group is None:
         return
-    if (bridge := _bridges.pop(group, None)) is not None:
-        cancelled.forget(bridge.name)
-        if bridge.exchanges:
-            _given_up.append((group, bridge.exchanges))
+    if (membership := _memberships.pop(group, None)) is not None:
+        cancelled.forget(membership.name)
+        if membership.exchanges:
+            _unfinished.append((group, membership.exchanges))
     _abort(group)
-    _forget_what_has_ended()
+    _drop_finished()
 
 
 def _abort(group: ProcessGroup | dist.ProcessGroupNCCL) -> None:
@@ -212,14 +212,14 @@ def _abort(group: ProcessGroup | dist.ProcessGroupNCCL) -> None:
         group.abort()
 
 
-def _forget_what_has_ended() -> None:
-    _given_up[:] = [left for left in _given_up if not all(work.is_completed() for work in left[1])]
+def _drop_finished() -> None:
+    _unfinished[:] = [left for left in _unfinished if not all(work.is_completed() for work in left[1])]
 
 
-def name_of(group: ProcessGroup | None) -> str:
+def group_name(group: ProcessGroup | None) -> str:
     """Return the name of a cross-world group; an empty string for a group of this rank's own world."""
-    bridge = None if group is None else _bridges.get(group)
-    return "" if bridge is None else bridge.name
+    membership = None if group is None else _memberships.get(group)
+    return "" if membership is None else membership.name
 
 
 def rank_in(group: ProcessGroup | None) -> int:

@@ -18,39 +18,42 @@ class PeerGoneError(ConnectionError):
         self.missing = tuple(missing)
 
 
-class OwnWorldError(RuntimeError):
+class ReplicaCollectiveError(RuntimeError):
     """A collective among a replica's own ranks failed during a weight transfer. `__cause__` is the original error."""
 
 
 @contextmanager
-def in_own_world() -> Iterator[None]:
-    """Mark the block's collectives as those of a replica's own ranks. Raises OwnWorldError if a peer leaves one."""
+def replica_collectives_marked() -> Iterator[None]:
+    """Mark the block's collectives as those of a replica's own ranks.
+
+    Raises ReplicaCollectiveError if a peer leaves one.
+    """
     try:
         yield
     except Exception as error:
-        if is_left(error):
-            raise OwnWorldError(str(error)) from error
+        if is_peer_loss(error):
+            raise ReplicaCollectiveError(str(error)) from error
         raise
 
 
-def told_of_bridge(error: Exception) -> dict[str, Any]:
+def loss_report(error: Exception) -> dict[str, Any]:
     """Return a rank's answer to the driver after a peer left a cross-world process group.
 
-    `lost` is the reason, `missing` the ranks that never joined. Errors of other kinds, and OwnWorldError, are raised
-    again.
+    `lost` is the reason, `missing` the ranks that never joined. Errors of other kinds, and ReplicaCollectiveError, are
+    raised again.
     """
-    if isinstance(error, OwnWorldError) or not is_left(error):
+    if isinstance(error, ReplicaCollectiveError) or not is_peer_loss(error):
         raise error
     return {"lost": str(error), "missing": getattr(error, "missing", ())}
 
 
-def is_left(error: BaseException | None) -> bool:
+def is_peer_loss(error: BaseException | None) -> bool:
     """Return whether an error, or one of its causes, comes from a collective left by another rank."""
     while error is not None:
         # Compared by name, because this module does not import torch.
         names = {f"{c.__module__}.{c.__name__}" for c in type(error).__mro__}
-        told = isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
-        if told or isinstance(error, ConnectionError) or "torch.distributed.DistError" in names:
+        is_known_text = isinstance(error, RuntimeError) and any(text in str(error) for text in _TEXTS)
+        if is_known_text or isinstance(error, ConnectionError) or "torch.distributed.DistError" in names:
             return True
         error = error.__cause__ or error.__context__
     return False

@@ -39,7 +39,7 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Instructions for ranks of one world: how to join a new cross-world process group (`bridge`)."""
+    """Instructions for ranks of one world: how to join a new cross-world process group."""
 
     rendezvous: Rendezvous
     name: str

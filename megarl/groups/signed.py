@@ -34,10 +34,10 @@ class ForgedMessageError(Exception):
     """A message between ranks with a signature that does not fit its expected sender, number and content."""
 
 
-class Conversation:
+class SignedChannel:
     """The signed messages among a set of ranks for one purpose, numbered per sender.
 
-    `purpose` names the subject and the ranks and must be equal on all of them. Messages of another conversation are
+    `purpose` names the subject and the ranks and must be equal on all of them. Messages of another channel are
     refused.
     """
 
@@ -77,19 +77,19 @@ class Conversation:
         return hmac.digest(self._key, _CONTEXT.pack(sender, number, size) + data, hashlib.sha256)
 
 
-_conversations: dict[str, Conversation] = {}
+_channels: dict[str, SignedChannel] = {}
 
 
-def between(purpose: str, members: Sequence[int]) -> Conversation:
-    """Return this process's conversation for a purpose among ranks of its world. All ranks must take part."""
-    return _conversation(f"{purpose} in world {rendezvous.world_name()}", members)
+def channel_between(purpose: str, members: Sequence[int]) -> SignedChannel:
+    """Return this process's channel for a purpose among ranks of its world. All ranks must take part."""
+    return _channel(f"{purpose} in world {rendezvous.world_name()}", members)
 
 
-def _conversation(purpose: str, members: Sequence[int]) -> Conversation:
+def _channel(purpose: str, members: Sequence[int]) -> SignedChannel:
     name = f"{purpose} {tuple(members)}"
-    if name not in _conversations:
-        _conversations[name] = Conversation(name)
-    return _conversations[name]
+    if name not in _channels:
+        _channels[name] = SignedChannel(name)
+    return _channels[name]
 
 
 def gather(
@@ -98,36 +98,36 @@ def gather(
     """Return the values of all ranks, ordered by rank in the group. A collective.
 
     `value` may be any picklable object. With `to` only this global rank receives values, and the others return an empty
-    list. A cross-world group (`bridge`) is allowed, but not together with `to`. Raises ForgedMessageError.
+    list. A cross-world group is allowed, but not together with `to`. Raises ForgedMessageError.
     """
-    name = cross_world.name_of(group)
+    name = cross_world.group_name(group)
     members = range(group.size()) if name and group else dist.get_process_group_ranks(group or dist.group.WORLD)
     own = cross_world.rank_in(group) if name else dist.get_rank()
     if len(members) == 1:
         return [value]
     # Ranks of a cross-world group differ in their world name. The group's own name, never reused, separates messages.
-    conversation = _conversation(f"{purpose} {name}", members) if name else between(purpose, members)
+    channel = _channel(f"{purpose} {name}", members) if name else channel_between(purpose, members)
     is_receiver = to is None or own == to
-    message = conversation.seal(value, own)
+    message = channel.seal(value, own)
     device = _device(group)
     # Collectives need blocks of equal size, so all ranks pad to the longest message.
     longest = torch.tensor(len(message), device=device)
-    is_bridge = bool(name)
-    cross_world.finish(dist.all_reduce(longest, dist.ReduceOp.MAX, group, async_op=is_bridge), group)
+    is_cross_world = bool(name)
+    cross_world.finish(dist.all_reduce(longest, dist.ReduceOp.MAX, group, async_op=is_cross_world), group)
     block = torch.frombuffer(bytearray(message.ljust(int(longest))), dtype=torch.uint8).to(device)
     blocks = [torch.empty_like(block) for _ in members] if is_receiver else []
     if to is None:
-        cross_world.finish(dist.all_gather(blocks, block, group, async_op=is_bridge), group)
+        cross_world.finish(dist.all_gather(blocks, block, group, async_op=is_cross_world), group)
     else:
         dist.gather(block, blocks or None, dst=to, group=group)
     return [
-        value if rank == own else conversation.open(theirs.cpu().numpy().data, rank)
+        value if rank == own else channel.open(theirs.cpu().numpy().data, rank)
         for rank, theirs in zip(members, blocks, strict=is_receiver)
     ]
 
 
 def broadcast(
-    conversation: Conversation,
+    channel: SignedChannel,
     value: Any,
     group: dist.ProcessGroup | None,
     source: int,
@@ -139,7 +139,7 @@ def broadcast(
     """
     # All ranks know the size of the first broadcast, so a short message needs no broadcast of its length before.
     if dist.get_rank() == source:
-        message = bytearray(conversation.seal(value, source))
+        message = bytearray(channel.seal(value, source))
         size = len(message)
         message.extend(bytes(max(0, block_bytes - size)))
         blocks = torch.frombuffer(message, dtype=torch.uint8)
@@ -149,15 +149,15 @@ def broadcast(
         return value
     first = torch.empty(block_bytes, dtype=torch.uint8)
     dist.broadcast(first, source, group=group)
-    size = conversation.size(first.numpy().data)
+    size = channel.size(first.numpy().data)
     if size > block_bytes:
         rest = torch.empty(size - block_bytes, dtype=torch.uint8)
         dist.broadcast(rest, source, group=group)
         first = torch.cat([first, rest])
-    return conversation.open(first.numpy().data, source)
+    return channel.open(first.numpy().data, source)
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
     """Return the device of a group's collectives: the CPU if the group has gloo, else this rank's GPU."""
-    has_gloo = bool(cross_world.name_of(group)) or "gloo" in str(dist.get_backend_config(group))
+    has_gloo = bool(cross_world.group_name(group)) or "gloo" in str(dist.get_backend_config(group))
     return torch.device("cpu") if has_gloo else torch.device("cuda", torch.cuda.current_device())

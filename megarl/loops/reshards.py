@@ -5,10 +5,11 @@ from __future__ import annotations
 import asyncio
 import time
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 from megarl.cluster.replacements import Replacements
 from megarl.cluster.run_ranks import RunRanks
+from megarl.cluster.weight_transfer import Reports, WeightTransfer
 from megarl.config import Recipe
 from megarl.loops.performance import Performance
 from megarl.platform.spans import span
@@ -46,9 +47,6 @@ METRICS = {
 """Units and meanings by metric name, for `tracking.table`. Metrics of a background reshard are logged with the step it
 ran in."""
 
-Reports = Sequence[Mapping[str, float]]
-"""Seconds and bytes of a reshard by name, one mapping for each rank."""
-
 
 class Reshards:
     """Copies of the trainer's weights into the engines after a step. `performance` measures the steps."""
@@ -57,15 +55,16 @@ class Reshards:
         self,
         recipe: Recipe,
         ranks: RunRanks,
+        transfer: WeightTransfer,
         replacements: Replacements,
         pool: EnginePool,
         performance: Performance,
     ) -> None:
         """Create the reshards. `replacements` provides the separate engine replicas restarted after a loss."""
-        self._recipe, self._ranks, self._replacements = recipe, ranks, replacements
+        self._recipe, self._ranks, self._transfer, self._replacements = recipe, ranks, transfer, replacements
         self._pool, self._performance = pool, performance
-        self._under_way: asyncio.Task[dict[str, float]] | None = None
-        self._reports: Reports = ()
+        self._sending: asyncio.Task[dict[str, float]] | None = None
+        self._reports: Reports = []
         """Reports returned by the engines about the current reshard."""
 
     async def run(self, step: int) -> dict[str, float]:
@@ -80,8 +79,7 @@ class Reshards:
             reports, pause = await self._run_separate(step)
         else:
             # Colocated engines hold no requests now: they were paused before they slept.
-            verify = self._is_verified(step)
-            reports, pause = await self._ranks.call("reshard", verify=verify, version=step + 1), {}
+            reports, pause = await self._transfer.run(self._is_verified(step), step + 1), {}
         self._pool.resume()
         return _with_earlier(before, _measured(reports) | pause)
 
@@ -95,37 +93,37 @@ class Reshards:
         before = await self.finish()
         # A restarted replica joins through a new cross-world process group. The trainers must help create it, so this
         # reshard cannot run in the background.
-        can_overlap = self._ranks.is_bridged and not self._replacements.has_started
+        can_overlap = self._transfer.is_connected and not self._replacements.has_started
         if not (self._recipe.overlaps_at(step) and can_overlap):
             return _with_earlier(before, await self.run(step))
-        begun = asyncio.get_running_loop().create_future()
-        self._under_way = asyncio.create_task(self._send(step, begun))
-        # The task may fail before `begun` is set; then its error is raised here.
-        await asyncio.wait([self._under_way, begun], return_when=asyncio.FIRST_COMPLETED)
-        if not begun.done():
-            self._under_way.result()
+        copied = asyncio.get_running_loop().create_future()
+        self._sending = asyncio.create_task(self._send(step, copied))
+        # The task may fail before `copied` is set; then its error is raised here.
+        await asyncio.wait([self._sending, copied], return_when=asyncio.FIRST_COMPLETED)
+        if not copied.done():
+            self._sending.result()
         return before
 
     async def finish(self) -> dict[str, float]:
         """Wait until the engines have received the weights under way. Return their measurements, {} without any."""
-        if self._under_way is None:
+        if self._sending is None:
             return {}
         began = time.monotonic()
         with span("finish reshard"):
-            metrics = await self._under_way
-            of_trainers = await self._ranks.finish_send()
-        self._under_way = None
+            metrics = await self._sending
+            trainer_reports = await self._transfer.collect_reports()
+        self._sending = None
         return (
             metrics
-            | _measured([*of_trainers, *self._reports])
+            | _measured([*trainer_reports, *self._reports])
             | {"time/reshard_waited_seconds": time.monotonic() - began}
         )
 
     async def close(self) -> None:
         """Cancel the reshard under way."""
-        if self._under_way is not None:
-            self._under_way.cancel()
-            await asyncio.gather(self._under_way, return_exceptions=True)
+        if self._sending is not None:
+            self._sending.cancel()
+            await asyncio.gather(self._sending, return_exceptions=True)
 
     def _is_verified(self, step: int) -> bool:
         """Return whether the reshard of this step is verified (weights.verify_every)."""
@@ -143,43 +141,45 @@ class Reshards:
         # Settle before adding: a lost replica and its replacement have the same first rank. Requests paused in the lost
         # one must move to others.
         self._pool.set_live_replicas(self._leaders)
-        self._ranks.add(self._replacements.take())
-        reports = await self._ranks.reshard(self._is_verified(step), step + 1)
+        self._transfer.add(self._replacements.take())
+        reports = await self._transfer.run(self._is_verified(step), step + 1)
         return reports, self._settled(began)
 
-    async def _send(self, step: int, begun: asyncio.Future[None]) -> dict[str, float]:
+    async def _send(self, step: int, copied: asyncio.Future[None]) -> dict[str, float]:
         """Reshard from copies of the trainers' weights. Return the measurements.
 
-        Sets `begun` when the trainers have the copies and the engines have paused.
+        Sets `copied` when the trainers have the copies and the engines have paused.
         """
         began = time.monotonic()
         worked_before = 0.0
 
-        def tell() -> None:
+        def continue_training() -> None:
             nonlocal worked_before
             worked_before = self._ranks.trainers.seconds_in_calls
-            holding.add_done_callback(let_go)
+            pausing.add_done_callback(end_begin)
 
-        def let_go(holding: asyncio.Task[None]) -> None:
-            # A failed hold fails `_send` itself, and `begin` waits for either of both.
-            if not holding.cancelled() and holding.exception() is None and not begun.done():
-                begun.set_result(None)
+        def end_begin(pausing: asyncio.Task[None]) -> None:
+            # A failed pause fails `_send` itself, and `begin` waits for either of both.
+            if not pausing.cancelled() and pausing.exception() is None and not copied.done():
+                copied.set_result(None)
 
         # A later request would be answered only after the engines have the weights, so the end of the step would wait
         # for them.
         asked = self._performance.ask_engines()
-        holding = asyncio.create_task(self._pool.pause(aborts=self._recipe.rollout.recompute_kv))
-        resting = asyncio.gather(holding, asyncio.wait([asked]))
+        pausing = asyncio.create_task(self._pool.pause(aborts=self._recipe.rollout.recompute_kv))
+        engines_paused = asyncio.gather(pausing, asyncio.wait([asked]))
         try:
-            self._reports = await self._ranks.send(self._is_verified(step), step + 1, resting, tell)
+            self._reports = await self._transfer.run_overlapping(
+                self._is_verified(step), step + 1, engines_paused, continue_training
+            )
             metrics = self._settled(began)
         except Exception as error:
             # Fail pending completions, or their coroutines would wait forever.
             self._pool.fail(error)
             raise
         finally:
-            resting.cancel()
-            await asyncio.gather(resting, return_exceptions=True)
+            engines_paused.cancel()
+            await asyncio.gather(engines_paused, return_exceptions=True)
         self._pool.resume()
         return metrics | {"time/reshard_hidden_seconds": self._ranks.trainers.seconds_in_calls - worked_before}
 

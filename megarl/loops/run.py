@@ -15,6 +15,7 @@ from megarl.cluster.launchers import start_group, start_ranks
 from megarl.cluster.node_checks import gpus, inspect
 from megarl.cluster.replacements import Replacements
 from megarl.cluster.run_ranks import RunRanks, together
+from megarl.cluster.weight_transfer import WeightTransfer
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -106,9 +107,17 @@ def _ranks(recipe: Recipe) -> str:
 
 
 async def _prepare(
-    ranks: RunRanks, recipe: Recipe, layout: ParallelConfig, folder: RunFolder, tracker: Tracker
+    ranks: RunRanks,
+    transfer: WeightTransfer,
+    recipe: Recipe,
+    layout: ParallelConfig,
+    folder: RunFolder,
+    tracker: Tracker,
 ) -> None:
-    """Construct a worker on each rank. Raises ConfigError naming the unfit nodes."""
+    """Construct a worker on each rank, and send separate engines their first weights.
+
+    Raises ConfigError naming the unfit nodes.
+    """
     if len(nodes := dict.fromkeys(place[0] for place in ranks.topology)) > 1:
         tracker.tell(f"ranks on {', '.join(nodes)}")
     uses_gpu = recipe.cluster.device != "cpu" and device.current().type == "cuda"
@@ -132,7 +141,7 @@ async def _prepare(
     replicas = [_construct_engine(group, recipe, layout) for group in ranks.replicas]
     await together([ranks.trainers.construct("megarl.worker.trainer_worker:TrainerWorker", of_trainers), *replicas])
     # Separate engines start without weights. The first reshard is verified, whatever weights.verify_every says.
-    await ranks.reshard(verify=True, version=1)
+    await transfer.run(verify=True, version=1)
 
 
 async def _construct_engine(group: WorkerGroup, recipe: Recipe, layout: ParallelConfig) -> None:
@@ -210,11 +219,12 @@ async def _started(
                 replicas = [layout.rollout_tp] * (layout.rollout_ranks // layout.rollout_tp)
                 ranks = await start_ranks(recipe.cluster, folder.logs_folder, replicas)
             stack.push_async_callback(ranks.close)
+            transfer = WeightTransfer(ranks)
             ranks.on_asked(stop.ask)
             # From now on SIGQUIT prints the stacks of the ranks too.
             stacks.ask_others = ranks.show_stacks
             with display.phase("building models", is_told=True):
-                await _prepare(ranks, recipe, layout, folder, tracker)
+                await _prepare(ranks, transfer, recipe, layout, folder, tracker)
             folder.describe({"machine": await _hardware(ranks)})
         replacements = await stack.enter_async_context(_replaced(ranks, recipe, layout, folder, tracker))
         rewards = start_rewards(recipe, stack, folder.logs_folder, tracker.notice)
@@ -245,7 +255,7 @@ async def _started(
         ]
         models = _models(recipe, layout, ranks.trainers)
         performance = Performance(recipe, ranks, models, predicted_memory(recipe))
-        reshards = Reshards(recipe, ranks, replacements, pool, performance)
+        reshards = Reshards(recipe, ranks, transfer, replacements, pool, performance)
         stack.push_async_callback(reshards.close)
         profiles = Profiles(ranks, folder, tracker)
         stack.push_async_callback(profiles.close)

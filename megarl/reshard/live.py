@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from megarl.families import hf_tensors
 from megarl.families.shape import ModelShape
 from megarl.groups.cross_world import rank_in
-from megarl.groups.peer_errors import in_own_world
+from megarl.groups.peer_errors import replica_collectives_marked
 from megarl.reshard.boxes import Layout, dense_piece
 from megarl.reshard.layouts.vllm import DirectWriteError, record_layout, zero_padding
 from megarl.reshard.layouts.vllm_quantised import QuantisedModule, is_spoilt, quantised_modules, spoil
@@ -102,16 +102,16 @@ class Reshard:
         self._live = dict(engine.named_parameters()) if engine is not None else {}
         self._dtype, self._group = dtype, group
         here = device_of([*parameters.values(), *self._live.values()])
-        # The quantiser of vLLM 0.30 runs collectives over the engine's own ranks. `in_own_world` marks their failures,
-        # so a failed engine is not mistaken for a lost peer of the reshard. Without `group` all ranks share one world,
-        # and no mark is needed.
+        # The quantiser of vLLM 0.30 runs collectives over the engine's own ranks. Their failures are marked, so that a
+        # failed engine is not mistaken for a lost peer of the reshard. Without `group` all ranks share one world, and
+        # no mark is needed.
         self._room = WaitingRoom(
             modules,
             plan,
             recorded,
             dtype=dtype,
             device=here,
-            collective=nullcontext if group is None else in_own_world,
+            collective=nullcontext if group is None else replica_collectives_marked,
         )
         made = {name for module in modules for name in module.live}
         # Quantised parameters are not written directly: the quantiser makes them from the buffer's weights.

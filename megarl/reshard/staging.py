@@ -58,7 +58,7 @@ class OwnSlots:
         sent, received = self._splits[exchange]
         outgoing, incoming = self._parts(exchange)
         work = dist.all_to_all_single(incoming, outgoing, received, sent, self._group, async_op=True)
-        self._travelling.append(cross_world.begun(work, self._group))
+        self._travelling.append(cross_world.register(work, self._group))
 
     def arrive(self) -> None:
         cross_world.wait(self._travelling.popleft(), self._group, is_on_host=self._slots[0].is_cpu)

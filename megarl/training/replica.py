@@ -44,7 +44,7 @@ class Replica:
         if self._group is None:
             assert rows is not None
             return rows
-        conversation = signed.between("rows", self._ranks)
+        conversation = signed.channel_between("rows", self._ranks)
         return signed.broadcast(conversation, rows, self._group, self._first, _BLOCK_BYTES)
 
     def close(self) -> None:

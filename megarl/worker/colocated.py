@@ -13,8 +13,9 @@ from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, Request
 from megarl.worker.engine_worker import build_engine
+from megarl.worker.rank_transfer import Report
 from megarl.worker.trainer_worker import TrainerWorker
-from megarl.worker.weights_end import WeightsEnd
+from megarl.worker.weight_copier import WeightCopier
 
 
 class Worker(TrainerWorker):
@@ -38,8 +39,10 @@ class Worker(TrainerWorker):
             self.engine = build_engine(recipe, self.held_experts.keep)
             self.engine.sleep()
         self._build_models(teacher_layout)
+        self.copier: WeightCopier | None = None
+        """Copies of the policy's weights into the engine; None without an engine."""
         if self.engine is not None:
-            self.weights = WeightsEnd(
+            self.copier = WeightCopier(
                 recipe,
                 layout,
                 topology,
@@ -49,6 +52,13 @@ class Worker(TrainerWorker):
                 replica=self.engine.replica,
             )
             self.weight_version = self.engine.weight_version
+
+    def reshard(self, verify: bool, version: int) -> Report:
+        """Copy the policy's weights into the engines; see `WeightCopier.run`."""
+        assert self.copier is not None
+        report = self.copier.run(verify=verify, version=version)
+        self.weight_version = version
+        return report
 
     def advance(
         self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
@@ -65,7 +75,7 @@ class Worker(TrainerWorker):
         return self.engine.metrics() if self.engine else {}
 
     def start_notices(self) -> list[str]:
-        return super().start_notices() + (self.engine.sleep_notices if self.engine else [])
+        return (self.copier.notices if self.copier else []) + (self.engine.sleep_notices if self.engine else [])
 
     def sleep_engine(self) -> None:
         """Free the engine's memory for the trainer, until the next reshard."""

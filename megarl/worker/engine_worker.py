@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -12,14 +12,12 @@ from numpy.typing import NDArray
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.engine.engine import RolloutEngine
-from megarl.groups.cross_world import close_bridge, open_bridge
-from megarl.groups.peer_errors import told_of_bridge
 from megarl.groups.rendezvous import Meeting
 from megarl.platform import device
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, ExpertsHandle, Request
-from megarl.worker.weights_end import WeightsEnd
+from megarl.worker.rank_transfer import RankTransfer, Report
 
 
 class EngineWorker:
@@ -27,38 +25,17 @@ class EngineWorker:
 
     def __init__(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelConfig, replica: int) -> None:
         """Initialize the replica's world and build the engine. `replica` is the engine's number."""
-        self._recipe, self._layout, self._rank, self._replica = recipe, layout, rank, replica
         device.init_world(recipe.cluster.collective_timeout_seconds)
         self._engine = build_engine(recipe)
-        self._bridge: dist.ProcessGroup | None = None
-        self._weights: WeightsEnd | None = None
+        self._transfer = RankTransfer(recipe, layout, rank, engine=self._engine, replica=replica)
 
-    def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Mapping[str, Any]:
-        """Join the cross-world process group ("bridge") to the trainers, and receive their weights.
-
-        A collective of all its ranks; leaves an earlier group first. Returns the first reshard's report, or `lost` as
-        in `TrainerWorker.join`.
-        """
-        self._leave()
-        try:
-            # A lost peer becomes a result instead of an error: this rank is sound, and can join the next group.
-            self._bridge = open_bridge(meeting, self._rank, self._recipe.cluster.collective_timeout_seconds)
-            self._weights = WeightsEnd(
-                self._recipe,
-                self._layout,
-                topology,
-                engine=self._engine,
-                replica=self._replica,
-                group=self._bridge,
-                version=version,
-            )
-        except Exception as error:
-            return self._lost(error)
-        return self._weights.first_report
+    def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
+        """Join a cross-world group with the trainers and receive their weights; see `RankTransfer.join`."""
+        return self._transfer.join(meeting, topology, version)
 
     def start_notices(self) -> list[str]:
         """Return start-up notices for the user about how this run is executed."""
-        return self._weights.notices if self._weights else []
+        return self._transfer.copier.notices if self._transfer.copier else []
 
     def advance(
         self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
@@ -74,33 +51,16 @@ class EngineWorker:
         """Return the engine's metrics since the last call. Leaders only."""
         return self._engine.metrics()
 
-    def reshard(self, verify: bool, version: int) -> Mapping[str, Any]:
-        """Receive the trainers' weights between two engine steps. `version` is the number of these weights.
-
-        Returns the report of the reshard. If a trainer has left the cross-world group, returns `lost` as in
-        `TrainerWorker.reshard`.
-        """
-        assert self._weights is not None
-        try:
-            return self._weights.reshard(verify=verify, version=version)
-        except Exception as error:
-            return self._lost(error)
+    def reshard(self, verify: bool, version: int) -> Report:
+        """Receive the trainers' weights of this version between two engine steps; see `RankTransfer.run`."""
+        return self._transfer.run(verify, version)
 
     def close(self) -> None:
         """Close the engine; leave the cross-world group and this replica's world."""
-        self._leave()
         # The cross-world group first: trainers then fail fast instead of waiting for this rank.
+        self._transfer.leave()
         self._engine.close()
         dist.destroy_process_group()
-
-    def _lost(self, error: Exception) -> dict[str, Any]:
-        """Leave the cross-world group after another rank left it, and return who is lost. Re-raises other errors."""
-        told = told_of_bridge(error)
-        self._leave()
-        return told
-
-    def _leave(self) -> None:
-        self._weights, self._bridge = None, close_bridge(self._bridge)
 
 
 def build_engine(

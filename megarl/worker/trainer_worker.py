@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import Future
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from pathlib import Path
@@ -19,13 +17,11 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import tokenizer_of
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.files.atomic import disk_full_named
-from megarl.groups.cross_world import close_bridge, open_bridge
 from megarl.groups.megatron_ranks import RankGroups
-from megarl.groups.peer_errors import told_of_bridge
 from megarl.groups.rendezvous import Meeting
 from megarl.models.configuration import refusals_named, uses_transformer_engine
 from megarl.models.teacher_student import StudentModel, lesson_bytes
-from megarl.platform import background, device
+from megarl.platform import device
 from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.reshard.plan import RankTopology
@@ -38,7 +34,7 @@ from megarl.training.snapshot import Snapshot
 from megarl.training.teacher import InOwnGroups, Teacher
 from megarl.training.training_engine import StartingPolicy, TrainingEngine
 from megarl.types import ExpertsHandle
-from megarl.worker.weights_end import WeightsEnd
+from megarl.worker.rank_transfer import RankTransfer, Report
 
 Model = TypeVar("Model", bound=ModelShard)
 
@@ -70,14 +66,8 @@ class TrainerWorker:
         """Process groups of models with other groups than the policy's, by layout and by having experts."""
         self.held_experts = HeldExperts(rank, world_size)
         self.held_lessons = HeldLessons()
-        self.weights: WeightsEnd | None = None
-        """This rank's side of the reshard; None without engines."""
         self.weight_version = 0
         """Version of the engines' weights: the number of reshards."""
-        self._bridge: dist.ProcessGroup | None = None
-        self._snapshot: Snapshot | None = None
-        """Copy of the weights, sent to the engines while the policy trains on (weights.overlap)."""
-        self._sending: Future[dict[str, float]] | None = None
 
     def _build_models(self, teacher_layout: ParallelConfig | None) -> None:
         recipe, layout = self.recipe, self.layout
@@ -108,94 +98,42 @@ class TrainerWorker:
             self.critic = self._build(critic, self._critic_source, has_value_head=True)
             self.critic.offload()
             self.policy.onload(("parameters",))
+        self.transfer = RankTransfer(
+            recipe,
+            layout,
+            self.rank,
+            policy=self.policy,
+            # With overlap the policy may change while its weights are sent, so a copy is the source.
+            snapshot=Snapshot(self.policy) if recipe.weights.overlap else None,
+            transformer_engine=uses_transformer_engine(),
+        )
 
-    def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Mapping[str, Any]:
-        """Join the cross-world process group ("bridge") to separate engines, and send them the policy's weights.
+    def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
+        """Join a cross-world group with separate engines and send them the weights; see `RankTransfer.join`."""
+        return self._note_version(version, self.transfer.join(meeting, topology, version))
 
-        `topology` describes the group's ranks, `version` the weights. A collective of all its ranks; leaves an earlier
-        group first. Returns the report of `WeightsEnd.reshard`. If a rank of the other world is gone, returns `lost`
-        with the reason; `missing` are ranks absent from the meeting at its deadline.
-        """
-        self._leave_bridge()
-        if self.recipe.weights.overlap:
-            # With overlap the policy may change while its weights are sent, so the copy is the source.
-            self._snapshot = self._snapshot or Snapshot(self.policy)
-            self._snapshot.take(version)
-        try:
-            self._bridge = open_bridge(meeting, self.rank, self.recipe.cluster.collective_timeout_seconds)
-            self.weights = WeightsEnd(
-                self.recipe,
-                self.layout,
-                topology,
-                policy=self.policy if self._snapshot is None else None,
-                snapshot=self._snapshot,
-                transformer_engine=uses_transformer_engine(),
-                group=self._bridge,
-            )
-        except Exception as error:
-            return self._lost(error)
-        self.weight_version = version
-        return self.weights.first_report
-
-    def reshard(self, verify: bool = False, version: int | None = None) -> Mapping[str, Any]:
-        """Copy the policy's weights into the engines; see `WeightsEnd.reshard`. Returns `lost` as `join` does."""
-        assert self.weights is not None
-        # Computed first, because the attribute changes only after a reshard without error.
-        new_version = self.weight_version + 1 if version is None else version
-        if self._snapshot is not None:
-            self._snapshot.take(new_version)
-        try:
-            report = self.weights.reshard(verify=verify, version=version)
-        except Exception as error:
-            if self._bridge is None:  # colocated: no other world could be lost
-                raise
-            return self._lost(error)
-        self.weight_version = new_version
-        return report
+    def reshard(self, verify: bool, version: int) -> Report:
+        """Send the policy's weights to the engines; see `RankTransfer.run`."""
+        return self._note_version(version, self.transfer.run(verify, version))
 
     def start_reshard(self, verify: bool, version: int) -> None:
-        """Copy the policy's weights, and start sending the copy in the background with this version; see `reshard`.
-
-        The rank stays free for other calls, except calls using the cross-world group: `finish_reshard` must come first.
-        """
-        assert self.weights is not None and self._snapshot is not None and self._sending is None
-        self._snapshot.take(version)
+        """Send a copy of the policy's weights in the background; see `RankTransfer.start`."""
+        self.transfer.start(verify, version)
         self.weight_version = version
 
-        def send() -> dict[str, float]:
-            assert self.weights is not None
-            try:
-                return self.weights.reshard(verify=verify, version=version)
-            except BaseException as error:
-                # Leave the group, so that peers waiting for this rank fail too. The traceback's frames refer to the
-                # group and would keep it open, so clear them first.
-                traceback.clear_frames(error.__traceback__)
-                self._leave_bridge()
-                raise
+    def finish_reshard(self) -> Report:
+        """Wait for the sending begun by `start_reshard`, and return its report."""
+        return self.transfer.finish()
 
-        self._sending = background.begin(send)
-
-    def finish_reshard(self) -> Mapping[str, Any]:
-        """Wait for the reshard begun by `start_reshard`. Returns `lost` as `join` does."""
-        assert self._sending is not None
-        sending, self._sending = self._sending, None
-        try:
-            return background.finish(sending)
-        except Exception as error:
-            return self._lost(error)
-
-    def _lost(self, error: Exception) -> dict[str, Any]:
-        """Leave the cross-world group after another rank left it, so that peers waiting for this rank fail too.
-
-        Returns who is lost. Re-raises other errors.
-        """
-        told = told_of_bridge(error)
-        self._leave_bridge()
-        return told
+    def _note_version(self, version: int, report: Report) -> Report:
+        """Set the version of the engines' weights after a transfer without loss, and return the transfer's report."""
+        if "lost" not in report:
+            self.weight_version = version
+        return report
 
     def start_notices(self) -> list[str]:
         """Return start-up notices for the user about how this run is executed."""
-        return self.weights.notices if self.weights else []
+        return self.transfer.copier.notices if self.transfer.copier else []
 
     def peak_tflops(self) -> float | None:
         """Return the peak of this rank's device at the model's dtype, in TFLOP/s; None if unknown."""
@@ -398,11 +336,8 @@ class TrainerWorker:
 
     def close(self) -> None:
         """Leave the cross-world group and the world."""
-        self._leave_bridge()
+        self.transfer.leave()
         # Before the world: process groups cannot be destroyed after it.
         for replica in (self.replica, *(replica for _, replica in self.further_groups.values())):
             replica.close()
         dist.destroy_process_group()
-
-    def _leave_bridge(self) -> None:
-        self.weights, self._bridge = None, close_bridge(self._bridge)

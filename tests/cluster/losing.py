@@ -19,6 +19,7 @@ import pytest
 from megarl.cluster.connected import ConnectedGroup
 from megarl.cluster.deadlines import Deadlines
 from megarl.cluster.run_ranks import RunRanks
+from megarl.cluster.weight_transfer import WeightTransfer
 from megarl.cluster.worker_group import PartOfRun, RankFailedError, WorkerGroup
 
 KEY = b"k" * 32
@@ -34,24 +35,25 @@ async def lose_engines(make: Make, logs: Path) -> None:
 
     async def start(first: int) -> ConnectedGroup:
         group = make(1, PartOfRun(first, NUM_RANKS, KEY))
-        await group.start("bridging:Bridging", {}, log_folder=logs)
+        await group.start("cross_world_worker:CrossWorldWorker", {}, log_folder=logs)
         return group
 
     trainers, *replicas = [await start(first) for first in range(NUM_RANKS)]
     ranks = RunRanks(trainers, replicas)
+    transfer = WeightTransfer(ranks)
     lost: list[tuple[WorkerGroup, str]] = []
     ranks.on_lost = lambda group, error: lost.append((group, str(error)))
     try:
-        assert await ranks.reshard(False, 1) == [{}] * 4
+        assert await transfer.run(False, 1) == [{}] * 4
         await replicas[1].call("signal_in_reshard", "in a message", signal.SIGKILL)
         began = time.monotonic()
-        assert await ranks.reshard(False, 2) == [{}] * 3
+        assert await transfer.run(False, 2) == [{}] * 3
         assert time.monotonic() - began < 30.0
         assert [version for _, _, version in await ranks.call("exchange")] == [2] * 3
         await replicas[0].call("signal_in_reshard", "before a message", signal.SIGSTOP)
         ranks.set_deadlines(lambda: Deadlines.same(10.0))
         began = time.monotonic()
-        assert await ranks.reshard(False, 3) == [{}] * 2
+        assert await transfer.run(False, 3) == [{}] * 2
         assert time.monotonic() - began < 50.0
         assert [version for _, _, version in await ranks.call("exchange")] == [3] * 2
         killed, stopped = lost
@@ -67,7 +69,7 @@ async def lose_a_relayed_rank(make: Make, logs: Path) -> None:
     """Two ranks on each of two nodes, reached through the nodes' relays; one is killed in a call of all of them."""
     group = make(NUM_RANKS, None)
     group.most_direct = NUM_RANKS - 1
-    await group.start("bridging:Bridging", {}, log_folder=logs)
+    await group.start("cross_world_worker:CrossWorldWorker", {}, log_folder=logs)
     try:
         connections = {handle.connection for handle in group._remote_handles}
         assert len(connections) == 2 and all(connection.is_relay for connection in connections)
@@ -76,11 +78,11 @@ async def lose_a_relayed_rank(make: Make, logs: Path) -> None:
         assert await group.ask([3, 0], "echo", ["x", "y"]) == [(3, "x"), (0, "y")]
         pids = await group.call("pid")
         # The others wait in a call that ends when their driver says so.
-        waiting = asyncio.create_task(group.ask([0, 1], "wait_until_broken", ["bridge", "bridge"]))
+        waiting = asyncio.create_task(group.ask([0, 1], "wait_until_cancelled", ["group", "group"]))
         assert await group.ask([2], "echo", ["z"]) == [(2, "z")]
-        group.break_off("bridge", "it is time")
+        group.break_off("group", "it is time")
         assert await waiting == ["it is time"] * 2
-        waiting = asyncio.create_task(group.call("wait_until_broken", "another"))
+        waiting = asyncio.create_task(group.call("wait_until_cancelled", "another"))
         await asyncio.sleep(0)  # it is sent
         began = time.monotonic()
         os.kill(pids[2], signal.SIGKILL)

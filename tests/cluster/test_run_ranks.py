@@ -1,4 +1,4 @@
-"""Trainers and engine replicas as groups of one run, on real processes: numbers, bridges, a replaced replica."""
+"""Trainers and engine replicas as groups of one run, on real processes: numbers, transfers, a replaced replica."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster import run_ranks
+from megarl.cluster import weight_transfer
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.run_ranks import RunRanks
+from megarl.cluster.weight_transfer import WeightTransfer
 from megarl.cluster.worker_group import PartOfRun, RankFailedError, RankLostError, WorkerGroup
 from megarl.types import PeerLostError
 
@@ -23,23 +24,25 @@ pytestmark = [pytest.mark.distributed, pytest.mark.usefixtures("worker_module")]
 
 
 async def group(size: int, first: int, logs: Path, num_ranks: int = 4, key: bytes = KEY) -> LocalGroup:
-    return await LocalGroup(size, PartOfRun(first, num_ranks, key)).start("bridging:Bridging", {}, log_folder=logs)
+    return await LocalGroup(size, PartOfRun(first, num_ranks, key)).start(
+        "cross_world_worker:CrossWorldWorker", {}, log_folder=logs
+    )
 
 
 @asynccontextmanager
-async def started(logs: Path) -> AsyncIterator[RunRanks]:
+async def started(logs: Path) -> AsyncIterator[tuple[RunRanks, WeightTransfer]]:
     """Two trainers and two replicas of one rank."""
     trainers, *replicas = await asyncio.gather(group(2, 0, logs), group(1, 2, logs), group(1, 3, logs))
     ranks = RunRanks(trainers, replicas)
     try:
-        yield ranks
+        yield ranks, WeightTransfer(ranks)
     finally:
         await ranks.close()
 
 
 def test_ranks_are_numbered_through(tmp_path: Path) -> None:
     async def play() -> None:
-        async with started(tmp_path) as ranks:
+        async with started(tmp_path) as (ranks, _):
             assert ranks.world_size == 4 and len(ranks.topology) == 4 and ranks.is_separate
             # Worlds of their own, on one node.
             assert await ranks.call("place") == [(0, "0", 2), (1, "1", 2), (0, "2", 1), (0, "3", 1)]
@@ -66,11 +69,11 @@ def test_what_one_replica_s_ranks_signed_is_not_its_successor_s(tmp_path: Path) 
     asyncio.run(play())
 
 
-def test_a_bridge_is_made_anew_for_a_replica_that_was_replaced(tmp_path: Path) -> None:
+def test_a_new_cross_world_group_includes_a_restarted_replica(tmp_path: Path) -> None:
     async def play() -> None:
-        async with started(tmp_path) as ranks:
+        async with started(tmp_path) as (ranks, transfer):
             for version in (1, 2):
-                await ranks.reshard(False, version)
+                await transfer.run(False, version)
                 answers = await ranks.call("exchange")
                 pids = [pid for _, pid in answers[0][0]]
                 assert len(set(pids)) == 4
@@ -90,10 +93,10 @@ def test_a_bridge_is_made_anew_for_a_replica_that_was_replaced(tmp_path: Path) -
             assert lost == [dead] and await ranks.ask([3], "echo", ["c"]) == [(0, "c")]
             with pytest.raises(PeerLostError):
                 await ranks.ask([2], "echo", ["x"])
-            await ranks.reshard(False, 3)
+            await transfer.run(False, 3)
             assert [version for _, _, version in await ranks.call("exchange")] == [3] * 3
-            ranks.add([await group(1, 2, tmp_path)])
-            await ranks.reshard(False, 3)
+            transfer.add([await group(1, 2, tmp_path)])
+            await transfer.run(False, 3)
             [(told, _, version), *_] = await ranks.call("exchange")
             assert [pid for _, pid in told][2] not in pids and version == 3
 
@@ -101,13 +104,13 @@ def test_a_bridge_is_made_anew_for_a_replica_that_was_replaced(tmp_path: Path) -
 
 
 @pytest.mark.parametrize("how", ["killed before", "stopped"])
-def test_a_replica_that_does_not_come_to_a_new_bridge_is_lost_not_the_run(
+def test_a_replica_that_does_not_join_is_lost_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
-    monkeypatch.setattr(run_ranks, "_MEET_SECONDS", 1.0)
+    monkeypatch.setattr(weight_transfer, "_MEET_SECONDS", 1.0)
 
     async def play() -> None:
-        async with started(tmp_path) as ranks:
+        async with started(tmp_path) as (ranks, transfer):
             lost: list[tuple[WorkerGroup, Exception]] = []
             ranks.on_lost = lambda group, error: lost.append((group, error))
             absent = ranks.replicas[1]
@@ -116,7 +119,7 @@ def test_a_replica_that_does_not_come_to_a_new_bridge_is_lost_not_the_run(
             else:
                 os.kill((await absent.call("pid"))[0], signal.SIGKILL)
             began = time.monotonic()
-            assert await ranks.reshard(False, 1) == [{}] * 3
+            assert await transfer.run(False, 1) == [{}] * 3
             assert time.monotonic() - began < 15.0
             told = "did not join the process group of the others" if how == "stopped" else "was killed by SIGKILL"
             [(group, error)] = lost
@@ -130,7 +133,7 @@ def test_a_replica_that_does_not_come_to_a_new_bridge_is_lost_not_the_run(
 @pytest.mark.parametrize(
     ("moments", "told"),
     [
-        # gloo tells nobody who is in the middle of a message when the connection breaks.
+        # gloo notifies nobody who is in the middle of a message when the connection breaks.
         (("in a message", ""), ["rank 2 of 4 was killed by SIGKILL (out of memory?) during `reshard`"]),
         (
             ("in a message", "before a message"),
@@ -148,19 +151,19 @@ def test_a_replica_that_does_not_come_to_a_new_bridge_is_lost_not_the_run(
         ),
     ],
 )
-def test_nobody_waits_on_a_bridge_for_a_lost_rank(
+def test_nobody_waits_in_a_cross_world_group_for_a_lost_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: tuple[str, str], told: list[str]
 ) -> None:
-    """One replica is killed, the other one is stopped; a collective of the bridge gives up after a minute."""
-    monkeypatch.setattr(run_ranks, "_LEAVE_SECONDS", 0.5)
+    """One replica is killed, the other one is stopped; a collective of their group has a minute."""
+    monkeypatch.setattr(weight_transfer, "_LEAVE_SECONDS", 0.5)
 
     async def play() -> None:
-        async with started(tmp_path) as ranks:
+        async with started(tmp_path) as (ranks, transfer):
             lost: list[tuple[WorkerGroup, str]] = []
             ranks.on_lost = lambda group, error: lost.append((group, str(error)))
             replicas = list(ranks.replicas)
             if "opening" not in moments:
-                assert await ranks.reshard(False, 1) == [{}] * 4
+                assert await transfer.run(False, 1) == [{}] * 4
             for replica, moment, number in zip(replicas, moments, (signal.SIGKILL, signal.SIGSTOP), strict=True):
                 if moment == "opening":
                     await replica.call("signal_when_all_have_come", number)
@@ -168,11 +171,11 @@ def test_nobody_waits_on_a_bridge_for_a_lost_rank(
                     await replica.call("signal_in_reshard", moment, number)
             began = time.monotonic()
             if len(told) == 1:
-                assert await ranks.reshard(False, 2) == [{}] * 3
+                assert await transfer.run(False, 2) == [{}] * 3
                 assert [version for _, _, version in await ranks.call("exchange")] == [2] * 3
             else:
                 with pytest.raises(PeerLostError) as caught:
-                    await ranks.reshard(False, 2)
+                    await transfer.run(False, 2)
                 lost.append((replicas[1], str(caught.value)))  # none is left, so it is the run's end
             assert time.monotonic() - began < 30.0
             assert [group for group, _ in lost] == replicas[: len(told)]
@@ -184,42 +187,42 @@ def test_nobody_waits_on_a_bridge_for_a_lost_rank(
     asyncio.run(play())
 
 
-def test_a_replica_that_leaves_every_bridge_is_lost_before_the_last(tmp_path: Path) -> None:
+def test_a_replica_that_leaves_every_cross_world_group_is_lost_before_the_last(tmp_path: Path) -> None:
     async def play() -> None:
-        async with started(tmp_path) as ranks:
+        async with started(tmp_path) as (ranks, transfer):
             lost: list[tuple[WorkerGroup, Exception]] = []
             ranks.on_lost = lambda group, error: lost.append((group, error))
             faulty, other = ranks.replicas
-            await faulty.call("leave_every_bridge")
-            assert await ranks.reshard(False, 1) == [{}] * 3
+            await faulty.call("leave_every_group")
+            assert await transfer.run(False, 1) == [{}] * 3
             assert [group for group, _ in lost] == [faulty]
             assert "rank 2 of 4 left the reshard first, at attempt 2 of 3" in str(lost[0][1])
             await faulty.close()
             # Without another the run ends, and who left is named.
-            await other.call("leave_every_bridge")
-            ranks._bridged = []
+            await other.call("leave_every_group")
+            ranks.on_removed("the next transfer needs a new group")
             with pytest.raises(PeerLostError, match="3 reshards in a row were aborted: rank 3: a fault of its own"):
-                await ranks.reshard(False, 2)
+                await transfer.run(False, 2)
 
     asyncio.run(play())
 
 
 def test_the_first_cause_is_told_not_the_collective_that_others_lost(tmp_path: Path) -> None:
     async def play() -> None:
-        async with started(tmp_path) as ranks:
-            await ranks.reshard(False, 1)
+        async with started(tmp_path) as (ranks, transfer):
+            await transfer.run(False, 1)
             with pytest.raises(RankFailedError, match="rank 3 of 4 raised ValueError during `fail`: the first cause"):
                 await ranks.call("fail", 3)
 
     asyncio.run(play())
 
 
-def test_a_group_with_another_key_is_not_let_onto_the_bridge(tmp_path: Path) -> None:
+def test_a_group_with_another_key_cannot_join_a_cross_world_group(tmp_path: Path) -> None:
     async def play() -> None:
         trainers, stranger = await asyncio.gather(group(1, 0, tmp_path, 2), group(1, 1, tmp_path, 2, key=b"s" * 32))
         ranks = RunRanks(trainers, [stranger])
         try:
-            joining = asyncio.ensure_future(ranks.reshard(False, 1))
+            joining = asyncio.ensure_future(WeightTransfer(ranks).run(False, 1))
             # Each waits at names of the store that the other does not know.
             done, _ = await asyncio.wait([joining], timeout=3.0)
             assert not done

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from megarl.reshard import transport
-from megarl.worker import engine_worker, trainer_worker
+from megarl.worker import engine_worker, rank_transfer, trainer_worker
 
 
 def _choose(via):
@@ -34,8 +34,8 @@ class Engine(engine_worker.EngineWorker):
             kind.arrive = die
 
     def stop_in_join(self, number):
-        """From now on, this signal stops the rank on its way to a bridge."""
-        engine_worker.open_bridge = lambda *args, **kwargs: os.kill(os.getpid(), number)
+        """From now on, this signal stops the rank on its way to a cross-world group."""
+        rank_transfer.join_group = lambda *args, **kwargs: os.kill(os.getpid(), number)
 
     def fail_in_own_world(self, number):
         """From now on, a collective of the rank's own world fails in a reshard."""

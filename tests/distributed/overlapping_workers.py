@@ -49,16 +49,20 @@ class Trainer(dying_workers.Trainer):
             raise ValueError("an error of its own")
 
         if self.rank == 0:
-            self.weights.reshard = fail
+            self.transfer.copier.run = fail
 
 
 class Engine(dying_workers.Engine):
+    def __init__(self, rank, world_size, via, recipe, layout, replica):
+        self.replica = replica
+        super().__init__(rank, world_size, via, recipe, layout, replica)
+
     def note_order(self, file):
         """From now on, this file gets a line when the engine, which has paused, takes part in a reshard."""
         reshard = self.reshard
 
         def noted(*args):
-            _append(file, f"engine {self._replica} paused")
+            _append(file, f"engine {self.replica} paused")
             return reshard(*args)
 
         self.reshard = noted

@@ -1,4 +1,4 @@
-"""A separate engine that dies in the middle of a reshard: the others are bridged anew and have the newest weights."""
+"""A separate engine that dies in the middle of a reshard: the others join a new group and have the newest weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,11 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster import run_ranks
+from megarl.cluster import weight_transfer
 from megarl.cluster.deadlines import Deadlines, Limit
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.run_ranks import RunRanks
+from megarl.cluster.weight_transfer import WeightTransfer
 from megarl.cluster.worker_group import PartOfRun, RankLostError, WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
@@ -95,22 +96,23 @@ async def test_the_others_have_the_newest_weights(
     number: signal.Signals,
 ) -> None:
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
-    monkeypatch.setattr(run_ranks, "_MEET_SECONDS", 5.0)
+    monkeypatch.setattr(weight_transfer, "_MEET_SECONDS", 5.0)
 
     ranks = await start(recipe_of(tiny_model(num_layers=2)), tmp_path, via)
+    transfer = WeightTransfer(ranks)
     lost: list[tuple[WorkerGroup, Exception]] = []
     ranks.on_lost = lambda group, error: lost.append((group, error))
     dying, other = ranks.replicas
     try:
         if moment in ("reshard", "own world"):
-            assert len(await ranks.reshard(verify=True, version=1)) == 3
+            assert len(await transfer.run(verify=True, version=1)) == 3
         fail = {"meeting": "stop_in_join", "own world": "fail_in_own_world"}.get(moment, "die_in_reshard")
         await dying.call(fail, number)
         if number == signal.SIGSTOP:
             # The calls themselves may take the limit of a collective.
             ranks.set_deadlines(lambda: Deadlines(Limit(5.0), Limit(1800.0)))
         began = time.monotonic()
-        reports = await ranks.reshard(verify=True, version=2)
+        reports = await transfer.run(verify=True, version=2)
         assert time.monotonic() - began < 30.0
         assert [(group, type(error)) for group, error in lost] == [(dying, RankLostError)]
         how = "was killed by SIGKILL"
@@ -118,14 +120,14 @@ async def test_the_others_have_the_newest_weights(
             # In the meeting the others may miss it before it is found to be stopped.
             how = r"(?:did not answer `\w+` within \d+ s|did not join the process group of the others)"
         elif moment == "own world":
-            how = "raised OwnWorldError during `reshard`: NCCL error"
+            how = "raised ReplicaCollectiveError during `reshard`: NCCL error"
         assert re.search(f"rank 1 of 3 {how}", str(lost[0][1])), lost
         assert ranks.replicas == [other] and len(reports) == 2 and "lost" not in reports[0]
         assert await other.call("version") == [2]
         # With nobody left the loss is the run's.
         await other.call("die_in_reshard", signal.SIGKILL)
         with pytest.raises(PeerLostError, match="rank 2 of 3 was killed by SIGKILL"):
-            await ranks.reshard(verify=True, version=3)
+            await transfer.run(verify=True, version=3)
     finally:
         await ranks.close()
         await dying.close()

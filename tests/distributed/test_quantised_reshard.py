@@ -76,15 +76,15 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: 
     from megarl.worker.colocated import Worker
 
     worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
-    assert worker.engine and worker.weights and isinstance(worker.weights.resharding, Reshard)
+    assert worker.engine and worker.copier and isinstance(worker.copier.resharding, Reshard)
     live = dict(worker.engine.model.named_parameters())
     before = {name: bits(parameter) for name, parameter in live.items()}
     addresses = {name: parameter.data_ptr() for name, parameter in live.items()}
     update(worker, layout)
     # Quantising the quantised would drift; a second reshard of equal weights changes nothing.
-    worker.reshard(verify=True)
+    worker.reshard(True, worker.weight_version + 1)
     first = {name: bits(parameter) for name, parameter in live.items()}
-    report = worker.reshard(verify=True)
+    report = worker.reshard(True, worker.weight_version + 1)
     written = {name: bits(parameter) for name, parameter in live.items()}
     assert report["quantise_seconds"] > 0
     assert all(torch.equal(first[name], written[name]) for name in live)
@@ -190,7 +190,7 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     from megarl.worker.colocated import Worker
 
     worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
-    assert worker.engine and worker.weights and isinstance(worker.weights.resharding, Reshard)
+    assert worker.engine and worker.copier and isinstance(worker.copier.resharding, Reshard)
     live = dict(worker.engine.model.named_parameters())
     said = []
     for name in ("mlp.gate_up_proj.weight", "self_attn.o_proj.weight_scale_inv", "input_layernorm.weight", None):
@@ -199,7 +199,7 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
             parameter = parameter.view(torch.uint8) if parameter.dtype.itemsize == 1 else parameter
             parameter.view(-1)[-1] += 1
         try:
-            worker.reshard(verify=False) if name is None else worker.weights.resharding.verify()
+            worker.reshard(False, worker.weight_version + 1) if name is None else worker.copier.resharding.verify()
             said.append("equal")
         except MegarlError as error:
             said.append(str(error))

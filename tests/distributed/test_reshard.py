@@ -67,13 +67,13 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: 
     from megarl.worker.colocated import Worker
 
     worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
-    assert worker.engine and worker.weights and isinstance(worker.weights.resharding, Reshard)
-    assert worker.weights.resharding.is_computed, "vLLM's layout is not as computed"
+    assert worker.engine and worker.copier and isinstance(worker.copier.resharding, Reshard)
+    assert worker.copier.resharding.is_computed, "vLLM's layout is not as computed"
     update(worker, layout)
     live = dict(worker.engine.model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in live.items()}
     addresses = {name: parameter.data_ptr() for name, parameter in live.items()}
-    worker.reshard(verify=True)
+    worker.reshard(True, worker.weight_version + 1)
     written = {name: parameter.detach().clone() for name, parameter in live.items()}
     assert any(not torch.equal(before[name], written[name]) for name in live), "the update changed nothing"
     assert addresses == {name: parameter.data_ptr() for name, parameter in worker.engine.model.named_parameters()}
@@ -214,7 +214,7 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
 
     rank = torch.distributed.get_rank()
     worker = Worker(rank, layout.world_size, recipe, layout, [("here",)] * layout.world_size)
-    assert worker.engine and worker.weights and isinstance(worker.weights.resharding, Reshard)
+    assert worker.engine and worker.copier and isinstance(worker.copier.resharding, Reshard)
     said = []
     if rank == 1:
         with torch.no_grad():
@@ -222,11 +222,11 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
             parameter[:2] = parameter[[1, 0]]
     for _ in range(2):
         try:
-            worker.weights.resharding.verify()
+            worker.copier.resharding.verify()
             said.append("equal")
         except MegarlError as error:
             said.append(str(error))
-        worker.reshard(verify=True)
+        worker.reshard(True, worker.weight_version + 1)
     worker.close()
     return said
 
@@ -250,7 +250,7 @@ def train_and_gather(recipe: Recipe, layout: ParallelConfig, exported: str) -> t
     worker = Worker(torch.distributed.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
     assert worker.engine is not None
     update(worker, layout)
-    worker.reshard(verify=True)
+    worker.reshard(True, worker.weight_version + 1)
     worker.export(Path(exported))
     tensors = load_file(f"{exported}/model.safetensors")
     attention, mlp = "model.layers.1.self_attn.", "model.layers.1.mlp."
@@ -292,12 +292,12 @@ def probe_clean_and_spoiled(
 
     rank = torch.distributed.get_rank()
     worker = Worker(rank, layout.world_size, recipe, layout, [("here",)] * layout.world_size)
-    assert worker.weights is not None
-    resharding, engine = worker.weights.resharding, worker.engine
+    assert worker.copier is not None
+    resharding, engine = worker.copier.resharding, worker.engine
     assert engine is not None and isinstance(resharding, GatheredReshard)
     assert engine.weight_version == 1
     update(worker, layout)
-    clean = worker.reshard(verify=True)["probe_gap"]
+    clean = worker.reshard(True, worker.weight_version + 1)["probe_gap"]
     run = resharding.run
 
     def run_and_spoil() -> dict[str, float]:
@@ -310,11 +310,11 @@ def probe_clean_and_spoiled(
     resharding.run = run_and_spoil
     said = ""
     try:
-        worker.reshard(verify=True)
+        worker.reshard(True, worker.weight_version + 1)
     except MegarlError as error:
         said = str(error)
     resharding.run = run
-    mended = worker.reshard(verify=True)["probe_gap"]
+    mended = worker.reshard(True, worker.weight_version + 1)["probe_gap"]
     worker.close()
     return clean, said, mended
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.groups import rendezvous, signed
-from megarl.groups.signed import Conversation, ForgedMessageError
+from megarl.groups.signed import ForgedMessageError, SignedChannel
 from megarl.testing import RankPool
 
 
@@ -32,7 +32,7 @@ def key(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_messages_are_opened_in_their_order() -> None:
-    ours, theirs = Conversation("steps"), Conversation("steps")
+    ours, theirs = SignedChannel("steps"), SignedChannel("steps")
     for value in ("one", {"two": [2, None]}, b"3" * 1000):
         assert theirs.open(ours.seal(value, 0) + b"padding", 0) == value
 
@@ -42,18 +42,18 @@ def test_messages_are_opened_in_their_order() -> None:
 )
 def test_a_forged_message_is_refused_and_not_unpickled(forgery: str, tmp_path: Path) -> None:
     trap = str(tmp_path / "sprung")
-    ours, theirs = Conversation("steps"), Conversation("steps")
+    ours, theirs = SignedChannel("steps"), SignedChannel("steps")
     message = ours.seal(Trap(trap), 0)
     sender = 0
     if forgery == "other key":
         rendezvous.settle(rendezvous.Rendezvous(b"x" * 32, file="nowhere"))
-        message = Conversation("steps").seal(Trap(trap), 0)
+        message = SignedChannel("steps").seal(Trap(trap), 0)
     elif forgery == "other world":
         # A replica's leader before it was lost, and a follower of the one in its place: the same key, ranks and number.
-        def commands(world: str) -> Conversation:
+        def commands(world: str) -> SignedChannel:
             rendezvous.settle(rendezvous.Rendezvous(b"k" * 32, file="nowhere", world=world))
-            signed._conversations.clear()
-            return signed.between("commands", (0, 1))
+            signed._channels.clear()
+            return signed.channel_between("commands", (0, 1))
 
         message, theirs = commands("before").seal(Trap(trap), 0), commands("after")
         assert theirs.open(commands("after").seal("its own", 0), 0) == "its own"
@@ -67,7 +67,7 @@ def test_a_forged_message_is_refused_and_not_unpickled(forgery: str, tmp_path: P
     elif forgery == "other rank":
         sender = 1
     elif forgery == "other subject":
-        theirs = Conversation("results")
+        theirs = SignedChannel("results")
     else:
         message = message[:32] + (1 << 40).to_bytes(8, "little") + message[40:]
         with pytest.raises(ForgedMessageError, match="bytes"):
@@ -83,16 +83,16 @@ def exchanged(folder: str) -> dict[str, Any]:
     pair: Any = dist.new_group([1, 2])
     if rank:
         found["pair"] = signed.gather(rank, pair, to=1)
-        conversation = signed.between("commands", (1, 2))
+        channel = signed.channel_between("commands", (1, 2))
         values = ["short", "long" * 100, None]
-        found["commands"] = [signed.broadcast(conversation, v if rank == 1 else None, pair, 1, 256) for v in values]
+        found["commands"] = [signed.broadcast(channel, v if rank == 1 else None, pair, 1, 256) for v in values]
         # A stranger takes the leader's place.
         forged = bytearray((b"\0" * 32 + (100).to_bytes(8, "little") + pickle.dumps(Trap(folder))).ljust(256))
         if rank == 1:
             dist.broadcast(torch.frombuffer(forged, dtype=torch.uint8), 1, group=pair)
         else:
             try:
-                signed.broadcast(conversation, None, pair, 1, 256)
+                signed.broadcast(channel, None, pair, 1, 256)
             except ForgedMessageError as error:
                 found["refused"] = str(error)
     return found

@@ -31,14 +31,14 @@ class Clock:
 
 
 class Ranks:
-    """A trainer and an engine. Its reshard ends, and it answers what it is asked, when the test says so."""
+    """A trainer, an engine and the weight transfer between them. The test decides when calls end."""
 
     def __init__(self) -> None:
-        self.is_separate = self.is_bridged = True
+        self.is_separate = self.is_connected = True
         self.trainers = SimpleNamespace(seconds_in_calls=0.0)
         self.replicas = [SimpleNamespace(part=SimpleNamespace(first_rank=1))]
-        self.under_way: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        self.is_at_rest = asyncio.Event()
+        self.sending: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.are_engines_paused = asyncio.Event()
         self.calls: list[tuple[str, bool, int]] = []
         self.answers: defaultdict[str, asyncio.Future[Any]] = defaultdict(asyncio.get_running_loop().create_future)
         self.has_copies = asyncio.Event()
@@ -46,21 +46,21 @@ class Ranks:
     async def ask(self, ranks: Sequence[int], method: str, *args: Any, **kwargs: Any) -> list[Any]:
         return [await self.answers[method]]
 
-    async def send(
-        self, verify: bool, version: int, at_rest: Awaitable[object], on_copied: Callable[[], object]
+    async def run_overlapping(
+        self, verify: bool, version: int, engines_paused: Awaitable[object], on_copied: Callable[[], object]
     ) -> list[dict[str, float]]:
         self.calls.append(("send", verify, version))
         on_copied()
         self.has_copies.set()
-        await at_rest
-        self.is_at_rest.set()
-        await self.under_way
+        await engines_paused
+        self.are_engines_paused.set()
+        await self.sending
         return [REPORT]
 
-    async def finish_send(self) -> list[dict[str, float]]:
+    async def collect_reports(self) -> list[dict[str, float]]:
         return [REPORT | {"wire_seconds": 0.7}]
 
-    async def reshard(self, verify: bool, version: int) -> list[dict[str, float]]:
+    async def run(self, verify: bool, version: int) -> list[dict[str, float]]:
         self.calls.append(("reshard", verify, version))
         return [REPORT] * 2
 
@@ -85,7 +85,7 @@ class Run:
         self.ranks, self.asked = Ranks(), 0
         self.replacements = SimpleNamespace(has_started=False, take=list)
         self.pool = EnginePool(self.ranks, LAYOUT, max_running=1)
-        self.reshards = Reshards(recipe, self.ranks, self.replacements, self.pool, self)  # type: ignore[arg-type]
+        self.reshards = Reshards(recipe, self.ranks, self.ranks, self.replacements, self.pool, self)  # type: ignore[arg-type]
 
     def ask_engines(self) -> asyncio.Future[None]:
         self.asked += 1
@@ -103,13 +103,13 @@ def test_the_next_step_begins_while_the_weights_are_under_way() -> None:
     async def play() -> None:
         run = Run()
         assert await run.reshards.begin(1) == {}
-        await run.ranks.is_at_rest.wait()
+        await run.ranks.are_engines_paused.wait()
         assert run.pool.is_paused and run.asked == 1 and run.ranks.calls == [("send", False, 2)]
         run.ranks.trainers.seconds_in_calls = 4.0
         waiting = asyncio.create_task(run.reshards.begin(2))
         await asyncio.sleep(0)
         assert not waiting.done() and len(run.ranks.calls) == 1
-        run.ranks.under_way.set_result(None)
+        run.ranks.sending.set_result(None)
         found = await waiting
         assert found["time/reshard_hidden_seconds"] == 4.0 and found["time/reshard_waited_seconds"] > 0
         assert found["time/reshard_wire_seconds"] == 0.7 and found["reshard/sent_bytes"] == 16.0
@@ -121,12 +121,15 @@ def test_the_next_step_begins_while_the_weights_are_under_way() -> None:
     asyncio.run(play())
 
 
-@pytest.mark.parametrize(("step", "reason"), [(3, "it evaluates"), (10, "it is the last"), (1, "bridge"), (1, "back")])
+@pytest.mark.parametrize(
+    ("step", "reason"),
+    [(3, "it evaluates"), (10, "it is the last"), (1, "lost"), (1, "restarted")],
+)
 def test_where_the_engines_are_needed_next_the_trainer_waits(step: int, reason: str) -> None:
     async def play() -> None:
         run = Run()
-        run.ranks.is_bridged = reason != "bridge"
-        run.replacements.has_started = reason == "back"
+        run.ranks.is_connected = reason != "lost"
+        run.replacements.has_started = reason == "restarted"
         found = await run.reshards.begin(step)
         assert run.ranks.calls == [("reshard", step % 2 == 0, step + 1)] and not run.pool.is_paused
         assert "time/reshard_hidden_seconds" not in found
@@ -138,7 +141,7 @@ def test_two_reshards_that_end_flatten_step_are_counted_together() -> None:
     async def play() -> None:
         run = Run()
         await run.reshards.begin(2)
-        run.ranks.under_way.set_result(None)
+        run.ranks.sending.set_result(None)
         found = await run.reshards.begin(3)
         assert found["reshard/sent_bytes"] == 32.0 and found["rollout/replicas"] == 1
 
@@ -168,13 +171,13 @@ def test_tokens_that_stay_in_an_engine_are_counted_in_the_step_of_its_reshard() 
     asyncio.run(play())
 
 
-def test_who_waits_for_a_sample_hears_that_the_weights_did_not_arrive() -> None:
+def test_who_waits_for_a_sample_is_notified_that_the_weights_did_not_arrive() -> None:
     async def play() -> None:
         run = Run()
         await run.reshards.begin(1)
-        await run.ranks.is_at_rest.wait()
+        await run.ranks.are_engines_paused.wait()
         sampling = run.sampling()
-        run.ranks.under_way.set_exception(MegarlError("lost"))
+        run.ranks.sending.set_exception(MegarlError("lost"))
         with pytest.raises(MegarlError, match="lost"):
             await sampling
         with pytest.raises(MegarlError, match="lost"):

@@ -113,6 +113,10 @@ class Engines:
 
     async def call(self, method: str, **settings: Any) -> list[dict[str, float]]:
         self.asked.append(method)
+        return []
+
+    async def run(self, verify: bool, version: int) -> list[dict[str, float]]:
+        self.asked.append("reshard")
         return [{"sent_bytes": 0.0}]
 
 
@@ -121,7 +125,7 @@ def test_engines_are_held_while_they_sleep() -> None:
     recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
     session = session_with(recipe=recipe, ranks=engines, pool=engines)
     no_replacements: Any = None
-    reshards = Reshards(recipe, engines, no_replacements, engines, session.performance)
+    reshards = Reshards(recipe, engines, engines, no_replacements, engines, session.performance)
 
     async def play() -> None:
         await session.sleep_engines()

@@ -138,7 +138,7 @@ async def sampled(recipe: Recipe, layout: ParallelConfig, count: int, logs: Path
         stack.push_async_callback(ranks.close)
         settings = {"recipe": recipe, "layout": layout, "topology": ranks.topology}
         await ranks.trainers.construct("megarl.worker.colocated:Worker", settings)
-        await ranks.call("reshard")
+        await ranks.call("reshard", False, 1)
         found: list[Trajectory] = []
         num_differing = num_sampled = 0
         kinds: tuple[tuple[Any, History], ...] = ((tokenizer, "append"), (forgetful, "render"))

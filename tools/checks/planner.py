@@ -216,8 +216,8 @@ def count(recipe: Recipe, layout: ParallelConfig, rows: Sequence[Any]) -> dict[s
         buffers = [*engine.model.parameters(), *engine.model.buffers()]
         found["engine weights"] = counted_bytes(buffers)
         found["KV cache"] = counted_bytes(engine._worker.model_runner.kv_caches)
-        assert worker.weights is not None
-        found["staging"] = staged_bytes(worker.weights.resharding)
+        assert worker.copier is not None
+        found["staging"] = staged_bytes(worker.copier.resharding)
         return found
     finally:
         worker.close()

@@ -1,4 +1,4 @@
-"""A rank's side of the reshard: the trainer's weights, the engine's weights, or both."""
+"""A rank's end of the weight copies: the trainer's weights, the engine's weights, or both."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import read_model_shape
-from megarl.groups.peer_errors import OwnWorldError, in_own_world
+from megarl.groups.peer_errors import ReplicaCollectiveError, replica_collectives_marked
 from megarl.platform.spans import span
 from megarl.reshard.layouts.placed import reshard_ends
 from megarl.reshard.live import GatheredReshard, Reshard, record
@@ -32,8 +32,8 @@ if TYPE_CHECKING:
     from megarl.training.training_engine import TrainingEngine
 
 
-class WeightsEnd:
-    """The reshard of weights from trainers to engines, as executed by one rank.
+class WeightCopier:
+    """Copies weights from trainers to engines, as executed by one rank.
 
     The rank has a `policy` (or a `snapshot` of it), an `engine`, or both. `topology` lists all ranks of the reshard,
     trainers first: the world's, or the ranks of `group`. `version` is the version of the current weights; None: the
@@ -76,7 +76,7 @@ class WeightsEnd:
             # Inside the context: planning and self-test need the live weights of both sides in memory.
             self.resharding = self._planned()
             self.first_report = self.resharding.self_test()
-            """Seconds and bytes of the first reshard, as returned by a verified `reshard`."""
+            """Seconds and bytes of the first reshard, as returned by a verified `run`."""
             trainer_logprobs = self._probe_trainer() if self._is_probed else None
         if self._is_probed:
             started = time.perf_counter()
@@ -84,7 +84,7 @@ class WeightsEnd:
             self.first_report["probe_gap"] = self._check_probe(trainer_logprobs)
             self.first_report["verify_seconds"] = time.perf_counter() - started
 
-    def reshard(self, *, verify: bool = False, version: int | None = None) -> dict[str, float]:
+    def run(self, *, verify: bool = False, version: int | None = None) -> dict[str, float]:
         """Copy the trainer's weights into the engines; with `verify` compare them. Returns seconds and bytes by stage.
 
         The comparison uses checksums. If an engine stores converted weights, it uses log-probs, and `probe_gap` is
@@ -193,7 +193,7 @@ class WeightsEnd:
                     policy.offload(but=("parameters",))
                 policy.onload(("parameters",))
             if engine is not None:
-                with self._of_engine():
+                with self._engine_errors_marked():
                     engine.wake(["weights"])
             if policy is not None:
                 # Engines take full weights: merge LoRA adapters for the time of the reshard.
@@ -202,7 +202,7 @@ class WeightsEnd:
         if engine is not None:
             if policy is not None:
                 policy.offload()
-            with self._of_engine():
+            with self._engine_errors_marked():
                 # The KV cache last: it fits only after the trainer has left the device.
                 engine.wake(["kv_cache"])
                 engine.weights_updated(version)
@@ -211,7 +211,7 @@ class WeightsEnd:
         """Have the engine load tensors as the reshard yields them. Errors of the reshard are raised as they are."""
         failed: list[Exception] = []
 
-        def coming() -> Iterator[tuple[str, Tensor]]:
+        def incoming() -> Iterator[tuple[str, Tensor]]:
             try:
                 yield from tensors
             except Exception as error:
@@ -220,19 +220,19 @@ class WeightsEnd:
 
         assert self._engine is not None
         try:
-            with self._of_engine():
-                self._engine.load_tensors(coming())
-        except OwnWorldError:
+            with self._engine_errors_marked():
+                self._engine.load_tensors(incoming())
+        except ReplicaCollectiveError:
             if failed:
                 # The engine failed only because its input did: raise the cause, which may name a lost rank.
                 raise failed[0] from None
             raise
 
-    def _of_engine(self) -> AbstractContextManager[None]:
+    def _engine_errors_marked(self) -> AbstractContextManager[None]:
         """Return a context marking errors of the engine's own world, to distinguish them from the
         cross-world group's.
         """
-        return nullcontext() if self._group is None else in_own_world()
+        return nullcontext() if self._group is None else replica_collectives_marked()
 
     @property
     def _is_probed(self) -> bool:
@@ -257,7 +257,7 @@ class WeightsEnd:
     def _check_probe(self, trainer_logprobs: NDArray[np.float32] | None) -> float:
         """Return the mean distance, in nats, between the engines' and the trainer's log-probs of the probe prompt."""
         tolerance = self._recipe.weights.probe_tolerance or TOLERANCES[self._recipe.model.dtype]
-        with self._of_engine():
+        with self._engine_errors_marked():
             logprobs = None if self._engine is None else self._engine.prompt_logprobs(self._probe_prompt())
         return check_logprobs(
             trainer_logprobs,
@@ -268,6 +268,6 @@ class WeightsEnd:
         )
 
     def _probe_prompt(self) -> NDArray[np.int64]:
-        # One token less: vLLM samples one token after a prompt even if only its log-probs are needed.
         """Return the token ids of the probe prompt, int64 [prompt]."""
+        # One token less: vLLM samples one token after a prompt even if only its log-probs are needed.
         return probe_prompt(self._shape.vocab_size, self._recipe.trained_tokens - 1)

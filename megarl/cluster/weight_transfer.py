@@ -1,0 +1,291 @@
+"""Weight transfers from the trainers to the engines, carried out by calls to the ranks.
+
+Separate engines have worlds of their own, so they receive weights over a cross-world process group. The group is
+created again whenever a replica was lost or restarted. `reshard.transfer_states` decides what happens next.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterator, Mapping, Sequence
+from contextlib import asynccontextmanager, contextmanager
+from functools import partial
+from typing import Any
+
+from megarl.cluster.run_ranks import RunRanks, together
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.groups.rendezvous import Meeting
+from megarl.reshard.transfer_states import MOST_ATTEMPTS, Command, Event, State, TransferStates
+from megarl.types import PeerLostError
+
+_LEAVE_SECONDS = 5.0
+"""Time after a cancellation within which every waiting rank leaves the process group."""
+_SLACK_SECONDS = 20.0
+"""Longest time, with short limits, to find a stopped rank and to end its group."""
+_MEET_SECONDS = 60.0
+"""Time for the last ranks to join a new process group, after the others. A rank absent by then is missing."""
+
+Reports = list[dict[str, float]]
+"""Seconds and bytes of a transfer by name, one mapping for each rank."""
+Calls = list[Coroutine[Any, Any, list[Any]]]
+"""Calls of one attempt: the trainers' first, then one for each replica."""
+
+
+class WeightTransfer:
+    """Copies of the trainers' weights into all engines of a run."""
+
+    def __init__(self, ranks: RunRanks) -> None:
+        self._ranks = ranks
+        self._states = TransferStates()
+        self._num_groups = 0
+        """Cross-world groups created so far."""
+        self._cancelled = asyncio.Event()
+        """Set when the newest cross-world group is cancelled."""
+        self._first_to_leave: WorkerGroup | None = None
+        """First replica of the attempt with a rank that left the cross-world group."""
+        ranks.on_removed = self._handle_loss
+
+    @property
+    def is_connected(self) -> bool:
+        """Whether the next transfer can use the existing cross-world group, and thus may overlap."""
+        return self._states.state is State.IDLE
+
+    def add(self, replicas: Sequence[WorkerGroup]) -> None:
+        """Include restarted replicas from the next transfer on."""
+        if replicas:
+            self._ranks.add(replicas)
+            self._states.handle(Event.REPLICA_ADDED)
+
+    async def run(self, verify: bool, version: int) -> Reports:
+        """Send the trainers' weights of this version to all engines, and return the ranks' reports.
+
+        If replicas came or went, or one is lost meanwhile, the ranks first create a new cross-world group. Creating it
+        sends and verifies all weights. Raises PeerLostError if no replica is left, or if every attempt is cancelled.
+        """
+        if not self._ranks.is_separate:
+            return await self._ranks.trainers.call("reshard", verify, version)
+        with self._failure_noted():
+            return await self._attempt_until_delivered(self._states.handle(Event.START), verify, version)
+
+    async def run_overlapping(
+        self, verify: bool, version: int, engines_paused: Awaitable[object], on_copied: Callable[[], object]
+    ) -> Reports:
+        """Send copies of the weights over the existing group, while the trainers execute other calls.
+
+        The engines take part once `engines_paused` is done. The trainers begin to send when all engines take part.
+        `on_copied` is called when the trainers have their copies. Returns the engines' reports once they have the
+        weights; `collect_reports` returns the trainers'. If a replica is lost meanwhile, the same copies are sent to
+        the others between two other calls of the trainers.
+        """
+        if not self.is_connected:
+            # A replica was lost since the caller looked.
+            await engines_paused
+            reports = await self.run(verify, version)
+            on_copied()
+            return reports
+        self._states.handle(Event.START_OVERLAPPING)
+        trainers, limit = self._ranks.trainers, self._limit("reshard")
+        began = time.monotonic()
+
+        async def start_trainers() -> list[Any]:
+            await trainers.scatter("start_reshard", [verify] * trainers.world_size, version)
+            on_copied()
+            return []
+
+        async def start_engine(group: WorkerGroup) -> list[Any]:
+            await engines_paused
+            return await self._call(group, "reshard", [verify] * group.world_size, version, limit=limit)
+
+        calls = [start_trainers(), *map(start_engine, self._ranks.replicas)]
+        with self._failure_noted():
+            try:
+                answers = await self._await_calls("reshard", limit, self._ranks.groups, calls)
+            except PeerLostError:
+                # All engines are lost, perhaps because they waited for a failed trainer. Its own error is raised first.
+                await trainers.call("finish_reshard")
+                raise
+            if self._states.end_attempt() is Command.COLLECT_REPORTS:
+                await trainers.call("finish_reshard")
+                return await self._attempt_until_delivered(self._states.end_attempt(), verify, version)
+        trainers.deadlines.note("reshard", time.monotonic() - began)
+        return [report for reports in answers for report in reports]
+
+    async def collect_reports(self) -> Reports:
+        """Return the trainers' reports after `run_overlapping`; empty if they were fetched already."""
+        if self._states.handle(Event.COLLECT) is not Command.COLLECT_REPORTS:
+            return []
+        reports = await self._ranks.trainers.call("finish_reshard")
+        # A trainer may have lost an engine after the engine had received all weights.
+        for lost in (report["lost"] for report in reports if "lost" in report):
+            self._handle_loss(lost)
+        return [report for report in reports if "lost" not in report]
+
+    async def _attempt_until_delivered(self, command: Command, verify: bool, version: int) -> Reports:
+        """Repeat attempts, beginning with `command`, until all remaining engines have the weights."""
+        while True:
+            groups = self._ranks.groups
+            method = "join" if command is Command.JOIN else "reshard"
+            limit = self._limit(method)
+            if command is Command.JOIN:
+                calls = self._join(groups, version, limit)
+            else:
+                calls = [self._call(g, "reshard", [verify] * g.world_size, version, limit=limit) for g in groups]
+            self._first_to_leave = None
+            calls[0] = self._without_missing(groups, calls[0])
+            answers = await self._await_calls(method, limit, groups, calls)
+            command = self._states.end_attempt(has_suspect=self._has_suspect(groups))
+            if self._states.state is State.IDLE:
+                return [report for reports in answers for report in reports]
+            if command is Command.GIVE_UP:
+                reasons = "; ".join(_losses(groups, answers)) or "a replica was lost"
+                raise PeerLostError(f"{MOST_ATTEMPTS} reshards in a row were aborted: {reasons}")
+            if command is Command.END_SUSPECT:
+                suspect = self._first_to_leave
+                assert suspect is not None
+                what = f"left the reshard first, at attempt {self._states.attempt} of {MOST_ATTEMPTS}"
+                await self._end(range(suspect.world_size), suspect, what)
+                command = self._states.end_attempt()
+
+    async def _await_calls(
+        self, method: str, limit: float, groups: Sequence[WorkerGroup], calls: Calls
+    ) -> list[list[Any]]:
+        """Await an attempt's calls to these groups and return their answers, empty for a lost replica."""
+        engines = [self._ranks.unless_lost(group, call) for group, call in zip(groups[1:], calls[1:], strict=True)]
+        async with self._watch(method, limit):
+            return await together([calls[0], *engines])
+
+    @contextmanager
+    def _failure_noted(self) -> Iterator[None]:
+        """Mark the transfer as failed if an error leaves the context. Its cross-world group is never used again."""
+        try:
+            yield
+        except BaseException:
+            self._states.handle(Event.FAILED)
+            raise
+
+    def _has_suspect(self, groups: Sequence[WorkerGroup]) -> bool:
+        """Return whether all groups of the attempt are alive, and the run can lose the replica that left first."""
+        can_lose = self._ranks.on_lost is not None and len(self._ranks.replicas) > 1
+        return can_lose and groups == self._ranks.groups and self._first_to_leave is not None
+
+    async def _without_missing(self, groups: Sequence[WorkerGroup], call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
+        """Return the trainers' answers. End each replica missing from their process group: they go on without it."""
+        reports = await call
+        missing = {rank for report in reports for rank in report.get("missing", ())}
+        first, ending = 0, []
+        for group in groups:
+            absent = sorted(missing.intersection(range(first, first + group.world_size)))
+            if absent and group in self._ranks.replicas:
+                own = [rank - first for rank in absent]
+                ending.append(self._end(own, group, "did not join the process group of the others"))
+            first += group.world_size
+        await asyncio.gather(*ending)
+        return reports
+
+    async def _end(self, ranks: Sequence[int], group: WorkerGroup, what: str) -> None:
+        """End a replica because of a fault (`what`) of these of its ranks."""
+        error = await group.end_because_of(ranks, what)
+        self._ranks.remove(group, error if isinstance(error, PeerLostError) else PeerLostError(str(error)))
+
+    @asynccontextmanager
+    async def _watch(self, method: str, limit: float) -> AsyncIterator[None]:
+        """Find and end a stopped replica within this context; the other ranks only wait for it.
+
+        A working transfer may take its whole `limit`, at first that of a collective. So the search begins each time the
+        shortest limit of all methods has passed. It also begins soon after a cancellation.
+        """
+        seconds, began = self._ranks.trainers.deadlines.shortest.seconds, time.monotonic()
+        # Stacks of ranks on other nodes may arrive late, through a shared file system.
+        patience = limit / 2
+
+        async def watch() -> None:
+            while not await self._is_cancelled_within(seconds):
+                waited = time.monotonic() - began
+                await self._end_stopped(
+                    self._ranks.replicas, f"did not answer `{method}` within {waited:.0f} s", patience
+                )
+            await asyncio.sleep(_LEAVE_SECONDS)
+            what = f"did not leave `{method}` after its process group was aborted"
+            await self._end_stopped(self._ranks.groups, what, patience)
+
+        watching = asyncio.create_task(watch())
+        try:
+            yield
+        finally:
+            watching.cancel()
+            await asyncio.wait([watching])
+
+    async def _is_cancelled_within(self, seconds: float) -> bool:
+        """Wait for a cancellation of the process group, for `seconds` at most, and return whether it happened."""
+        try:
+            await asyncio.wait_for(self._cancelled.wait(), seconds)
+        except TimeoutError:
+            return False
+        return True
+
+    async def _end_stopped(self, groups: Sequence[WorkerGroup], what: str, patience_seconds: float) -> None:
+        """End those groups with a stopped rank, if the run can lose groups (`on_lost`)."""
+        if self._ranks.on_lost is not None:
+            await asyncio.gather(*(group.end_if_stopped(what, patience_seconds) for group in groups))
+
+    def _limit(self, method: str) -> float:
+        """Return the seconds for the next call of a method."""
+        return self._ranks.trainers.deadlines.of(method).seconds
+
+    def _join(self, groups: Sequence[WorkerGroup], version: int, seconds: float) -> Calls:
+        """Return the calls by which the groups create a new process group."""
+        self._num_groups += 1
+        self._cancelled.clear()
+        topology = [place for group in groups for place in group.topology]
+        rendezvous = self._ranks.trainers.meeting
+        assert rendezvous is not None
+        within = min(_MEET_SECONDS, seconds)
+        calls: Calls = []
+        first = 0
+        for group in groups:
+            meeting = Meeting(rendezvous, self._group_name, first, len(topology), within)
+            calls.append(self._call(group, "join", [meeting] * group.world_size, topology, version, limit=seconds))
+            first += group.world_size
+        return calls
+
+    def _call(
+        self, group: WorkerGroup, method: str, per_rank: Sequence[Any], *args: Any, limit: float
+    ) -> Coroutine[Any, Any, list[Any]]:
+        """Return a group's call in a transfer, with a limit of `limit` seconds."""
+        # Ranks waiting for a stopped one need extra time, until it is found and the process group is cancelled.
+        slack = max(limit, _SLACK_SECONDS) if self._ranks.on_lost is not None else limit
+        return group.scatter(method, per_rank, *args, slack_seconds=slack, heard=partial(self._handle_report, group))
+
+    def _handle_report(self, group: WorkerGroup, report: Mapping[str, Any]) -> None:
+        """React at once to a rank's report of a loss, while other ranks still wait."""
+        if "lost" not in report:
+            return
+        if self._first_to_leave is None and group in self._ranks.replicas:
+            self._first_to_leave = group
+        if report.get("missing"):
+            self._states.handle(Event.PEER_MISSING)
+        else:
+            self._handle_loss(report["lost"])
+
+    def _handle_loss(self, reason: str) -> None:
+        """Cancel the cross-world group on all ranks, because one of them is lost."""
+        if self._states.handle(Event.PEER_LOST) is Command.CANCEL_GROUP and not self._cancelled.is_set():
+            self._cancelled.set()
+            for group in self._ranks.groups:
+                group.break_off(self._group_name, reason)
+
+    @property
+    def _group_name(self) -> str:
+        """Name of the newest cross-world group."""
+        return f"cross_world_{self._num_groups}"
+
+
+def _losses(groups: Sequence[WorkerGroup], answers: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
+    """Return the losses reported by ranks of an attempt, each with the run's number of its rank."""
+    return [
+        f"rank {rank}: {report['lost']}"
+        for group, reports in zip(groups, answers, strict=True)
+        for rank, report in zip(group.part.ranks(group.world_size), reports, strict=False)
+        if "lost" in report
+    ]
