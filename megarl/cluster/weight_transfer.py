@@ -97,7 +97,7 @@ class WeightTransfer:
             await engines_paused
             return await self._call(group, "reshard", [verify] * group.world_size, version, limit=limit)
 
-        calls = [start_trainers(), *map(start_engine, self._ranks.replicas)]
+        calls: Calls = [start_trainers(), *map(start_engine, self._ranks.replicas)]
         with self._failure_noted():
             try:
                 answers = await self._await_calls("reshard", limit, self._ranks.groups, calls)

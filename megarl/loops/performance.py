@@ -7,7 +7,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from megarl.cluster.activity import Activity
-from megarl.cluster.batching import RankModel
+from megarl.cluster.rank_model import RankModel
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.tracking.metrics import Metric, merge, values

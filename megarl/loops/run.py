@@ -9,10 +9,10 @@ from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
 from megarl.algorithms.policy_losses import POLICY_LOSSES, is_of_sequences
-from megarl.cluster.batching import RankModel
 from megarl.cluster.deadlines import run_deadlines
 from megarl.cluster.launchers import start_group, start_ranks
 from megarl.cluster.node_checks import gpus, inspect
+from megarl.cluster.rank_model import RankModel
 from megarl.cluster.replacements import Replacements
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.weight_transfer import WeightTransfer

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from megarl.cluster.batching import RankModel
+from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe, RewardConfig
 from megarl.data.preferences import with_score_places
 from megarl.rollout.rl_batch import RLBatch

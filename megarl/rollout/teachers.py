@@ -9,7 +9,7 @@ import torch
 from numpy.typing import NDArray
 
 from megarl.algorithms.advantages import gae
-from megarl.cluster.batching import RankModel
+from megarl.cluster.rank_model import RankModel
 from megarl.config import DistillationConfig, Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.rl_batch import RLBatch

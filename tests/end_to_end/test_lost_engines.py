@@ -33,7 +33,7 @@ optimizer: {{learning_rate: 1e-3}}
 rollout: {{placement: separate, ranks: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 48}}}}
 reward: {{functions: ["held:share_of_digits"]}}
 algorithm: {{old_logprobs: trainer}}
-# Only bridges that are made anew are verified.
+# Only transfers that create a new group are verified.
 weights: {{verify_every: 0}}
 train: {{steps: 400, prompts_per_step: 4, samples_per_prompt: 4}}
 """

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from megarl.cluster.activity import Activity
-from megarl.cluster.batching import RankModel, Work
+from megarl.cluster.rank_model import RankModel, Work
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch

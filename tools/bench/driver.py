@@ -30,8 +30,8 @@ import numpy as np
 from idle_ranks import ForkedGroup
 from report import machine, metric_line, print_line, versions
 
-from megarl.cluster.batching import RankModel
 from megarl.cluster.rank_handle import Answers, RankHandle
+from megarl.cluster.rank_model import RankModel
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig

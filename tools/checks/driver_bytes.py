@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.cluster.batching import RankModel
+from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch

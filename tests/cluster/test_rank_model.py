@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from megarl.cluster.batching import RankModel, Work
+from megarl.cluster.rank_model import RankModel, Work
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import shape_from_config
