@@ -75,7 +75,7 @@ def demonstration(question: str, answer: str, generator: random.Random) -> str:
     return worked_answer(question, answer) if worked else boxed(answer)
 
 
-def pair_of(question: str, answer: str, generator: random.Random) -> dict[str, str]:
+def make_pair(question: str, answer: str, generator: random.Random) -> dict[str, str]:
     """A right and a wrong answer; the wrong one is off by little, where the answer is a number."""
     number = re.fullmatch(r"-?\d+", answer)
     wrong = str(int(answer) + generator.choice((-2, -1, 1, 2))) if number else answer[::-1] + "?"
@@ -137,7 +137,7 @@ def make_dataset(
     trained = list(take(train))
     write_lines(out / "train.jsonl", ({"messages": user, "gt_answer": answer} for user, answer in trained))
     for name, problems in (("pairs", trained), ("heldout_pairs", held_out)):
-        pairs = [{"messages": user, **pair_of(user["content"], answer, generator)} for user, answer in problems]
+        pairs = [{"messages": user, **make_pair(user["content"], answer, generator)} for user, answer in problems]
         write_lines(out / f"{name}.jsonl", iter(pairs))
         judged = (
             {"messages": pair["messages"], "response": pair[("rejected", "chosen")[is_good]], "label": is_good}

@@ -111,9 +111,9 @@ def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | N
     passes = (rewards > 0 if passes is None else passes).to(torch.float64)
     sizes = sizes.to(torch.float64)
     failures = sizes - _sums(passes, group, sizes)
-    fails = _choose(failures, k) / _choose(sizes, k)
+    fails = _binomials(failures, k) / _binomials(sizes, k)
     mean, deviation = 1 - fails, (fails * (1 - fails)).sqrt()
-    with_a_failure = 1 - _choose(failures - 1, k - 1) / _choose(sizes - 1, k - 1)
+    with_a_failure = 1 - _binomials(failures - 1, k - 1) / _binomials(sizes - 1, k - 1)
     response = torch.where(passes > 0, 1.0, with_a_failure[group]) - mean[group]
     has_advantage = (deviation > 0) & (sizes >= k)
     advantages = response / deviation.clamp(min=1e-12)[group]
@@ -193,7 +193,7 @@ def _deviation(centered: Tensor) -> Tensor:
     return (centered.square().sum() / max(len(centered) - 1, 1)).sqrt()
 
 
-def _choose(n: Tensor, k: int) -> Tensor:
+def _binomials(n: Tensor, k: int) -> Tensor:
     """Return the binomial coefficients of `n` [groups] over `k`, zero where n < k."""
     above = torch.arange(k, dtype=n.dtype, device=n.device)
     return ((n[:, None] - above).clamp(min=0) / (above + 1)).prod(1)

@@ -50,16 +50,19 @@ def jsd(policy_logprobs: Tensor, teacher_logprobs: Tensor, *, beta: float) -> Te
     return beta * teacher_logprobs.exp() * (teacher_logprobs - mixture) + slopes, slopes
 
 
-def with_tail(logprobs: Tensor, of_others: Tensor) -> Tensor:
-    """Return log-probs [..., k] extended by one outcome for all other tokens `of_others` [...]: [..., k + 1].
+def with_tail(logprobs: Tensor, others_logprobs: Tensor) -> Tensor:
+    """Return log-probs [..., k] extended by one outcome for all other tokens `others_logprobs` [...]: [..., k + 1].
 
     The divergence of two such distributions is at most the divergence of the full ones (data processing inequality).
     """
-    return torch.cat([logprobs, of_others[..., None].clamp(min=_LEAST_LOGPROB)], -1)
+    return torch.cat([logprobs, others_logprobs[..., None].clamp(min=_LEAST_LOGPROB)], -1)
 
 
-def renormalized(logprobs: Tensor, of_others: Tensor) -> Tensor:
-    """Return log-probs [..., k] renormalised to a distribution over these tokens alone; `of_others` is ignored."""
+def renormalized(logprobs: Tensor, others_logprobs: Tensor) -> Tensor:
+    """Return log-probs [..., k] renormalised to a distribution over these tokens alone.
+
+    `others_logprobs` is ignored.
+    """
     return logprobs.log_softmax(-1)
 
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.log_ratio import log_ratio
-from megarl.algorithms.sequences import on_tokens, sequence_means, sequence_sums
+from megarl.algorithms.sequences import broadcast_to_tokens, sequence_means, sequence_sums
 
 METRICS = {
     "logprob_gap/mean": (
@@ -62,12 +62,12 @@ def sequence_tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: 
 
     Source: sequence-level importance sampling (Liu et al. 2025, "When speed kills stability").
     """
-    return on_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)).exp().clamp(max=high)
+    return broadcast_to_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)).exp().clamp(max=high)
 
 
 def sequence_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
     """Return one on sequences with a product of ratios between `low` and `high`, zero on the others: [tokens]."""
-    return _within(on_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
+    return _within(broadcast_to_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
 
 
 def sequence_mask(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: float, high: float) -> Tensor:
@@ -75,7 +75,7 @@ def sequence_mask(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, low: 
 
     Unlike `sequence_rejection`, accepted sequences keep their ratio (TRL's sequence_mask; 0 and 3 there).
     """
-    ratios = on_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)).exp()
+    ratios = broadcast_to_tokens(sequence_sums(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)).exp()
     return torch.where((ratios >= low) & (ratios <= high), ratios, 0.0)
 
 
@@ -84,7 +84,7 @@ def geometric_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *,
 
     The bounds are close to 1. Source: geometric sequence masking (Liu et al. 2025; 0.99 and 1.001 there).
     """
-    return _within(on_tokens(sequence_means(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
+    return _within(broadcast_to_tokens(sequence_means(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
 
 
 def importance_weights(
@@ -121,7 +121,7 @@ def weight_metrics(weights: Tensor, old_logprobs: Tensor, rollout_logprobs: Tens
     }
 
 
-def gap_moments(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
+def mismatch_moments(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
     """Return per-token values, [tokens] each. `gap_metrics` computes the mismatch metrics from their means."""
     ours, theirs = policy_logprobs.detach(), rollout_logprobs.detach()
     log_ratios = log_ratio(ours, theirs)
@@ -134,7 +134,7 @@ def gap_moments(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, 
     }  # fmt: skip
 
 
-def gap_metrics(means: dict[str, float]) -> dict[str, float]:
+def mismatch_metrics(means: dict[str, float]) -> dict[str, float]:
     """Return the mismatch metrics from the moments' means over tokens.
 
     `mean` is |trainer - engine| in nats. `k1` and `k3` estimate the engine's KL divergence from the trainer. `ess` is

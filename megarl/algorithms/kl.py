@@ -37,7 +37,9 @@ def absolute(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
     return (policy_logprobs - reference_logprobs).abs()
 
 
-def adapted(coefficient: float, divergence: float, *, target: float, horizon: float, num_samples: int) -> float:
+def adapted_coefficient(
+    coefficient: float, divergence: float, *, target: float, horizon: float, num_samples: int
+) -> float:
     """Return the KL coefficient after a step with mean `divergence` (nats).
 
     It grows if the divergence is above `target` and falls if it is below. The change is at most a fifth per `horizon`

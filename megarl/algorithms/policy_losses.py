@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.log_ratio import log_ratio
-from megarl.algorithms.sequences import on_tokens, sequence_means
+from megarl.algorithms.sequences import broadcast_to_tokens, sequence_means
 
 METRICS = {
     "train/ratio": (
@@ -42,7 +42,7 @@ METRICS = {
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 
 
-def is_of_sequences(policy_loss: Callable[..., object]) -> bool:
+def is_sequence_loss(policy_loss: Callable[..., object]) -> bool:
     """Return whether a policy loss works on whole sequences, with `cu_seqlens` as argument."""
     return "cu_seqlens" in signature(policy_loss).parameters
 
@@ -89,10 +89,13 @@ def clipped(
     eq. 5; `max_ratio`: ColossalChat.
     """
     ratios = ratio(policy_logprobs, old_logprobs)
-    held = ratios if max_ratio is None else ratios.clamp(max=max_ratio)
-    loss, metrics = _surrogate(held, advantages.detach(), clip_low, clip_high, dual_clip)
-    is_held = (held != ratios).to(loss.dtype)
-    return loss, metrics | {"ratio": ratios.detach(), "clip_fraction": torch.maximum(metrics["clip_fraction"], is_held)}
+    clamped = ratios if max_ratio is None else ratios.clamp(max=max_ratio)
+    loss, metrics = _surrogate(clamped, advantages.detach(), clip_low, clip_high, dual_clip)
+    is_clamped = (clamped != ratios).to(loss.dtype)
+    return loss, metrics | {
+        "ratio": ratios.detach(),
+        "clip_fraction": torch.maximum(metrics["clip_fraction"], is_clamped),
+    }
 
 
 def gspo(
@@ -112,7 +115,7 @@ def gspo(
     and 13).
     """
     log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
-    whole = on_tokens(sequence_means(log_ratios.detach(), cu_seqlens, mask), cu_seqlens, len(mask))
+    whole = broadcast_to_tokens(sequence_means(log_ratios.detach(), cu_seqlens, mask), cu_seqlens, len(mask))
     # The value is the sequence's ratio; the gradient is the token's own (GSPO-token, eq. 13).
     ratios = (whole + (log_ratios - log_ratios.detach())).exp()
     return _surrogate(ratios, advantages.detach(), clip_low, clip_high, None)
@@ -137,7 +140,7 @@ def gmpo(
     advantages = advantages.detach()
     log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
     kept = torch.where(advantages < 0, log_ratios.clamp(min=-clip_low), log_ratios.clamp(max=clip_high))
-    whole = on_tokens(sequence_means(kept.detach(), cu_seqlens, mask), cu_seqlens, len(mask)).exp()
+    whole = broadcast_to_tokens(sequence_means(kept.detach(), cu_seqlens, mask), cu_seqlens, len(mask)).exp()
     # The value is the sequence's; the gradient is the token's share of it.
     loss = -advantages * whole * (1 + kept - kept.detach())
     return loss, {"ratio": whole, "clip_fraction": (kept != log_ratios).to(loss.dtype)}
@@ -152,9 +155,9 @@ def cispo(
     `clip_fraction` counts every ratio out of bounds. Source: MiniMax-M1 (arXiv 2506.13585, eqs. 4 and 5).
     """
     ratios = ratio(policy_logprobs.detach(), old_logprobs)
-    held = clip(ratios, clip_low=clip_low, clip_high=clip_high)
-    loss = -held * advantages.detach() * policy_logprobs
-    return loss, {"ratio": ratios, "clip_fraction": (held != ratios).to(loss.dtype)}
+    clamped = clip(ratios, clip_low=clip_low, clip_high=clip_high)
+    loss = -clamped * advantages.detach() * policy_logprobs
+    return loss, {"ratio": ratios, "clip_fraction": (clamped != ratios).to(loss.dtype)}
 
 
 def sapo(

@@ -16,18 +16,18 @@ def sequence_of_tokens(cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     return torch.repeat_interleave(sequences, cu_seqlens.diff(), output_size=num_tokens)
 
 
-def on_tokens(of_sequences: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
+def broadcast_to_tokens(sequence_values: Tensor, cu_seqlens: Tensor, num_tokens: int) -> Tensor:
     """Return each sequence's value on all its tokens: [sequences] to [tokens]."""
-    return of_sequences[sequence_of_tokens(cu_seqlens, num_tokens)]
+    return sequence_values[sequence_of_tokens(cu_seqlens, num_tokens)]
 
 
-def at_ends(of_sequences: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
+def place_at_last_tokens(sequence_values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:
     """Return each sequence's value at its last masked token, zero elsewhere: [sequences] to [tokens]."""
     sequence = sequence_of_tokens(cu_seqlens, len(mask))
-    after = sequence_sums(mask.to(of_sequences.dtype), cu_seqlens, mask)[sequence]
+    after = sequence_sums(mask.to(sequence_values.dtype), cu_seqlens, mask)[sequence]
     count = mask.cumsum(0)
     before = torch.where(cu_seqlens[:-1] > 0, count[cu_seqlens[:-1] - 1], 0)[sequence]
-    return torch.where(mask & (count - before == after), of_sequences[sequence], 0.0)
+    return torch.where(mask & (count - before == after), sequence_values[sequence], 0.0)
 
 
 def sequence_means(values: Tensor, cu_seqlens: Tensor, mask: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.keywords import supported_kwargs
-from megarl.algorithms.policy_losses import LossAndMetrics, is_of_sequences
+from megarl.algorithms.policy_losses import LossAndMetrics, is_sequence_loss
 
 POLICY_LOSS_RESULT = (
     "return (loss, metrics): loss a float tensor [tokens], one value for each of policy_logprobs; metrics a dict of "
@@ -39,13 +39,13 @@ def checked_policy_loss(result: object, policy_logprobs: Tensor) -> LossAndMetri
     `policy_logprobs` is float [tokens]. Raises ResultError for a result of another form.
     """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        raise ResultError(f"returned {_described(result)}; {POLICY_LOSS_RESULT}")
+        raise ResultError(f"returned {_description(result)}; {POLICY_LOSS_RESULT}")
     loss, metrics = result
     shape = tuple(policy_logprobs.shape)
-    if fault := _unfit(loss, shape):
+    if fault := _shape_problem(loss, shape):
         raise ResultError(f"returned {fault} as loss, for {shape[0]} tokens; {POLICY_LOSS_RESULT}")
     for name, value in metrics.items():
-        if fault := _unfit(value, shape):
+        if fault := _shape_problem(value, shape):
             raise ResultError(f"returned {fault} as metric {name!r}, for {shape[0]} tokens; {POLICY_LOSS_RESULT}")
     return loss, dict(metrics)
 
@@ -55,7 +55,7 @@ def checked_advantages(result: object, rewards: Tensor) -> Tensor:
 
     `rewards` is float [samples]. Raises ResultError for a result of another form.
     """
-    if fault := _unfit(result, tuple(rewards.shape)):
+    if fault := _shape_problem(result, tuple(rewards.shape)):
         raise ResultError(f"returned {fault}, for {len(rewards)} samples; {ADVANTAGE_RESULT}")
     assert isinstance(result, Tensor)
     return result.to(rewards.dtype)
@@ -102,7 +102,7 @@ def _try_policy_loss(policy_loss: Callable[..., Any], settings: Mapping[str, Any
     # Half of the tokens have the ratio 1, like all tokens in a step's first update.
     old_logprobs = leaf.detach() + 0.3 * (torch.arange(len(mask)) % 2)
     advantages = torch.linspace(-1.0, 1.0, len(mask))
-    further = (cu_seqlens, mask) if is_of_sequences(policy_loss) else ()
+    further = (cu_seqlens, mask) if is_sequence_loss(policy_loss) else ()
     result = _call(policy_loss, (policy_logprobs, old_logprobs, advantages, *further), settings)
     loss, metrics = checked_policy_loss(result, policy_logprobs)
     for name, values in {"loss": loss, **metrics}.items():
@@ -141,21 +141,21 @@ def _call(function: Callable[..., Any], arguments: tuple[Tensor, ...], settings:
         frames = traceback.extract_tb(error.__traceback__)[1:2]
         place = f" ({frames[0].filename}, line {frames[0].lineno})" if frames else ""
         names = [*signature(function).parameters][: len(arguments)]
-        shapes = ", ".join(f"{name} {_described(tensor)}" for name, tensor in zip(names, arguments, strict=False))
+        shapes = ", ".join(f"{name} {_description(tensor)}" for name, tensor in zip(names, arguments, strict=False))
         raise ResultError(
             f"raised {type(error).__name__}: {error}{place} when it was called with toy tensors: {shapes}"
         ) from error
 
 
-def _unfit(value: object, shape: tuple[int, ...]) -> str | None:
+def _shape_problem(value: object, shape: tuple[int, ...]) -> str | None:
     """Return the value's description unless it is a float tensor of this shape."""
     is_fit = isinstance(value, Tensor) and value.is_floating_point() and tuple(value.shape) == shape
-    return None if is_fit else _described(value)
+    return None if is_fit else _description(value)
 
 
-def _described(value: object) -> str:
+def _description(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor {list(value.shape)} of {str(value.dtype).removeprefix('torch.')}"
     if isinstance(value, tuple):
-        return f"a tuple of {len(value)} ({', '.join(map(_described, value))})"
+        return f"a tuple of {len(value)} ({', '.join(map(_description, value))})"
     return f"{value!r:.100}" if value is None else f"{type(value).__name__} {value!r:.100}"

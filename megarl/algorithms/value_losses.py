@@ -23,8 +23,8 @@ def clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float 
     loss = (values - returns).square() / 2
     if clip is None:
         return loss, {"clipped": torch.zeros_like(loss)}
-    held = (old_values + (values - old_values).clamp(-clip, clip) - returns).square() / 2
-    return torch.maximum(loss, held), {"clipped": (held > loss).float()}
+    clamped = (old_values + (values - old_values).clamp(-clip, clip) - returns).square() / 2
+    return torch.maximum(loss, clamped), {"clipped": (clamped > loss).float()}
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:

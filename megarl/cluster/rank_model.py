@@ -127,12 +127,12 @@ class RankModel:
             self.work.flops += passes * forward_flops(self.shape, batch.lengths)
 
     async def teach(self, batch: TokenBatch) -> None:
-        """Have a teacher compute its distillation targets ("lessons") for a batch's trained tokens.
+        """Have a teacher compute its distillation targets for a batch's trained tokens.
 
         The teacher's ranks write the targets. The policy's next update reads them.
         """
         sent = batch.with_arrays({})
-        sent.taught = batch.taught
+        sent.target_keys = batch.target_keys
         self._count(batch, 1.0)
         # Repeating sequences is harmless: their rows write the same targets again.
         sent = sent.select(self._filled(batch.num_sequences))

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from megarl.data.chat import encode, exceeds, render
-from megarl.data.formats import FieldNames, first_of
+from megarl.data.formats import FieldNames, first_name_with_value
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.streamed import Collect, in_memory
 from megarl.types import DataError, TrainingSequence
@@ -38,25 +38,25 @@ def read_conversations(
     """
 
     def make(_: int, record: Record) -> TrainingSequence:
-        return conversation_of(record, tokenizer, conversation_messages(record, system_prompt), max_tokens=max_tokens)
+        return make_conversation(record, tokenizer, conversation_messages(record, system_prompt), max_tokens=max_tokens)
 
     return collect(read_records(source, names), make, on_long)
 
 
-def conversation_of(
+def make_conversation(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int = 0
 ) -> TrainingSequence:
     """Return a record's messages encoded by `train_on_assistant`.
 
     Raises DataError, with the line, for invalid messages, and TooLongError above `max_tokens`.
     """
-    sequence = encoded(record, tokenizer, messages, max_tokens=max_tokens, first=first)
+    sequence = encode_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=first)
     if len(sequence) > max_tokens:
         raise _too_long(record, f"{len(sequence)} tokens", max_tokens)
     return sequence
 
 
-def encoded(
+def encode_conversation(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int
 ) -> TrainingSequence:
     """Return a record's messages encoded by `train_on_assistant`. Raises DataError, with the line, for invalid
@@ -84,7 +84,7 @@ def _too_long(record: Record, size: str, max_tokens: int) -> DataError:
 
 def conversation_messages(record: Record, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
     """Return a record's conversation: its messages, or its prompt followed by its response. Raises DataError."""
-    if not first_of(record.fields, record.format.prompt):
+    if not first_name_with_value(record.fields, record.format.prompt):
         record.require("prompt", "response")
     prompt = record.prompt(system_prompt)
     if any(message["role"] == "assistant" for message in prompt) and record.value(record.format.response) is None:

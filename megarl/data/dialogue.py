@@ -165,11 +165,11 @@ class Dialogue:
                 return None
             if _TURN in following:
                 raise ValueError("the chat template writes the calls of an assistant's turn more than once")
-            return following[self._num_of_call(alone.partition(_TURN)[2], following) :]
+            return following[self._num_call_tokens(alone.partition(_TURN)[2], following) :]
         assert refusal is not None
         raise refusal
 
-    def _num_of_call(self, alone: str, following: str) -> int:
+    def _num_call_tokens(self, alone: str, following: str) -> int:
         """Return how many characters of `following` belong to the call whose last argument precedes it.
 
         The turn ends with the same token as a turn without calls, else with the first special token behind the call.

@@ -149,15 +149,15 @@ def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNa
     else:
         why = f"the names of {format.name}, recognised from the first record's fields"
     named = {role: name for role, name in own.items() if role not in missing}
-    named |= _guessed({name: value for name, value in record.items() if name not in named.values()}, missing)
+    named |= _guess_fields({name: value for name, value in record.items() if name not in named.values()}, missing)
     remedy = names.remedy.replace("{}", "{" + ", ".join(f"{role}: {name}" for role, name in named.items()) + "}")
     return (
-        f"no field for {' and '.join(missing)}; the record has {_listed(record)}. Looked for {tried}, {why}. "
+        f"no field for {' and '.join(missing)}; the record has {_first_names(record)}. Looked for {tried}, {why}. "
         f"Add what is missing, or name yours: {remedy}"
     )
 
 
-def _guessed(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:
+def _guess_fields(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:
     """Return a field for each role: by its usual names, else the remaining texts in order, if the counts agree."""
     found: dict[str, str] = {}
     for role in roles:
@@ -172,7 +172,7 @@ def _guessed(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:
     return {role: found[role] for role in roles}
 
 
-def _listed(fields: Mapping[str, Any]) -> str:
+def _first_names(fields: Mapping[str, Any]) -> str:
     """Return the names of a record's first 20 fields, for an error message."""
     first = [repr(shortened(name)) for name in islice(fields, 20)]
     return ", ".join([*first, f"{len(fields) - 20} more"] if len(fields) > 20 else first) or "none at all"
@@ -197,6 +197,6 @@ def value_at(fields: Mapping[str, Any], name: str) -> Any:
     return value
 
 
-def first_of(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
+def first_name_with_value(fields: Mapping[str, Any], names: tuple[str, ...]) -> str | None:
     """Return the first of these names with a value in the record, or None."""
     return next((name for name in names if value_at(fields, name) is not None), None)

@@ -21,7 +21,7 @@ METRICS = {
 """Names, units and meanings, for `tracking.table`."""
 
 # Bound of one search for a problem to draw: a narrow band with a tiny `outside` could otherwise search for hours.
-_MOST_PASSED = 10_000_000
+_MAX_SKIPPED = 10_000_000
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +98,9 @@ class Mixture:
         taken, passed = at.taken, at.passed
         while not stream.curriculum.draws(stream.place(taken), at.rates, [self._seed, 2, taken]):
             taken, passed = taken + 1, passed + 1
-            if taken - at.taken > _MOST_PASSED:
+            if taken - at.taken > _MAX_SKIPPED:
                 raise MegarlError(
-                    f"data.curriculum: {_MOST_PASSED} problems of {name} were skipped in a row; widen its band, or "
+                    f"data.curriculum: {_MAX_SKIPPED} problems of {name} were skipped in a row; widen its band, or "
                     "raise its outside"
                 )
         moved = {n: Position(a.taken, a.passed, credits[n], a.rates) for n, a in found.items()}

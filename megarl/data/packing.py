@@ -73,7 +73,7 @@ def pack(
     num_bins = -(-max(1, len(tight)) // unit) * unit
     if rows_multiple > 1 and len(tokens) < num_bins:
         raise ValueError(
-            f"{len(lengths)} sequences{_by(together)} cannot fill {num_bins} microbatches: "
+            f"{len(lengths)} sequences{_order_key(together)} cannot fill {num_bins} microbatches: "
             f"{num_ranks} ranks of a multiple of {rows_multiple} each; give more sequences"
         )
     rows, makespan = [], np.inf
@@ -93,7 +93,7 @@ def pack(
     ]
 
 
-def _by(together: int | NDArray[np.int64]) -> str:
+def _order_key(together: int | NDArray[np.int64]) -> str:
     """Return how sequences are grouped into sets, for an error message."""
     if isinstance(together, int):
         return f" by {together}" if together > 1 else ""
@@ -111,12 +111,12 @@ def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
     for item in order:
         place = bisect_left(rooms, (tokens[item], 0))
         if place < len(rooms):
-            room, bin = rooms.pop(place)
+            free_tokens, bin = rooms.pop(place)
         else:
-            room, bin = max_tokens, len(bins)
+            free_tokens, bin = max_tokens, len(bins)
             bins.append([])
         bins[bin].append(item)
-        insort(rooms, (room - tokens[item], bin))
+        insort(rooms, (free_tokens - tokens[item], bin))
     return bins
 
 
@@ -145,18 +145,18 @@ def _fill_evenly(
     nowhere.
     """
     bins: Bins = [[] for _ in range(num_bins)]
-    room = [max_tokens] * num_bins
+    free_tokens = [max_tokens] * num_bins
     loads = [(0.0, bin) for bin in range(num_bins)]
     heapify(loads)
     for item in order:
         full = []
-        while loads and room[loads[0][1]] < tokens[item]:
+        while loads and free_tokens[loads[0][1]] < tokens[item]:
             full.append(heappop(loads))
         if not loads:
             return None
         load, bin = heappop(loads)
         bins[bin].append(item)
-        room[bin] -= tokens[item]
+        free_tokens[bin] -= tokens[item]
         for entry in (*full, (load + costs[item], bin)):
             heappush(loads, entry)
     return bins
@@ -179,14 +179,14 @@ def _balanced_rows(
         bin_of[bin] = index
     tokens, costs = (np.append(values, np.zeros(len(bins), values.dtype)) for values in (tokens, costs))
     loads = np.bincount(bin_of, costs, len(bins)).astype(np.float64).reshape(-1, num_ranks)
-    room = max_tokens - np.bincount(bin_of, tokens, len(bins)).astype(np.int64)
+    free_tokens = max_tokens - np.bincount(bin_of, tokens, len(bins)).astype(np.int64)
     done = np.zeros(len(loads), dtype=bool)
     for _ in range(MOST_EXCHANGES):
         row = int(np.where(done, -1.0, loads.max(axis=1) - loads.mean(axis=1)).argmax())
         # The worst row is within 0.1 % of its mean, so all rows are balanced.
         if done[row] or loads[row].max() - loads[row].mean() < 1e-3 * loads[row].max():
             break
-        done[row] = not _relieve(row, bin_of, tokens, costs, loads, room)
+        done[row] = not _exchange_one(row, bin_of, tokens, costs, loads, free_tokens)
     bins = [[] for _ in bins]
     for item, bin in enumerate(bin_of[: len(tokens) - len(bins)].tolist()):
         bins[bin].append(item)
@@ -194,13 +194,13 @@ def _balanced_rows(
     return rows, float(loads.max(axis=1).sum())
 
 
-def _relieve(
+def _exchange_one(
     row: int,
     bin_of: NDArray[np.int64],
     tokens: NDArray[np.int64],
     costs: NDArray[np.float64],
     loads: NDArray[np.float64],
-    room: NDArray[np.int64],
+    free_tokens: NDArray[np.int64],
 ) -> bool:
     """Exchange one sequence of a row's costliest bin for one of another bin. Returns False if no exchange saves 0.02 %.
 
@@ -223,7 +223,12 @@ def _relieve(
     moved = costs[mine, None] - costs[theirs]
     grown = tokens[mine, None] - tokens[theirs]
     # An exchange must relieve the costliest bin by 0.02 %: smaller ones cost time and gain nothing.
-    fits = (moved > 2e-4 * top) & (moved < slack.ravel()[target]) & (grown <= room[target]) & (grown >= -room[high])
+    fits = (
+        (moved > 2e-4 * top)
+        & (moved < slack.ravel()[target])
+        & (grown <= free_tokens[target])
+        & (grown >= -free_tokens[high])
+    )
     # Within the row the costlier of the two bins counts. In another row, going below this row's mean gains little.
     after = np.maximum(top - moved, mean) + 1e-3 * moved
     own = target // num_ranks == row
@@ -235,7 +240,7 @@ def _relieve(
     low, cost, size = int(target[take]), moved[give, take], grown[give, take]
     for bin, sign in ((high, -1), (low, 1)):
         loads.flat[bin] += sign * cost
-        room[bin] -= sign * size
+        free_tokens[bin] -= sign * size
     bin_of[mine[give]] = low
     if theirs[take] < len(bin_of) - num_bins:
         bin_of[theirs[take]] = high

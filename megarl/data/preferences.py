@@ -9,8 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from megarl.data.conversations import conversation_of, encoded
-from megarl.data.formats import FieldNames, first_of
+from megarl.data.conversations import encode_conversation, make_conversation
+from megarl.data.formats import FieldNames, first_name_with_value
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.streamed import Collect, in_memory
 from megarl.data.token_batch import TokenBatch, borders
@@ -44,8 +44,8 @@ def read_preferences(
     """
 
     def make(_: int, record: Record) -> Answers:
-        pair = pair_of(record, tokenizer, system_prompt=system_prompt, max_tokens=max_tokens)
-        return tuple(map(scored, pair)) if is_scored else pair
+        pair = make_pair(record, tokenizer, system_prompt=system_prompt, max_tokens=max_tokens)
+        return tuple(map(with_score_mask, pair)) if is_scored else pair
 
     return collect(read_records(source, names), make, on_long)
 
@@ -70,7 +70,7 @@ def read_judged(
     labels: set[bool] = set()
 
     def make(_: int, record: Record) -> Answers:
-        judged = judged_of(record, tokenizer, system_prompt=system_prompt, max_tokens=max_tokens)
+        judged = make_judged(record, tokenizer, system_prompt=system_prompt, max_tokens=max_tokens)
         labels.add(bool(record.value(record.format.label)))
         return judged
 
@@ -80,7 +80,7 @@ def read_judged(
     return answers
 
 
-def pair_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
+def make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
     """Return a record's pair. Raises DataError, and TooLongError for a pair longer than `max_tokens`."""
     record.require("chosen", "rejected", also=("prompt",))
     format = record.format
@@ -95,7 +95,8 @@ def pair_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, 
         min(len(chosen), len(rejected)),
     )
     pair = [
-        encoded(record, tokenizer, messages, max_tokens=max_tokens, first=shared) for messages in (chosen, rejected)
+        encode_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=shared)
+        for messages in (chosen, rejected)
     ]
     if (size := sum(map(len, pair))) > max_tokens:
         raise record.error(
@@ -106,7 +107,7 @@ def pair_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, 
     return pair[0], pair[1]
 
 
-def judged_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
+def make_judged(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
     """Return a record's judged answer. Raises DataError, and TooLongError for one longer than `max_tokens`."""
     record.require("response", "label", also=("prompt",))
     label = record.value(record.format.label)
@@ -114,12 +115,12 @@ def judged_of(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None
         name = record.field(record.format.label)
         raise record.error(f"'{name}' is {label!r}; give true for a good answer, false for a bad one")
     messages = _conversation(record, record.field(record.format.response), system_prompt)
-    sequence = conversation_of(record, tokenizer, messages, max_tokens=max_tokens, first=len(messages) - 1)
+    sequence = make_conversation(record, tokenizer, messages, max_tokens=max_tokens, first=len(messages) - 1)
     desirable = (sequence.loss_mask & label).astype(np.float32)
     return (replace(sequence, desirable=desirable),)
 
 
-def scored(sequence: TrainingSequence) -> TrainingSequence:
+def with_score_mask(sequence: TrainingSequence) -> TrainingSequence:
     """Return the sequence up to the end of its answer, and one more position: its value scores all tokens before it."""
     answer = sequence.loss_mask.nonzero()[0]
     length = int(answer[-1]) + 1 if len(answer) else len(sequence)
@@ -128,7 +129,7 @@ def scored(sequence: TrainingSequence) -> TrainingSequence:
     return TrainingSequence(tokens, np.arange(length + 1) == length)
 
 
-def with_score_places(batch: TokenBatch) -> TokenBatch:
+def with_score_masks(batch: TokenBatch) -> TokenBatch:
     """Return the sequences with one more position each. The value there, of all tokens before it, is the sequence's
     score.
     """
@@ -145,7 +146,7 @@ def with_score_places(batch: TokenBatch) -> TokenBatch:
 
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
     """Return the whole conversation that ends with one of the answers."""
-    given = first_of(record.fields, record.format.prompt)
+    given = first_name_with_value(record.fields, record.format.prompt)
     before = record.messages(system_prompt, field=given, role="user") if given else ()
     answer = record.messages(None if before else system_prompt, field=field, role="assistant")
     if not any(message["role"] in ("user", "tool") for message in (*before, *answer)):

@@ -78,7 +78,7 @@ def read_problems(
             raise record.error(
                 f"has no field {needed!r}, named by data.curriculum.by; add it to every record, or name another field"
             )
-        made = problem_of(
+        made = make_problem(
             record,
             index,
             tokenizer,
@@ -91,7 +91,7 @@ def read_problems(
     return collect(read_records(source, names), make, on_long)
 
 
-def problem_of(
+def make_problem(
     record: Record,
     index: int,
     tokenizer: Tokenizer,

@@ -12,7 +12,7 @@ from megarl.data.formats import (
     FORMATS,
     FieldNames,
     RecordFormat,
-    first_of,
+    first_name_with_value,
     missing_roles,
     missing_text,
     value_at,
@@ -59,7 +59,7 @@ class Record:
 
     def field(self, names: tuple[str, ...]) -> str:
         """Return the first of these field names present in the record, else the first name."""
-        return first_of(self.fields, names) or names[0]
+        return first_name_with_value(self.fields, names) or names[0]
 
     def require(self, *roles: str, also: Sequence[str] = ()) -> None:
         """Raise a DataError that names all of these roles (`RecordFormat`) without a field in the record.
@@ -117,7 +117,7 @@ class Record:
                 f"'{field}' is {'missing' if value is None else shown(value)}; give "
                 f'{"a text, " if role else ""}one message {{"role": "user", "content": "..."}} or a list of them'
             )
-        value = [_of_other_names(message) for message in value]
+        value = [_with_standard_names(message) for message in value]
         for place, message in enumerate(value):
             self._check_message(f"{field}[{place}]", message, is_first=place == 0)
         if system_prompt is not None and value[0]["role"] != "system":
@@ -192,14 +192,14 @@ def read_records(source: str | Path, names: FieldNames | None = None) -> Iterato
     format: RecordFormat | None = None
     for path in data_files(source):
         for row in rows_of(path):
-            record = record_of(path, row, names, format)
+            record = make_record(path, row, names, format)
             format = record.format
             yield record
     if format is None:
         raise DataError(f"{source}: holds no records; write one JSON object per line")
 
 
-def record_of(path: Path, row: Row, names: FieldNames | None, format: RecordFormat | None) -> Record:
+def make_record(path: Path, row: Row, names: FieldNames | None, format: RecordFormat | None) -> Record:
     """Return the record of a row. Raises DataError for a row that is not a JSON object.
 
     `format` is the format of the source's first record. None: this is the first record.
@@ -214,7 +214,7 @@ def record_of(path: Path, row: Row, names: FieldNames | None, format: RecordForm
     return Record(path, row.number, row.value, format, row.unit, names or _BY_FORMAT)
 
 
-def made_of(
+def make_results(
     records: Iterable[Record],
     make: Callable[[int, Record], Made],
     on_long: Callable[[TooLongError], object] | None = None,
@@ -234,7 +234,7 @@ def made_of(
             yield made
 
 
-def _of_other_names(message: Any) -> Any:
+def _with_standard_names(message: Any) -> Any:
     """Return a message with `role` and `content`, also if it has `from` and `value` (ColossalChat, ShareGPT)."""
     if not isinstance(message, Mapping) or "role" in message or "from" not in message:
         return message

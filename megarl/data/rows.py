@@ -30,7 +30,7 @@ _SHARD = re.compile(r"[-_.](\d{5,7})-of-(\d{5,7}).*")
 _PART = re.compile(r"([-_.](part)?\d+)+$")
 """The number of a file among several: `train-1`."""
 _SEPARATORS = re.compile(r"[-_.]")
-_MADE_BESIDE = ("cache-", "tmp")
+_GENERATED_FILES = ("cache-", "tmp")
 """Prefixes of Arrow files with intermediate results of `datasets`."""
 _ARROW_ROWS = 32
 """Rows taken from a Parquet or Arrow file at once. Few, because a row with long texts may have megabytes."""
@@ -60,8 +60,8 @@ def data_files(source: str | Path) -> list[Path]:
     DataError for a folder with several splits, configurations or kinds of files if none is named. Raises DataError if
     shards are missing.
     """
-    split, place = _parted(str(source))
-    path = _found(place)
+    split, place = _partition_source(str(source))
+    path = _existing_place(place)
     if path.is_file():
         if split is not None:
             raise DataError(f"{source}: {path} is one file, so it has no splits; give it without {split}@")
@@ -73,9 +73,9 @@ def data_files(source: str | Path) -> list[Path]:
     ]
     # Hidden folders hold no data: `hf download --local-dir` puts its records into `.cache`.
     inside = [file for file in inside if not any(part.startswith(".") for part in file.relative_to(path).parts)]
-    inside = [file for file in inside if not (file.suffix == ".arrow" and file.name.startswith(_MADE_BESIDE))]
-    files = _of_split(source, {file: file.relative_to(path) for file in inside}, split, place)
-    _check_configurations(source, files, place, is_of_hub=not Path(place).exists())
+    inside = [file for file in inside if not (file.suffix == ".arrow" and file.name.startswith(_GENERATED_FILES))]
+    files = _files_of_split(source, {file: file.relative_to(path) for file in inside}, split, place)
+    _check_configurations(source, files, place, is_hub_data_set=not Path(place).exists())
     _check_shards(source, files)
     inside = list(files)
     if not inside:
@@ -91,7 +91,7 @@ def rows_of(path: Path) -> Iterator[Row]:
     yield from READERS.get(path.suffix.lower(), _json_lines)(path)
 
 
-def _parted(source: str) -> tuple[str | None, str]:
+def _partition_source(source: str) -> tuple[str | None, str]:
     """Return the split (None without one) and the place of a source."""
     split, at, place = source.partition("@")
     # A path may contain an @ itself: an existing path is never split.
@@ -100,7 +100,7 @@ def _parted(source: str) -> tuple[str | None, str]:
     return split, place
 
 
-def _found(place: str) -> Path:
+def _existing_place(place: str) -> Path:
     """Return the file or folder of a place. Raises DataError if there is none."""
     path = Path(place)
     if path.exists():
@@ -120,22 +120,26 @@ def _found(place: str) -> Path:
     return inside
 
 
-def _of_split(source: str | Path, files: dict[Path, Path], split: str | None, place: str) -> dict[Path, Path]:
+def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | None, place: str) -> dict[Path, Path]:
     """Return the files of a split, with their paths inside the folder. Raises DataError if there is no such split."""
-    named = sorted({word for inside in files.values() for word in _words(inside)})
+    named = sorted({word for inside in files.values() for word in _split_words_in_path(inside)})
     if split is None:
         if len(named) > 1:
             raise DataError(f"{source}: has several splits, {', '.join(named)}; name one: {named[0]}@{place}")
         return files
     # An exact name wins over names that only contain the word: `test` is not `test_hard`.
-    exact = {file: inside for file, inside in files.items() if split in (*inside.parts[:-1], inside.stem, _set(inside))}
+    exact = {
+        file: inside for file, inside in files.items() if split in (*inside.parts[:-1], inside.stem, _set_name(inside))
+    }
     if exact:
         return exact
-    found = {file: inside for file, inside in files.items() if split in _words(inside)}
+    found = {file: inside for file, inside in files.items() if split in _split_words_in_path(inside)}
     if not found:
         known = f"it has {', '.join(named)}" if named else "it has none that is named"
-        raise DataError(f"{source}: {_found(place)} has no split {split!r}; {known}")
-    sets = sorted({next(name for name in _names(inside) if split in _words_of(name)) for inside in found.values()})
+        raise DataError(f"{source}: {_existing_place(place)} has no split {split!r}; {known}")
+    sets = sorted(
+        {next(name for name in _name_parts(inside) if split in _split_words(name)) for inside in found.values()}
+    )
     if len(sets) > 1:
         raise DataError(
             f"{source}: several sets are of the split {split}, {', '.join(sets)}; name one: {sets[0]}@{place}"
@@ -143,7 +147,7 @@ def _of_split(source: str | Path, files: dict[Path, Path], split: str | None, pl
     return found
 
 
-def _check_configurations(source: str | Path, files: dict[Path, Path], place: str, *, is_of_hub: bool) -> None:
+def _check_configurations(source: str | Path, files: dict[Path, Path], place: str, *, is_hub_data_set: bool) -> None:
     """Raise DataError if the files of a split are in several folders, as in a data set with several configurations.
 
     Without names of splits, a local folder may have files in several subfolders.
@@ -151,7 +155,7 @@ def _check_configurations(source: str | Path, files: dict[Path, Path], place: st
     folders = {
         "/".join(part for part in inside.parts[:-1] if part not in SPLITS)
         for inside in files.values()
-        if is_of_hub or any(map(_words_of, _names(inside)[:2]))
+        if is_hub_data_set or any(map(_split_words, _name_parts(inside)[:2]))
     }
     if len(folders) < 2:
         return
@@ -186,25 +190,25 @@ def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
                 )
 
 
-def _names(path: Path) -> tuple[str, ...]:
+def _name_parts(path: Path) -> tuple[str, ...]:
     """Return the names to search for the split of a file (`train`, say): the file's own, then its folders'.
 
     The file's own name has no extension and no shard number. Folders are listed from the innermost one outwards.
     """
-    return (_set(path), *reversed(path.parts[:-1]))
+    return (_set_name(path), *reversed(path.parts[:-1]))
 
 
-def _set(path: Path) -> str:
+def _set_name(path: Path) -> str:
     """Return a file's name without the number of its shard or part."""
     return _PART.sub("", _SHARD.sub("", path.stem))
 
 
-def _words(path: Path) -> set[str]:
+def _split_words_in_path(path: Path) -> set[str]:
     """Return the names of splits (SPLITS) found at the start or end of the names of a file and its folders."""
-    return {word for name in _names(path) for word in _words_of(name)}
+    return {word for name in _name_parts(path) for word in _split_words(name)}
 
 
-def _words_of(name: str) -> set[str]:
+def _split_words(name: str) -> set[str]:
     parts = _SEPARATORS.split(name)
     return {parts[0], parts[-1]}.intersection(SPLITS)
 
@@ -272,7 +276,7 @@ def _parquet(path: Path) -> Iterator[Row]:
     # Without these settings pyarrow reads whole columns of a row group ahead into memory.
     settings = {"buffer_size": _ARROW_BUFFER_BYTES, "pre_buffer": False}
     with _arrow_faults(path), parquet.ParquetFile(path, **settings) as file:
-        yield from _rows_of_batches(file.iter_batches(batch_size=_ARROW_ROWS, use_threads=False))
+        yield from _batch_rows(file.iter_batches(batch_size=_ARROW_ROWS, use_threads=False))
 
 
 def _arrow(path: Path) -> Iterator[Row]:
@@ -284,13 +288,13 @@ def _arrow(path: Path) -> Iterator[Row]:
         file.seek(0)
         if is_file:
             with ipc.open_file(file) as reader:
-                yield from _rows_of_batches(reader.get_batch(number) for number in range(reader.num_record_batches))
+                yield from _batch_rows(reader.get_batch(number) for number in range(reader.num_record_batches))
         else:
             with ipc.open_stream(file) as reader:
-                yield from _rows_of_batches(reader)
+                yield from _batch_rows(reader)
 
 
-def _rows_of_batches(batches: Any) -> Iterator[Row]:
+def _batch_rows(batches: Any) -> Iterator[Row]:
     number = 0
     columns: tuple[str, ...] | None = None
     for batch in batches:
@@ -298,7 +302,7 @@ def _rows_of_batches(batches: Any) -> Iterator[Row]:
         for start in range(0, batch.num_rows, _ARROW_ROWS):
             for fields in batch.slice(start, _ARROW_ROWS).to_pylist():
                 number += 1
-                yield Row(number, "row", _plain(fields), columns)
+                yield Row(number, "row", _to_python(fields), columns)
 
 
 def _columns(fields: Iterable[Any], within: str = "") -> Iterator[str]:
@@ -331,13 +335,13 @@ def _arrow_faults(path: Path) -> Iterator[None]:
         raise DataError(f"{path}: cannot be read ({' '.join(str(error).split())}); write the file again") from None
 
 
-def _plain(value: Any) -> Any:
+def _to_python(value: Any) -> Any:
     """Return an Arrow value as JSON: null is a missing field, dates are ISO 8601 text, bytes are base64."""
     if isinstance(value, dict):
-        plain = {name: _plain(item) for name, item in value.items()}
+        plain = {name: _to_python(item) for name, item in value.items()}
         return {name: item for name, item in plain.items() if item is not None}
     if isinstance(value, list | tuple):
-        return [_plain(item) for item in value]
+        return [_to_python(item) for item in value]
     # JSON has no NaN and no infinities; pandas writes NaN for a missing number.
     if isinstance(value, float) and not math.isfinite(value):
         return None

@@ -12,7 +12,7 @@ from typing import Any, Generic, Protocol, TypeVar, overload
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.records import Record, TooLongError, made_of
+from megarl.data.records import Record, TooLongError, make_results
 from megarl.types import Problem
 
 Made = TypeVar("Made")
@@ -28,13 +28,15 @@ class Collect(Protocol):
 
 
 def in_memory(records: Iterable[Record], make: Callable[[int, Record], Made], on_long: OnLong | None) -> Sequence[Made]:
-    """Return all results in a list. Raises the errors of `made_of`."""
-    return list(made_of(records, make, on_long))
+    """Return all results in a list. Raises the errors of `make_results`."""
+    return list(make_results(records, make, on_long))
 
 
-def counted(records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None) -> Sequence[int]:
-    """Return a sequence with the length of the results, without storing them. Raises the errors of `made_of`."""
-    return range(sum(1 for _ in made_of(records, make, on_long)))
+def collect_count(
+    records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
+) -> Sequence[int]:
+    """Return a sequence with the length of the results, without storing them. Raises the errors of `make_results`."""
+    return range(sum(1 for _ in make_results(records, make, on_long)))
 
 
 class Streamed(Sequence[Made], Generic[Made]):
@@ -52,7 +54,7 @@ class Streamed(Sequence[Made], Generic[Made]):
         *,
         folder: str | Path,
     ) -> None:
-        """Read and validate all records. Raises OSError and the errors of `made_of`."""
+        """Read and validate all records. Raises OSError and the errors of `make_results`."""
         self._make = make
         self._file = TemporaryFile(dir=folder, prefix=".records_")  # noqa: SIM115  (it is open as long as this lives)
         self._starts, self._numbers = array("q"), array("q")
@@ -71,7 +73,7 @@ class Streamed(Sequence[Made], Generic[Made]):
             self._numbers.append(index)
             self._file.write(json.dumps([place, dict(record.fields)], ensure_ascii=False).encode() + b"\n")
 
-        for _ in made_of(records, keep, on_long):
+        for _ in make_results(records, keep, on_long):
             pass
 
     def __len__(self) -> int:

@@ -13,11 +13,11 @@ from typing import TYPE_CHECKING, Any, Literal
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.data.conversations import conversation_messages, conversation_of
-from megarl.data.formats import FieldNames, RecordFormat, first_of, value_at
-from megarl.data.preferences import judged_of, pair_of
-from megarl.data.problems import problem_of
-from megarl.data.records import Record, record_of
+from megarl.data.conversations import conversation_messages, make_conversation
+from megarl.data.formats import FieldNames, RecordFormat, first_name_with_value, value_at
+from megarl.data.preferences import make_judged, make_pair
+from megarl.data.problems import make_problem
+from megarl.data.records import Record, make_record
 from megarl.data.rows import data_files, rows_of
 from megarl.types import DataError, TrainingSequence
 
@@ -29,9 +29,9 @@ Kind = Literal["problems", "conversations", "pairs", "judged"]
 preference with kto."""
 # A survey measures lengths, so no record may be refused as too long: 16 Mi tokens exceed every record.
 _NO_LIMIT = 1 << 24
-MOST_TOLD = 20
+MAX_LISTED_FAULTS = 20
 """Number of different faults, of duplicates, and of overlaps listed at most. All are counted."""
-MOST_PLACES = 5
+MAX_LISTED_PLACES = 5
 """Number of further records listed for the same fault."""
 
 
@@ -86,12 +86,12 @@ class Survey:
 
 def kind_of(fields: Mapping[str, Any], format: RecordFormat) -> Kind:
     """Return the kind of training data for a record, judged by its fields."""
-    if first_of(fields, format.chosen) and first_of(fields, format.rejected):
+    if first_name_with_value(fields, format.chosen) and first_name_with_value(fields, format.rejected):
         return "pairs"
-    label = first_of(fields, format.label)
+    label = first_name_with_value(fields, format.label)
     if label is not None and isinstance(value_at(fields, label), bool):
         return "judged"
-    answer = first_of(fields, format.answer)
+    answer = first_name_with_value(fields, format.answer)
     # A field with both roles (`output` of alpaca) is a response: the record is a conversation.
     if answer and answer not in format.response:
         return "problems"
@@ -138,16 +138,16 @@ def survey(
         place = f"{record.unit} {record.line}"
         if (earlier := seen.setdefault(_digest(messages), place)) != place:
             found.num_duplicates += 1
-            found.duplicates += [f"{place} (as {earlier})"] * (len(found.duplicates) < MOST_TOLD)
+            found.duplicates += [f"{place} (as {earlier})"] * (len(found.duplicates) < MAX_LISTED_FAULTS)
         for other, known in prompts.items():
             if prompt in known:
                 found.num_overlaps[other] += 1
-                found.overlaps += [f"{place} ({other}, {known[prompt]})"] * (len(found.overlaps) < MOST_TOLD)
+                found.overlaps += [f"{place} ({other}, {known[prompt]})"] * (len(found.overlaps) < MAX_LISTED_FAULTS)
         if tokenizer is not None and not found.first:
             found.first = _shown(tokenizer, sequences[0])
     found = found or Survey(source, kind or "problems")
     found.num_faults = sum(fault.count for fault in faults.values())
-    found.num_different_faults, found.faults = len(faults), list(faults.values())[:MOST_TOLD]
+    found.num_different_faults, found.faults = len(faults), list(faults.values())[:MAX_LISTED_FAULTS]
     found.lengths = np.array(lengths, np.int64)
     return found
 
@@ -170,7 +170,7 @@ def _note(faults: dict[str, Fault], path: Path, unit: str, line: int, error: Dat
     if (known := faults.setdefault(problem, Fault(problem, place))).place == place:
         return
     known.count += 1
-    known.further += [f"{unit} {line}"] * (len(known.further) < MOST_PLACES)
+    known.further += [f"{unit} {line}"] * (len(known.further) < MAX_LISTED_PLACES)
 
 
 def _records(source: str, names: FieldNames | None, faults: dict[str, Fault]) -> Iterator[Record]:
@@ -180,7 +180,7 @@ def _records(source: str, names: FieldNames | None, faults: dict[str, Fault]) ->
         try:
             for row in rows_of(path):
                 try:
-                    record = record_of(path, row, names, format)
+                    record = make_record(path, row, names, format)
                 except DataError as error:
                     _note(faults, path, row.unit, row.number, error)
                     continue
@@ -207,7 +207,7 @@ def _prompt_messages(record: Record, kind: Kind, system_prompt: str | None) -> l
     """Return the messages before the assistant's first one. For a pair without a prompt field, they come from the
     chosen answer.
     """
-    has_prompt = first_of(record.fields, record.format.prompt) is not None
+    has_prompt = first_name_with_value(record.fields, record.format.prompt) is not None
     if not has_prompt and kind == "pairs":
         messages = record.messages(system_prompt, field=record.field(record.format.chosen), role="assistant")
     else:
@@ -232,13 +232,13 @@ def _sequences(
     record: Record, kind: Kind, tokenizer: Tokenizer, system_prompt: str | None, has_answers: bool
 ) -> Sequence[TrainingSequence]:
     if kind == "pairs":
-        return pair_of(record, tokenizer, system_prompt=system_prompt, max_tokens=_NO_LIMIT)
+        return make_pair(record, tokenizer, system_prompt=system_prompt, max_tokens=_NO_LIMIT)
     if kind == "judged":
-        return judged_of(record, tokenizer, system_prompt=system_prompt, max_tokens=_NO_LIMIT)
+        return make_judged(record, tokenizer, system_prompt=system_prompt, max_tokens=_NO_LIMIT)
     if kind == "conversations":
         messages = conversation_messages(record, system_prompt)
-        return [conversation_of(record, tokenizer, messages, max_tokens=_NO_LIMIT)]
-    problem = problem_of(
+        return [make_conversation(record, tokenizer, messages, max_tokens=_NO_LIMIT)]
+    problem = make_problem(
         record, 0, tokenizer, system_prompt=system_prompt, max_prompt_tokens=_NO_LIMIT, has_answer=has_answers
     )
     tokens = np.array(problem.prompt_token_ids, np.int64)

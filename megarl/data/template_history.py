@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 
-def _said(role: str, content: str, **more: Any) -> dict[str, Any]:
+def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
     return {"role": role, "content": content, **more}
 
 
@@ -27,16 +27,16 @@ def _calling(*numbers: int, thought: str = "") -> dict[str, Any]:
         {"id": f"call{number:05}", "type": "function", "function": {"name": "f", "arguments": {"x": number}}}
         for number in numbers
     ]
-    return _said("assistant", "", tool_calls=calls) | ({"reasoning_content": thought} if thought else {})
+    return _message("assistant", "", tool_calls=calls) | ({"reasoning_content": thought} if thought else {})
 
 
 def _reply(number: int) -> dict[str, Any]:
-    return _said("tool", f"reply {number}", tool_call_id=f"call{number:05}", name="f")
+    return _message("tool", f"reply {number}", tool_call_id=f"call{number:05}", name="f")
 
 
-_QUESTION, _NEXT = _said("user", "first"), _said("user", "second")
-_ANSWER, _LAST = _said("assistant", "one"), _said("assistant", "two")
-_THOUGHT = _said("assistant", "one", reasoning_content="hm")
+_QUESTION, _NEXT = _message("user", "first"), _message("user", "second")
+_ANSWER, _LAST = _message("assistant", "one"), _message("assistant", "two")
+_THOUGHT = _message("assistant", "one", reasoning_content="hm")
 CONVERSATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "plain": (_QUESTION, _ANSWER, _NEXT, _LAST),
     "reasoning, then user": (_QUESTION, _THOUGHT, _NEXT, _LAST),

@@ -39,7 +39,7 @@ class TokenBatch:
     the whole vocabulary for every token."""
     temperatures: NDArray[np.float64] | None = None
     """[sequences]: the temperature of the log-probs of policy and reference. None: 1 for all."""
-    taught: NDArray[np.int64] | None = None
+    target_keys: NDArray[np.int64] | None = None
     """[sequences, 2], for distillation: the number of the sequence's teacher, and the sequence's own number in the
     step."""
 
@@ -56,7 +56,7 @@ class TokenBatch:
                 for name in PER_TOKEN
                 if getattr(sequences[0], name) is not None
             },
-            kept_sets=join_sets([(len(sequence), sequence.kept_sets) for sequence in sequences]),
+            kept_sets=join_retained([(len(sequence), sequence.kept_sets) for sequence in sequences]),
             temperatures=np.array([sequence.temperature for sequence in sequences]),
         )
 
@@ -102,9 +102,9 @@ class TokenBatch:
             samples=self.samples[chosen],
             per_token={name: values[places] for name, values in self.per_token.items()},
             experts=None if self.experts is None else self.experts[chosen],
-            kept_sets=None if self.kept_sets is None else select_sets(self.kept_sets, places),
+            kept_sets=None if self.kept_sets is None else select_retained(self.kept_sets, places),
             temperatures=None if self.temperatures is None else self.temperatures[chosen],
-            taught=None if self.taught is None else self.taught[chosen],
+            target_keys=None if self.target_keys is None else self.target_keys[chosen],
         )
 
     def select_samples(self, samples: Sequence[int] | NDArray[np.int64]) -> TokenBatch:
@@ -143,7 +143,7 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
         cu_seqlens=np.concatenate(starts),
         samples=np.concatenate(samples),
         per_token={name: np.concatenate([batch.per_token[name] for batch in batches]) for name in batches[0].per_token},
-        kept_sets=join_sets([(len(batch.token_ids), batch.kept_sets) for batch in batches]),
+        kept_sets=join_retained([(len(batch.token_ids), batch.kept_sets) for batch in batches]),
         temperatures=_join_temperatures(batches),
     )
 
@@ -157,7 +157,7 @@ def _join_temperatures(batches: Sequence[TokenBatch]) -> NDArray[np.float64] | N
     return np.concatenate([one if own is None else own for own, one in zip(found, ones, strict=True)])
 
 
-def select_sets(kept: KeptSets, places: NDArray[np.int64]) -> KeptSets:
+def select_retained(kept: KeptSets, places: NDArray[np.int64]) -> KeptSets:
     """Return the retained sets of the tokens at these positions, in the given order.
 
     `places` is [tokens]. Position -1 yields an empty set: nothing was cut off there.
@@ -169,7 +169,7 @@ def select_sets(kept: KeptSets, places: NDArray[np.int64]) -> KeptSets:
     return KeptSets(chosen, kept.token_ids[ranges(starts[places], chosen.astype(np.int64))])
 
 
-def join_sets(parts: Sequence[tuple[int, KeptSets | None]]) -> KeptSets | None:
+def join_retained(parts: Sequence[tuple[int, KeptSets | None]]) -> KeptSets | None:
     """Return the concatenated retained sets of several parts, or None if no part has sets.
 
     Each part is (number of tokens, sets). A part without sets gets an empty set for each token.

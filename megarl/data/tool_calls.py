@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from megarl.data.tool_formats import PARSERS, WrittenCall, harmony_reasoning, no_constant
-from megarl.data.tool_schemas import ToolSchema, fault_of, tool_named
+from megarl.data.tool_schemas import ToolSchema, arguments_fault, tool_named
 from megarl.types import ToolCall
 
 END_TOKENS = (
@@ -53,14 +53,14 @@ def parse(
     """
     body, reasoning = _without_end_tokens(text), None
     if name != "gpt_oss":
-        body, reasoning = _cut_reasoning(body, *(_MISTRAL_THINK if name == "mistral" else _THINK), in_reasoning)
+        body, reasoning = _split_reasoning(body, *(_MISTRAL_THINK if name == "mistral" else _THINK), in_reasoning)
     else:
         body, reasoning = harmony_reasoning(body)
-    rest, written = PARSERS[name](body, tools)
+    remainder, written = PARSERS[name](body, tools)
     # Modulo keeps the ids at nine characters in long conversations.
     calls = tuple(_checked(f"call{turn % 1000:03}{place % 100:02}", call, tools) for place, call in enumerate(written))
     # White space around calls and reasoning belongs to the format; in a plain answer it belongs to the model.
-    return ParsedTurn(rest.strip() if written or reasoning is not None else rest, reasoning, calls)
+    return ParsedTurn(remainder.strip() if written or reasoning is not None else remainder, reasoning, calls)
 
 
 def parser_of_template(template: str) -> str | None:
@@ -91,7 +91,7 @@ def _without_end_tokens(text: str) -> str:
     return text
 
 
-def _cut_reasoning(text: str, opening: str, closing: str, in_reasoning: bool | None) -> tuple[str, str | None]:
+def _split_reasoning(text: str, opening: str, closing: str, in_reasoning: bool | None) -> tuple[str, str | None]:
     """Return the text after the first reasoning block, and the reasoning."""
     begins = text.lstrip().startswith(opening)
     if in_reasoning is None:
@@ -100,8 +100,8 @@ def _cut_reasoning(text: str, opening: str, closing: str, in_reasoning: bool | N
     if not begins and not in_reasoning:
         return text, None
     inner = text.lstrip().removeprefix(opening) if begins else text
-    reasoning, _, rest = inner.partition(closing)
-    return rest.lstrip("\n"), reasoning.strip()
+    reasoning, _, remainder = inner.partition(closing)
+    return remainder.lstrip("\n"), reasoning.strip()
 
 
 def _checked(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema]) -> ToolCall:
@@ -120,6 +120,6 @@ def _checked(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema]) -> To
             return ToolCall(call_id, call.name, None, "the arguments are a text, not an object")
     if not isinstance(arguments, Mapping):
         return ToolCall(call_id, call.name, None, f"the arguments are {json.dumps(arguments):.80}, not an object")
-    if fault := fault_of(arguments, tool):
+    if fault := arguments_fault(arguments, tool):
         return ToolCall(call_id, call.name, None, fault)
     return ToolCall(call_id, call.name, arguments, None)

@@ -66,7 +66,7 @@ def _json_at(text: str, start: int) -> tuple[Any, int]:
         raise ValueError("its JSON is nested too deeply") from error
 
 
-def _of_object(value: Any, *argument_fields: str) -> WrittenCall:
+def _call_from_object(value: Any, *argument_fields: str) -> WrittenCall:
     """Return the call written as a JSON object {"name": ..., "arguments": ...}."""
     if not isinstance(value, Mapping) or not isinstance(value.get("name"), str):
         return WrittenCall("", error='the call is not a JSON object with a "name"')
@@ -76,7 +76,7 @@ def _of_object(value: Any, *argument_fields: str) -> WrittenCall:
     return WrittenCall(value["name"], value[field])
 
 
-def _name_in(text: str) -> str:
+def _find_name(text: str) -> str:
     """Return the name in JSON that may be broken, or an empty text."""
     found = re.search(r'"name"\s*:\s*"([^"\\]*)"', text)
     return found.group(1) if found else ""
@@ -93,7 +93,7 @@ def _json_argument_text(name: str, text: str) -> WrittenCall:
     return WrittenCall(name, arguments)
 
 
-def _value_of_text(text: str, name: str, tool: str, tools: Sequence[ToolSchema]) -> Any:
+def _parse_value(text: str, name: str, tool: str, tools: Sequence[ToolSchema]) -> Any:
     """Return an argument written as bare text: as text if the schema says so, else as JSON if it is valid."""
     schema = properties(tool, tools).get(name, {})
     kind = schema.get("type") if isinstance(schema, Mapping) else None
@@ -119,9 +119,9 @@ def _hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
         start = found + len(opening)
         try:
             value, place = _json_at(text, start)
-            calls.append(_of_object(value, "arguments", "parameters"))
-            gap = re.compile(r"\s*").match(text, place)
-            place = gap.end() if gap else place
+            calls.append(_call_from_object(value, "arguments", "parameters"))
+            separator = re.compile(r"\s*").match(text, place)
+            place = separator.end() if separator else place
             if text.startswith(closing, place):
                 place += len(closing)
         except ValueError as error:
@@ -129,7 +129,7 @@ def _hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
             ends = [end for end in (text.find(closing, start), text.find(opening, start)) if end >= 0]
             end = min(ends, default=len(text))
             body = text[start:end]
-            calls.append(WrittenCall(_name_in(body), error=f"the call cannot be read: {error}"))
+            calls.append(WrittenCall(_find_name(body), error=f"the call cannot be read: {error}"))
             place = end + len(closing) if text.startswith(closing, end) else end
     return "".join([*texts, text[place:]]), calls
 
@@ -148,8 +148,8 @@ def _tagged(text: str, opening: str, closing: str) -> tuple[str, list[tuple[str,
 
 def _qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _Read:
     """Read `<tool_call><function=NAME><parameter=KEY>VALUE</parameter></function></tool_call>`."""
-    rest, bodies = _tagged(text, "<function=", "</function>")
-    rest = rest.replace("<tool_call>", "").replace("</tool_call>", "")
+    remainder, bodies = _tagged(text, "<function=", "</function>")
+    remainder = remainder.replace("<tool_call>", "").replace("</tool_call>", "")
     calls = []
     for body, is_closed in bodies:
         name, found, inner = body.partition(">")
@@ -163,14 +163,14 @@ def _qwen3_coder(text: str, tools: Sequence[ToolSchema]) -> _Read:
             key, _, value = parameter.partition(">")
             # The format puts one line break before and after each value; further ones belong to the value.
             value = value.removeprefix("\n").removesuffix("\n")
-            arguments[key.strip()] = _value_of_text(value, key.strip(), name, tools)
+            arguments[key.strip()] = _parse_value(value, key.strip(), name, tools)
         calls.append(WrittenCall(name, arguments))
-    return rest, calls
+    return remainder, calls
 
 
 def _glm45(text: str, tools: Sequence[ToolSchema]) -> _Read:
     """Read `<tool_call>NAME<arg_key>KEY</arg_key><arg_value>VALUE</arg_value></tool_call>`."""
-    rest, bodies = _tagged(text, "<tool_call>", "</tool_call>")
+    remainder, bodies = _tagged(text, "<tool_call>", "</tool_call>")
     calls = []
     for body, is_closed in bodies:
         name, _, _ = body.partition("<arg_key>")
@@ -179,9 +179,9 @@ def _glm45(text: str, tools: Sequence[ToolSchema]) -> _Read:
             calls.append(WrittenCall(name, error="the call cannot be read: it is cut off"))
             continue
         pairs = re.findall(r"<arg_key>(.*?)</arg_key>\s*<arg_value>(.*?)</arg_value>", body, re.DOTALL)
-        arguments = {key.strip(): _value_of_text(value.strip(), key.strip(), name, tools) for key, value in pairs}
+        arguments = {key.strip(): _parse_value(value.strip(), key.strip(), name, tools) for key, value in pairs}
         calls.append(WrittenCall(name, arguments))
-    return rest, calls
+    return remainder, calls
 
 
 def _llama3_json(text: str, tools: Sequence[ToolSchema]) -> _Read:
@@ -204,11 +204,11 @@ def _llama3_json(text: str, tools: Sequence[ToolSchema]) -> _Read:
                 texts.append(text[place:start])
                 following = re.search(r';\s*(?=\{\s*"name"\s*:)', text[start:])
                 place = start + following.end() if following else len(text)
-                calls.append(WrittenCall(_name_in(text[start:place]), error=f"the call cannot be read: {error}"))
+                calls.append(WrittenCall(_find_name(text[start:place]), error=f"the call cannot be read: {error}"))
             continue
         if isinstance(value, Mapping) and isinstance(value.get("name"), str) and {"parameters", "arguments"} & {*value}:
             texts.append(text[place:start])
-            calls.append(_of_object(value, "parameters", "arguments"))
+            calls.append(_call_from_object(value, "parameters", "arguments"))
             separator = re.compile(r"\s*;?\s*").match(text, end)
             place = separator.end() if separator else end
     return "".join([*texts, text[place:]]), calls
@@ -285,7 +285,7 @@ def _literal(node: ast.expr) -> Any:
 
 def _mistral(text: str, tools: Sequence[ToolSchema]) -> _Read:
     """Read `[TOOL_CALLS][{"name": ..., "arguments": {...}}]`, or `[TOOL_CALLS]NAME[ARGS]{...}` for each call."""
-    rest, *parts = text.split("[TOOL_CALLS]")
+    remainder, *parts = text.split("[TOOL_CALLS]")
     calls: list[WrittenCall] = []
     for part in parts:
         body = part.strip()
@@ -296,7 +296,7 @@ def _mistral(text: str, tools: Sequence[ToolSchema]) -> _Read:
         brace = body.find("{")
         arguments = body[brace:] if brace >= 0 else ""
         calls.append(_json_argument_text(name, arguments))
-    return rest, calls
+    return remainder, calls
 
 
 def _mistral_list(text: str) -> list[WrittenCall]:
@@ -308,12 +308,12 @@ def _mistral_list(text: str) -> list[WrittenCall]:
             return calls
         try:
             value, place = _json_at(text, place)
-            calls.append(_of_object(value, "arguments", "parameters"))
+            calls.append(_call_from_object(value, "arguments", "parameters"))
         except ValueError as error:
             # Continue at the next object that begins like a call.
             following = re.search(r'\}\s*,\s*(?=\{\s*"(?:name|arguments|id)"\s*:)', text[place:])
             end = place + following.end() if following else len(text)
-            calls.append(WrittenCall(_name_in(text[place:end]), error=f"the call cannot be read: {error}"))
+            calls.append(WrittenCall(_find_name(text[place:end]), error=f"the call cannot be read: {error}"))
             place = end
 
 
@@ -322,8 +322,8 @@ def _deepseek_v3(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
     V3 and R1 write the kind before the name, and put the arguments in a fenced block.
     """
-    rest, bodies = _tagged(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
-    rest = rest.replace("<｜tool▁calls▁begin｜>", "").replace("<｜tool▁calls▁end｜>", "")
+    remainder, bodies = _tagged(text, "<｜tool▁call▁begin｜>", "<｜tool▁call▁end｜>")
+    remainder = remainder.replace("<｜tool▁calls▁begin｜>", "").replace("<｜tool▁calls▁end｜>", "")
     calls = []
     for body, _ in bodies:
         head, _, tail = body.partition("<｜tool▁sep｜>")
@@ -331,7 +331,7 @@ def _deepseek_v3(text: str, tools: Sequence[ToolSchema]) -> _Read:
             head, _, tail = tail.partition("\n")
             tail = tail.strip().removeprefix("```json").removesuffix("```")
         calls.append(_json_argument_text(head.strip(), tail))
-    return rest, calls
+    return remainder, calls
 
 
 _HARMONY_MESSAGE = re.compile(
@@ -354,8 +354,8 @@ def harmony_reasoning(text: str) -> tuple[str, str | None]:
         reasoning.append(message["body"].strip())
         return ""
 
-    rest = _HARMONY_MESSAGE.sub(cut, text)
-    return rest, "\n".join(reasoning) if reasoning else None
+    remainder = _HARMONY_MESSAGE.sub(cut, text)
+    return remainder, "\n".join(reasoning) if reasoning else None
 
 
 def _is_call(head: str) -> bool:

@@ -26,12 +26,12 @@ def check_tools(tools: Sequence[ToolSchema]) -> None:
             raise ValueError(f"two tools have the name {name!r}; give each its own")
         names.add(name)
         try:
-            Draft202012Validator.check_schema(dict(parameters_of(tool)))
+            Draft202012Validator.check_schema(dict(parameter_schema(tool)))
         except SchemaError as error:
             raise ValueError(f"the parameters of tool {name!r} are not a JSON schema: {error.message}") from error
 
 
-def parameters_of(tool: ToolSchema) -> Mapping[str, Any]:
+def parameter_schema(tool: ToolSchema) -> Mapping[str, Any]:
     """Return the JSON schema of a tool's arguments. Without parameters, any object is valid."""
     return tool["function"].get("parameters") or {"type": "object"}
 
@@ -44,14 +44,14 @@ def tool_named(name: str, tools: Sequence[ToolSchema]) -> ToolSchema | None:
 def properties(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
     """Return the schemas of a tool's arguments, by argument name. An unknown tool has none."""
     tool = tool_named(name, tools)
-    return parameters_of(tool).get("properties", {}) if tool else {}
+    return parameter_schema(tool).get("properties", {}) if tool else {}
 
 
-def fault_of(arguments: Mapping[str, Any], tool: ToolSchema) -> str | None:
+def arguments_fault(arguments: Mapping[str, Any], tool: ToolSchema) -> str | None:
     """Return an error message if the arguments violate the tool's JSON schema, else None."""
     from jsonschema.exceptions import best_match
 
-    error = best_match(_validator(json.dumps(parameters_of(tool), sort_keys=True)).iter_errors(arguments))
+    error = best_match(_validator(json.dumps(parameter_schema(tool), sort_keys=True)).iter_errors(arguments))
     if error is None:
         return None
     place = ".".join(str(part) for part in error.absolute_path)

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import replace
 
-from megarl.algorithms.policy_losses import POLICY_LOSSES, is_of_sequences
+from megarl.algorithms.policy_losses import POLICY_LOSSES, is_sequence_loss
 from megarl.cluster.deadlines import run_deadlines
 from megarl.cluster.launchers import start_group, start_ranks
 from megarl.cluster.node_checks import gpus, inspect
@@ -341,7 +341,7 @@ def _models(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[
     models |= {name: replace(teacher, name=name, shape=shape_of(folder)) for name, folder in recipe.teachers.items()}
     if recipe.has_advantages:
         policy_loss = function_of(recipe.algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
-        models["policy"] = replace(policy, keeps_samples=is_of_sequences(policy_loss))
+        models["policy"] = replace(policy, keeps_samples=is_sequence_loss(policy_loss))
     return models
 
 

@@ -202,7 +202,7 @@ class PackedAttention(nn.Module):
         context-parallel ranks.
         """
         kernel = self._varlen if q.is_cuda and q.dtype in _VARLEN_DTYPES else self._padded
-        return kernel(_taken(q, part.queries), _taken(k, part.keys), _taken(v, part.keys), part)
+        return kernel(_gather_rows(q, part.queries), _gather_rows(k, part.keys), _gather_rows(v, part.keys), part)
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         """Return `attend` by torch's flash kernel."""
@@ -241,7 +241,7 @@ class PackedAttention(nn.Module):
         return out.transpose(1, 2).flatten(0, 1).index_select(0, place)
 
 
-def _taken(x: Tensor, places: Tensor | None) -> Tensor:
+def _gather_rows(x: Tensor, places: Tensor | None) -> Tensor:
     return x if places is None else x.index_select(0, places)
 
 

@@ -140,29 +140,29 @@ class _VocabParallelGathered(torch.autograd.Function):
             chosen += logits.gather(1, columns) * is_here
             parts[index] = _others(logits, columns, is_here).logsumexp(-1)
         all_reduce(chosen, group, dist.ReduceOp.SUM)
-        of_others = _log_total(parts, group)
-        log_total = torch.logaddexp(chosen.logsumexp(-1), of_others)
-        logprobs, logprob_of_others = chosen - log_total[:, None], of_others - log_total
-        ctx.save_for_backward(hidden, weight, local, logprobs, of_others, logprob_of_others)
+        others_log_total = _log_total(parts, group)
+        log_total = torch.logaddexp(chosen.logsumexp(-1), others_log_total)
+        logprobs, others_logprob = chosen - log_total[:, None], others_log_total - log_total
+        ctx.save_for_backward(hidden, weight, local, logprobs, others_log_total, others_logprob)
         ctx.settings = temperature, blocks
-        return logprobs, logprob_of_others
+        return logprobs, others_logprob
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Any, ...]:
-        hidden, weight, local, logprobs, of_others, logprob_of_others = ctx.saved_tensors
+        hidden, weight, local, logprobs, others_log_total, others_logprob = ctx.saved_tensors
         temperature, blocks = ctx.settings
-        of_chosen, of_rest = (grad / temperature for grad in grads)
-        whole = -of_chosen.sum(-1) - of_rest
+        of_chosen, remainder = (grad / temperature for grad in grads)
+        whole = -of_chosen.sum(-1) - remainder
         # With p the probabilities: a requested token's gradient is its own + whole * p. Another token's gradient is its
         # share among the others, times the total of all others.
         of_chosen = of_chosen + logprobs.exp() * whole[:, None]
-        of_rest = of_rest + logprob_of_others.exp() * whole
-        of_others = of_others.masked_fill(of_others == -torch.inf, 0.0)
+        remainder = remainder + others_logprob.exp() * whole
+        others_log_total = others_log_total.masked_fill(others_log_total == -torch.inf, 0.0)
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         for block in blocks:
             columns, is_here = columns_of(local, block)
             logits = _others(_logits(hidden, weight, block, temperature), columns, is_here)
-            grad_logits = logits.sub_(of_others[:, None]).exp_().mul_(of_rest[:, None])
+            grad_logits = logits.sub_(others_log_total[:, None]).exp_().mul_(remainder[:, None])
             grad_logits = grad_logits.scatter_add_(1, columns, of_chosen * is_here).to(weight.dtype)
             gradients.add(block, grad_logits)
         return *gradients.found(), *(None,) * 5
@@ -187,23 +187,23 @@ def vocab_parallel_top_k(
     blocks = vocabulary_blocks(len(hidden), len(weight), chunk_tokens)
     logits = hidden.new_full((len(hidden), k), -torch.inf, dtype=torch.float32)
     token_ids = torch.zeros_like(logits, dtype=torch.int64)
-    of_others = logits.new_full((len(hidden),), -torch.inf)
+    others_log_total = logits.new_full((len(hidden),), -torch.inf)
     for block in blocks:
         found = _logits(hidden, weight, block, temperature)
         largest, places = found.topk(min(k, len(block)), dim=-1)
         of_block = found.scatter_(-1, places, -torch.inf).logsumexp(-1)
         parts = (logits, token_ids), (largest, places + block.start + first_token_id)
         logits, token_ids, left = _best(parts, k)
-        of_others = torch.logaddexp(of_others, torch.logaddexp(of_block, left))
-    of_others = _log_total(of_others[None], group)
+        others_log_total = torch.logaddexp(others_log_total, torch.logaddexp(of_block, left))
+    others_log_total = _log_total(others_log_total[None], group)
     if group is not None and group.size() > 1:
         of_ranks = [[torch.empty_like(part) for _ in range(group.size())] for part in (logits, token_ids)]
         dist.all_gather(of_ranks[0], logits, group=group)
         dist.all_gather(of_ranks[1], token_ids, group=group)
         logits, token_ids, left = _best(list(zip(*of_ranks, strict=True)), k)
-        of_others = torch.logaddexp(of_others, left)
-    log_total = torch.logaddexp(logits.logsumexp(-1), of_others)
-    return token_ids, logits - log_total[:, None], of_others - log_total
+        others_log_total = torch.logaddexp(others_log_total, left)
+    log_total = torch.logaddexp(logits.logsumexp(-1), others_log_total)
+    return token_ids, logits - log_total[:, None], others_log_total - log_total
 
 
 def _best(parts: Sequence[tuple[Tensor, Tensor]], k: int) -> tuple[Tensor, Tensor, Tensor]:

@@ -66,7 +66,7 @@ class UpdateRouter(TopKRouter):
         super().__init__(config, pg_collection)
         assert config.num_moe_experts is not None
         self.expert_count = config.num_moe_experts
-        self.losses = losses_of(config)
+        self.losses = balance_losses(config)
         self.row: RowTokens | None = None
         """The tokens of the next forward pass."""
         self.num_tokens = 0
@@ -190,7 +190,7 @@ class UpdateRouter(TopKRouter):
             self._current = self._recomputed.popleft() if self._recomputed else self.row
 
 
-def losses_of(config: TransformerConfig) -> dict[str, float]:
+def balance_losses(config: TransformerConfig) -> dict[str, float]:
     """Return the losses of a model's routers, with their coefficients."""
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
@@ -203,14 +203,14 @@ def losses_of(config: TransformerConfig) -> dict[str, float]:
 
 def needs_update_router(config: TransformerConfig) -> bool:
     """Return whether a model's routers have losses or noise and thus need `UpdateRouter`."""
-    return config.num_moe_experts is not None and bool(losses_of(config) or config.moe_input_jitter_eps)
+    return config.num_moe_experts is not None and bool(balance_losses(config) or config.moe_input_jitter_eps)
 
 
 class ExpertBalance:
     """The balancing losses of a rank's model chunks: their preparation for an update, and their metrics."""
 
     def __init__(self, config: TransformerConfig, chunks: Sequence[nn.Module]) -> None:
-        self._losses = losses_of(config) if config.num_moe_experts is not None else {}
+        self._losses = balance_losses(config) if config.num_moe_experts is not None else {}
         self._routers = routers_of(*chunks)
 
     @property

@@ -70,7 +70,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         ctx.set_materialize_grads(False)
         local = targets - first_token_id
         blocks = vocabulary_blocks(len(targets), weight.size(0), chunk)
-        cut = None if support is None else _Cut(support, first_token_id, blocks)
+        cut = None if support is None else _Truncation(support, first_token_id, blocks)
         # For each block: the log of its sum of exponentials, and the entropy of the distribution within it.
         log_totals, entropies = torch.zeros(2, len(blocks), len(targets), dtype=torch.float32, device=hidden.device)
         target_logit = torch.zeros_like(local, dtype=torch.float32)
@@ -80,7 +80,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             columns, is_here = columns_of(local, block)
             target_logit += logits.gather(1, columns[:, None]).squeeze(1) * is_here
             if cut is not None:
-                log_totals[index], entropies[index] = _of_kept(logits, cut.outside(index))
+                log_totals[index], entropies[index] = _retained_log_total(logits, cut.outside(index))
                 continue
             largest = logits.amax(-1, keepdim=True).float()
             # torch's `sum` adds exponentials pairwise. Its `log_softmax` adds them one by one, with larger rounding
@@ -108,23 +108,23 @@ class _VocabParallelLogprobs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:
         hidden, weight, local, log_total, entropy = ctx.saved_tensors
         temperature, blocks, cut = ctx.settings
-        of_logprob, of_entropy = (None if grad is None else grad / temperature for grad in grads)
-        of_logprob = torch.zeros_like(log_total) if of_logprob is None else of_logprob
+        logprob_gradient, entropy_gradient = (None if grad is None else grad / temperature for grad in grads)
+        logprob_gradient = torch.zeros_like(log_total) if logprob_gradient is None else logprob_gradient
         # d logprob / d logit = 1[target] - p;  d entropy / d logit = -p (log p + entropy).
-        constant = -of_logprob if of_entropy is None else -of_logprob - of_entropy * entropy
+        constant = -logprob_gradient if entropy_gradient is None else -logprob_gradient - entropy_gradient * entropy
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         room = hidden.new_empty(len(local) * max(map(len, blocks), default=0))
         for index, block in enumerate(blocks):
             logits = _logits(hidden, weight, block, temperature, room)
             logprobs = logits.float().sub_(log_total[:, None])
             slope = constant[:, None]
-            if of_entropy is not None:
-                slope = torch.addcmul(slope, logprobs, of_entropy[:, None], value=-1)
+            if entropy_gradient is not None:
+                slope = torch.addcmul(slope, logprobs, entropy_gradient[:, None], value=-1)
             grad_logits = logprobs.exp_().mul_(slope)
             if cut is not None:
                 grad_logits.masked_fill_(cut.outside(index), 0.0)
             columns, is_here = columns_of(local, block)
-            grad_logits.scatter_add_(1, columns[:, None], (of_logprob * is_here)[:, None])
+            grad_logits.scatter_add_(1, columns[:, None], (logprob_gradient * is_here)[:, None])
             if grad_logits.dtype != weight.dtype:
                 grad_logits = logits.copy_(grad_logits)
             gradients.add(block, grad_logits)
@@ -159,7 +159,7 @@ class HeadGradients:
         return of_hidden, self._of_weight
 
 
-class _Cut:
+class _Truncation:
     """The mask of tokens outside the support sets, block by block of this rank's vocabulary."""
 
     def __init__(self, support: Support, first_token_id: int, blocks: list[range]) -> None:
@@ -180,7 +180,7 @@ class _Cut:
         return outside
 
 
-def _of_kept(logits: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
+def _retained_log_total(logits: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:
     """Return the log of the sum of exponentials of a block's allowed logits, and their entropy: two [tokens].
 
     They are minus infinity and 0 if no logit is allowed. Shapes: logits (overwritten) and outside are [tokens, block].

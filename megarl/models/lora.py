@@ -62,7 +62,7 @@ class Adapter(nn.Module):
         rows, columns = linear.weight.shape
         splits, place = self.group.size(), self.group.rank()
         # Each rank draws the full matrix and cuts its part: the start is the same in every layout.
-        a = _draw((rank, columns * (1 if self.is_column else splits)), f"{seed} {key}")
+        a = _random_values((rank, columns * (1 if self.is_column else splits)), f"{seed} {key}")
         a = a if self.is_column else a.chunk(splits, dim=1)[place]
         is_gated = key.endswith("linear_fc1")
         self.a = nn.Parameter(a.to(linear.weight).contiguous())
@@ -98,15 +98,15 @@ class Adapter(nn.Module):
         if self.is_expert:
             # The expert dispatcher gives every rank all tokens. It sums outputs, and gradients of inputs. Only the
             # gradient of the replicated matrix remains to be summed.
-            a, b = (self._copied(a), b) if self.is_column else (a, self._copied(b))
+            a, b = (self._copy_to_region(a), b) if self.is_column else (a, self._copy_to_region(b))
             return F.linear(F.linear(x, a) * self.scale, b)
-        return F.linear(self._exchanged(F.linear(x, a)) * self.scale, b)
+        return F.linear(self._exchange_inner(F.linear(x, a)) * self.scale, b)
 
-    def _copied(self, x: Tensor) -> Tensor:
+    def _copy_to_region(self, x: Tensor) -> Tensor:
         """Return `x` [*any], with its gradient all-reduced over the tensor-parallel ranks."""
         return copy_to_tensor_model_parallel_region(x, group=self.group)
 
-    def _exchanged(self, inner: Tensor) -> Tensor:
+    def _exchange_inner(self, inner: Tensor) -> Tensor:
         """Return B's input [..., rank] from A's output `inner` [..., rank].
 
         Column-parallel: gathered over tokens. Row-parallel: reduced over the ranks' input features.
@@ -114,7 +114,7 @@ class Adapter(nn.Module):
         if self.is_column and self.sequence_parallel:
             return gather_from_sequence_parallel_region(inner, group=self.group)
         if self.is_column:
-            return self._copied(inner)
+            return self._copy_to_region(inner)
         if self.sequence_parallel:
             return reduce_scatter_to_sequence_parallel_region(inner, group=self.group)
         return reduce_from_tensor_model_parallel_region(inner, group=self.group)
@@ -163,7 +163,7 @@ def adapters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, Adapter
 
 
 @contextmanager
-def running(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> Iterator[None]:
+def adapters_switched(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> Iterator[None]:
     """Switch adapters `on` or off (the frozen model) within the context, with their dropout if `drops`.
 
     Outside of it they are on, without dropout.
@@ -208,7 +208,7 @@ def _add(linear: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, Tensor |
     return output[0] + linear.adapter(inputs[0]), output[1]
 
 
-def _draw(shape: tuple[int, int], name: str) -> Tensor:
+def _random_values(shape: tuple[int, int], name: str) -> Tensor:
     """Return a full matrix, Kaiming-uniform like torch's linear layers.
 
     It is seeded by its name, so it is the same in every layout.

@@ -186,9 +186,9 @@ class PolicyModel(PackedModel):
         tied = self.share_embeddings_and_output_weights
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None
-        return self._of_tokens(hidden_states.squeeze(1), weight[: self.num_local_tokens], labels.squeeze(0))
+        return self._token_outputs(hidden_states.squeeze(1), weight[: self.num_local_tokens], labels.squeeze(0))
 
-    def _of_tokens(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return the last stage's output [2, tokens].
 
         `hidden` is [tokens, hidden_size], `weight` holds this rank's head rows, `labels` is [tokens].

@@ -1,6 +1,6 @@
 """The two sides of a distillation by distributions: a teacher computing targets, and a policy learning from them.
 
-A target ("lesson") is a row of bytes for each trained token. With full_vocabulary it is the teacher's hidden state
+A target is a row of bytes for each trained token. With full_vocabulary it is the teacher's hidden state
 before its head. With top_k it is the ids of the most likely tokens, their log-probs and the log-prob of all others. One
 byte tensor is easier to send and store than several kinds of tensors.
 """
@@ -31,16 +31,16 @@ _OTHERS_BYTES = 4
 """Bytes for all other tokens: their joint log-prob, float32."""
 
 
-def divergence_of(config: DistillationConfig) -> DivergenceFunction:
+def bound_divergence(config: DistillationConfig) -> DivergenceFunction:
     """Return the recipe's divergence, with its keywords bound."""
     function = DIVERGENCES[config.divergence]
     return partial(function, **supported_kwargs(function, {"beta": config.jsd_beta}))
 
 
-def lesson_bytes(config: DistillationConfig, hidden_size: int, dtype: torch.dtype) -> int:
+def target_bytes(config: DistillationConfig, hidden_size: int, dtype: torch.dtype) -> int:
     """Return the bytes of a token's target by a teacher of this hidden size."""
-    of_top_k = config.top_k * _TOP_K_BYTES + _OTHERS_BYTES
-    return of_top_k if config.loss == "top_k" else hidden_size * dtype.itemsize
+    top_k_bytes = config.top_k * _TOP_K_BYTES + _OTHERS_BYTES
+    return top_k_bytes if config.loss == "top_k" else hidden_size * dtype.itemsize
 
 
 class TeacherModel(PolicyModel):
@@ -54,18 +54,18 @@ class TeacherModel(PolicyModel):
         self._distillation = distillation
         # Further rows of either vocabulary are padding; no tokenizer produces them.
         self.num_local_tokens = max(0, min(self.num_local_tokens, num_common_tokens - self.first_token_id))
-        self._is_taught = torch.zeros(0, dtype=torch.bool)
+        self._is_wanted = torch.zeros(0, dtype=torch.bool)
 
-    def teach(self, is_taught: Tensor) -> None:
-        """Request targets from the next forward pass at positions with `is_taught`, bool [tokens], True."""
-        self._is_taught = is_taught
+    def request_targets(self, is_wanted: Tensor) -> None:
+        """Request targets from the next forward pass at positions with `is_wanted`, bool [tokens], True."""
+        self._is_wanted = is_wanted
 
-    def _of_tokens(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return targets of all positions in order; zeros at positions not requested."""
-        taught = hidden[self._is_taught]
+        trained_hidden = hidden[self._is_wanted]
         if self._distillation.loss == "top_k":
             token_ids, *logprobs = vocab_parallel_top_k(
-                taught,
+                trained_hidden,
                 weight,
                 self._distillation.top_k,
                 first_token_id=self.first_token_id,
@@ -76,16 +76,16 @@ class TeacherModel(PolicyModel):
             parts = token_ids.int(), logprobs[0], logprobs[1][:, None]
             rows = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
         else:
-            rows = taught.contiguous().view(torch.uint8)
-        lessons = rows.new_zeros(len(hidden), rows.size(-1))
-        lessons[self._is_taught] = rows
-        return lessons
+            rows = trained_hidden.contiguous().view(torch.uint8)
+        all_targets = rows.new_zeros(len(hidden), rows.size(-1))
+        all_targets[self._is_wanted] = rows
+        return all_targets
 
 
-class Lesson(NamedTuple):
+class TeacherTargets(NamedTuple):
     """The targets by one teacher at some of a row's positions on this rank.
 
-    Shapes: places int64 [taught tokens], rows uint8 [taught tokens, bytes of a target].
+    Shapes: places int64 [target tokens], rows uint8 [target tokens, bytes of a target].
     """
 
     places: Tensor
@@ -105,45 +105,45 @@ class StudentModel(PolicyModel):
     def __init__(self, *args: Any, distillation: DistillationConfig, **kwargs: Any) -> None:
         super().__init__(*args, **kwargs)
         self._distillation = distillation
-        self._divergence = divergence_of(distillation)
-        self._lessons: Sequence[Lesson] = ()
+        self._divergence = bound_divergence(distillation)
+        self._targets: Sequence[TeacherTargets] = ()
 
-    def learn_from(self, lessons: Sequence[Lesson]) -> None:
+    def set_targets(self, all_targets: Sequence[TeacherTargets]) -> None:
         """Compare the next forward pass with these targets. Their places must be disjoint."""
-        self._lessons = lessons
+        self._targets = all_targets
 
-    def _of_tokens(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         with torch.no_grad():
-            logprobs, entropies = super()._of_tokens(hidden, weight, labels)
+            logprobs, entropies = super()._token_outputs(hidden, weight, labels)
         divergences = torch.zeros_like(logprobs)
         # Drop the references: otherwise the last row's targets and teacher's head stay on the device during sampling.
-        lessons, self._lessons = self._lessons, ()
-        for lesson in lessons:
-            compare = self._of_top_k if lesson.head is None else self._of_whole
-            divergences = divergences.index_add(0, lesson.places, compare(hidden[lesson.places], weight, lesson))
+        all_targets, self._targets = self._targets, ()
+        for targets in all_targets:
+            compare = self._top_k_divergence if targets.head is None else self._full_vocabulary_divergence
+            divergences = divergences.index_add(0, targets.places, compare(hidden[targets.places], weight, targets))
         return torch.stack([logprobs, entropies, divergences])
 
-    def _of_whole(self, hidden: Tensor, weight: Tensor, lesson: Lesson) -> Tensor:
-        """Return divergences [taught tokens] over the whole vocabulary."""
-        assert lesson.head is not None
+    def _full_vocabulary_divergence(self, hidden: Tensor, weight: Tensor, targets: TeacherTargets) -> Tensor:
+        """Return divergences [target tokens] over the whole vocabulary."""
+        assert targets.head is not None
         return vocab_parallel_divergence(
             hidden,
-            weight[: lesson.num_local_tokens],
-            lesson.rows.view(lesson.head.dtype),
-            lesson.head,
+            weight[: targets.num_local_tokens],
+            targets.rows.view(targets.head.dtype),
+            targets.head,
             self._divergence,
             group=self.pg_collection.tp,
             temperature=self._distillation.temperature,
             chunk_tokens=self.logprob_chunk_tokens,
         )
 
-    def _of_top_k(self, hidden: Tensor, weight: Tensor, lesson: Lesson) -> Tensor:
-        """Return divergences [taught tokens] over the teacher's most likely tokens and the tail."""
-        token_ids, of_tokens = lesson.rows.tensor_split([self._distillation.top_k * torch.int32.itemsize], -1)
+    def _top_k_divergence(self, hidden: Tensor, weight: Tensor, targets: TeacherTargets) -> Tensor:
+        """Return divergences [target tokens] over the teacher's most likely tokens and the tail."""
+        token_ids, of_tokens = targets.rows.tensor_split([self._distillation.top_k * torch.int32.itemsize], -1)
         teacher_logprobs = of_tokens.contiguous().view(torch.float32)
         policy_logprobs = vocab_parallel_gathered(
             hidden,
-            weight[: lesson.num_local_tokens],
+            weight[: targets.num_local_tokens],
             token_ids.contiguous().view(torch.int32).long(),
             first_token_id=self.first_token_id,
             group=self.pg_collection.tp,

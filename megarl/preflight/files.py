@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from megarl.config import DataConfig, Recipe
 from megarl.config.data_sets import DataSet, DataSetConfig, path_of
 from megarl.config.recipe import error_page
-from megarl.data.formats import FieldNames, first_of
+from megarl.data.formats import FieldNames, first_name_with_value
 from megarl.data.problems import MADE, num_made
 from megarl.data.records import Record, TooLongError, read_records
 from megarl.data.rows import data_files as found_files
-from megarl.data.streamed import Collect, OnLong, Streamed, counted, in_memory
+from megarl.data.streamed import Collect, OnLong, Streamed, collect_count, in_memory
 from megarl.data.survey import Kind, Survey, survey
 from megarl.preflight.registry import Cost, checks
 from megarl.preflight.sizes import row_multiple
@@ -123,13 +123,13 @@ def _count_of_source(
 def _noted(
     digest: blake2b, records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
 ) -> Sequence[int]:
-    """Count like `counted`, and add the number of each retained record to the digest."""
+    """Count like `collect_count`, and add the number of each retained record to the digest."""
 
     def noting(index: int, record: Record) -> None:
         make(index, record)
         digest.update(index.to_bytes(8, "little"))
 
-    return counted(records, noting, on_long)
+    return collect_count(records, noting, on_long)
 
 
 def _count_name(field: str) -> str:
@@ -171,7 +171,8 @@ def recognised_formats(recipe: Recipe) -> dict[str, str]:
             record = next(read_records(train, field_names(source.recipe, train)))
             roles = ("answer",) if recipe.is_on_policy else ("response", "chosen", "rejected")
             names = {
-                role: first_of(record.fields, getattr(record.format, role)) for role in ("prompt", "input", *roles)
+                role: first_name_with_value(record.fields, getattr(record.format, role))
+                for role in ("prompt", "input", *roles)
             }
             fields = ", ".join(f"{role} {name}" for role, name in names.items() if name)
             files = len(found_files(source.recipe.data.train))

@@ -12,12 +12,12 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from megarl.algorithms.advantages import ADVANTAGES, gae, whiten
-from megarl.algorithms.entropy_share import of_highest_entropy
+from megarl.algorithms.entropy_share import highest_entropy_mask
 from megarl.algorithms.importance import importance_weights, weight_metrics
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS
 from megarl.algorithms.length_penalty import soft_overlong
-from megarl.algorithms.sequences import at_ends, on_tokens, sequence_sums
+from megarl.algorithms.sequences import broadcast_to_tokens, place_at_last_tokens, sequence_sums
 from megarl.algorithms.trial import ResultError, checked_advantages
 from megarl.algorithms.turns import turn_returns
 from megarl.algorithms.value_losses import explained_variance
@@ -65,7 +65,7 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
         divergence = kl_coefficient * divergence
     if algorithm.advantage == "gae":
         # float32, like the critic's values; the other estimators compare float64 rewards.
-        rewards = at_ends(scores.float(), cu_samples, mask)
+        rewards = place_at_last_tokens(scores.float(), cu_samples, mask)
         if algorithm.kl_placement == "reward":
             rewards = rewards - divergence
         expected = torch.from_numpy(batch.per_token["values"])
@@ -78,9 +78,9 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
         if algorithm.kl_placement == "reward":
             scores = scores - sequence_sums(divergence, cu_samples, mask)
         if algorithm.reward_order == "normalize_then_sum":
-            advantages = on_tokens(_of_functions(batch, recipe), cu_samples, len(mask))
+            advantages = broadcast_to_tokens(_of_functions(batch, recipe), cu_samples, len(mask))
         elif algorithm.turn_discount is None:
-            advantages = on_tokens(_of_samples(scores, batch, algorithm), cu_samples, len(mask))
+            advantages = broadcast_to_tokens(_of_samples(scores, batch, algorithm), cu_samples, len(mask))
         else:
             advantages = _of_turns(scores, batch, algorithm, algorithm.turn_discount)
     # With gamma and lambda 1 this is the sum of the KL over the following tokens.
@@ -128,7 +128,7 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
     if share is None or not mask.any():
         return {}
     assert batch.entropies is not None
-    is_kept, threshold = of_highest_entropy(torch.from_numpy(batch.entropies), mask, share=share)
+    is_kept, threshold = highest_entropy_mask(torch.from_numpy(batch.entropies), mask, share=share)
     weights = batch.per_token.get("importance_weights", batch.loss_mask.astype(np.float32))
     batch.per_token["importance_weights"] = np.where(is_kept.numpy(), weights, np.float32(0))
     return {"entropy/threshold": float(threshold), "entropy/kept": float(is_kept.sum() / mask.sum())}
@@ -223,12 +223,14 @@ def _of_turns(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discou
     returns = turn_returns(rewards, discount)
     cu_samples, turns = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.turns)
     whole = torch.where(has_turns, returns[:, 0], scores)
-    advantages = on_tokens(_of_samples(whole, batch, algorithm), cu_samples, len(turns))
+    advantages = broadcast_to_tokens(_of_samples(whole, batch, algorithm), cu_samples, len(turns))
     # Turn 0 already has its advantage: its return is the whole trajectory's.
     for turn in range(1, rewards.shape[1]):
         is_comparable = _all_of_group(num_turns > turn, batch)
-        of_turn = on_tokens(_of_samples(returns[:, turn], batch, algorithm, is_comparable), cu_samples, len(turns))
-        is_of_turn = (turns == turn) & on_tokens(is_comparable, cu_samples, len(turns))
+        of_turn = broadcast_to_tokens(
+            _of_samples(returns[:, turn], batch, algorithm, is_comparable), cu_samples, len(turns)
+        )
+        is_of_turn = (turns == turn) & broadcast_to_tokens(is_comparable, cu_samples, len(turns))
         advantages = torch.where(is_of_turn, of_turn, advantages)
     return advantages
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe, RewardConfig
-from megarl.data.preferences import with_score_places
+from megarl.data.preferences import with_score_masks
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.step_metrics import merge_updates
 from megarl.tracking.metrics import values
@@ -45,7 +45,7 @@ async def add_model_scores(
     Returns the groups, and the metrics `reward/model` and `reward/model_std` of unclipped, unweighted scores.
     """
     # The last segment of a trajectory ends with its final answer.
-    ends = with_score_places(batch.select(batch.last_segments))
+    ends = with_score_masks(batch.select(batch.last_segments))
     found = await reward_model.forward(ends)
     # `with_score_places` appended a place to each sequence: the value there covers all of its tokens.
     scores = found[ends.cu_seqlens[1:] - 1].astype(np.float64)

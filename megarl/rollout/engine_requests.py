@@ -13,7 +13,7 @@ from typing import Protocol
 import numpy as np
 
 from megarl.cluster.stacks import engine_named
-from megarl.data.token_batch import join_sets
+from megarl.data.token_batch import join_retained
 from megarl.rewards.http_rewards import COUNTED_FOR
 from megarl.rollout.stragglers import Pace
 from megarl.types import Completion, Request
@@ -153,7 +153,7 @@ def joined(parts: Sequence[Completion]) -> Completion:
         token_ids=np.concatenate([part.token_ids for part in parts]),
         rollout_logprobs=np.concatenate([part.rollout_logprobs for part in parts]),
         weight_versions=np.concatenate([part.weight_versions for part in parts]),
-        kept_sets=join_sets([(len(part.token_ids), part.kept_sets) for part in parts]),
+        kept_sets=join_retained([(len(part.token_ids), part.kept_sets) for part in parts]),
     )
 
 

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from megarl.algorithms.reduction import token_weights
 from megarl.config import AlgorithmConfig, Recipe
-from megarl.data.token_batch import TokenBatch, borders, concatenate, join_sets
+from megarl.data.token_batch import TokenBatch, borders, concatenate, join_retained
 from megarl.types import Segment, Trajectory
 
 
@@ -83,7 +83,7 @@ class RLBatch(TokenBatch):
             samples=np.repeat(np.arange(len(trajectories)), num_segments),
             per_token=per_token,
             experts=_experts(segments),
-            kept_sets=join_sets([(len(segment), segment.kept_sets) for segment in segments]),
+            kept_sets=join_retained([(len(segment), segment.kept_sets) for segment in segments]),
             temperatures=np.repeat([trajectory.temperature for trajectory in trajectories], num_segments),
             weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
             turns=np.concatenate([segment.turns for segment in segments]),

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file, save
 
-from megarl.algorithms.kl import adapted
+from megarl.algorithms.kl import adapted_coefficient
 from megarl.config import AlgorithmConfig
 from megarl.data.mixture import Position, Positions
 from megarl.data.streamed import Places
@@ -95,7 +95,9 @@ class RLState:
         # A NaN would stay in the coefficient for the rest of the run.
         if math.isfinite(divergence):
             target, horizon = self._algorithm.kl_target, self._algorithm.kl_horizon
-            self.kl_coefficient = adapted(before, divergence, target=target, horizon=horizon, num_samples=num_samples)
+            self.kl_coefficient = adapted_coefficient(
+                before, divergence, target=target, horizon=horizon, num_samples=num_samples
+            )
         return {"kl/coefficient": before}
 
     def save(self, folder: Path) -> None:

@@ -9,7 +9,7 @@ from typing import get_args
 import numpy as np
 import torch
 
-from megarl.algorithms.importance import gap_metrics, gap_moments
+from megarl.algorithms.importance import mismatch_metrics, mismatch_moments
 from megarl.config import Recipe, TrainConfig
 from megarl.data.formats import value_at
 from megarl.rewards.results import accuracy_metrics, by_source_name, function_metrics, source_metrics
@@ -123,7 +123,7 @@ def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
         name.removeprefix("logprob_gap/"): found.pop(name) for name in list(found) if name.startswith("logprob_gap/")
     }
     if "mean" in gap:
-        found |= {f"logprob_gap/{name}": value for name, value in gap_metrics(gap).items()}
+        found |= {f"logprob_gap/{name}": value for name, value in mismatch_metrics(gap).items()}
     return found | {f"logprob_gap/{name}": gap[name] for name in ("max", "measured") if name in gap}
 
 
@@ -293,10 +293,10 @@ def metrics_by_version(batch: RLBatch, weight_version: int, *, is_trainers: bool
     if not is_trainers or old is None or np.isnan(old[mask]).any() or np.isnan(rollout[mask]).any():
         return found
     # float64, because k3 and the ratios are exponentials of small differences.
-    moments = gap_moments(torch.from_numpy(old[mask]).double(), torch.from_numpy(rollout[mask]).double())
+    moments = mismatch_moments(torch.from_numpy(old[mask]).double(), torch.from_numpy(rollout[mask]).double())
     for one in np.unique(distances):
         is_at_distance = torch.from_numpy(distances == one)
-        gap = gap_metrics({name: float(values[is_at_distance].mean()) for name, values in moments.items()})
+        gap = mismatch_metrics({name: float(values[is_at_distance].mean()) for name, values in moments.items()})
         found |= {f"logprob_gap/{name}/age_{one}": gap[name] for name in ("mean", "k3")}
         found[f"importance/ess/age_{one}"] = gap["ess"]
         found[f"importance/ratio/age_{one}"] = float(moments["ratio"][is_at_distance].mean())

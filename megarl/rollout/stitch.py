@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from megarl.data.token_batch import join_sets
+from megarl.data.token_batch import join_retained
 from megarl.types import Completion, KeptSets, Segment
 
 if TYPE_CHECKING:
@@ -109,5 +109,5 @@ def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
         weight_versions=weight_versions,
         turns=turns,
         routed_experts=last.completion.routed_experts,
-        kept_sets=join_sets(kept_sets),
+        kept_sets=join_retained(kept_sets),
     )

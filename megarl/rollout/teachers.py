@@ -36,13 +36,13 @@ class Teachers:
         self._models = [models[name] for name in recipe.teachers]
 
     def assign(self, batch: RLBatch) -> None:
-        """Set the batch's `taught` [sequences, 2]: number of the sequence's teacher, and of the sequence
+        """Set the batch's `target_keys` [sequences, 2]: number of the sequence's teacher, and of the sequence
         in the step.
         """
         of_sample = np.array([self._of_source[name] for name in batch.environments], np.int64)
         numbers = np.arange(batch.num_sequences)
         # Samples are numbered from 0, in order.
-        batch.taught = np.column_stack([of_sample[batch.samples], numbers])
+        batch.target_keys = np.column_stack([of_sample[batch.samples], numbers])
 
     def leave_out_unknown(self, batch: RLBatch) -> dict[str, float]:
         """Mask tokens missing from their teacher's vocabulary, such as sampled padding ids of the policy.
@@ -63,15 +63,15 @@ class Teachers:
         return logprobs
 
     async def teach(self, minibatch: TokenBatch) -> None:
-        """Have the teachers write their distributions ("lessons") for the policy's update on this minibatch."""
+        """Have the teachers write their distributions for the policy's update on this minibatch."""
         for model, sequences in self._parts(minibatch):
             await model.teach(_known(minibatch.select(sequences), model))
 
     def _parts(self, batch: TokenBatch) -> Iterator[tuple[RankModel, NDArray[np.int64]]]:
         """Yield each teacher with sequences in the batch, and their indices [sequences of it]."""
-        assert batch.taught is not None
+        assert batch.target_keys is not None
         for number, model in enumerate(self._models):
-            sequences = np.flatnonzero(batch.taught[:, 0] == number)
+            sequences = np.flatnonzero(batch.target_keys[:, 0] == number)
             if len(sequences):
                 yield model, sequences
 

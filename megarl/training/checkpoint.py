@@ -37,7 +37,7 @@ from megarl.platform import device
 from megarl.training.host_optimizer import allocate_moments, is_hybrid, set_step
 from megarl.training.model import FrozenModel
 from megarl.training.optimizer_state import copy_into, sharded_optimizer_state
-from megarl.training.staging import staged
+from megarl.training.staging import copy_to_pinned_blocks
 from megarl.training.training_engine import TrainingEngine
 
 Model = TrainingEngine | FrozenModel
@@ -84,7 +84,7 @@ class Save:
         """Return the tensors in host memory; with `is_copied`, later changes do not affect them."""
         values = [tensor for _, tensor in tensors]
         if device.current().type == "cuda":
-            return staged(values, pin=True)
+            return copy_to_pinned_blocks(values, pin=True)
         return [tensor.to("cpu", copy=is_copied) for tensor in values]
 
     def finish(self, *, wait: bool = True) -> dict[str, dict[str, Any]] | None:
@@ -113,7 +113,12 @@ class Save:
                 stream: Any = self._manifest.stream(name)
                 written[index] = [
                     _write_item(
-                        _StorageWriterTransforms(), stream, _alone(data), item, name, SerializationFormat.TORCH_SAVE
+                        _StorageWriterTransforms(),
+                        stream,
+                        _own_storage(data),
+                        item,
+                        name,
+                        SerializationFormat.TORCH_SAVE,
                     )
                     for item, data in contents
                 ]
@@ -126,7 +131,7 @@ class Save:
             self._results.put(written)
 
 
-def _alone(data: Any) -> Any:
+def _own_storage(data: Any) -> Any:
     """Return a tensor with a storage of its own: torch writes the whole storage of a tensor."""
     if not isinstance(data, torch.Tensor) or data.untyped_storage().nbytes() == data.nbytes:
         return data
@@ -134,13 +139,13 @@ def _alone(data: Any) -> Any:
 
 
 @contextmanager
-def moved_in_memory(models: Mapping[str, Model]) -> Iterator[None]:
+def changed_models_loaded(models: Mapping[str, Model]) -> Iterator[None]:
     """Load frozen models with changed weights onto the device within the context; the other models stay on the host.
 
     Changed models are part of a save. Tensors on the device are copied before a save continues in the background.
     """
     with ExitStack() as stack:
-        for name in _moved(models):
+        for name in _changed_models(models):
             stack.enter_context(models[name].in_memory())
         yield
 
@@ -149,11 +154,11 @@ def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any)
     """Plan the save of the models' states, this rank's random numbers and `driver`'s values. A collective.
 
     Tensor names begin with the name in `models`; an empty name keeps Megatron's names. Frozen models are saved only if
-    their weights changed, within `moved_in_memory`. `layout` describes the ranks' division of the state in words.
+    their weights changed, within `changed_models_loaded`. `layout` describes the ranks' division of the state in words.
     Random numbers are restored only with the same layout. Raises DiskFullError.
     """
-    moved = _moved(models)
-    state = _sharded_states(_learnt(models, moved), is_loading=False)
+    moved = _changed_models(models)
+    state = _sharded_states(_models_to_save(models, moved), is_loading=False)
     state |= {"random": _random_states(), "layout": layout, "driver": driver, "moved": moved}
     # The queue of Megatron-Core 0.16.1 is a `multiprocessing.Manager`, a process of its own. A thread needs only a
     # simple queue.
@@ -180,7 +185,7 @@ def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str,
     """
     common = dist_checkpointing.load_common_state_dict(str(folder))
     # Older checkpoints have no such list: references could not change then.
-    saved = _learnt(models, common.get("moved", ()))
+    saved = _models_to_save(models, common.get("moved", ()))
     with ExitStack() as stack:
         for model in saved.values():
             if isinstance(model, FrozenModel):
@@ -197,11 +202,11 @@ def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str,
     return state["driver"]
 
 
-def _moved(models: Mapping[str, Model]) -> list[str]:
+def _changed_models(models: Mapping[str, Model]) -> list[str]:
     return [name for name, model in models.items() if isinstance(model, FrozenModel) and model.has_moved]
 
 
-def _learnt(models: Mapping[str, Model], moved: Collection[str]) -> dict[str, Model]:
+def _models_to_save(models: Mapping[str, Model], moved: Collection[str]) -> dict[str, Model]:
     """Return the models with weights differing from their folders: all trained models, and frozen ones that changed."""
     return {name: model for name, model in models.items() if isinstance(model, TrainingEngine) or name in moved}
 

@@ -1,8 +1,8 @@
-"""Distillation targets ("lessons") of an update's tokens: stored by the teacher's ranks, fetched by the policy's ranks.
+"""Distillation targets of an update's tokens: stored by the teacher's ranks, fetched by the policy's ranks.
 
 A token's target is up to a hundred times larger than its other data, so it never passes through the driver. A teacher's
-ranks store the targets of whole sequences, for trained tokens only, in host memory (`HeldLessons`). Before the policy's
-pass, its last stage fetches the targets of its rows (`Pupil`). Teacher and policy may have different layouts.
+ranks store the targets of whole sequences, for trained tokens only, in host memory (`StoredTargets`). Before the
+policy's pass, its last stage fetches the targets of its rows (`TargetFetcher`). Teacher and policy may have different layouts.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from torch import Tensor
 
 from megarl.data.token_batch import TokenBatch
 from megarl.groups import signed
-from megarl.models.teacher_student import Lesson
-from megarl.training.exchange import fetched, runs_of
+from megarl.models.teacher_student import TeacherTargets
+from megarl.training.exchange import fetch_values, token_runs
 from megarl.training.microbatch import Microbatch, is_predicted, places_in_row
 
 
-class HeldLessons:
+class StoredTargets:
     """Distillation targets stored by this rank for the next update, by sequence number.
 
     A sequence's targets are uint8 [trained tokens, bytes].
@@ -53,7 +53,7 @@ class HeldLessons:
 
 
 @dataclass(frozen=True, slots=True)
-class TaughtPositions:
+class TargetPositions:
     """Positions of a padded row predicting a trained token, in row order. All arrays are [positions]."""
 
     place: NDArray[np.int64]
@@ -63,7 +63,7 @@ class TaughtPositions:
     """The number of earlier trained tokens in its sequence."""
 
     @classmethod
-    def of_row(cls, row: TokenBatch, padded: NDArray[np.int64]) -> TaughtPositions:
+    def of_row(cls, row: TokenBatch, padded: NDArray[np.int64]) -> TargetPositions:
         """Return the positions of a whole row; `padded` [sequences] holds padded lengths."""
         is_trained = row.loss_mask & is_predicted(row.cu_seqlens)
         # Position t predicts token t + 1, hence the - 1 below.
@@ -72,17 +72,17 @@ class TaughtPositions:
         ordinal = np.arange(len(sequence)) - (np.cumsum(counts) - counts)[sequence]
         return cls(places_in_row(row.lengths, padded)[is_trained] - 1, sequence, ordinal)
 
-    def among(self, local: NDArray[np.int64]) -> tuple[TaughtPositions, NDArray[np.int64]]:
+    def among(self, local: NDArray[np.int64]) -> tuple[TargetPositions, NDArray[np.int64]]:
         """Return the positions at a rank's places of the row, in the rank's order, and their indices there."""
         found = np.full(max(local.max(initial=-1), self.place.max(initial=-1)) + 1, -1)
         found[self.place] = np.arange(len(self.place))
         chosen = found[local]
-        is_taught = chosen >= 0
-        chosen = chosen[is_taught]
-        return TaughtPositions(self.place[chosen], self.sequence[chosen], self.ordinal[chosen]), is_taught.nonzero()[0]
+        is_target = chosen >= 0
+        chosen = chosen[is_target]
+        return TargetPositions(self.place[chosen], self.sequence[chosen], self.ordinal[chosen]), is_target.nonzero()[0]
 
 
-class Pupil:
+class TargetFetcher:
     """The policy's side on one rank: it fetches distillation targets and holds the teachers' heads.
 
     A head turns a teacher's hidden states into logits. All arguments are lists by teacher number. `widths` are the
@@ -92,18 +92,18 @@ class Pupil:
 
     def __init__(
         self,
-        held: HeldLessons,
+        stored: StoredTargets,
         device: torch.device,
         *,
         widths: Sequence[int],
         num_local_tokens: Sequence[int],
         heads: Sequence[Tensor | None],
     ) -> None:
-        self._held, self._device = held, device
+        self._stored, self._device = stored, device
         self._widths, self._num_local_tokens, self._heads = widths, num_local_tokens, heads
         self._on_device: list[Tensor | None] = []
 
-    def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> list[list[Lesson]]:
+    def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> list[list[TeacherTargets]]:
         """Return the targets of each row by each teacher, in host memory. A collective over the world.
 
         Only the last stage gets any. Only its first tensor rank has their contents; `complete` broadcasts them. The
@@ -114,61 +114,61 @@ class Pupil:
         is_asking = is_last and parallel_state.get_tensor_model_parallel_rank() == 0
         holders = {
             number: rank
-            for rank, numbers in enumerate(signed.gather(self._held.numbers, purpose="lessons"))
+            for rank, numbers in enumerate(signed.gather(self._stored.numbers, purpose="distillation targets"))
             for number in numbers
         }
-        lessons: list[list[Lesson]] = [[] for _ in rows]
+        all_targets: list[list[TeacherTargets]] = [[] for _ in rows]
         for teacher, width in enumerate(self._widths):
             own = [_own_positions(row, batch, teacher) for row, batch in zip(rows, batches, strict=True)]
             runs = [_runs(row, positions) for row, (positions, _) in zip(rows, own, strict=True)] if is_asking else []
             asked = np.concatenate([np.zeros((0, 3), np.int64), *runs])
             of_run = np.array([holders[number] for number in asked[:, 0].tolist()], np.int64)
-            lessons_of_runs = fetched(asked, of_run, self._held_for, np.zeros((0, width), np.uint8))
-            found = iter(np.split(lessons_of_runs, _ends(runs)))
-            for of_row, (_, indices) in zip(lessons, own, strict=True):
+            targets_of_runs = fetch_values(asked, of_run, self._stored_for, np.zeros((0, width), np.uint8))
+            found = iter(np.split(targets_of_runs, _ends(runs)))
+            for of_row, (_, indices) in zip(all_targets, own, strict=True):
                 contents = next(found) if is_asking else np.empty((len(indices), width), np.uint8)
                 places = torch.from_numpy(indices)
-                of_row.append(Lesson(places, torch.from_numpy(contents), self._num_local_tokens[teacher], None))
-        self._held.clear()
+                of_row.append(TeacherTargets(places, torch.from_numpy(contents), self._num_local_tokens[teacher], None))
+        self._stored.clear()
         # Heads are on the device during an update only; they are as large as the policy's own head.
         self._on_device = [None if head is None else head.to(self._device) for head in self._heads]
-        return lessons if is_last else [[] for _ in rows]
+        return all_targets if is_last else [[] for _ in rows]
 
-    def complete(self, lessons: Sequence[Lesson]) -> list[Lesson]:
+    def complete(self, all_targets: Sequence[TeacherTargets]) -> list[TeacherTargets]:
         """Return a row's targets on the device of every tensor rank, with the teachers' heads.
 
         A collective of these ranks.
         """
         group: Any = parallel_state.get_tensor_model_parallel_group()
         completed = []
-        for lesson, head in zip(lessons, self._on_device, strict=True):
+        for targets, head in zip(all_targets, self._on_device, strict=True):
             # Allocated by torch: an empty numpy array has strides that torch cannot view as another dtype.
-            contents = torch.empty(lesson.rows.shape, dtype=torch.uint8, device=self._device).copy_(lesson.rows)
+            contents = torch.empty(targets.rows.shape, dtype=torch.uint8, device=self._device).copy_(targets.rows)
             if dist.get_world_size(group) > 1:
                 dist.broadcast(contents, group=group, group_src=0)
-            completed.append(lesson._replace(places=lesson.places.to(self._device), rows=contents, head=head))
+            completed.append(targets._replace(places=targets.places.to(self._device), rows=contents, head=head))
         return completed
 
     def release(self) -> None:
         """Free the device memory of the heads."""
         self._on_device = []
 
-    def _held_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.uint8]:
-        return self._held.of_tokens(number, first, end)
+    def _stored_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.uint8]:
+        return self._stored.of_tokens(number, first, end)
 
 
-def _runs(row: TokenBatch, positions: TaughtPositions) -> NDArray[np.int64]:
+def _runs(row: TokenBatch, positions: TargetPositions) -> NDArray[np.int64]:
     """Return runs [runs, 3] of consecutive trained tokens: sequence number, first token and end, in order."""
-    assert row.taught is not None
-    return runs_of(row.taught[:, 1:], positions.sequence, positions.ordinal)
+    assert row.target_keys is not None
+    return token_runs(row.target_keys[:, 1:], positions.sequence, positions.ordinal)
 
 
-def _own_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[TaughtPositions, NDArray[np.int64]]:
+def _own_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[TargetPositions, NDArray[np.int64]]:
     """Return this rank's positions taught by one teacher, and their indices among its tokens."""
-    assert row.taught is not None and batch.row.local is not None
-    own, indices = TaughtPositions.of_row(row, batch.padded).among(batch.row.local.cpu().numpy())
-    chosen = row.taught[own.sequence, 0] == teacher
-    return TaughtPositions(own.place[chosen], own.sequence[chosen], own.ordinal[chosen]), indices[chosen]
+    assert row.target_keys is not None and batch.row.local is not None
+    own, indices = TargetPositions.of_row(row, batch.padded).among(batch.row.local.cpu().numpy())
+    chosen = row.target_keys[own.sequence, 0] == teacher
+    return TargetPositions(own.place[chosen], own.sequence[chosen], own.ordinal[chosen]), indices[chosen]
 
 
 def _ends(runs: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:

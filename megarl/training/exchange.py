@@ -11,7 +11,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 
-def exchanged(values: NDArray[Any], num_sent: NDArray[np.int64], num_received: NDArray[np.int64]) -> NDArray[Any]:
+def exchange_rows(values: NDArray[Any], num_sent: NDArray[np.int64], num_received: NDArray[np.int64]) -> NDArray[Any]:
     """Return rows [sum of num_received, ...] from all ranks in order. A collective over the world, from host to host.
 
     `values` [sum of num_sent, ...] are the rows for all ranks, in order.
@@ -28,40 +28,42 @@ def exchanged(values: NDArray[Any], num_sent: NDArray[np.int64], num_received: N
     return received
 
 
-def fetched(
+def fetch_values(
     runs: NDArray[np.int64],
     holders: NDArray[np.int64],
-    held: Callable[[int, int, int, int], NDArray[Any]],
+    read_values: Callable[[int, int, int, int], NDArray[Any]],
     nothing: NDArray[Any],
 ) -> NDArray[Any]:
     """Return the values [tokens, ...] of all runs' tokens, in order, from the ranks holding them.
 
     A collective over the world. A run is a span of consecutive tokens of a sequence. `runs` [runs, 3] lists its
-    sequence number, first token and end. `holders` [runs] lists the rank holding each. `held` returns this rank's
-    values for (rank, number, first, end). `nothing` [0, ...] has the dtype and the trailing shape of the result.
+    sequence number, first token and end. `holders` [runs] lists the rank holding each. `read_values` returns this
+    rank's values for (rank, number, first, end). `nothing` [0, ...] has the dtype and the trailing shape of the result.
     """
     world_size = dist.get_world_size()
-    # `exchanged` expects rows in rank order.
+    # `exchange_rows` expects rows in rank order.
     by_holder = np.argsort(holders, kind="stable")
     asked = runs[by_holder]
     num_asked = np.bincount(holders, minlength=world_size)
     ones = np.ones_like(num_asked)
     # First all ranks learn the number of requests, then the requests, then their values.
-    num_told = exchanged(num_asked[:, None], ones, ones)[:, 0]
-    told = np.split(exchanged(asked, num_asked, num_told), np.cumsum(num_told)[:-1])
-    answers = [[held(rank, *run).ravel() for run in requests.tolist()] for rank, requests in enumerate(told)]
+    num_requests_from = exchange_rows(num_asked[:, None], ones, ones)[:, 0]
+    requests_from = np.split(exchange_rows(asked, num_asked, num_requests_from), np.cumsum(num_requests_from)[:-1])
+    answers = [
+        [read_values(rank, *run).ravel() for run in requests.tolist()] for rank, requests in enumerate(requests_from)
+    ]
     num_sent = np.array([sum(values.size for values in of_rank) for of_rank in answers])
     sizes = asked[:, 2] - asked[:, 1]
     of_token = nothing.shape[1:]
     num_tokens = np.bincount(holders[by_holder], sizes, world_size).astype(np.int64)
     sent = np.concatenate([nothing.ravel(), *(values for of_rank in answers for values in of_rank)])
-    received = exchanged(sent, num_sent, num_tokens * int(np.prod(of_token)))
+    received = exchange_rows(sent, num_sent, num_tokens * int(np.prod(of_token)))
     # Restore the order of the runs.
     pieces = np.split(received.reshape(-1, *of_token), np.cumsum(sizes)[:-1])
     return np.concatenate([nothing, *(pieces[place] for place in np.argsort(by_holder))])
 
 
-def runs_of(names: NDArray[np.int64], sequence: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.int64]:
+def token_runs(names: NDArray[np.int64], sequence: NDArray[np.int64], token: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the runs of consecutive tokens: [runs, names + 2], the sequence's names, first token and end.
 
     `names` is [sequences, names]. `sequence` and `token`, both [tokens], are the index of each token's sequence and its

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.data.token_batch import TokenBatch, borders, ranges, select_sets
+from megarl.data.token_batch import TokenBatch, borders, ranges, select_retained
 from megarl.models.attention import PackedRow
 from megarl.models.expert_balance import RowTokens
 from megarl.models.logprobs import Support
@@ -81,7 +81,7 @@ def pack_row(
         # For each position: the index of its predicted token, or -1 if it predicts none.
         token = np.full(padded.sum(), -1, np.int64)
         token[places[predicted] - 1] = np.flatnonzero(predicted)
-        kept = select_sets(batch.kept_sets, token[local])
+        kept = select_retained(batch.kept_sets, token[local])
         support = Support(torch.from_numpy(kept.token_ids).to(device), torch.from_numpy(kept.counts).to(device))
     return Microbatch(
         lengths=lengths,

@@ -25,13 +25,13 @@ from megarl.groups.megatron_ranks import permuted_ranks
 from megarl.models.configuration import transformer_config
 from megarl.models.expert_balance import routers_of
 from megarl.models.policy import PackedModel, PolicyModel, ValueModel, evaluating
-from megarl.models.teacher_student import Lesson
+from megarl.models.teacher_student import TeacherTargets
 from megarl.platform import device
 from megarl.reshard.layouts.megatron import chunk_prefix
-from megarl.training.distillation_targets import Pupil
+from megarl.training.distillation_targets import TargetFetcher
 from megarl.training.microbatch import Microbatch, pack_row, row_tokens, unpack_row, whole_row
 from megarl.training.replica import Replica
-from megarl.training.routed_experts import ExpertExchange, OwnTokens, routes_of_rows
+from megarl.training.routed_experts import ExpertExchange, OwnTokens, fetch_routes
 
 Policy = TypeVar("Policy", bound=PolicyModel)
 LoadWeights = Callable[[Mapping[str, Tensor]], None]
@@ -82,7 +82,7 @@ class ModelShard:
         load_weights(self.parameters)
         self.expert_exchange: ExpertExchange | None = None
         """Source of replayed expert choices. None: the model's router chooses."""
-        self.pupil: Pupil | None = None
+        self.target_fetcher: TargetFetcher | None = None
         """Source of distillation targets, if the model learns from distributions."""
 
     def _build(self, index: int) -> PackedModel:
@@ -138,7 +138,7 @@ class ModelShard:
 
     def _outputs(self, rows: Sequence[TokenBatch] | None, count: int) -> list[NDArray[np.float32]] | None:
         """Return the first `count` output values of each token, [count, tokens] per row; otherwise like `forward`."""
-        outputs = self._forward_only(self.shared(rows), partial(_kept, count=count))
+        outputs = self._forward_only(self.shared(rows), partial(_kept_output, count=count))
         if not self.reports:
             return None
         return [
@@ -197,16 +197,18 @@ class ModelShard:
             assert batch.row.local is not None
             places = batch.row.local.cpu().numpy()
             own.append(OwnTokens(row, batch.padded, np.split(places, parts)[part]))
-        return routes_of_rows(self.expert_exchange, own)
+        return fetch_routes(self.expert_exchange, own)
 
-    def _fetch_lessons(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Sequence[Lesson]]:
+    def _fetch_targets(
+        self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]
+    ) -> Sequence[Sequence[TeacherTargets]]:
         """Return the distillation targets of each row on the last stage, if the model learns from distributions.
 
         A collective over the world in this case.
         """
-        if self.pupil is None or rows[0].taught is None:
+        if self.target_fetcher is None or rows[0].target_keys is None:
             return [()] * len(rows)
-        return self.pupil.fetch(rows, batches)
+        return self.target_fetcher.fetch(rows, batches)
 
     def _prepare(self, chunk: torch.nn.Module, batch: Microbatch) -> None:
         """Pass a row's data to a chunk before its forward pass: tokens for routers, sampling settings for the head."""
@@ -242,19 +244,19 @@ class ModelShard:
         # Both are collectives over the world. They run before the schedule, because stages enter forward passes at
         # different times.
         routes = self._fetch_routes(rows, batches)
-        lessons = self._fetch_lessons(rows, batches)
+        targets = self._fetch_targets(rows, batches)
 
         def forward_step(
-            iterator: Iterator[tuple[Microbatch, Tensor | None, Sequence[Lesson]]], chunk: torch.nn.Module
+            iterator: Iterator[tuple[Microbatch, Tensor | None, Sequence[TeacherTargets]]], chunk: torch.nn.Module
         ) -> tuple[Tensor, Callable[..., Any]]:
-            batch, experts, taught = next(iterator)
+            batch, experts, row_targets = next(iterator)
             if experts is not None:
                 replay_routes: Any = get_attr_wrapped_model(chunk, "replay_routes")
                 replay_routes(experts.to(self.device).long(), self.expert_layers)
             self._prepare(chunk, batch)
-            if self.pupil is not None and get_attr_wrapped_model(chunk, "post_process"):
-                learn_from: Any = get_attr_wrapped_model(chunk, "learn_from")
-                learn_from(self.pupil.complete(taught))
+            if self.target_fetcher is not None and get_attr_wrapped_model(chunk, "post_process"):
+                set_targets: Any = get_attr_wrapped_model(chunk, "set_targets")
+                set_targets(self.target_fetcher.complete(row_targets))
             output = chunk(
                 input_ids=batch.input_ids,
                 position_ids=None,
@@ -267,7 +269,7 @@ class ModelShard:
         return {
             "forward_step_func": forward_step,
             # An interleaved schedule (vpp) reads one iterator per chunk.
-            "data_iterator": [zip(batches, routes, lessons, strict=True) for _ in self.models],
+            "data_iterator": [zip(batches, routes, targets, strict=True) for _ in self.models],
             "model": list(self.models),
             "num_microbatches": len(rows),
             "seq_length": self.recipe.trainer.max_tokens_per_microbatch,
@@ -369,6 +371,6 @@ def _join_ranks(seed: int, layout: ParallelConfig, shape: ModelShape) -> None:
     np.random.seed(seed % 2**32)
 
 
-def _kept(output: Tensor, batch: Microbatch, non_loss_data: bool, *, count: int) -> tuple[Tensor, Microbatch]:
+def _kept_output(output: Tensor, batch: Microbatch, non_loss_data: bool, *, count: int) -> tuple[Tensor, Microbatch]:
     """Return the first values [count, tokens] of a row, in the form expected for Megatron's non-loss data."""
     return output[:count], batch

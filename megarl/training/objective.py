@@ -10,10 +10,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.importance import gap_moments
+from megarl.algorithms.importance import mismatch_moments
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS, k3
-from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics, is_of_sequences
+from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics, is_sequence_loss
 from megarl.algorithms.preference_losses import PREFERENCE_LOSSES, bradley_terry, kto
 from megarl.algorithms.sequences import sequence_of_tokens, sequence_sums
 from megarl.algorithms.trial import ResultError, checked_policy_loss
@@ -102,14 +102,14 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         policy_loss, config.model_dump(include={"clip_low", "clip_high", "dual_clip", "max_ratio"})
     )
     settings |= config.policy_loss_kwargs
-    is_of_trajectories = is_of_sequences(policy_loss)
+    is_of_trajectories = is_sequence_loss(policy_loss)
     estimate: Callable[..., Tensor] = KL_ESTIMATORS[config.kl_estimator]
     estimate_settings = supported_kwargs(estimate, {"k3_max": config.k3_max})
 
     def objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
         policy_logprobs, entropies = output
         given = batch.per_token
-        old_logprobs = old_logprobs_of(policy_logprobs, batch)
+        old_logprobs = old_logprobs_or_own(policy_logprobs, batch)
         arguments = policy_logprobs, old_logprobs, given["advantages"]
         try:
             if is_of_trajectories:
@@ -144,14 +144,14 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         if (rollout_logprobs := given.get("rollout_logprobs")) is not None:
             # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs: this pass provides them.
             trainer_logprobs = policy_logprobs.detach() if config.old_logprobs == "rollout" else old_logprobs
-            logged |= _gap(trainer_logprobs[is_of_policy], rollout_logprobs[is_of_policy])
+            logged |= _mismatch_metrics(trainer_logprobs[is_of_policy], rollout_logprobs[is_of_policy])
         total, count, of_tokens = _weighted(loss, metrics, batch, is_of_policy)
         return total, count, of_tokens | logged
 
     return objective
 
 
-def old_logprobs_of(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
+def old_logprobs_or_own(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
     """Return the log-probs in the ratio's denominator, [tokens], without gradient; `policy_logprobs` is [tokens].
 
     They are the batch's `old_logprobs`. Where these are NaN or missing, this forward pass's log-probs are used.
@@ -170,7 +170,7 @@ def divergence_objective(output: Tensor, batch: Microbatch, numbers: StepNumbers
     metrics = {"distillation/divergence": divergences, "train/entropy": entropies}
     total, count, logged = _weighted(divergences, metrics, batch, batch.mask)
     if (rollout_logprobs := batch.per_token.get("rollout_logprobs")) is not None:
-        logged |= _gap(policy_logprobs.detach()[batch.mask], rollout_logprobs[batch.mask])
+        logged |= _mismatch_metrics(policy_logprobs.detach()[batch.mask], rollout_logprobs[batch.mask])
     return total, count, logged
 
 
@@ -181,7 +181,7 @@ def preference_objective(config: PreferenceConfig) -> Objective:
     `preference/margin` the mean reward difference. `preference/chosen` and `preference/rejected` are the answers'
     rewards.
     """
-    return _of_answers(PREFERENCE_LOSSES[config.loss], config)
+    return _answers_objective(PREFERENCE_LOSSES[config.loss], config)
 
 
 def reward_objective(config: PreferenceConfig) -> Objective:
@@ -189,7 +189,7 @@ def reward_objective(config: PreferenceConfig) -> Objective:
 
     Metrics as in `preference_objective`; `chosen` and `rejected` are its scores.
     """
-    return _of_answers(bradley_terry, config)
+    return _answers_objective(bradley_terry, config)
 
 
 def critic_objective(config: CriticConfig) -> Objective:
@@ -203,7 +203,7 @@ def critic_objective(config: CriticConfig) -> Objective:
     return objective
 
 
-def _of_answers(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: PreferenceConfig) -> Objective:
+def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: PreferenceConfig) -> Objective:
     """Return the objective of a loss of whole answers."""
     settings = supported_kwargs(preference_loss, config.model_dump(exclude={"loss", "loss_kwargs"}))
     settings |= config.loss_kwargs
@@ -227,13 +227,13 @@ def _of_answers(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: P
             desirable = sequence_sums(whole_row(batch.per_token["desirable"], row), cu_seqlens, mask) > 0
             losses, rewards = preference_loss(sums, held, desirable, kl=numbers.kto_kl, **settings)
             share = losses.detach() / lengths
-            metrics = _judged(rewards, desirable, config.beta * numbers.kto_kl)
+            metrics = _judged_metrics(rewards, desirable, config.beta * numbers.kto_kl)
         else:
             pairs = (values.view(-1, 2) for values in (sums, held, lengths))
             losses, rewards = preference_loss(*pairs, **settings)
             # Token weights divide by the number of sequences, two per pair, hence the factor 2.
             losses = 2 * losses
-            share, metrics = (losses.detach() / lengths.view(-1, 2).sum(1)).repeat_interleave(2), _won(rewards)
+            share, metrics = (losses.detach() / lengths.view(-1, 2).sum(1)).repeat_interleave(2), _pair_metrics(rewards)
         [slopes] = torch.autograd.grad(losses.sum(), sums)
         # Each token gets an equal share of its answer's loss as value, and the slope of its answer's sum as gradient.
         sequence = sequence_of_tokens(cu_seqlens, len(mask))[own]
@@ -264,7 +264,7 @@ def _mean(values: Tensor) -> Mean:
     return Mean(values.mean().item() if len(values) else 0.0, len(values))
 
 
-def _gap(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Metric]:
+def _mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Metric]:
     """Return the `logprob_gap/` metrics of tokens [tokens] with both log-probs from the same weights.
 
     The engine's log-prob of all other tokens is NaN.
@@ -274,11 +274,11 @@ def _gap(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Metric
     if is_measured.any():
         trainer, engine = trainer_logprobs[is_measured].double(), rollout_logprobs[is_measured].double()
         logged["logprob_gap/max"] = Max((trainer - engine).abs().max().item())
-        logged |= {f"logprob_gap/{name}": _mean(part) for name, part in gap_moments(trainer, engine).items()}
+        logged |= {f"logprob_gap/{name}": _mean(part) for name, part in mismatch_moments(trainer, engine).items()}
     return logged
 
 
-def _won(rewards: Tensor) -> dict[str, Tensor]:
+def _pair_metrics(rewards: Tensor) -> dict[str, Tensor]:
     """Return the metrics of pairs: [pairs] each, from rewards [pairs, 2]."""
     chosen, rejected = rewards.unbind(1)
     return {
@@ -289,7 +289,7 @@ def _won(rewards: Tensor) -> dict[str, Tensor]:
     }
 
 
-def _judged(rewards: Tensor, desirable: Tensor, threshold: float) -> dict[str, Tensor]:
+def _judged_metrics(rewards: Tensor, desirable: Tensor, threshold: float) -> dict[str, Tensor]:
     """Return KTO's metrics: [answers] each, or [desirable answers] and [undesirable answers]."""
     margin = torch.where(desirable, rewards - threshold, threshold - rewards)
     return {

@@ -1,7 +1,7 @@
 """Router replay: the experts chosen by an engine, stored by the sampling rank and fetched by the training ranks.
 
 A completion's experts [tokens, layers, top_k] are far larger than its other data, so they never pass through the
-driver. The sampling rank stores them (`HeldExperts`), and the completion carries a handle. Before a pass, each rank
+driver. The sampling rank stores them (`StoredExperts`), and the completion carries a handle. Before a pass, each rank
 fetches the experts of its tokens and layers from the ranks storing them (`ExpertExchange`).
 """
 
@@ -19,14 +19,14 @@ from safetensors.numpy import load_file, save
 from megarl.data.token_batch import TokenBatch
 from megarl.files.atomic import disk_full_named
 from megarl.groups import signed
-from megarl.training.exchange import fetched, runs_of
+from megarl.training.exchange import fetch_values, token_runs
 from megarl.types import DataError, ExpertsHandle
 
 _MOST_RANKS = 1 << 20
 """A number modulo this value is the rank that issued it, so numbers of different ranks never collide."""
 
 
-class HeldExperts:
+class StoredExperts:
     """Experts of completions sampled by this rank, int16 [tokens, layers, top_k], by number, in host memory.
 
     After a resume with another world size, rank r modulo this size holds the experts of rank r.
@@ -99,9 +99,9 @@ class ExpertExchange:
     Its constructor is a collective. `layers` are the numbers, from 0, of this rank's layers; only these are fetched.
     """
 
-    def __init__(self, held: HeldExperts, layers: Sequence[int], top_k: int) -> None:
-        self._held, self._num_layers, self._top_k = held, len(layers), top_k
-        self._layers_of = signed.gather(list(layers), purpose="layers")
+    def __init__(self, stored: StoredExperts, layers: Sequence[int], top_k: int) -> None:
+        self._stored, self._num_layers, self._top_k = stored, len(layers), top_k
+        self._layers_by_rank = signed.gather(list(layers), purpose="layers")
 
     def fetch(self, runs: NDArray[np.int64]) -> NDArray[np.int16]:
         """Return experts [tokens of all runs, own layers, top_k] of these tokens. A collective over the world.
@@ -109,11 +109,11 @@ class ExpertExchange:
         `runs` [runs, 4] lists, for each span of consecutive tokens: storing rank, number, first token and end.
         """
         nothing = np.zeros((0, self._num_layers, self._top_k), np.int16)
-        return fetched(runs[:, 1:], runs[:, 0] % dist.get_world_size(), self._held_for, nothing)
+        return fetch_values(runs[:, 1:], runs[:, 0] % dist.get_world_size(), self._stored_for, nothing)
 
-    def _held_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.int16]:
+    def _stored_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.int16]:
         """Return the experts of these tokens in the layers of a rank."""
-        return self._held.of_tokens(number, first, end)[:, self._layers_of[rank]]
+        return self._stored.of_tokens(number, first, end)[:, self._layers_by_rank[rank]]
 
 
 class OwnTokens:
@@ -131,11 +131,11 @@ class OwnTokens:
         self.is_token = token < batch.lengths[sequence]
         """[own tokens]: False on padding."""
         sequence, token = sequence[self.is_token], token[self.is_token]
-        self.runs = runs_of(batch.experts, sequence, token)
+        self.runs = token_runs(batch.experts, sequence, token)
         """[runs, 4] for `ExpertExchange.fetch`, in the order of the own tokens."""
 
 
-def routes_of_rows(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[torch.Tensor]:
+def fetch_routes(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[torch.Tensor]:
     """Return the experts of each row's own tokens, int16 [own tokens, own layers, top_k]. A collective over the world.
 
     Padding is routed to the first top_k experts.

@@ -14,7 +14,7 @@ save."""
 _ALIGNMENT = 64
 
 
-def staged(tensors: Sequence[Tensor], *, pin: bool, block_bytes: int = BLOCK_BYTES) -> list[Tensor]:
+def copy_to_pinned_blocks(tensors: Sequence[Tensor], *, pin: bool, block_bytes: int = BLOCK_BYTES) -> list[Tensor]:
     """Return contiguous, complete host copies [*shape] of the tensors, packed into page-locked blocks if `pin`.
 
     A tensor larger than a block gets its own.

@@ -1,4 +1,4 @@
-"""A teacher on one rank: a frozen model computing distillation targets ("lessons") for the policy's next update."""
+"""A teacher on one rank: a frozen model computing distillation targets for the policy's next update."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.data.token_batch import TokenBatch
 from megarl.groups.megatron_ranks import RankGroups
 from megarl.models.policy import PackedModel
 from megarl.models.teacher_student import TeacherModel
-from megarl.training.distillation_targets import HeldLessons, TaughtPositions
+from megarl.training.distillation_targets import StoredTargets, TargetPositions
 from megarl.training.microbatch import Microbatch, whole_row
 from megarl.training.model import FrozenModel
 
@@ -23,11 +23,11 @@ from megarl.training.model import FrozenModel
 class Teacher(FrozenModel):
     """A teacher whose whole distribution is learnt, not only its log-probs of sampled tokens.
 
-    `num_common_tokens` counts the tokens shared with the policy's vocabulary. Targets are stored in `held`.
+    `num_common_tokens` counts the tokens shared with the policy's vocabulary. Targets are stored in `stored`.
     """
 
-    def __init__(self, *args: Any, num_common_tokens: int, held: HeldLessons, **kwargs: Any) -> None:
-        self._num_common_tokens, self._held = num_common_tokens, held
+    def __init__(self, *args: Any, num_common_tokens: int, stored: StoredTargets, **kwargs: Any) -> None:
+        self._num_common_tokens, self._stored = num_common_tokens, stored
         super().__init__(*args, **kwargs)
 
     def _build(self, index: int) -> PackedModel:
@@ -40,7 +40,7 @@ class Teacher(FrozenModel):
 
     def _prepare(self, chunk: torch.nn.Module, batch: Microbatch) -> None:
         assert isinstance(chunk, TeacherModel)
-        chunk.teach(batch.mask)
+        chunk.request_targets(batch.mask)
 
     def teach(self, rows: Sequence[TokenBatch] | None) -> None:
         """Store the targets of the trained tokens of this replica's rows for the next update, by sequence number.
@@ -49,35 +49,37 @@ class Teacher(FrozenModel):
         """
         own = self.shared(rows)
         num_tensor = parallel_state.get_tensor_model_parallel_world_size()
-        keepers = num_tensor * parallel_state.get_context_parallel_world_size()
+        num_storing = num_tensor * parallel_state.get_context_parallel_world_size()
         place = parallel_state.get_context_parallel_rank() * num_tensor
         place += parallel_state.get_tensor_model_parallel_rank()
-        waiting = enumerate(own)
+        numbered_rows = enumerate(own)
 
         def keep(output: Tensor, batch: Microbatch, non_loss_data: bool) -> None:
             """Store the next row's targets, `output` [local tokens, bytes].
 
             Megatron would collect those of all rows on the device.
             """
-            index, row = next(waiting)
-            lessons = whole_row(output, batch.row)
-            if index % keepers == place:
-                self._keep(row, batch, lessons)
+            index, row = next(numbered_rows)
+            targets = whole_row(output, batch.row)
+            if index % num_storing == place:
+                self._keep(row, batch, targets)
 
         with self.in_memory():
             self._forward_only(own, keep)
 
-    def _keep(self, row: TokenBatch, batch: Microbatch, lessons: Tensor) -> None:
+    def _keep(self, row: TokenBatch, batch: Microbatch, targets: Tensor) -> None:
         """Store a row's targets, uint8 [tokens of the padded row, bytes], sequence by sequence."""
-        assert row.taught is not None
-        positions = TaughtPositions.of_row(row, batch.padded)
-        found = lessons[torch.from_numpy(positions.place).to(lessons.device)].cpu().numpy()
+        assert row.target_keys is not None
+        positions = TargetPositions.of_row(row, batch.padded)
+        found = targets[torch.from_numpy(positions.place).to(targets.device)].cpu().numpy()
         counts = np.bincount(positions.sequence, minlength=row.num_sequences)
-        for number, of_sequence in zip(row.taught[:, 1].tolist(), np.split(found, np.cumsum(counts)[:-1]), strict=True):
-            self._held.keep(number, of_sequence)
+        for number, of_sequence in zip(
+            row.target_keys[:, 1].tolist(), np.split(found, np.cumsum(counts)[:-1]), strict=True
+        ):
+            self._stored.keep(number, of_sequence)
 
 
-class InOwnGroups:
+class ModelInOwnGroups:
     """A frozen model with its own layout: it runs in the process groups in which it was built."""
 
     def __init__(self, model: FrozenModel, groups: RankGroups) -> None:

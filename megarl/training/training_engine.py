@@ -96,7 +96,7 @@ def role_of_critic(recipe: Recipe) -> Role:
 class TrainingEngine(ModelShard):
     """A trained model; `models` are its chunks with their gradients.
 
-    `load_weights` fills the parameters before the optimizer copies them. A model with a `lender` uses the lender's
+    `load_weights` fills the parameters before the optimizer copies them. A model with a `memory_owner` uses the owner's
     memory while it works, and is offloaded otherwise.
     """
 
@@ -109,12 +109,12 @@ class TrainingEngine(ModelShard):
         *,
         role: Literal["policy", "critic"] = "policy",
         replica: Replica | None = None,
-        lender: TrainingEngine | None = None,
+        memory_owner: TrainingEngine | None = None,
     ) -> None:
         trainer, is_policy = recipe.trainer, role == "policy"
         router_replay = trainer.router_replay and is_policy
         super().__init__(recipe, layout, shape, load_weights, replica=replica, router_replay=router_replay)
-        self._lender = lender
+        self._memory_owner = memory_owner
         self.role = role_of_policy(recipe) if is_policy else role_of_critic(recipe)
         self.is_adapted = is_policy and recipe.lora.rank > 0
         if self.is_adapted:
@@ -241,15 +241,15 @@ class TrainingEngine(ModelShard):
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
-        """Load the model into memory within the context, in place of its lender."""
-        if self._lender is None:
+        """Load the model into memory within the context, in place of the owner of its memory."""
+        if self._memory_owner is None:
             yield
             return
-        self._lender.offload()
+        self._memory_owner.offload()
         self.onload()
         yield
         self.offload()
-        self._lender.onload()
+        self._memory_owner.onload()
 
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         with self.in_memory():
@@ -262,7 +262,7 @@ class TrainingEngine(ModelShard):
 
     def forward_frozen(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
         """Return `forward` of the model at the start of training: without adapters and without replayed experts."""
-        with lora_modules.running(self.chunks, on=False, drops=False):
+        with lora_modules.adapters_switched(self.chunks, on=False, drops=False):
             return self.forward([replace(row, experts=None) for row in self.shared(rows)])
 
     def update(
@@ -288,13 +288,13 @@ class TrainingEngine(ModelShard):
             if self.balance.is_on:
                 self._begin_balance(own)
             with (
-                lora_modules.running(self.chunks, on=True, drops=True),
+                lora_modules.adapters_switched(self.chunks, on=True, drops=True),
                 torch.enable_grad(),
                 span("forward and backward"),
             ):
                 losses = get_forward_backward_func()(**self.passes(own, objective))
-            if self.pupil is not None:
-                self.pupil.release()
+            if self.target_fetcher is not None:
+                self.target_fetcher.release()
             with span("optimizer"):
                 metrics = self._step(losses)
             if self.balance.is_on:
@@ -319,7 +319,7 @@ class TrainingEngine(ModelShard):
         # The schedule advances for skipped updates too, so it ends with the last update.
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        finite = self._everywhere(all(np.isfinite(part["train/loss"].number) for part in losses))
+        finite = self._on_all_ranks(all(np.isfinite(part["train/loss"].number) for part in losses))
         is_gap_exceeded = self._is_mean_above(self.role.max_logprob_gap, losses, "logprob_gap/mean")
         strayed = self._is_mean_above(self.role.skip_ratio, losses, "train/ratio") or is_gap_exceeded
         grad_norm, applied = step_if_finite(self.optimizer, is_wanted=finite and not strayed)
@@ -342,7 +342,7 @@ class TrainingEngine(ModelShard):
             metrics["train/gap_exceeded"] = Max(float(is_gap_exceeded))
         return merge([metrics, *losses])
 
-    def _everywhere(self, flag: bool) -> bool:
+    def _on_all_ranks(self, flag: bool) -> bool:
         """Return whether the flag is true on all ranks."""
         flags = torch.tensor([float(flag)], device=self.device)
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN)

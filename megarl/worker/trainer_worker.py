@@ -20,18 +20,18 @@ from megarl.files.atomic import disk_full_named
 from megarl.groups.megatron_ranks import RankGroups
 from megarl.groups.rendezvous import Meeting
 from megarl.models.configuration import refusals_named, uses_transformer_engine
-from megarl.models.teacher_student import StudentModel, lesson_bytes
+from megarl.models.teacher_student import StudentModel, target_bytes
 from megarl.platform import device
 from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.reshard.plan import RankTopology
 from megarl.training import checkpoint
-from megarl.training.distillation_targets import HeldLessons, Pupil
+from megarl.training.distillation_targets import StoredTargets, TargetFetcher
 from megarl.training.model import FrozenModel, ModelShard
 from megarl.training.replica import Replica
-from megarl.training.routed_experts import ExpertExchange, HeldExperts
+from megarl.training.routed_experts import ExpertExchange, StoredExperts
 from megarl.training.snapshot import Snapshot
-from megarl.training.teacher import InOwnGroups, Teacher
+from megarl.training.teacher import ModelInOwnGroups, Teacher
 from megarl.training.training_engine import StartingPolicy, TrainingEngine
 from megarl.types import ExpertsHandle
 from megarl.worker.rank_transfer import RankTransfer, Report
@@ -64,8 +64,8 @@ class TrainerWorker:
         self.replica = Replica(layout)
         self.further_groups: dict[tuple[ParallelConfig, bool], tuple[RankGroups, Replica]] = {}
         """Process groups of models with other groups than the policy's, by layout and by having experts."""
-        self.held_experts = HeldExperts(rank, world_size)
-        self.held_lessons = HeldLessons()
+        self.held_experts = StoredExperts(rank, world_size)
+        self.stored_targets = StoredTargets()
         self.weight_version = 0
         """Version of the engines' weights: the number of reshards."""
 
@@ -83,7 +83,7 @@ class TrainerWorker:
         is_reward_model = recipe.loop == "reward_model"
         self.policy = self._build(TrainingEngine, recipe.model.folder, has_value_head=is_reward_model)
         if recipe.teachers and not recipe.has_advantages:
-            self.policy.pupil = self._pupil()
+            self.policy.target_fetcher = self._target_fetcher()
         if recipe.has_reference and recipe.lora.rank:
             # With LoRA the reference is the policy without its adapters, so it needs no weights of its own.
             self.reference = StartingPolicy(self.policy)
@@ -93,7 +93,7 @@ class TrainerWorker:
         self.critic: TrainingEngine | None = None
         if recipe.has_critic:
             # The critic takes as much memory as the policy while it is built, so the policy leaves the device first.
-            critic = partial(TrainingEngine, role="critic", lender=self.policy)
+            critic = partial(TrainingEngine, role="critic", memory_owner=self.policy)
             self.policy.offload()
             self.critic = self._build(critic, self._critic_source, has_value_head=True)
             self.critic.offload()
@@ -192,7 +192,7 @@ class TrainerWorker:
         """
         # A bool counts as 0 or 1. Without an engine there are no weight versions.
         version = self.weight_version - is_resharded if self.recipe.has_engine else 0
-        with self._everything_saved() as models, checkpoint.moved_in_memory(models):
+        with self._everything_saved() as models, checkpoint.changed_models_loaded(models):
             self.held_experts.save(folder)
             self._save = checkpoint.stage(folder, models, str(self.layout), weight_version=version)
             self._save.write(asynchronous=asynchronous)
@@ -212,7 +212,7 @@ class TrainerWorker:
         return self.held_experts.retain(handles)
 
     def load_experts(self, folder: Path, handles: Sequence[ExpertsHandle]) -> None:
-        """Load the routed experts of trajectories waiting in a checkpoint; see `HeldExperts.load`."""
+        """Load the routed experts of trajectories waiting in a checkpoint; see `StoredExperts.load`."""
         self.held_experts.load(folder, handles)
 
     def move_reference(self) -> None:
@@ -279,7 +279,7 @@ class TrainerWorker:
         """Return the shape of a folder's model, with the recipe's overrides."""
         return read_model_shape(folder, self.recipe.override_of(folder))
 
-    def _build_teacher(self, folder: str, layout: ParallelConfig) -> FrozenModel | InOwnGroups:
+    def _build_teacher(self, folder: str, layout: ParallelConfig) -> FrozenModel | ModelInOwnGroups:
         """Build a folder's teacher, with its own process groups if the policy's do not fit."""
         kind = self._teacher_kind(folder)
         has_experts = [bool(self._shape_of(model).num_experts) for model in (folder, self.recipe.model.folder)]
@@ -291,20 +291,20 @@ class TrainerWorker:
             self.further_groups[key] = RankGroups(), Replica(layout)
         groups, replica = self.further_groups[key]
         with groups.in_place():
-            return InOwnGroups(self._build(kind, folder, layout=layout, replica=replica), groups)
+            return ModelInOwnGroups(self._build(kind, folder, layout=layout, replica=replica), groups)
 
     def _teacher_kind(self, folder: str) -> Callable[..., FrozenModel]:
-        """Return the constructor of a teacher: scoring sampled tokens, or writing distributions ("lessons")."""
+        """Return the constructor of a teacher: scoring sampled tokens, or writing distributions."""
         if self.recipe.has_advantages:
             return FrozenModel
-        return partial(Teacher, num_common_tokens=self._num_common_tokens(folder), held=self.held_lessons)
+        return partial(Teacher, num_common_tokens=self._num_common_tokens(folder), stored=self.stored_targets)
 
     def _num_common_tokens(self, teacher: str) -> int:
         """Return the size of the vocabulary shared by policy and teacher. Further rows are padding."""
         return min(self._shape_of(folder).vocab_size for folder in (teacher, self.recipe.model.folder))
 
-    def _pupil(self) -> Pupil:
-        """Return the policy's reader of lessons. On the last pipeline stage it has this rank's rows of the teachers'
+    def _target_fetcher(self) -> TargetFetcher:
+        """Return the policy's fetcher of targets. On the last pipeline stage it has this rank's rows of the teachers'
         heads.
         """
         recipe, last = self.recipe, self.policy.chunks[-1]
@@ -313,7 +313,7 @@ class TrainerWorker:
         heads: list[Tensor | None] = []
         for folder in recipe.teachers.values():
             shape, dtype = self._shape_of(folder), self.policy.dtype
-            widths.append(lesson_bytes(recipe.distillation, shape.hidden_size, dtype))
+            widths.append(target_bytes(recipe.distillation, shape.hidden_size, dtype))
             rows = range(last.first_token_id, last.first_token_id + last.num_local_tokens)
             # The last tensor-parallel ranks may hold padding rows only: then the range is empty.
             rows = rows[: max(0, self._num_common_tokens(folder) - rows.start)]
@@ -321,8 +321,8 @@ class TrainerWorker:
             has_head = recipe.distillation.loss == "full_vocabulary" and last.post_process
             override = recipe.override_of(folder)
             heads.append(safetensors.head_rows(folder, rows, override=override).to(dtype) if has_head else None)
-        return Pupil(
-            self.held_lessons, self.policy.device, widths=widths, num_local_tokens=num_local_tokens, heads=heads
+        return TargetFetcher(
+            self.stored_targets, self.policy.device, widths=widths, num_local_tokens=num_local_tokens, heads=heads
         )
 
     def _layouts(self, shape: ModelShape, layout: ParallelConfig | None = None) -> MegatronLayouts:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megarl.algorithms.entropy_share import of_highest_entropy
+from megarl.algorithms.entropy_share import highest_entropy_mask
 
 ENTROPIES = torch.tensor([9.0, 0.5, 2.0, 0.1, 2.0, 3.0, 0.0, 8.0])
 MASK = torch.tensor([False, True, True, True, True, True, True, False])
@@ -19,16 +19,16 @@ MASK = torch.tensor([False, True, True, True, True, True, True, False])
     ],
 )
 def test_the_tokens_of_highest_entropy(share: float, kept: list[int], threshold: float) -> None:
-    found, lowest = of_highest_entropy(ENTROPIES, MASK, share=share)
+    found, lowest = highest_entropy_mask(ENTROPIES, MASK, share=share)
     assert (found.nonzero()[:, 0].tolist(), float(lowest)) == (kept, threshold)
 
 
 def test_a_share_that_is_a_whole_number_of_tokens_takes_so_many() -> None:
     entropies = torch.arange(100.0)
     assert 0.07 * 100 > 7
-    assert int(of_highest_entropy(entropies, entropies >= 0, share=0.07)[0].sum()) == 7
+    assert int(highest_entropy_mask(entropies, entropies >= 0, share=0.07)[0].sum()) == 7
 
 
 def test_a_step_without_a_trained_token_is_refused() -> None:
     with pytest.raises(ValueError, match="no token"):
-        of_highest_entropy(ENTROPIES, MASK & False, share=0.2)
+        highest_entropy_mask(ENTROPIES, MASK & False, share=0.2)

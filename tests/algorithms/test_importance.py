@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.importance import gap_metrics, gap_moments, importance_weights
+from megarl.algorithms.importance import importance_weights, mismatch_metrics, mismatch_moments
 
 CU_SEQLENS = torch.tensor([0, 3, 5])
 MASK = torch.tensor([0, 1, 1, 1, 1], dtype=torch.bool)
@@ -34,16 +34,16 @@ def test_corrections(name, low, high, expected):
 
 def test_gap_of_equal_logprobs_is_none():
     logprobs = -torch.rand(50, dtype=torch.float64)
-    means = {name: float(values.mean()) for name, values in gap_moments(logprobs, logprobs).items()}
+    means = {name: float(values.mean()) for name, values in mismatch_moments(logprobs, logprobs).items()}
     expected = dict(mean=0, k1=0, k3=0, ess=1, chi2=0, perplexity_ratio=1, correlation=1)
-    assert gap_metrics(means) == pytest.approx(expected, abs=1e-12)
+    assert mismatch_metrics(means) == pytest.approx(expected, abs=1e-12)
 
 
 def test_gap_metrics_are_those_of_numpy():
     g = torch.Generator().manual_seed(1)
     rollout = -torch.rand(1000, generator=g, dtype=torch.float64) * 3
     policy = rollout + 0.1 * torch.randn(1000, generator=g, dtype=torch.float64)
-    found = gap_metrics({name: float(values.mean()) for name, values in gap_moments(policy, rollout).items()})
+    found = mismatch_metrics({name: float(values.mean()) for name, values in mismatch_moments(policy, rollout).items()})
     p, r = policy.numpy(), rollout.numpy()
     w = np.exp(p - r)
     assert found == pytest.approx(

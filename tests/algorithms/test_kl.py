@@ -3,7 +3,7 @@ import math
 import pytest
 import torch
 
-from megarl.algorithms.kl import KL_ESTIMATORS, absolute, adapted, k1, k2, k3
+from megarl.algorithms.kl import KL_ESTIMATORS, absolute, adapted_coefficient, k1, k2, k3
 
 LOG_2 = math.log(2.0)
 
@@ -57,9 +57,11 @@ def test_placeholder_reference_stays_finite_in_float32():
     ids=["on target", "far above", "above", "no more than a fifth", "below"],
 )
 def test_the_coefficient_follows_the_divergence(divergence, after):
-    assert adapted(0.1, divergence, target=0.2, horizon=512, num_samples=512) == pytest.approx(after)
-    assert adapted(0.1, divergence, target=0.2, horizon=1024, num_samples=512) == pytest.approx((after + 0.1) / 2)
-    assert adapted(0.1, divergence, target=0.2, horizon=1, num_samples=512) == pytest.approx(after)
+    assert adapted_coefficient(0.1, divergence, target=0.2, horizon=512, num_samples=512) == pytest.approx(after)
+    assert adapted_coefficient(0.1, divergence, target=0.2, horizon=1024, num_samples=512) == pytest.approx(
+        (after + 0.1) / 2
+    )
+    assert adapted_coefficient(0.1, divergence, target=0.2, horizon=1, num_samples=512) == pytest.approx(after)
 
 
 def test_k3_is_held_at_its_bound():

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megarl.algorithms.sequences import at_ends
+from megarl.algorithms.sequences import place_at_last_tokens
 
 
 @pytest.mark.parametrize(
@@ -13,5 +13,7 @@ from megarl.algorithms.sequences import at_ends
     ],
 )
 def test_at_ends(mask, expected):
-    found = at_ends(torch.tensor([2.0, 3.0, 5.0]), torch.tensor([0, 3, 5, 8]), torch.tensor(mask, dtype=torch.bool))
+    found = place_at_last_tokens(
+        torch.tensor([2.0, 3.0, 5.0]), torch.tensor([0, 3, 5, 8]), torch.tensor(mask, dtype=torch.bool)
+    )
     assert found.tolist() == expected

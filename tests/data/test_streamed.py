@@ -16,7 +16,7 @@ from megarl.data.mixture import Mixture, Positions, SourceStream
 from megarl.data.problems import read_problems
 from megarl.data.records import TooLongError
 from megarl.data.sampler import DataOrder
-from megarl.data.streamed import Places, Streamed, counted, in_memory, numbers_of
+from megarl.data.streamed import Places, Streamed, collect_count, in_memory, numbers_of
 from megarl.types import DataError, Problem
 
 PRIMES = (2, 3, 5, 7, 11, 13, 17, 19)
@@ -74,7 +74,7 @@ def test_an_empty_source_and_faults(read: Callable[..., Any]) -> None:
 
 
 def test_results_may_only_be_counted() -> None:
-    assert len(counted([1, 2, 3], lambda index, record: record, None)) == 3  # type: ignore[list-item]
+    assert len(collect_count([1, 2, 3], lambda index, record: record, None)) == 3  # type: ignore[list-item]
 
 
 def test_places_of_problems() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.importance import gap_moments
+from megarl.algorithms.importance import mismatch_moments
 from megarl.algorithms.policy_losses import clipped
 from megarl.config import AlgorithmConfig, TrainConfig
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights
@@ -160,7 +160,7 @@ def test_minibatches_part_trajectories_not_their_segments() -> None:
 
 def test_the_gap_is_that_of_all_updates() -> None:
     def update(gap: float, loss: float, tokens: float) -> dict[str, Metric]:
-        moments = gap_moments(torch.tensor([-1.0 - gap]), torch.tensor([-1.0]))
+        moments = mismatch_moments(torch.tensor([-1.0 - gap]), torch.tensor([-1.0]))
         found: dict[str, Metric] = {f"logprob_gap/{n}": Mean(float(v), tokens) for n, v in moments.items()}
         return found | {
             "logprob_gap/max": Max(gap),

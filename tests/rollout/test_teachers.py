@@ -64,10 +64,10 @@ def test_samples_get_the_teacher_of_their_source() -> None:
     batch = batch_of([replace(attempt(0, 1.0, 2), environment=source) for source in sources])
     models = {name: object() for name in recipe.teachers}
     Teachers(recipe, models).assign(batch)  # type: ignore[arg-type]
-    assert batch.taught is not None and batch.taught.tolist() == [[1, 0], [0, 1], [0, 2]]
+    assert batch.target_keys is not None and batch.target_keys.tolist() == [[1, 0], [0, 1], [0, 2]]
     [minibatch] = [batch.select_samples([2, 0])]
-    assert minibatch.taught is not None and minibatch.taught.tolist() == [[0, 2], [1, 0]]
-    assert batch.with_arrays({}).taught is None
+    assert minibatch.target_keys is not None and minibatch.target_keys.tolist() == [[0, 2], [1, 0]]
+    assert batch.with_arrays({}).target_keys is None
 
 
 def test_a_reward_that_failed_keeps_no_sample_from_its_teacher() -> None:

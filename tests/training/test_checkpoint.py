@@ -254,7 +254,7 @@ def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
     (folder / "unmoved").mkdir(exist_ok=True)
     checkpoint_of = {"": policy, "reference": reference}
     visits = visits_of(reference)
-    with checkpoint.moved_in_memory(checkpoint_of):
+    with checkpoint.changed_models_loaded(checkpoint_of):
         save = checkpoint.stage(folder / "unmoved", checkpoint_of, str(layout))
         save.write(asynchronous=False)
     save.finish()
@@ -266,7 +266,7 @@ def move_and_save(recipe: Recipe, sizes: Sizes, folder: Path) -> dict[str, Any]:
         for name, value in reference.parameters.items()
     ]
     (folder / "moved").mkdir(exist_ok=True)
-    with checkpoint.moved_in_memory(checkpoint_of):
+    with checkpoint.changed_models_loaded(checkpoint_of):
         save = checkpoint.stage(folder / "moved", checkpoint_of, str(layout))
         save.write(asynchronous=True)
     num_visits.append(len(visits))

@@ -73,7 +73,7 @@ def make_batch(recipe: Recipe) -> TokenBatch:
     batch = TokenBatch.from_sequences(sequences)
     assign_token_weights(batch, recipe.algorithm)
     numbers = np.arange(len(LENGTHS))
-    batch.taught = np.column_stack([(numbers % 3 == 1).astype(np.int64), numbers])
+    batch.target_keys = np.column_stack([(numbers % 3 == 1).astype(np.int64), numbers])
     return batch
 
 
@@ -89,7 +89,7 @@ def rows_of(recipe: Recipe, layout: ParallelConfig, batch: TokenBatch, of: np.nd
     return [batch.select(of[row]) for row in rows[layout.coordinates(dist.get_rank()).dp]]
 
 
-def taught(recipe: Recipe, layout: ParallelConfig, teacher_layout: ParallelConfig, batch: TokenBatch) -> dict[str, Any]:
+def distil(recipe: Recipe, layout: ParallelConfig, teacher_layout: ParallelConfig, batch: TokenBatch) -> dict[str, Any]:
     """One rank's metrics of an update, what it held for it, and what it holds of the gradient."""
     from megarl.families.shape import padded_vocab_size
     from megarl.reshard.layouts.megatron import megatron_layouts
@@ -97,13 +97,13 @@ def taught(recipe: Recipe, layout: ParallelConfig, teacher_layout: ParallelConfi
 
     rank = dist.get_rank()
     worker = TrainerWorker(rank, layout.world_size, recipe, layout, teacher_layout)
-    assert batch.taught is not None
+    assert batch.target_keys is not None
     for number, name in enumerate(recipe.teachers):
-        own = np.flatnonzero(batch.taught[:, 0] == number)
-        # Every rank needs a row, and a lesson may be written twice.
+        own = np.flatnonzero(batch.target_keys[:, 0] == number)
+        # Every rank needs a row, and a target may be written twice.
         own = np.concatenate([own, np.tile(own[-1:], -len(own) % teacher_layout.dp)])
         getattr(worker, name).teach(rows_of(recipe, teacher_layout, batch, own))
-    held = worker.held_lessons.numbers
+    held = worker.stored_targets.numbers
     metrics = worker.policy.update(rows_of(recipe, layout, batch, np.arange(len(LENGTHS))))
     shape = worker.policy.shape
     pieces = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))[rank]
@@ -113,8 +113,8 @@ def taught(recipe: Recipe, layout: ParallelConfig, teacher_layout: ParallelConfi
         "metrics": metrics,
         "held": held,
         "groups": len(worker.further_groups),
-        "left": worker.held_lessons.numbers,
-        "lessons": [len(getattr(chunk, "_lessons")) for chunk in worker.policy.chunks],  # noqa: B009
+        "left": worker.stored_targets.numbers,
+        "targets": [len(getattr(chunk, "_targets")) for chunk in worker.policy.chunks],  # noqa: B009
         "gradient": cut_out(pieces, {name: p.main_grad for name, p in worker.policy.parameters.items()}),
     }
 
@@ -127,10 +127,10 @@ def written_out(recipe: Recipe, batch: TokenBatch) -> tuple[float, dict[str, tor
         # transformers' grouped products of experts have no float64.
         return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
 
-    assert batch.taught is not None
+    assert batch.target_keys is not None
     policy, teachers, config = load(recipe.model.path), list(map(load, recipe.teachers.values())), recipe.distillation
     loss = torch.zeros((), dtype=torch.float64)
-    for start, end, number in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], batch.taught[:, 0], strict=True):
+    for start, end, number in zip(batch.cu_seqlens[:-1], batch.cu_seqlens[1:], batch.target_keys[:, 0], strict=True):
         tokens = torch.from_numpy(batch.token_ids[start:end])[None]
         weights = torch.from_numpy(batch.per_token["token_weights"][start + 1 : end]).double()
         with torch.no_grad():
@@ -214,7 +214,7 @@ def learn_exactly(ranks: RankPool, policy: Path, teachers: list[Path], name: str
     one = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     layout, teacher_layout = replace(one, **sizes), replace(one, **of_teachers)
     batch = make_batch(recipe)
-    found = ranks.run(taught, recipe, layout, teacher_layout, batch, world_size=layout.world_size)
+    found = ranks.run(distil, recipe, layout, teacher_layout, batch, world_size=layout.world_size)
     expected_loss, expected = written_out(recipe, batch)
     metrics = values(merge(rank["metrics"] for rank in found))
     assert metrics["train/loss"] == pytest.approx(expected_loss, rel=1e-6, abs=1e-6)
@@ -224,5 +224,5 @@ def learn_exactly(ranks: RankPool, policy: Path, teachers: list[Path], name: str
     limit = 1e-6 if recipe.distillation.loss == "full_vocabulary" else 2e-6
     assert distance(join([rank["gradient"] for rank in found]), expected) <= limit
     assert {number for rank in found for number in rank["held"]} == set(range(len(LENGTHS)))
-    assert not any(rank["left"] or any(rank["lessons"]) for rank in found)
+    assert not any(rank["left"] or any(rank["targets"]) for rank in found)
     return found

@@ -17,7 +17,7 @@ from megarl.testing import RankPool
 from megarl.training.checkpoint import without_pickles
 from megarl.training.model import FrozenModel
 from megarl.training.optimizer_state import flat_boxes
-from megarl.training.staging import BLOCK_BYTES, staged
+from megarl.training.staging import BLOCK_BYTES, copy_to_pinned_blocks
 from tests.training.test_checkpoint import build, layout_of, recipe_of, update
 
 
@@ -39,7 +39,7 @@ def test_blocks_are_as_large_as_the_planner_says() -> None:
 
 def test_staged_copies_share_blocks_and_are_copies() -> None:
     tensors = [torch.arange(5), torch.arange(3, dtype=torch.bfloat16).view(1, 3), torch.zeros(()), torch.arange(400)]
-    copies = staged(tensors, pin=False, block_bytes=256)
+    copies = copy_to_pinned_blocks(tensors, pin=False, block_bytes=256)
     for tensor, copy in zip(tensors, copies, strict=True):
         assert copy.dtype == tensor.dtype and torch.equal(copy, tensor)
     storages = [copy.untyped_storage()._cdata for copy in copies]

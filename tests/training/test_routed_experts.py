@@ -15,7 +15,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.data.token_batch import TokenBatch
 from megarl.testing import RankPool
-from megarl.training.routed_experts import ExpertExchange, HeldExperts, OwnTokens, routes_of_rows
+from megarl.training.routed_experts import ExpertExchange, OwnTokens, StoredExperts, fetch_routes
 from megarl.types import DataError, ExpertsHandle, TrainingSequence
 
 LENGTHS = [5, 9, 14, 2, 11, 7, 8, 1, 16, 4, 13, 6]
@@ -36,12 +36,12 @@ def replayed(sequence: int, length: int) -> np.ndarray:
     return went_through[np.minimum(np.arange(length), len(went_through) - 1)]
 
 
-def fetched(layout: ParallelConfig, layers: list[list[int]], sequence_parallel: bool) -> list[tuple[Any, Any]]:
+def fetch_values(layout: ParallelConfig, layers: list[list[int]], sequence_parallel: bool) -> list[tuple[Any, Any]]:
     """This rank's experts of its rows, as fetched and as they should be."""
     from megarl.training.microbatch import pack_row
 
     rank, at = dist.get_rank(), layout.coordinates(dist.get_rank())
-    held = HeldExperts(rank, layout.world_size)
+    held = StoredExperts(rank, layout.world_size)
     mine = {
         s: held.keep(experts_of(s, max(1, length - 1)))
         for s, length in enumerate(LENGTHS)
@@ -74,9 +74,9 @@ def fetched(layout: ParallelConfig, layers: list[list[int]], sequence_parallel: 
             whole[start : start + LENGTHS[s]] = replayed(s, LENGTHS[s])
         expected.append(whole[places][:, layers[at.pp]])
     exchange = ExpertExchange(held, layers[at.pp], TOP_K)
-    routes = routes_of_rows(exchange, own)
+    routes = fetch_routes(exchange, own)
     # Once more: nothing is used up.
-    again = routes_of_rows(exchange, own)
+    again = fetch_routes(exchange, own)
     assert all(torch.equal(one, other) for one, other in zip(routes, again, strict=True))
     return [(found.numpy(), wanted) for found, wanted in zip(routes, expected, strict=True)]
 
@@ -102,7 +102,7 @@ ALL = [[0, 1, 2, 3]]
 def test_ranks_get_the_experts_of_their_tokens_and_layers(
     ranks: RankPool, layout: ParallelConfig, layers: list[list[int]], sequence_parallel: bool
 ) -> None:
-    results = ranks.run(fetched, layout, layers, sequence_parallel, world_size=layout.world_size)
+    results = ranks.run(fetch_values, layout, layers, sequence_parallel, world_size=layout.world_size)
     for rows in results:
         assert rows
         for found, expected in rows:
@@ -110,7 +110,7 @@ def test_ranks_get_the_experts_of_their_tokens_and_layers(
 
 
 def test_held_experts_survive_a_checkpoint_in_a_world_of_another_size(tmp_path: Path) -> None:
-    first = [HeldExperts(rank, 4) for rank in range(4)]
+    first = [StoredExperts(rank, 4) for rank in range(4)]
     handles = [first[holder].keep(experts_of(s, 3)) for s, holder in enumerate(HOLDERS)]
     assert len(set(handles)) == len(handles)
     waiting = handles[::2]
@@ -119,7 +119,7 @@ def test_held_experts_survive_a_checkpoint_in_a_world_of_another_size(tmp_path: 
     for world_size, folder, previous in ((2, tmp_path / "two", tmp_path), (4, tmp_path / "four", tmp_path / "two")):
         # From four ranks to two, and back.
         folder.mkdir()
-        ranks = [HeldExperts(rank, world_size) for rank in range(world_size)]
+        ranks = [StoredExperts(rank, world_size) for rank in range(world_size)]
         for held in ranks:
             held.load(previous, waiting)
             held.save(folder)
@@ -135,7 +135,7 @@ def test_held_experts_survive_a_checkpoint_in_a_world_of_another_size(tmp_path: 
 
 
 def test_experts_of_what_was_trained_are_forgotten() -> None:
-    held = HeldExperts(1, 2)
+    held = StoredExperts(1, 2)
     first, second = held.keep(experts_of(0, 10)), held.keep(experts_of(1, 5))
     assert held.retain([second, ExpertsHandle(0, 0)]) == 15 * NUM_LAYERS * TOP_K * 2
     assert held.of_tokens(second.number, 0, 1).shape == (1, NUM_LAYERS, TOP_K)

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
-from megarl.data.preferences import with_score_places
+from megarl.data.preferences import with_score_masks
 from megarl.data.token_batch import TokenBatch
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
@@ -111,7 +111,7 @@ def train_and_export(
     rows = row_batches(sequences, indices)
     before = engine.forward(rows)
     updates = [engine.update(rows) for _ in range(2)]
-    ends = with_score_places(TokenBatch.from_sequences(sequences))
+    ends = with_score_masks(TokenBatch.from_sequences(sequences))
     end_indices = own_rows(ends.lengths.tolist(), layout)
     after = engine.forward([ends.select(row) for row in end_indices])
     safetensors.export(
