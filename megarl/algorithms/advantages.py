@@ -1,4 +1,4 @@
-"""Advantages: for samples from their rewards, and for tokens from rewards and values.
+"""Advantages: for samples from their rewards, and for tokens from rewards and values; shaping of rewards.
 
 A sample function has this form, in this module or in the user's file (`algorithm.advantage: path/to/file.py:name`):
 
@@ -208,3 +208,24 @@ ADVANTAGES = {
     "global_baseline": global_baseline,
     "pass_at_k": pass_at_k,
 }
+
+
+def soft_overlong(lengths: Tensor, *, longest: int, buffer: int) -> Tensor:
+    """Return 0 up to `longest` - `buffer` tokens, then a linear decrease to -1 at `longest`: float [samples].
+
+    `lengths` int [samples] counts completion tokens. Source: DAPO (arXiv 2503.14476, eq. 13).
+    """
+    return ((longest - buffer - lengths) / buffer).clamp(-1.0, 0.0)
+
+
+def turn_returns(rewards: Tensor, discount: float) -> Tensor:
+    """Return each turn's reward plus `discount` times the return of the next turn: [samples, turns], like `rewards`.
+
+    A sample with fewer turns has zeros after its last turn.
+    """
+    returns = torch.zeros_like(rewards)
+    following = rewards.new_zeros(len(rewards))
+    for turn in reversed(range(rewards.shape[1])):
+        following = rewards[:, turn] + discount * following
+        returns[:, turn] = following
+    return returns

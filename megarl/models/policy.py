@@ -18,14 +18,34 @@ from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, 
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from torch import Tensor
+from torch import Tensor, nn
 
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.models.attention import PackedAttention, PackedRow
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.expert_balance import UpdateRouter, needs_update_router
 from megarl.models.logprobs import Support, vocab_parallel_logprobs
-from megarl.models.norm import RMSNorm
+
+
+class RMSNorm(nn.Module):
+    """y = x / rms(x) * weight over the last dimension (arXiv:1910.07467, eq. 4), computed in float32.
+
+    Under sequence parallelism each tensor-parallel rank normalises its own tokens. The weight's attribute
+    `sequence_parallel` makes Megatron sum its gradient over these ranks. Megatron-Core 0.16.1's own norm for the local
+    spec supports no sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron marks parameters by attributes that torch does not declare.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return normed.to(x.dtype) * self.weight
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:

@@ -11,15 +11,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.algorithms.advantages import ADVANTAGES, gae, whiten
-from megarl.algorithms.entropy_share import highest_entropy_mask
+from megarl.algorithms.advantages import ADVANTAGES, gae, soft_overlong, turn_returns, whiten
 from megarl.algorithms.importance import importance_weights, weight_metrics
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS
-from megarl.algorithms.length_penalty import soft_overlong
+from megarl.algorithms.reduction import highest_entropy_mask
 from megarl.algorithms.sequences import broadcast_to_tokens, place_at_last_tokens, sequence_sums
 from megarl.algorithms.trial import ResultError, checked_advantages
-from megarl.algorithms.turns import turn_returns
 from megarl.algorithms.value_losses import explained_variance
 from megarl.config import AlgorithmConfig, Recipe, RewardConfig
 from megarl.data.token_batch import TokenBatch

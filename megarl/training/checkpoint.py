@@ -36,8 +36,8 @@ from megarl.models.lora import sharded_state
 from megarl.platform import device
 from megarl.training.host_optimizer import allocate_moments, is_hybrid, set_step
 from megarl.training.model import FrozenModel
+from megarl.training.offload import copy_to_pinned_blocks
 from megarl.training.optimizer_state import copy_into, sharded_optimizer_state
-from megarl.training.staging import copy_to_pinned_blocks
 from megarl.training.training_engine import TrainingEngine
 
 Model = TrainingEngine | FrozenModel

@@ -2,7 +2,8 @@
 
 A token's target is up to a hundred times larger than its other data, so it never passes through the driver. A teacher's
 ranks store the targets of whole sequences, for trained tokens only, in host memory (`StoredTargets`). Before the
-policy's pass, its last stage fetches the targets of its rows (`TargetFetcher`). Teacher and policy may have different layouts.
+policy's pass, its last stage fetches the targets of its rows (`TargetFetcher`). Teacher and policy may have different
+layouts.
 """
 
 from __future__ import annotations

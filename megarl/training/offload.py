@@ -1,11 +1,15 @@
-"""Accelerator memory lent by the trainer to the engine during sampling."""
+"""Device memory of tensors: released while the engine samples, merged weights, and copies in pinned host memory."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
+
+from megarl.models.lora import Adapter, adapters_of
+from megarl.reshard.layouts.megatron import chunk_prefix
 
 
 class Offloadable:
@@ -53,3 +57,59 @@ class Offloadable:
 def _bytes(storage: torch.UntypedStorage) -> Tensor:
     """Return a byte view [bytes] of a storage."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+
+
+class MergedWeights:
+    """Tensors for a plan, by Megatron's names in `weights`; their values are valid within `merged_lora`.
+
+    A linear layer with an adapter has a separate tensor here. Its memory exists within `merged_lora` only; the frozen
+    weight is never written. Merging needs no other rank: adapters are split like their weights.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module], parameters: Mapping[str, Tensor]) -> None:
+        self._adapters: dict[str, tuple[Adapter, Tensor]] = {}
+        for index, name, adapter in adapters_of(chunks):
+            weight = (chunk_prefix(index, len(chunks)) + name).removesuffix("adapter") + "weight"
+            self._adapters[weight] = adapter, parameters[weight]
+        merged = {name: torch.empty_like(weight) for name, (_, weight) in self._adapters.items()}
+        own = {name: value for name, value in parameters.items() if ".adapter." not in name}
+        self.weights: dict[str, Tensor] = own | merged
+        self._offloadable = Offloadable(merged.values, keeps_values=False)
+        self._offloadable.offload()
+
+    @contextmanager
+    def merged_lora(self) -> Iterator[None]:
+        """Compute the current merged weights within the context. The trainer's own must be on the device."""
+        self._offloadable.onload()
+        with torch.no_grad():
+            for name, (adapter, weight) in self._adapters.items():
+                adapter.merge_into(weight, self.weights[name])
+        yield
+        self._offloadable.offload()
+
+
+BLOCK_BYTES = 1 << 30
+"""Block size. torch's allocator of page-locked memory rounds up to powers of two and retains blocks for the next
+save."""
+# Copies start at multiples of a cache line, so any dtype can view them.
+_ALIGNMENT = 64
+
+
+def copy_to_pinned_blocks(tensors: Sequence[Tensor], *, pin: bool, block_bytes: int = BLOCK_BYTES) -> list[Tensor]:
+    """Return contiguous, complete host copies [*shape] of the tensors, packed into page-locked blocks if `pin`.
+
+    A tensor larger than a block gets its own.
+    """
+    copies: list[Tensor] = []
+    block, taken = torch.empty(0, dtype=torch.uint8), 0
+    for tensor in tensors:
+        if taken + tensor.nbytes > block.nbytes:
+            block = torch.empty(max(block_bytes, tensor.nbytes), dtype=torch.uint8, pin_memory=pin)
+            taken = 0
+        copy = block[taken : taken + tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+        copy.copy_(tensor, non_blocking=pin)
+        copies.append(copy)
+        taken += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+    if pin:
+        torch.cuda.synchronize()
+    return copies

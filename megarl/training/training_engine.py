@@ -29,7 +29,6 @@ from megarl.models.policy import PackedModel, accumulate_in_main_gradients
 from megarl.models.teacher_student import StudentModel
 from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Mean, Metric, merge
-from megarl.training.merged import MergedWeights
 from megarl.training.model import LoadWeights, ModelShard
 from megarl.training.objective import (
     Objective,
@@ -41,7 +40,7 @@ from megarl.training.objective import (
     reward_objective,
     supervised,
 )
-from megarl.training.offload import Offloadable
+from megarl.training.offload import MergedWeights, Offloadable
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
 from megarl.training.replica import Replica
 from megarl.types import MegarlError
@@ -376,3 +375,24 @@ def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs:
     so gradients are sums. `num_tokens` [] is ignored.
     """
     finalize_model_grads(model, None, **kwargs)
+
+
+class Snapshot:
+    """Copies of a policy's `weights` with adapters merged in, by the same names. Their memory never moves."""
+
+    def __init__(self, policy: TrainingEngine) -> None:
+        self._policy = policy
+        self.weights: dict[str, Tensor] = {name: torch.empty_like(weight) for name, weight in policy.weights.items()}
+        self.version: int | None = None
+
+    @torch.no_grad()
+    def take(self, version: int) -> None:
+        """Copy the trainer's current weights and label the copy `version`. Do nothing if this version is already
+        copied."""
+        if version == self.version:
+            return
+        self._policy.onload(("parameters",))
+        with self._policy.merged():
+            for name, weight in self._policy.weights.items():
+                self.weights[name].copy_(weight)
+        self.version = version

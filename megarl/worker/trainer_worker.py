@@ -30,9 +30,8 @@ from megarl.training.distillation_targets import StoredTargets, TargetFetcher
 from megarl.training.model import FrozenModel, ModelShard
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, StoredExperts
-from megarl.training.snapshot import Snapshot
 from megarl.training.teacher import ModelInOwnGroups, Teacher
-from megarl.training.training_engine import StartingPolicy, TrainingEngine
+from megarl.training.training_engine import Snapshot, StartingPolicy, TrainingEngine
 from megarl.types import ExpertsHandle
 from megarl.worker.rank_transfer import RankTransfer, Report
 

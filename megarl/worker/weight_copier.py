@@ -28,8 +28,7 @@ from megarl.types import ConfigError, TrainingSequence
 
 if TYPE_CHECKING:
     from megarl.engine.engine import RolloutEngine
-    from megarl.training.snapshot import Snapshot
-    from megarl.training.training_engine import TrainingEngine
+    from megarl.training.training_engine import Snapshot, TrainingEngine
 
 
 class WeightCopier:

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from megarl.algorithms.entropy_share import highest_entropy_mask
+from megarl.algorithms.reduction import highest_entropy_mask
 
 ENTROPIES = torch.tensor([9.0, 0.5, 2.0, 0.1, 2.0, 3.0, 0.0, 8.0])
 MASK = torch.tensor([False, True, True, True, True, True, True, False])

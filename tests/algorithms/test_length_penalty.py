@@ -1,6 +1,6 @@
 import torch
 
-from megarl.algorithms.length_penalty import soft_overlong
+from megarl.algorithms.advantages import soft_overlong
 
 
 def test_the_penalty_falls_off_in_the_buffer():

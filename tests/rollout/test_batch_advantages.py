@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 import torch
 
-from megarl.algorithms.turns import turn_returns
+from megarl.algorithms.advantages import turn_returns
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights, keep_highest_entropies
 from megarl.rollout.rl_batch import RLBatch
