@@ -28,13 +28,18 @@ vllm_on_cpu.prepare()
 from vllm import SamplingParams  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.exceptions import VLLMClientError  # noqa: E402
-from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megarl.engine.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
-from megarl.engine.retained_tokens import KeptSetRecorder, kept_sets, recordable  # noqa: E402
-from megarl.engine.vllm_arguments import REASON_LENGTH, engine_arguments, engine_config, refusals_named  # noqa: E402
+from megarl.engine.retained_tokens import RetainedTokenRecorder, kept_sets, recordable  # noqa: E402
+from megarl.engine.vllm_arguments import (  # noqa: E402
+    REASON_LENGTH,
+    engine_arguments,
+    engine_config,
+    refusals_named,
+    sampling_params,
+)
 
 METRICS = {
     "memory/kv_usage": ("share", "peak fraction of the KV cache in use; maximum over the step and all engines"),
@@ -51,7 +56,7 @@ METRICS = {
 
 
 _MOST_NAMED = 5
-"""Most loose tensors named in a notice. The same names recur in each layer."""
+"""Most unrestored tensors named in a notice. The same names recur in each layer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -121,9 +126,9 @@ class RolloutEngine:
         self.model: torch.nn.Module = self._worker.get_model()
         # Sleep level 2 drops the contents of the weights. A reshard rewrites parameters and vLLM restores buffers, but
         # nothing restores other tensors. Level 1 copies everything to the host.
-        loose = loose_tensors(self.model)
-        self._sleep_level = 1 if loose else 2
-        self.sleep_notices = [kept_weights_notice(self.model, loose)] if loose and self._can_sleep else []
+        unrestored = unrestored_tensors(self.model)
+        self._sleep_level = 1 if unrestored else 2
+        self.sleep_notices = [sleep_copies_notice(self.model, unrestored)] if unrestored and self._can_sleep else []
         """Notices for the user about the costs of sleep."""
 
     def _start(self, vllm_config: Any) -> None:
@@ -132,7 +137,7 @@ class RolloutEngine:
         if self.is_leader:
             recorder = None
             if self._records_sets and not self._has_masks:
-                recorder = KeptSetRecorder(cast(Any, self._worker).model_runner.sampler)
+                recorder = RetainedTokenRecorder(cast(Any, self._worker).model_runner.sampler)
             executor_class = functools.partial(
                 LeaderExecutor, worker=self._worker, channel=self._channel, recorder=recorder
             )
@@ -229,7 +234,7 @@ class RolloutEngine:
             return
         # Later requests use another cache salt, so they do not reuse blocks computed with old weights.
         for running in self._running.values():
-            if self._has_begun(running):
+            if self._has_computed_tokens(running):
                 running.versions.append((len(self._tokens_so_far(running)), self.weight_version))
             else:
                 running.versions[:] = [(0, self.weight_version)]
@@ -245,7 +250,7 @@ class RolloutEngine:
     def sleep(self) -> None:
         """Release the GPU memory of weights and KV cache for the trainer. On a CPU, only reset the prefix cache.
 
-        The weights are lost (sleep level 2). If the model has tensors not restored by vLLM (`loose_tensors`), all
+        The weights are lost (sleep level 2). If the model has tensors not restored by vLLM (`unrestored_tensors`), all
         weights are copied to host memory instead (sleep level 1).
         """
         self.reset_prefix_cache()
@@ -295,10 +300,10 @@ class RolloutEngine:
             completions += (self._finish(output) for output in outputs)
             if time.monotonic() >= deadline or (leave_after is not None and len(completions) >= leave_after):
                 break
-        completions += (self._finish(output) for output in self._read_begun(engine))
+        completions += (self._finish(output) for output in self._finish_started_steps(engine))
         return completions
 
-    def _read_begun(self, engine: LLMEngine) -> list[Any]:
+    def _finish_started_steps(self, engine: LLMEngine) -> list[Any]:
         """Return the outputs of steps started ahead by asynchronous scheduling. Start no other step."""
         core = cast(Any, engine.engine_core).engine_core
         outputs: list[Any] = []
@@ -315,11 +320,11 @@ class RolloutEngine:
         prompt: Any = {"type": "token", "prompt_token_ids": token_ids.tolist()}
         # vLLM samples at least one token per request; this one is discarded.
         parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        engine.add_request("prompt_logprobs", prompt, self._recorded(parameters))
+        engine.add_request("prompt_logprobs", prompt, self._with_masks(parameters))
         outputs: list[Any] = []
         while engine.has_unfinished_requests():
             outputs += engine.step()
-        outputs += self._read_begun(engine)
+        outputs += self._finish_started_steps(engine)
         engine.reset_prefix_cache()
         [output] = outputs
         _, *others = output.prompt_logprobs
@@ -334,7 +339,7 @@ class RolloutEngine:
         if self._keeps_kv:
             prompt["cache_salt"] = self._cache_salt
         try:
-            internal_id = engine.add_request(request.request_id, prompt, self._recorded(sampling_params(request)))
+            internal_id = engine.add_request(request.request_id, prompt, self._with_masks(sampling_params(request)))
         except VLLMClientError as error:
             return [_refused(request.request_id, re.sub(r"\s+", " ", str(error)))]
         self._running[request.request_id] = _Running(internal_id, [(0, self.weight_version)])
@@ -342,7 +347,7 @@ class RolloutEngine:
             _continue_text(engine, internal_id, request.prompt_token_ids[-request.num_kept :].tolist())
         return []
 
-    def _recorded(self, parameters: SamplingParams) -> SamplingParams:
+    def _with_masks(self, parameters: SamplingParams) -> SamplingParams:
         return recordable(parameters, self._vocab_size) if self._has_masks else parameters
 
     def _finish(self, output: Any) -> Completion:
@@ -373,7 +378,7 @@ class RolloutEngine:
         """Salt of prefix-cache keys, different for each weight version: blocks of other versions are not reused."""
         return f"version {self.weight_version}"
 
-    def _has_begun(self, running: _Running) -> bool:
+    def _has_computed_tokens(self, running: _Running) -> bool:
         """Return whether any keys and values of a request were computed. If not, give it the present cache salt."""
         assert self._engine is not None
         scheduler = cast(Any, self._engine.engine_core).engine_core.scheduler
@@ -408,33 +413,7 @@ def preserved_random_state() -> Iterator[None]:
             np.random.set_state(numpy_state)
 
 
-def sampling_params(request: Request) -> SamplingParams:
-    """Return vLLM's sampling parameters of a request. Only log-probs of sampled tokens are returned."""
-    # A seed per request makes all ranks of a tensor-parallel group draw the same tokens.
-    sampling = request.sampling
-    return SamplingParams(
-        max_tokens=sampling.max_new_tokens,
-        temperature=sampling.temperature,
-        top_p=sampling.top_p,
-        top_k=sampling.top_k,
-        min_p=sampling.min_p,
-        repetition_penalty=sampling.repetition_penalty,
-        stop=list(sampling.stop),
-        stop_token_ids=list(sampling.stop_token_ids),
-        seed=request.seed,
-        # 0 alternatives: only the sampled token's log-prob. Flat: one array, not a dictionary per token.
-        logprobs=0,
-        flat_logprobs=True,
-        # Text is needed only to find stop strings.
-        detokenize=bool(sampling.stop),
-        include_stop_str_in_output=True,
-        output_kind=RequestOutputKind.FINAL_ONLY,
-        # The parameters are used for this request only, so vLLM needs no copy.
-        skip_clone=True,
-    )
-
-
-def loose_tensors(model: torch.nn.Module) -> list[str]:
+def unrestored_tensors(model: torch.nn.Module) -> list[str]:
     """Return the names of tensors in a model, of any shape, that are neither parameters nor buffers.
 
     Sleep level 2 would lose their contents. The KV cache is left out, because it may be lost. Scalars on the host are
@@ -449,13 +428,14 @@ def loose_tensors(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def kept_weights_notice(model: torch.nn.Module, loose: Sequence[str]) -> str:
-    """Return a notice for a model with loose tensors: during sleep its weights are copied to host memory."""
+def sleep_copies_notice(model: torch.nn.Module, unrestored: Sequence[str]) -> str:
+    """Return a notice for a model with unrestored tensors: during sleep its weights are copied to host memory."""
     num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
-    more = f" and {len(loose) - _MOST_NAMED} more" if len(loose) > _MOST_NAMED else ""
+    more = f" and {len(unrestored) - _MOST_NAMED} more" if len(unrestored) > _MOST_NAMED else ""
     return (
         f"a sleeping engine copies its weights to pinned host memory every step ({num_bytes / 2**30:.1f} GiB a rank), "
-        f"because vLLM would not restore {', '.join(loose[:_MOST_NAMED])}{more}: these are not parameters or buffers"
+        f"because vLLM would not restore {', '.join(unrestored[:_MOST_NAMED])}{more}: these are "
+        "not parameters or buffers"
     )
 
 

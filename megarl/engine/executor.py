@@ -23,7 +23,7 @@ from vllm.v1.executor.uniproc_executor import AsyncOutputFuture
 from vllm.v1.outputs import AsyncModelRunnerOutput
 from vllm.v1.worker.worker_base import WorkerWrapperBase
 
-from megarl.engine.retained_tokens import KeptSetRecorder
+from megarl.engine.retained_tokens import RetainedTokenRecorder
 from megarl.groups import signed
 
 BLOCK_BYTES = 1 << 16
@@ -110,7 +110,7 @@ def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
     """Run the leader's commands on this follower until the leader releases it. No step is in flight afterwards."""
     # After starting a step, wait for the previous one, as the leader does. Two steps later vLLM overwrites the buffers
     # of a step, and the device must have read them by then.
-    begun: Any = None
+    started: Any = None
     while (command := channel.receive()) is not None:
         method, args, kwargs = command
         if method not in ("execute_model", "sample_tokens"):
@@ -118,9 +118,9 @@ def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
             continue
         output = _execute_step(worker, *args) if method == "execute_model" else worker.sample_tokens(*args)
         if output is not None:
-            _wait_for(begun)
-            begun = output
-    _wait_for(begun)
+            _wait_for(started)
+            started = output
+    _wait_for(started)
 
 
 def _wait_for(output: Any) -> None:
@@ -147,7 +147,7 @@ class LeaderExecutor(Executor):
         *,
         worker: WorkerWrapperBase,
         channel: CommandChannel,
-        recorder: KeptSetRecorder | None = None,
+        recorder: RetainedTokenRecorder | None = None,
     ) -> None:
         self.worker = worker
         self.channel = channel
@@ -162,7 +162,7 @@ class LeaderExecutor(Executor):
         """Number of steps started since the last reset."""
         self.num_ahead = 0
         """Number of these steps started before the previous output was read."""
-        self._begun = _future(None)
+        self._result_ahead = _future(None)
         self._is_sampled = False
         super().__init__(vllm_config)
 
@@ -195,7 +195,7 @@ class LeaderExecutor(Executor):
         # Steps without tokens compute nothing, so they do not count.
         if scheduler_output.total_num_scheduled_tokens:
             self.num_steps += 1
-            self.num_ahead += not self._begun.done()
+            self.num_ahead += not self._result_ahead.done()
         self.channel.send(("execute_model", (scheduler_output,), {}))
         output = _execute_step(self.worker, scheduler_output)
         self._is_sampled = output is not None
@@ -209,13 +209,13 @@ class LeaderExecutor(Executor):
         """
         if self._is_sampled:
             self._is_sampled = False
-            return self._begun if non_block else self._begun.result()
+            return self._result_ahead if non_block else self._result_ahead.result()
         self.channel.send(("sample_tokens", (grammar_output,), {}))
         return self._begin(self.worker.sample_tokens(grammar_output), non_block)
 
     def _begin(self, output: Any, non_block: bool) -> Any:
-        self._begun = _future(output if self._recorder is None else self._recorder.complete(output))
-        return self._begun if non_block else self._begun.result()
+        self._result_ahead = _future(output if self._recorder is None else self._recorder.complete(output))
+        return self._result_ahead if non_block else self._result_ahead.result()
 
     @classmethod
     def supports_async_scheduling(cls) -> bool:

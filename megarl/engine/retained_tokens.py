@@ -1,6 +1,6 @@
 """Kept sets: the tokens left to sample from after top-p, top-k and min-p.
 
-vLLM's V2 model runner records them itself. `KeptSetRecorder` records them for the V1 runner.
+vLLM's V2 model runner records them itself. `RetainedTokenRecorder` records them for the V1 runner.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, SamplingM
 from megarl.types import KeptSets
 
 
-class KeptSetRecorder:
+class RetainedTokenRecorder:
     """Recorder of sampling masks for vLLM's V1 model runner, equal to `return_sampling_mask` of the V2 runner.
 
     A token is kept if its processed log-prob is finite. (Processed: renormalised over the tokens left by min-p, top-p

@@ -18,11 +18,12 @@ from megarl.config.override import engine_overrides
 from megarl.files.model_folder import read_object
 from megarl.files.nearest import nearest
 from megarl.platform import device, vllm_on_cpu
-from megarl.types import ConfigError
+from megarl.types import ConfigError, Request
 
 vllm_on_cpu.prepare()
 
-from vllm import EngineArgs  # noqa: E402
+from vllm import EngineArgs, SamplingParams  # noqa: E402
+from vllm.sampling_params import RequestOutputKind  # noqa: E402
 from vllm.usage.usage_lib import UsageContext  # noqa: E402
 
 from megarl.engine.executor import LeaderExecutor  # noqa: E402
@@ -139,7 +140,7 @@ def engine_config(arguments: EngineArgs, config: RolloutConfig) -> Any:
         # vLLM's V2 model runner records kept sets by itself; the V1 runner does not know this setting.
         changes["return_sampling_mask"] = True
     elif config.sampling.is_truncated and is_ahead and config.async_scheduling is None:
-        # Steps started ahead gain nothing with `KeptSetRecorder` (see its `complete`).
+        # Steps started ahead gain nothing with `RetainedTokenRecorder` (see its `complete`).
         changes["async_scheduling"] = False
     if not changes:
         return found
@@ -152,3 +153,29 @@ def _cache_size(config: RolloutConfig) -> dict[str, Any]:
     if config.gpu_memory_utilization is not None:
         return {"gpu_memory_utilization": config.gpu_memory_utilization}
     return {"kv_cache_memory_bytes": int(config.kv_cache_gib * 2**30)}
+
+
+def sampling_params(request: Request) -> SamplingParams:
+    """Return vLLM's sampling parameters of a request. Only log-probs of sampled tokens are returned."""
+    # A seed per request makes all ranks of a tensor-parallel group draw the same tokens.
+    sampling = request.sampling
+    return SamplingParams(
+        max_tokens=sampling.max_new_tokens,
+        temperature=sampling.temperature,
+        top_p=sampling.top_p,
+        top_k=sampling.top_k,
+        min_p=sampling.min_p,
+        repetition_penalty=sampling.repetition_penalty,
+        stop=list(sampling.stop),
+        stop_token_ids=list(sampling.stop_token_ids),
+        seed=request.seed,
+        # 0 alternatives: only the sampled token's log-prob. Flat: one array, not a dictionary per token.
+        logprobs=0,
+        flat_logprobs=True,
+        # Text is needed only to find stop strings.
+        detokenize=bool(sampling.stop),
+        include_stop_str_in_output=True,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+        # The parameters are used for this request only, so vLLM needs no copy.
+        skip_clone=True,
+    )

@@ -14,7 +14,8 @@ from rich.text import Text
 from megarl.files.atomic import storage_faults_named
 from megarl.report.evaluations import ANSWERS, is_evaluation
 from megarl.report.recorded import read_run
-from megarl.report.samples import extreme, read_records, visible
+from megarl.report.sample_text import make_visible
+from megarl.report.samples import extreme, read_records
 from megarl.types import ConfigError
 
 Order = Literal["file", "best", "worst"]
@@ -98,8 +99,8 @@ def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
     # Text objects, not markup: brackets in a sample must not be read as styles of rich.
     text.append(_facts(record) + "\n", "bold")
     for role, said in _said(record):
-        text.append(f"{visible(role)}\n", "cyan")
-        text.append(visible(said).rstrip("\n") + "\n")
+        text.append(f"{make_visible(role)}\n", "cyan")
+        text.append(make_visible(said).rstrip("\n") + "\n")
     if search:
         text.highlight_words([search], "black on yellow", case_sensitive=False)
     return text
@@ -122,7 +123,7 @@ def _facts(record: Mapping[str, Any]) -> str:
         f"ended: {record['finish_reason']}" if record.get("finish_reason") else "",
         str(record.get("reward_failure") or ""),
     ]
-    return visible("  ".join(filter(None, parts)))
+    return make_visible("  ".join(filter(None, parts)))
 
 
 def _said(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:

@@ -9,7 +9,8 @@ from typing import Any
 from megarl.algorithms.estimates import Measure
 from megarl.report.evaluations import ANSWERS, RecordedEvaluation, SetDifference, differences
 from megarl.report.recorded import now_text
-from megarl.report.samples import changed_between, compact, cut, read_records
+from megarl.report.sample_text import compact, shortened_text
+from megarl.report.samples import changed_between, read_records
 
 _NUM_CHANGED = 60
 """Most changed answers shown for a comparison."""
@@ -38,15 +39,15 @@ def evaluation_content(evaluations: Sequence[RecordedEvaluation], labels: Sequen
 def _evaluation(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
     """Return an evaluation's labels, notes and measures."""
     return {
-        "label": cut(label, 120),
-        "path": cut(str(evaluation.path.resolve()), 400),
-        "model": cut(evaluation.model, 400),
+        "label": shortened_text(label, 120),
+        "path": shortened_text(str(evaluation.path.resolve()), 400),
+        "model": shortened_text(evaluation.model, 400),
         "notes": list(evaluation.notes),
         "sets": [
             {
-                "set": cut(name, 120),
+                "set": shortened_text(name, 120),
                 "problems": len(evaluation.sets.get(name, ())),
-                "measures": {cut(key, 80): _measure(measure) for key, measure in measures.items()},
+                "measures": {shortened_text(key, 80): _measure(measure) for key, measure in measures.items()},
             }
             for name, measures in evaluation.measures.items()
         ],
@@ -56,7 +57,7 @@ def _evaluation(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
 def _set_difference(of_set: SetDifference) -> dict[str, Any]:
     """Return the comparison of two evaluations on one validation set, as JSON values."""
     return {
-        "set": cut(of_set.name, 120),
+        "set": shortened_text(of_set.name, 120),
         "problems": of_set.problems,
         "left_out": of_set.left_out,
         "gained": of_set.gained,

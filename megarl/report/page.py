@@ -17,6 +17,7 @@ from megarl.report import curves, samples
 from megarl.report.evaluation_page import evaluation_content
 from megarl.report.evaluations import RecordedEvaluation, is_evaluation, read_evaluation, refuse_mixed
 from megarl.report.recorded import Attempt, RecordedRun, distinct_labels, now_text, read_run
+from megarl.report.sample_text import shortened_text
 from megarl.types import ConfigError
 
 _PAGE = """<!doctype html>
@@ -92,7 +93,7 @@ def render(runs: Sequence[RecordedRun]) -> bytes:
 def render_evaluations(evaluations: Sequence[RecordedEvaluation]) -> bytes:
     """Return the page of these evaluations. Later ones are compared with the first."""
     labels = distinct_labels(evaluations)
-    configs = [[[samples.cut(name, 120), _value(one.config, name)] for name in one.config] for one in evaluations]
+    configs = [[[shortened_text(name, 120), _value(one.config, name)] for name in one.config] for one in evaluations]
     # The page's script shows recipes of runs only, so each evaluation is passed as one.
     runs = [{"label": label, "config": config} for label, config in zip(labels, configs, strict=True)]
     content = {**evaluation_content(evaluations, labels), "runs": runs, "config": config_differences(evaluations)}
@@ -153,7 +154,7 @@ def _seeds_label(seeds: Mapping[str, Any]) -> str:
     """Return the common beginning of all labels, and the seeds of the runs: `grpo, seeds 0, 1, 2`."""
     columns = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*seeds, strict=False))
     shared = "".join(letters[0] for letters in columns).rstrip("-_./ ")
-    return samples.cut(f"{shared or 'runs'}, seeds {', '.join(map(str, seeds.values()))}", 120)
+    return shortened_text(f"{shared or 'runs'}, seeds {', '.join(map(str, seeds.values()))}", 120)
 
 
 def config_differences(runs: Sequence[RecordedRun] | Sequence[RecordedEvaluation]) -> list[dict[str, Any]]:
@@ -180,21 +181,21 @@ def _health(findings: Any) -> list[str]:
         f"{one.get('problem')}. Try this: {one.get('remedy')}."
         for one in found
     ]
-    return [samples.cut(line, 1000) for line in shown]
+    return [shortened_text(line, 1000) for line in shown]
 
 
 def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[str, Any]:
     """Return a run's part of the content."""
     return {
-        "label": samples.cut(label, 120),
-        "path": samples.cut(str(run.path.resolve()), _VALUE),
-        "loop": samples.cut(str(run.config.get("loop", "")), 40),
-        "model": samples.cut(str(run.config.get("model.path", "")), _VALUE),
+        "label": shortened_text(label, 120),
+        "path": shortened_text(str(run.path.resolve()), _VALUE),
+        "loop": shortened_text(str(run.config.get("loop", "")), 40),
+        "model": shortened_text(str(run.config.get("model.path", "")), _VALUE),
         "state": run.state,
         "step": run.step,
         "steps": run.steps,
         "num_logged": len(rows),
-        "cause": samples.cut(str(run.status.get("cause") or ""), 2000),
+        "cause": shortened_text(str(run.status.get("cause") or ""), 2000),
         "exit_code": run.status.get("exit_code") if isinstance(run.status.get("exit_code"), int) else None,
         "rank": run.status.get("rank") if isinstance(run.status.get("rank"), int) else None,
         "health": _health(run.status.get("health")),
@@ -207,7 +208,7 @@ def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[s
         "checkpoints": list(run.checkpoints),
         "damaged": list(run.damaged),
         "earlier": list(run.earlier),
-        "config": [[samples.cut(name, 120), _value(run.config, name)] for name in run.config],
+        "config": [[shortened_text(name, 120), _value(run.config, name)] for name in run.config],
         "samples": samples.summary(run),
     }
 
@@ -217,22 +218,22 @@ def _attempt(run: RecordedRun, place: int) -> dict[str, Any]:
     attempt = run.attempts[place]
     record = attempt.record
     environment = {
-        samples.cut(str(name), 80): samples.cut(value if isinstance(value, str) else json.dumps(value), _VALUE)
+        shortened_text(str(name), 80): shortened_text(value if isinstance(value, str) else json.dumps(value), _VALUE)
         for section in ("machine", "versions")
         if isinstance(record.get(section), Mapping)
         for name, value in record[section].items()
     }
     told = {
-        name: samples.cut(str(record[name]), 2000)
+        name: shortened_text(str(record[name]), 2000)
         for name in ("started", "ended", "state", "cause", "exit_code", "rank", "step", "resumed_step", "command")
         if record.get(name) is not None
     }
     changes = _changes(run.attempts[place - 1], attempt) if place else []
     return {
         "number": attempt.number, **told, "environment": environment, "changes": changes,
-        "stacks": [samples.cut(name, 120) for name in attempt.stacks],
+        "stacks": [shortened_text(name, 120) for name in attempt.stacks],
         "notices": [
-            {"step": notice.get("step"), "text": samples.cut(str(notice.get("text", "")), _VALUE)}
+            {"step": notice.get("step"), "text": shortened_text(str(notice.get("text", "")), _VALUE)}
             for notice in attempt.notices
         ],
         "is_last": place == len(run.attempts) - 1,
@@ -252,7 +253,7 @@ def _value(config: Mapping[str, Any], name: str) -> str | None:
     if name not in config:
         return None
     value = config[name]
-    return samples.cut(value if isinstance(value, str) else json.dumps(value, default=str), _VALUE)
+    return shortened_text(value if isinstance(value, str) else json.dumps(value, default=str), _VALUE)
 
 
 def _hash(text: str) -> str:

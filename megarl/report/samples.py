@@ -1,10 +1,9 @@
-"""Samples of a run: read from its folder, selected for a page, shortened, and made safe to display."""
+"""Samples of a run: read from its folder and selected for a page."""
 
 from __future__ import annotations
 
 import hashlib
 import json
-import re
 from bisect import insort
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from megarl.report.recorded import RecordedRun, json_lines
+from megarl.report.sample_text import as_list, compact, is_finite_number, short_number, token_columns
 
 STEPS_READ = 40
 """Most steps of samples/ read for a page, including the first and the last."""
@@ -29,42 +29,6 @@ _NUM_TOKEN_STEPS = 6
 """Number of steps for which the report shows samples token by token."""
 _NUM_RECORDS_WITH_TOKENS = 24
 """Token-by-token samples shown in total."""
-_TEXT = 4_000
-"""Most characters of a completion."""
-_MESSAGE = 1_500
-"""Most characters of a message."""
-_TOKENS = 600
-"""Most tokens of a token-by-token sample."""
-_TURNS_OF_END = 20
-"""Turns shown at the beginning of an attempt, and at its end. Also messages of a prompt."""
-_MESSAGES_OF_END = 3
-"""Messages answering a turn shown at the beginning, and at the end."""
-_TEXT_OF_TURNS = 60_000
-"""Most characters of all turns of an attempt. With many turns, each is cut shorter."""
-_TEXT_OF_PROMPT = 30_000
-"""Most characters of all messages of a prompt."""
-_LEAST_TEXT = 200
-"""Fewest characters left of a turn."""
-
-_HIDDEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]")
-"""Invisible characters able to change the displayed text: control characters except tab and line feed, bidirectional
-controls, zero-width characters, lone surrogates."""
-
-
-def visible(text: str) -> str:
-    """Return the text with hidden characters made visible: control characters as pictures, others as `<U+202E>`."""
-    # Windows line ends are shown as line ends, not as pictures of a carriage return.
-    return _HIDDEN.sub(_picture, text.replace("\r\n", "\n"))
-
-
-def cut(text: str, most: int) -> str:
-    """Return a visible text of about `most` characters: beginning and end, with the number of omitted characters."""
-    if len(text) <= most:
-        return visible(text)
-    head = most * 2 // 3
-    tail = most - head
-    # Only the shown parts are converted, because a text may have megabytes.
-    return f"{visible(text[:head])}\n[... {len(text) - most} characters left out ...]\n{visible(text[-tail:])}"
 
 
 def read_records(path: Path, step: int) -> Iterator[dict[str, Any]]:
@@ -89,7 +53,7 @@ def summary(run: RecordedRun) -> dict[str, Any]:
     """
     files = run.sample_files
     by_step: list[tuple[int, list[dict[str, Any]]]] = []
-    held_out: dict[str, _HeldOut] = {}
+    held_out: dict[str, _FirstAndLastEvaluation] = {}
     best: list[dict[str, Any]] = []
     worst: list[dict[str, Any]] = []
     turns: list[dict[str, Any]] = []
@@ -98,11 +62,11 @@ def summary(run: RecordedRun) -> dict[str, Any]:
     shown_steps = {step for step, _ in spread(read, 4)}
     for step, path in read:
         numbers = []
-        high, low, of_turns = _Extreme(_NUM_EXTREME, sign=-1), _Extreme(_NUM_EXTREME, sign=1), _OfSeveralTurns()
+        high, low, of_turns = _Extreme(_NUM_EXTREME, sign=-1), _Extreme(_NUM_EXTREME, sign=1), _MultiTurnExtremes()
         for record in read_records(path, step):
             # Records of validation sets are compared between evaluations. All others are from training.
             if "set" in record:
-                held_out.setdefault(_problem(record), _HeldOut()).add(record)
+                held_out.setdefault(_problem(record), _FirstAndLastEvaluation()).add(record)
             else:
                 numbers.append(_numbers(record))
             if step in shown_steps:
@@ -125,7 +89,7 @@ def summary(run: RecordedRun) -> dict[str, Any]:
         "worst": [compact(record) for record in _newest_first(worst)],
         "changed": _changed(held_out, dict(files)),
         "turns": [compact(record) for record in reversed(turns)],
-        "tokens": _with_tokens(run),
+        "tokens": _token_samples(run),
     }
 
 
@@ -134,7 +98,7 @@ def histograms(by_step: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], name:
 
     With few distinct values, each has its own bin, and `values` replaces `edges`. Without numbers the result is {}.
     """
-    found = [(step, [float(r[name]) for r in records if _is_number(r.get(name))]) for step, records in by_step]
+    found = [(step, [float(r[name]) for r in records if is_finite_number(r.get(name))]) for step, records in by_step]
     found = [(step, numbers) for step, numbers in found if numbers]
     distinct = sorted({number for _, numbers in found for number in numbers})
     if not distinct:
@@ -160,60 +124,60 @@ def _newest_first(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(records, key=lambda record: -record["step"])
 
 
-class _Least:
+class _LowestKeys:
     """Collector of the records with the smallest keys, in order. Keys must be unique."""
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._kept: list[tuple[tuple[float, ...], dict[str, Any]]] = []
+        self._records: list[tuple[tuple[float, ...], dict[str, Any]]] = []
 
     def add(self, key: tuple[float, ...], record: Mapping[str, Any]) -> None:
         """Add a record with its key."""
         # Only a few records are retained: a step's file may have thousands of long ones.
-        if len(self._kept) < self._most or (self._kept and key < self._kept[-1][0]):
-            insort(self._kept, (key, dict(record)), key=lambda item: item[0])
-            del self._kept[self._most :]
+        if len(self._records) < self._most or (self._records and key < self._records[-1][0]):
+            insort(self._records, (key, dict(record)), key=lambda item: item[0])
+            del self._records[self._most :]
 
     @property
     def records(self) -> list[dict[str, Any]]:
         """Collected records, smallest key first."""
-        return [record for _, record in self._kept]
+        return [record for _, record in self._records]
 
 
 class _Extreme:
     """Collector of the lowest (`sign` 1) or highest (-1) rewards. For ties it prefers different problems."""
 
     def __init__(self, most: int, *, sign: int) -> None:
-        self._least = _Least(most)
+        self._lowest = _LowestKeys(most)
         self._sign = sign
         self._seen: Counter[tuple[str, float]] = Counter()
         self._number = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a record. Records without a reward are skipped."""
-        if not _is_number(record.get("reward")):
+        if not is_finite_number(record.get("reward")):
             return
         kind = (_problem(record), float(record["reward"]))
         self._number += 1
         # The number of earlier ties comes second, so other problems are preferred; the last number makes keys unique.
-        self._least.add((self._sign * kind[1], self._seen[kind], record["line"], self._number), record)
+        self._lowest.add((self._sign * kind[1], self._seen[kind], record["line"], self._number), record)
         self._seen[kind] += 1
 
     @property
     def records(self) -> list[dict[str, Any]]:
         """Collected records, most extreme first."""
-        return self._least.records
+        return self._lowest.records
 
 
-class _OfSeveralTurns:
+class _MultiTurnExtremes:
     """Collector of at most four multi-turn attempts: those with the highest and lowest rewards."""
 
     def __init__(self) -> None:
-        self._high, self._low = _Least(_NUM_TURNS // 2), _Least(_NUM_TURNS // 2)
+        self._high, self._low = _LowestKeys(_NUM_TURNS // 2), _LowestKeys(_NUM_TURNS // 2)
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a record. Records with fewer than two turns are skipped."""
-        if len(_list(record.get("turns"))) < 2:
+        if len(as_list(record.get("turns"))) < 2:
             return
         self._high.add((-_reward(record), record["line"]), record)
         self._low.add((_reward(record), -record["line"]), record)
@@ -233,28 +197,8 @@ def extreme(records: Iterable[Mapping[str, Any]], most: int, *, sign: int) -> li
     return found.records
 
 
-def compact(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record as shown on a page: shortened and visible. Missing fields are omitted."""
-    texts = {name: cut(str(record[name]), _MESSAGE) for name in ("set", "source", "reward_failure", "finish_reason")
-             if record.get(name) is not None}  # fmt: skip
-    prompt_text = _TEXT_OF_PROMPT // max(1, min(len(_list(record.get("prompt"))), 2 * _TURNS_OF_END))
-    prompt = _messages(record.get("prompt"), ends=_TURNS_OF_END, most=min(_MESSAGE, prompt_text))
-    numbers = {
-        name: _short(record[name]) for name in ("step", "line", "reward", "tokens") if _is_number(record.get(name))
-    }
-    flags = {name: record[name] for name in ("answer_correct", "format_valid") if isinstance(record.get(name), bool)}
-    found: dict[str, Any] = {**texts, **numbers, **flags, "prompt": prompt}
-    if record.get("answer") not in (None, ""):
-        found["answer"] = cut(_text(record["answer"]), _MESSAGE)
-    if several := _turns(record):
-        found["turns"] = several
-    else:
-        found["completion"] = cut(_text(record.get("completion", "")), _TEXT)
-    return found
-
-
 @dataclass(slots=True)
-class _Evaluated:
+class _EvaluatedProblem:
     """Samples of a held-out problem in one evaluation: line, reward and hash of the completion of each."""
 
     step: int
@@ -266,39 +210,39 @@ class _Evaluated:
         return sum(reward for _, reward, _ in self.samples) / len(self.samples)
 
     @property
-    def said(self) -> list[bytes]:
+    def completions(self) -> list[bytes]:
         """Sorted hashes of the completions, for comparing two evaluations."""
-        return sorted(said for *_, said in self.samples)
+        return sorted(completions for *_, completions in self.samples)
 
     @property
-    def shown(self) -> tuple[int, int]:
+    def representative(self) -> tuple[int, int]:
         """Step of these samples, and the line number of the sample with the reward nearest to their mean reward."""
         mean = self.mean
         return self.step, min(self.samples, key=lambda sample: (abs(sample[1] - mean), sample[0]))[0]
 
 
 @dataclass(slots=True)
-class _HeldOut:
+class _FirstAndLastEvaluation:
     """Held-out problem in its first and its last evaluation."""
 
-    first: _Evaluated | None = None
-    last: _Evaluated | None = None
+    first: _EvaluatedProblem | None = None
+    last: _EvaluatedProblem | None = None
 
     def add(self, record: Mapping[str, Any]) -> None:
         """Add a sample. Evaluations must come in order."""
         step = record["step"]
         if self.first is None:
             # One object for both, until a second evaluation begins.
-            self.first = self.last = _Evaluated(step)
+            self.first = self.last = _EvaluatedProblem(step)
         elif self.last is not None and self.last.step != step:
-            self.last = _Evaluated(step)
+            self.last = _EvaluatedProblem(step)
         if self.last is not None:
-            self.last.samples.append((record["line"], _reward(record), digest(_said(record))))
+            self.last.samples.append((record["line"], _reward(record), digest(_completions(record))))
 
 
 def changed_between(before: Path, after: Path, most: int) -> list[dict[str, Any]]:
     """Return problems with different answers in two evaluation files, as in `summary`, scored by right answers."""
-    problems: dict[str, _HeldOut] = {}
+    problems: dict[str, _FirstAndLastEvaluation] = {}
     files = {0: before, 1: after}
     for number, path in files.items():
         for record in read_records(path, number):
@@ -308,7 +252,7 @@ def changed_between(before: Path, after: Path, most: int) -> list[dict[str, Any]
             scored = {**record, "reward": float(record["answer_correct"] is True)}
             # The number of a problem names another one if its data file changed, so the content counts too.
             identity = digest([record.get("prompt"), record.get("answer")]).hex()
-            problems.setdefault(f"{_problem(record)} {identity}", _HeldOut()).add(scored)
+            problems.setdefault(f"{_problem(record)} {identity}", _FirstAndLastEvaluation()).add(scored)
     in_both = {name: one for name, one in problems.items() if one.first is not one.last}
     found = _changed(in_both, files, most)
     for pair in found:
@@ -318,13 +262,13 @@ def changed_between(before: Path, after: Path, most: int) -> list[dict[str, Any]
 
 
 def _changed(
-    problems: Mapping[str, _HeldOut], files: Mapping[int, Path], most: int = _NUM_CHANGED
+    problems: Mapping[str, _FirstAndLastEvaluation], files: Mapping[int, Path], most: int = _NUM_CHANGED
 ) -> list[dict[str, Any]]:
     """Return changed held-out problems with the largest change of mean reward, at most half of them losses."""
     pairs = [
         (one.last.mean - one.first.mean, one.first, one.last)
         for one in problems.values()
-        if one.first and one.last and one.last.step != one.first.step and one.last.said != one.first.said
+        if one.first and one.last and one.last.step != one.first.step and one.last.completions != one.first.completions
     ]
     gained = sorted((pair for pair in pairs if pair[0] > 0), key=lambda pair: -pair[0])
     lost = sorted((pair for pair in pairs if pair[0] < 0), key=lambda pair: pair[0])
@@ -335,27 +279,29 @@ def _changed(
     chosen += same[: most - len(chosen)]
     counts = {"gained": len(gained), "lost": len(lost), "same": len(same), "problems": len(problems)}
     # Read again, because holding all texts in memory could take gigabytes.
-    records = _fetched({place for _, *pair in chosen for place in (pair[0].shown, pair[1].shown)}, files)
+    records = _read_at(
+        {place for _, *pair in chosen for place in (pair[0].representative, pair[1].representative)}, files
+    )
     return [
         {
-            "before": _of_several(records[before.shown], before),
-            "after": _of_several(records[after.shown], after),
-            "change": _short(change),
+            "before": _compact_with_count(records[before.representative], before),
+            "after": _compact_with_count(records[after.representative], after),
+            "change": short_number(change),
             **counts,
         }
         for change, before, after in chosen
-        if before.shown in records and after.shown in records
+        if before.representative in records and after.representative in records
     ]
 
 
-def _of_several(record: Mapping[str, Any], evaluated: _Evaluated) -> dict[str, Any]:
+def _compact_with_count(record: Mapping[str, Any], evaluated: _EvaluatedProblem) -> dict[str, Any]:
     """Return a record as shown on a page. If its problem has several samples, add their number and mean reward."""
     count = len(evaluated.samples)
-    several = {"samples": count, "mean": _short(evaluated.mean)} if count > 1 else {}
+    several = {"samples": count, "mean": short_number(evaluated.mean)} if count > 1 else {}
     return {**compact(record), **several}
 
 
-def _fetched(places: Iterable[tuple[int, int]], files: Mapping[int, Path]) -> dict[tuple[int, int], dict[str, Any]]:
+def _read_at(places: Iterable[tuple[int, int]], files: Mapping[int, Path]) -> dict[tuple[int, int], dict[str, Any]]:
     """Read and return the records at these steps and lines."""
     lines: dict[int, set[int]] = {}
     for step, line in places:
@@ -378,7 +324,7 @@ def _steps_to_read(files: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
     return spread(files, most)
 
 
-def _with_tokens(run: RecordedRun) -> list[dict[str, Any]]:
+def _token_samples(run: RecordedRun) -> list[dict[str, Any]]:
     """Return token-by-token samples, newest first."""
     found: list[dict[str, Any]] = []
     for step, path in reversed(spread(run.token_files, _NUM_TOKEN_STEPS)):
@@ -387,65 +333,10 @@ def _with_tokens(run: RecordedRun) -> list[dict[str, Any]]:
                 return found
             columns = record.get("columns")
             if isinstance(columns, dict):
-                found.append({**compact(record), "columns": _columns(columns), "cut": _count(record.get("cut"))})
+                found.append({**compact(record), "columns": token_columns(columns), "cut": _count(record.get("cut"))})
                 # The tokens contain the completion. Storing it twice would enlarge the page.
                 found[-1].pop("completion", None)
     return found
-
-
-def _columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the arrays of a sample's tokens: visible texts, short numbers, all of equal length."""
-    texts = [visible(str(text)) for text in _list(columns.get("text"))][:_TOKENS]
-    found: dict[str, list[Any]] = {"text": texts}
-    for name, values in columns.items():
-        numbers = _list(values)[: len(texts)]
-        # A column of another length cannot be matched with the tokens, so it is dropped.
-        if name != "text" and len(numbers) == len(texts):
-            found[str(name)] = [_short(value) if _is_number(value) else None for value in numbers]
-    return found
-
-
-def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the turns with their numbers. Long attempts keep only the first and last ones."""
-    numbered = [
-        (number, turn) for number, turn in enumerate(_list(record.get("turns")), 1) if isinstance(turn, Mapping)
-    ]
-    if len(numbered) > 2 * _TURNS_OF_END:
-        numbered = [*numbered[:_TURNS_OF_END], *numbered[-_TURNS_OF_END:]]
-    texts = sum(1 + min(len(_list(turn.get("observation"))), 2 * _MESSAGES_OF_END) for _, turn in numbered)
-    most = max(_LEAST_TEXT, _TEXT_OF_TURNS // max(1, texts))
-    return [
-        {
-            "number": number,
-            "completion": cut(_text(turn.get("completion", "")), min(_TEXT, most)),
-            **({"reward": _short(turn["reward"])} if _is_number(turn.get("reward")) else {}),
-            "observation": _messages(turn.get("observation"), ends=_MESSAGES_OF_END, most=min(_MESSAGE, most)),
-        }
-        for number, turn in numbered
-    ]
-
-
-def _messages(value: Any, *, ends: int, most: int) -> list[dict[str, str]]:
-    """Return messages as roles and texts. Tool calls and other fields become JSON.
-
-    If there are more than 2 * `ends`, one message with the number of the omitted ones replaces the middle.
-    """
-    messages = _list(value) if not isinstance(value, Mapping | str) else [value]
-    left_out = len(messages) - 2 * ends
-    if left_out <= 0:
-        return [_message(message, most) for message in messages]
-    told = {"role": "", "text": f"[... {left_out} messages left out ...]"}
-    head, tail = messages[:ends], messages[-ends:]
-    return [*(_message(message, most) for message in head), told, *(_message(message, most) for message in tail)]
-
-
-def _message(message: Any, most: int) -> dict[str, str]:
-    """Return a message as role and text."""
-    if not isinstance(message, Mapping):
-        return {"role": "", "text": cut(_text(message), most)}
-    rest = {name: item for name, item in message.items() if name not in ("role", "content") and item}
-    text = _text(message.get("content") or "") + (f"\n{_text(rest)}" if rest else "")
-    return {"role": cut(str(message.get("role", "")), 40), "text": cut(text, most)}
 
 
 def _problem(record: Mapping[str, Any]) -> str:
@@ -455,9 +346,9 @@ def _problem(record: Mapping[str, Any]) -> str:
     return digest([record.get("set"), record.get("source"), index, prompt]).hex()
 
 
-def _said(record: Mapping[str, Any]) -> Any:
+def _completions(record: Mapping[str, Any]) -> Any:
     """Return the completions of all turns, or the only completion."""
-    turns = [turn.get("completion") for turn in _list(record.get("turns")) if isinstance(turn, Mapping)]
+    turns = [turn.get("completion") for turn in as_list(record.get("turns")) if isinstance(turn, Mapping)]
     return turns or record.get("completion")
 
 
@@ -474,40 +365,9 @@ def _numbers(record: Mapping[str, Any]) -> dict[str, Any]:
 
 def _reward(record: Mapping[str, Any]) -> float:
     """Return the reward of a record, 0 if it has none."""
-    return float(record["reward"]) if _is_number(record.get("reward")) else 0.0
-
-
-def _is_number(value: Any) -> bool:
-    """Return whether a value is a finite number, with a margin for rounding and sums. NaN and bool are not."""
-    # 1e300 and not the largest float, so that rounding and sums cannot overflow.
-    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+    return float(record["reward"]) if is_finite_number(record.get("reward")) else 0.0
 
 
 def _count(value: Any) -> int:
     """Return an integer, 0 for other values."""
-    return int(value) if _is_number(value) else 0
-
-
-def _short(value: Any) -> Any:
-    """Return a number with four significant digits, as an integer if it is one."""
-    number = float(f"{float(value):.4g}") if not isinstance(value, int) else value
-    return int(number) if float(number).is_integer() else number
-
-
-def _text(value: Any) -> str:
-    """Return a text unchanged, other values as JSON."""
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
-
-
-def _list(value: Any) -> list[Any]:
-    """Return a list, [] for other values."""
-    return list(value) if isinstance(value, list | tuple) else []
-
-
-def _picture(found: re.Match[str]) -> str:
-    """Return the visible replacement of a hidden character."""
-    code = ord(found[0])
-    # Unicode has a picture for each control character, from U+2400 on.
-    if code < 0x20:
-        return chr(0x2400 + code)
-    return "\u2421" if code == 0x7F else f"<U+{code:04X}>"
+    return int(value) if is_finite_number(value) else 0

@@ -55,7 +55,7 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     """Sample on one rank. Only leaders return completions."""
     from safetensors.torch import load_file
 
-    from megarl.engine.engine import RolloutEngine, loose_tensors
+    from megarl.engine.engine import RolloutEngine, unrestored_tensors
 
     set_num_threads, random_state = torch.set_num_threads, _random_state()
     engine = RolloutEngine(
@@ -127,9 +127,9 @@ def scenario(model_path: str, tp: int) -> dict[str, Any]:
     result["kept"] = run([])
     result["metrics"].append(values(engine.metrics()))
     result["unfinished_after"] = len(engine._running)
-    result["loose_tensors"] = [loose_tensors(engine.model)]
+    result["unrestored_tensors"] = [unrestored_tensors(engine.model)]
     engine.model.get_submodule("model.norm").scale = torch.ones(1)
-    result["loose_tensors"].append(loose_tensors(engine.model))
+    result["unrestored_tensors"].append(unrestored_tensors(engine.model))
     result["kept_random_state"] = _random_state() == random_state
     result["kept_thread_control"] = torch.set_num_threads is set_num_threads
 
@@ -421,7 +421,7 @@ def test_no_shared_memory_is_held_that_a_kill_would_leave(world_size, tp, outcom
 
 
 def test_a_tensor_that_a_deep_sleep_would_lose_is_noticed(outcome) -> None:
-    assert outcome(1, 1)[0]["loose_tensors"] == [[], ["model.norm.scale"]]
+    assert outcome(1, 1)[0]["unrestored_tensors"] == [[], ["model.norm.scale"]]
 
 
 def vllm_field_error(model_path: str, fields: dict[str, Any]) -> str:

@@ -24,7 +24,7 @@ def built_on_meta(folders: dict[str, str]) -> dict[str, tuple[list[str], list[st
     from vllm.model_executor.layers import rotary_embedding
     from vllm.model_executor.model_loader.utils import initialize_model, process_weights_after_loading
 
-    from megarl.engine.engine import kept_weights_notice, loose_tensors
+    from megarl.engine.engine import sleep_copies_notice, unrestored_tensors
     from megarl.engine.vllm_arguments import engine_arguments, engine_config
 
     found = {}
@@ -40,10 +40,10 @@ def built_on_meta(folders: dict[str, str]) -> dict[str, tuple[list[str], list[st
                 patch.setattr(rotary_embedding, "_ROPE_DICT", {})
                 model = initialize_model(vllm_config)
             parallel_state.destroy_model_parallel()
-        built = loose_tensors(model)
-        notice = kept_weights_notice(model, built)
+        built = unrestored_tensors(model)
+        notice = sleep_copies_notice(model, built)
         process_weights_after_loading(model, vllm_config.model_config, torch.device("meta"))
-        found[family] = built, loose_tensors(model), notice
+        found[family] = built, unrestored_tensors(model), notice
     return found
 
 

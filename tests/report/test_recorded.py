@@ -19,7 +19,8 @@ from megarl.report.curves import (
     with_derived,
 )
 from megarl.report.recorded import distinct_labels, read_run
-from megarl.report.samples import cut, histograms, spread, visible
+from megarl.report.sample_text import make_visible, shortened_text
+from megarl.report.samples import histograms, spread
 from megarl.types import ConfigError
 from tests.report.made_runs import make_run
 
@@ -138,8 +139,8 @@ def test_faults_are_summed() -> None:
 
 
 def test_hidden_characters_are_shown_and_long_texts_cut() -> None:
-    assert visible("a\x1b[31m\u202eb\tc\r\nd\x7f\ud800") == "a\u241b[31m<U+202E>b\tc\nd\u2421<U+D800>"
-    found = cut("x" * 50 + "y" * 50, 30)
+    assert make_visible("a\x1b[31m\u202eb\tc\r\nd\x7f\ud800") == "a\u241b[31m<U+202E>b\tc\nd\u2421<U+D800>"
+    found = shortened_text("x" * 50 + "y" * 50, 30)
     assert found == "x" * 20 + "\n[... 70 characters left out ...]\n" + "y" * 10
 
 

@@ -120,7 +120,8 @@ class MeasuredEngine:
 
     def bare(self, chains: Sequence[Sequence[Request]]) -> dict[str, list[int]]:
         """Sample chains of requests, each after the one before; token ids by request."""
-        from megarl.engine.engine import preserved_random_state, sampling_params
+        from megarl.engine.engine import preserved_random_state
+        from megarl.engine.vllm_arguments import sampling_params
 
         following = {one.request_id: two for chain in chains for one, two in itertools.pairwise(chain)}
         found: dict[str, list[int]] = {}

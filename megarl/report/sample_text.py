@@ -1,0 +1,156 @@
+"""Text of samples for a page: shortened, with hidden characters made visible."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+_TEXT = 4_000
+"""Most characters of a completion."""
+_MESSAGE = 1_500
+"""Most characters of a message."""
+_TOKENS = 600
+"""Most tokens of a token-by-token sample."""
+_TURNS_OF_END = 20
+"""Turns shown at the beginning of an attempt, and at its end. Also messages of a prompt."""
+_MESSAGES_OF_END = 3
+"""Messages answering a turn shown at the beginning, and at the end."""
+_TEXT_OF_TURNS = 60_000
+"""Most characters of all turns of an attempt. With many turns, each is cut shorter."""
+_TEXT_OF_PROMPT = 30_000
+"""Most characters of all messages of a prompt."""
+_LEAST_TEXT = 200
+"""Fewest characters left of a turn."""
+_HIDDEN_CHARACTERS = re.compile(
+    r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
+)
+"""Invisible characters able to change the displayed text: control characters except tab and line feed, bidirectional
+controls, zero-width characters, lone surrogates."""
+
+
+def make_visible(text: str) -> str:
+    """Return the text with hidden characters made visible: control characters as pictures, others as `<U+202E>`."""
+    # Windows line ends are shown as line ends, not as pictures of a carriage return.
+    return _HIDDEN_CHARACTERS.sub(_visible_replacement, text.replace("\r\n", "\n"))
+
+
+def shortened_text(text: str, most: int) -> str:
+    """Return a visible text of about `most` characters: beginning and end, with the number of omitted characters."""
+    if len(text) <= most:
+        return make_visible(text)
+    head = most * 2 // 3
+    tail = most - head
+    # Only the shown parts are converted, because a text may have megabytes.
+    return (
+        f"{make_visible(text[:head])}\n[... {len(text) - most} characters left out ...]\n{make_visible(text[-tail:])}"
+    )
+
+
+def compact(record: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a record as shown on a page: shortened and visible. Missing fields are omitted."""
+    names = ("set", "source", "reward_failure", "finish_reason")
+    texts = {name: shortened_text(str(record[name]), _MESSAGE) for name in names if record.get(name) is not None}
+    prompt_text = _TEXT_OF_PROMPT // max(1, min(len(as_list(record.get("prompt"))), 2 * _TURNS_OF_END))
+    prompt = _messages(record.get("prompt"), ends=_TURNS_OF_END, most=min(_MESSAGE, prompt_text))
+    numbers = {
+        name: short_number(record[name])
+        for name in ("step", "line", "reward", "tokens")
+        if is_finite_number(record.get(name))
+    }
+    flags = {name: record[name] for name in ("answer_correct", "format_valid") if isinstance(record.get(name), bool)}
+    found: dict[str, Any] = {**texts, **numbers, **flags, "prompt": prompt}
+    if record.get("answer") not in (None, ""):
+        found["answer"] = shortened_text(as_text(record["answer"]), _MESSAGE)
+    if several := _turns(record):
+        found["turns"] = several
+    else:
+        found["completion"] = shortened_text(as_text(record.get("completion", "")), _TEXT)
+    return found
+
+
+def token_columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Return the arrays of a sample's tokens: visible texts, short numbers, all of equal length."""
+    texts = [make_visible(str(text)) for text in as_list(columns.get("text"))][:_TOKENS]
+    found: dict[str, list[Any]] = {"text": texts}
+    for name, values in columns.items():
+        numbers = as_list(values)[: len(texts)]
+        # A column of another length cannot be matched with the tokens, so it is dropped.
+        if name != "text" and len(numbers) == len(texts):
+            found[str(name)] = [short_number(value) if is_finite_number(value) else None for value in numbers]
+    return found
+
+
+def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
+    """Return the turns with their numbers. Long attempts keep only the first and last ones."""
+    numbered = [
+        (number, turn) for number, turn in enumerate(as_list(record.get("turns")), 1) if isinstance(turn, Mapping)
+    ]
+    if len(numbered) > 2 * _TURNS_OF_END:
+        numbered = [*numbered[:_TURNS_OF_END], *numbered[-_TURNS_OF_END:]]
+    texts = sum(1 + min(len(as_list(turn.get("observation"))), 2 * _MESSAGES_OF_END) for _, turn in numbered)
+    most = max(_LEAST_TEXT, _TEXT_OF_TURNS // max(1, texts))
+    return [
+        {
+            "number": number,
+            "completion": shortened_text(as_text(turn.get("completion", "")), min(_TEXT, most)),
+            **({"reward": short_number(turn["reward"])} if is_finite_number(turn.get("reward")) else {}),
+            "observation": _messages(turn.get("observation"), ends=_MESSAGES_OF_END, most=min(_MESSAGE, most)),
+        }
+        for number, turn in numbered
+    ]
+
+
+def _messages(value: Any, *, ends: int, most: int) -> list[dict[str, str]]:
+    """Return messages as roles and texts. Tool calls and other fields become JSON.
+
+    If there are more than 2 * `ends`, one message with the number of the omitted ones replaces the middle.
+    """
+    messages = as_list(value) if not isinstance(value, Mapping | str) else [value]
+    left_out = len(messages) - 2 * ends
+    if left_out <= 0:
+        return [_message(message, most) for message in messages]
+    omitted = {"role": "", "text": f"[... {left_out} messages left out ...]"}
+    head, tail = messages[:ends], messages[-ends:]
+    return [*(_message(message, most) for message in head), omitted, *(_message(message, most) for message in tail)]
+
+
+def _message(message: Any, most: int) -> dict[str, str]:
+    """Return a message as role and text."""
+    if not isinstance(message, Mapping):
+        return {"role": "", "text": shortened_text(as_text(message), most)}
+    other_fields = {name: item for name, item in message.items() if name not in ("role", "content") and item}
+    text = as_text(message.get("content") or "") + (f"\n{as_text(other_fields)}" if other_fields else "")
+    return {"role": shortened_text(str(message.get("role", "")), 40), "text": shortened_text(text, most)}
+
+
+def is_finite_number(value: Any) -> bool:
+    """Return whether a value is a finite number, with a margin for rounding and sums. NaN and bool are not."""
+    # 1e300 and not the largest float, so that rounding and sums cannot overflow.
+    return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
+
+
+def short_number(value: Any) -> Any:
+    """Return a number with four significant digits, as an integer if it is one."""
+    number = float(f"{float(value):.4g}") if not isinstance(value, int) else value
+    return int(number) if float(number).is_integer() else number
+
+
+def as_text(value: Any) -> str:
+    """Return a text unchanged, other values as JSON."""
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def as_list(value: Any) -> list[Any]:
+    """Return a list, [] for other values."""
+    return list(value) if isinstance(value, list | tuple) else []
+
+
+def _visible_replacement(found: re.Match[str]) -> str:
+    """Return the visible replacement of a hidden character."""
+    code = ord(found[0])
+    # Unicode has a picture for each control character, from U+2400 on.
+    if code < 0x20:
+        return chr(0x2400 + code)
+    return "\u2421" if code == 0x7F else f"<U+{code:04X}>"
