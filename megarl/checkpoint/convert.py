@@ -129,21 +129,23 @@ def to_hf(
     started = time.perf_counter()
     checkpoint = find_checkpoint(megatron)
     root = checkpoint.parent if (checkpoint.parent / MANIFEST).exists() else checkpoint
-    beside = hf or next((f for f in (checkpoint.parent / COMPANIONS, checkpoint / COMPANIONS) if f.is_dir()), None)
-    if beside is None:
+    model_folder = hf or next(
+        (f for f in (checkpoint.parent / COMPANIONS, checkpoint / COMPANIONS) if f.is_dir()), None
+    )
+    if model_folder is None:
         raise ConfigError(
             f"{checkpoint.parent}: has no folder {COMPANIONS} with a config.json; give a model folder as --hf."
         )
-    model = read_model_shape(beside, override)
+    model = read_model_shape(model_folder, override)
     with new_folder(out) as manifest, _checked(root):
         source = CheckpointReader(checkpoint, model)
         dtypes = {name: dtype or source.dtypes[name] for name in hf_tensors(model)}
         total = _num_bytes(model, dtypes)
         files = None
-        if dtype is None and shard_bytes is None and (beside / INDEX).exists():
-            files = _files_of_index(beside, dtypes)
+        if dtype is None and shard_bytes is None and (model_folder / INDEX).exists():
+            files = _files_of_index(model_folder, dtypes)
         if files is not None:
-            manifest.copy(beside / INDEX, INDEX)
+            manifest.copy(model_folder / INDEX, INDEX)
         else:
             # Sized by the widest dtype: tensors may differ, and a file must not exceed the limit.
             widest = max(kind.itemsize for kind in dtypes.values())
@@ -152,7 +154,7 @@ def to_hf(
             if len(files) > 1:
                 manifest.append(INDEX, index_text(files, total).encode())
         _write_files(source, files, model, dtypes, manifest)
-        _copy_companions(beside, manifest, "", dtype, override)
+        _copy_companions(model_folder, manifest, "", dtype, override)
         manifest.close({"format": "safetensors"})
         if verify:
             verify_copy(source, FolderReader(manifest.folder, model), model, manifest.folder)

@@ -37,7 +37,7 @@ def engine_weights(layouts: VllmLayouts, rank: int, itemsize: int, quantization:
     return total
 
 
-def waiting_bytes(layouts: VllmLayouts, rank: int, itemsize: int, *, bucket_bytes: int, stages: int) -> int:
+def unquantised_bytes(layouts: VllmLayouts, rank: int, itemsize: int, *, bucket_bytes: int, stages: int) -> int:
     """Return the peak bytes of a reshard to an FP8 engine on a rank, on top of weights and buckets.
 
     First come incomplete weights (`reshard.quantised`). The plan runs through the layers of the trainer's pipeline
@@ -54,9 +54,9 @@ def waiting_bytes(layouts: VllmLayouts, rank: int, itemsize: int, *, bucket_byte
     layer = sum(modules.values())
     whole = layer * layouts.model.num_layers
     # At most all weights wait. Otherwise two layers of each stage are incomplete, plus the buckets in flight.
-    waiting = min(whole * itemsize, 2 * stages * layer * itemsize + 3 * bucket_bytes)
-    beside = max(numel * (1 if name == "experts" else _QUANTISING_BYTES) for name, numel in modules.items())
-    return waiting + max(modules.values()) * itemsize + beside
+    unquantised = min(whole * itemsize, 2 * stages * layer * itemsize + 3 * bucket_bytes)
+    temporary = max(numel * (1 if name == "experts" else _QUANTISING_BYTES) for name, numel in modules.items())
+    return unquantised + max(modules.values()) * itemsize + temporary
 
 
 def _is_quantised(stack: Stack) -> bool:

@@ -54,7 +54,7 @@ class Phase:
 
 
 @dataclass(frozen=True, slots=True)
-class CacheRoom:
+class CacheCapacity:
     """Capacity of one engine's KV cache in requests."""
 
     tokens: int
@@ -107,7 +107,7 @@ class MemoryTable:
     """All phases of a run, and the KV cache capacity of its engines (None without an engine)."""
 
     phases: tuple[Phase, ...]
-    cache: CacheRoom | None
+    cache: CacheCapacity | None
     is_gpu: bool
     """False: ranks are on a CPU, so all memory is host memory."""
 

@@ -21,7 +21,7 @@ from megarl.memory_plan.devices import (
     PINNED_BLOCK_BYTES,
     Platform,
 )
-from megarl.memory_plan.memory_table import CacheRoom, MemoryTable, Phase, Use
+from megarl.memory_plan.memory_table import CacheCapacity, MemoryTable, Phase, Use
 from megarl.memory_plan.models import Built, Models
 from megarl.memory_plan.trainer_bytes import TrainerStates
 from megarl.reshard.layouts.lora import adapter_layouts
@@ -49,7 +49,7 @@ def memory_table(recipe: Recipe, models: Models, platform: Platform, *, gpu_gib:
             by_name.setdefault(phase.name, []).append(phase)
     phases = tuple(max(same, key=lambda phase: (phase.device_bytes, phase.host_bytes)) for same in by_name.values())
     sampling = next((memory for memory in memories if memory.has_engine), None)
-    return MemoryTable(phases, None if sampling is None else sampling.cache_room(), is_gpu=platform.is_gpu)
+    return MemoryTable(phases, None if sampling is None else sampling.cache_capacity(), is_gpu=platform.is_gpu)
 
 
 @dataclass(frozen=True)
@@ -111,11 +111,11 @@ class RankMemory:
         return engine_bytes.engine_weights(self._engine_layouts, self._engine_rank, self.itemsize, quantization)
 
     @cached_property
-    def waiting(self) -> int:
+    def unquantised_weights(self) -> int:
         """Return bytes used by an engine to make its FP8 weights during a reshard."""
         if not self.has_engine or self.recipe.rollout.quantization == "none":
             return 0
-        return engine_bytes.waiting_bytes(
+        return engine_bytes.unquantised_bytes(
             self._engine_layouts,
             self._engine_rank,
             self.itemsize,
@@ -164,13 +164,13 @@ class RankMemory:
         bucket = self.recipe.weights.bucket_mib << 20
         return min(2 * bucket, self.engine_weights + self.policy.parameters)
 
-    def cache_room(self) -> CacheRoom:
+    def cache_capacity(self) -> CacheCapacity:
         """Return the requests fitting in the KV cache of the rank's engine."""
         blocks = self.cache_bytes // self._block_bytes
         # vLLM 0.30 holds one block back.
         tokens = max(0, blocks - 1) * self._block_tokens
         most = self.recipe.rollout.max_concurrent_requests
-        return CacheRoom(tokens, self.recipe.context_tokens, most, min(most, self._requests_of_step))
+        return CacheCapacity(tokens, self.recipe.context_tokens, most, min(most, self._requests_of_step))
 
     @property
     def _requests_of_step(self) -> int:
@@ -187,7 +187,7 @@ class RankMemory:
             part = "trainer" if self.has_trainer else "engine"
         moments = self._of_trainer() if self.has_trainer else self._of_engine()
         for name, uses in moments.items():
-            yield Phase(name, self.rank, tuple(self._placed([*uses, *self._sent_beside(name)])), part)
+            yield Phase(name, self.rank, tuple(self._placed([*uses, *self._background_send(name)])), part)
 
     def _of_engine(self) -> dict[str, list[Use]]:
         """Return the phases of a rank used only for sampling."""
@@ -214,7 +214,7 @@ class RankMemory:
         """Return the fullest moment of the start: engine being built, models in place, or first reshard."""
         # Moments appear with the first update, so they are missing until then.
         began = replace(self.policy, moments=0)
-        building = [*self._states(began, _ALL), *self._critic(()), *self._idle_engine(), *self._waiting()]
+        building = [*self._states(began, _ALL), *self._critic(()), *self._idle_engine(), *self._idle_models()]
         if built := max(self.policy.built, self.critic.built):
             on_host = max(self.policy.built_on_host, self.critic.built_on_host)
             building.append(Use("optimizer being built", built, on_host))
@@ -224,17 +224,22 @@ class RankMemory:
         return max(moments, key=lambda uses: sum(use.device_bytes for use in uses))
 
     def _rollout(self, policy: TrainerStates | None = None) -> list[Use]:
-        return [*self._states(policy or self.policy, ()), *self._critic(()), *self._awake_engine(), *self._waiting()]
+        return [
+            *self._states(policy or self.policy, ()),
+            *self._critic(()),
+            *self._awake_engine(),
+            *self._idle_models(),
+        ]
 
     def _reshard(self, policy: TrainerStates | None = None) -> list[Use]:
         states = policy or self.policy
         # A separate rank holds only one of the two, so nothing is offloaded and nothing sleeps.
         is_alone = self.layout.is_separate
-        uses = [*self._states(states, _ALL if is_alone else ("parameters",)), *self._critic(()), *self._waiting()]
+        uses = [*self._states(states, _ALL if is_alone else ("parameters",)), *self._critic(()), *self._idle_models()]
         if states.merged:
             uses.append(Use("merged adapters", states.merged))
-        if self.waiting:
-            uses.append(Use("unquantised weights", self.waiting))
+        if self.unquantised_weights:
+            uses.append(Use("unquantised weights", self.unquantised_weights))
         # On a colocated GPU the cache is released during a reshard.
         cache = 0 if self.platform.is_gpu and not is_alone else self.cache_bytes
         return [*uses, Use("engine weights", self.engine_weights), Use("KV cache", cache), Use("staging", self.staging)]
@@ -282,7 +287,7 @@ class RankMemory:
             *self._states(self.policy, _ALL),
             *self._critic(_ALL),
             *self._idle_engine(),
-            *self._waiting(),
+            *self._idle_models(),
             Use("checkpoint", 0, saved),
         ]
 
@@ -290,8 +295,8 @@ class RankMemory:
         """Return the memory used by each model while the model `name` computes. While the critic computes, the policy
         is offloaded. A scoring model is loaded in addition to the policy."""
         if name == "critic":
-            return [*self._states(self.policy, ()), *self._critic(_ALL), *self._waiting()]
-        return [*self._states(self.policy, _ALL), *self._critic(()), *self._waiting(at_work=name)]
+            return [*self._states(self.policy, ()), *self._critic(_ALL), *self._idle_models()]
+        return [*self._states(self.policy, _ALL), *self._critic(()), *self._idle_models(at_work=name)]
 
     def _states(self, states: TrainerStates, awake: Collection[str]) -> Iterator[Use]:
         """Yield a trained model's states. On the device: states in `awake` or never offloaded. On the host: their
@@ -316,7 +321,7 @@ class RankMemory:
         uses = [*self._states(self.critic, awake)]
         yield Use("critic", sum(use.device_bytes for use in uses), sum(use.host_bytes for use in uses))
 
-    def _sent_beside(self, phase: str) -> Iterator[Use]:
+    def _background_send(self, phase: str) -> Iterator[Use]:
         """Yield memory of a reshard overlapping the trainer's work: a copy of its weights, and staging in some
         phases."""
         if not (self.has_trainer and self.layout.is_separate and self.recipe.weights.overlap):
@@ -326,7 +331,7 @@ class RankMemory:
         if phase in ("logprobs", "train", "save") or phase.startswith(("logprobs ", "train ")):
             yield Use("staging", self.staging)
 
-    def _waiting(self, at_work: str = "") -> Iterator[Use]:
+    def _idle_models(self, at_work: str = "") -> Iterator[Use]:
         """Yield the memory of scoring models. On GPUs each waits in host memory until it is used."""
         for name, size in self.frozen.items():
             yield Use(
@@ -379,11 +384,11 @@ class RankMemory:
         Separate engines add a world of their own, and a cross-world process group with the trainer.
         """
         layout = self.layout
-        bridge = [layout.num_ranks] if layout.is_separate else []
+        cross_world = [layout.num_ranks] if layout.is_separate else []
         if not self.has_trainer:
             # The first two: tensor-parallel group and world of the engine, equal in size.
-            return sum(size > 1 for size in (layout.rollout_tp, layout.rollout_tp, *bridge))
-        axes = [*bridge, layout.tp, layout.pp, layout.dp * layout.cp, layout.cp]
+            return sum(size > 1 for size in (layout.rollout_tp, layout.rollout_tp, *cross_world))
+        axes = [*cross_world, layout.tp, layout.pp, layout.dp * layout.cp, layout.cp]
         axes += [layout.tp * layout.pp, layout.world_size]
         if self.models.policy.shape.num_experts:
             axes += [layout.ep, layout.etp, layout.ep * layout.etp]

@@ -61,7 +61,7 @@ def remedies(recipe: Recipe, models: Models, gpus: GpuMemory, *, most: int = 3) 
         return fitting
     if (on_host := _optimizer_on_host(recipe)) is None:
         return []
-    other = changed(recipe, on_host)
+    other = with_field_values(recipe, on_host)
     if (remedy := _completed(recipe, models, gpus, on_host)) is not None:
         return [remedy]
     further = _remedies(other, models, gpus, most)
@@ -97,7 +97,7 @@ def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory, most: int) -> lis
     return [remedy for _, remedy in sorted(needed, key=lambda pair: pair[0])[:most]]
 
 
-def changed(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
+def with_field_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Return the recipe with new values of some fields, given by their dotted names."""
     for field, value in values.items():
         section, _, name = field.partition(".")
@@ -169,11 +169,11 @@ def _completed(recipe: Recipe, models: Models, gpus: GpuMemory, values: dict[str
     # Each fit starts from the values fixed before, so later fields use only the memory still missing.
     for field in values.keys() - given.keys():
         fit = _fitted_rows if field == "trainer.max_tokens_per_microbatch" else _fitted_cache
-        if (value := fit(changed(recipe, given), models, gpus)) is None:
+        if (value := fit(with_field_values(recipe, given), models, gpus)) is None:
             return None
         given[field] = value
     ordered = {field: given[field] for field in values}
-    table = memory_table(changed(recipe, ordered), models, GPU, gpu_gib=gpus.engine)
+    table = memory_table(with_field_values(recipe, ordered), models, GPU, gpu_gib=gpus.engine)
     return Remedy(ordered, table) if not gpus.exceeded(table) else None
 
 
@@ -204,8 +204,8 @@ def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | No
     if value <= 0:
         return None
     # A cache too small for one longest request is useless.
-    room = memory_table(changed(recipe, {field: value}), models, GPU, gpu_gib=gpus.engine).cache
-    return value if room is not None and room.longest_requests >= 1 else None
+    capacity = memory_table(with_field_values(recipe, {field: value}), models, GPU, gpu_gib=gpus.engine).cache
+    return value if capacity is not None and capacity.longest_requests >= 1 else None
 
 
 def _fitted_rows(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
@@ -218,7 +218,7 @@ def _fitted_rows(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
     most = (recipe.trainer.max_tokens_per_microbatch - 1) // multiple
 
     def fits(count: int) -> bool:
-        shorter = changed(recipe, {"trainer.max_tokens_per_microbatch": count * multiple})
+        shorter = with_field_values(recipe, {"trainer.max_tokens_per_microbatch": count * multiple})
         table = memory_table(shorter, models, GPU, gpu_gib=gpus.engine)
         training = [phase for phase in table.phases if phase.metric in ("train", "logprobs")]
         return max(phase.device_bytes for phase in training) <= gpus.trainer * _GIB

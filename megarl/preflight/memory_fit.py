@@ -18,7 +18,7 @@ from megarl.memory_plan.memory_table import MemoryTable, Phase
 from megarl.memory_plan.models import Models, read_models
 from megarl.memory_plan.node_bytes import RankHostBytes, fullest_node, rank_host_bytes
 from megarl.memory_plan.phases import memory_table
-from megarl.memory_plan.remedies import Remedy, changed, remedies
+from megarl.memory_plan.remedies import Remedy, remedies, with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.host_memory import machine_bytes
 from megarl.platform.visible_gpus import installed_gpu_gib, installed_gpus
@@ -144,11 +144,11 @@ def _cache_remedies(recipe: Recipe, models: Models, gpus: GpuMemory) -> tuple[st
     if (share := recipe.rollout.gpu_memory_utilization) is not None:
         return _larger_share(recipe, models, gpus, share)
     field = "rollout.kv_cache_gib"
-    if _fits_on_gpus(changed(recipe, {field: default_cache_gib(recipe, models, gpus)}), models, gpus):
+    if _fits_on_gpus(with_field_values(recipe, {field: default_cache_gib(recipe, models, gpus)}), models, gpus):
         return (f"{field}=default",)
     # The least cache does not fit next to the other memory, so it needs a further change.
     least = least_cache_gib(recipe, models.policy.shape)
-    further = remedies(changed(recipe, {field: least}), models, gpus)
+    further = remedies(with_field_values(recipe, {field: least}), models, gpus)
     return tuple(f"{field}={least:g} {' '.join(remedy.overrides)}" for remedy in further)
 
 
@@ -156,7 +156,7 @@ def _larger_share(recipe: Recipe, models: Models, gpus: GpuMemory, present: floa
     """Return the least share of a GPU, in hundredths, for an engine that holds one longest request."""
     field = "rollout.gpu_memory_utilization"
     shares = [percent / 100 for percent in range(1, 101) if percent / 100 > present]
-    fitting = (share for share in shares if _fits_on_gpus(changed(recipe, {field: share}), models, gpus))
+    fitting = (share for share in shares if _fits_on_gpus(with_field_values(recipe, {field: share}), models, gpus))
     return tuple(f"{field}={share:g}" for share in islice(fitting, 1))
 
 
@@ -185,7 +185,7 @@ def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdi
 def _cache_remedies_on_cpus(recipe: Recipe, models: Models) -> tuple[str, ...]:
     """Return the override for the least KV cache that holds one longest request, if the ranks then fit."""
     values = {"rollout.kv_cache_gib": least_cache_gib(recipe, models.policy.shape)}
-    other = changed(recipe, values)
+    other = with_field_values(recipe, values)
     remedy = Remedy(values, memory_table(other, models, CPU))
     fits = remedy.table.host_bytes(*fullest_node(other, remedy.table)) <= machine_bytes()
     return (" ".join(remedy.overrides),) if fits and _too_long_request(remedy.table) is None else ()
@@ -228,7 +228,7 @@ def _wider(recipe: Recipe, gpus: GpuMemory) -> str | None:
         {"trainer.tp": 2 * trainer.tp, "cluster.nodes": 2 * cluster.nodes},
         {"trainer.pp": 2 * trainer.pp, "cluster.nodes": 2 * cluster.nodes},
     ):
-        other = changed(recipe, values if recipe.trainer.dp is None else {**values, "trainer.dp": None})
+        other = with_field_values(recipe, values if recipe.trainer.dp is None else {**values, "trainer.dp": None})
         layout = sizes.layout_of(other)
         models = models_of(other, layout)
         if any((*sizes.ranks(other), *sizes.batches(other, layout.dp), *sizes.model_fit(other, models.policy.shape))):

@@ -12,7 +12,7 @@ from megarl.memory_plan.devices import CPU
 from megarl.memory_plan.memory_table import MemoryTable
 from megarl.memory_plan.models import Built, Models
 from megarl.memory_plan.phases import memory_table
-from megarl.memory_plan.remedies import changed
+from megarl.memory_plan.remedies import with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.host_memory import machine_bytes
 from megarl.preflight import sizes
@@ -43,7 +43,7 @@ def with_cache(recipe: Recipe, *, is_start: bool = False, is_trained: bool = Tru
     # An evaluation loads no trainer, so the cache may take the memory that training would use.
     if not is_trained:
         models = Models(_engines_alone(models.policy), None, {})
-    return changed(recipe, {"rollout.kv_cache_gib": default_cache_gib(recipe, models, gpus)})
+    return with_field_values(recipe, {"rollout.kv_cache_gib": default_cache_gib(recipe, models, gpus)})
 
 
 def _engines_alone(policy: Built) -> Built:

@@ -12,7 +12,7 @@ from megarl.memory_plan.devices import GPU, MARGIN_GIB, GpuMemory
 from megarl.memory_plan.engine_bytes import BLOCK_TOKENS, cache_block_bytes
 from megarl.memory_plan.models import Models
 from megarl.memory_plan.phases import ITEM_BYTES, memory_table
-from megarl.memory_plan.remedies import cache_within, changed
+from megarl.memory_plan.remedies import cache_within, with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight.library_fields import supported_head_sizes
 from megarl.preflight.registry import checks
@@ -116,7 +116,7 @@ def default_cache_gib(recipe: Recipe, models: Models, gpus: GpuMemory) -> float:
     """Return GiB of the largest KV cache of a rank that leaves the margin free. It holds one longest sequence."""
     least = least_cache_gib(recipe, models.policy.shape)
     # Plan with the smallest cache first. The memory then left in the fullest sampling phase is added to the cache.
-    smallest = changed(recipe, {"rollout.kv_cache_gib": least})
+    smallest = with_field_values(recipe, {"rollout.kv_cache_gib": least})
     table = memory_table(smallest, models, GPU, gpu_gib=gpus.engine)
     return max(least, cache_within(table, gpus.engine - MARGIN_GIB))
 

@@ -39,7 +39,7 @@ STEP_LINE = (
 )
 """Items of a step's line: a label, and metrics of which the first available one is shown."""
 
-_COURSE_LENGTH = 24
+_SPARKLINE_LENGTH = 24
 """Number of recent steps in the graph of the live line."""
 _BLOCKS = "▁▂▃▄▅▆▇█"
 _BLOCKS_ASCII = "_.-=+*#%"
@@ -76,8 +76,8 @@ class Display:
         self._first_logged: tuple[int, float] | None = None
         self._last_logged = 0.0
         self._began = clock()
-        self._course: deque[float] = deque(maxlen=_COURSE_LENGTH)
-        self._has_told_thinning = False
+        self._recent_values: deque[float] = deque(maxlen=_SPARKLINE_LENGTH)
+        self._has_noted_thinning = False
 
     @property
     def is_live(self) -> bool:
@@ -139,7 +139,7 @@ class Display:
         followed = row.get("reward/mean", row.get("train/loss", math.nan))
         # One NaN would make every later scale NaN.
         if math.isfinite(followed):
-            self._course.append(followed)
+            self._recent_values.append(followed)
         if self._has_line(step, row):
             line = Text("  ".join(self._words(step, row)))
             line.stylize("bold", 0, line.plain.find("  "))
@@ -148,7 +148,7 @@ class Display:
     def close(self, closing: Closing) -> None:
         """Print the summary of a finished run."""
         seconds = round(self._clock() - self._began)
-        rows = [("done", f"{self._told_steps(closing.resumed_step)} in {timedelta(seconds=seconds)}")]
+        rows = [("done", f"{self._steps_text(closing.resumed_step)} in {timedelta(seconds=seconds)}")]
         if closing.model is not None:
             rows.append(("model", closing.model))
         for name, (before, after) in closing.accuracies.items():
@@ -170,11 +170,11 @@ class Display:
             words.append(f"{name} {now - began:.0f} s")
         if (left := self._seconds_left(now)) is not None:
             words.append(f"{timedelta(seconds=round(left))} left")
-        if self._course:
-            words.append(f"{self._sparkline()} {self._course[-1]:.4g}")
+        if self._recent_values:
+            words.append(f"{self._sparkline()} {self._recent_values[-1]:.4g}")
         return Text("  ".join(words), style="dim", no_wrap=True, overflow="crop")
 
-    def _told_steps(self, resumed_step: int) -> str:
+    def _steps_text(self, resumed_step: int) -> str:
         """Return the steps of this attempt as text."""
         if self._steps == 0:
             return "evaluation"
@@ -188,8 +188,8 @@ class Display:
         note."""
         if self._steps is None or self._steps <= MOST_LINES:
             return True
-        if not self._has_told_thinning:
-            self._has_told_thinning = True
+        if not self._has_noted_thinning:
+            self._has_noted_thinning = True
             self.tell(f"about {MOST_LINES} of {self._steps} steps have a line here; metrics.jsonl has all")
         assert self._first_logged is not None
         # The first two steps and the last always have lines: they show that a run works, and how it ends.
@@ -226,10 +226,10 @@ class Display:
         """Return the recent values as a graph of block characters."""
         # Terminals without UTF-8 cannot print block characters.
         blocks = _BLOCKS if (self.console.encoding or "").lower().startswith("utf") else _BLOCKS_ASCII
-        course = tuple(self._course)  # another thread may add to it
-        least, most = min(course), max(course)
+        recent = tuple(self._recent_values)  # another thread may add to it
+        least, most = min(recent), max(recent)
         scale = (len(blocks) - 1) / (most - least) if most > least else 0.0
-        return "".join(blocks[round((value - least) * scale)] for value in course)
+        return "".join(blocks[round((value - least) * scale)] for value in recent)
 
 
 def _shares(phase_seconds: Mapping[str, float]) -> str:

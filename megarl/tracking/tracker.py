@@ -127,7 +127,7 @@ class Tracker:
         except OSError as error:
             self._give_up(name, error)
 
-    def _to_trackers(self, tell: Callable[[RunTracker], object]) -> None:
+    def _to_trackers(self, action: Callable[[RunTracker], object]) -> None:
         """Call every tracker. A failing one is dropped with a warning, and the run continues.
 
         Raises DiskFullError: on a full disk nothing else can be written either.
@@ -136,7 +136,7 @@ class Tracker:
         for name, tracker in list(self._trackers.items()):
             try:
                 with disk_full_named(self._folder.path):
-                    tell(tracker)
+                    action(tracker)
             except DiskFullError:
                 raise
             except Exception as error:

@@ -12,9 +12,9 @@ from megarl.cli import main
 from megarl.config import Recipe
 from megarl.config.recipe import load, to_yaml
 from megarl.memory_plan.devices import GPU
-from megarl.memory_plan.memory_table import CacheRoom
+from megarl.memory_plan.memory_table import CacheCapacity
 from megarl.memory_plan.phases import memory_table
-from megarl.memory_plan.remedies import changed
+from megarl.memory_plan.remedies import with_field_values
 from megarl.preflight import resource_warnings, small_cache, table_of, with_cache
 from megarl.preflight.memory_fit import memory_faults, models_of
 from megarl.preflight.sizes import layout_of
@@ -62,7 +62,7 @@ SEPARATE = ("rollout.placement=separate", "trainer.offload=[]")
 def test_the_cache_takes_all_but_8_gib(make: Make, overrides: tuple[str, ...], gib: float) -> None:
     recipe = with_cache(make(*overrides))
     assert gib - 8.2 < sampling_gib(recipe) <= gib - 8.0
-    more = changed(recipe, {"rollout.kv_cache_gib": recipe.rollout.kv_cache_gib + 0.2})
+    more = with_field_values(recipe, {"rollout.kv_cache_gib": recipe.rollout.kv_cache_gib + 0.2})
     assert sampling_gib(more) > gib - 8.0
 
 
@@ -165,9 +165,9 @@ def test_the_default_is_a_remedy_only_if_it_is_larger(make: Make) -> None:
 
 
 def test_a_quarter_of_the_requests_is_enough() -> None:
-    room = CacheRoom(tokens=16_000, longest=1000, max_concurrent_requests=256, under_way=128)
+    room = CacheCapacity(tokens=16_000, longest=1000, max_concurrent_requests=256, under_way=128)
     assert room.mean_requests == 32 and room.warning is None
-    assert CacheRoom(tokens=15_499, longest=1000, max_concurrent_requests=256, under_way=128).warning is not None
+    assert CacheCapacity(tokens=15_499, longest=1000, max_concurrent_requests=256, under_way=128).warning is not None
 
 
 def test_a_recipe_in_full_has_the_derived_cache(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -10,7 +10,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.memory_plan.devices import GPU, GPU_MEMORY_GIB, MARGIN_GIB, GpuMemory
 from megarl.memory_plan.phases import memory_table
-from megarl.memory_plan.remedies import changed, remedies
+from megarl.memory_plan.remedies import remedies, with_field_values
 from megarl.preflight.learning import optimizers
 from megarl.preflight.memory_fit import memory_faults, models_of
 from megarl.preflight.sizes import batches, layout_of, lengths
@@ -69,7 +69,7 @@ def test_a_cache_that_is_named_is_as_large_as_fits(large: Callable[..., Recipe])
     recipe = large("qwen3_14b_dapo_h200", "cluster.gpu_memory_gib=127")
     found = remedies(recipe, models_of(recipe, layout_of(recipe)), GpuMemory(127.0, 127.0), most=9)
     (cache,) = [remedy.values for remedy in found if list(remedy.values) == ["rollout.kv_cache_gib"]]
-    assert 126.8 < peak(changed(recipe, cache)) <= 127.0
+    assert 126.8 < peak(with_field_values(recipe, cache)) <= 127.0
 
 
 def test_an_optimizer_that_fits_nowhere_else_goes_to_the_host(large: Callable[..., Recipe]) -> None:
@@ -92,7 +92,7 @@ def test_an_optimizer_that_fits_nowhere_else_goes_to_the_host(large: Callable[..
 
 def test_weights_in_fp8_are_counted(large: Callable[..., Recipe]) -> None:
     """Qwen3-14B at tp 4: 12.4e9 of its weights are of linear layers, two bytes more of each; none while it samples."""
-    recipe = changed(large("qwen3_14b_dapo_h200"), {"trainer.fp8": "blockwise"})
+    recipe = with_field_values(large("qwen3_14b_dapo_h200"), {"trainer.fp8": "blockwise"})
     phases = {p.name: p for p in memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).phases}
     layer = 5120 * (40 * 128 * 2 + 8 * 128 * 2) + 3 * 5120 * 17408
     for name in ("train", "logprobs"):
@@ -103,10 +103,10 @@ def test_weights_in_fp8_are_counted(large: Callable[..., Recipe]) -> None:
 
 def test_a_share_of_the_gpu_is_lowered(large: Callable[..., Recipe]) -> None:
     recipe = large("qwen3_14b_dapo_h200")
-    shared = changed(recipe, {"rollout.gpu_memory_utilization": 0.98})
+    shared = with_field_values(recipe, {"rollout.gpu_memory_utilization": 0.98})
     assert peak(shared, GPU_MEMORY_GIB["h200"]) > GPU_MEMORY_GIB["h200"]
     found = remedies(shared, models_of(shared, layout_of(shared)), GpuMemory(*[GPU_MEMORY_GIB["h200"]] * 2))
-    assert found and all(peak(changed(shared, r.values), 139.8) <= 139.8 for r in found)
+    assert found and all(peak(with_field_values(shared, r.values), 139.8) <= 139.8 for r in found)
     assert any("rollout.gpu_memory_utilization" in r.values for r in found)
 
 
@@ -120,14 +120,14 @@ def test_every_choice_of_a_recipe_has_its_reason_in_the_table(large: Callable[..
     trainer, rollout = recipe.trainer, recipe.rollout
     for kind in trainer.offload:
         kept = tuple(other for other in trainer.offload if other != kind)
-        assert peak(changed(recipe, {"trainer.offload": kept})) > gib, kind
+        assert peak(with_field_values(recipe, {"trainer.offload": kept})) > gib, kind
     if trainer.recompute != "none":
-        assert peak(changed(recipe, {"trainer.recompute": "none"})) > gib
+        assert peak(with_field_values(recipe, {"trainer.recompute": "none"})) > gib
     if trainer.cp > 1:
-        assert peak(changed(recipe, {"trainer.cp": 1})) > gib
-    assert peak(changed(recipe, {"rollout.kv_cache_gib": 1.1 * rollout.kv_cache_gib})) > gib
+        assert peak(with_field_values(recipe, {"trainer.cp": 1})) > gib
+    assert peak(with_field_values(recipe, {"rollout.kv_cache_gib": 1.1 * rollout.kv_cache_gib})) > gib
     rows = trainer.max_tokens_per_microbatch
-    longer = changed(recipe, {"trainer.max_tokens_per_microbatch": rows * 3 // 2})
+    longer = with_field_values(recipe, {"trainer.max_tokens_per_microbatch": rows * 3 // 2})
     assert rows <= 1.25 * recipe.trained_tokens or peak(longer) > gib
 
     cache = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).cache
@@ -188,17 +188,17 @@ def test_engines_on_gpus_of_another_kind_have_a_limit_of_their_own(large: Callab
     fitting = re.search(r"what fits: rollout.kv_cache_gib=([0-9.]+)$", text)
     assert fitting is not None and 50 < float(fitting[1]) < 75
     assert faults(kinds(f"rollout.kv_cache_gib={fitting[1]}")) == []
-    assert faults(changed(sound, {"rollout.gpu_memory_utilization": 0.9})) == []
-    (text,) = faults(changed(sound, {"rollout.gpu_memory_utilization": 1.1}))
+    assert faults(with_field_values(sound, {"rollout.gpu_memory_utilization": 0.9})) == []
+    (text,) = faults(with_field_values(sound, {"rollout.gpu_memory_utilization": 1.1}))
     assert "rollout takes " in text and " on engine rank 8, " in text
 
 
 def test_a_copy_of_the_weights_that_does_not_fit_is_left_out(large: Callable[..., Recipe]) -> None:
     recipe = large("qwen3_14b_dapo_h200", *SEPARATE, "rollout.kv_cache_gib=4")
     fullest = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).fullest
-    recipe = changed(recipe, {"cluster.gpu_memory_gib": fullest.device_bytes / 2**30 + 1})
+    recipe = with_field_values(recipe, {"cluster.gpu_memory_gib": fullest.device_bytes / 2**30 + 1})
     assert faults(recipe) == [] and fullest.name == "train"
-    (text,) = faults(changed(recipe, {"weights.overlap": True}))
+    (text,) = faults(with_field_values(recipe, {"weights.overlap": True}))
     assert "train takes " in text and "what fits: weights.overlap=False" in text
 
 

@@ -10,7 +10,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.families.shape import ModelShape
 from megarl.memory_plan.devices import GPU
-from megarl.memory_plan.engine_bytes import engine_weights, waiting_bytes
+from megarl.memory_plan.engine_bytes import engine_weights, unquantised_bytes
 from megarl.memory_plan.phases import memory_table
 from megarl.preflight.memory_fit import models_of
 from megarl.preflight.sizes import layout_of
@@ -93,7 +93,7 @@ def test_few_layers_wait_at_a_time(name: str, sizes: dict[str, int], large: Call
     spans = spans_of(modules, plan, layouts[0])
     _, room = shared_places([(*spans[module], sum(names.values())) for module, names in modules.items()])
     whole = sum(sum(names.values()) for names in modules.values())
-    assert 2 * room < waiting_bytes(layouts, 0, 2, bucket_bytes=bucket, stages=layout.pp)
+    assert 2 * room < unquantised_bytes(layouts, 0, 2, bucket_bytes=bucket, stages=layout.pp)
     assert room < whole / 5
     unbounded = make_plan(ends.sources, ends.destinations, itemsize=2, bucket_bytes=bucket)
     assert len(unbounded.exchanged) <= len(plan.exchanged)

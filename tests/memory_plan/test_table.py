@@ -14,9 +14,9 @@ from megarl.config.parallel import ParallelConfig
 from megarl.memory_plan import trainer_bytes
 from megarl.memory_plan.activations import layer_bytes, rows_in_flight
 from megarl.memory_plan.devices import CPU, GPU, PINNED_BLOCK_BYTES
-from megarl.memory_plan.memory_table import CacheRoom, MemoryTable
+from megarl.memory_plan.memory_table import CacheCapacity, MemoryTable
 from megarl.memory_plan.phases import RankMemory, memory_table
-from megarl.memory_plan.remedies import changed
+from megarl.memory_plan.remedies import with_field_values
 from megarl.memory_plan.trainer_bytes import Parameter, TrainerStates
 from megarl.preflight.memory_fit import models_of
 from megarl.preflight.sizes import layout_of
@@ -92,7 +92,7 @@ def test_modules_that_are_computed_anew(large: Callable[..., Recipe], name: str,
     shape, layout = models.policy.shape, models.policy.layout
     bytes_of_layer = [
         layer_bytes(shape, layout, RankMemory(other, models, GPU, 0)._passes(models.policy))
-        for other in (recipe, changed(recipe, fields))
+        for other in (recipe, with_field_values(recipe, fields))
     ]
     tokens = recipe.trainer.max_tokens_per_microbatch // layout.cp
     split = 1 if not shape.num_experts else layout.tp
@@ -140,16 +140,16 @@ def test_rows_in_flight(pp: int, vpp: int, rows: list[float]) -> None:
 
 
 def test_requests_that_fit_in_a_cache() -> None:
-    room = CacheRoom(tokens=629_120, longest=18_432, max_concurrent_requests=256, under_way=256)
+    room = CacheCapacity(tokens=629_120, longest=18_432, max_concurrent_requests=256, under_way=256)
     assert room.longest_requests == 34 and room.mean_length == 2457
     assert "34 requests of the longest 18,432" in str(room) and "2,457 tokens on average" in str(room)
-    assert "always fit" in str(CacheRoom(tokens=1000, longest=100, max_concurrent_requests=10, under_way=10))
+    assert "always fit" in str(CacheCapacity(tokens=1000, longest=100, max_concurrent_requests=10, under_way=10))
 
 
 def test_a_share_of_the_gpu_leaves_what_is_left_to_the_cache(large: Callable[..., Recipe]) -> None:
     """The engine's weights, a step, graphs, CUDA and one communicator take a part of 0.6 * 139.8 GiB."""
     own = table_of(large("qwen3_14b_dapo_h200"), 139.8)
-    share = table_of(changed(large("qwen3_14b_dapo_h200"), {"rollout.gpu_memory_utilization": 0.6}), 139.8)
+    share = table_of(with_field_values(large("qwen3_14b_dapo_h200"), {"rollout.gpu_memory_utilization": 0.6}), 139.8)
     rollout = next(phase for phase in share.phases if phase.name == "rollout")
     others = sum(rollout.of(kind).device_bytes for kind in ("engine weights", "engine step", "CUDA graphs", "CUDA"))
     cache = 0.6 * 139.8 * 2**30 - others - 0.35e9
@@ -218,7 +218,7 @@ def test_ranks_that_train_and_ranks_that_sample(large: Callable[..., Recipe]) ->
 
 def test_a_copy_of_the_weights_is_sent_beside_every_phase_of_the_trainer(large: Callable[..., Recipe]) -> None:
     recipe = large("qwen3_14b_dapo_h200", *SEPARATE)
-    tables = [table_of(changed(recipe, {"weights.overlap": flag})) for flag in (False, True)]
+    tables = [table_of(with_field_values(recipe, {"weights.overlap": flag})) for flag in (False, True)]
     without, beside = ({phase.name: phase for phase in table.phases} for table in tables)
     # 14.77e9 weights in bf16 over tp 4, and two buckets of 256 MiB.
     copy, buckets = 14.77e9 * 2 / 4, 2 * 256 * 2**20
