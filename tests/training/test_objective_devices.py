@@ -60,7 +60,7 @@ def test_a_loss_stays_on_the_gpu(cuda_factories: None, monkeypatch: pytest.Monke
         return 0.0
 
     monkeypatch.setattr(objective, "_mean", noted)
-    monkeypatch.setattr(objective, "_gap", lambda ours, theirs: {"gap": noted(ours - theirs)})
+    monkeypatch.setattr(objective, "_mismatch_metrics", lambda ours, theirs: {"gap": noted(ours - theirs)})
     # Numbers that are read for metrics: a GPU waits there, which is no fault of devices.
     for read in ("item", "__float__"):
         monkeypatch.setattr(torch.Tensor, read, lambda tensor: 0.0)

@@ -140,7 +140,7 @@ class MeasuredEngine:
                     if output.request_id in following:
                         add(following[output.request_id])
             # What asynchronous scheduling has begun ahead: the driven engine reads it too.
-            self._own._read_begun(self._engine)
+            self._own._finish_started_steps(self._engine)
         self._last = time.monotonic()
         return found
 
