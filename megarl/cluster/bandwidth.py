@@ -122,8 +122,8 @@ def slow_links(
 
 def summary(measured: Sequence[Mapping[str, float]]) -> str:
     """Return a line with the median and the slowest rank's bandwidth of each kind."""
-    told = []
+    lines = []
     for kind in (WITHIN, ACROSS, "all-reduce"):
         if known := [speeds[kind] for speeds in measured if kind in speeds]:
-            told.append(f"{kind} {statistics.median(known) / 1e9:.1f} GB/s (slowest rank {min(known) / 1e9:.1f})")
-    return f"links: {', '.join(told)}"
+            lines.append(f"{kind} {statistics.median(known) / 1e9:.1f} GB/s (slowest rank {min(known) / 1e9:.1f})")
+    return f"links: {', '.join(lines)}"

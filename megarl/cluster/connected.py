@@ -51,8 +51,11 @@ Address = tuple[str, int]
 class _RemoteHandle(RankHandle):
     """Handle of a process on any node. It can be ended only together with all others."""
 
-    def __init__(self, rank: int, process: Introduction, log: Path, group: ConnectedGroup) -> None:
+    def __init__(
+        self, rank: int, process: Introduction, connected: socket.socket, log: Path, group: ConnectedGroup
+    ) -> None:
         super().__init__(rank, log)
+        self.connection = self.direct = Connection(connected, [self])
         self.node, self.turn, self._group = process.node, process.turn, group
         self.ended_at: float | None = None
         """Time (seconds since 1970) of the launcher's report of this process as the first to end. None: no report."""
@@ -163,12 +166,12 @@ class ConnectedGroup(WorkerGroup):
     async def _make_handles(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
         """Create the handles of the connected processes, in the order of their ranks."""
         self._remote_handles = [
-            _RemoteHandle(rank, process, log_folder / f"rank_{rank:04d}.log", self)
+            _RemoteHandle(rank, process, met[process], log_folder / f"rank_{rank:04d}.log", self)
             for rank, process in enumerate(in_order(met), self.part.first_rank)
         ]
-        for handle, process in zip(self._remote_handles, in_order(met), strict=True):
-            handle.connection = handle.direct = await Connection.open(met[process], [handle])
         self._handles = list(self._remote_handles)
+        for handle in self._remote_handles:
+            await handle.direct.open()
         if self._ended is not None and self._ended.done():
             self._note_end()
 
@@ -227,9 +230,10 @@ class ConnectedGroup(WorkerGroup):
             ) from None
         finally:
             for first, connected in met.items():
-                connection = await Connection.open(connected, relays[first], is_relay=True)
+                connection = Connection(connected, relays[first], is_relay=True)
                 for handle in relays[first]:
                     handle.connection = connection
+                await connection.open()
         for first, handles in relays.items():
             for handle in handles:
                 handle.send_json(addresses[first])

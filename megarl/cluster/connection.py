@@ -52,13 +52,13 @@ class _Batch:
 
 
 class Connection(asyncio.Protocol):
-    """Connection of the driver to one rank, or to the relay of several. Use `open`.
+    """Connection of the driver to one rank, or to the relay of several, through a connected socket. Call `open` first.
 
     `cut_off` are ranks that a call could not reach because the connection had ended. With a relay, the ranks
     themselves may be alive.
     """
 
-    def __init__(self, connected: socket.socket, handles: Sequence[RankHandle], *, is_relay: bool) -> None:
+    def __init__(self, connected: socket.socket, handles: Sequence[RankHandle], *, is_relay: bool = False) -> None:
         self.socket, self.is_relay = connected, is_relay
         self.cut_off: set[RankHandle] = set()
         self._handles = {handle.rank: handle for handle in handles}
@@ -70,14 +70,9 @@ class Connection(asyncio.Protocol):
         self._unread = bytearray()
         self._transport: asyncio.WriteTransport | None = None
 
-    @classmethod
-    async def open(
-        cls, connected: socket.socket, handles: Sequence[RankHandle], *, is_relay: bool = False
-    ) -> Connection:
-        """Return the connection to these ranks through a connected socket."""
-        connection = cls(connected, handles, is_relay=is_relay)
-        await asyncio.get_running_loop().create_connection(lambda: connection, sock=connected)
-        return connection
+    async def open(self) -> None:
+        """Start to read and write."""
+        await asyncio.get_running_loop().create_connection(lambda: self, sock=self.socket)
 
     def ask(self, messages: Mapping[RankHandle, bytes], answers: Answers) -> asyncio.Future[None]:
         """Send a command to each of these ranks. Its answer fails if the method raised, or if the rank is lost.
@@ -122,6 +117,8 @@ class Connection(asyncio.Protocol):
             losing.cancel()
         if self._transport is not None:
             self._transport.abort()
+        else:
+            self.socket.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.WriteTransport)

@@ -43,19 +43,19 @@ class Deadlines:
         """Return the least limit of a method without a given one."""
         return self._shortest
 
-    def of(self, verb: str) -> Limit:
+    def limit_for(self, method: str) -> Limit:
         """Return the limit of the method's next call."""
-        if verb in self._given:
-            return self._given[verb]
-        if self._num_calls.get(verb, 0) < _NUM_FIRST:
+        if method in self._given:
+            return self._given[method]
+        if self._num_calls.get(method, 0) < _NUM_FIRST:
             return self._longest
-        fitting = Limit(_TIMES_SLOWEST * self._slowest[verb], self._shortest.field)
+        fitting = Limit(_TIMES_SLOWEST * self._slowest[method], self._shortest.field)
         return min(max(self._shortest, fitting), self._longest)
 
-    def note(self, verb: str, seconds: float) -> None:
+    def note(self, method: str, seconds: float) -> None:
         """Record the duration of a call."""
-        self._num_calls[verb] = self._num_calls.get(verb, 0) + 1
-        self._slowest[verb] = max(seconds, self._slowest.get(verb, 0.0))
+        self._num_calls[method] = self._num_calls.get(method, 0) + 1
+        self._slowest[method] = max(seconds, self._slowest.get(method, 0.0))
 
 
 def run_deadlines(cluster: ClusterConfig) -> Deadlines:

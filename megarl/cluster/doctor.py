@@ -150,8 +150,8 @@ def apex(version: str | None) -> Finding:
     if not folders:
         return Finding("apex", "absent", "not installed")
     if not any((folder / "optimizers/fused_adam.py").is_file() for folder in folders):
-        told = f"{version or 'found'} in {folders[0]}: another project of this name (PyPI's); Megatron cannot use it"
-        return Finding("apex", "absent", f"{told}; uninstall it. NVIDIA's is at https://github.com/NVIDIA/apex")
+        detail = f"{version or 'found'} in {folders[0]}: another project of this name (PyPI's); Megatron cannot use it"
+        return Finding("apex", "absent", f"{detail}; uninstall it. NVIDIA's is at https://github.com/NVIDIA/apex")
     lacking = [name for name in _APEX_EXTENSIONS if find_spec(name) is None]
     without = f", built without {' and '.join(lacking)}: its kernels are not used" if lacking else ""
     return Finding("apex", "good", f"NVIDIA's, {version or 'of unknown version'}{without}")
@@ -187,8 +187,8 @@ def _devices(shown: Sequence[str]) -> Iterator[Finding]:
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         kinds = {f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in properties}
         drivers = " and ".join(sorted({line.rpartition(", ")[2] for line in shown})) or "unknown"
-        told = f"{len(properties)}: {' and '.join(sorted(kinds))}; driver {drivers}"
-        yield Finding("GPUs", "good" if len(kinds) == 1 else "bad", told)
+        detail = f"{len(properties)}: {' and '.join(sorted(kinds))}; driver {drivers}"
+        yield Finding("GPUs", "good" if len(kinds) == 1 else "bad", detail)
         yield Finding("collectives", "good", f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}")
     elif shown:
         yield Finding("GPUs", "bad", device.fault("auto") or f"{len(shown)} ({shown[0]}), hidden from torch")

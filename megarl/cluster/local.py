@@ -34,10 +34,7 @@ class _LocalHandle(RankHandle):
             self.process: ForkedProcess = server.fork(
                 f"megarl rank {rank}", "megarl.cluster.rank:main", environment, output
             )
-
-    async def connect(self) -> None:
-        """Open the connection to the process, and watch for its end."""
-        self.connection = self.direct = await Connection.open(self.process.connection, [self])
+        self.connection = self.direct = Connection(self.process.connection, [self])
         self.process.ended.add_done_callback(self._notice_death)
 
     def _notice_death(self, ended: asyncio.Future[float]) -> None:
@@ -99,9 +96,9 @@ class LocalGroup(WorkerGroup):
             number = self.part.first_rank + rank
             # RANK counts within the group. LOCAL_RANK, the index of the GPU, counts over all groups on this machine.
             own = {**shared, "RANK": str(rank), "LOCAL_RANK": str(number)}
-            handle = _LocalHandle(number, own, self._imports, log_folder)
-            await handle.connect()
-            self._handles.append(handle)
+            self._handles.append(_LocalHandle(number, own, self._imports, log_folder))
+        for handle in self._handles:
+            await handle.connection.open()
 
     def _rendezvous(self, port: int) -> Rendezvous:
         assert self._folder is not None

@@ -29,7 +29,7 @@ def pack(content: Any) -> bytes:
     return HEAD.pack(len(body)) + body
 
 
-def pack_broken(name: str, reason: str) -> bytes:
+def pack_cancel(name: str, reason: str) -> bytes:
     """Return the notice that a cross-world process group is cancelled."""
     body = pickle.dumps((name, reason), protocol=5)
     return HEAD.pack(_NOTICE | len(body)) + body

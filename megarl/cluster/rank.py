@@ -27,7 +27,7 @@ from megarl.platform.spans import Span, record, span
 from megarl.processes.process_tree import ENDING_SIGNALS
 from megarl.types import MegarlError
 
-_asked: str | None = None
+_stop_signal: str | None = None
 """Name of the last stop signal received by this process; every answer reports it."""
 _DEVICE_FAULTS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS", "EngineDeadError")
 """Parts of error texts of a lost GPU (CUDA, cuDNN, cuBLAS) or of a dead vLLM engine."""
@@ -77,7 +77,7 @@ class _Host:
             imported = importlib.import_module(module)
         self.worker = getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
 
-    def bound(self, command: bytes) -> tuple[str, Callable[[], Any]]:
+    def decode(self, command: bytes) -> tuple[str, Callable[[], Any]]:
         """Decode a command and return its method's name and the call.
 
         The method is one of the worker's, or `part.method` of one of its parts. The process itself has four:
@@ -98,7 +98,7 @@ class _Host:
         return method, partial(found, *args, **kwargs)
 
     @contextlib.contextmanager
-    def noted(self, method: str) -> Iterator[None]:
+    def recorded(self, method: str) -> Iterator[None]:
         """Record statistics and span of a call, except for calls that fetch these records."""
         if method in ("__activity__", "__spans__"):
             yield
@@ -119,8 +119,8 @@ def note_signals() -> None:
     """
 
     def note(number: int, _: Any) -> None:
-        global _asked
-        _asked = signal.Signals(number).name
+        global _stop_signal
+        _stop_signal = signal.Signals(number).name
 
     for number in ENDING_SIGNALS:
         signal.signal(number, note)
@@ -139,12 +139,12 @@ def serve(sock: socket.socket, store_port: int = 0) -> None:
         sock.sendall(pack((True, store_port, None)))
         for command in Inbox(sock):
             try:
-                method, call = host.bound(command)
-                with host.noted(method):
+                method, call = host.decode(command)
+                with host.recorded(method):
                     result = call()
-                answer = pack((True, result, _asked))
+                answer = pack((True, result, _stop_signal))
             except Exception as error:
-                answer = pack((False, _report(error), _asked))
+                answer = pack((False, _report(error), _stop_signal))
             # Free a large batch or result now, not when the next command arrives.
             command = call = result = None
             sock.sendall(answer)

@@ -98,7 +98,7 @@ class RayGroup(ConnectedGroup):
 
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
         per_node, nodes, others = self._kind.ranks_per_node, self._kind.nodes, self._kind.ray_resources
-        deadline, told = time.monotonic() + self.start_timeout_seconds, ""
+        deadline, reported = time.monotonic() + self.start_timeout_seconds, ""
         while True:
             alive = [node["Resources"] for node in ray.nodes() if node["Alive"]]
             alive = [node for node in alive if all(node.get(name, 0.0) >= amount for name, amount in others.items())]
@@ -115,9 +115,9 @@ class RayGroup(ConnectedGroup):
                 raise ConfigError(
                     f"{section}.nodes = {nodes}: {lack}; add nodes or lower {section}.nodes, {section}.ranks_per_node"
                 )
-            if lack != told:
+            if lack != reported:
                 print(f"waiting for {self.start_timeout_seconds:g} s at most: {lack}", file=sys.stderr, flush=True)
-            told = lack
+            reported = lack
             await asyncio.sleep(1.0)
         places = [min(per_node, self.world_size - first) for first in range(0, self.world_size, per_node)]
         # STRICT_SPREAD puts each bundle on another node, so that only ranks of one bundle share a node.

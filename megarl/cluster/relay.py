@@ -38,23 +38,23 @@ _LOOK_SECONDS = 1.0
 """Interval of checks, while ranks connect, for the end of the driver."""
 _PROGRAM = """
 import json, sys
-told = json.loads(sys.stdin.readline())
-sys.path[:] = told.pop("path")
+settings = json.loads(sys.stdin.readline())
+sys.path[:] = settings.pop("path")
 from megarl.cluster.relay import main
-main(**told)
+main(**settings)
 """
 
 
 def start(driver: tuple[str, int], key: bytes, address: str, ranks: Sequence[int]) -> None:
     """Start the relay of these ranks, on the interface with this address. It ends when the driver closes its end."""
-    told = {"path": sys.path, "driver": driver, "key": key.hex(), "address": address, "ranks": list(ranks)}
+    settings = {"path": sys.path, "driver": driver, "key": key.hex(), "address": address, "ranks": list(ranks)}
     # The key goes through standard input: other users can read command lines. -P: no import from the current folder.
     process = subprocess.Popen(
         [sys.executable, "-P", "-c", _PROGRAM], stdin=subprocess.PIPE, text=True, start_new_session=True
     )
     assert process.stdin is not None
     with process.stdin:
-        process.stdin.write(json.dumps(told) + "\n")
+        process.stdin.write(json.dumps(settings) + "\n")
 
 
 def main(driver: tuple[str, int], key: str, address: str, ranks: Sequence[int]) -> None:
@@ -66,8 +66,8 @@ async def _serve(driver: tuple[str, int], key: bytes, address: str, ranks: Seque
     """Connect to the driver, accept the node's ranks, and relay until the driver closes its end."""
     met: dict[int, socket.socket] = {}
 
-    def rank_of(told: dict[str, Any]) -> int:
-        rank = int(told.get("rank", -1))
+    def rank_of(introduction: dict[str, Any]) -> int:
+        rank = int(introduction.get("rank", -1))
         if rank not in ranks or rank in met:
             raise ValueError(f"rank {rank} is not one of ranks {ranks}, or has connected already")
         return rank

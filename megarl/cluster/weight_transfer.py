@@ -231,7 +231,7 @@ class WeightTransfer:
 
     def _limit(self, method: str) -> float:
         """Return the seconds for the next call of a method."""
-        return self._ranks.trainers.deadlines.of(method).seconds
+        return self._ranks.trainers.deadlines.limit_for(method).seconds
 
     def _join(self, groups: Sequence[WorkerGroup], version: int, seconds: float) -> Calls:
         """Return the calls by which the groups create a new process group."""
@@ -255,7 +255,9 @@ class WeightTransfer:
         """Return a group's call in a transfer, with a limit of `limit` seconds."""
         # Ranks waiting for a stopped one need extra time, until it is found and the process group is cancelled.
         slack = max(limit, _SLACK_SECONDS) if self._ranks.on_lost is not None else limit
-        return group.scatter(method, per_rank, *args, slack_seconds=slack, heard=partial(self._handle_report, group))
+        return group.scatter(
+            method, per_rank, *args, slack_seconds=slack, on_answer=partial(self._handle_report, group)
+        )
 
     def _handle_report(self, group: WorkerGroup, report: Mapping[str, Any]) -> None:
         """React at once to a rank's report of a loss, while other ranks still wait."""
@@ -273,7 +275,7 @@ class WeightTransfer:
         if self._states.handle(Event.PEER_LOST) is Command.CANCEL_GROUP and not self._cancelled.is_set():
             self._cancelled.set()
             for group in self._ranks.groups:
-                group.break_off(self._group_name, reason)
+                group.cancel_group(self._group_name, reason)
 
     @property
     def _group_name(self) -> str:

@@ -20,7 +20,7 @@ from typing import Any, Self
 from megarl import types
 from megarl.cluster.connection import Connection
 from megarl.cluster.deadlines import Deadlines, Limit
-from megarl.cluster.messages import pack, pack_broken
+from megarl.cluster.messages import pack, pack_cancel
 from megarl.cluster.rank_handle import Answers, RankError, RankHandle, log_since, log_size
 from megarl.cluster.rank_queues import RankQueues
 from megarl.cluster.stacks import is_whole, ranks_named, summary, waits_in_collective
@@ -102,10 +102,10 @@ class _Call:
         return [error for answer in ended if isinstance(error := answer.exception(), Exception)]
 
 
-def _hand_over(heard: Callable[[Any], object], answer: asyncio.Future[Any]) -> None:
+def _call_back(on_answer: Callable[[Any], object], answer: asyncio.Future[Any]) -> None:
     """Pass a rank's answer to the callback, unless the call failed."""
     if not answer.cancelled() and answer.exception() is None:
-        heard(answer.result())
+        on_answer(answer.result())
 
 
 def _ranks(handles: Sequence[RankHandle]) -> str:
@@ -213,7 +213,7 @@ class WorkerGroup(ABC):
         *args: Any,
         budget_seconds: float = 0.0,
         slack_seconds: float = 0.0,
-        heard: Callable[[Any], object] | None = None,
+        on_answer: Callable[[Any], object] | None = None,
     ) -> list[Any]:
         """Call the worker's method with `per_rank[rank]` as first argument on every rank.
 
@@ -226,7 +226,7 @@ class WorkerGroup(ABC):
                 f"scatter of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
             )
         messages = _packed(method, per_rank, args)
-        return await self._exchange(method, range(self.world_size), messages, budget_seconds, slack_seconds, heard)
+        return await self._exchange(method, range(self.world_size), messages, budget_seconds, slack_seconds, on_answer)
 
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
@@ -255,9 +255,9 @@ class WorkerGroup(ABC):
     def show_stacks(self) -> None:
         """Make the ranks write the stacks of all threads to their logs and go on, if they can be reached."""
 
-    def break_off(self, group: str, reason: str) -> None:
+    def cancel_group(self, group: str, reason: str) -> None:
         """Cancel a cross-world process group on all ranks, even in a call; see `groups.cancelled`."""
-        notice = pack_broken(group, reason)
+        notice = pack_cancel(group, reason)
         for handle in self._handles:
             handle.direct.send(notice)
 
@@ -303,7 +303,7 @@ class WorkerGroup(ABC):
         messages: Sequence[bytes],
         budget_seconds: float = 0.0,
         slack_seconds: float = 0.0,
-        heard: Callable[[Any], object] | None = None,
+        on_answer: Callable[[Any], object] | None = None,
     ) -> list[Any]:
         """Send each rank its message once all ranks are free. Return the answers in the order of `ranks`."""
         async with self._queues.turn(ranks):
@@ -311,15 +311,15 @@ class WorkerGroup(ABC):
                 raise await asyncio.shield(self._ending)
             handles = [self._handles[rank] for rank in ranks]
             answers, awaited = self._ask(dict(zip(handles, messages, strict=True)))
-            if heard is not None:
+            if on_answer is not None:
                 for answer in answers.values():
-                    answer.add_done_callback(partial(_hand_over, heard))
-            limit = self.deadlines.of(method)
+                    answer.add_done_callback(partial(_call_back, on_answer))
+            limit = self.deadlines.limit_for(method)
             seconds = limit.seconds + budget_seconds + slack_seconds
             call = _Call(method, limit._replace(seconds=seconds), answers, awaited)
-            begun = time.monotonic()
+            started = time.monotonic()
             if not self._calls:
-                self._in_calls_since = begun
+                self._in_calls_since = started
             self._calls.add(call)
             try:
                 await asyncio.wait(awaited, timeout=call.limit.seconds, return_when=asyncio.FIRST_EXCEPTION)
@@ -334,7 +334,7 @@ class WorkerGroup(ABC):
                 if not self._calls:
                     self._seconds_in_calls += time.monotonic() - self._in_calls_since
             # Planned working time says nothing about how slow the method is.
-            self.deadlines.note(method, time.monotonic() - begun - budget_seconds)
+            self.deadlines.note(method, time.monotonic() - started - budget_seconds)
             if stop_signal := next((handle.stop_signal for handle in handles if handle.stop_signal), None):
                 self.on_asked(stop_signal)
             return [answer.result() for answer in answers.values()]

@@ -20,8 +20,7 @@ from megarl.worker.weight_copier import WeightCopier
 
 if TYPE_CHECKING:
     from megarl.engine.engine import RolloutEngine
-    from megarl.training.snapshot import Snapshot
-    from megarl.training.training_engine import TrainingEngine
+    from megarl.training.training_engine import Snapshot, TrainingEngine
 
 Report = Mapping[str, Any]
 """Seconds and bytes of a transfer by name. After a loss: `lost`, the reason, and `missing`, ranks that never joined."""

@@ -80,7 +80,7 @@ async def lose_a_relayed_rank(make: Make, logs: Path) -> None:
         # The others wait in a call that ends when their driver says so.
         waiting = asyncio.create_task(group.ask([0, 1], "wait_until_cancelled", ["group", "group"]))
         assert await group.ask([2], "echo", ["z"]) == [(2, "z")]
-        group.break_off("group", "it is time")
+        group.cancel_group("group", "it is time")
         assert await waiting == ["it is time"] * 2
         waiting = asyncio.create_task(group.call("wait_until_cancelled", "another"))
         await asyncio.sleep(0)  # it is sent

@@ -34,15 +34,15 @@ def test_a_verb_has_the_deadline_that_fits_its_calls_so_far(history: list[float]
     for seconds in history:
         deadlines.note("update", seconds)
         deadlines.note("other", 100.0)
-    assert deadlines.of("update") == limit
+    assert deadlines.limit_for("update") == limit
 
 
 def test_a_shortest_limit_above_the_longest_counts() -> None:
     deadlines = Deadlines(SHORTEST._replace(seconds=4000.0), LONGEST)
-    assert deadlines.of("update") == (4000.0, SHORTEST.field)
+    assert deadlines.limit_for("update") == (4000.0, SHORTEST.field)
     for _ in range(3):
         deadlines.note("update", 1000.0)
-    assert deadlines.of("update") == (4000.0, SHORTEST.field)
+    assert deadlines.limit_for("update") == (4000.0, SHORTEST.field)
 
 
 def test_a_run_gives_building_and_checkpoints_limits_of_their_own() -> None:
@@ -54,22 +54,22 @@ def test_a_run_gives_building_and_checkpoints_limits_of_their_own() -> None:
     )
     deadlines = run_deadlines(cluster)
     for verb in ("save_checkpoint", "finish_checkpoint", "load_checkpoint", "export"):
-        assert deadlines.of(verb) == (11.0, "cluster.checkpoint_timeout_seconds")
-    assert deadlines.of("__init__") == (7.0, "cluster.build_timeout_seconds")
-    assert deadlines.of("update") == (5.0, "cluster.collective_timeout_seconds")
+        assert deadlines.limit_for(verb) == (11.0, "cluster.checkpoint_timeout_seconds")
+    assert deadlines.limit_for("__init__") == (7.0, "cluster.build_timeout_seconds")
+    assert deadlines.limit_for("update") == (5.0, "cluster.collective_timeout_seconds")
     for _ in range(3):
         deadlines.note("update", 0.1)
         deadlines.note("export", 0.1)
-    assert deadlines.of("update") == (2.0, "cluster.verb_timeout_seconds")
-    assert deadlines.of("export") == (11.0, "cluster.checkpoint_timeout_seconds")
+    assert deadlines.limit_for("update") == (2.0, "cluster.verb_timeout_seconds")
+    assert deadlines.limit_for("export") == (11.0, "cluster.checkpoint_timeout_seconds")
 
 
 def test_the_fields_of_limits_are_fields() -> None:
     deadlines = run_deadlines(ClusterConfig())
-    limits = [deadlines.of(verb) for verb in ("__init__", "export", "update")]
+    limits = [deadlines.limit_for(verb) for verb in ("__init__", "export", "update")]
     for _ in range(3):
         deadlines.note("update", 0.1)
-    for seconds, field in [*limits, deadlines.of("update")]:
+    for seconds, field in [*limits, deadlines.limit_for("update")]:
         section, _, name = field.partition(".")
         assert section == "cluster" and getattr(ClusterConfig(), name) == seconds
 
@@ -81,7 +81,7 @@ async def test_a_verb_that_was_fast_is_given_up_sooner_than_one_that_is_new() ->
         await group.call("sleep_on", 1, 1.2)  # the first may take longer
         for _ in range(3):
             await group.ask([0, 1], "product", [1, 1])
-        limit = group.deadlines.of("product").seconds
+        limit = group.deadlines.limit_for("product").seconds
         assert 1.0 <= limit < 60.0  # how much above the shortest, the machine's load decides
         os.kill((await group.call("pid"))[1], signal.SIGSTOP)
         with pytest.raises(RankFailedError) as caught:
@@ -99,7 +99,7 @@ async def test_the_budget_of_a_call_is_added_to_its_deadline_and_is_not_history(
         group.deadlines = Deadlines(Limit(1.0), Limit(60.0))
         for _ in range(3):
             await group.ask([1], "sleep", [1.5], budget_seconds=1.5)
-        limit = group.deadlines.of("sleep").seconds
+        limit = group.deadlines.limit_for("sleep").seconds
         assert limit < 15.0  # ten times what the calls took beyond their budgets
         with pytest.raises(RankFailedError, match=f"did not answer `sleep` within {limit:g} s"):
             await group.ask([1], "sleep", [60])
