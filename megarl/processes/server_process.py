@@ -33,12 +33,12 @@ run(*sys.argv[2:])
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What a process runs, and its limits."""
+    """Code of a process, and its limits."""
 
     server: str | tuple[str, ...]
     """Function `package.module:name` that starts it, a `frames.Start`; or a program that calls `answer_requests`."""
     name: str
-    """What it runs, for error messages."""
+    """Name of its code, for error messages."""
     field: str
     """Recipe field to blame for a failed start."""
     start: Mapping[str, Any]

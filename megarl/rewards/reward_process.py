@@ -125,7 +125,7 @@ def _is_in(folder: str, name: str) -> bool:
 
 
 def server_settings(settings: WorkerSettings) -> ServerSettings:
-    """Return what a reward process runs."""
+    """Return the settings of a reward process."""
     start = {
         "functions": [
             {

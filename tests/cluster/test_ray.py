@@ -173,7 +173,7 @@ from megarl.types import Reward
 
 
 def node(completion_text, answer, correct_score):
-    # Above the process are its keeper, the actor, and the node's raylet.
+    # Above the process are its supervisor, the actor, and the node's raylet.
     pid = os.getppid()
     for _ in range(2):
         pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
@@ -215,7 +215,7 @@ class Where:
             raise ValueError("no")
         while problem.answer == "hang":
             time.sleep(1)
-        pid = os.getppid()  # above it are its keeper, the actor, and the node's raylet
+        pid = os.getppid()  # above it are its supervisor, the actor, and the node's raylet
         for _ in range(2):
             pid = int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
         return Start(({"role": "user", "content": str(pid)},))
