@@ -10,12 +10,10 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from socket import socket as Socket  # noqa: N812
+from typing import Any, Protocol
 
 from megarl.terminal import printable
-
-if TYPE_CHECKING:
-    from megarl.cluster.connection import Connection
 
 _REPORT_GRACE_SECONDS = 1.0
 """Time for the end of a process to become known after its connection ended."""
@@ -71,6 +69,26 @@ def log_since(log: Path, start: int) -> str:
         return file.read().decode(errors="replace")
 
 
+class RankConnection(Protocol):
+    """What a handle needs of its connections; `connection.Connection` is the class."""
+
+    socket: Socket
+    is_relay: bool
+    cut_off: set[RankHandle]
+
+    async def open(self) -> None: ...
+
+    def ask(self, messages: Mapping[RankHandle, bytes], answers: Answers) -> asyncio.Future[None]: ...
+
+    def send(self, *parts: bytes) -> None: ...
+
+    def dismiss(self) -> None: ...
+
+    def cut(self) -> None: ...
+
+    def release(self) -> None: ...
+
+
 class RankHandle(ABC):
     """Driver's end of one rank: its connections and log.
 
@@ -79,8 +97,8 @@ class RankHandle(ABC):
     signal received by the rank, if any.
     """
 
-    direct: Connection
-    connection: Connection
+    direct: RankConnection
+    connection: RankConnection
     stop_signal: str | None = None
 
     def __init__(self, rank: int, log: Path) -> None:

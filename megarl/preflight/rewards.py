@@ -9,7 +9,7 @@ from dataclasses import replace
 from itertools import combinations
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from megarl.config import Recipe
 from megarl.config.data_sets import DataSet, path_of
@@ -24,10 +24,12 @@ from megarl.preflight.files import field_names, system_prompt
 from megarl.preflight.registry import Cost, checks
 from megarl.rewards import RECORD_CHECKS, kind_of, locate, metric_name
 from megarl.rewards.calling import Sample, expected
-from megarl.rewards.http_rewards import ServedReward, ServerFailedError, served_reward
 from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_process import WorkerSettings, worker_settings
 from megarl.types import ConfigError, PeerLostError
+
+if TYPE_CHECKING:
+    from megarl.rewards.http_rewards import ServedReward
 
 
 @checks("reward", Cost.FILES)
@@ -82,6 +84,9 @@ def check_rewards(recipe: Recipe, *, is_start: bool = True) -> None:
 
 
 def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
+    # The HTTP client takes longer to import than all other checks together, and `megarl show-config` needs none.
+    from megarl.rewards.http_rewards import served_reward
+
     served: list[ServedReward[Any]] = []
     for function in worker_settings(recipe.reward, recipe.sandbox).served:
         try:
@@ -168,6 +173,8 @@ def _check_of(
 
 def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
     """Yield faults of a reward server. Its answer must be readable this time."""
+    from megarl.rewards.http_rewards import ServerFailedError
+
     # parse_error_score hides unreadable answers during a run; here they must be found.
     served.config = served.config.model_copy(update={"parse_error_score": None})
 
