@@ -1,6 +1,6 @@
 """Find what one run of pytest leaves behind at its end, and remove it even if pytest itself is killed.
 
-All that a run starts inherits its mark, an entry of the environment, and its temporary folder. A process beside pytest
+All that a run starts inherits its mark, an entry of the environment, and its temporary folder. A watching process
 knows the marked processes and the shared memory that they map. It answers pytest's question for what is left, and when
 pytest has ended, in whatever way, it kills and removes what still is there. Other work on the machine is not touched.
 """

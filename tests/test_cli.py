@@ -95,14 +95,14 @@ def test_the_table_of_metrics_is_printed_and_imports_no_torch() -> None:
 
 
 def test_a_dry_run_tries_the_rewards(recipe: Path) -> None:
-    for name, told in (
+    for name, message in (
         ("no_such_module_anywhere:score", "cannot import no_such_module_anywhere"),
         ("own_rewards:of_trl", "its parameter completions is not known"),
     ):
         (recipe.parent / "own_rewards.py").write_text("def of_trl(completions, **kwargs): return [0.0]\n")
         done = megarl("train", recipe, f"reward.functions=[{name}]", "--dry-run", cwd=recipe.parent)
         assert (done.returncode, done.stdout) == (2, "")
-        assert told in done.stderr and "Traceback" not in done.stderr
+        assert message in done.stderr and "Traceback" not in done.stderr
 
 
 def test_dry_run_prints_the_sizes_and_starts_nothing(recipe: Path) -> None:
@@ -187,7 +187,7 @@ def test_plan_refuses_what_does_not_fit(recipe: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("arguments", "code", "told"),
+    ("arguments", "code", "message"),
     [
         pytest.param(["trainer.tpp=2"], 2, "did you mean trainer.tp?", id="unknown key"),
         pytest.param(["trainer.pp=3"], 2, "trainer.pp = 3", id="sizes"),
@@ -197,12 +197,12 @@ def test_plan_refuses_what_does_not_fit(recipe: Path) -> None:
         pytest.param(["data.answer_field=answer"], 65, "line 1: no field for answer; the record has", id="record"),
     ],
 )
-def test_an_error_is_one_message_and_its_exit_code(recipe: Path, arguments: list[str], code: int, told: str) -> None:
+def test_an_error_is_one_message_and_its_exit_code(recipe: Path, arguments: list[str], code: int, message: str) -> None:
     done = megarl("train", recipe, *arguments)
     assert done.returncode == code
     assert done.stdout == ""
     assert done.stderr.startswith("error: ")
-    assert told in done.stderr
+    assert message in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -243,7 +243,7 @@ def test_a_finished_run_says_so_at_once_and_changes_nothing(recipe: Path) -> Non
 
 def test_starts_that_do_not_fit_what_the_folder_holds_are_refused(recipe: Path) -> None:
     run = finished(recipe)
-    for arguments, told in (
+    for arguments, message in (
         ([recipe], "already holds a run, which is done at step 6"),
         ([recipe, "--resume=must", "name=smal"], "smal has no checkpoint to go on from"),
         ([recipe, "--resume=never"], "--resume"),
@@ -252,7 +252,7 @@ def test_starts_that_do_not_fit_what_the_folder_holds_are_refused(recipe: Path) 
         ([recipe.parent], "is a folder; give the YAML file of a recipe"),
     ):
         done = megarl("train", *arguments)
-        assert done.returncode == 2 and told in done.stderr, done.stderr
+        assert done.returncode == 2 and message in done.stderr, done.stderr
     assert not (run.parent / "smal").exists()
 
 
@@ -315,17 +315,17 @@ main(["fail"])
 
 
 @pytest.mark.parametrize(
-    ("error", "code", "told"),
+    ("error", "code", "message"),
     [
         ("PeerLostError('rank 1 died')", 76, "Traceback: of rank 1\nerror: rank 1 died\n"),
         ("MegarlError('rank 1 raised')", 70, "Traceback: of rank 1\nerror: rank 1 raised\n"),
         ("DataError('a faulty line')", 65, "error: a faulty line\n"),
     ],
 )
-def test_the_first_cause_is_said_last_and_libraries_warnings_not_at_all(error: str, code: int, told: str) -> None:
+def test_the_first_cause_is_said_last_and_libraries_warnings_not_at_all(error: str, code: int, message: str) -> None:
     program = FAILING.format(error=error)
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stderr) == (code, told)
+    assert (done.returncode, done.stderr) == (code, message)
 
 
 @pytest.mark.parametrize(("before", "code"), [("pass", 65), ("print('a table', flush=True)", 74)])

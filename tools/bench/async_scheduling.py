@@ -88,9 +88,9 @@ def _told(num_left: int) -> int:
     import torch
     import torch.distributed as dist
 
-    told = torch.tensor(num_left)
-    dist.broadcast(told, 0)
-    return int(told)
+    left = torch.tensor(num_left)
+    dist.broadcast(left, 0)
+    return int(left)
 
 
 async def measured(options: argparse.Namespace, *, is_ahead: bool) -> list[Round]:
@@ -114,7 +114,7 @@ async def measured(options: argparse.Namespace, *, is_ahead: bool) -> list[Round
 
 async def run(options: argparse.Namespace) -> None:
     """Print all lines."""
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "machine": machine(), "versions": versions("vllm"), "tp": options.tp, "requests": options.requests,
         "prompt_tokens": options.prompt_tokens, "new_tokens": options.new_tokens, "model": options.model.name,
     }  # fmt: skip
@@ -126,7 +126,7 @@ async def run(options: argparse.Namespace) -> None:
         steps_ahead = [round(one.steps_ahead, 3) for one in rounds]
         print_line(
             metric_line(
-                name, speeds[is_ahead], "tokens/s", target=None, against="none", steps_ahead=steps_ahead, **told
+                name, speeds[is_ahead], "tokens/s", target=None, against="none", steps_ahead=steps_ahead, **fields
             )
         )
     if True in speeds:
@@ -138,7 +138,7 @@ async def run(options: argparse.Namespace) -> None:
                 "ratio",
                 target="> 1.0",
                 against="rollout.async_scheduling false",
-                **told,
+                **fields,
             )
         )
 

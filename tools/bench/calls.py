@@ -36,9 +36,9 @@ async def call_times(num_ranks: int, num_calls: int) -> list[float]:
         try:
             found = []
             for _ in range(num_calls):
-                begun = time.perf_counter()
+                started = time.perf_counter()
                 await group.call("pid")
-                found.append(1e3 * (time.perf_counter() - begun))
+                found.append(1e3 * (time.perf_counter() - started))
             return found
         finally:
             await group.close()
@@ -52,7 +52,7 @@ def main() -> None:
     found = asyncio.run(call_times(args.ranks, args.calls))
     against = f"a call to {args.ranks} processes that do nothing, {args.calls} times"
     line = metric_line("call_time", found, "ms", target="< 5", against=against, machine=machine(), versions=versions())
-    # Of so many values the ends and the quarters tell enough.
+    # The extremes and quartiles describe so many values well enough.
     line["spread"] = [line["spread"][round(q * (len(found) - 1))] for q in (0, 0.25, 0.5, 0.75, 1)]
     print_line(line)
 

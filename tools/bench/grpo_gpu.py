@@ -6,7 +6,7 @@
 A model of random weights at a known shape, made on the spot; completions end at all lengths, by stop tokens that it
 samples once in `--mean-tokens`; the reward is the parity of their length. Trained is by Adam, the 8B model, whose
 moments do not fit, by LoRA; overrides of the recipe come last and win. A line is printed for each step as soon as it is
-in metrics.jsonl, memory as measured beside as planned; in the end the medians of all steps but the first, which warms
+in metrics.jsonl, measured and planned memory; in the end the medians of all steps but the first, which warms
 up. The run is stopped when `--steps` are made or `--budget-seconds` are used up. Ends with status 2 where no CUDA is.
 `--device cpu --shape small --steps 2 --prompts 2 --samples 2 --new-tokens 16` shows that all parts work.
 """
@@ -36,7 +36,7 @@ from shapes import SHAPES, config_of, stop_tokens, write_model
 ROOT = Path(__file__).resolve().parents[2]
 PROMPT_TOKENS = 256
 END_SECONDS = 20.0
-"""Longest time that a run may take to end when it is told to; the budget has room for it."""
+"""Longest time that a run may take to end when it is asked to; the budget has room for it."""
 MOST_STEPS = 10_000
 PHASE = re.compile(r"time/[a-z]+_seconds")
 """Parts of phases, such as time/reshard_wire_seconds, are not of these."""
@@ -140,13 +140,13 @@ def step_line(row: Mapping[str, Any]) -> dict[str, Any]:
     return {"step": row["step"], **values, "phases": phases, "memory": memory}
 
 
-def last_lines(steps: Sequence[Mapping[str, Any]], told: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
+def last_lines(steps: Sequence[Mapping[str, Any]], fields: Mapping[str, Any]) -> Iterator[dict[str, Any]]:
     """Medians of all steps but the first; where there is no other, that one's, as of a warm-up."""
     warm, make = (steps[1:], metric_line) if len(steps) > 1 else (steps, warm_up_line)
 
     def line(metric: str, values: Sequence[float | None], unit: str, against: str) -> Iterator[dict[str, Any]]:
         if known := [value for value in values if value is not None]:
-            yield make(f"grpo_{metric}", known, unit, target=None, against=against, steps=len(warm), **told)
+            yield make(f"grpo_{metric}", known, unit, target=None, against=against, steps=len(warm), **fields)
 
     for metric, unit in MEDIANS.items():
         yield from line(metric, [step[metric] for step in warm], unit, "steps as megarl train logs them")
@@ -222,7 +222,7 @@ class Training:
 
 def run(options: argparse.Namespace, budget: Budget) -> int:
     """Print all lines that the budget allows; the status to end with."""
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "machine": machine(), "versions": versions("vllm", "megatron-core", "transformer-engine"),
         "shape": options.shape, "overrides": options.overrides,
     }  # fmt: skip
@@ -243,7 +243,7 @@ def run(options: argparse.Namespace, budget: Budget) -> int:
             has_failed = not training.is_running
         finally:
             status = training.end()
-        for line in last_lines(steps, told) if steps else ():
+        for line in last_lines(steps, fields) if steps else ():
             print_line(line)
         if has_failed:
             print_line({"failed": status, "output": training.last_output()})

@@ -1,4 +1,4 @@
-"""GRPO beside TRL's GRPOTrainer: samples a second, generation and update together, and the course of the reward.
+"""GRPO compared with TRL's GRPOTrainer: samples a second, generation and update together, and the course of the reward.
 
     pip install --no-deps --target PEER trl accelerate datasets dill xxhash multiprocess pyarrow pandas python-dateutil
     python tools/bench/grpo_vs_trl.py --model MODEL --data train.jsonl --peer PEER --new-tokens 32 --seeds 0 1

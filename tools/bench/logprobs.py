@@ -1,4 +1,4 @@
-"""Log-probs and entropies with their gradients beside whole logits: memory, time and error.
+"""Log-probs and entropies with their gradients compared with whole logits: memory, time and error.
 
     python tools/bench/logprobs.py --tokens 4096 --vocabulary 151936 --hidden 1024
 

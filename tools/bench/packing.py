@@ -1,4 +1,4 @@
-"""Pack drawn lengths of sequences for eight data-parallel ranks, beside the packing of peers' releases.
+"""Pack drawn lengths of sequences for eight data-parallel ranks, compared with the packing of peers' releases.
 
     pip install --no-deps --target PEERS verl rl-square
     python tools/bench/packing.py --peers PEERS

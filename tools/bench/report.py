@@ -45,9 +45,9 @@ def metric_line(
     }  # fmt: skip
 
 
-def warm_up_line(metric: str, values: Sequence[float], unit: str, **told: Any) -> dict[str, Any]:
+def warm_up_line(metric: str, values: Sequence[float], unit: str, **fields: Any) -> dict[str, Any]:
     """The line of a metric of which the budget allowed the round that warms up alone: no result, nothing is met."""
-    line = metric_line(metric, values, unit, **{**told, "target": None})
+    line = metric_line(metric, values, unit, **{**fields, "target": None})
     return {"warm_up_of": line.pop("metric"), **line}
 
 

@@ -1,4 +1,4 @@
-"""The driver and its pumps beside a bare vLLM: the same requests, seeds and settings, in engine steps and CPU seconds.
+"""The driver and its pumps compared with a bare vLLM on the same requests: engine steps and CPU seconds.
 
     python tools/make_tiny_model.py --out MODEL --hidden-size 256 --intermediate-size 768 --vocab-size 512
     python tools/bench/rollout.py --model MODEL
@@ -74,7 +74,7 @@ async def compare(bench: Bench, num_turns: int, repeats: int) -> dict[str, list[
 async def run(options: argparse.Namespace) -> bool:
     """Print all lines; whether all targets are met."""
     tokenizer = load_tokenizer(options.model)
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "machine": machine(), "versions": versions("vllm"), "attempts": options.attempts, "slots": options.slots,
         "new_tokens": options.new_tokens,
     }  # fmt: skip
@@ -98,7 +98,7 @@ async def run(options: argparse.Namespace) -> bool:
                             lines.append(
                                 metric_line(
                                     f"rollout_{num_turns}_turns_{unit}", values, "bare / driven", target=f">= {least}",
-                                    against="a loop around vLLM's engine", **told,
+                                    against="a loop around vLLM's engine", **fields,
                                 )
                             )  # fmt: skip
                             print_line(lines[-1])
@@ -107,7 +107,7 @@ async def run(options: argparse.Namespace) -> bool:
                     lines.append(
                         metric_line(
                             "rollout_idle_beside_a_long_request", shares, "share of time", target=f"<= {MOST_IDLE}",
-                            against="sampling without a pause", long_tokens=options.long_tokens, **told,
+                            against="sampling without a pause", long_tokens=options.long_tokens, **fields,
                         )
                     )  # fmt: skip
                     print_line(lines[-1])

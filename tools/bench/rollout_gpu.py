@@ -1,4 +1,4 @@
-"""The driver and its engine on one GPU beside a bare vLLM of the same settings: sampled tokens a second.
+"""The driver and its engine on one GPU compared with a bare vLLM of the same settings: sampled tokens a second.
 
     python tools/bench/rollout_gpu.py [--shape qwen3-8b] [--attempts 512] [--turns 1 --turns 4]
 
@@ -38,7 +38,7 @@ LEAST = {1: 0.97, 4: 0.90}
 """Least speed of the driver in the bare loop's, by turns; of other numbers of turns that of four."""
 
 
-async def measure(bench: Bench, num_turns: int, repeats: int, budget: Budget, told: dict[str, Any]) -> None:
+async def measure(bench: Bench, num_turns: int, repeats: int, budget: Budget, fields: dict[str, Any]) -> None:
     """The lines of attempts of so many turns."""
     found: dict[str, list[float]] = {"driven": [], "bare": [], "idle": [], "equal": []}
     async for pair in bench.pairs(num_turns, budget.rounds(repeats)):
@@ -52,13 +52,13 @@ async def measure(bench: Bench, num_turns: int, repeats: int, budget: Budget, to
     against = "a loop around the same engine"
     ratios = [own / other for own, other in zip(found["driven"], found["bare"], strict=True)]
     least = LEAST.get(num_turns, LEAST[4])
-    print_line(metric_line(f"{name}_speed", ratios, "of bare", target=f">= {least}", against=against, **told))
+    print_line(metric_line(f"{name}_speed", ratios, "of bare", target=f">= {least}", against=against, **fields))
     for metric, kind, unit in (
         ("tokens_per_second", "driven", "tokens/s"),
         ("engine_idle", "idle", "share of time"),
         ("equal_completions", "equal", "share"),
     ):
-        print_line(metric_line(f"{name}_{metric}", found[kind], unit, target=None, against=against, **told))
+        print_line(metric_line(f"{name}_{metric}", found[kind], unit, target=None, against=against, **fields))
 
 
 def _equal_share(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]]) -> float:
@@ -69,7 +69,7 @@ def _equal_share(some: Sequence[Sequence[int]], others: Sequence[Sequence[int]])
 async def run(options: argparse.Namespace, budget: Budget) -> None:
     """Print all lines that the budget allows."""
     is_gpu, vocab_size = options.device == "cuda", config_of(options.shape)["vocab_size"]
-    told: dict[str, Any] = {
+    fields: dict[str, Any] = {
         "machine": machine(), "versions": versions("vllm"), "shape": options.shape, "attempts": options.attempts,
         "slots": options.slots, "new_tokens": options.new_tokens, "mean_tokens": options.mean_tokens,
     }  # fmt: skip
@@ -93,14 +93,14 @@ async def run(options: argparse.Namespace, budget: Budget) -> None:
             environment=device.rank_environment(1) | ({} if is_gpu else {"CUDA_VISIBLE_DEVICES": ""}),
         )
         try:
-            print_line({"engine_start_seconds": round(time.monotonic() - started, 1), **told})
+            print_line({"engine_start_seconds": round(time.monotonic() - started, 1), **fields})
             stops = tuple(stop_tokens(vocab_size, options.mean_tokens))
             sampling = SamplingSettings(options.new_tokens, stop_token_ids=stops)
             tokenizer = load_tokenizer(model)
             bench = Bench(group, tokenizer, settings, num_attempts=options.attempts, sampling=sampling)
             for num_turns in options.turns:
                 if not budget.leaves_out([f"rollout_{num_turns}_turns"]):
-                    await measure(bench, num_turns, options.repeats, budget, told)
+                    await measure(bench, num_turns, options.repeats, budget, fields)
         finally:
             await group.close()
 

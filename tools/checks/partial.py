@@ -105,7 +105,7 @@ class Engine:
         return self.engine.advance(new, aborts, budget_seconds, leave_after=leave_after)
 
     def update(self, version: int) -> None:
-        """Load a version's weights and tell the engine its number."""
+        """Load a version's weights and set the engine's version."""
         scale = 1.0 - 0.004 * (version % 5)
         weights = {name: w if w.dim() == 1 else w * scale for name, w in self._weights.items()}
         self._model.load_weights(weights.items())
