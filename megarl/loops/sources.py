@@ -170,7 +170,7 @@ async def make_source(
         history="render" if rollout.history == "render" else "append",
         budget=rollout.budget,
         is_abandoned=is_abandoned,
-        tell_once=screen.notice_once,
+        notify_once=screen.notice_once,
         agent=agent.attempt if agent is not None else None,
         environment_pool=environments,
         answers=Answers(judges, given.name, screen.notice_once, had_ended),

@@ -25,7 +25,7 @@ class Answers:
 
     judging: Judging = "declared"
     source: str = ""
-    tell_once: Callable[[str, str], object] = lambda kind, text: None
+    notify_once: Callable[[str, str], object] = lambda kind, text: None
     has_ended: bool = False
 
     def settle(self, trajectory: Trajectory) -> Trajectory:
@@ -36,7 +36,7 @@ class Answers:
             return trajectory
         if reward.answer_correct is None and not self.has_ended:
             self.has_ended = True
-            self.tell_once(
+            self.notify_once(
                 f"{self.source}: unjudged",
                 f"{self.source}: no accuracy, pass_at_K or majority_at_K is logged from now on (reward/unjudged), "
                 f"because a reward of {reward.score:g} came without a verdict; 1 and 0 are verdicts where one function "

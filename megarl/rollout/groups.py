@@ -34,8 +34,8 @@ class GroupSampler:
     """Samples and scores trajectories of one environment's problems. Scoring overlaps with sampling.
 
     `environment` is the environment's name in the recipe. The attempts use a new object from `make_environment` each,
-    or a process of `environment_pool`, or `agent` makes them. `tell_once(kind, text)` reports a failure to the user; it
-    shows only the first of each kind.
+    or a process of `environment_pool`, or `agent` makes them. `notify_once(kind, text)` reports a failure to the user,
+    the first of each kind only.
     """
 
     pool: EnginePool
@@ -49,7 +49,7 @@ class GroupSampler:
     history: History = "append"
     budget: BudgetConfig = field(default_factory=BudgetConfig)
     is_abandoned: Callable[[], bool] = lambda: False
-    tell_once: Callable[[str, str], object] = lambda kind, text: None
+    notify_once: Callable[[str, str], object] = lambda kind, text: None
     agent: Callable[[Task, Budget, Generates], Awaitable[Trajectory]] | None = None
     environment_pool: EnvironmentPool | None = None
     answers: Answers = field(default_factory=Answers)
@@ -134,7 +134,7 @@ class GroupSampler:
         if trajectory.ended != "error" or trajectory.failure is None:
             return
         kind = trajectory.failure.partition(":")[0]
-        self.tell_once(
+        self.notify_once(
             f"{trajectory.environment}: {kind}",
             f"an attempt of environment {trajectory.environment} at problem {trajectory.problem.index} ended with "
             f"an error (the first of its kind; all are counted in rollout/errors/{kind}): {trajectory.failure}",

@@ -356,8 +356,8 @@ class EnginePool:
         share = -(-unfinished // len(self._live))
         own = min(len(replica.waiting), self._max_running - len(replica.running))
         new = [replica.waiting.popitem(last=False)[1] for _ in range(own)]
-        room = min(self._max_running, share) - len(replica.running) - len(new)
-        new += [self._waiting.popitem(last=False)[1] for _ in range(min(len(self._waiting), room))]
+        num_free = min(self._max_running, share) - len(replica.running) - len(new)
+        new += [self._waiting.popitem(last=False)[1] for _ in range(min(len(self._waiting), num_free))]
         replica.running |= dict.fromkeys(request.request_id for request in new)
         return tuple(new)
 

@@ -88,7 +88,7 @@ def model_folder(path: Path, *, is_best: bool = False) -> Path:
     return folder
 
 
-async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, tell: Callable[[str], object]) -> None:
+async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, notify: Callable[[str], object]) -> None:
     """Serve a model until SIGINT or SIGTERM. Reports its address."""
     folder = model_folder(path)
     tokenizer = load_tokenizer(folder)
@@ -100,7 +100,7 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, te
         # Installed before the engine starts, so that Ctrl-C during the start ends the processes in order.
         loop.add_signal_handler(number, asked_to_end.set)
     if device.current().type == "cuda" and (notice := device.toolkit_notice()) is not None:
-        tell(notice)
+        notify(notice)
     with tempfile.TemporaryDirectory() as logs:
         group = await LocalGroup(rollout.tp, imports=device.forkable_imports("megarl.engine.engine")).start(
             "megarl.serving.local_model:EngineRank",
@@ -120,11 +120,11 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, te
             model=folder.absolute().parent.name if folder.name == "hf" else folder.absolute().name,
             sampling=SamplingSettings(context_tokens),
             guests=limits,
-            notice=tell,
+            notice=notify,
         )
         try:
             await server.start()
-            tell(f"serving {folder} at {server.base_url}/v1; Ctrl-C ends it")
+            notify(f"serving {folder} at {server.base_url}/v1; Ctrl-C ends it")
             await asked_to_end.wait()
         finally:
             await server.close()

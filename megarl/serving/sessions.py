@@ -237,8 +237,8 @@ class Session:
         if known is None:
             token_ids = await self._codec.opening(conversation)
         else:
-            rest = conversation.messages[len(known.conversation.messages) :]
-            token_ids = await self._codec.continued(known.token_ids, rest, conversation.tools)
+            added = conversation.messages[len(known.conversation.messages) :]
+            token_ids = await self._codec.continued(known.token_ids, added, conversation.tools)
         call = await self._sample(number, token_ids, sampling)
         # Parsed from tokens, because special tokens mark reasoning and calls.
         turn, whole = await self._codec.parsed(call, conversation.tools, number)
@@ -251,8 +251,8 @@ class Session:
         if not isinstance(prompt, str):
             token_ids = prompt
         elif (known := self._history.find_text(prompt)) is not None:
-            rest = await self._codec.encoded(prompt[len(known[0]) :])
-            token_ids = np.concatenate([known[1], rest])
+            added = await self._codec.encoded(prompt[len(known[0]) :])
+            token_ids = np.concatenate([known[1], added])
         else:
             token_ids = await self._codec.encoded(prompt)
         call = await self._sample(number, token_ids, sampling)
@@ -261,11 +261,11 @@ class Session:
 
     async def _sample(self, number: int, token_ids: NDArray[np.int32], sampling: SamplingSettings) -> ModelCall:
         """Sample a completion of `token_ids` [prompt]. Raises RequestError if it does not fit or is refused."""
-        room = self.limits.context_tokens - len(token_ids)
-        if room <= 0:
+        tokens_left = self.limits.context_tokens - len(token_ids)
+        if tokens_left <= 0:
             self.counts["refused_calls"] += 1
             raise too_long(self.limits.context_tokens)
-        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, room))
+        sampling = replace(sampling, max_new_tokens=min(sampling.max_new_tokens, tokens_left))
         # `affinity` sends all calls of a session to the engine with its prefix cached.
         request = Request(f"{self.name}.{number}", token_ids, sampling, self._seed_of(token_ids))
         completion = await self._pool.generate(request, affinity=self.name)

@@ -452,7 +452,8 @@ def test_an_error_ends_its_attempt_alone_and_is_told_once(
 ) -> None:
     told: list[str] = []
     closed = environment.closed
-    made = sampler(environment, 2000, max_turns=4, truncated_turn="close", tell_once=FirstOfEachKind(told.append).tell)
+    notify_once = FirstOfEachKind(told.append).tell
+    made = sampler(environment, 2000, max_turns=4, truncated_turn="close", notify_once=notify_once)
     found = runner.run(made.sample(problems, SAMPLING, seed="s"))
     assert environment.closed == closed + 3
     for trajectory in found:
