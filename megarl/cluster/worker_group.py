@@ -18,10 +18,9 @@ from pathlib import Path
 from typing import Any, Self
 
 from megarl import types
-from megarl.cluster.connection import Connection
 from megarl.cluster.deadlines import Deadlines, Limit
 from megarl.cluster.messages import pack, pack_cancel
-from megarl.cluster.rank_handle import Answers, RankError, RankHandle, log_since, log_size
+from megarl.cluster.rank_handle import Answers, RankConnection, RankError, RankHandle, log_since, log_size
 from megarl.cluster.rank_queues import RankQueues
 from megarl.cluster.stacks import is_whole, ranks_named, summary, waits_in_collective
 from megarl.groups.rendezvous import Rendezvous
@@ -346,7 +345,7 @@ class WorkerGroup(ABC):
         """
         loop = asyncio.get_running_loop()
         answers: Answers = {handle: loop.create_future() for handle in messages}
-        per_connection: defaultdict[Connection, dict[RankHandle, bytes]] = defaultdict(dict)
+        per_connection: defaultdict[RankConnection, dict[RankHandle, bytes]] = defaultdict(dict)
         for handle, message in messages.items():
             per_connection[handle.connection][handle] = message
         return answers, [connection.ask(own, answers) for connection, own in per_connection.items()]

@@ -55,7 +55,9 @@ async def train(session: Session) -> None:
                 if session.stop:
                     raise AbandonedError
                 # Before the update, so that the records show the weights that sampled and trained these tokens.
-                of_tokens = await session.token_records(number, groups, batch) if recipe.has_advantages else ()
+                token_records = (
+                    await session.samples.token_records(number, groups, batch) if recipe.has_advantages else ()
+                )
 
                 step.is_trained = True
                 with phase("train"):
@@ -77,6 +79,6 @@ async def train(session: Session) -> None:
                 with phase("reshard"):
                     step.log(await session.reshards.run(number))
                 step.log(session.pool.metrics())
-                await session.write_samples(number, buffer.sampled, of_tokens)
-                if session.evaluates_at(number):
+                await session.samples.write_step(number, buffer.sampled, token_records)
+                if recipe.evaluates_at(number):
                     step.log(await session.evaluate(number))

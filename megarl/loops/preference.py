@@ -51,7 +51,7 @@ async def train(session: Session) -> None:
                     step.log({"kl/reference": kto_kl})
             step.log(await session.move_reference(number))
             await session.checkpoints.begin(number)
-            if session.evaluates_at(number):
+            if recipe.evaluates_at(number):
                 step.log(await _evaluate(session, held_out))
 
 

@@ -79,7 +79,7 @@ async def train(session: Session) -> None:
                         batch.forget_stale_logprobs(weight_version=number)
 
                 # Before the update, so that the records show the weights that sampled and trained these tokens.
-                of_tokens = await session.token_records(number, groups, batch)
+                token_records = await session.samples.token_records(number, groups, batch)
 
                 # From here on a stop signal must save this step and not the previous one: the weights change.
                 step.is_trained = True
@@ -115,8 +115,8 @@ async def train(session: Session) -> None:
                     step.log(balance.of_step(session.tracker.seconds, step.metrics))
                 # A reward model adds scores to `groups` only, so the sampled trajectories lack them.
                 shown = flatten(groups) if "reward_model" in models else buffer.sampled
-                await session.write_samples(number, shown, of_tokens)
-                if session.evaluates_at(number):
+                await session.samples.write_step(number, shown, token_records)
+                if recipe.evaluates_at(number):
                     step.log(await session.evaluate(number))
 
 

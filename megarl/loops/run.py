@@ -31,6 +31,7 @@ from megarl.loops.performance import Performance
 from megarl.loops.profile import Profiles
 from megarl.loops.reshards import Reshards
 from megarl.loops.resume import Origin, Resume, find_origin
+from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.session import Session
 from megarl.loops.sources import make_source, read_data, start_environments, start_rewards
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
@@ -261,7 +262,6 @@ async def _started(
         stack.push_async_callback(profiles.close)
         session = Session(
             recipe=recipe,
-            layout=layout,
             folder=folder,
             tracker=tracker,
             tokenizer=tokenizer,
@@ -270,6 +270,7 @@ async def _started(
             models=models,
             pool=pool,
             sources=sources,
+            samples=SampleWriter(recipe, tracker, tokenizer, models["policy"]),
             checkpoints=Checkpoints(recipe, folder, tracker, ranks.trainers, origin.inputs.as_json()),
             origin=origin,
             stop=stop,

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
-import asyncio
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from megarl.cluster.rank_model import RankModel
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
-from megarl.config.parallel import ParallelConfig
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.performance import Performance
 from megarl.loops.profile import Profiles
 from megarl.loops.reshards import Reshards
 from megarl.loops.resume import Origin
+from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.stopping import StopRequest
 from megarl.platform.spans import span
 from megarl.preflight import Dropped
 from megarl.rollout.evaluate import evaluate
 from megarl.rollout.pool import AbandonedError, EnginePool
-from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.sample_records import token_records, with_rendered_prompts
 from megarl.rollout.source import Source
 from megarl.rollout.state import RLState
 from megarl.rollout.tool_use import ToolUse, uncalled_text
 from megarl.tracking.health import Health
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
-from megarl.types import Group, MegarlError, StoppedError, Trajectory, UnhealthyError
+from megarl.types import MegarlError, StoppedError, UnhealthyError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
@@ -68,7 +65,6 @@ class Session:
     """Run under way, with all its parts."""
 
     recipe: Recipe
-    layout: ParallelConfig
     folder: RunFolder
     tracker: Tracker
     tokenizer: Tokenizer
@@ -80,6 +76,7 @@ class Session:
     pool: EnginePool
     sources: Sequence[Source]
     """Sources of problems, in the order of the recipe."""
+    samples: SampleWriter
     checkpoints: Checkpoints
     origin: Origin
     """Checkpoint the run was resumed from, if any."""
@@ -252,57 +249,10 @@ class Session:
         # Read after all sets, so that the tokens of the whole evaluation count.
         sampled = self.pool.evaluation_metrics()
         for done in found:
-            await self._write(step, done.records(), done.trajectories)
+            await self.samples.write(step, done.records(), done.trajectories)
         return sampled | {name: value for done in found for name, value in done.metrics.items()}
-
-    async def write_samples(
-        self, step: int, trajectories: Sequence[Trajectory], of_tokens: Sequence[Mapping[str, Any]] = ()
-    ) -> None:
-        """Write a step's trajectories to samples/ if they are due, and the token records `of_tokens`."""
-        if step % self.recipe.samples_every_steps == 0:
-            await self._write(step, [trajectory.record() for trajectory in trajectories], trajectories)
-        if of_tokens:
-            self.tracker.token_samples(step, of_tokens)
-
-    async def _write(self, step: int, records: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajectory]) -> None:
-        """Write the trajectories' records to samples/ in a thread.
-
-        Thousands of records take seconds, and the driver must answer other calls meanwhile.
-        """
-
-        def write() -> None:
-            self.tracker.samples(step, [*with_rendered_prompts(records, trajectories, self.tokenizer)])
-
-        # A thread cannot be cancelled, so the task is shielded and awaited.
-        writing = asyncio.ensure_future(asyncio.to_thread(write))
-        with span("samples"):
-            try:
-                await asyncio.shield(writing)
-            finally:
-                # On cancellation too, wait for the thread: the run's end closes the files it writes.
-                await asyncio.wait([writing])
-
-    async def token_records(self, step: int, groups: Sequence[Group], batch: RLBatch) -> list[dict[str, Any]]:
-        """Return token-by-token records of a few samples if they are due. Call it before the step's update."""
-        count = self.recipe.samples_with_tokens
-        if not count or step % self.recipe.samples_every_steps:
-            return []
-        with self.tracker.phase("logprobs"):
-            return await token_records(
-                groups,
-                batch,
-                self.tokenizer,
-                self.models["policy"].forward,
-                count=count,
-                weight_version=step,
-                starts_from_rollout=self.recipe.algorithm.old_logprobs == "rollout",
-            )
 
     @property
     def evaluates_first(self) -> bool:
         """Whether the run evaluates before its first step."""
         return self.recipe.evaluation.at_start or not self.recipe.train.steps
-
-    def evaluates_at(self, step: int) -> bool:
-        """Return whether the run evaluates after a step (see `Recipe.evaluates_at`)."""
-        return self.recipe.evaluates_at(step)

@@ -50,7 +50,7 @@ async def train(session: Session) -> None:
             with session.tracker.phase("train"):
                 step.log(values(await session.models["policy"].update(batch)))
             await session.checkpoints.begin(number)
-            if session.evaluates_at(number):
+            if recipe.evaluates_at(number):
                 await _evaluate(session, step, held_out)
 
 

@@ -14,7 +14,7 @@ MOST_ATTEMPTS = 3
 
 
 class State(Enum):
-    """What the ranks are doing. The cross-world group connects trainers and engines."""
+    """Phase of the ranks' work. The cross-world group connects trainers and engines."""
 
     DISCONNECTED = "no usable cross-world group"
     IDLE = "connected, no transfer in flight"
@@ -29,7 +29,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What happened to the ranks or was requested by the loop."""
+    """Occurrence on the ranks, or request of the loop."""
 
     START = "a transfer is requested; the trainers wait for it"
     START_OVERLAPPING = "a transfer of copies is requested"
@@ -44,7 +44,7 @@ class Event(Enum):
 
 
 class Command(Enum):
-    """What the caller has to do after a transition."""
+    """Action of the caller after a transition."""
 
     NOTHING = "nothing"
     JOIN = "let all ranks create a cross-world group and send the weights"

@@ -15,6 +15,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.health import HealthConfig
 from megarl.loops.reshards import Reshards
+from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.session import Session, Step
 from megarl.rollout.tool_use import ToolUse
 from megarl.tracking.health import Health
@@ -35,10 +36,12 @@ def test_the_first_evaluation_may_be_left_out(settings: dict[str, Any], first: b
     assert session_with(recipe=recipe).evaluates_first is first
 
 
-def session_that_writes(write: Callable[[int, object], None]) -> Session:
-    """A session of which nothing but its tracker's writing of samples is used."""
+def writer_with(write: Callable[[int, object], None]) -> SampleWriter:
+    """A writer of samples that calls `write` with a step and its records."""
     recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
-    return session_with(recipe=recipe, tracker=SimpleNamespace(samples=write))
+    tracker: Any = SimpleNamespace(samples=write)
+    unused: Any = None
+    return SampleWriter(recipe, tracker, unused, unused)
 
 
 def session_with(**parts: Any) -> Session:
@@ -55,10 +58,10 @@ def test_the_driver_hears_others_while_samples_are_written() -> None:
         written.append(step)
 
     async def play() -> None:
-        session = session_that_writes(write)
-        step = session.recipe.samples_every_steps
+        writer = writer_with(write)
+        step = writer.recipe.samples_every_steps
         asyncio.get_running_loop().call_soon(heard.set)
-        await session.write_samples(step, [])
+        await writer.write_step(step, [])
         assert written == [step], "the step goes on when its samples are written"
 
     asyncio.run(play())
@@ -68,9 +71,9 @@ def test_a_full_disk_under_samples_ends_the_run() -> None:
     def write(step: int, records: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    session = session_that_writes(write)
+    writer = writer_with(write)
     with pytest.raises(OSError, match="No space left"):
-        asyncio.run(session.write_samples(session.recipe.samples_every_steps, []))
+        asyncio.run(writer.write_step(writer.recipe.samples_every_steps, []))
 
 
 def test_a_run_that_ends_meanwhile_waits_for_its_samples() -> None:
@@ -82,8 +85,8 @@ def test_a_run_that_ends_meanwhile_waits_for_its_samples() -> None:
         written.append(step)
 
     async def play() -> None:
-        session = session_that_writes(write)
-        task = asyncio.ensure_future(session.write_samples(session.recipe.samples_every_steps, []))
+        writer = writer_with(write)
+        task = asyncio.ensure_future(writer.write_step(writer.recipe.samples_every_steps, []))
         assert await asyncio.to_thread(begun.wait, 120)
         task.cancel()
         asyncio.get_running_loop().call_soon(heard.set)
