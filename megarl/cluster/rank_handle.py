@@ -70,7 +70,7 @@ def log_since(log: Path, start: int) -> str:
 
 
 class RankConnection(Protocol):
-    """What a handle needs of its connections; `connection.Connection` is the class."""
+    """A connection as seen by a handle. `connection.Connection` implements it."""
 
     socket: Socket
     is_relay: bool

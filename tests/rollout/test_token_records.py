@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 from collections.abc import Awaitable, Callable
 from contextlib import nullcontext
-from dataclasses import fields, replace
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerFast
 
 from megarl.config import Recipe
 from megarl.data.token_batch import TokenBatch
-from megarl.loops.session import Session
+from megarl.loops.sample_writer import SampleWriter
 from megarl.rollout.auxiliary_models import score_tokens
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.sample_records import MOST_TOKENS, selected_texts, token_records, token_texts
@@ -108,25 +108,22 @@ def test_a_ratio_that_starts_from_the_engine_is_scored_and_shown_with_the_traine
     async def forward(chosen: TokenBatch) -> np.ndarray:
         return (chosen.token_ids * -1.0 - 0.75).astype(np.float32)
 
-    shown = Session.token_records(session_of(recipe, forward), 3, [trajectories], batch)
+    shown = writer_of(recipe, forward).token_records(3, [trajectories], batch)
     [found] = asyncio.run(shown)
     assert found["columns"]["rollout_logprob"] == [-1.5, -2.5]
     assert found["columns"]["trainer_logprob"] == [-1.75, -2.75]
     assert found["columns"]["logprob_gap"] == [-0.25, -0.25]
 
 
-def session_of(recipe: Recipe, forward: Callable[[TokenBatch], Awaitable[np.ndarray]]) -> Session:
-    """A session of which nothing but tokenizer, trainer and the time of phases is used."""
-    parts: dict[str, Any] = {field.name: None for field in fields(Session)}
-    return Session(
-        **parts
-        | {
-            "recipe": recipe.model_copy(update={"samples_every_steps": 1, "samples_with_tokens": 1}),
-            "tokenizer": tokenizer([f"w{number}" for number in range(9)], None),
-            "models": {"policy": SimpleNamespace(forward=forward)},
-            "tracker": SimpleNamespace(phase=lambda name: nullcontext()),
-        }
-    )
+def writer_of(recipe: Recipe, forward: Callable[[TokenBatch], Awaitable[np.ndarray]]) -> SampleWriter:
+    """A writer of one sample's tokens at each step."""
+    parts: dict[str, Any] = {
+        "recipe": recipe.model_copy(update={"samples_every_steps": 1, "samples_with_tokens": 1}),
+        "tracker": SimpleNamespace(phase=lambda name: nullcontext()),
+        "tokenizer": tokenizer([f"w{number}" for number in range(9)], None),
+        "policy": SimpleNamespace(forward=forward),
+    }
+    return SampleWriter(**parts)
 
 
 def test_the_engines_log_probs_are_not_taken_for_the_trainers() -> None:
