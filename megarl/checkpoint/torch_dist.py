@@ -229,7 +229,7 @@ def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
         kv_channels=model.head_dim,
         max_position_embeddings=model.max_position_embeddings,
         position_embedding_type="rope",
-        rotary_base=int(model.rope_theta),
+        rotary_base=int(model.rotary.theta),
         normalization="RMSNorm",
         norm_epsilon=model.norm_epsilon,
         swiglu=True,

@@ -11,9 +11,9 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 
-def switched_on(config: Mapping[str, Any]) -> bool:
-    """Return whether config.json enables sliding-window attention by `use_sliding_window`, as in Qwen's."""
-    return bool(config.get("use_sliding_window"))
+def no_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return no windows: every layer attends to all earlier tokens."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,5 +36,6 @@ class Family:
     is_quantisable: bool = False
     """Whether `rollout.quantization` is tested with this family: vLLM's quantised weights are written correctly
     (tests/reshard/layouts)."""
-    has_windows: Callable[[Mapping[str, Any]], bool] = switched_on
-    """Function of config.json: whether it asks for sliding-window attention, not supported here."""
+    windows: Callable[[Mapping[str, Any], int], tuple[int, ...]] = no_windows
+    """Function of config.json and the number of layers: each layer's attention window in tokens, 0 for none. Empty if
+    no layer has a window. Raises DataError for windows that transformers and vLLM place differently."""

@@ -7,6 +7,8 @@ recomputation to save memory. Source: PaLM (arXiv 2204.02311, appendix B).
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -38,4 +40,15 @@ def attention_flops(shape: ModelShape) -> float:
 def forward_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
     """Return the FLOPs of a forward pass over sequences with these lengths, int [sequences]."""
     tokens = np.asarray(lengths, np.float64)
-    return float(matrix_flops(shape) * tokens.sum() + attention_flops(shape) * np.square(tokens).sum())
+    matrices = matrix_flops(shape) * tokens.sum()
+    if not shape.windows:
+        return float(matrices + attention_flops(shape) * np.square(tokens).sum())
+    # Every window appears in many layers, so its pairs of tokens are counted once.
+    pairs = sum(count * _attended(tokens, window) for window, count in Counter(shape.windows).items())
+    return float(matrices + 4.0 * shape.num_heads * shape.head_dim * pairs)
+
+
+def _attended(tokens: NDArray[np.float64], window: int) -> float:
+    """Return the pairs of a token and an attended one over sequences of these lengths [sequences]; window 0 is none."""
+    reach = np.minimum(tokens, window) if window else tokens
+    return float((reach * tokens - np.square(reach) / 2).sum())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.families import llama
+from megarl.families import llama, windows
 from megarl.families.family import Family
 from megarl.families.rules import Rule, query_groups
 
@@ -25,4 +25,5 @@ FAMILY = Family(
     # transformers' Qwen2 does not read these fields: it always has QKV biases and never others.
     ignored_fields=frozenset({"attention_bias", "mlp_bias"}),
     is_quantisable=True,
+    windows=windows.from_a_layer_on,
 )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.families import qwen2
+from megarl.families import qwen2, windows
 from megarl.families.family import Family
 from megarl.families.llama import DECODER, LAYER
 from megarl.families.rules import Rule, gate_up, replicated, row, with_experts
@@ -30,4 +30,6 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     )
 
 
-FAMILY = Family("Qwen2MoeForCausalLM", rules, qkv_bias=True, has_experts=True, is_quantisable=True)
+FAMILY = Family(
+    "Qwen2MoeForCausalLM", rules, qkv_bias=True, has_experts=True, is_quantisable=True, windows=windows.refused
+)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.families import llama
+from megarl.families import llama, windows
 from megarl.families.family import Family
 from megarl.families.rules import Rule, replicated
 
@@ -27,4 +27,4 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     )
 
 
-FAMILY = Family("Qwen3ForCausalLM", rules, qk_norm=True, is_quantisable=True)
+FAMILY = Family("Qwen3ForCausalLM", rules, qk_norm=True, is_quantisable=True, windows=windows.from_a_layer_on)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from megarl.families import qwen3
+from megarl.families import qwen3, windows
 from megarl.families.family import Family
 from megarl.families.rules import Rule, with_experts
 
@@ -17,4 +17,6 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     return with_experts(qwen3.rules(model), model)
 
 
-FAMILY = Family("Qwen3MoeForCausalLM", rules, qk_norm=True, has_experts=True, is_quantisable=True)
+FAMILY = Family(
+    "Qwen3MoeForCausalLM", rules, qk_norm=True, has_experts=True, is_quantisable=True, windows=windows.switched_on
+)

@@ -10,20 +10,16 @@ from typing import Any, NamedTuple
 
 from megarl.config.override import overridden
 from megarl.families import FAMILIES
+from megarl.families.config_values import COPY_AGAIN, flag, mapping, positive, shown, size
+from megarl.families.family import Family
 from megarl.families.published import PUBLISHED, published_name
+from megarl.families.rotary import Rotary, read_rotary
 from megarl.files.model_folder import missing_folder, read_object
-from megarl.files.strict_json import shortened
 from megarl.types import DataError
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
 
 VALUE_HEAD = "ForSequenceClassification"
-
-_LARGEST_SIZE = 1 << 24
-"""Upper bound of all sizes: 16 Mi, 64 times the largest vocabularies."""
-
-LLAMA3_ROPE = {"low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-"""Parameters of llama3 RoPE scaling that are constants in Megatron-Core 0.16.1."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,11 +38,11 @@ class ModelShape:
     qkv_bias: bool
     qk_norm: bool
     norm_epsilon: float
-    rope_theta: float
-    rope_scaling: dict[str, Any] | None
-    """`rope_type` and its parameters. None: rotary embeddings without scaling."""
+    rotary: Rotary
     max_position_embeddings: int
     initializer_range: float
+    windows: tuple[int, ...] = ()
+    """Attention window of each layer in tokens, the token itself included; 0 for none. Empty: no layer has one."""
     num_experts: int = 0
     """Number of routed experts per layer. 0: a dense model."""
     top_k: int = 0
@@ -97,12 +93,12 @@ def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any]
         shape = shape_from_config(overridden(config, override or {}))
         _check_override(override or {}, shape)
     except KeyError as error:
-        raise DataError(f"{path}: field {error} is missing. {_COPY_AGAIN}") from None
+        raise DataError(f"{path}: field {error} is missing. {COPY_AGAIN}") from None
     except DataError as error:
         raise DataError(f"{named}: {error}") from None
     # transformers and vLLM choose their classes by model_type, megarl by the architecture: they must agree.
     if (model_type := config.get("model_type", shape.family)) != shape.family:
-        raise DataError(f'{path}: model_type is {_shown(model_type)}; its architecture has "{shape.family}".')
+        raise DataError(f'{path}: model_type is {shown(model_type)}; its architecture has "{shape.family}".')
     return shape
 
 
@@ -116,33 +112,33 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     name = _family_name(architecture)
     family = FAMILIES[name]
     _check_supported(config, name, architecture)
-    rope_theta, rope_scaling = _rope(config)
-    num_heads = _size(config, "num_attention_heads")
-    num_kv_heads = _size(config, "num_key_value_heads", num_heads)
+    num_heads = size(config, "num_attention_heads")
+    num_kv_heads = size(config, "num_key_value_heads", num_heads)
     if num_heads % num_kv_heads:
         raise DataError(
-            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}. {_COPY_AGAIN}"
+            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}. {COPY_AGAIN}"
         )
     experts = _expert_sizes(config) if family.has_experts else _ExpertSizes()
+    num_layers = size(config, "num_hidden_layers")
     shape = ModelShape(
         family=name,
-        hidden_size=_size(config, "hidden_size"),
+        hidden_size=size(config, "hidden_size"),
         # Missing fields below have the defaults of transformers' configuration classes.
-        intermediate_size=_size(config, "intermediate_size"),
-        num_layers=_size(config, "num_hidden_layers"),
+        intermediate_size=size(config, "intermediate_size"),
+        num_layers=num_layers,
         num_heads=num_heads,
         num_kv_heads=num_kv_heads,
         # Older config.json files have no head_dim.
-        head_dim=_size(config, "head_dim", _size(config, "hidden_size") // num_heads),
-        vocab_size=_size(config, "vocab_size"),
-        tie_word_embeddings=_flag(config, "tie_word_embeddings"),
+        head_dim=size(config, "head_dim", size(config, "hidden_size") // num_heads),
+        vocab_size=size(config, "vocab_size"),
+        tie_word_embeddings=flag(config, "tie_word_embeddings"),
         qkv_bias=family.qkv_bias,
         qk_norm=family.qk_norm,
-        norm_epsilon=_positive(config, "rms_norm_eps", 1e-6),
-        rope_theta=rope_theta,
-        rope_scaling=rope_scaling,
-        max_position_embeddings=_size(config, "max_position_embeddings", 2048),
-        initializer_range=_positive(config, "initializer_range", 0.02),
+        norm_epsilon=positive(config, "rms_norm_eps", 1e-6),
+        rotary=read_rotary(config),
+        windows=_windows(config, family, num_layers),
+        max_position_embeddings=size(config, "max_position_embeddings", 2048),
+        initializer_range=positive(config, "initializer_range", 0.02),
         num_experts=experts.num_experts,
         top_k=experts.top_k,
         norm_topk_prob=experts.norm_topk_prob,
@@ -206,7 +202,7 @@ def padded_vocab_size(vocab_size: int, tp: int) -> int:
 def _architecture(config: Mapping[str, Any]) -> str:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
-        raise DataError(f'architectures is {_shown(architectures)}; give a list with one name, ["Qwen3ForCausalLM"].')
+        raise DataError(f'architectures is {shown(architectures)}; give a list with one name, ["Qwen3ForCausalLM"].')
     if config.get("quantization_config") is not None:
         raise DataError(
             "quantization_config: quantised weights cannot be trained; use the model's bfloat16 weights, or dequantise "
@@ -228,40 +224,32 @@ def _check_supported(config: Mapping[str, Any], family_name: str, architecture: 
     """Raise DataError for a config whose model would be computed differently here."""
     family = FAMILIES[family_name]
     # transformers defaults to two labels.
-    labels = len(_mapping(config, "id2label")) or 2
+    labels = len(mapping(config, "id2label")) or 2
     if architecture.endswith(VALUE_HEAD) and labels != 1:
         raise DataError(f"{architecture} with {labels} labels is not supported; a reward model has one.")
     if config.get("hidden_act", "silu") != "silu":
         raise DataError(f"hidden_act {config['hidden_act']} is not supported; only silu is.")
     for field in ("dtype", "torch_dtype"):
         if config.get(field) not in (None, *DTYPES):
-            raise DataError(f"{field} is {_shown(config[field])}; it must be one of {', '.join(DTYPES)}.")
-    layer_types = config.get("layer_types") or []
-    if not isinstance(layer_types, list):
-        raise DataError(f"layer_types is {_shown(layer_types)}; it must be a list. {_COPY_AGAIN}")
-    if family.has_windows(config) or "sliding_attention" in layer_types:
-        raise DataError(
-            "sliding-window attention is not supported; set use_sliding_window to false (Mistral: sliding_window null)."
-        )
+            raise DataError(f"{field} is {shown(config[field])}; it must be one of {', '.join(DTYPES)}.")
     for bias in ("attention_bias", "mlp_bias"):
         if config.get(bias) and bias not in family.ignored_fields:
             raise DataError(f"{bias} is not supported for {architecture}.")
 
 
-def _rope(config: Mapping[str, Any]) -> tuple[float, dict[str, Any] | None]:
-    """Return the base of the rotary embeddings (RoPE), and their llama3 scaling if any. Raises DataError."""
-    # transformers 5 keeps the rotary settings in rope_parameters, transformers 4 in two fields.
-    rope = dict(_mapping(config, "rope_parameters") or _mapping(config, "rope_scaling"))
-    theta = _positive({"rope_theta": rope.pop("rope_theta", None) or config.get("rope_theta")}, "rope_theta", 10000.0)
-    rope_type = rope.get("rope_type", rope.get("type", "default"))
-    if rope_type not in ("default", "llama3"):
-        raise DataError(f"rope_type {rope_type} is not supported; supported are default and llama3.")
-    if rope_type == "default":
-        return theta, None
-    for parameter, expected in LLAMA3_ROPE.items():
-        if rope.get(parameter, expected) != expected:
-            raise DataError(f"rope parameter {parameter} {rope[parameter]} is not supported; only {expected} is.")
-    return theta, rope
+def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
+    """Return each layer's attention window, empty for none. Raises DataError for windows that cannot be computed."""
+    types = config.get("layer_types") or []
+    if not isinstance(types, list) or any(kind not in ("full_attention", "sliding_attention") for kind in types):
+        raise DataError(f"layer_types is {shown(types)}; supported are full_attention and sliding_attention.")
+    if types and len(types) != num_layers:
+        raise DataError(f"layer_types has {len(types)} entries for {num_layers} layers. {COPY_AGAIN}")
+    windows = family.windows(config, num_layers)
+    if "sliding_attention" in types and not windows:
+        raise DataError("layer_types: sliding_attention is not supported without use_sliding_window in this family.")
+    if "full_attention" in types and windows:
+        raise DataError("layer_types: this family has a window in every layer; remove full_attention.")
+    return windows
 
 
 class _ExpertSizes(NamedTuple):
@@ -284,55 +272,12 @@ def _expert_sizes(config: Mapping[str, Any]) -> _ExpertSizes:
         raise DataError("qkv_bias false is not supported.")
     # transformers 5 writes num_local_experts for num_experts.
     sizes = _ExpertSizes(
-        num_experts=_size(config, "num_experts" if "num_experts" in config else "num_local_experts"),
-        top_k=_size(config, "num_experts_per_tok"),
-        norm_topk_prob=_flag(config, "norm_topk_prob"),
-        moe_intermediate_size=_size(config, "moe_intermediate_size"),
-        shared_intermediate_size=_size(config, "shared_expert_intermediate_size", 0),
+        num_experts=size(config, "num_experts" if "num_experts" in config else "num_local_experts"),
+        top_k=size(config, "num_experts_per_tok"),
+        norm_topk_prob=flag(config, "norm_topk_prob"),
+        moe_intermediate_size=size(config, "moe_intermediate_size"),
+        shared_intermediate_size=size(config, "shared_expert_intermediate_size", 0),
     )
     if sizes.top_k > sizes.num_experts:
         raise DataError(f"num_experts_per_tok {sizes.top_k} is more than the {sizes.num_experts} experts.")
     return sizes
-
-
-_COPY_AGAIN = "Copy the model folder again."
-
-
-def _size(config: Mapping[str, Any], field: str, default: int | None = None) -> int:
-    """Return a positive integer field. With `default` it may be missing, null, or 0 if the default is 0."""
-    value = config[field] if default is None else config.get(field)
-    if value is None and default is not None:
-        return default
-    if default == 0 and value == 0:
-        return 0
-    # Not isinstance: True is an instance of int.
-    if type(value) is not int or not 0 < value <= _LARGEST_SIZE:
-        raise DataError(
-            f"{field} is {_shown(value)}; it must be a whole number from 1 to {_LARGEST_SIZE}. {_COPY_AGAIN}"
-        )
-    return value
-
-
-def _positive(config: Mapping[str, Any], field: str, default: float) -> float:
-    value = default if config.get(field) is None else config[field]
-    if isinstance(value, bool) or not isinstance(value, int | float) or not value > 0:
-        raise DataError(f"{field} is {_shown(value)}; it must be a positive number. {_COPY_AGAIN}")
-    return float(value)
-
-
-def _flag(config: Mapping[str, Any], field: str) -> bool:
-    value = config.get(field)
-    if value not in (None, False, True):
-        raise DataError(f"{field} is {_shown(value)}; it must be true or false. {_COPY_AGAIN}")
-    return bool(value)
-
-
-def _mapping(config: Mapping[str, Any], field: str) -> Mapping[str, Any]:
-    value = config.get(field) or {}
-    if not isinstance(value, Mapping):
-        raise DataError(f"{field} is {_shown(value)}; it must be an object. {_COPY_AGAIN}")
-    return value
-
-
-def _shown(value: Any) -> str:
-    return "missing" if value is None else shortened(repr(value))

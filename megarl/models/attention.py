@@ -14,6 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.utils import is_layer_window_attention
 from torch import Tensor, nn
 
 from megarl.data.token_batch import ranges
@@ -50,14 +51,30 @@ class Part:
         """Return the flat index of each key in [sequences, longest_key]: [num_keys]."""
         return self._padded_places(self.num_keys, self.longest_key)
 
+    def mask(self, window: int) -> Tensor | None:
+        """Return the mask of attended keys, bool [sequences, 1, longest_query, longest_key]; None for plain causality.
+
+        A query attends to `window` keys up to its own; 0: to all of them.
+        """
+        if window not in self._masks:
+            self._masks[window] = self._new_mask(window)
+        return self._masks[window]
+
     @cached_property
-    def mask(self) -> Tensor | None:
-        """Return the attention mask, bool [sequences, 1, longest_query, longest_key]; None for a simple causal mask."""
-        if self.keys is None:
+    def _masks(self) -> dict[int, Tensor | None]:
+        """Return the masks made so far by window: all layers share them."""
+        return {}
+
+    def _new_mask(self, window: int) -> Tensor | None:
+        is_limited = 0 < window < self.longest_key
+        if self.keys is None and not is_limited:
             return None
         seen = (self.num_keys - self.num_queries)[:, None, None, None]
-        last_seen = np.arange(self.longest_query)[:, None] + seen
-        return torch.tensor(np.arange(self.longest_key) <= last_seen, device=self.cu_queries.device)
+        own = np.arange(self.longest_query)[:, None] + seen
+        keys = np.arange(self.longest_key)
+        # Every query, padding included, attends to the key at its own place: a row without any key would be NaN.
+        attended = (keys <= own) & (keys > own - window) if is_limited else keys <= own
+        return torch.tensor(attended, device=self.cu_queries.device)
 
     def _padded_places(self, sizes: np.ndarray, longest: int) -> Tensor:
         """Return the flat index of each token in [sequences, longest]: [tokens]."""
@@ -161,9 +178,20 @@ class PackedAttention(nn.Module):
     """
 
     def __init__(
-        self, *, config: TransformerConfig, softmax_scale: float | None = None, pg_collection: Any = None, **_: Any
+        self,
+        *,
+        config: TransformerConfig,
+        layer_number: int = 1,
+        softmax_scale: float | None = None,
+        pg_collection: Any = None,
+        **_: Any,
     ) -> None:
         super().__init__()
+        size, layers = config.window_size, config.window_attn_skip_freq
+        # Without a list of layers every layer has the window. Megatron's function also accepts None (0.16.1).
+        has_window = is_layer_window_attention(size, layers, layer_number)  # pyright: ignore[reportArgumentType]
+        self.window = size[0] + 1 if has_window and size else 0
+        """Number of keys attended to by a query, its own included; 0: all earlier ones."""
         if softmax_scale is None:
             assert config.kv_channels is not None
             softmax_scale = config.kv_channels**-0.5
@@ -223,7 +251,7 @@ class PackedAttention(nn.Module):
             part.longest_query,
             part.longest_key,
             scale=self.scale,
-            window_size=(-1, 0),
+            window_size=(self.window - 1, 0),
             **grouped,
         )
         assert isinstance(out, Tensor)
@@ -231,7 +259,7 @@ class PackedAttention(nn.Module):
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         """Return the result of `attend`, computed by torch's SDPA on sequences padded to the longest one."""
-        place, keys, mask = part.padded_queries, part.padded_keys, part.mask
+        place, keys, mask = part.padded_queries, part.padded_keys, part.mask(self.window)
         # Padding follows the tokens of its sequence, so the causal mask alone excludes it.
         q = _to_padded(q, place, len(part.num_queries), part.longest_query)
         k, v = (_to_padded(x, keys, len(part.num_keys), part.longest_key) for x in (k, v))

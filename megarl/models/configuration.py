@@ -171,20 +171,42 @@ def _expert_settings(shape: ModelShape, layout: ParallelConfig) -> dict[str, Any
 
 
 def _model_settings(shape: ModelShape) -> dict[str, Any]:
+    scale = shape.rotary.attention_factor
+    # YaRN multiplies cosines and sines of queries and keys by its attention factor. Scaling the scores is the same, and
+    # Transformer Engine's fused kernel for packed rows ignores Megatron's own factor (Megatron-Core 0.16.1).
+    scaled = {} if scale == 1.0 else {"softmax_scale": shape.head_dim**-0.5 * scale**2}
+    return (
+        scaled
+        | _window_settings(shape)
+        | {
+            "num_layers": shape.num_layers,
+            "hidden_size": shape.hidden_size,
+            "ffn_hidden_size": shape.intermediate_size,
+            "num_attention_heads": shape.num_heads,
+            "num_query_groups": shape.num_kv_heads,
+            "kv_channels": shape.head_dim,
+            "add_bias_linear": False,
+            "add_qkv_bias": shape.qkv_bias,
+            "qk_layernorm": shape.qk_norm,
+            "normalization": "RMSNorm",
+            "layernorm_epsilon": shape.norm_epsilon,
+            "gated_linear_unit": True,
+            "activation_func": F.silu,
+        }
+    )
+
+
+def _window_settings(shape: ModelShape) -> dict[str, Any]:
+    """Return the settings of sliding windows. Raises ConfigError for several sizes: Megatron-Core 0.16.1 has one."""
+    sizes = {window for window in shape.windows if window}
+    if not sizes:
+        return {}
+    if len(sizes) > 1:
+        raise ConfigError(f"sliding windows of {sorted(sizes)} tokens in one model are not supported; one size is.")
+    # Megatron counts the tokens before the own one.
     return {
-        "num_layers": shape.num_layers,
-        "hidden_size": shape.hidden_size,
-        "ffn_hidden_size": shape.intermediate_size,
-        "num_attention_heads": shape.num_heads,
-        "num_query_groups": shape.num_kv_heads,
-        "kv_channels": shape.head_dim,
-        "add_bias_linear": False,
-        "add_qkv_bias": shape.qkv_bias,
-        "qk_layernorm": shape.qk_norm,
-        "normalization": "RMSNorm",
-        "layernorm_epsilon": shape.norm_epsilon,
-        "gated_linear_unit": True,
-        "activation_func": F.silu,
+        "window_size": (sizes.pop() - 1, 0),
+        "window_attn_skip_freq": [int(window > 0) for window in shape.windows],
     }
 
 

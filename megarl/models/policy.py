@@ -25,6 +25,7 @@ from megarl.models.attention import PackedAttention, PackedRow
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.expert_balance import UpdateRouter, needs_update_router
 from megarl.models.logprobs import Support, vocab_parallel_logprobs
+from megarl.models.rotary import frequencies
 
 
 class RMSNorm(nn.Module):
@@ -120,7 +121,6 @@ class PackedModel(GPTModel):
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, *, vp_stage: int | None = None) -> None:
         tp = parallel_state.get_tensor_model_parallel_world_size()
-        scaling = shape.rope_scaling or {}
         super().__init__(
             config,
             layer_spec(config, vp_stage),
@@ -130,11 +130,11 @@ class PackedModel(GPTModel):
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
             position_embedding_type="rope",
-            rotary_base=shape.rope_theta,  # pyright: ignore[reportArgumentType]  (it takes a float, too)
-            rope_scaling=bool(scaling),
-            rope_scaling_factor=scaling.get("factor", 1.0),
+            rotary_base=shape.rotary.theta,  # pyright: ignore[reportArgumentType]  (it takes a float, too)
             vp_stage=vp_stage,
         )
+        if shape.rotary.scaling != "default":
+            self.rotary_pos_emb.inv_freq = frequencies(shape.rotary, shape.head_dim).to(self.rotary_pos_emb.inv_freq)
         self.qkv_format = "thd" if uses_transformer_engine() else "packed"
 
     def replay_routes(self, routes: Tensor, layer_numbers: Sequence[int]) -> None:

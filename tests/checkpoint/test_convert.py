@@ -176,7 +176,7 @@ def build_megatron_model(shape: ModelShape, tp: int, pp: int) -> Any:
         config, spec, vocab_size=-(-shape.vocab_size // (128 * tp)) * 128 * tp, max_sequence_length=64,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
         parallel_output=False, share_embeddings_and_output_weights=shape.tie_word_embeddings,
-        position_embedding_type="rope", rotary_base=shape.rope_theta,
+        position_embedding_type="rope", rotary_base=shape.rotary.theta,
     )  # fmt: skip
     with torch.no_grad():
         for parameter in model.parameters():

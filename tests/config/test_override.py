@@ -11,6 +11,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.config.override import engine_overrides, overridden, override_fault
 from megarl.config.recipe import load
+from megarl.families.rotary import Rotary
 from megarl.families.shape import read_model_shape
 from megarl.types import DataError
 from tests.config.refusals import faults
@@ -111,12 +112,10 @@ def test_the_shape_is_that_of_the_changed_file(tiny_model: Any) -> None:
     folder = tiny_model(num_layers=2)
     shape = read_model_shape(folder, {"rope_theta": 5e5, "rope_scaling": LLAMA3, "max_position_embeddings": 4096})
     plain = read_model_shape(folder)
-    assert (shape.rope_theta, shape.rope_scaling, shape.max_position_embeddings) == (5e5, LLAMA3, 4096)
-    assert (plain.rope_theta, plain.rope_scaling) != (5e5, LLAMA3) and shape.hidden_size == plain.hidden_size
-    with pytest.raises(
-        DataError, match=r"config\.json with model\.override_config = .*rope_type yarn is not supported"
-    ):
-        read_model_shape(folder, {"rope_scaling": {"rope_type": "yarn", "factor": 4.0}})
+    assert (shape.rotary, shape.max_position_embeddings) == (Rotary(5e5, "llama3", 8.0, 8192.0), 4096)
+    assert plain.rotary != shape.rotary and shape.hidden_size == plain.hidden_size
+    with pytest.raises(DataError, match=r"config\.json with model\.override_config = .*rope_type longrope is not"):
+        read_model_shape(folder, {"rope_scaling": {"rope_type": "longrope", "factor": 4.0}})
 
 
 @pytest.mark.parametrize("field", [{"num_experts_per_tok": 4}, {"norm_topk_prob": True}])

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,11 @@ from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 
 OVERRIDE = {"rope_theta": 300.0, "rms_norm_eps": 1e-3, "max_position_embeddings": 256}
+LONG_CONTEXT = {
+    "rope_scaling": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 16},
+    "max_position_embeddings": 64,
+}
+WINDOW = {"sliding_window": 12}
 TOKENS = np.random.default_rng(3).integers(1, 431, 60)
 
 
@@ -32,7 +39,7 @@ def logprobs(model: str, override: Mapping[str, Any]) -> tuple[np.ndarray, np.nd
     from megarl.training.model import FrozenModel
 
     config = RolloutConfig(kv_cache_gib=0.05)
-    engine = RolloutEngine(model, config, max_model_len=128, dtype="float32", seed=0, override=override)
+    engine = RolloutEngine(model, config, max_model_len=64, dtype="float32", seed=0, override=override)
     engine.model.load_weights(load_file(f"{model}/model.safetensors").items())
     sampled = engine.prompt_logprobs(TOKENS)
     assert sampled is not None
@@ -56,9 +63,26 @@ def logprobs(model: str, override: Mapping[str, Any]) -> tuple[np.ndarray, np.nd
 def test_trainer_and_engine_take_the_changed_fields(
     ranks: RankPool, tiny_model: Callable[..., Path], override: dict[str, Any]
 ) -> None:
+    model = tiny_model(num_layers=2, vocab_size=431, initializer_range=0.1)
+    check_against_transformers(ranks, model, override)
+
+
+@pytest.mark.parametrize("override", [{}, LONG_CONTEXT], ids=["window", "window and yarn"])
+def test_trainer_and_engine_have_windows(
+    ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path, override: dict[str, Any]
+) -> None:
+    """Mistral's windows are fields of the file, not of the recipe."""
+    model = tmp_path / "model"
+    shutil.copytree(tiny_model(family="mistral", num_layers=2, vocab_size=431, initializer_range=0.1), model)
+    config = json.loads((model / "config.json").read_text())
+    (model / "config.json").write_text(json.dumps(config | WINDOW))
+    check_against_transformers(ranks, model, override)
+
+
+def check_against_transformers(ranks: RankPool, model: Path, override: dict[str, Any]) -> None:
+    """Compare the log-probs of engine, trainer and transformers; other fields must give others."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    model = tiny_model(num_layers=2, vocab_size=431, initializer_range=0.1)
     [(sampled, trained, positions)] = ranks.run(logprobs, str(model), override, world_size=1)
     assert np.abs(sampled - trained).max() <= 1e-5
     expected = {}

@@ -43,3 +43,11 @@ def test_they_are_what_torch_counts_in_transformers_model(tiny_model: Callable[.
     expected = length * matrix_flops(shape) + 2 * attention_flops(shape) * length**2
     # The angles of the rotary embeddings are a product too.
     assert counter.get_total_flops() == pytest.approx(expected, rel=2e-3)
+
+
+def test_windows_limit_the_pairs_of_tokens() -> None:
+    config = SIZES | {"use_sliding_window": True, "sliding_window": 4, "max_window_layers": 0}
+    shape = shape_from_config(config)
+    # Half of the square up to four tokens; then four pairs for each further token.
+    pairs = 2 + (8 + 4 * 13)
+    assert forward_flops(shape, np.array([2, 17])) == 19 * matrix_flops(shape) + 4 * 3 * 20 * pairs

@@ -24,7 +24,7 @@ def test_varlen_attention_is_attention(cp: int) -> None:
     from megarl.models.attention import PackedAttention, PackedRow
 
     lengths, heads, groups, width = [64, 4, 128, 32], 8, 2, 64
-    config: Any = SimpleNamespace(kv_channels=width)
+    config: Any = SimpleNamespace(kv_channels=width, window_size=None, window_attn_skip_freq=None)
     attention = PackedAttention(config=config)
     torch.manual_seed(0)
     q, k, v = (

@@ -123,7 +123,7 @@ def test_the_flops_are_of_models_as_the_recipe_has_them(tiny_model: Callable[...
     )  # fmt: skip
     models = _models(recipe, ParallelConfig(1, 1, 1, 1), Ranks((None, None)))  # type: ignore[arg-type]
     assert models.keys() == {"policy", "reference", "critic"}
-    assert [model.shape is not None and model.shape.rope_scaling for model in models.values()] == [None] * 3
+    assert [model.shape is not None and model.shape.rotary.scaling for model in models.values()] == ["default"] * 3
 
 
 async def test_every_call_of_a_model_belongs_to_a_phase() -> None:

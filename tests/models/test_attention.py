@@ -35,34 +35,59 @@ def test_padded_lengths_are_given_only_where_they_are_needed() -> None:
     assert shared.cu_seqlens_q_padded.tolist() == shared.cu_seqlens_kv_padded.tolist() == [0, 4, 12]
 
 
-def attend_each(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scale: float) -> torch.Tensor:
+def config_of(width: int, window: int = 0) -> Any:
+    """What `PackedAttention` reads of Megatron's config."""
+    size = (window - 1, 0) if window else None
+    return SimpleNamespace(kv_channels=width, window_size=size, window_attn_skip_freq=None)
+
+
+def attend_each(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scale: float, window: int = 0
+) -> torch.Tensor:
     """Softmax attention written out, sequence by sequence, in float64; heads repeated for their group."""
     out = []
     for queries, keys, values in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
         repeats = q.size(1) // k.size(1)
         keys, values = (x.repeat_interleave(repeats, dim=1).double() for x in (keys, values))
         scores = torch.einsum("ihd,jhd->hij", queries.double(), keys) * scale
-        future = torch.ones(len(queries), len(queries), dtype=torch.bool).triu(1)
+        ones = torch.ones(len(queries), len(queries), dtype=torch.bool)
+        future = ones.triu(1) | ones.tril(-window if window else -len(queries))
         out.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(future, -torch.inf).softmax(-1), values))
     return torch.cat(out)
 
 
 @pytest.mark.parametrize(("heads", "groups"), [pytest.param(4, 4, id="all heads"), pytest.param(4, 2, id="grouped")])
 @pytest.mark.parametrize("scale", [pytest.param(None, id="usual scale"), pytest.param(0.7, id="own scale")])
-def test_each_sequence_attends_to_itself(heads: int, groups: int, scale: float | None) -> None:
+@pytest.mark.parametrize("window", [0, 1, 3, 7, 8])
+def test_each_sequence_attends_to_itself(heads: int, groups: int, scale: float | None, window: int) -> None:
     lengths, width = [5, 1, 8, 2], 8
     torch.manual_seed(1)
     q, k, v = (torch.randn(16, 1, n, width, requires_grad=True) for n in (heads, groups, groups))
-    config: Any = SimpleNamespace(kv_channels=width)
-    attention = PackedAttention(config=config, softmax_scale=scale)
+    attention = PackedAttention(config=config_of(width, window), softmax_scale=scale)
     out = attention(q, k, v, None, packed_seq_params=PackedRow.from_lengths(lengths, CPU, "packed"))
-    expected = attend_each(q.squeeze(1), k.squeeze(1), v.squeeze(1), lengths, scale or width**-0.5)
+    expected = attend_each(q.squeeze(1), k.squeeze(1), v.squeeze(1), lengths, scale or width**-0.5, window)
     torch.testing.assert_close(out.double(), expected.reshape(16, 1, heads * width), rtol=0, atol=1e-6)
     direction = torch.randn_like(out)
     ours = torch.autograd.grad(out, (q, k, v), direction)
     theirs = torch.autograd.grad(expected, (q, k, v), direction.double().view_as(expected))
     for got, wanted in zip(ours, theirs, strict=True):
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [0, 1, 3, 6, 20])
+@pytest.mark.parametrize("cp", [2, 3])
+def test_context_parallel_ranks_compute_the_same(cp: int, window: int) -> None:
+    lengths, width = [2 * cp, 6 * cp, 4 * cp], 8
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(sum(lengths), n, width, dtype=torch.float64) for n in (4, 2, 2))
+    rows = [PackedRow.from_lengths(lengths, CPU, "packed", cp=cp, cp_rank=rank) for rank in range(cp)]
+    attention = PackedAttention(config=config_of(width, window))
+    gathered = [torch.cat([x[row.local] for row in rows]) for x in (k, v)]
+    expected = attend_each(q, k, v, lengths, width**-0.5, window)
+    for row in rows:
+        assert row.order is not None
+        outs = torch.cat([attention.attend(q[row.local], *gathered, part) for part in row.parts])
+        torch.testing.assert_close(outs[row.order], expected[row.local], rtol=0, atol=1e-12)
 
 
 class CalledOperators(TorchDispatchMode):
@@ -89,7 +114,7 @@ class CalledOperators(TorchDispatchMode):
 def test_the_kernel_on_a_gpu_takes_the_type(cuda_factories: None, dtype: torch.dtype, is_varlen: bool, cp: int) -> None:
     """Fake CUDA tensors: an index tensor on the host, or a kernel for other types, fails without a GPU."""
     device = torch.device("cuda", 0)
-    attention = PackedAttention(config=SimpleNamespace(kv_channels=16))  # type: ignore[arg-type]
+    attention = PackedAttention(config=config_of(16, window=5))
     with FakeTensorMode(), CalledOperators() as called, sdpa_kernel(SDPBackend.MATH):
         row = PackedRow.from_lengths([8, 4, 12], device, "packed", cp=cp, cp_rank=0)
         q, k, v = (torch.zeros(24 // cp, n, 16, dtype=dtype, device=device) for n in (4, 2, 2))
@@ -117,7 +142,7 @@ def test_grouped_heads_on_every_torch(has_argument: bool, monkeypatch: pytest.Mo
         return newer(q, k, v, *places, scale=scale, window_size=window_size)
 
     monkeypatch.setattr(varlen, "varlen_attn", newer if has_argument else older)
-    attention = PackedAttention(config=SimpleNamespace(kv_channels=8))  # type: ignore[arg-type]
+    attention = PackedAttention(config=config_of(8))
     (part,) = PackedRow.from_lengths([3, 2], CPU, "packed").parts
     q, k, v = (torch.randn(5, n, 8) for n in (4, 2, 2))
     attention._varlen(q, k, v, part)

@@ -24,14 +24,17 @@ from tests.rounding import allowed_error
 
 LENGTHS = [7, 1, 300, 12]
 TEMPERATURE = 0.7
-LLAMA3_ROPE = {
-    "rope_type": "llama3",
-    "rope_theta": 10000.0,
-    "factor": 8.0,
-    "low_freq_factor": 1.0,
-    "high_freq_factor": 4.0,
-    "original_max_position_embeddings": 8192,
-}
+LLAMA3 = {"rope_type": "llama3", "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0}
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+SCALED = [
+    pytest.param(LLAMA3 | {"original_max_position_embeddings": 8192}, id="llama3"),
+    pytest.param(LLAMA3 | {"factor": 3.0, "low_freq_factor": 2.0, "original_max_position_embeddings": 60}, id="short"),
+    pytest.param(YARN, id="yarn"),
+    pytest.param(YARN | {"beta_fast": 8.0, "beta_slow": 2.0, "truncate": False, "attention_factor": 1.7}, id="all"),
+    pytest.param(YARN | {"mscale": 0.707, "mscale_all_dim": 1.3}, id="yarn, mscale"),
+    pytest.param({"rope_type": "linear", "factor": 4.0}, id="linear"),
+]
+"""Scaled rotary embeddings; the longest sequence has 300 tokens."""
 
 
 def sequences(vocab_size: int) -> list[TrainingSequence]:
@@ -112,9 +115,13 @@ def hugging_face_logits(folder: Path, vocab_size: int, dtype: torch.dtype = torc
 
 
 def with_rope(folder: Path, target: Path, rope: dict[str, Any]) -> Path:
+    return with_fields(folder, target, {"rope_parameters": rope, "max_position_embeddings": 512})
+
+
+def with_fields(folder: Path, target: Path, fields: dict[str, Any]) -> Path:
+    """A copy of a model folder with changed fields of config.json."""
     shutil.copytree(folder, target)
-    config = json.loads((target / "config.json").read_text())
-    config["rope_parameters"] = rope
+    config = json.loads((target / "config.json").read_text()) | fields
     (target / "config.json").write_text(json.dumps(config))
     return target
 
@@ -164,16 +171,39 @@ def test_logits_are_hugging_faces(ranks: RankPool, made: Callable[..., Path], sh
     assert compare_with_hugging_face(ranks, made(shape)).std() > 0.3
 
 
-def test_llama3_rope_scaling(ranks: RankPool, made: Callable[..., Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("rope", SCALED)
+def test_scaled_rotary_embeddings(
+    ranks: RankPool, made: Callable[..., Path], tmp_path: Path, rope: dict[str, Any]
+) -> None:
     folder = made({"family": "llama", "tie_word_embeddings": True})
-    scaled = with_rope(folder, tmp_path / "scaled", LLAMA3_ROPE)
+    scaled = with_rope(folder, tmp_path / "scaled", {"rope_theta": 10000.0} | rope)
     expected = compare_with_hugging_face(ranks, scaled)
     assert (expected - hugging_face_logits(folder, expected.size(1))).abs().max() > 1e-2
+
+
+def test_dynamic_scaling_starts_beyond_the_positions(
+    ranks: RankPool, made: Callable[..., Path], tmp_path: Path
+) -> None:
+    folder = made({"family": "llama", "tie_word_embeddings": True})
+    rope = {"rope_theta": 10000.0, "rope_type": "dynamic", "factor": 4.0}
+    compare_with_hugging_face(ranks, with_rope(folder, tmp_path / "scaled", rope))
 
 
 def test_other_rope_theta(ranks: RankPool, made: Callable[..., Path], tmp_path: Path) -> None:
     folder = made({"family": "qwen3", "tie_word_embeddings": True, "vocab_size": 431})
     compare_with_hugging_face(ranks, with_rope(folder, tmp_path / "theta", {"rope_type": "default", "rope_theta": 1e6}))
+
+
+WINDOW = {"sliding_window": 40, "use_sliding_window": True, "max_window_layers": 0, "layer_types": None}
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "qwen3"])
+def test_sliding_windows(ranks: RankPool, made: Callable[..., Path], tmp_path: Path, family: str) -> None:
+    folder = made({"family": family, "tie_word_embeddings": True})
+    windowed = with_fields(folder, tmp_path / "windowed", WINDOW)
+    expected = compare_with_hugging_face(ranks, windowed)
+    full = with_fields(folder, tmp_path / "full", WINDOW | {"sliding_window": 400})
+    assert (expected - hugging_face_logits(full, expected.size(1))).abs().max() > 1e-2
 
 
 @pytest.mark.parametrize("shape", [MODELS[2], MODELS[5]])

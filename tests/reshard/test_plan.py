@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from megarl.config.parallel import ParallelConfig
 from megarl.families import FAMILIES, hf_tensors
+from megarl.families.rotary import Rotary
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.cost_model import count
@@ -26,7 +27,7 @@ def model_shape(family: str = "qwen3", **sizes: object) -> ModelShape:
     base = ModelShape(
         family=family, hidden_size=8, intermediate_size=16, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=4,
         vocab_size=37, tie_word_embeddings=False, qkv_bias=family.startswith("qwen2"),
-        qk_norm=family.startswith("qwen3"), norm_epsilon=1e-6, rope_theta=1e4, rope_scaling=None,
+        qk_norm=family.startswith("qwen3"), norm_epsilon=1e-6, rotary=Rotary(1e4),
         max_position_embeddings=64, initializer_range=0.02,
     )  # fmt: skip
     if family.endswith("_moe"):

@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from megarl.families.rotary import Rotary
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Layout, Piece
 from megarl.reshard.plan import View
@@ -18,7 +19,7 @@ from megarl.reshard.transport import strided_view
 QWEN3_14B = ModelShape(
     family="qwen3", hidden_size=5120, intermediate_size=17408, num_layers=40, num_heads=40, num_kv_heads=8,
     head_dim=128, vocab_size=151936, tie_word_embeddings=False, qkv_bias=False, qk_norm=True, norm_epsilon=1e-6,
-    rope_theta=1e6, rope_scaling=None, max_position_embeddings=40960, initializer_range=0.02,
+    rotary=Rotary(1e6), max_position_embeddings=40960, initializer_range=0.02,
 )  # fmt: skip
 SMALL = dataclasses.replace(
     QWEN3_14B, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=8, head_dim=32, vocab_size=1000

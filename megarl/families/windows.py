@@ -1,0 +1,63 @@
+"""Sliding attention windows of a model's layers, read from config.json. No torch.
+
+A token attends to the last `sliding_window` tokens, itself included. vLLM 0.30 gives these families windows in all
+layers or in none; other arrangements are refused by name.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.families.config_values import flag, size
+from megarl.types import DataError
+
+_TRANSFORMERS_WINDOW = 4096
+"""Default of `sliding_window` in transformers' configuration classes."""
+_TRANSFORMERS_FIRST = 28
+"""Default of `max_window_layers` in transformers' configuration classes."""
+
+
+def in_all_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return Mistral's windows: `sliding_window` in every layer; null means none."""
+    if config.get("sliding_window", _TRANSFORMERS_WINDOW) is None:
+        return ()
+    return (_window(config),) * num_layers
+
+
+def switched_on(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return Qwen3-MoE's windows: `sliding_window` in every layer if `use_sliding_window` is true."""
+    return in_all_layers(config, num_layers) if flag(config, "use_sliding_window") else ()
+
+
+def from_a_layer_on(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return the windows of dense Qwen2 and Qwen3 models: in layers from `max_window_layers` on, or by `layer_types`.
+
+    Raises DataError unless all layers have one.
+    """
+    windows = switched_on(config, num_layers)
+    if not windows:
+        return ()
+    types = config.get("layer_types")
+    first = config.get("max_window_layers", _TRANSFORMERS_FIRST)
+    windowed = [kind == "sliding_attention" for kind in types] if types else [i >= first for i in range(num_layers)]
+    if not all(windowed):
+        raise DataError(
+            f"use_sliding_window: {sum(windowed)} of {num_layers} layers have a window; vLLM 0.30 needs it in all "
+            "layers (max_window_layers 0) or in none (use_sliding_window false)."
+        )
+    return windows
+
+
+def refused(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return no windows, for a family whose windows transformers and vLLM 0.30 place in different layers."""
+    if flag(config, "use_sliding_window"):
+        raise DataError(
+            "use_sliding_window: transformers and vLLM 0.30 give different layers of this family a window; set it to "
+            "false."
+        )
+    return ()
+
+
+def _window(config: Mapping[str, Any]) -> int:
+    return size(config, "sliding_window", _TRANSFORMERS_WINDOW)
