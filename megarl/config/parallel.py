@@ -76,6 +76,20 @@ class ParallelConfig:
             return f"{self.world_size} ranks: trainer {trainer}; {self.rollout_ranks} ranks: {engines}"
         return f"{self.world_size} ranks: trainer {trainer}, {engines}"
 
+    def layers_by_chunk(self, num_layers: int) -> tuple[int, ...]:
+        """Return the layers of each model chunk, in layer order: pp * vpp numbers that differ by at most one.
+
+        The first chunk also has the embedding and the last one the head. So these two get an additional layer last.
+        """
+        chunks = self.pp * self.vpp
+        each, more = divmod(num_layers, chunks)
+        by_load = [*range(1, chunks - 1), 0, chunks - 1][:more]
+        return tuple(each + (chunk in by_load) for chunk in range(chunks))
+
+    def layers_on_stage(self, num_layers: int, stage: int) -> int:
+        """Return the layers of all chunks on a pipeline stage."""
+        return sum(self.layers_by_chunk(num_layers)[stage :: self.pp])
+
     @property
     def world_size(self) -> int:
         """Return the number of the trainer's ranks."""

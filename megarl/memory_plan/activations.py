@@ -92,7 +92,7 @@ def layer_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSetting
 
 def stage_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:
     """Return bytes saved on a pipeline stage at its fullest: all rows in flight, all its layers, and the head."""
-    layers = shape.num_layers // layout.pp
+    layers = layout.layers_on_stage(shape.num_layers, stage)
     rows = rows_in_flight(layout, stage)
     layer = layer_bytes(shape, layout, settings)
     head = _head(shape, layout, settings) if stage == layout.pp - 1 else 0

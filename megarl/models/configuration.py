@@ -60,6 +60,7 @@ def transformer_config(
     for problem in without_effect(overrides, has_experts=bool(shape.num_experts)):
         raise ConfigError(problem)
     settings = _model_settings(shape) | _split_settings(layout, dtype, sequence_parallel)
+    settings |= {"pipeline_model_parallel_layout": _uneven_stages(shape, layout)}
     defaults: dict[str, Any] = {
         "hidden_dropout": 0.0,
         "attention_dropout": 0.0,
@@ -208,6 +209,18 @@ def _window_settings(shape: ModelShape) -> dict[str, Any]:
         "window_size": (sizes.pop() - 1, 0),
         "window_attn_skip_freq": [int(window > 0) for window in shape.windows],
     }
+
+
+def _uneven_stages(shape: ModelShape, layout: ParallelConfig) -> list[list[str]] | None:
+    """Return Megatron's description of chunks with different numbers of layers, chunk by chunk; None if all are equal.
+
+    Equal chunks keep Megatron's default: its keys in checkpoints of other programs are the same either way.
+    """
+    sizes = layout.layers_by_chunk(shape.num_layers)
+    if len(set(sizes)) == 1:
+        return None
+    chunks = [["decoder"] * size for size in sizes]
+    return [["embedding", *chunks[0]], *chunks[1:-1], [*chunks[-1], "loss"]]
 
 
 def _split_settings(layout: ParallelConfig, dtype: torch.dtype, sequence_parallel: bool) -> dict[str, Any]:

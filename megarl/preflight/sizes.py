@@ -274,10 +274,10 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
             sizes = range(1, shape.num_heads + 1)
             fitting = [size for size in sizes if not _tp_misfits(shape, size, has_whole_experts, rows)]
             yield f"{field} = {tp}: does not divide the model's {', '.join(misfits)}; use {either(fitting)}"
-    if shape.num_layers % (trainer.pp * trainer.vpp):
+    if trainer.pp * trainer.vpp > shape.num_layers:
         yield (
-            f"trainer.pp = {trainer.pp}: {f'times trainer.vpp {trainer.vpp} ' if trainer.vpp > 1 else ''}does not "
-            f"divide the model's {shape.num_layers} layers; use {either(_divisors(shape.num_layers))}"
+            f"trainer.pp = {trainer.pp}: {f'times trainer.vpp {trainer.vpp} ' if trainer.vpp > 1 else ''}exceeds the "
+            f"model's {shape.num_layers} layers; lower it"
         )
     # If pp is not last, dense and expert grids must place the stages alike. A dense model's second grid has tp only.
     dense, expert = trainer.tp * trainer.cp, trainer.etp * trainer.ep if shape.num_experts else trainer.tp

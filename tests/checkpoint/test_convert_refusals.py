@@ -161,7 +161,7 @@ def test_settings_that_do_not_fit_are_refused(tmp_path: Path, tiny_model: Callab
     dense = tiny_model(**SIZES)
     for sizes, message in (
         ({"tp": 3}, "tp 3 does not divide"),
-        ({"pp": 4}, "pp 4 does not divide the model's 2 layers"),
+        ({"pp": 4}, "pp 4 exceeds the model's 2 layers"),
         ({"ep": 2}, "--ep 2 --etp 1: the model has no experts"),
         ({"tp": 0}, "--tp 0 must be at least 1"),
     ):

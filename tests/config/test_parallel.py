@@ -47,3 +47,22 @@ def test_a_deal_spreads_neighbours(parallel: ParallelConfig, tp_of_rank: list[in
     for rank in range(parallel.world_size):
         at = parallel.coordinates(rank)
         assert parallel.rank(at.tp, at.dp, at.pp) == rank
+
+
+@pytest.mark.parametrize(
+    ("layers", "sizes", "chunks"),
+    [
+        (94, {"pp": 1}, (94,)),
+        (94, {"pp": 2}, (47, 47)),
+        (94, {"pp": 4}, (23, 24, 24, 23)),
+        (95, {"pp": 4}, (24, 24, 24, 23)),
+        (5, {"pp": 2, "vpp": 2}, (1, 2, 1, 1)),
+        (7, {"pp": 2, "vpp": 2}, (2, 2, 2, 1)),
+        (3, {"pp": 2}, (2, 1)),
+    ],
+)
+def test_layers_are_spread_over_chunks(layers: int, sizes: dict[str, int], chunks: tuple[int, ...]) -> None:
+    parallel = ParallelConfig(**({"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1} | sizes))
+    assert parallel.layers_by_chunk(layers) == chunks
+    on_stages = [parallel.layers_on_stage(layers, stage) for stage in range(parallel.pp)]
+    assert on_stages == [sum(chunks[stage :: parallel.pp]) for stage in range(parallel.pp)]

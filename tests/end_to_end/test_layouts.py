@@ -44,7 +44,7 @@ def run(
     folder = tmp_path_factory.mktemp("layouts")
     tool("make_dataset").make_dataset(folder / "data", sft=8, train=32, heldout=8)
     (folder / "layout_reward.py").write_text(REWARD)
-    (folder / "recipe.yaml").write_text(RECIPE.format(model=tiny_model(), reward="layout_reward"))
+    (folder / "recipe.yaml").write_text(RECIPE.format(model=tiny_model(num_layers=3), reward="layout_reward"))
     made: dict[tuple[int, int, int, int], list[dict[str, Any]]] = {}
 
     def train(layout: tuple[int, int, int, int]) -> list[dict[str, Any]]:

@@ -103,7 +103,9 @@ ENGINES_2 = {"groups": {"engines": {"ranks_per_node": 2}}}
             id="heads of the rollout",
         ),
         pytest.param(
-            {"cluster": RANKS_4, "trainer": {"pp": 4}}, ["trainer.pp = 4", "6 layers; use 1, 2, 3 or 6"], id="layers"
+            {"cluster": RANKS_4, "trainer": {"pp": 4, "vpp": 2}},
+            ["trainer.pp = 4", "exceeds the model's 6 layers"],
+            id="layers",
         ),
         pytest.param(
             {"cluster": RANKS_4, "train": {"prompts_per_step": 5, "samples_per_prompt": 3, "updates_per_step": 2}},

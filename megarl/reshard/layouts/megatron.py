@@ -97,9 +97,9 @@ class MegatronLayouts(Layouts):
 
     def __post_init__(self) -> None:
         model, parallel = self.model, self.parallel
-        if model.num_layers % (parallel.pp * parallel.vpp):
+        if parallel.pp * parallel.vpp > model.num_layers:
             chunks = f"pp {parallel.pp}" + (f" * vpp {parallel.vpp}" if parallel.vpp > 1 else "")
-            raise ConfigError(f"{chunks} does not divide the model's {model.num_layers} layers.")
+            raise ConfigError(f"{chunks} exceeds the model's {model.num_layers} layers.")
         if model.num_experts % parallel.ep:
             raise ConfigError(f"ep {parallel.ep} does not divide the model's {model.num_experts} experts.")
         for rule in self.rules:
@@ -174,12 +174,16 @@ class MegatronLayouts(Layouts):
     @cached_property
     def chunks(self) -> tuple[ModelChunk, ...]:
         """Return all model chunks in layer order: the first chunk of each stage, then the second of each stage."""
-        pp, vpp = self.parallel.pp, self.parallel.vpp
-        size = self.model.num_layers // (pp * vpp)
-        return tuple(ModelChunk(i % pp, i // pp, i * size, size) for i in range(pp * vpp))
+        pp, sizes = self.parallel.pp, self.parallel.layers_by_chunk(self.model.num_layers)
+        return tuple(ModelChunk(i % pp, i // pp, sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
     def chunk(self, layer: int) -> ModelChunk:
-        return self.chunks[layer * len(self.chunks) // self.model.num_layers]
+        """Return the chunk with a layer, numbered from 0."""
+        return self._chunk_of_layer[layer]
+
+    @cached_property
+    def _chunk_of_layer(self) -> tuple[ModelChunk, ...]:
+        return tuple(chunk for chunk in self.chunks for _ in range(chunk.num_layers))
 
     def chunks_of(self, rule: Rule) -> tuple[ModelChunk, ...]:
         """Return the chunks containing a parameter that is not part of a layer."""

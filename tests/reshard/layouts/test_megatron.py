@@ -156,12 +156,17 @@ def test_live_model_agrees(ranks: RankPool, tiny_model: Callable[..., Path], sha
         pytest.param("qwen2_moe", {"cp": 2, "dp": 2, "ep": 4}, id="cp2 dp2 ep4, shared expert"),
         pytest.param("qwen3_moe", {"pp": 2, "dp": 2, "order": "tp-cp-ep-pp-dp"}, id="stages before replicas"),
         pytest.param("mistral", {"pp": 2, "vpp": 2, "dp": 2}, id="pp2 vpp2 dense"),
+        pytest.param("mistral", {"pp": 2, "vpp": 2, "dp": 2, "layers": 6}, id="pp2 vpp2, chunks of 1, 2, 2, 1"),
+        pytest.param("qwen3_moe", {"pp": 4, "layers": 5}, id="pp4, stages of 1, 2, 1, 1"),
     ],
 )
 def test_live_experts_and_chunks_agree(
     ranks: RankPool, tiny_model: Callable[..., Path], family: str, sizes: dict
 ) -> None:
-    folder = tiny_model(family=family, hidden_size=32, num_layers=4, num_heads=8, intermediate_size=48)
+    sizes = {"layers": 4} | sizes
+    folder = tiny_model(
+        family=family, hidden_size=32, num_layers=sizes.pop("layers"), num_heads=8, intermediate_size=48
+    )
     parallel = ParallelConfig(**({"tp": 1, "pp": 1, "dp": 1, "rollout_tp": 1} | sizes))
     compared = ranks.run(load_and_compare, str(folder), parallel)
     layouts = megatron_layouts(
@@ -224,7 +229,7 @@ def test_a_model_that_differs_is_refused(live: dict[str, tuple[int, ...]], messa
 @pytest.mark.parametrize(
     ("tp", "pp", "message"),
     [
-        pytest.param(1, 3, "pp 3 does not divide the model's 2 layers", id="layers"),
+        pytest.param(1, 3, "pp 3 exceeds the model's 2 layers", id="layers"),
         pytest.param(
             3, 1, r"tp 3 does not divide the model's (num_attention_heads|vocab_size|intermediate_size) \d+", id="rows"
         ),
