@@ -11,7 +11,6 @@ from typing import Any, NamedTuple
 from megarl.config.override import overridden
 from megarl.families import FAMILIES
 from megarl.families.config_values import COPY_AGAIN, flag, mapping, positive, shown, size
-from megarl.families.family import Family
 from megarl.families.published import PUBLISHED, published_name
 from megarl.families.rotary import Rotary, read_rotary
 from megarl.files.model_folder import missing_folder, read_object
@@ -136,7 +135,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         qk_norm=family.qk_norm,
         norm_epsilon=positive(config, "rms_norm_eps", 1e-6),
         rotary=read_rotary(config),
-        windows=_windows(config, family, num_layers),
+        windows=_windows(config, name, num_layers),
         max_position_embeddings=size(config, "max_position_embeddings", 2048),
         initializer_range=positive(config, "initializer_range", 0.02),
         num_experts=experts.num_experts,
@@ -237,14 +236,14 @@ def _check_supported(config: Mapping[str, Any], family_name: str, architecture: 
             raise DataError(f"{bias} is not supported for {architecture}.")
 
 
-def _windows(config: Mapping[str, Any], family: Family, num_layers: int) -> tuple[int, ...]:
+def _windows(config: Mapping[str, Any], family_name: str, num_layers: int) -> tuple[int, ...]:
     """Return each layer's attention window, empty for none. Raises DataError for windows that cannot be computed."""
     types = config.get("layer_types") or []
     if not isinstance(types, list) or any(kind not in ("full_attention", "sliding_attention") for kind in types):
         raise DataError(f"layer_types is {shown(types)}; supported are full_attention and sliding_attention.")
     if types and len(types) != num_layers:
         raise DataError(f"layer_types has {len(types)} entries for {num_layers} layers. {COPY_AGAIN}")
-    windows = family.windows(config, num_layers)
+    windows = FAMILIES[family_name].windows(config, num_layers)
     if "sliding_attention" in types and not windows:
         raise DataError("layer_types: sliding_attention is not supported without use_sliding_window in this family.")
     if "full_attention" in types and windows:
