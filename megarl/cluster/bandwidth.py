@@ -13,6 +13,7 @@ from functools import partial
 import torch
 import torch.distributed as dist
 
+from megarl.groups import world
 from megarl.platform import device
 
 WITHIN, ACROSS = "within nodes", "across nodes"
@@ -31,7 +32,7 @@ class Bandwidth:
     """
 
     def __init__(self, rank: int, world_size: int, topology: Sequence[Sequence[str]], timeout_seconds: float) -> None:
-        device.init_world(timeout_seconds)
+        world.initialize(timeout_seconds)
         self._rank, self._rounds = rank, pairings([place[0] for place in topology])
         size = _BYTES[device.current().type]
         self._mine, self._theirs = torch.zeros(2, size, dtype=torch.uint8, device=device.current())

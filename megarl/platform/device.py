@@ -1,4 +1,4 @@
-"""The device of this rank, and the world of `torch.distributed`."""
+"""The device of this rank, and its environment variables."""
 
 from __future__ import annotations
 
@@ -7,12 +7,10 @@ import re
 import shutil
 import sys
 from collections.abc import Iterator
-from datetime import timedelta
 from pathlib import Path
 
 import torch
 
-from megarl.groups import rendezvous
 from megarl.platform import chosen_device
 from megarl.types import ConfigError
 
@@ -152,25 +150,3 @@ def forkable_imports(*modules: str) -> tuple[str, ...]:
     """
     # With a GPU, imports may initialise state that does not survive a fork, above all CUDA.
     return (*modules, *_WITH_A_MODEL) if current().type == "cpu" else ()
-
-
-def init_world(timeout_seconds: float) -> None:
-    """Initialise `torch.distributed` from RANK and WORLD_SIZE at the run's rendezvous. Later calls do nothing.
-
-    `timeout_seconds` limits each collective. Raises ConfigError if this machine cannot provide the chosen device.
-    """
-    if torch.distributed.is_initialized():
-        return
-    require()
-    device = current()
-    if device.type == "cuda":
-        # Before the groups exist: NCCL takes the current device of each rank.
-        torch.cuda.set_device(device)
-    world_size = int(os.environ["WORLD_SIZE"])
-    torch.distributed.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",
-        store=rendezvous.store(world_size, timeout_seconds),
-        rank=int(os.environ["RANK"]),
-        world_size=world_size,
-        timeout=timedelta(seconds=timeout_seconds),
-    )

@@ -15,6 +15,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import EndpointConfig
 from megarl.data.chat import load_tokenizer
 from megarl.files.model_folder import read_object, weight_files
+from megarl.groups import world
 from megarl.platform import device
 from megarl.rollout.pool import EnginePool
 from megarl.serving.codec import Codec
@@ -51,7 +52,7 @@ class EngineRank:
         from megarl.engine.engine import RolloutEngine
 
         # The timeout in seconds of collectives between the engine's ranks.
-        device.init_world(600.0)
+        world.initialize(600.0)
         dtype = dtype or str(read_object(Path(folder) / "config.json").get("dtype", "bfloat16"))
         self._engine = RolloutEngine(
             folder, config, max_model_len=context_tokens, dtype=dtype, seed=seed, override=override

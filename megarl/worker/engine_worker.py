@@ -12,8 +12,8 @@ from numpy.typing import NDArray
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.engine.engine import RolloutEngine
+from megarl.groups import world
 from megarl.groups.rendezvous import Meeting
-from megarl.platform import device
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, ExpertsHandle, Request
@@ -25,7 +25,7 @@ class EngineWorker:
 
     def __init__(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelConfig, replica: int) -> None:
         """Initialize the replica's world and build the engine. `replica` is the engine's number."""
-        device.init_world(recipe.cluster.collective_timeout_seconds)
+        world.initialize(recipe.cluster.collective_timeout_seconds)
         self._engine = build_engine(recipe)
         self._transfer = RankTransfer(recipe, layout, rank, engine=self._engine, replica=replica)
 

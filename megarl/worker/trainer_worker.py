@@ -17,6 +17,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import tokenizer_of
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.files.atomic import disk_full_named
+from megarl.groups import world
 from megarl.groups.megatron_ranks import RankGroups
 from megarl.groups.rendezvous import Meeting
 from megarl.models.configuration import refusals_named, uses_transformer_engine
@@ -59,7 +60,7 @@ class TrainerWorker:
 
     def _join_world(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelConfig) -> None:
         self.recipe, self.layout, self.rank = recipe, layout, rank
-        device.init_world(recipe.cluster.collective_timeout_seconds)
+        world.initialize(recipe.cluster.collective_timeout_seconds)
         self.replica = Replica(layout)
         self.further_groups: dict[tuple[ParallelConfig, bool], tuple[RankGroups, Replica]] = {}
         """Process groups of models with other groups than the policy's, by layout and by having experts."""

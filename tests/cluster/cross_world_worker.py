@@ -9,10 +9,9 @@ import time
 import torch
 import torch.distributed as dist
 
-from megarl.groups import cancelled, cross_world, rendezvous, signed
+from megarl.groups import cancelled, cross_world, rendezvous, signed, world
 from megarl.groups.cross_world import join_group, leave_group, rank_in
 from megarl.groups.peer_errors import loss_report
-from megarl.platform import device
 
 _LONG_BYTES = 1 << 27
 
@@ -22,7 +21,7 @@ class CrossWorldWorker:
 
     def __init__(self, rank, world_size):
         self.rank = rank
-        device.init_world(60.0)
+        world.initialize(60.0)
         self.group = None
         self.stops = self.is_faulty = False
         self.fate = "", 0

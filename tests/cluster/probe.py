@@ -125,9 +125,9 @@ class Probe:
         raise NarrowConfigError("trainer.tp is 3: the model has 8 heads; take a divisor")
 
     def join_gloo(self):
-        from megarl.platform import device
+        from megarl.groups import world
 
-        device.init_world(60.0)
+        world.initialize(60.0)
 
     def broken_collective(self, victim, kind):
         """The victim dies, or leaves the collective and only later says why; the others wait in the collective."""

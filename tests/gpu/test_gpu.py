@@ -149,10 +149,10 @@ def fp8_against_the_loader(folder: str, quantization: str, vllm: dict[str, Any])
     """Live parameters that a reshard makes in another way than vLLM's loader; the kernels' layouts included."""
     from megarl.config import RolloutConfig
     from megarl.engine.engine import RolloutEngine
-    from megarl.platform import device
+    from megarl.groups import world
     from tests.reshard.layouts.test_vllm_quantised import copies, resharding, weights_of
 
-    device.init_world(600.0)
+    world.initialize(600.0)
     settings: dict[str, Any] = {
         "kv_cache_gib": 1.0,
         "quantization": quantization,

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from megarl.groups import world
 from megarl.platform import chosen_device, device
 from megarl.platform.chosen_device import LEAST_DRIVERS, device_fault, driver_fault
 from megarl.platform.visible_gpus import driver_version, installed_gpus
@@ -80,7 +81,7 @@ def test_a_gpu_that_torch_cannot_use_is_an_error(
     assert fault is not None and "torch.cuda.init()" in fault
     monkeypatch.setenv(chosen_device.VARIABLE, choice)
     with pytest.raises(ConfigError, match=f"cluster.device = {choice}"):
-        device.init_world(1.0)
+        world.initialize(1.0)
 
 
 @without_gpu

@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from megarl.cluster.local import LocalGroup
+from megarl.groups import world
 from megarl.platform import device
 from megarl.types import ExpertsHandle
 
@@ -38,9 +39,8 @@ class Engines:
 
         from megarl.config import RolloutConfig, SamplingConfig
         from megarl.engine.engine import RolloutEngine
-        from megarl.platform import device
 
-        device.init_world(600.0)
+        world.initialize(600.0)
         has_experts = "num_experts" in Path(model_path, "config.json").read_text()
         vllm = {"enable_return_routed_experts": True} if has_experts else {}
         sampling = SamplingConfig(top_k=top_k) if top_k else SamplingConfig()

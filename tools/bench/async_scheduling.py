@@ -23,7 +23,7 @@ from report import machine, metric_line, print_line, versions
 
 from megarl.cluster.local import LocalGroup
 from megarl.config import RolloutConfig
-from megarl.platform import device
+from megarl.groups import world
 from megarl.tracking.metrics import values
 from megarl.types import Request, SamplingSettings
 
@@ -45,7 +45,7 @@ class DecodingEngine:
     def __init__(self, rank: int, world_size: int, model_path: str, is_ahead: bool, options: dict[str, Any]) -> None:
         from megarl.engine.engine import RolloutEngine
 
-        device.init_world(600.0)
+        world.initialize(600.0)
         config = RolloutConfig(
             tp=world_size,
             kv_cache_gib=options["kv_cache_gib"],

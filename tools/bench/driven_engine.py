@@ -19,7 +19,7 @@ from megarl.config import RolloutConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Start, Step, Turn
-from megarl.platform import device
+from megarl.groups import world
 from megarl.rewards.calling import Sample
 from megarl.rewards.reward_process import Scored
 from megarl.rollout.groups import GroupSampler
@@ -74,7 +74,7 @@ class MeasuredEngine:
 
         from megarl.engine.engine import RolloutEngine
 
-        device.init_world(600.0)
+        world.initialize(600.0)
         config = RolloutConfig(
             kv_cache_gib=settings.kv_cache_gib, max_concurrent_requests=settings.num_slots, vllm=dict(settings.vllm)
         )

@@ -64,14 +64,13 @@ def _rank(
     import torch
     import torch.distributed as dist
 
-    from megarl.groups import rendezvous
-    from megarl.platform import device
+    from megarl.groups import rendezvous, world
 
     os.environ["RANK"], os.environ["WORLD_SIZE"] = str(rank), str(world_size)
     torch.set_num_threads(1)
     try:
         rendezvous.settle(rendezvous.Rendezvous(b"a benchmark has no secrets", file=store))
-        device.init_world(3600.0)
+        world.initialize(3600.0)
         answer.send((True, function(*args)))
         dist.barrier()
     except BaseException:

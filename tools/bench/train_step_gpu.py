@@ -327,14 +327,13 @@ def main() -> int:
         return 2
     os.environ.update(RANK="0", WORLD_SIZE="1", LOCAL_RANK="0")
     from megarl.files.private_folder import PrivateFolder
-    from megarl.groups import rendezvous
-    from megarl.platform import device as platform
+    from megarl.groups import rendezvous, world
     from megarl.platform import megatron_on_cpu
 
     megatron_on_cpu.prepare()
     folder = PrivateFolder()
     rendezvous.settle(rendezvous.Rendezvous(b"a benchmark has no secrets", file=str(folder.path / "store")))
-    platform.init_world(600)
+    world.initialize(600)
     machine, versions = report.machine(), report.versions("megatron-core", "transformer-engine", "transformers")
     sound = True
     for index, name in enumerate(options.shape or ("qwen3-4b", "qwen3-8b")):

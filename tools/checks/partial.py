@@ -74,9 +74,9 @@ class Engine:
 
         from megarl.config import RolloutConfig
         from megarl.engine import engine
-        from megarl.platform import device
+        from megarl.groups import world
 
-        device.init_world(600.0)
+        world.initialize(600.0)
         config = RolloutConfig(tp=1, kv_cache_gib=0.5, max_concurrent_requests=64)
         of_request = engine.sampling_params
 

@@ -1,0 +1,33 @@
+"""The world of `torch.distributed`: all ranks of a group of processes started together."""
+
+from __future__ import annotations
+
+import os
+from datetime import timedelta
+
+import torch
+
+from megarl.groups import rendezvous
+from megarl.platform import device
+
+
+def initialize(timeout_seconds: float) -> None:
+    """Initialise `torch.distributed` from RANK and WORLD_SIZE at the run's rendezvous. Later calls do nothing.
+
+    `timeout_seconds` limits each collective. Raises ConfigError if this machine cannot provide the chosen device.
+    """
+    if torch.distributed.is_initialized():
+        return
+    device.require()
+    here = device.current()
+    if here.type == "cuda":
+        # Before the groups exist: NCCL takes the current device of each rank.
+        torch.cuda.set_device(here)
+    world_size = int(os.environ["WORLD_SIZE"])
+    torch.distributed.init_process_group(
+        "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo",
+        store=rendezvous.store(world_size, timeout_seconds),
+        rank=int(os.environ["RANK"]),
+        world_size=world_size,
+        timeout=timedelta(seconds=timeout_seconds),
+    )
