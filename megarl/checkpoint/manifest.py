@@ -79,7 +79,7 @@ class ManifestWriter:
         return {name: {"size": size, "sha256": self._hashes[name].hexdigest()} for name, size in self.sizes.items()}
 
     def close(self, layout: Mapping[str, Any]) -> None:
-        """Write the manifest (`write_manifest`)."""
+        """Write the manifest: name, size and hash of each file of the folder."""
         self.release()
         write_manifest(self.folder, self.files, layout)
 
@@ -160,7 +160,7 @@ def check_sizes(folder: Path) -> dict[str, str]:
         with storage_faults_named(folder / name):
             found = (folder / name).stat().st_size if (folder / name).is_file() else None
         if found is None:
-            raise DataError(f"{folder / name}: not found, but in {MANIFEST}. Copy the folder again.")
+            raise DataError(f"{folder / name}: not found, although {MANIFEST} lists it. Copy the folder again.")
         if found != size:
             raise DataError(f"{folder / name}: {found} bytes where {MANIFEST} says {size}. Copy the folder again.")
     return {name: sha256 for name, (_, sha256) in expected.items()}

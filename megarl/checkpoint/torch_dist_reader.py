@@ -234,7 +234,10 @@ class _Metadata:
             raise DataError(f"{self._path}: cannot be read ({error}). {_AGAIN}") from None
 
     def find(self, parameter: Parameter) -> tuple[str, tuple[int, ...]]:
-        """Return a parameter's key and its leading indices. Some checkpoints have the layer in the key instead."""
+        """Return a parameter's key in the checkpoint, and its layer and expert as indices of the stored tensor.
+
+        Some checkpoints have the layer in the key instead of an index.
+        """
         for key in parameter.keys:
             if key in self._records:
                 return key, parameter.leading

@@ -20,7 +20,11 @@ app = typer.Typer(
 OutFolder = Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.")]
 CastTo = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
-    typer.Option("--dtype", help="Type to cast to. Default: unchanged.", show_default=False),
+    typer.Option(
+        "--dtype",
+        help="Type of the written weights: float32, bfloat16, float16. Default: unchanged.",
+        show_default=False,
+    ),
 ]
 Verify = Annotated[bool, typer.Option("--verify", help="Read everything back and compare every tensor.")]
 

@@ -279,7 +279,7 @@ class WeightTransfer:
 
     @property
     def _group_name(self) -> str:
-        """Name of the newest cross-world group."""
+        """Name of the newest process group over ranks of trainer and engines, which are in separate torch worlds."""
         return f"cross_world_{self._num_groups}"
 
 

@@ -365,7 +365,7 @@ class WorkerGroup(ABC):
             if self._handles:
                 await asyncio.wait([handle.died for handle in self._handles], timeout=_LEAVE_SECONDS)
         await self._end()
-        return types.PeerLostError("the worker group is closed")
+        return types.PeerLostError("the call came after the group of rank processes was closed")
 
     async def _abandon(self, method: str, error: BaseException) -> Exception:
         """End the group because a call stopped half-way with this error."""

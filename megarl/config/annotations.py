@@ -66,7 +66,7 @@ class KeywordOf:
     formula: str
     """Recipe field choosing the formula, for example algorithm.advantage."""
     name: str | None = None
-    """Name of the keyword argument. Default: the field's."""
+    """Name of the formula's keyword argument. Default: the recipe field's own name."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,7 +131,10 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True, init=False)
 class ForeignValues:
-    """Values of other programs, in lower case with underscores, for the field's own: `rl="grpo ppo"`."""
+    """Other programs' spellings of the field's values. `rl="grpo ppo"`: their grpo and ppo mean rl here.
+
+    Spellings are in lower case with underscores.
+    """
 
     own_value: dict[str, str]
 

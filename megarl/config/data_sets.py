@@ -112,7 +112,7 @@ class CurriculumConfig(Section):
     the band are mostly skipped. Default: every problem is drawn once per epoch. Metrics: curriculum/."""
     # Above 0, because a skipped problem could never return to the band as the policy changes.
     outside: Annotated[float, Field(gt=0.0, le=1.0), OnlyIf(CURRICULUM)] = 0.1
-    """Probability of drawing a problem outside the band when its turn comes, once per epoch."""
+    """Probability of drawing a problem with an accuracy outside `band` when its turn comes, once per epoch."""
     memory: Annotated[float, Field(ge=0.0, lt=1.0), OnlyIf(CURRICULUM)] = 0.5
     """Weight of a problem's earlier solve rate against its newest group. 0: only the newest group counts."""
     by: Annotated[str | None, OnlyIf(CURRICULUM)] = None

@@ -145,8 +145,9 @@ class WeightsConfig(Section):
     """Compare engine and trainer weights before training and after the reshard of every n-th step: by checksums of live
     parameters, or by log-probs of a prompt if the engine converts its weights. 0: only before training."""
     probe_tolerance: Annotated[PositiveFloat | None, OnlyIf(*ENGINE)] = None
-    """Limit of the mean distance of these log-probs in nats (reshard/probe_gap). Default: 0.001 in float32, 0.1 in
-    bfloat16. An engine with quantised weights may need more."""
+    """Limit of the mean distance between the log-probs of trainer and engine after a reshard, in nats
+    (reshard/probe_gap); beyond it the run ends. Default: 0.001 in float32, 0.1 in bfloat16. Quantised weights may need
+    more."""
 
 
 class CheckpointConfig(Section):

@@ -118,7 +118,7 @@ class TokenBatch:
         return selected
 
     def with_arrays(self, names: Mapping[str, NDArray[np.float32]]) -> TokenBatch:
-        """Return the same sequences with only these per-token arrays. The teacher numbers are dropped."""
+        """Return the same sequences with only these per-token arrays. Indices of distillation teachers are dropped."""
         return TokenBatch(
             self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts, self.kept_sets,
             self.temperatures,

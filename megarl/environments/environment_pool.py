@@ -70,7 +70,7 @@ class Seat:
 
     @property
     def num_killed(self) -> int:
-        """Number of this attempt's processes that were killed or ended."""
+        """Number of environment processes lost during this attempt, killed by megarl or ended by themselves."""
         return self._place.num_killed
 
     def environment(self) -> SeatedEnvironment:

@@ -267,7 +267,7 @@ class _Server:
         try:
             return await self._client.ws_connect(f"{self._url}/ws", max_msg_size=_MAX_MESSAGE_BYTES)
         except aiohttp.ClientError as error:
-            raise UnreachableError(f"{self._url}: no session: {error}") from None
+            raise UnreachableError(f"{self._url}: the OpenEnv server opened no session: {error}") from None
 
     async def text_field(self) -> str:
         """Return the only text field required for an action, by the server's schema."""

@@ -90,7 +90,9 @@ class StopRequest:
             go_on = f"go on with: megarl train {run_folder} --resume"
             if self._is_urgent:
                 # Without a save: the second signal says that there is no time for it.
-                raise EndedError(f"{self.by} and then another signal: left at once; {go_on}") from None
+                raise EndedError(
+                    f"{self.by}, then a second signal: the run exited at once, without saving; {go_on}"
+                ) from None
             raise StoppedError(f"{self.by}: stopped before a step began; {go_on}") from None
         finally:
             for number in numbers:

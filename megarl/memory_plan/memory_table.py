@@ -49,7 +49,7 @@ class Phase:
         return "checkpoint" if first == "save" else first
 
     def of(self, kind: str) -> Use:
-        """Return the use of one kind, or zero bytes."""
+        """Return the memory used by one kind of tensors, such as weights; zero bytes if the phase has none."""
         return next((use for use in self.uses if use.kind == kind), Use(kind))
 
 

@@ -79,7 +79,7 @@ class ProcessPool:
     async def run_in_thread(self, call: Callable[[], Result]) -> Result:
         """Return the result of a blocking call. Raises PeerLostError if the pool is closed before or meanwhile."""
         if self.is_closed:
-            raise PeerLostError("the processes are closed")
+            raise PeerLostError("the pool of child processes is closed")
         result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         if self.is_closed:
             raise PeerLostError("the processes were closed during a request")
@@ -138,7 +138,7 @@ class Place:
 
     async def _ready(self) -> dict[str, Any]:
         if self._pool.is_closed:
-            raise PeerLostError("the processes are closed")
+            raise PeerLostError("the pool of child processes is closed")
         try:
             return await self._pool.run_in_thread(self.start().wait_until_ready)
         except BaseException:

@@ -154,7 +154,7 @@ class _Extreme:
         self._number = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add a record. Records without a reward are skipped."""
+        """Consider a sample's record for the page. Records without a reward are skipped."""
         if not is_finite_number(record.get("reward")):
             return
         kind = (_problem(record), float(record["reward"]))
@@ -176,7 +176,7 @@ class _MultiTurnExtremes:
         self._high, self._low = _LowestKeys(_NUM_TURNS // 2), _LowestKeys(_NUM_TURNS // 2)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add a record. Records with fewer than two turns are skipped."""
+        """Consider a sample's record for the page. Attempts of a single turn are skipped."""
         if len(as_list(record.get("turns"))) < 2:
             return
         self._high.add((-_reward(record), record["line"]), record)

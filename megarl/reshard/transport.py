@@ -106,7 +106,9 @@ class Transport:
         `arrived` is called with each bucket, in order, once all its elements for this rank are in place.
         """
         if dtype.itemsize != plan.itemsize:
-            raise ValueError(f"the plan expects {plan.itemsize} bytes per element, but {dtype} has {dtype.itemsize}")
+            raise ValueError(
+                f"the reshard's plan was made for {plan.itemsize} bytes per element, but {dtype} has {dtype.itemsize}"
+            )
         is_exchanged = any(b.is_exchanged for b in plan.buckets)
         if is_exchanged and dist.get_world_size(group) != plan.num_ranks:
             raise ValueError(f"the plan is for {plan.num_ranks} ranks, but the group has {dist.get_world_size(group)}")

@@ -70,9 +70,9 @@ def copy_checksums(
     group: dist.ProcessGroup | None = None,
     taken: Mapping[Transfer, Tensor] | None = None,
 ) -> tuple[list[Transfer], Tensor, Tensor]:
-    """Return the copies to this rank, the checksums of their sources, and those of their destinations. A collective.
+    """Return the plan's copies into this rank's storages, and two checksums of each: of its source and of its copy.
 
-    Both checksum tensors are int64 [copies], on the device of this rank's tensors. Checksums found in `taken` are not
+    A collective. Both checksum tensors are int64 [copies], on the device of this rank's tensors. Checksums found in `taken` are not
     computed again.
     """
 

@@ -85,7 +85,7 @@ def _cases(value: Any, record: Mapping[str, Any]) -> tuple[Case, ...]:
     else:
         raise ValueError(f"tests are {value!r:.80}; {_FORMS}")
     if not found:
-        raise ValueError(f"there is no test; {_FORMS}")
+        raise ValueError(f"the record has no test for its program; {_FORMS}")
     return found
 
 

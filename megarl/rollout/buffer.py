@@ -55,18 +55,18 @@ _CANCEL_SECONDS = 5.0
 
 
 class GroupBuffer:
-    """Draws prompts, samples their groups, keeps those passing the filter, and gives each step its groups.
+    """Buffer between sampling and training: it draws prompts, samples a group of answers each, and filters the groups.
 
-    Synchronous: prompts are drawn in batches, each sampled with one weight version. Surplus groups wait in
-    `state.waiting` for the next step.
+    `policy` selects one of three modes. Synchronous: prompts are drawn in batches, each sampled with one weight
+    version. Surplus groups wait in `state.waiting` for the next step.
 
-    Stragglers continue or are aborted: prompts are drawn one by one, `algorithm.oversampling` times a step's groups.
+    Stragglers continue, or are aborted: prompts are drawn one by one, `algorithm.oversampling` times a step's groups.
     The step takes the first complete groups, within `rollout.max_staleness` weight versions. For a group at this bound
     the step waits, or it drops the group (`rollout.on_stale`).
 
-    Steps ahead: groups are sampled during training and taken in the order of drawing. Their number keeps all within
-    `rollout.max_staleness` (`StepDemand.num_live`). A group filtered out is replaced by the next prompt at once, even
-    during training.
+    Steps ahead: groups are sampled during training and taken in the order of drawing. At most `StepDemand.num_live`
+    groups exist at a time, so that none exceeds `rollout.max_staleness`. A group filtered out is replaced by the next
+    prompt at once, even during training.
 
     `sampled` holds all trajectories completed for the last step. `on_sampled` puts colocated engines to sleep: it runs
     while the last rewards of a synchronous step are computed. Checkpoints save the groups in flight (`state.started`).
@@ -216,7 +216,10 @@ class GroupBuffer:
             await source.sampler.pool.drained()
 
     def _start_more(self, num_live: int) -> None:
-        """Resume the groups of a checkpoint, then start new ones: until `num_live` exist, or a batch of as many."""
+        """Resume the groups of a checkpoint, then start new ones.
+
+        Synchronous: one batch of `num_live` prompts. Otherwise until `num_live` groups are in flight or waiting.
+        """
         state = self.state
         for group in state.started.values():
             if group.draw not in self._tasks:

@@ -57,7 +57,7 @@ class StartedGroup:
     calls: dict[int, list[RecordedCall]] = field(default_factory=dict)
 
     def finish(self, trajectory: Trajectory) -> None:
-        """Store the trajectory of an ended attempt in place of its calls."""
+        """Replace the recorded model calls of an ended attempt by its trajectory."""
         self.finished[trajectory.number] = trajectory
         self.calls.pop(trajectory.number, None)
 

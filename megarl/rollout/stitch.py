@@ -85,7 +85,7 @@ def _longest_prefix(chains: Sequence[_Chain], prompt: NDArray[np.int64]) -> _Cha
 
 
 def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
-    """Return the segment of the calls with these numbers; each call extends the one before."""
+    """Return one training sequence made of these model calls of an attempt; each call extends the one before."""
     last = calls[numbers[-1]]
     # The last call's prompt holds all earlier completions, so its tokens are the whole segment.
     token_ids = last.token_ids

@@ -39,7 +39,7 @@ class Row:
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Regular expression for the names described by this row."""
+        """Regular expression for the names of metrics described by this row of the table of metrics."""
         parts = re.split(f"({_PLACEHOLDER.pattern})", self.name)
         # Only OWN may contain slashes.
         any_of = {"OWN": ".+"}

@@ -236,7 +236,7 @@ def test_a_second_signal_ends_a_run_at_once(runs: Runs) -> None:
     status = runs.status("urgent")
     assert not rank_processes(driver.pid), output
     assert (driver.returncode, status["state"]) == (130, "interrupted"), output
-    assert "SIGUSR1 and then another signal: left at once" in status["cause"]
+    assert "SIGUSR1, then a second signal: the run exited at once" in status["cause"]
 
 
 def await_moment(runs: Runs, name: str, driver: subprocess.Popen[str], last: int, during_save: bool) -> None:

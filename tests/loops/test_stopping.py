@@ -114,7 +114,7 @@ def test_a_second_ctrl_c_ends_a_run_at_once(tmp_path: Path, number: signal.Signa
         driver.send_signal(signal.SIGINT)
         _, errors = driver.communicate(timeout=30)
     assert driver.returncode == 130, errors
-    assert b"and then another signal: left at once; go on with: megarl train" in errors
+    assert b"then a second signal: the run exited at once, without saving; go on with: megarl train" in errors
     assert (status(tmp_path)["state"], status(tmp_path)["exit_code"]) == ("interrupted", 130)
 
 

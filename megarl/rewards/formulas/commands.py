@@ -42,7 +42,7 @@ class Commands(Cursor):
             self._tokens[self._place] = Token("number", left, token.start + 1, False, Fraction(int(left)))
             return number(int(token.text[0]))
         if token.kind == "sign" and token.text != "|":
-            raise NotMathematicsError("a command has no argument")
+            raise NotMathematicsError("a LaTeX command has no argument")
         self.descend()
         node = self.atom()
         self.ascend()
