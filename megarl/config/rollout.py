@@ -233,8 +233,8 @@ class RolloutConfig(Section):
     """Recompute the KV cache of interrupted requests after a weight update (placement separate, engines ahead), default
     true. false: keep it, which saves a prefill. Then log-probs drift from the trainer's (logprob_gap/mean/age_0)."""
     on_stale: Annotated[Literal["wait", "drop"], OnlyIf(RL, PARK)] = "wait"
-    """With stragglers park: treatment of an incomplete group at rollout.max_staleness. wait (default): wait for it. drop:
-    drop it at the next step and draw another prompt, which starves long answers (staleness/dropped)."""
+    """With stragglers park: treatment of an incomplete group at rollout.max_staleness. wait (default): wait for it.
+    drop: drop it at the next step and draw another prompt, which starves long answers (staleness/dropped)."""
     kv_cache_gib: Annotated[PositiveFloat, OnlyIf(instead_of("rollout.gpu_memory_utilization")),
         Decides(vllm="kv_cache_memory_bytes"),
         Foreign("sglang_mem_fraction_static mem_fraction_static", note="the KV cache's size in GiB")] = 1.0  # fmt: skip

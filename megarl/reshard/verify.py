@@ -72,8 +72,8 @@ def copy_checksums(
 ) -> tuple[list[Transfer], Tensor, Tensor]:
     """Return the plan's copies into this rank's storages, and two checksums of each: of its source and of its copy.
 
-    A collective. Both checksum tensors are int64 [copies], on the device of this rank's tensors. Checksums found in `taken` are not
-    computed again.
+    A collective. Both checksum tensors are int64 [copies], on the device of this rank's tensors. Checksums found
+    in `taken` are not computed again.
     """
 
     def at_source(t: Transfer) -> Tensor:
