@@ -70,7 +70,8 @@ class Recipe(Section):
     trackers: Annotated[tuple[str, ...],
         Foreign("logger use_wandb disable_wandb use_tensorboard",
             note="tensorboard, wandb, mlflow; metrics.jsonl is always written", ColossalChat="--log_dir",
-            RL2="trainer.disable_wandb", verl="trainer.logger", TRL="report_to")] = ("tensorboard",)  # fmt: skip
+            verl="trainer.logger", TRL="report_to"),
+        Foreign(example="[]", RL2="trainer.disable_wandb")] = ("tensorboard",)  # fmt: skip
     """Destinations of metrics and samples, in addition to metrics.jsonl and samples/ in the run folder: names of
     `tracking.trackers.TRACKERS` (default: tensorboard), or your own package.module:Class."""
     samples_every_steps: Annotated[PositiveInt, OnlyIf(ON_POLICY),

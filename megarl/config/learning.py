@@ -301,7 +301,8 @@ class AlgorithmConfig(Section):
     """Coefficient of the KL penalty to the reference. 0 (default): no reference model is loaded."""
     kl_placement: Annotated[Literal["loss", "reward", "return", "advantage"], OnlyIf(KL),
         Foreign("use_kl_loss use_kl_in_reward", note="a coefficient above 0 switches it on",
-            also="algorithm.kl_coefficient", verl="actor_rollout_ref.actor.use_kl_loss algorithm.use_kl_in_reward"),
+            also="algorithm.kl_coefficient", verl="actor_rollout_ref.actor.use_kl_loss"),
+        Foreign(example="reward", also="algorithm.kl_coefficient", verl="algorithm.use_kl_in_reward"),
         Foreign(note="reward or loss, as there", example="reward", RL2="kl.type")] = "loss"  # fmt: skip
     """Where the KL penalty is applied. loss (default); reward: per token (gae) or summed over the sample; return:
     summed from each token to the end and subtracted from its advantage (REINFORCE++); advantage: per token."""

@@ -101,8 +101,8 @@ class EvaluationConfig(Section):
     """Evaluate the validation sets every n steps, in addition to before the first and after the last. 0 (default): only
     before the first and after the last."""
     at_start: Annotated[bool,
-        Foreign("val_before_train val_at_start", example="false", verl="trainer.val_before_train",
-            TRL="eval_on_start")] = True  # fmt: skip
+        Foreign("val_before_train val_at_start", example="false", verl="trainer.val_before_train"),
+        Foreign(example="true", TRL="eval_on_start")] = True  # fmt: skip
     """Evaluate before the first step. A run of 0 steps always does."""
     max_problems: Annotated[PositiveInt | None, Foreign("max_val_samples")] = None
     """Evaluate only the first n records of each set. Default: all."""

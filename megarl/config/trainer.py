@@ -24,7 +24,8 @@ class TrainerConfig(Section):
             verl="actor_rollout_ref.actor.megatron.tensor_model_parallel_size", ColossalChat="--tp")] = 1  # fmt: skip
     """Tensor-parallel size: attention heads, feed-forward channels and vocabulary are split over n ranks."""
     pp: Annotated[PositiveInt,
-        Decides(megatron="pipeline_model_parallel_size variable_seq_lengths deallocate_pipeline_outputs"),
+        Decides(megatron="pipeline_model_parallel_size pipeline_model_parallel_layout variable_seq_lengths "
+            "deallocate_pipeline_outputs"),
         Foreign("pipeline_model_parallel_size pp_size", example="trainer.pp=2 cluster.ranks_per_node=2",
             ColossalRL="--pipeline-parallel-size", ColossalChat="--pp")] = 1  # fmt: skip
     """Pipeline-parallel size: the layers are split over n stages."""

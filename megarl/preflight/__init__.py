@@ -166,7 +166,11 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
         except DataError as error:
             found.insert(0, error)
         else:
-            found += faults({**facts, "shape": shape}, (Cost.MODEL,))
+            try:
+                found += faults({**facts, "shape": shape}, (Cost.MODEL,))
+            except DataError as error:
+                # A tokenizer that cannot be read: one fault among the others.
+                found.insert(0, error)
             # Aligning ranks to the reshard takes long and needs sizes that divide, so skip it if the recipe has faults.
             if not _of_recipe(found):
                 layout = sizes.aligned(recipe, shape, layout)

@@ -24,7 +24,6 @@ from megarl.preflight.files import field_names, system_prompt
 from megarl.preflight.registry import Cost, checks
 from megarl.rewards import RECORD_CHECKS, kind_of, locate, metric_name
 from megarl.rewards.calling import Sample, expected
-from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_process import WorkerSettings, worker_settings
 from megarl.types import ConfigError, PeerLostError
 
@@ -195,6 +194,9 @@ def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
 
 def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sample) -> Iterator[str]:
     """Yield faults of a reward function."""
+    # Loads the HTTP client, too.
+    from megarl.rewards.reward_pool import RewardPool
+
     with TemporaryDirectory(prefix="megarl_rewards_") as folder:
         pool = RewardPool(replace(settings, functions=(function,), served=()), num_workers=1, log_folder=Path(folder))
         try:

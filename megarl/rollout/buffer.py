@@ -328,11 +328,12 @@ class GroupBuffer:
             if ended:
                 self._late_seconds += time.monotonic() - self._sampled_at
         for draw in ended:
-            del self._tasks[draw], self._pools[draw]
-            finished = state.started.pop(draw).finished
+            finished = state.started[draw].finished
             group = [finished[number] for number in range(recipe.train.samples_per_prompt)]
-            self._collected.append(group)
+            # Before the group leaves the started ones: if this raises during training, the next `take` raises it again.
             self._observe(group)
+            del self._tasks[draw], self._pools[draw], state.started[draw]
+            self._collected.append(group)
             if passes_filter(group, recipe.algorithm):
                 state.waiting = [*state.waiting, group]
             else:

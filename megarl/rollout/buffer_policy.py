@@ -59,6 +59,9 @@ class StepDemand:
         P * (1 + staleness_bound - (n - v)) groups, including its own P. This is AReaL's rule (arXiv 2505.24298, eq. 3)
         with the engines' version, which lags with `rollout.sync_every` above 1.
         """
+        if self.policy.is_synchronous and self.recipe.algorithm.dynamic_sampling is None:
+            # Without a filter a surplus would only wait, and be trained with older weights.
+            return self.num_groups
         if not self.policy.steps_ahead:
             return ceil(self.num_groups * self.recipe.algorithm.oversampling)
         # Engines behind the trainer produce older tokens, so fewer steps may be sampled ahead.
