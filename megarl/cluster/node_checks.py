@@ -15,11 +15,10 @@ from typing import Any
 
 from megarl.cluster.bandwidth import slow_links, summary
 from megarl.cluster.deadlines import Deadlines
-from megarl.cluster.node_memory import shortages
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
-from megarl.memory_plan.node_bytes import RankHostBytes
+from megarl.memory_plan.node_bytes import NodeRanks, RankHostBytes
 from megarl.platform import chosen_device, compilers, cuda_extensions, device, transformer_engine
 from megarl.platform.gpu_needs import Need, library_versions, needs, unmet_needs
 from megarl.platform.host_memory import machine_bytes
@@ -159,7 +158,7 @@ def all_faults(
         for kind, asked in kinds_of_nodes(recipe, nodes)
         for fault in faults({node: reports[node] for node in kind}, run_folder, max(kind.values()), asked)
     ]
-    return found if planned is None else [*found, *shortages(reports, nodes, recipe.trainer_ranks, planned)]
+    return found if planned is None else [*found, *memory_shortages(reports, nodes, recipe.trainer_ranks, planned)]
 
 
 def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Counter[str], dict[str, Need]]]:
@@ -232,3 +231,22 @@ def unreached(tried: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
             f"node {node}: its ports cannot be reached from {', '.join(others)} ({next(iter(others.values()))}); "
             "open its firewall to the job's nodes, or exclude the node"
         )
+
+
+def memory_shortages(
+    reports: Mapping[str, Mapping[str, Any]], nodes: Sequence[str], num_trainers: int, planned: RankHostBytes
+) -> Iterator[str]:
+    """Yield a fault for each node with less memory than its ranks are planned to take.
+
+    `reports` are results of `NodeReport.look` by node. `nodes` are the nodes of all ranks; the first `num_trainers`
+    ranks train.
+    """
+    for node, report in reports.items():
+        trainers, others = nodes[:num_trainers].count(node), nodes[num_trainers:].count(node)
+        needed = planned.of_node(NodeRanks(trainers, others))
+        if needed > report["memory"]:
+            yield (
+                f"node {node}: its {trainers + others} ranks need {needed / 2**30:.0f} GiB of host memory, "
+                f"{report['memory'] / 2**30:.0f} are there (MemTotal, or the limit of a cgroup); under Slurm ask for "
+                "all with --mem=0, else offload less (trainer.offload) or take fewer ranks a node"
+            )

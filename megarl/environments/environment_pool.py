@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator
+import os
+import sys
+from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
 from dataclasses import asdict
 from pathlib import Path
@@ -114,3 +116,21 @@ class SeatedEnvironment:
         if "error" in answer:
             raise RaisedError(str(answer["error"]))
         return answer.get("value")
+
+
+def process_settings(environment: str, settings: Mapping[str, Any], memory_gib: float) -> ServerSettings:
+    """Return settings for processes in the current folder with this process's import paths.
+
+    `settings` are constructor arguments of the environment, from `rollout.environment_kwargs`.
+    """
+    folder = os.getcwd()
+    return ServerSettings(
+        "megarl.environments.environment_main:start",
+        environment,
+        "rollout.environment",
+        {"environment": environment, "settings": dict(settings)},
+        # An empty entry of sys.path means the current folder, so name it explicitly.
+        tuple(entry or folder for entry in sys.path),
+        folder,
+        int(memory_gib * (1 << 30)),
+    )

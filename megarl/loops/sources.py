@@ -14,8 +14,7 @@ from megarl.config.mixture import SourceRecipe
 from megarl.data.dialogue import Dialogue
 from megarl.data.template_history import history_faults, history_notice
 from megarl.environments import environment_maker, is_agent, num_processes, with_sandbox
-from megarl.environments.environment_pool import EnvironmentPool
-from megarl.environments.process_settings import process_settings
+from megarl.environments.environment_pool import EnvironmentPool, process_settings
 from megarl.preflight import Dropped, collect_for, read_problems
 from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_process import WorkerSettings, worker_settings

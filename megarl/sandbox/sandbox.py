@@ -15,7 +15,7 @@ import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
@@ -24,7 +24,6 @@ from typing import Literal
 import megarl
 from megarl.sandbox.inside import READY
 from megarl.sandbox.layers import LAYERS, Layers
-from megarl.sandbox.load import busy_seconds
 from megarl.types import ConfigError
 
 # Seconds for the spawner or a program to start, for a killed process to end, and least extension of a deadline.
@@ -358,7 +357,7 @@ class _Run:
             )
         # Extend only by a useful amount; otherwise return a time in the past, so that the run is killed.
         least = time.monotonic() + _LEAST_EXTENSION_SECONDS
-        until = self._begun + min(self._wall_seconds + busy_seconds(self._spawner), self._most_seconds)
+        until = self._begun + min(self._wall_seconds + _busy_seconds(self._spawner), self._most_seconds)
         return until if until >= least else self._begun
 
     def _take(self, pipe: int) -> bool:
@@ -434,3 +433,28 @@ def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
         found += [str(place) for place in (folder, folder.with_name(f"{name}.libs")) if place.is_dir()]
         places.append(str(folder.parent))
     return found, sorted(set(places))
+
+
+def _busy_seconds(spawner: int) -> float:
+    """Return seconds during which the processes below a spawner had a CPU or waited for one.
+
+    In a process, only the thread with the longest wait counts for waiting. 0: the kernel does not report it.
+    """
+    nanoseconds = 0
+    for pid in _below(spawner):
+        computed, waited = 0, 0
+        # A process may end while it is read; then it simply does not count.
+        with contextlib.suppress(OSError, ValueError):
+            for thread in Path(f"/proc/{pid}/task").iterdir():
+                numbers = (thread / "schedstat").read_text().split()
+                computed += int(numbers[0])
+                waited = max(waited, int(numbers[1]))
+        nanoseconds += computed + waited
+    return nanoseconds / 1e9
+
+
+def _below(pid: int) -> Iterator[int]:
+    with contextlib.suppress(OSError):
+        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+            yield int(child)
+            yield from _below(int(child))

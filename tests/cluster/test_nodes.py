@@ -11,8 +11,7 @@ import torch
 import torch.distributed as dist
 
 from megarl.cluster.bandwidth import ACROSS, WITHIN, Bandwidth, pairings, slow_links, summary
-from megarl.cluster.node_checks import NodeReport, all_faults, faults, kinds_of_nodes, unreached
-from megarl.cluster.node_memory import shortages
+from megarl.cluster.node_checks import NodeReport, all_faults, faults, kinds_of_nodes, memory_shortages, unreached
 from megarl.cluster.topology import Introduction, environments, in_order, rank_topology
 from megarl.config import Recipe
 from megarl.memory_plan.node_bytes import RankHostBytes
@@ -87,8 +86,8 @@ def test_a_node_without_the_memory_of_the_plan_is_named() -> None:
     nodes = ["n1"] * 7 + ["n2"] * 7 + ["n2", "n3"]
     planned = RankHostBytes(trainer=60 << 30, engine=10 << 30)
     enough = {"n1": {"memory": 420 << 30}, "n2": {"memory": 430 << 30}, "n3": {"memory": 10 << 30}}
-    assert list(shortages(enough, nodes, 14, planned)) == []
-    (text,) = shortages(enough | {"n2": {"memory": (430 << 30) - 1}}, nodes, 14, planned)
+    assert list(memory_shortages(enough, nodes, 14, planned)) == []
+    (text,) = memory_shortages(enough | {"n2": {"memory": (430 << 30) - 1}}, nodes, 14, planned)
     assert text.startswith("node n2: its 8 ranks need 430 GiB of host memory") and "--mem=0" in text
 
 

@@ -18,8 +18,7 @@ import pytest
 
 from megarl.cluster.topology import NodeKind
 from megarl.config import RewardConfig
-from megarl.environments.environment_pool import EnvironmentPool, RaisedError
-from megarl.environments.process_settings import process_settings
+from megarl.environments.environment_pool import EnvironmentPool, RaisedError, process_settings
 from megarl.rewards.calling import Sample
 from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_process import worker_settings

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from megarl.environments import EnvironmentUnavailableError, Turn, environment_maker, num_processes, with_sandbox
-from megarl.environments.process_settings import process_settings
+from megarl.environments.environment_pool import process_settings
 from megarl.environments.python import Python, _sandbox
 from megarl.processes.process_tree import descendants
 from megarl.processes.server_process import ServerProcess

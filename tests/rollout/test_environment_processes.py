@@ -12,8 +12,7 @@ import pytest
 from megarl.config.rollout import BudgetConfig
 from megarl.data.dialogue import Dialogue
 from megarl.environments import num_processes
-from megarl.environments.environment_pool import EnvironmentPool
-from megarl.environments.process_settings import process_settings
+from megarl.environments.environment_pool import EnvironmentPool, process_settings
 from megarl.processes.process_tree import descendants
 from megarl.rollout.groups import GroupSampler
 from megarl.types import ConfigError, Problem, SamplingSettings, Trajectory
