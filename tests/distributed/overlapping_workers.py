@@ -7,7 +7,7 @@ import os
 import time
 
 import dying_workers
-from updates import update
+from weight_updates import update
 
 from megarl.reshard import transport
 

@@ -77,8 +77,8 @@ def test_the_models_beside_the_policy_are_looked_at(
         ({"algorithm": PPO, "critic": {"path": experts}}, "must both have experts, or neither"),
         ({"model": {"path": reward}}, f"model.path = {reward}: is a reward model without a language head"),
         (
-            {"algorithm": PPO, "critic": {"path": language}, "cluster": {"ranks_per_node": 4}, "trainer": {"pp": 3}},
-            f"critic.path = {language}: trainer.pp = 3",
+            {"algorithm": PPO, "critic": {"path": language}, "cluster": {"ranks_per_node": 5}, "trainer": {"pp": 5}},
+            f"critic.path = {language}: trainer.pp = 5",
         ),
     ):
         with pytest.raises(ConfigError) as caught:

@@ -117,8 +117,10 @@ class Attempts:
     def is_abandoned(self) -> bool:
         return False
 
-    def task(self, problem: Problem, group: int, number: int, seed: str, sampling: SamplingSettings) -> Task:
-        return Task("single_turn", problem, group, number, seed, sampling)
+    def task(
+        self, problem: Problem, group: int, number: int, seed: str, sampling: SamplingSettings, *, prefix: str = ""
+    ) -> Task:
+        return Task("single_turn", problem, group, number, seed, sampling, prefix)
 
     async def attempt(
         self, task: Task, pool: Generates, before_score: Callable[[], object] = lambda: None
