@@ -179,11 +179,23 @@ class SupervisedProcess:
 
     def _finish(self) -> Ended:
         if self._ended is None:
-            code = self._supervisor.wait()
-            # A supervisor that was killed reports nothing; its child died with it.
-            self._ended = Ended(**json.loads(self._report)) if code == 0 else Ended(128 - code)
+            self._ended = self._reported(self._supervisor.wait())
             self._close_sockets()
         return self._ended
+
+    def _reported(self, code: int) -> Ended:
+        """Return how the process ended, from the report of its supervisor and the supervisor's own exit code."""
+        # A supervisor that was killed reports nothing; its child died with it.
+        if code < 0:
+            return Ended(128 - code)
+        # After a report it exits with 0, so it failed before the start of the program or while watching it.
+        if code > 0:
+            return Ended(None, refused=f"its supervisor ended with {code}")
+        try:
+            return Ended(**json.loads(self._report))
+        # The report did not arrive, or only a part of it.
+        except (TypeError, ValueError):
+            return Ended(None)
 
     def _close_sockets(self) -> None:
         self._control.close()

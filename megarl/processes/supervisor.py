@@ -73,6 +73,9 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
 
 def _become(command: list[str], stdout: int, stderr: int, refuse: int) -> None:
     """Replace this process by a program. Its standard input is that of the supervisor."""
+    # Python ignores these, and a program would inherit that: a writer would not end with the reader of its pipe.
+    for number in (signal.SIGPIPE, signal.SIGXFSZ):
+        signal.signal(number, signal.SIG_DFL)
     os.dup2(stdout, 1)
     os.dup2(stderr, 2)
     try:
@@ -107,7 +110,8 @@ def _watch(child: int, control: socket.socket, sinks: Mapping[int, _Sink]) -> in
             if not part:
                 poll.unregister(output)
         if control.fileno() in ready:
-            return None
+            # The child may have ended at the same moment.
+            return _reap(child)
 
 
 def _reap(child: int) -> int | None:
