@@ -15,6 +15,7 @@ address space or null. Requests and their answers:
 An exception of the library is the `error` of an answer. Sessions in `closed` are closed before the request.
 """
 
+import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -193,11 +194,13 @@ class Episodes:
 
     def answer(self, request):
         """Carry out a request, and return its answer."""
-        try:
-            for name in request["closed"]:
-                session = self.sessions.pop(name, None)
+        for name in request["closed"]:
+            session = self.sessions.pop(name, None)
+            # An episode that cannot be closed must not fail the request of another one.
+            with contextlib.suppress(Exception):
                 if session is not None:
                     session.call("close")
+        try:
             value = self.value(request)
             json.dumps(value, allow_nan=False)
         except Exception as error:
@@ -224,6 +227,8 @@ def limit_address_space(limit):
 
 
 def main():
+    # Error messages of the driver show standard error alone, so everything printed goes there.
+    os.dup2(2, 1)
     frames = megarl_module("processes", "frames")
     connection = socket.socket(fileno=int(sys.argv[2]))
     # Programs started by the library must not get it.

@@ -107,13 +107,17 @@ class _Player:
                 return self._num_tasks
             process = SupervisedProcess([self._python, str(_SCRIPT)], has_connection=True)
             reader, self._writer = await asyncio.open_connection(sock=process.connection)
+            first: dict[str, Any] = {}
             try:
                 self._writer.write(self._settings.encode() + b"\n")
-                async with asyncio.timeout(_START_SECONDS):
-                    first = json.loads(await reader.readline() or b"{}")
+                # A child that ends without reading its settings resets the connection.
+                with suppress(ConnectionError):
+                    async with asyncio.timeout(_START_SECONDS):
+                        first = json.loads(await reader.readline() or b"{}")
                 if first.get("ready") is not True:
                     ended = await self._stop(process)
-                    raise ChildError(first.get("refused") or f"the child ended: {ended.last_words()}")
+                    reason = first.get("refused") or ended.refused or f"the child {ended}: {ended.last_words()}"
+                    raise ChildError(reason)
             except BaseException:
                 await self._stop(process)
                 raise

@@ -118,6 +118,8 @@ def reap(running, kill_tree):
 
 
 def main():
+    # Error messages of the driver show standard error alone, so everything printed goes there.
+    os.dup2(2, 1)
     connection = int(sys.argv[1])
     # Programs started by a harness must not get it.
     os.set_inheritable(connection, False)

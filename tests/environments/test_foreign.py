@@ -30,7 +30,7 @@ class Walk:
         self.config = config
     def reset(self, seed=None):
         random.seed(seed)
-        print("noise on standard output")
+        print("noise on standard output", flush=True)
         self.place, self.turns = seed, 0
         return f"at {self.place}", {"suffix": "Say a number."}
     def step(self, text):
@@ -49,6 +49,8 @@ class Walk:
         self.place += random.randint(0, 10**9)
         if self.config.get("is_different"): self.place = os.getpid()
         return f"at {self.place}", 0.25, self.turns == 3, False, {}
+    def close(self):
+        if self.config.get("is_unclosable"): raise OSError("not now")
 
 def make(name, **config):
     if name != "walk":
@@ -120,7 +122,7 @@ def test_episodes_of_a_child_do_not_share_random_numbers(toy: None) -> None:
     [
         pytest.param("raise", ForeignError, "ValueError: no such move", id="raises"),
         pytest.param("nan", ForeignError, "ValueError", id="not a number"),
-        pytest.param("die", ChildError, "ended with", id="dies"),
+        pytest.param("die", ChildError, "ended with exit code 7: noise on", id="dies"),
         pytest.param("hang", TimeoutError, "within 2 s", id="hangs"),
         pytest.param("swallow", ChildError, "answer is not valid", id="nonsense"),
     ],
@@ -139,6 +141,17 @@ def test_a_faulty_episode_fails_alone(toy: None, text: str, error: type[Exceptio
         whole = Gem("walk", processes=1)
         await whole.reset(problem(2), 0)
         assert [*before, *after] == await said(whole, "1", "2", "3")
+
+    played(play)
+
+
+def test_an_episode_that_cannot_be_closed_fails_no_other(toy: None) -> None:
+    async def play() -> None:
+        for number in range(2):
+            unclosable = Gem("walk", processes=1, config={"is_unclosable": True})
+            await unclosable.reset(problem(number), 0)
+            await unclosable.close()
+        assert (await Gem("walk", processes=1).reset(problem(7), 0)).messages[-1]["content"].startswith("at 7")
 
     played(play)
 

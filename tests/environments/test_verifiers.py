@@ -44,6 +44,7 @@ class Environment:
             open("hanging", "w").write(str(os.getpid()))
             time.sleep(100)
         if kind == 4:
+            print("noise on standard output", flush=True)
             os.kill(os.getppid(), 9)
             time.sleep(100)
         print("noise on standard output")
@@ -111,11 +112,18 @@ def test_a_task_that_is_given_up_is_killed(toy: None, tmp_path: Path) -> None:
 
 def test_a_process_that_died_is_started_again(toy: None) -> None:
     async def play() -> None:
-        with pytest.raises(ChildError, match="the child ended"):
+        with pytest.raises(ChildError, match="the child ended: noise on standard output"):
             await reward(4)
         assert await reward(7) == 0.7
 
     played(play)
+
+
+def test_the_output_of_a_process_that_ends_at_its_start_is_shown(toy: None, tmp_path: Path) -> None:
+    ends = "import os, sys\nif 'verifiers_child' in str(sys.orig_argv): os.write(2, b'no licence'), os._exit(3)\n"
+    (tmp_path / "sitecustomize.py").write_text(ends)
+    with pytest.raises(ConfigError, match=r"the child .*: no licence"):
+        Verifiers("toy", config={"size": 2}).check()
 
 
 def test_what_cannot_be_loaded_is_refused(toy: None) -> None:
