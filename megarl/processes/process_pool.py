@@ -108,7 +108,8 @@ class ProcessPool:
             if waiting.set_running_or_notify_cancel():
                 waiting.set_result(place)
                 return
-        self._free.append(place)
+        # An empty place is taken last, because its user would wait for a new process.
+        self._free.insert(0 if place.process is None else len(self._free), place)
 
 
 class Place:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from megarl.rewards.http_rewards import COUNTED_FOR, ServedReward, ServerFailedE
 from megarl.rewards.results import FunctionScore, combined, with_served
 from megarl.rewards.reward_process import Scored, WorkerSettings, read_answer, request_limits, server_settings
 from megarl.terminal import FirstOfEachKind
+from megarl.types import PeerLostError
 
 METRICS = {
     "reward/lost_processes": (
@@ -105,8 +107,14 @@ class RewardPool:
         return scored
 
     async def _by_functions(self, sample: Sample) -> Scored:
-        async with self._processes.place() as place:
-            scored = await self._by_process(sample, place)
+        try:
+            async with self._processes.place() as place:
+                scored = await self._by_process(sample, place)
+        finally:
+            # Replace a killed process at once: another sample would wait for its imports.
+            if not self._processes.is_closed:
+                with suppress(PeerLostError):
+                    self._processes.start()
         if scored.num_lost:
             self._num_lost[COUNTED_FOR.get()] += scored.num_lost
             text = "a reward process ended while it had a sample; a fresh process scored it once more"
@@ -128,8 +136,8 @@ class RewardPool:
                 except ValueError as error:
                     # A process that breaks the protocol cannot be trusted with another sample.
                     place.kill()
-                    return Scored.failed("error", str(error))
-            detail = f"{settings.names}: the reward process {how} while scoring"
+                    return replace(Scored.failed("error", str(error)), num_lost=num_lost)
+            detail = f"{settings.names}: while scoring, the reward process {how}"
         return replace(Scored.failed("error", detail), num_lost=_MAX_LOST)
 
     async def _by_all(self, sample: Sample) -> Scored:

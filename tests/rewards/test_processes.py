@@ -93,6 +93,38 @@ def test_a_completion_whose_process_is_killed_from_outside_is_scored_once_more(t
     assert mark.exists() and len(notices) == 1 and "reward/lost_processes" in notices[0]
 
 
+def test_an_invalid_answer_after_a_lost_process_counts_that_process(tmp_path, monkeypatch):
+    mark = tmp_path / "mark"
+    (tmp_path / "killed_then_wrong.py").write_text(
+        "import json, os, pathlib, signal, struct, time\n"
+        f"mark = pathlib.Path({str(mark)!r})\n"
+        "def score(completion_text):\n"
+        "    if not mark.exists():\n"
+        "        mark.touch()\n"
+        "        os.kill(os.getpid(), signal.SIGKILL)\n"
+        "    reply = json.dumps({'id': 1, 'score': '1'}).encode()\n"
+        "    for name in os.listdir('/proc/self/fd'):\n"
+        "        path = f'/proc/self/fd/{name}'\n"
+        "        if os.path.exists(path) and os.readlink(path).startswith('socket'):\n"
+        "            os.write(int(name), struct.pack('!I', len(reply)) + reply)\n"
+        "    time.sleep(600)\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    with pool_of("killed_then_wrong:score") as pool:
+        (failed,) = all_scored(pool, "any")
+    assert "not a valid reward" in failed.detail and failed.num_lost == 1
+
+
+def test_a_killed_process_is_replaced_at_once_and_taken_last(module):
+    with pool_of(f"{module}:act", num_workers=2) as pool:
+        before = {reward.score for reward in score_all(pool, "pid", "pid")}
+        assert len(before) == 2 and failures_of(pool, "die") == ["error"]
+        # Two supervisors and their children run, before anybody asks for the second place.
+        assert len(processes_of(pool)) >= 3
+        assert score_all(pool, "pid")[0].score in before
+        assert len({reward.score for reward in score_all(pool, "pid", "pid")} - before) == 1
+
+
 def test_a_process_that_is_killed_while_it_imports_is_started_once_more(tmp_path, monkeypatch):
     mark = tmp_path / "mark"
     (tmp_path / "killed_on_import.py").write_text(
