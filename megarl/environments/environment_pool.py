@@ -109,8 +109,10 @@ class SeatedEnvironment:
             self._place.kill()
         if how := answer.get("ended") or answer.get("violation"):
             raise EnvironmentProcessError(f"the environment's process {how}")
-        if why := answer.get("lost") or answer.get("unavailable"):
-            raise EnvironmentUnavailableError(str(why))
+        if "lost" in answer:
+            raise EnvironmentUnavailableError(f"the environment's process {answer['lost']}")
+        if "unavailable" in answer:
+            raise EnvironmentUnavailableError(str(answer["unavailable"]))
         if "invalid" in answer:
             raise RaisedError(f"TypeError: the message to the environment is not valid JSON: {answer['invalid']}")
         if "error" in answer:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from contextlib import suppress
@@ -27,6 +28,8 @@ class RayServerProcess:
 
     def __init__(self, nodes: Iterator[str], settings: ServerSettings, log_file: str | None) -> None:
         self._is_closed = False
+        # No actor may be placed after `close`, because nobody would kill it.
+        self._lock = threading.Lock()
         self._nodes, self._settings, self._log_file = nodes, settings, log_file
         self._actor = self._placed()
 
@@ -38,26 +41,35 @@ class RayServerProcess:
         return actor.remote(self._settings, self._log_file)
 
     def wait_until_ready(self) -> dict[str, Any]:
-        """See `ServerProcess.wait_until_ready`. Raises PeerLostError also if no node takes the actor in time."""
+        """See `ServerProcess.wait_until_ready`. Raises PeerLostError also if no node takes the actor in time, or if its
+        constructor fails."""
         deadline = time.monotonic() + self._settings.start_seconds
         while True:
             try:
                 return ray.get(self._actor.wait_until_ready.remote())
             except RayActorError as error:
-                if self._is_closed or time.monotonic() > deadline:
-                    raise PeerLostError(f"a process on Ray is lost or closed: {error}") from None
+                # Its constructor would fail again.
+                if error.actor_init_failed:
+                    raise PeerLostError(f"a process on Ray cannot be started: {error}") from None
+                if time.monotonic() > deadline:
+                    raise PeerLostError(f"a process on Ray is lost: {error}") from None
             # Its node is lost. Ray may take a moment to notice that.
-            time.sleep(1.0)
-            self._actor = self._placed()
+            if not self._is_closed:
+                time.sleep(1.0)
+            with self._lock:
+                if self._is_closed:
+                    raise PeerLostError("a process on Ray was closed while it started")
+                self._actor = self._placed()
 
     def request(self, message: Mapping[str, Any], limits: RequestLimits = NO_LIMITS) -> dict[str, Any]:
         try:
             return ray.get(self._actor.request.remote(dict(message), limits))
         except RayActorError as error:
-            return {"lost": f"its process on Ray is lost: {error}"}
+            return {"lost": f"is lost on Ray: {error}"}
 
     def close(self) -> None:
         """Kill the actor. The process and all its descendants end with it."""
-        self._is_closed = True
-        with suppress(RayError):
-            ray.kill(self._actor)
+        with self._lock:
+            self._is_closed = True
+            with suppress(RayError):
+                ray.kill(self._actor)

@@ -141,7 +141,7 @@ class ServerProcess:
 
         `invalid`: the message is not JSON. After the others a new process is needed. `overdue`: a limit is exceeded.
         `ended`: the process ended; `output` is its last output. `violation`: it broke the protocol. `lost`: its node is
-        lost.
+        lost. These three texts continue a sentence that begins with the process.
         """
         self._num_requests += 1
         clock = _Clock(self._process.pid, limits)

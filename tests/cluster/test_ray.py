@@ -10,9 +10,11 @@ import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 
@@ -22,7 +24,7 @@ from megarl.environments.environment_pool import EnvironmentPool, RaisedError, p
 from megarl.rewards.calling import Sample
 from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_process import worker_settings
-from megarl.types import Problem
+from megarl.types import PeerLostError, Problem
 from tests.cluster.lateness import see_who_is_late
 from tests.cluster.losing import SCENES
 
@@ -259,6 +261,29 @@ def test_environments_run_on_every_node_and_one_that_hangs_is_replaced(cluster: 
         asyncio.run(run())
     finally:
         pool.close()
+        ray.shutdown()
+
+
+def test_a_process_that_cannot_start_or_is_closed_is_not_placed_again(cluster: Cluster, tmp_path: Path) -> None:
+    from megarl.cluster.ray import join
+    from megarl.processes.on_ray import on_nodes_in_turn
+
+    (tmp_path / "where.py").write_text(ENVIRONMENT)
+    settings = process_settings(f"{tmp_path / 'where.py'}:Where", {}, 0.5)
+    join(cluster.address)
+    make_server = on_nodes_in_turn()
+    try:
+        with pytest.raises(PeerLostError, match=r"on Ray cannot be started: (?s:.*)No such file"):
+            make_server(replace(settings, folder=str(tmp_path / "absent")), None).wait_until_ready()
+        process: Any = make_server(settings, None)
+        ray.kill(process._actor)
+        with ThreadPoolExecutor() as threads:
+            waiting = threads.submit(process.wait_until_ready)
+            time.sleep(0.5)
+            process.close()
+            with pytest.raises(PeerLostError, match="closed"):
+                waiting.result()
+    finally:
         ray.shutdown()
 
 
