@@ -18,7 +18,10 @@ from megarl.cluster.rank_handle import Answers, RankHandle
 from megarl.cluster.relay import ANSWER, BATCH, PART
 
 _SHORT_BYTES = 1 << 16
-"""Bytes below which the parts of a message are joined, for fewer system calls. Longer messages are not copied."""
+"""Bytes below which the parts of a message are joined, for fewer system calls.
+
+Joining longer ones would copy them. asyncio still copies what the socket does not take at once.
+"""
 
 
 @dataclass(slots=True, eq=False)
@@ -44,16 +47,18 @@ class _Batch:
 
     def fail(self, handle: RankHandle, error: Exception) -> None:
         """Fail a rank's answer, and with it the whole batch."""
+        # Each error is marked as retrieved: the waiting call may have left already, at another connection's error.
         self.answers[handle].set_exception(error)
+        self.answers[handle].exception()
         if not self.whole.done():
             self.whole.set_exception(error)
-            # Marks the error as retrieved: the waiting call may have left already, at another connection's error.
             self.whole.exception()
 
 
 class Connection(asyncio.Protocol):
     """Connection of the driver to one rank, or to the relay of several, through a connected socket. Call `open` first.
 
+    `is_lost`: the connection has ended, and everything that arrived before has been read.
     `cut_off` are ranks that a call could not reach because the connection had ended. With a relay, the ranks
     themselves may be alive.
     """
@@ -66,7 +71,7 @@ class Connection(asyncio.Protocol):
         self._batches: dict[RankHandle, _Batch] = {}
         """Batch in flight by rank, until the rank's answer arrives."""
         self._ended: set[RankHandle] = set()
-        self._is_lost = False
+        self.is_lost = False
         self._losses: set[asyncio.Task[None]] = set()
         self._unread = bytearray()
         self._transport: asyncio.WriteTransport | None = None
@@ -83,7 +88,7 @@ class Connection(asyncio.Protocol):
         """
         batch = _Batch(answers, len(messages), asyncio.get_running_loop().create_future())
         self._batches |= dict.fromkeys(messages, batch)
-        lost = set(messages) if self._is_lost else self._ended & messages.keys()
+        lost = set(messages) if self.is_lost else self._ended & messages.keys()
         for handle in lost:
             self._lose(handle)
         left = {handle: message for handle, message in messages.items() if handle not in lost} if lost else messages
@@ -115,6 +120,7 @@ class Connection(asyncio.Protocol):
 
     def release(self) -> None:
         """Close the connection. Repeated calls are allowed."""
+        self._batches.clear()
         for losing in self._losses:
             losing.cancel()
         if self._transport is not None:
@@ -131,9 +137,21 @@ class Connection(asyncio.Protocol):
         self._take_answers()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        self._transport, self._is_lost = None, True
+        self._transport, self.is_lost = None, True
+        if isinstance(exc, OSError):
+            self._read_rest()
         for handle in list(self._batches):
             self._lose(handle)
+
+    def _read_rest(self) -> None:
+        """Take answers that arrived before a failure of the connection, such as that of writing to an ended rank.
+
+        asyncio does not read them, and closes the socket only after `connection_lost`.
+        """
+        with contextlib.suppress(OSError):
+            while data := self.socket.recv(_SHORT_BYTES):
+                self._unread += data
+        self._take_answers()
 
     def _take_answers(self) -> None:
         """Deliver the complete answers to the calls waiting for them."""
@@ -186,8 +204,12 @@ def _pack_batch(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
     for handle, message in messages.items():
         ranks[id(message)].append(handle.rank)
     distinct = {id(message): message for message in messages.values()}
-    parts = [BATCH.pack(len(ranks))]
+    parts: list[bytes] = []
+    head = BATCH.pack(len(ranks))
     for number, receivers in ranks.items():
         message = distinct[number]
-        parts += [PART.pack(len(receivers), len(message)), struct.pack(f"<{len(receivers)}I", *receivers), message]
+        # One write for the heads, and one for a long message.
+        head += PART.pack(len(receivers), len(message)) + struct.pack(f"<{len(receivers)}I", *receivers)
+        parts += [head, message]
+        head = b""
     return parts

@@ -74,6 +74,7 @@ class RankConnection(Protocol):
 
     socket: Socket
     is_relay: bool
+    is_lost: bool
     cut_off: set[RankHandle]
 
     async def open(self) -> None: ...
