@@ -57,11 +57,18 @@ class _RemoteHandle(RankHandle):
         super().__init__(rank, log)
         self.connection = self.direct = Connection(connected, [self])
         self.node, self.turn, self._group = process.node, process.turn, group
+        self.addresses = "", ""
+        """Address of the process and of the driver, on their connection. Empty if the connection had ended already."""
+        # Read now: a connection that ends while others are opened has no addresses any more.
+        with contextlib.suppress(OSError):
+            self.addresses = connected.getpeername()[0], connected.getsockname()[0]
         self.ended_at: float | None = None
         """Time (seconds since 1970) of the launcher's report of this process as the first to end. None: no report."""
 
     def send_json(self, message: dict[str, Any]) -> None:
-        """Send a JSON message to the process itself, before it serves."""
+        """Send a JSON message to the process itself, before it serves. Raise PeerLostError if its connection ended."""
+        if self.direct.is_lost:
+            raise PeerLostError(f"a process on node {self.node} was lost before it had its rank")
         self.direct.send(pack_json(message))
 
     def kill(self) -> None:
@@ -170,10 +177,11 @@ class ConnectedGroup(WorkerGroup):
             for rank, process in enumerate(in_order(met), self.part.first_rank)
         ]
         self._handles = list(self._remote_handles)
-        for handle in self._remote_handles:
-            await handle.direct.open()
+        # Before `open`, which waits: from here on, `_watch` itself notes an end on these handles.
         if self._ended is not None and self._ended.done():
             self._note_end()
+        for handle in self._remote_handles:
+            await handle.direct.open()
 
     def _nodes_with_relay(self) -> dict[int, list[_RemoteHandle]]:
         """Return the ranks of each node with several ranks, by the first of them. That rank starts the node's relay."""
@@ -187,9 +195,7 @@ class ConnectedGroup(WorkerGroup):
     ) -> None:
         """Send each process its rank, environment, log, address and relay."""
         self.hosts, self.topology = [process.host for process in processes], rank_topology(processes)
-        self._addresses = reached_at(
-            [(s.direct.socket.getpeername()[0], s.direct.socket.getsockname()[0]) for s in self._remote_handles]
-        )
+        self._addresses = reached_at([handle.addresses for handle in self._remote_handles])
         is_relayed = {handle for handles in relays.values() for handle in handles}
         environs = environments(processes, self.local_ranks(processes))
         for handle, environment, address in zip(self._remote_handles, environs, self._addresses, strict=True):
@@ -229,10 +235,12 @@ class ConnectedGroup(WorkerGroup):
                 f"{log_folder}, or raise cluster.start_timeout_seconds"
             ) from None
         finally:
-            for first, connected in met.items():
-                connection = Connection(connected, relays[first], is_relay=True)
+            connections = {first: Connection(met[first], relays[first], is_relay=True) for first in met}
+            # All are assigned before the first is opened, so that each is closed even if opening them is cut short.
+            for first, connection in connections.items():
                 for handle in relays[first]:
                     handle.connection = connection
+            for connection in connections.values():
                 await connection.open()
         for first, handles in relays.items():
             for handle in handles:

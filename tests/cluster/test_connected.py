@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.connected import Address, ConnectedGroup, interface_of, reached_at
+from megarl.cluster.handshake import introduce
 from megarl.cluster.topology import Introduction
 from megarl.types import PeerLostError
 from tests.cluster.lateness import see_who_is_late
@@ -121,6 +122,56 @@ def test_a_driver_that_does_not_know_the_key_is_not_believed() -> None:
                 assert process.stderr is not None
                 assert "does not know the key of this start" in process.stderr.read()
                 assert connected.recv(1) == b""  # it said nothing of itself
+
+
+class PlayedGroup(ConnectedGroup):
+    """Two processes played by this one: they introduce themselves, and receive nothing.
+
+    `leaves`: the first leaves before the second comes. `ends`: the launcher reports the end of both as soon as they are
+    known.
+    """
+
+    def __init__(self, *, leaves: bool = False, ends: bool = False) -> None:
+        super().__init__(2)
+        self.leaves, self.ends = leaves, ends
+        self.connections: list[socket.socket] = []
+        self.is_over = asyncio.Event()
+
+    def host(self) -> str:
+        return "127.0.0.1"
+
+    async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
+        def play() -> None:
+            for turn in range(self.world_size):
+                connected = socket.create_connection(address)
+                self.connections.append(connected)
+                introduce(connected, key, Introduction(turn, "node", "localhost")._asdict())
+                if self.leaves and turn == 0:
+                    connected.close()
+
+        self.playing = asyncio.create_task(asyncio.to_thread(play))
+
+    async def await_end(self) -> str:
+        while self.ends and not self._remote_handles:
+            await asyncio.sleep(0)
+        if not self.ends:
+            await self.is_over.wait()
+        return "the processes ended"
+
+    def end_processes(self) -> None:
+        self.is_over.set()
+        for connection in self.connections:
+            connection.close()
+
+
+async def test_a_process_that_leaves_before_it_has_its_rank_is_named_by_its_node(tmp_path: Path) -> None:
+    with pytest.raises(PeerLostError, match="a process on node node was lost before it had its rank"):
+        await PlayedGroup(leaves=True).start("probe:Probe", {}, log_folder=tmp_path)
+
+
+async def test_processes_that_end_while_their_connections_are_opened_are_lost(tmp_path: Path) -> None:
+    with pytest.raises(PeerLostError, match=r"ended or lost its connection|was lost before it had its rank"):
+        await PlayedGroup(ends=True).start("probe:Probe", {}, log_folder=tmp_path)
 
 
 async def test_too_few_processes_are_told(tmp_path: Path) -> None:
