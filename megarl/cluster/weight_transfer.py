@@ -16,7 +16,7 @@ from typing import Any
 from megarl.cluster.run_ranks import RunRanks, together
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.groups.rendezvous import Meeting
-from megarl.reshard.transfer_states import MOST_ATTEMPTS, Command, Event, State, TransferStates
+from megarl.reshard.transfer_states import MOST_ATTEMPTS, Command, Event, State, TransferStates, TransitionError
 from megarl.types import PeerLostError
 
 _LEAVE_SECONDS = 5.0
@@ -44,6 +44,8 @@ class WeightTransfer:
         """Set when the newest cross-world group is cancelled."""
         self._first_to_leave: WorkerGroup | None = None
         """First replica of the attempt with a rank that left the cross-world group."""
+        self._report_error: TransitionError | None = None
+        """Error of handling a report, raised at the attempt's end: the event loop only logs a callback's error."""
         ranks.on_removed = self._handle_loss
 
     @property
@@ -153,7 +155,11 @@ class WeightTransfer:
         """Await an attempt's calls to these groups and return their answers, empty for a lost replica."""
         engines = [self._ranks.unless_lost(group, call) for group, call in zip(groups[1:], calls[1:], strict=True)]
         async with self._watch(method, limit):
-            return await together([calls[0], *engines])
+            answers = await together([calls[0], *engines])
+        error, self._report_error = self._report_error, None
+        if error is not None:
+            raise error
+        return answers
 
     @contextmanager
     def _failure_noted(self) -> Iterator[None]:
@@ -265,10 +271,13 @@ class WeightTransfer:
             return
         if self._first_to_leave is None and group in self._ranks.replicas:
             self._first_to_leave = group
-        if report.get("missing"):
-            self._states.handle(Event.PEER_MISSING)
-        else:
-            self._handle_loss(report["lost"])
+        try:
+            if report.get("missing"):
+                self._states.handle(Event.PEER_MISSING)
+            else:
+                self._handle_loss(report["lost"])
+        except TransitionError as error:
+            self._report_error = error
 
     def _handle_loss(self, reason: str) -> None:
         """Cancel the cross-world group on all ranks, because one of them is lost."""

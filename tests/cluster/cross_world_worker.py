@@ -23,7 +23,7 @@ class CrossWorldWorker:
         self.rank = rank
         world.initialize(60.0)
         self.group = None
-        self.stops = self.is_faulty = False
+        self.stops = self.is_faulty = self.misreports = False
         self.fate = "", 0
 
     def join(self, meeting, topology, version):
@@ -68,7 +68,11 @@ class CrossWorldWorker:
             self.group = leave_group(self.group)
             return report
         self.version = version
-        return {}
+        return {"lost": "nobody", "missing": [0]} if self.misreports else {}
+
+    def misreport(self):
+        """From now on, a reshard names missing ranks, as only a new group may."""
+        self.misreports = True
 
     def _send_much(self):
         """Ranks 0 and 2 send each other a long message."""

@@ -17,6 +17,7 @@ from megarl.cluster.local import LocalGroup
 from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.weight_transfer import WeightTransfer
 from megarl.cluster.worker_group import PartOfRun, RankFailedError, RankLostError, WorkerGroup
+from megarl.reshard.transfer_states import TransitionError
 from megarl.types import PeerLostError
 
 KEY = b"k" * 32
@@ -203,6 +204,23 @@ def test_a_replica_that_leaves_every_cross_world_group_is_lost_before_the_last(t
             ranks.on_removed("the next transfer needs a new group")
             with pytest.raises(PeerLostError, match="3 reshards in a row were aborted: rank 3: a fault of its own"):
                 await transfer.run(False, 2)
+
+    asyncio.run(play())
+
+
+def test_a_report_that_does_not_fit_the_transfer_fails_it(tmp_path: Path) -> None:
+    async def play() -> None:
+        trainers, replica = await asyncio.gather(group(1, 0, tmp_path, 2), group(1, 1, tmp_path, 2))
+        ranks = RunRanks(trainers, [replica])
+        try:
+            transfer = WeightTransfer(ranks)
+            assert await transfer.run(False, 1) == [{}] * 2
+            await replica.call("misreport")
+            with pytest.raises(TransitionError, match="SENDING cannot handle PEER_MISSING"):
+                await transfer.run(False, 2)
+            assert not transfer.is_connected
+        finally:
+            await ranks.close()
 
     asyncio.run(play())
 
