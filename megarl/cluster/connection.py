@@ -58,9 +58,8 @@ class _Batch:
 class Connection(asyncio.Protocol):
     """Connection of the driver to one rank, or to the relay of several, through a connected socket. Call `open` first.
 
-    `is_lost`: the connection has ended, and everything that arrived before has been read.
-    `cut_off` are ranks that a call could not reach because the connection had ended. With a relay, the ranks
-    themselves may be alive.
+    `is_lost` says whether the connection has ended. `cut_off` are ranks that a call could not reach for that reason.
+    With a relay, the ranks themselves may be alive.
     """
 
     def __init__(self, connected: socket.socket, handles: Sequence[RankHandle], *, is_relay: bool = False) -> None:
