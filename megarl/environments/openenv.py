@@ -255,8 +255,8 @@ class _Server:
             while not await self._is_healthy():
                 if self._process.has_ended:
                     ended = await self._process.stop()
-                    reason = ended.refused or f"ended with {ended.exit_code}: {ended.last_words()}"
-                    raise ServerError(f"{self._command[0]} {reason}")
+                    output = " ".join((ended.stderr or ended.stdout).split())[-400:]
+                    raise ServerError(f"{self._command[0]} {ended}: {output}")
                 await asyncio.sleep(0.1)
 
     async def connect(self) -> aiohttp.ClientWebSocketResponse:
