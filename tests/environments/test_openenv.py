@@ -179,7 +179,7 @@ def test_a_server_that_cannot_be_had_is_refused(tmp_path: Path) -> None:
         unused.bind(("127.0.0.1", 0))
         with pytest.raises(ConfigError, match="cannot be read"):
             OpenEnv(f"http://127.0.0.1:{unused.getsockname()[1]}").check()
-    with pytest.raises(ConfigError, match=r"ended with 1: no such app"):
+    with pytest.raises(ConfigError, match=r"ended with exit code 1: no such app"):
         OpenEnv(command=[sys.executable, "-c", "raise SystemExit('no such app')"]).check()
     wrong: dict[str, Any]
     for wrong in ({}, {"url": "ws://a"}, {"command": ["no-such-program"]}, {"url": "http://a", "max_sessions": 0}):
