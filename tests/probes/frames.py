@@ -71,6 +71,9 @@ def watch(folder: Path, main_thread: int) -> None:
     [loop] = [frame for frame in frames if frame.f_code.co_name == "run_until_complete"]
     entered = [frame.f_code for frame in frames[: frames.index(loop)]]
     task = loop.f_locals["future"]
+    # The rank may enter its loss before the driver, which has just sent the command, waits for the answer.
+    while task.get_coro().cr_running:
+        time.sleep(0.02)
     write(folder / "driver.json", own_functions([*entered, *awaited(task.get_coro())]))
 
 
