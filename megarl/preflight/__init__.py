@@ -163,14 +163,11 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
     if Path(folder).is_dir():
         try:
             shape = read_model_shape(folder, recipe.model.override_config)
+            # A check may find a tokenizer that cannot be read: one fault among the others.
+            found += faults({**facts, "shape": shape}, (Cost.MODEL,))
         except DataError as error:
             found.insert(0, error)
         else:
-            try:
-                found += faults({**facts, "shape": shape}, (Cost.MODEL,))
-            except DataError as error:
-                # A tokenizer that cannot be read: one fault among the others.
-                found.insert(0, error)
             # Aligning ranks to the reshard takes long and needs sizes that divide, so skip it if the recipe has faults.
             if not _of_recipe(found):
                 layout = sizes.aligned(recipe, shape, layout)

@@ -6,6 +6,7 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from enum import IntEnum
+from functools import cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
@@ -64,12 +65,13 @@ def checks(
     return register
 
 
-def registered() -> list[Check]:
+@cache
+def registered() -> tuple[Check, ...]:
     """Return all checks of this package, cheap ones first."""
     for path in sorted(Path(__file__).parent.glob("*.py")):
         if path.stem != "__init__":
             import_module(f"{__package__}.{path.stem}")
-    return sorted(_CHECKS, key=lambda check: check.cost)
+    return tuple(sorted(_CHECKS, key=lambda check: check.cost))
 
 
 def faults(facts: Mapping[str, Any], costs: Iterable[Cost], *, per_run: bool = False) -> Iterator[Fault]:
