@@ -15,7 +15,7 @@ from typing import Any, Protocol
 
 from megarl.terminal import printable
 
-_REPORT_GRACE_SECONDS = 1.0
+LOSS_GRACE_SECONDS = 1.0
 """Time for the end of a process to become known after its connection ended."""
 _LOG_TAIL_LINES = 60
 """Lines of a log quoted in an error."""
@@ -116,7 +116,7 @@ class RankHandle(ABC):
     async def lost(self) -> RankError:
         """Return the error of a lost rank, after a moment in which the end of its process may become known."""
         noticed = time.time()
-        await asyncio.wait([self.died], timeout=_REPORT_GRACE_SECONDS)
+        await asyncio.wait([self.died], timeout=LOSS_GRACE_SECONDS)
         return RankError(self, self._lost_at(noticed))
 
     def _lost_at(self, noticed: float) -> float:

@@ -20,13 +20,24 @@ from typing import Any, Self
 from megarl import types
 from megarl.cluster.deadlines import Deadlines, Limit
 from megarl.cluster.messages import pack, pack_cancel
-from megarl.cluster.rank_handle import Answers, RankConnection, RankError, RankHandle, log_since, log_size
+from megarl.cluster.rank_handle import (
+    LOSS_GRACE_SECONDS,
+    Answers,
+    RankConnection,
+    RankError,
+    RankHandle,
+    log_since,
+    log_size,
+)
 from megarl.cluster.rank_queues import RankQueues
 from megarl.cluster.stacks import is_whole, ranks_named, summary, waits_in_collective
 from megarl.groups.rendezvous import Rendezvous
 
-_REPORT_GRACE_SECONDS = 1.0
-"""Time, after a failure, for other ranks to report an earlier one."""
+_REPORT_GRACE_SECONDS = LOSS_GRACE_SECONDS + 0.5
+"""Time, after a failure, for other ranks to report an earlier one.
+
+Longer than the grace in which a lost rank is not yet reported: its peers may notice its end before the driver does.
+"""
 _LEAVE_SECONDS = 10.0
 """Time for ranks to exit by themselves when the group closes."""
 _KILL_SECONDS = 10.0
