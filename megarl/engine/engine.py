@@ -145,6 +145,8 @@ class RolloutEngine:
             core = cast(Any, self._engine.engine_core).engine_core
             self._executor: LeaderExecutor = core.model_executor
             self._executor.kv_usage = core.scheduler.get_kv_cache_usage
+            # vLLM calls this for every verification of drafts, and would count only with its own statistics on.
+            core.scheduler.make_spec_decoding_stats = self._executor.drafts.count
             if recorder is not None:
                 # Set after the engine is built, because vLLM's check of its configuration would refuse it.
                 core.scheduler.return_sampling_mask = True
@@ -212,7 +214,7 @@ class RolloutEngine:
             found["perf/steps_ahead"] = Mean(executor.num_ahead / executor.num_steps, executor.num_steps)
         executor.max_kv_usage, executor.num_preempted = 0.0, 0
         executor.num_steps, executor.num_ahead = 0, 0
-        return found
+        return found | executor.drafts.take_metrics()
 
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
         """Load full checkpoint tensors through vLLM's own loader, with the conversions of an engine's start.

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from megarl.platform import device
+from megarl.platform import device, vllm_drafts_on_cpu
 from megarl.types import ConfigError
 
 ENVIRONMENT = {
@@ -108,6 +108,7 @@ def _adapt_to_cpu() -> None:
     ]
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
+    vllm_drafts_on_cpu.install()
 
 
 def _keep_plain_weight(layer: Any, remove_weight: bool) -> None:

@@ -50,8 +50,13 @@ def _drafter(recipe: Recipe) -> Iterator[str]:
             f"{field}: the drafter's own weights would stay random, because a reshard writes only the policy's; set "
             f"its method to {either(_WEIGHTLESS)}, or leave it out"
         )
-    elif runs_on_cpu():
-        yield f"{field}: vLLM verifies drafts with Triton kernels, not available on a CPU; leave it out"
+    elif runs_on_cpu() and method == "ngram_gpu":
+        yield f"{field}: ngram_gpu drafts on a GPU, and this machine has none; take ngram"
+    if recipe.trainer.router_replay:
+        yield (
+            f"{field}: with trainer.router_replay the engine records the experts of each token, which is not proved "
+            "for rejected drafts; leave one of them out"
+        )
     if method == "suffix" and find_spec("arctic_inference") is None:
         yield f"{field}: vLLM drafts by suffixes with arctic-inference, which is not installed; take ngram"
     if recipe.rollout.async_scheduling and method in HOST_DRAFTERS:

@@ -20,12 +20,15 @@ from megarl.types import ConfigError
 def faults(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> Callable[..., list[str]]:
     """The faults of a recipe with a drafter, on GPUs unless said otherwise."""
 
-    def found(config: dict[str, Any], *, is_cpu: bool = False, evaluation: Any = None, **rollout: Any) -> list[str]:
+    def found(
+        config: dict[str, Any], *, is_cpu: bool = False, evaluation: Any = None, trainer: Any = None, **rollout: Any
+    ) -> list[str]:
         monkeypatch.setattr("megarl.preflight.vllm_limits.runs_on_cpu", lambda: is_cpu)
         monkeypatch.setattr("megarl.preflight.vllm_limits.supported_head_sizes", lambda: [])
         try:
             vllm = {"speculative_config": config}
-            check(recipe(rollout={**rollout, "vllm": vllm}, evaluation=evaluation or {}), is_start=False)
+            sections = {"evaluation": evaluation or {}, "trainer": trainer or {}}
+            check(recipe(rollout={**rollout, "vllm": vllm}, **sections), is_start=False)
         except ConfigError as error:
             return [line.strip() for line in str(error).split("\n")[1:]]
         return []
@@ -61,10 +64,19 @@ def test_weights_that_nobody_writes_are_refused(faults: Callable[..., list[str]]
         {"model": "my_drafters.Own", "num_speculative_tokens": 3},
     ],
 )
-def test_drafters_without_weights_are_allowed_on_gpus(faults: Callable[..., list[str]], config: dict[str, Any]) -> None:
+def test_drafters_without_weights_are_allowed(faults: Callable[..., list[str]], config: dict[str, Any]) -> None:
     assert faults(config) == []
-    (text,) = faults(config, is_cpu=True)
-    assert "with Triton kernels, not available on a CPU; leave it out" in text
+
+
+def test_a_drafter_on_the_gpu_is_refused_without_one(faults: Callable[..., list[str]]) -> None:
+    (text,) = faults(NGRAM | {"method": "ngram_gpu"}, is_cpu=True)
+    assert text.startswith("rollout.vllm.speculative_config = ") and "take ngram" in text
+    assert faults(NGRAM, is_cpu=True) == []
+
+
+def test_drafts_are_refused_with_recorded_experts(faults: Callable[..., list[str]]) -> None:
+    texts = faults(NGRAM, trainer={"router_replay": True})
+    assert any("with trainer.router_replay the engine records" in text for text in texts)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,156 @@
+"""Verification of drafted tokens (speculative decoding) by vLLM 0.30 on a machine without Triton.
+
+vLLM 0.30 calls its rejection sampler through dispatchers of Triton kernels. It has C++ kernels for CPUs, but installs
+them under names that nothing calls. Its C++ kernel for temperatures would also round them to integers. The functions
+here have the inputs of the Triton kernels and compute the same in torch.
+
+The algorithm is speculative sampling (Leviathan et al., arXiv 2211.17192): the tokens have the distribution of the
+policy, whatever was drafted. A request's drafts are `draft_token_ids[start:end]`, where `end` is the request's entry of
+`cu_num_draft_tokens`, and `start` the entry before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def install() -> None:
+    """Make vLLM's rejection sampler call the functions of this module."""
+    from vllm.v1.sample import rejection_sampler
+
+    for dispatcher, function in {
+        "_rejection_greedy_sample": _accept_greedy,
+        "_rejection_random_sample": _accept_random,
+        "_expand": _expand,
+        "_sample_recovered_tokens": _recover,
+    }.items():
+        getattr(rejection_sampler, dispatcher).kernel = _Kernel(function)
+
+
+class _Kernel:
+    """A function in place of a Triton kernel, called as `kernel[grid](**arguments)`.
+
+    `func` is the function. vLLM reads its parameters and passes inputs of the same names.
+    """
+
+    def __init__(self, function: Callable[..., None]) -> None:
+        self.func = function
+
+    def __getitem__(self, grid: object) -> Callable[..., None]:
+        return self.func
+
+
+def _accept_greedy(
+    output_token_ids: Tensor,
+    cu_num_draft_tokens: Tensor,
+    draft_token_ids: Tensor,
+    target_argmax: Tensor,
+    bonus_token_ids: Tensor,
+    is_greedy: Tensor | None,
+    **_: Any,
+) -> None:
+    """Write the tokens of greedy requests: accepted drafts, then the policy's own most probable token.
+
+    Shapes: output_token_ids int32 [requests, most drafts + 1], cu_num_draft_tokens [requests], draft_token_ids and
+    target_argmax [drafts], bonus_token_ids [requests, 1], is_greedy bool [requests] or None for all.
+    """
+    is_accepted = draft_token_ids == target_argmax
+    for request, start, end in _requests(cu_num_draft_tokens):
+        if is_greedy is None or is_greedy[request]:
+            own = torch.cat((target_argmax[start:end], bonus_token_ids[request].view(1)))
+            _write(output_token_ids[request], draft_token_ids[start:end], own, is_accepted[start:end])
+
+
+def _accept_random(
+    output_token_ids: Tensor,
+    cu_num_draft_tokens: Tensor,
+    draft_token_ids: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    bonus_token_ids: Tensor,
+    recovered_token_ids: Tensor,
+    uniform_probs: Tensor,
+    is_greedy: Tensor,
+    **_: Any,
+) -> None:
+    """Write the tokens of requests with a temperature: accepted drafts, then a recovered or a further token.
+
+    A draft is accepted with probability min(1, target / draft). Shapes as in `_accept_greedy`; draft_probs (None: one)
+    and target_probs [drafts, vocabulary], recovered_token_ids and uniform_probs [drafts].
+    """
+    # A padded draft is -1. It has no probability, so it is never accepted.
+    at = draft_token_ids.long().clamp(min=0)[:, None]
+    target = target_probs.gather(1, at)[:, 0]
+    draft = torch.ones_like(target) if draft_probs is None else draft_probs.gather(1, at)[:, 0]
+    is_likely = (draft > 0) & (target.double() >= uniform_probs * draft.double())
+    is_accepted = is_likely & (draft_token_ids >= 0)
+    for request, start, end in _requests(cu_num_draft_tokens):
+        if not is_greedy[request]:
+            own = torch.cat((recovered_token_ids[start:end], bonus_token_ids[request].view(1)))
+            _write(output_token_ids[request], draft_token_ids[start:end], own, is_accepted[start:end])
+
+
+def _expand(
+    output: Tensor,
+    input: Tensor,
+    cu_num_tokens: Tensor,
+    replace_from: int,
+    replace_to: int,
+    **_: Any,
+) -> None:
+    """Repeat each request's value for its drafts, and write `replace_to` where it is `replace_from`.
+
+    Shapes: input and cu_num_tokens [requests], output [drafts].
+    """
+    values = input.masked_fill(input == replace_from, replace_to)
+    output.copy_(values.repeat_interleave(_counts(cu_num_tokens)))
+
+
+def _recover(
+    output_token_ids: Tensor,
+    cu_num_draft_tokens: Tensor,
+    draft_token_ids: Tensor,
+    draft_probs: Tensor | None,
+    target_probs: Tensor,
+    inv_q: Tensor,
+    **_: Any,
+) -> None:
+    """Draw a token in place of each draft, from the positive part of target - draft.
+
+    The draw takes the largest probability divided by exponential noise. Shapes: output_token_ids and draft_token_ids
+    [drafts], draft_probs (None: the draft has probability one) and target_probs [drafts, vocabulary], inv_q [requests,
+    vocabulary], the inverse of the noise.
+    """
+    if draft_probs is None:
+        left = target_probs.scatter(1, draft_token_ids.long().clamp(min=0)[:, None], 0.0)
+    else:
+        left = (target_probs - draft_probs).clamp(min=0.0)
+    noise = inv_q.repeat_interleave(_counts(cu_num_draft_tokens), dim=0)
+    output_token_ids.copy_((left * noise).argmax(dim=-1))
+
+
+def _write(output: Tensor, drafts: Tensor, own: Tensor, is_accepted: Tensor) -> None:
+    """Write the accepted first drafts of a request and one own token after them into `output` [most drafts + 1].
+
+    Shapes: drafts and is_accepted [drafts], own [drafts + 1]. The other entries of `output` stay.
+    """
+    num_accepted = int(is_accepted.long().cumprod(0).sum())
+    output[:num_accepted] = drafts[:num_accepted]
+    output[num_accepted] = own[num_accepted]
+
+
+def _requests(cu_num_draft_tokens: Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield each request's number and the range of its drafts."""
+    start = 0
+    for request, end in enumerate(cu_num_draft_tokens.tolist()):
+        yield request, start, end
+        start = end
+
+
+def _counts(cumulated: Tensor) -> Tensor:
+    """Return the counts [requests] of cumulated counts [requests]."""
+    return torch.diff(cumulated, prepend=cumulated.new_zeros(1))
