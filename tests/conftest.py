@@ -24,8 +24,8 @@ import pytest
 from megarl.files.private_folder import PrivateFolder
 from megarl.platform.imports import uncollected
 from megarl.processes.fork_server import ForkServer, end_fork_servers
-from megarl.processes.shared_fork_servers import shared_fork_servers
 from tests.leftovers import Watch
+from tests.shared_fork_servers import shared_fork_servers
 
 if TYPE_CHECKING:
     from megarl.testing import RankPool

@@ -86,8 +86,8 @@ def end_pytest(number: signal.Signals, folder: Path, *arguments: str, **held: st
 )
 def test_ended_by_a_signal_pytest_leaves_nothing(tmp_path: Path, number: signal.Signals, workers: int) -> None:
     commands = end_pytest(number, tmp_path, f"--numprocesses={workers}")
-    # The rank, its server and the one that it was forked from.
-    assert sum("megarl.processes.fork_server_main" in command for command in commands) == 3, commands
+    # The rank, its server, the process that ends this with its driver, and the server that it was forked from.
+    assert sum("tests.shared_fork_servers:lend" in command for command in commands) == 4, commands
     assert any("setsid" in command for command in commands), commands
 
 

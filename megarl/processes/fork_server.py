@@ -1,6 +1,7 @@
 """Driver side of fork servers: a server imports modules once, then forks one process per request.
 
-Importing torch, Megatron-Core and vLLM takes most of a rank's start time on a CPU. `forking` is the server's own side.
+Importing torch, Megatron-Core and vLLM takes most of a rank's start time on a CPU. `fork_server_main` is the server's
+own side.
 """
 
 from __future__ import annotations
@@ -13,12 +14,21 @@ import socket
 import sys
 import threading
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from typing import BinaryIO
+from typing import BinaryIO, Protocol
 
-from megarl.processes import fork_server_main
-from megarl.processes.fork_server_handle import OF_A_PROCESS, SHARED, LentServer, OwnServer, of_imports
+from megarl.files.import_path import import_object
+from megarl.processes.fork_server_main import STATUS
+from megarl.processes.launcher import DEVNULL, LaunchedProgram, python_call
+from megarl.processes.process_tree import kill_tree
+
+SERVER_MAKER = "MEGARL_FORK_SERVER_MAKER"
+"""Environment variable with the import path of a function or class to be used instead of `ForkServerProcess`."""
+OF_A_PROCESS = frozenset(
+    {"TMPDIR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST"}
+)
+"""Variables set for each forked process. No import reads them, so they may differ from the server's."""
 
 _MAX_SERVERS = 2
 """Fork servers retained per process. The least recently used one is closed beyond this number."""
@@ -28,19 +38,73 @@ _LEAVE_SECONDS = 10.0
 """Seconds for a fork server to kill its remaining processes and to exit by itself."""
 
 
-class ForkServer:
-    """A process with the modules `imports` loaded under one environment. It ends with the thread that started it.
+class ServerHandle(Protocol):
+    """Handle of a server's process. `requests` is the socket to it."""
 
-    If drivers share fork servers (`shared_fork_servers`), it is a fork of a shared server and ends with this process.
-    """
+    requests: socket.socket
+
+    def ended(self, seconds: float = ...) -> int | None:
+        """Wait up to `seconds` for the server's end. Return its exit code (negative: a signal), or None if it runs."""
+        ...
+
+    def kill(self) -> None:
+        """Kill the server. Its processes end with it."""
+        ...
+
+
+class ForkServerProcess:
+    """The process of a fork server: a child of this process. It ends with the thread that started it."""
+
+    def __init__(
+        self,
+        environment: Mapping[str, str],
+        path: Sequence[str],
+        imports: Sequence[str],
+        log: BinaryIO,
+        *,
+        executable: str = sys.executable,
+        function: str = "megarl.processes.fork_server_main:serve",
+    ) -> None:
+        """Start a server: `function` imports `imports`, then serves. Its output during the imports goes to `log`."""
+        self.requests, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        temporary = {"TMPDIR": os.environ["TMPDIR"]} if "TMPDIR" in os.environ else {}
+        arguments = (str(theirs.fileno()), str(os.getpid()), *imports)
+        with theirs:
+            self._program = LaunchedProgram(
+                python_call(function, *arguments, path=path, executable=executable),
+                # With one thread, OpenMP and BLAS create no thread pool. A fork would not copy a pool's threads.
+                environment={**of_imports(environment), **temporary, "OMP_NUM_THREADS": "1"},
+                stdin=DEVNULL,
+                stdout=log,
+                stderr=log,
+                descriptors=[theirs.fileno()],
+            )
+
+    def ended(self, seconds: float = 0.0) -> int | None:
+        return self._program.exit_code(seconds)
+
+    def kill(self) -> None:
+        self.requests.close()
+        self._program.kill()
+
+
+def of_imports(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables fixed by the imports: all except `OF_A_PROCESS`."""
+    return {name: value for name, value in environment.items() if name not in OF_A_PROCESS}
+
+
+def _make_server() -> Callable[[Mapping[str, str], Sequence[str], Sequence[str], BinaryIO], ServerHandle]:
+    """Return the function that starts a server's process."""
+    path = os.environ.get(SERVER_MAKER)
+    return ForkServerProcess if path is None else import_object(path, SERVER_MAKER)
+
+
+class ForkServer:
+    """A process with the modules `imports` loaded under one environment."""
 
     def __init__(self, environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO) -> None:
         """Start the server. Write the output of its imports to `log`."""
-        address = os.environ.get(SHARED)
-        if address is None:
-            self._process = OwnServer(environment, sys.path, imports, log)
-        else:
-            self._process = LentServer(address, environment, sys.path, imports, log)
+        self._process = _make_server()(environment, sys.path, imports, log)
         self._num_forked = 0
         self._is_closed = False
         self.is_ready = False
@@ -130,18 +194,18 @@ class ForkedProcess:
 
     def _read_status(self) -> None:
         try:
-            message = self._status.recv(fork_server_main.STATUS.size)
+            message = self._status.recv(STATUS.size)
         except BlockingIOError:
             return
         except OSError:
             message = b""
         if message and self.pid is None:
-            (self.pid,) = fork_server_main.STATUS.unpack(message)
+            (self.pid,) = STATUS.unpack(message)
             self._server.is_ready = True
             return
         # An empty read means a dead server, and its forks die with it.
         self.ended_with_server = not message
-        self.exit_code = fork_server_main.STATUS.unpack(message)[0] if message else self._server.exit_code()
+        self.exit_code = STATUS.unpack(message)[0] if message else self._server.exit_code()
         asyncio.get_running_loop().remove_reader(self._status)
         self.ended.set_result(time.time())
 
@@ -151,12 +215,12 @@ class ForkedProcess:
             os.kill(self.pid, number)
 
     def kill(self) -> None:
-        """Kill the process and the remaining members of its process group."""
+        """Kill the process, its descendants and the remaining members of its process group."""
         if self.pid is not None:
             # Kill from here, not through the server: the driver may exit next, and the server ends with it. While the
             # server runs, it reaps no process before `release`, so the id cannot belong to another process.
             if self._server.is_running:
-                fork_server_main.kill_group(self.pid)
+                kill_tree(self.pid)
             return
         if self._server.is_ready:
             with suppress(OSError):
@@ -165,7 +229,7 @@ class ForkedProcess:
         # A server that is still importing reads no sockets, so only a kill stops it now.
         self._server.kill()
         with suppress(OSError):
-            # A shared server closes its end of `status` only after the imports; wake the reader without it.
+            # A server may close its end of `status` only after the imports; wake the reader without it.
             self._status.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
@@ -186,9 +250,8 @@ def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: Bin
     the imports.
     """
     variables = sorted(of_imports(environment).items())
-    shared = os.environ.get(SHARED)
     # The thread belongs to the key because a server dies with the thread that started it (PR_SET_PDEATHSIG).
-    key = (threading.get_native_id(), shared, tuple(variables), tuple(sys.path), tuple(imports))
+    key = (threading.get_native_id(), _make_server(), tuple(variables), tuple(sys.path), tuple(imports))
     server = _servers.pop(key, None)
     if server is None or not server.is_running:
         server = ForkServer(environment, imports, log)

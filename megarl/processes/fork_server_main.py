@@ -17,13 +17,11 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from functools import partial
 from pathlib import Path
 
 from megarl.files.private_folder import PrivateFolder
 from megarl.platform.imports import uncollected
-from megarl.processes.fork_server_handle import credentials
-from megarl.processes.process_tree import ENDING_SIGNALS, die_with
+from megarl.processes.process_tree import ENDING_SIGNALS, die_with, fork, kill_tree
 
 STATUS = struct.Struct("<i")
 """A status message: the process id after the fork, later the exit code (or the negative signal) after the end."""
@@ -55,23 +53,19 @@ class _Forked:
     def release(self) -> None:
         """Kill the rest of the process's group, after the driver closed its end of `status`."""
         self.is_released = True
-        kill_group(self.pid)
+        kill_tree(self.pid)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The task of a forked process, and the process id of its server."""
+    """The task of a forked process."""
 
-    server: int
     content: bytes
     connection: int
     log: int
 
     def begin(self) -> Callable[[socket.socket], object]:
         """Reset this process to the state of a new interpreter. Return the function to be run in it."""
-        # A session of its own, so that the driver can kill the whole process group.
-        os.setsid()
-        die_with(self.server)
         for number in (*ENDING_SIGNALS, signal.SIGCHLD):
             signal.signal(number, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -95,13 +89,11 @@ class _Server:
     """The loop of a fork server: reads requests, forks processes, reports their ends."""
 
     requests: socket.socket
-    driver: int | None = None
-    """A pidfd of the driver, readable after its end. None if the kernel kills this server together with the driver."""
     forked: dict[int, _Forked] = field(default_factory=dict)
     """Processes not yet reaped, by process id."""
 
     def run(self) -> _Request | None:
-        """Serve until the driver closes its socket or ends, then kill all remaining processes.
+        """Serve until the driver closes its socket, then kill all remaining processes.
 
         Return the request in each forked process, and None in the server itself.
         """
@@ -115,8 +107,6 @@ class _Server:
         selector = selectors.PollSelector()
         selector.register(self.requests, selectors.EVENT_READ)
         selector.register(woken, selectors.EVENT_READ)
-        if self.driver is not None:
-            selector.register(self.driver, selectors.EVENT_READ)
         while self.forked or self.requests in selector.get_map():
             for key, _ in selector.select():
                 if key.fileobj is self.requests:
@@ -126,16 +116,11 @@ class _Server:
                         signal.set_wakeup_fd(-1)
                         for own in (self.requests, woken, wake, *(forked.status for forked in self.forked.values())):
                             own.close()
-                        if self.driver is not None:
-                            os.close(self.driver)
                         return made
                     if made is None:
                         self._leave(selector)
                         break
                     selector.register(made.status, selectors.EVENT_READ, made)
-                elif key.fileobj == self.driver:
-                    self._leave(selector)
-                    break
                 elif key.fileobj is woken:
                     woken.recv(4096)
                 else:
@@ -153,11 +138,11 @@ class _Server:
         if not content:
             return None
         connection, status, log = descriptors
-        server = os.getpid()
-        pid = os.fork()
+        # A session of its own, so that the driver can kill the whole process group.
+        pid = fork()
         if pid == 0:
             os.close(status)
-            return _Request(server, content, connection, log)
+            return _Request(content, connection, log)
         os.close(connection)
         os.close(log)
         forked = self.forked[pid] = _Forked(pid, socket.socket(fileno=status))
@@ -168,8 +153,6 @@ class _Server:
     def _leave(self, selector: selectors.BaseSelector) -> None:
         """Stop accepting requests, and kill all running processes."""
         selector.unregister(self.requests)
-        if self.driver is not None:
-            selector.unregister(self.driver)
         for forked in self.forked.values():
             if not forked.is_released:
                 selector.unregister(forked.status)
@@ -183,14 +166,6 @@ class _Server:
                 os.waitpid(forked.pid, 0)
                 forked.status.close()
                 del self.forked[forked.pid]
-
-
-def kill_group(pid: int) -> None:
-    """Kill a forked process, not yet reaped, and the remaining members of its group."""
-    # Right after its fork a process has not called setsid() yet. It then leads no group, and only os.kill reaches it.
-    for kill in (os.killpg, os.kill):
-        with suppress(ProcessLookupError):
-            kill(pid, signal.SIGKILL)
 
 
 def _set_num_threads() -> None:
@@ -229,48 +204,16 @@ def _print_to(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def serve(number: str, driver: str, *modules: str) -> Callable[[], object]:
-    """Import the modules, then serve requests. Return, only in forked processes, the function to be run there.
+def serve(number: str, driver: str, *modules: str) -> None:
+    """Import the modules, then serve requests until the driver ends. Return in forked processes only, after their work.
 
     `number` is the file descriptor of the request socket, `driver` the process id of the driver.
     """
-    _begin(int(driver), modules)
-    return _asked_of(_Server(socket.socket(fileno=int(number))))
+    begin(int(driver), modules)
+    fork_on_request(socket.socket(fileno=int(number)))
 
 
-def lend(number: str, owner: str, *modules: str) -> Callable[[], object]:
-    """Import the modules, then fork one server per driver. Return as `serve` does.
-
-    `number` is the file descriptor of a socket. It receives the connections of drivers. `owner` is the process id of
-    their sender.
-    """
-    _begin(int(owner), modules)
-    for ending in ENDING_SIGNALS:
-        signal.signal(ending, signal.SIG_IGN)
-    # With SIGCHLD ignored the kernel reaps the servers: nobody reads their exit codes.
-    signal.signal(signal.SIGCHLD, signal.SIG_IGN)
-    connections = socket.socket(fileno=int(number))
-    own = os.getpid()
-    while True:
-        content, descriptors, _, _ = socket.recv_fds(connections, 1, 1)
-        if not content:
-            break
-        connection = socket.socket(fileno=descriptors[0])
-        if os.fork() == 0:
-            connections.close()
-            die_with(own)
-            driver, _ = credentials(connection)
-            # `ps` shows the driver's process id as the name of its server.
-            Path("/proc/self/comm").write_text(f"megarl {driver}")
-            return _asked_of(_Server(connection, _end_of(driver)))
-        connection.close()
-    with suppress(ChildProcessError):
-        # With SIGCHLD ignored, wait() returns only after all children have ended (wait(2)).
-        os.wait()
-    os._exit(0)
-
-
-def _begin(parent: int, modules: Sequence[str]) -> None:
+def begin(parent: int, modules: Sequence[str]) -> None:
     """Import the modules, then discard all further output. The process dies with `parent`."""
     die_with(parent)
     try:
@@ -282,17 +225,9 @@ def _begin(parent: int, modules: Sequence[str]) -> None:
     _print_to(os.open(os.devnull, os.O_WRONLY))
 
 
-def _asked_of(server: _Server) -> Callable[[], object]:
-    """Run a server. Return, only in forked processes, the function to be run there."""
-    request = server.run()
+def fork_on_request(requests: socket.socket) -> None:
+    """Fork a process for each request on the socket. Return in forked processes only, after their work."""
+    request = _Server(requests).run()
     if request is None:
         os._exit(0)
-    return partial(request.begin(), socket.socket(fileno=request.connection))
-
-
-def _end_of(driver: int) -> int:
-    """Return a pidfd of a process, readable after its end. Exit if it has ended already."""
-    try:
-        return os.pidfd_open(driver)
-    except ProcessLookupError:
-        os._exit(0)
+    request.begin()(socket.socket(fileno=request.connection))

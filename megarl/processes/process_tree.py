@@ -29,34 +29,46 @@ _OUT_OF_MEMORY = 9
 """Exit code of the child in `fault_of` after a MemoryError."""
 _WALL_PER_CPU_SECOND = 10.0
 """Wall-clock seconds allowed per second of CPU time in `fault_of`, because a busy machine runs slowly."""
+# Loaded once: after a raw clone the child should not run the dynamic linker.
+_LIBC = ctypes.CDLL(None)
 
 
 def die_with(parent: int | None) -> None:
     """Have the kernel kill this process when the thread that started it ends. Exit if `parent` has ended already."""
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    # A parent that ended before the call sends no signal any more.
-    if os.getppid() != parent:
+    _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    # A parent that ended before the call sends no signal any more. A parent outside of this PID namespace is 0.
+    if os.getppid() not in (parent, 0):
         os._exit(1)
 
 
 def adopt_orphans() -> None:
     """Become the subreaper: orphaned descendants become children of this process (prctl(2))."""
-    ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 1)
+    _LIBC.prctl(_PR_SET_CHILD_SUBREAPER, 1)
 
 
-def fork_child(work: Callable[[], object]) -> int:
-    """Fork a process for `work`, leader of its own group, and return its id. It dies with the calling thread.
+def fork(clone: Callable[[], int] = os.fork) -> int:
+    """Fork a process that leads a session of its own and dies with the calling thread. Return 0 in it, else its id.
+
+    `clone` forks in another way and returns the same. Raises OSError if there can be no further process.
+    """
+    parent = os.getpid()
+    child = clone()
+    if child == 0:
+        os.setsid()
+        die_with(parent)
+    return child
+
+
+def fork_child(work: Callable[[], object], clone: Callable[[], int] = os.fork) -> int:
+    """Fork a process for `work` by `fork`, and return its id.
 
     The process exits with 0 after `work`, and with 1 and a traceback after an exception.
     """
-    parent = os.getpid()
-    child = os.fork()
+    child = fork(clone)
     if child:
         return child
     code = 1
     try:
-        os.setsid()
-        die_with(parent)
         work()
         code = 0
     except BaseException:
@@ -66,11 +78,14 @@ def fork_child(work: Callable[[], object]) -> int:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process of `fork_child`, its descendants and its process group."""
+    """Kill a process of `fork`, its descendants and its process group. It must not be reaped yet.
+
+    Descendants are found in /proc; without it, the process and its group alone are killed.
+    """
     for process in [*descendants(pid), pid]:
         with suppress(OSError):
             os.kill(process, signal.SIGKILL)
-    # Members of the group outlive the process as orphans.
+    # Members of the group outlive the process as orphans. Right after its fork a process leads no group yet.
     with suppress(OSError):
         os.killpg(pid, signal.SIGKILL)
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import json
 import math
-import sys
 import threading
 import time
 from collections.abc import Callable, Mapping
@@ -14,6 +12,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.processes.frames import FrameError, UnsendableError, receive, receive_answer, send, within
+from megarl.processes.launcher import python_call
 from megarl.processes.process_tree import cpu_seconds_below
 from megarl.processes.supervised_process import Ended, SupervisedProcess
 from megarl.types import ConfigError, PeerLostError
@@ -23,12 +22,6 @@ _SHORT_SECONDS = 0.05
 _LONGEST_WAIT_SECONDS = 3600.0
 """Longest wait between two checks of a request without limits; sockets do not accept infinity."""
 _MAX_OUTPUT_CHARACTERS = 2000
-_CHILD = """
-import json, sys
-sys.path[:] = json.loads(sys.argv[1])
-from megarl.processes.child import run
-run(*sys.argv[2:])
-"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,8 +86,7 @@ class ServerProcess:
         self._introduction: dict[str, Any] | None = None
         command = settings.server
         if isinstance(command, str):
-            # -P: neither the script's folder nor the current one may come before the search path.
-            command = (sys.executable, "-P", "-c", _CHILD, json.dumps(settings.search_path), command)
+            command = python_call("megarl.processes.child:run", command, path=settings.search_path)
         try:
             self._process = SupervisedProcess(command, folder=settings.folder, log_file=log_file, has_connection=True)
         except OSError as error:

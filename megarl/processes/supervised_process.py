@@ -9,7 +9,6 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Mapping, Sequence
@@ -18,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import megarl
+from megarl.processes.launcher import DEVNULL, LaunchedProgram
 
 _OWN_END_SECONDS = 2.0
 """Seconds for a process to exit by itself after it closed its connection, so that its exit code is known."""
@@ -91,16 +91,14 @@ class SupervisedProcess:
         }
         try:
             with _memory_file(stdin) as given:
-                self._supervisor = subprocess.Popen(
+                self._supervisor = LaunchedProgram(
                     # -I -S -B: no user's paths, no packages and no bytecode files, which makes the start quick.
                     [sys.executable, "-I", "-S", "-B", "-c", _SUPERVISOR, _ROOT, json.dumps(settings)],
+                    folder=folder,
+                    environment=environment,
                     stdin=given,
-                    stdout=subprocess.DEVNULL,
-                    pass_fds=passed,
-                    cwd=folder,
-                    env=environment,
-                    # Ctrl-C in a terminal must not reach it.
-                    start_new_session=True,
+                    stdout=DEVNULL,
+                    descriptors=passed,
                 )
         except BaseException:
             self._close_sockets()

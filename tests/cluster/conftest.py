@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from megarl.processes.fork_server import end_fork_servers
-from megarl.processes.fork_server_handle import SHARED
+from tests.shared_fork_servers import SHARED
 
 
 @pytest.fixture

@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from megarl.processes.fork_server import ForkedProcess, ForkServer, end_fork_servers, fork_server
-from megarl.processes.fork_server_handle import SHARED
 from tests.child_processes import is_alive
 from tests.rewards.pools import wait_until
+from tests.shared_fork_servers import SHARED
 
 MODULE = """
 import json, os, signal, sys, tempfile

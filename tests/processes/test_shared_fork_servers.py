@@ -13,11 +13,10 @@ from pathlib import Path
 import pytest
 
 from megarl.processes.fork_server import ForkServer
-from megarl.processes.fork_server_handle import SHARED
-from megarl.processes.shared_fork_servers import shared_fork_servers
 from megarl.types import ConfigError
 from tests.child_processes import is_alive, rank_processes
 from tests.rewards.pools import wait_until
+from tests.shared_fork_servers import SHARED, shared_fork_servers
 
 MODULE = """
 import os, signal
