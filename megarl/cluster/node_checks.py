@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import shutil
 import socket
-import subprocess
 import time
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.memory_plan.node_bytes import NodeRanks, RankHostBytes
 from megarl.platform import chosen_device, compilers, cuda_extensions, device, transformer_engine
+from megarl.platform.commands import run_command
 from megarl.platform.gpu_needs import Need, library_versions, needs, unmet_needs
 from megarl.platform.host_memory import machine_bytes
 from megarl.platform.shared_memory import check_shared_memory
@@ -105,8 +105,8 @@ def gpus() -> list[str]:
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         # nvidia-smi hangs on some broken GPUs, hence the timeout.
-        done = subprocess.run(command, capture_output=True, text=True, timeout=30)
-    except (OSError, subprocess.TimeoutExpired):
+        done = run_command(command, seconds=30)
+    except OSError:
         return []
     return done.stdout.splitlines() if done.returncode == 0 else []
 

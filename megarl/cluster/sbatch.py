@@ -5,12 +5,12 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
-import subprocess
 from collections.abc import Sequence
 from pathlib import Path
 
 from megarl.config import Recipe
 from megarl.config.cluster import ClusterConfig, NodeGroup
+from megarl.platform.commands import run_command
 from megarl.types import ConfigError
 
 HOME = Path(__file__).resolve().parents[2]
@@ -74,7 +74,7 @@ def submit(script: str, options: Sequence[str]) -> str:
     if shutil.which("sbatch") is None:
         raise ConfigError("sbatch: not found; submit from a node that has Slurm's commands, or use megarl slurm render")
     for trial in (["--test-only"], []):
-        done = subprocess.run(["sbatch", *trial, *options], input=script, capture_output=True, text=True)
+        done = run_command(["sbatch", *trial, *options], stdin=script)
         if done.returncode:
             raise ConfigError(f"sbatch refuses the job: {done.stderr.strip()}")
     return done.stdout.strip()

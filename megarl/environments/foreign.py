@@ -10,7 +10,6 @@ import asyncio
 import itertools
 import math
 import os
-import subprocess
 import sys
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager
@@ -20,6 +19,7 @@ from typing import Any
 
 from megarl.environments import Start, Step, Turn
 from megarl.environments.shared import close_shared, shared
+from megarl.platform.commands import run_command
 from megarl.processes.process_pool import Place, ProcessPool
 from megarl.processes.server_process import RequestLimits, Server, ServerSettings
 from megarl.types import ConfigError, PeerLostError, Problem
@@ -151,8 +151,8 @@ def require(python: str, module: str, package: str) -> None:
     """Raise ConfigError if the interpreter lacks the module. The module is not imported."""
     command = [python, "-c", f"import importlib.util as u; raise SystemExit(u.find_spec({module!r}) is None)"]
     try:
-        found = subprocess.run(command, capture_output=True, timeout=_START_SECONDS).returncode == 0
-    except (OSError, subprocess.TimeoutExpired) as error:
+        found = run_command(command, seconds=_START_SECONDS).returncode == 0
+    except OSError as error:
         raise ConfigError(
             f"python = {python!r}: cannot be run ({error}); give the interpreter of an environment"
         ) from None

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import os
 import shutil
-import subprocess
 import sys
 import sysconfig
 from importlib.util import find_spec
 from pathlib import Path
 from tempfile import TemporaryDirectory
+
+from megarl.platform.commands import run_command
 
 _SECONDS = 120.0
 """Limit for one compilation."""
@@ -65,10 +66,8 @@ def _compile_error(source: str, name: str, command: list[str], output: str) -> s
     with TemporaryDirectory() as folder:
         (Path(folder) / name).write_text(source)
         try:
-            done = subprocess.run(
-                [*command, output, name], cwd=folder, capture_output=True, text=True, timeout=_SECONDS
-            )
-        except (OSError, subprocess.TimeoutExpired) as error:
+            done = run_command([*command, output, name], seconds=_SECONDS, folder=folder)
+        except OSError as error:
             return str(error)
     if done.returncode == 0:
         return None

@@ -8,12 +8,12 @@ from __future__ import annotations
 import ctypes
 import json
 import os
-import subprocess
 import sys
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
 
 from megarl.platform import transformer_engine
+from megarl.platform.commands import run_command
 
 MODULES = {
     "vllm": (
@@ -92,8 +92,8 @@ def faults_of(modules: tuple[str, ...]) -> dict[str, str]:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     transformer_engine.unset_empty_toolkits(environment)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_SECONDS, env=environment)
-    except subprocess.TimeoutExpired:
+        done = run_command(command, seconds=_SECONDS, environment=environment)
+    except TimeoutError:
         return {modules[0]: f"the import did not end within {_SECONDS:.0f} s"}
     told = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
     # A module may crash the process. The first module without a line is the cause; later modules were not tried.

@@ -8,11 +8,11 @@ from __future__ import annotations
 
 import importlib
 import os
-import subprocess
 import sys
 from collections.abc import MutableMapping
 from importlib.util import find_spec
 
+from megarl.platform.commands import run_command
 from megarl.types import ConfigError
 
 REMEDY = "run launch/setup.sh, or uninstall transformer-engine"
@@ -59,8 +59,8 @@ def import_fault() -> str | None:
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     unset_empty_toolkits(environment)
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_IMPORT_SECONDS, env=environment)
-    except subprocess.TimeoutExpired:
+        done = run_command(command, seconds=_IMPORT_SECONDS, environment=environment)
+    except TimeoutError:
         return f"the import did not end within {_IMPORT_SECONDS:.0f} s"
     if done.returncode == 0:
         return None

@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import re
 import shutil
-import subprocess
 from functools import cache
 from typing import NamedTuple
+
+from megarl.platform.commands import run_command
 
 Capability = tuple[int, int]
 """A GPU's compute capability: major, minor."""
@@ -30,9 +31,8 @@ def installed_gpus() -> tuple[Gpu, ...]:
     query = [program, "--query-gpu=memory.total,compute_cap,name", "--format=csv,noheader,nounits"]
     query += [] if visible is None else [f"--id={visible.replace(' ', '')}"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-        return tuple(_gpu(line) for line in done.stdout.split("\n") if line.strip())
-    except (OSError, ValueError, subprocess.SubprocessError):
+        return tuple(_gpu(line) for line in _answer(query).split("\n") if line.strip())
+    except (OSError, ValueError):
         return ()
 
 
@@ -44,11 +44,19 @@ def driver_version() -> str | None:
         return None
     query = [program, "--query-gpu=driver_version", "--format=csv,noheader"]
     try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
+        versions = re.findall(r"^\d+(?:\.\d+)*$", _answer(query), re.MULTILINE)
+    except OSError:
         return None
-    versions = re.findall(r"^\d+(?:\.\d+)*$", done.stdout, re.MULTILINE)
     return versions[0] if versions else None
+
+
+def _answer(query: list[str]) -> str:
+    """Return the output of nvidia-smi. Raises OSError if it fails."""
+    # nvidia-smi hangs on some broken GPUs, hence the limit in seconds.
+    done = run_command(query, seconds=20)
+    if done.returncode:
+        raise OSError(f"nvidia-smi ended with {done.returncode}")
+    return done.stdout
 
 
 def _gpu(line: str) -> Gpu:
