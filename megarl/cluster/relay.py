@@ -16,7 +16,6 @@ import contextlib
 import json
 import socket
 import struct
-import subprocess
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
@@ -24,6 +23,7 @@ from typing import Any
 
 from megarl.cluster.handshake import introduce, meet
 from megarl.cluster.messages import HEAD
+from megarl.processes.launcher import LaunchedProgram, python_call
 
 BATCH = struct.Struct("<I")
 """Head of a batch: its number of parts."""
@@ -36,30 +36,19 @@ _GATHER_SECONDS = 0.05
 """Time from a call's first answer to the sending of the answers present."""
 _LOOK_SECONDS = 1.0
 """Interval of checks, while ranks connect, for the end of the driver."""
-_PROGRAM = """
-import json, sys
-settings = json.loads(sys.stdin.readline())
-sys.path[:] = settings.pop("path")
-from megarl.cluster.relay import main
-main(**settings)
-"""
 
 
 def start(driver: tuple[str, int], key: bytes, address: str, ranks: Sequence[int]) -> None:
     """Start the relay of these ranks, on the interface with this address. It ends when the driver closes its end."""
-    settings = {"path": sys.path, "driver": driver, "key": key.hex(), "address": address, "ranks": list(ranks)}
-    # The key goes through standard input: other users can read command lines. -P: no import from the current folder.
-    process = subprocess.Popen(
-        [sys.executable, "-P", "-c", _PROGRAM], stdin=subprocess.PIPE, text=True, start_new_session=True
-    )
-    assert process.stdin is not None
-    with process.stdin:
-        process.stdin.write(json.dumps(settings) + "\n")
+    settings = json.dumps([*driver, address, *ranks])
+    LaunchedProgram(python_call("megarl.cluster.relay:main", settings), secret=f"{key.hex()}\n".encode())
 
 
-def main(driver: tuple[str, int], key: str, address: str, ranks: Sequence[int]) -> None:
-    """Run the relay's process."""
-    asyncio.run(_serve((driver[0], driver[1]), bytes.fromhex(key), address, ranks))
+def main(settings: str) -> None:
+    """Run the relay's process. The key is on standard input."""
+    host, port, address, *ranks = json.loads(settings)
+    key = bytes.fromhex(sys.stdin.readline())
+    asyncio.run(_serve((host, port), key, address, ranks))
 
 
 async def _serve(driver: tuple[str, int], key: bytes, address: str, ranks: Sequence[int]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import os
 import signal
 import socket
@@ -15,7 +14,10 @@ from megarl.cluster.connected import Address, ConnectedGroup, connect
 from megarl.cluster.rank import leave
 from megarl.cluster.topology import Introduction, NodeKind
 from megarl.cluster.worker_group import PartOfRun
+from megarl.platform.commands import run_command
+from megarl.processes.launcher import LaunchedProgram
 from megarl.processes.process_tree import die_with
+from megarl.types import PeerLostError
 
 
 class SrunGroup(ConnectedGroup):
@@ -40,7 +42,7 @@ class SrunGroup(ConnectedGroup):
             kind = NodeKind(0, nodes, self.part.num_ranks // nodes)
         self._kind = kind
         self._placed: Path | None = None
-        self._srun: asyncio.subprocess.Process | None = None
+        self._srun: LaunchedProgram | None = None
 
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
         placed, kind = {}, self._kind
@@ -48,7 +50,7 @@ class SrunGroup(ConnectedGroup):
             sizes = [f"--nodes={kind.nodes}", f"--ntasks-per-node={kind.ranks_per_node}", "--distribution=block"]
         else:
             # SLURM_HOSTFILE has a line per task: the name of its node. Only --distribution=arbitrary reads it.
-            names = await self._nodes()
+            names = await asyncio.to_thread(self._nodes)
             self._placed = log_folder / f"nodes_{self.part.first_rank:04d}.txt"
             self._placed.write_text("".join(f"{name}\n" for name in names))
             placed = {"SLURM_HOSTFILE": str(self._placed.absolute())}
@@ -64,24 +66,17 @@ class SrunGroup(ConnectedGroup):
         if placed:
             # The number for the whole job would contradict the placement of this group.
             inherited.pop("SLURM_NTASKS_PER_NODE", None)
-        self._srun = await asyncio.create_subprocess_exec(
-            *command, env={**inherited, **environment, **placed}, stdin=asyncio.subprocess.PIPE, start_new_session=True
+        self._srun = LaunchedProgram(
+            command, environment={**inherited, **environment, **placed}, secret=f"{key.hex()}\n".encode()
         )
-        assert self._srun.stdin is not None
-        self._srun.stdin.write(key.hex().encode() + b"\n")
-        self._srun.stdin.close()
 
-    async def _nodes(self) -> list[str]:
+    def _nodes(self) -> list[str]:
         """Return the node of each of the group's tasks."""
         component = "" if self._kind.component is None else f"_HET_GROUP_{self._kind.component}"
-        listing = await asyncio.create_subprocess_exec(
-            "scontrol",
-            "show",
-            "hostnames",
-            os.environ[f"SLURM_JOB_NODELIST{component}"],
-            stdout=asyncio.subprocess.PIPE,
-        )
-        names = (await listing.communicate())[0].decode().split()
+        listing = run_command(["scontrol", "show", "hostnames", os.environ[f"SLURM_JOB_NODELIST{component}"]])
+        if listing.returncode:
+            raise PeerLostError(f"scontrol cannot list the nodes of this job: {listing.stderr.strip()}")
+        names = listing.stdout.split()
         first = self.part.first_rank - self._kind.first_rank
         return [names[number // self._kind.ranks_per_node] for number in range(first, first + self.world_size)]
 
@@ -91,17 +86,17 @@ class SrunGroup(ConnectedGroup):
 
     async def await_end(self) -> str:
         assert self._srun is not None
-        return f"srun ended with {await self._srun.wait()}"
+        return f"srun ended with {await self._srun.ended()}"
 
     def show_stacks(self) -> None:
-        if self._srun is not None and self._srun.returncode is None:
-            self._srun.send_signal(signal.SIGUSR2)  # srun forwards it to its tasks
+        if self._srun is not None:
+            # srun forwards it to its tasks.
+            self._srun.signal(signal.SIGUSR2)
 
     def end_processes(self) -> None:
-        # On SIGTERM, srun makes Slurm kill all tasks.
-        if self._srun is not None and self._srun.returncode is None:
-            with contextlib.suppress(ProcessLookupError):
-                self._srun.terminate()
+        if self._srun is not None:
+            # On SIGTERM, srun makes Slurm kill all tasks.
+            self._srun.signal(signal.SIGTERM)
 
 
 def main() -> None:

@@ -21,7 +21,7 @@ from typing import BinaryIO, Protocol
 from megarl.files.import_path import import_object
 from megarl.processes.fork_server_main import STATUS
 from megarl.processes.launcher import DEVNULL, LaunchedProgram, python_call
-from megarl.processes.process_tree import kill_tree
+from megarl.processes.process_tree import kill_tree, send_signal
 
 SERVER_MAKER = "MEGARL_FORK_SERVER_MAKER"
 """Environment variable with the import path of a function or class to be used instead of `ForkServerProcess`."""
@@ -212,7 +212,7 @@ class ForkedProcess:
     def signal(self, number: signal.Signals) -> None:
         """Send a signal to the process. Do nothing before its fork or after its end."""
         if self.pid is not None and self.exit_code is None:
-            os.kill(self.pid, number)
+            send_signal(self.pid, number)
 
     def kill(self) -> None:
         """Kill the process, its descendants and the remaining members of its process group."""

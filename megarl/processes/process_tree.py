@@ -77,6 +77,11 @@ def fork_child(work: Callable[[], object], clone: Callable[[], int] = os.fork) -
         os._exit(code)
 
 
+def send_signal(pid: int, number: signal.Signals) -> None:
+    """Send a signal to a process that is not reaped yet."""
+    os.kill(pid, number)
+
+
 def kill_tree(pid: int) -> None:
     """Kill a process of `fork`, its descendants and its process group. It must not be reaped yet.
 
