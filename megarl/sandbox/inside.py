@@ -51,7 +51,6 @@ class Confinement:
 def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
     """Drop all rights except the rights of a run. Raises OSError if an available layer fails."""
     layers = confinement.layers
-    os.setsid()
     os.umask(0o077)
     if "namespaces" in layers:
         os.chdir("/tmp")

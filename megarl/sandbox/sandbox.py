@@ -10,18 +10,19 @@ import os
 import select
 import signal
 import socket
-import subprocess
 import sys
 import sysconfig
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
 import megarl
+from megarl.processes.launcher import DEVNULL, PIPE, LaunchedProgram
+from megarl.processes.process_tree import descendants
 from megarl.sandbox.inside import READY
 from megarl.sandbox.layers import LAYERS, Layers
 from megarl.types import ConfigError
@@ -113,7 +114,7 @@ class Sandbox:
         self._settings = settings
         self._without = frozenset(_without)
         self._lock = threading.Lock()
-        self._process: subprocess.Popen[bytes] | None = None
+        self._process: LaunchedProgram | None = None
         self._connection: socket.socket | None = None
         self._layers: Layers | None = None
 
@@ -166,16 +167,12 @@ class Sandbox:
         self._connection = self._process = None
         if connection is not None:
             connection.close()
-        if process is not None:
-            # The spawner exits by itself when its connection closes.
-            try:
-                process.wait(_KILL_SECONDS)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait()
+        # The spawner exits by itself when its connection closes.
+        if process is not None and process.exit_code(_KILL_SECONDS) is None:
+            process.kill()
 
     def _started(self) -> None:
-        if self._process is not None and self._process.poll() is None:
+        if self._process is not None and self._process.exit_code() is None:
             return
         self._close()
         # Failed namespaces leave a useless process behind, so start another spawner without them.
@@ -210,17 +207,15 @@ class Sandbox:
         }
         root = str(Path(megarl.__file__).parents[1])
         with theirs:
-            self._process = subprocess.Popen(
+            self._process = LaunchedProgram(
                 # -P -S -s -B: no paths of this folder or user, no site packages, no bytecode files.
                 [interpreter, "-P", "-S", "-s", "-B", "-c", _SPAWNER, root, str(theirs.fileno()), json.dumps(start)],
-                env=_ENVIRONMENT,
+                folder="/",
+                environment=_ENVIRONMENT,
                 # stdout is discarded and only stderr is read: it carries the reason if the start fails.
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                pass_fds=(theirs.fileno(),),
-                cwd="/",
-                start_new_session=True,
+                stdout=DEVNULL,
+                stderr=PIPE,
+                descriptors=[theirs.fileno()],
             )
         self._connection = ours
         ours.settimeout(_START_SECONDS)
@@ -228,7 +223,6 @@ class Sandbox:
         with contextlib.suppress(OSError):
             text = ours.recv(_MAX_MESSAGE_BYTES)
         ours.settimeout(None)
-        assert self._process.stderr is not None
         if not text:
             self._process.kill()
             with self._process.stderr as errors:
@@ -236,8 +230,8 @@ class Sandbox:
             self._close()
             raise SandboxError(f"the sandbox does not start: {said or 'it says nothing'}")
         self._process.stderr.close()
-        told = json.loads(text)
-        return told["layers"], told["faults"]
+        answer = json.loads(text)
+        return answer["layers"], answer["faults"]
 
     def _try(self) -> None:
         """Run a program with typical needs. Raises SandboxError if it does not end as expected."""
@@ -441,7 +435,7 @@ def _busy_seconds(spawner: int) -> float:
     In a process, only the thread with the longest wait counts for waiting. 0: the kernel does not report it.
     """
     nanoseconds = 0
-    for pid in _below(spawner):
+    for pid in descendants(spawner):
         computed, waited = 0, 0
         # A process may end while it is read; then it simply does not count.
         with contextlib.suppress(OSError, ValueError):
@@ -451,10 +445,3 @@ def _busy_seconds(spawner: int) -> float:
                 waited = max(waited, int(numbers[1]))
         nanoseconds += computed + waited
     return nanoseconds / 1e9
-
-
-def _below(pid: int) -> Iterator[int]:
-    with contextlib.suppress(OSError):
-        for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-            yield int(child)
-            yield from _below(int(child))

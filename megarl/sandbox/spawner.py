@@ -15,15 +15,15 @@ import os
 import re
 import resource
 import select
-import signal
 import socket
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
+from megarl.processes.process_tree import fork_child, kill_tree
 from megarl.sandbox import landlock, namespaces, seccomp
 from megarl.sandbox.inside import READY, Confinement, confine, limits_of, run
-from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, PR_SET_PDEATHSIG, KernelError, prctl
+from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, KernelError, prctl
 
 MAX_MESSAGE_BYTES = 4096
 _DESCRIPTORS = 5
@@ -122,20 +122,21 @@ def _probe_seccomp() -> None:
     seccomp.apply(is_alone=False)
 
 
-def _fault_in_child(probe: Any) -> str | None:
+def _fault_in_child(probe: Callable[[], None]) -> str | None:
     """Return why an irreversible step fails, tried in a separate process. None: it works."""
-    told, tell = os.pipe()
-    child = os.fork()
-    if child == 0:
+    reported, report = os.pipe()
+
+    def try_probe() -> None:
         try:
             probe()
         except KernelError as error:
-            os.write(tell, str(error.strerror).encode())
+            os.write(report, str(error.strerror).encode())
         except BaseException as error:
-            os.write(tell, repr(error).encode())
-        os._exit(0)
-    os.close(tell)
-    with os.fdopen(told, "rb") as file:
+            os.write(report, repr(error).encode())
+
+    child = fork_child(try_probe)
+    os.close(report)
+    with os.fdopen(reported, "rb") as file:
         fault = file.read().decode()
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     return fault or (None if code == 0 else f"a process that tried it ended with {code}")
@@ -143,13 +144,11 @@ def _fault_in_child(probe: Any) -> str | None:
 
 def _serve(connection: socket.socket, confinement: Confinement, limits: Any, descriptors: list[int]) -> dict[str, Any]:
     """Run a program to its end, or until the other side has it killed. Returns exit code, CPU time and memory."""
-    has_namespaces = "namespaces" in confinement.layers
     try:
-        child = namespaces.start_run() if has_namespaces else os.fork()
-        if child == 0:
-            if has_namespaces:
-                _be_first(confinement, limits, descriptors)
-            _be_program(confinement, limits, descriptors)
+        if "namespaces" in confinement.layers:
+            child = fork_child(lambda: _be_first(confinement, limits, descriptors), namespaces.start_run)
+        else:
+            child = fork_child(lambda: _be_program(confinement, limits, descriptors))
     except OSError as error:
         os.write(descriptors[-1], f"no process can be started: {error.strerror}".encode())
         return {"exit_code": 1, "cpu_seconds": 0.0, "memory_bytes": 0}
@@ -167,7 +166,7 @@ def _serve(connection: socket.socket, confinement: Confinement, limits: Any, des
             break
         # Any message here is a kill request; an empty one means that the other side has gone.
         asked = connection.recv(MAX_MESSAGE_BYTES)
-        os.kill(child, signal.SIGKILL)
+        kill_tree(child)
         if not asked:
             os._exit(0)
         poll.unregister(connection)
@@ -190,12 +189,8 @@ def _be_first(confinement: Confinement, limits: Any, descriptors: list[int]) -> 
     """Be the first process of a run's namespaces. Its end ends all processes in them."""
     status = descriptors[-1]
     try:
-        # Die with the spawner.
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         namespaces.mount_private_tmp(_TMP_BYTES)
-        program = os.fork()
-        if program == 0:
-            _be_program(confinement, limits, descriptors)
+        program = fork_child(lambda: _be_program(confinement, limits, descriptors))
         # An open pipe end here would delay the end of file seen by the reader.
         os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         os._exit(_exit_code(os.waitpid(program, 0)[1]))
@@ -209,14 +204,13 @@ def _be_first(confinement: Confinement, limits: Any, descriptors: list[int]) -> 
 def _be_program(confinement: Confinement, limits: Any, descriptors: list[int]) -> NoReturn:
     program, given, printed, warned, status = descriptors
     try:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         with os.fdopen(program, "rb") as file:
             source = file.read()
         # Move them above 0 to 2, so that dup2 does not overwrite one still needed.
-        kept = [_above(descriptor) for descriptor in (given, printed, warned, status)]
-        for number, descriptor in enumerate(kept[:3]):
+        moved = [_above(descriptor) for descriptor in (given, printed, warned, status)]
+        for number, descriptor in enumerate(moved[:3]):
             os.dup2(descriptor, number)
-        status = os.dup2(kept[3], 3, inheritable=False)
+        status = os.dup2(moved[3], 3, inheritable=False)
         os.closerange(4, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         confine(confinement, limits)
         os.write(status, READY)

@@ -180,7 +180,7 @@ def test_it_is_closed_beside_runs() -> None:
         time.sleep(0.01)
     sandbox.close()
     thread.join()
-    assert len(ended) == 1 and sandbox._process is None and process.poll() is not None
+    assert len(ended) == 1 and sandbox._process is None and process.exit_code() is not None
 
 
 def test_output_may_be_longer_where_more_is_expected(sandbox: Sandbox) -> None:
