@@ -1,4 +1,4 @@
-"""Work that nobody vouches for is tried where it can be stopped."""
+"""Limits of work on untrusted input, and of open files."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ def endless() -> None:
 
 def test_work_is_bounded_in_time_and_memory() -> None:
     assert fault_of(lambda: None, seconds=5, memory_bytes=1 << 28) is None
-    assert fault_of(lambda: 1 / 0, seconds=5, memory_bytes=1 << 28) is None  # it will raise here too
+    assert fault_of(lambda: 1 / 0, seconds=5, memory_bytes=1 << 28) is None  # An error is no exceeded limit.
     assert fault_of(lambda: bytearray(1 << 30), seconds=5, memory_bytes=1 << 28) == "takes more than 256 MiB of memory"
     assert fault_of(endless, seconds=0.05, memory_bytes=1 << 28) == "takes more than 0.05 s"
 
 
-def test_a_pickle_that_is_small_and_endless_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_small_pickle_that_loads_endlessly_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A tuple that holds itself twice, and so on: 2^60 steps to hash it, which a dictionary does with its keys."""
     nested: tuple[object, ...] = ()
     for _ in range(60):
@@ -70,4 +70,4 @@ def test_a_launcher_raises_the_limit_of_open_files_or_names_it(tmp_path: Path) -
     done = start_ranks(200, 300, 40, tmp_path / "none")
     assert done.returncode == 1 and "ConfigError: 40 ranks need 80 open files of the driver" in done.stderr
     assert "hard limit of open files (RLIMIT_NOFILE, `ulimit -Hn`) is 300; raise it to" in done.stderr
-    assert not list((tmp_path / "none").iterdir())  # no rank was started
+    assert not list((tmp_path / "none").iterdir())  # No rank was started.

@@ -27,7 +27,7 @@ with open(os.environ["IMPORTED"], "a") as file:
 def wait(connection):
     connection.sendall(f"{os.getpid()} {os.getppid()} {os.environ.get('COLOUR')}\\n".encode())
     while True:
-        signal.pause()  # deaf to the end of its connection: it has to be killed
+        signal.pause()  # It ignores the end of its connection, so it must be killed.
 """
 DRIVER = """
 import asyncio, os, sys
@@ -37,15 +37,15 @@ async def drive():
     with open("log", "ab") as log:
         server = fork_server(os.environ, ["shared_probe"], log)
         process = server.fork(f"megarl rank {os.environ.get('RANK')}", "shared_probe:wait", os.environ, log)
-    told = await asyncio.to_thread(process.connection.makefile().readline)
-    print(told, end="", flush=True)
+    line = await asyncio.to_thread(process.connection.makefile().readline)
+    print(line, end="", flush=True)
     loop = asyncio.get_running_loop()
 
-    def heard():
+    def on_input():
         # A line asks for the end of the process; the end of all lines asks for nothing.
         process.kill() if sys.stdin.readline() else loop.remove_reader(sys.stdin)
 
-    loop.add_reader(sys.stdin, heard)
+    loop.add_reader(sys.stdin, on_input)
     await process.ended
     print(process.exit_code, flush=True)
     process.release()
@@ -58,7 +58,7 @@ import json, os, socket, sys
 
 os.setuid(65534)
 connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-connection.settimeout(5)  # who is served hears nothing
+connection.settimeout(5)  # A server that accepts a driver sends nothing.
 wanted = {"environment": {}, "path": sys.path, "imports": [], "executable": sys.executable}
 try:
     connection.connect(sys.argv[1])
@@ -73,7 +73,7 @@ Start = Callable[..., tuple["subprocess.Popen[str]", tuple[int, int]]]
 
 @pytest.fixture
 def start(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Start]:
-    """`start(folder, VARIABLE=...)` is a driver in that folder, and the ids of its process and of who forked that."""
+    """`start(folder, VARIABLE=...)` starts a driver in that folder. Returns it, its process and the server."""
     (tmp_path / "modules").mkdir()
     (tmp_path / "modules/shared_probe.py").write_text(MODULE)
     path = os.pathsep.join(filter(None, (str(tmp_path / "modules"), os.getcwd(), os.environ.get("PYTHONPATH"))))
@@ -111,13 +111,13 @@ def parent(pid: int) -> int:
 
 
 def end(driver: subprocess.Popen[str]) -> str:
-    """Have the driver kill its process; how it ended, as the driver saw it."""
+    """Make the driver kill its process. Return the exit code that the driver printed."""
     output, _ = driver.communicate("\n", timeout=60)
     assert driver.returncode == 0
     return output.strip()
 
 
-def test_drivers_import_once_and_a_killed_one_takes_its_own_processes_along(start: Start, tmp_path: Path) -> None:
+def test_drivers_import_once_and_a_killed_driver_ends_its_own_processes_only(start: Start, tmp_path: Path) -> None:
     first, (first_rank, first_server) = start("first", RANK="1")
     second, (second_rank, second_server) = start("second", RANK="2")
     [importer] = imported(tmp_path)
@@ -128,7 +128,7 @@ def test_drivers_import_once_and_a_killed_one_takes_its_own_processes_along(star
     assert is_alive(second_rank)
     assert end(second) == "-9" and not is_alive(second_rank)
     wait_until(lambda: not is_alive(second_server), seconds=60)
-    # What an import could read makes another server; one that is there already serves whoever comes later.
+    # Another variable needs another server. An existing server is used again.
     others = [start(name, COLOUR=colour)[0] for name, colour in (("first", "red"), ("second", "blue"), ("new", "red"))]
     assert len(imported(tmp_path)) == 3
     assert [end(driver) for driver in others] == ["-9"] * 3
@@ -161,10 +161,10 @@ def test_strangers_are_refused(tmp_path: Path) -> None:
     with shared_fork_servers():
         address = Path(os.environ[SHARED])
         assert address.parent.stat().st_mode & 0o777 == 0o700
-        # Even where the folder lets them in.
+        # Even if the permissions of the folder and the socket let other users in.
         address.parent.chmod(0o755)
         address.chmod(0o777)
-        # In the folder from the start: those above it let nobody else in.
+        # The folders above are private, so the stranger starts in this one.
         done = subprocess.run(
             [sys.executable, "-c", STRANGER, address.name],
             cwd=address.parent,
@@ -181,20 +181,20 @@ def refused(tmp_path: Path) -> str:
     return str(caught.value)
 
 
-def test_a_driver_says_that_nobody_shares(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_broker_is_an_error_that_names_the_variable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(SHARED, str(tmp_path / "none"))
     assert SHARED in refused(tmp_path) and "none" in refused(tmp_path)
 
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can be another user")
-def test_a_driver_asks_no_other_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broker_of_another_user_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     address = str(tmp_path / "theirs")
     monkeypatch.setenv(SHARED, address)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
         listener.bind(address)
         os.seteuid(65534)
         try:
-            listener.listen()  # whose credentials a client is shown
+            listener.listen()  # Clients see the credentials of the process that called listen().
         finally:
             os.seteuid(0)
         assert "another user" in refused(tmp_path)

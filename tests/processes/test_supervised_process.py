@@ -1,4 +1,4 @@
-"""Programs with a supervisor: how they start, and what is known of their end."""
+"""Programs with a supervisor: their signals, and reports of their end."""
 
 from __future__ import annotations
 
