@@ -4,8 +4,8 @@ Each run is a process forked from a spawner. The spawner has already imported Py
 read-only Python and a private /tmp, but no network and no other process. The kernel allows only listed system calls and
 limits CPU time, memory and output. The caller gets bytes and numbers; whether they are right is decided outside.
 
-Reading order: `layers` (protections, and remedies for a machine without them), `sandbox` (runs programs), `load` (how
-busy the machine is), `check` (examines this machine), `remote` (a SandboxFusion server instead). The other modules run
-in other processes and use only the standard library: `spawner` (forks a process for each run), `inside` (prepares that
-process), `namespaces`, `landlock`, `seccomp`, `kernel` (system calls).
+Reading order: `layers` (protections, and remedies for a machine without them), `sandbox` (runs programs), `check`
+(examines this machine), `sandbox_fusion` (a SandboxFusion server instead). The other modules run in other processes and
+import only the standard library and `processes.process_tree`: `spawner` (forks a process for each run), `inside`
+(prepares that process), `namespaces`, `landlock`, `seccomp`, `kernel` (system calls).
 """

@@ -30,9 +30,9 @@ class Examination:
         """Return the operations that an active layer does not cover here."""
         if "landlock" not in self.layers.active or self.landlock_version is None:
             return []
-        lacks = landlock.lacks(self.landlock_version)
-        rest = f"; it does not govern {', '.join(lacks)}, covered by namespaces and seccomp" if lacks else ""
-        return [f"Landlock's version is {self.landlock_version}{rest}"]
+        operations = landlock.ungoverned_operations(self.landlock_version)
+        gap = f"; it does not govern {', '.join(operations)}, covered by namespaces and seccomp" if operations else ""
+        return [f"Landlock's version is {self.landlock_version}{gap}"]
 
     @property
     def is_complete(self) -> bool:

@@ -101,7 +101,7 @@ def run(source: bytes, search_path: Sequence[str]) -> NoReturn:
     code."""
     code = 1
     try:
-        _like_new(search_path)
+        _reset_interpreter(search_path)
         code = _run(source)
     except BaseException:
         # The program may have broken any state, even sys.stderr, so nothing can be reported.
@@ -110,7 +110,7 @@ def run(source: bytes, search_path: Sequence[str]) -> NoReturn:
         os._exit(code)
 
 
-def _like_new(search_path: Sequence[str]) -> None:
+def _reset_interpreter(search_path: Sequence[str]) -> None:
     """Restore the state in which Python starts a program."""
     # The spawner froze the garbage collector's objects and switched it off.
     gc.enable()
@@ -152,12 +152,12 @@ def _run(source: bytes) -> int:
     return code
 
 
-def _exit_code(given: object) -> int:
-    if given is None:
+def _exit_code(code: object) -> int:
+    if code is None:
         return 0
-    if isinstance(given, int):
-        return given & 0xFF
-    sys.stderr.write(f"{given}\n")
+    if isinstance(code, int):
+        return code & 0xFF
+    sys.stderr.write(f"{code}\n")
     return 1
 
 

@@ -56,8 +56,8 @@ def _checked(result: int, what: str) -> int:
 def syscall(name: str, *arguments: int | bytes | ctypes.Array[ctypes.c_char] | None) -> int:
     """Make a system call by name. Raises KernelError."""
     number = _SINCE_5.get(name) or _NUMBERS[machine()][name]
-    given = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
-    return _checked(_LIBC.syscall(ctypes.c_long(number), *given), name)
+    converted = [ctypes.c_long(value) if isinstance(value, int) else value for value in arguments]
+    return _checked(_LIBC.syscall(ctypes.c_long(number), *converted), name)
 
 
 def clone(flags: int) -> int:
@@ -99,10 +99,10 @@ def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
         if recursive:
             raise KernelError(errno.ENOSYS, f"{target} cannot be made read-only: Linux 5.12 or newer can") from None
         # A remount replaces all flags, so repeat the existing ones. statvfs and mount use different bits for relatime.
-        kept = os.statvfs(target).f_flag & (MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048 | 4096)
+        present_flags = os.statvfs(target).f_flag & (MS_RDONLY | MS_NOSUID | MS_NODEV | MS_NOEXEC | 1024 | 2048 | 4096)
         relatime = {1024: 1024, 2048: 2048, 4096: 1 << 21}
-        kept = (kept & 15) | sum(flag for bit, flag in relatime.items() if kept & bit)
-        mount("", target, "", MS_BIND | MS_REMOUNT | flags | kept)
+        present_flags = (present_flags & 15) | sum(flag for bit, flag in relatime.items() if present_flags & bit)
+        mount("", target, "", MS_BIND | MS_REMOUNT | flags | present_flags)
 
 
 def pivot_root() -> None:

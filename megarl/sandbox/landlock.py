@@ -26,7 +26,7 @@ def version() -> int:
     return syscall("landlock_create_ruleset", None, 0, _VERSION_FLAG)
 
 
-def lacks(known: int) -> list[str]:
+def ungoverned_operations(known: int) -> list[str]:
     """Return the operations not governed by a version of Landlock."""
     since = {2: "moving files between folders", 3: "truncating files", 4: "TCP", 5: "devices", 6: "signals"}
     return [what for first, what in since.items() if known < first]

@@ -43,16 +43,16 @@ class Layers:
     def require(self, required: Collection[str]) -> None:
         """Raise ConfigError for required layers missing on this machine."""
         if missing := [layer for layer in LAYERS if layer in required and layer not in self.active]:
-            said = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in missing)
+            reasons = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in missing)
             others = ", ".join(layer for layer in required if layer not in missing)
             # Running programs as root is never offered, whatever the recipe requires.
             less = f"or with less, at your own risk: sandbox.require=[{others}]; "
             raise ConfigError(
-                f"sandbox.require: this machine has no {' and no '.join(missing)} to run programs in ({said}); "
+                f"sandbox.require: this machine has no {' and no '.join(missing)} to run programs in ({reasons}); "
                 f"{'' if 'unprivileged' in missing else less}or run them elsewhere, by sandbox.url"
             )
 
-    def require_least(self) -> None:
+    def require_minimum(self) -> None:
         """Raise ConfigError without the layers needed under every setting.
 
         Needed are an unprivileged user, and namespaces or seccomp. Without both, processes started by a program outlive
@@ -62,10 +62,10 @@ class Layers:
             self.require(("unprivileged",))
         either = ("namespaces", "seccomp")
         if not self.active & set(either):
-            said = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in either)
+            reasons = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in either)
             raise ConfigError(
                 "sandbox.require: this machine has neither namespaces nor seccomp, so programs could start others "
-                f"that outlive their limits ({said}); enable one of them, or run programs elsewhere, by "
+                f"that outlive their limits ({reasons}); enable one of them, or run programs elsewhere, by "
                 "sandbox.url"
             )
 

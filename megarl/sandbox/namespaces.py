@@ -41,8 +41,8 @@ A symbolic link in the run's /tmp leads to them. Mounted there, they would be wr
 _BUILT_AT = "/sys"
 """Mount point for building the new root. No Python is ever run from /sys, and only this process sees the mount."""
 # The spawner enters the first set once. Each run gets the second set anew.
-_LASTING = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
-_OF_A_RUN = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC
+_SPAWNER_NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
+_RUN_NAMESPACES = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC
 # Files in a run's /tmp, and user ids: the first is far above ids in use, the second is `nobody`.
 _MAX_FILES = 4096
 _FIRST_USER = 1_000_000_000
@@ -80,7 +80,7 @@ def enter(trees: Sequence[str], prepare: bool) -> None:
             _build_root(trees)
             become_unprivileged()
         user, group = os.geteuid(), os.getegid()
-        unshare(_LASTING)
+        unshare(_SPAWNER_NAMESPACES)
         socket.sethostname(HOST_NAME)
         prctl(PR_SET_DUMPABLE, 1)  # Otherwise root owns its files in /proc.
         # Linux requires denying setgroups before an unprivileged process may write gid_map.
@@ -98,7 +98,7 @@ def start_run() -> int:
 
     It sees no other process, and others do not see its mounts.
     """
-    return clone(_OF_A_RUN)
+    return clone(_RUN_NAMESPACES)
 
 
 def mount_private_tmp(size_bytes: int) -> None:

@@ -134,7 +134,7 @@ class Sandbox:
         fails.
         """
         with self._lock:
-            self._started()
+            self._ensure_started()
 
     def run(
         self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
@@ -144,7 +144,7 @@ class Sandbox:
         Raises the errors of `start`.
         """
         with self._lock:
-            self._started()
+            self._ensure_started()
             return self._run(
                 program,
                 stdin,
@@ -171,7 +171,7 @@ class Sandbox:
         if process is not None and process.exit_code(_KILL_SECONDS) is None:
             process.kill()
 
-    def _started(self) -> None:
+    def _ensure_started(self) -> None:
         if self._process is not None and self._process.exit_code() is None:
             return
         self._close()
@@ -187,9 +187,9 @@ class Sandbox:
             tried.remove("namespaces")
         self._layers = Layers(frozenset(layers), faults)
         try:
-            self._layers.require_least()
+            self._layers.require_minimum()
             self._layers.require(self._settings.require)
-            self._try()
+            self._run_trial()
         except BaseException:
             self._close()
             raise
@@ -226,27 +226,27 @@ class Sandbox:
         if not text:
             self._process.kill()
             with self._process.stderr as errors:
-                said = errors.read().decode(errors="replace")[-2000:].strip()
+                reason = errors.read().decode(errors="replace")[-2000:].strip()
             self._close()
-            raise SandboxError(f"the sandbox does not start: {said or 'it says nothing'}")
+            raise SandboxError(f"the sandbox does not start: {reason or 'its standard error is empty'}")
         self._process.stderr.close()
         answer = json.loads(text)
         return answer["layers"], answer["faults"]
 
-    def _try(self) -> None:
+    def _run_trial(self) -> None:
         """Run a program with typical needs. Raises SandboxError if it does not end as expected."""
         try:
             ran = self._run(_TRIAL, "", cpu_seconds=10.0, output_bytes=_PART_BYTES)
         except SandboxError as error:
-            said = str(error)
+            reason = str(error)
         else:
             user, _, total = ran.stdout.strip().partition(" ")
             if ran.outcome == "ok" and total == "45" and user != "0":
                 return
-            said = f"{ran.outcome}: {ran.stderr.strip()[-500:]}"
+            reason = f"{ran.outcome}: {ran.stderr.strip()[-500:]}"
         raise SandboxError(
-            f"a trial program does not run in the sandbox ({said}); without namespaces every user must be able to read "
-            f"Python at {_python()[0]} and its library: take one that is not in a private folder such as /root"
+            f"a trial program does not run in the sandbox ({reason}); without namespaces every user must be able to "
+            f"read Python at {_python()[0]} and its library: take one that is not in a private folder such as /root"
         )
 
     def _run(self, program: str, stdin: str, *, cpu_seconds: float, output_bytes: int) -> Ran:
@@ -296,20 +296,20 @@ class _Run:
         spawner: int,
     ) -> None:
         self._connection = connection
-        self._printed, self._warned, self._status = pipes
+        self._stdout, self._stderr, self._status = pipes
         self._wall_seconds, self._most_seconds, self._spawner = wall_seconds, most_seconds, spawner
-        self._room = {self._printed: output_bytes, self._warned: _MAX_ERROR_BYTES, self._status: 4096}
-        self._read = {pipe: bytearray() for pipe in pipes}
-        self._begun: float | None = None
+        self._free_bytes = {self._stdout: output_bytes, self._stderr: _MAX_ERROR_BYTES, self._status: 4096}
+        self._content = {pipe: bytearray() for pipe in pipes}
+        self._began_at: float | None = None
         self._is_late = self._is_too_long = False
         self._ended: dict[str, float] = {}
 
     def watch(self) -> None:
         """Read until the run has ended and its pipes are empty. Raises SandboxError if the machine prevents that."""
         poll = select.poll()
-        for descriptor in (*self._read, self._connection.fileno()):
+        for descriptor in (*self._content, self._connection.fileno()):
             poll.register(descriptor, select.POLLIN)
-        num_open = len(self._read)
+        num_open = len(self._content)
         is_killed = False
         # Before the program begins, the machine's time to start it counts, not the program's limit.
         deadline = time.monotonic() + _START_SECONDS
@@ -321,51 +321,49 @@ class _Run:
                         raise ConnectionError("the connection was closed before the result of a run arrived")
                     poll.unregister(descriptor)
                     deadline = time.monotonic() + _KILL_SECONDS
-                elif not self._take(descriptor):
+                elif not self._read_pipe(descriptor):
                     poll.unregister(descriptor)
                     num_open -= 1
-            if self._begun is None and self._read[self._status] == READY:
-                self._begun = time.monotonic()
+            if self._began_at is None and self._content[self._status] == READY:
+                self._began_at = time.monotonic()
                 if not self._ended:
-                    deadline = self._begun + self._wall_seconds
+                    deadline = self._began_at + self._wall_seconds
             if time.monotonic() >= deadline and (num_open or not self._ended):
                 if self._ended:
                     raise SandboxError("a program has ended, but a process started by it continues")
                 if is_killed:
                     raise SandboxError("a run that was killed does not end")
-                deadline = self._extended()
+                deadline = self._extended_deadline()
                 self._is_late = time.monotonic() >= deadline
             if (self._is_late or self._is_too_long) and not is_killed and not self._ended:
                 is_killed = True
                 deadline = time.monotonic() + _KILL_SECONDS
                 self._connection.send(b"kill")
 
-    def _extended(self) -> float:
+    def _extended_deadline(self) -> float:
         """Return a run's next deadline, in seconds of `time.monotonic`, when it has reached the previous one. Only idle
         time counts towards the run's wall-clock limit, so time spent computing or waiting for a CPU extends it. A
         deadline in the past means that the run must be killed."""
-        if self._begun is None:
-            said = bytes(self._read[self._status]).decode(errors="replace")
-            raise SandboxError(
-                said or f"a program has not begun in {_START_SECONDS:g} s: this machine is overloaded or has no memory"
-            )
+        if self._began_at is None:
+            reason = f"a program has not begun in {_START_SECONDS:g} s: this machine is overloaded or has no memory"
+            raise SandboxError(bytes(self._content[self._status]).decode(errors="replace") or reason)
         # Extend only by a useful amount; otherwise return a time in the past, so that the run is killed.
         least = time.monotonic() + _LEAST_EXTENSION_SECONDS
-        until = self._begun + min(self._wall_seconds + _busy_seconds(self._spawner), self._most_seconds)
-        return until if until >= least else self._begun
+        until = self._began_at + min(self._wall_seconds + _busy_seconds(self._spawner), self._most_seconds)
+        return until if until >= least else self._began_at
 
-    def _take(self, pipe: int) -> bool:
+    def _read_pipe(self, pipe: int) -> bool:
         """Read the available bytes of a pipe. Returns False at its end."""
         part = os.read(pipe, _PART_BYTES)
-        room = self._room[pipe]
+        free_bytes = self._free_bytes[pipe]
         # Read everything even beyond the limit, so that the program does not block on a full pipe.
-        self._read[pipe] += part[:room]
-        self._room[pipe] = max(0, room - len(part))
-        self._is_too_long = self._is_too_long or (pipe == self._printed and len(part) > room)
+        self._content[pipe] += part[:free_bytes]
+        self._free_bytes[pipe] = max(0, free_bytes - len(part))
+        self._is_too_long = self._is_too_long or (pipe == self._stdout and len(part) > free_bytes)
         return bool(part)
 
     def result(self, cpu_limit: float, wall_seconds: float) -> Ran:
-        status = bytes(self._read[self._status])
+        status = bytes(self._content[self._status])
         if status != READY:
             raise SandboxError(status.decode(errors="replace") or "a run ended before its program began")
         cpu_seconds = self._ended["cpu_seconds"]
@@ -377,7 +375,7 @@ class _Run:
             outcome = "timeout"
         elif self._is_too_long:
             outcome = "output"
-        stdout, stderr = (self._read[pipe].decode("utf-8", "replace") for pipe in (self._printed, self._warned))
+        stdout, stderr = (self._content[pipe].decode("utf-8", "replace") for pipe in (self._stdout, self._stderr))
         is_by_clock = self._is_late and cpu_seconds <= cpu_limit
         return Ran(outcome, stdout, stderr, exit_code, cpu_seconds, wall_seconds, is_by_clock=is_by_clock)
 

@@ -114,8 +114,8 @@ class RemoteSandbox:
                 wait *= 2
             try:
                 answer = self._post(body, seconds + _PATIENCE_SECONDS)
-                room = max(self._settings.output_kib << 10, output_bytes or 0)
-                return _ran(answer, room, time.monotonic() - started, retries)
+                max_bytes = max(self._settings.output_kib << 10, output_bytes or 0)
+                return _ran(answer, max_bytes, time.monotonic() - started, retries)
             except (OSError, http.client.HTTPException, _BusyError) as error:
                 fault = f"{type(error).__name__}: {error}"
         raise SandboxError(f"{self._url} gave no answer in {MAX_TRIES} tries; the last one failed with {fault}")
@@ -149,7 +149,7 @@ class _BusyError(Exception):
     """Failure of the server, not of the program: a retry may succeed."""
 
 
-def _ran(answer: Mapping[str, Any], room: int, wall_seconds: float, retries: int) -> Ran:
+def _ran(answer: Mapping[str, Any], max_bytes: int, wall_seconds: float, retries: int) -> Ran:
     """Return the result of a run from a server's answer."""
     result = answer.get("run_result") or answer.get("compile_result")
     if not isinstance(result, Mapping):
@@ -160,8 +160,8 @@ def _ran(answer: Mapping[str, Any], room: int, wall_seconds: float, retries: int
     outcome: Outcome = "ok" if result.get("status") == "Finished" and exit_code == 0 else "error"
     if result.get("status") == "TimeLimitExceeded":
         outcome = "timeout"
-    elif len(stdout.encode("utf-8", "replace")) > room:
+    elif len(stdout.encode("utf-8", "replace")) > max_bytes:
         outcome = "output"
     seconds = result.get("execution_time")
     seconds = float(seconds) if isinstance(seconds, int | float) else 0.0
-    return Ran(outcome, stdout[:room], stderr, exit_code, seconds, wall_seconds, retries, outcome == "timeout")
+    return Ran(outcome, stdout[:max_bytes], stderr, exit_code, seconds, wall_seconds, retries, outcome == "timeout")

@@ -28,7 +28,7 @@ from megarl.sandbox.kernel import PR_SET_NO_NEW_PRIVS, KernelError, prctl
 MAX_MESSAGE_BYTES = 4096
 _DESCRIPTORS = 5
 """Descriptors of a run: program, standard input, output and error, and a pipe reporting its start."""
-_PREPARED = """
+_PREIMPORTED = """
 collections heapq bisect itertools functools math random string re datetime copy statistics operator io json typing
 fractions decimal time enum dataclasses array queue cmath numbers abc contextlib inspect textwrap struct
 """.split()  # noqa: SIM905
@@ -60,7 +60,7 @@ def spawn(control: int, start: dict[str, Any]) -> NoReturn:
 
 def _set_up(start: dict[str, Any]) -> tuple[Confinement, dict[str, str]]:
     """Enter all available layers. Returns them, and the reasons for missing ones."""
-    for name in _PREPARED:
+    for name in _PREIMPORTED:
         importlib.import_module(name)
     # Opened now, because the new root has no /proc.
     memory = os.open("/proc/self/statm", os.O_RDONLY | os.O_CLOEXEC)
@@ -146,9 +146,9 @@ def _serve(connection: socket.socket, confinement: Confinement, limits: Any, des
     """Run a program to its end, or until the other side has it killed. Returns exit code, CPU time and memory."""
     try:
         if "namespaces" in confinement.layers:
-            child = fork_child(lambda: _be_first(confinement, limits, descriptors), namespaces.start_run)
+            child = fork_child(lambda: _run_first_process(confinement, limits, descriptors), namespaces.start_run)
         else:
-            child = fork_child(lambda: _be_program(confinement, limits, descriptors))
+            child = fork_child(lambda: _run_program(confinement, limits, descriptors))
     except OSError as error:
         os.write(descriptors[-1], f"no process can be started: {error.strerror}".encode())
         return {"exit_code": 1, "cpu_seconds": 0.0, "memory_bytes": 0}
@@ -165,9 +165,9 @@ def _serve(connection: socket.socket, confinement: Confinement, limits: Any, des
         if ended in ready:
             break
         # Any message here is a kill request; an empty one means that the other side has gone.
-        asked = connection.recv(MAX_MESSAGE_BYTES)
+        message = connection.recv(MAX_MESSAGE_BYTES)
         kill_tree(child)
-        if not asked:
+        if not message:
             os._exit(0)
         poll.unregister(connection)
     os.close(ended)
@@ -185,12 +185,12 @@ def _exit_code(status: int) -> int:
     return code if code >= 0 else 128 - code
 
 
-def _be_first(confinement: Confinement, limits: Any, descriptors: list[int]) -> NoReturn:
+def _run_first_process(confinement: Confinement, limits: Any, descriptors: list[int]) -> NoReturn:
     """Be the first process of a run's namespaces. Its end ends all processes in them."""
     status = descriptors[-1]
     try:
         namespaces.mount_private_tmp(_TMP_BYTES)
-        program = fork_child(lambda: _be_program(confinement, limits, descriptors))
+        program = fork_child(lambda: _run_program(confinement, limits, descriptors))
         # An open pipe end here would delay the end of file seen by the reader.
         os.closerange(0, resource.getrlimit(resource.RLIMIT_NOFILE)[0])
         os._exit(_exit_code(os.waitpid(program, 0)[1]))
@@ -201,13 +201,13 @@ def _be_first(confinement: Confinement, limits: Any, descriptors: list[int]) -> 
         os._exit(1)
 
 
-def _be_program(confinement: Confinement, limits: Any, descriptors: list[int]) -> NoReturn:
-    program, given, printed, warned, status = descriptors
+def _run_program(confinement: Confinement, limits: Any, descriptors: list[int]) -> NoReturn:
+    program, stdin, stdout, stderr, status = descriptors
     try:
         with os.fdopen(program, "rb") as file:
             source = file.read()
         # Move them above 0 to 2, so that dup2 does not overwrite one still needed.
-        moved = [_above(descriptor) for descriptor in (given, printed, warned, status)]
+        moved = [_above(descriptor) for descriptor in (stdin, stdout, stderr, status)]
         for number, descriptor in enumerate(moved[:3]):
             os.dup2(descriptor, number)
         status = os.dup2(moved[3], 3, inheritable=False)

@@ -1,4 +1,4 @@
-"""`megarl sandbox check`, here and where a machine lets nobody make namespaces."""
+"""`megarl sandbox check`, with all layers and on a machine without user namespaces."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ def test_this_machine() -> None:
     assert found["layers"] == ["landlock", "limits", "namespaces", "seccomp", "unprivileged"]
 
 
-def test_what_older_versions_of_landlock_lack_is_told() -> None:
-    assert landlock.lacks(3) == ["TCP", "devices", "signals"]
-    assert landlock.lacks(6) == []
+def test_operations_that_older_versions_of_landlock_do_not_govern_are_reported() -> None:
+    assert landlock.ungoverned_operations(3) == ["TCP", "devices", "signals"]
+    assert landlock.ungoverned_operations(6) == []
     found = Examination(Layers(frozenset({"landlock"}), {}), True, "", landlock_version=2)
     [note] = found.notes
     assert "version is 2" in note and "truncating files, TCP, devices, signals" in note
@@ -39,7 +39,7 @@ def test_what_older_versions_of_landlock_lack_is_told() -> None:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to make a place without user namespaces")
 def test_a_machine_without_namespaces() -> None:
-    """There root is the only user, too: it can become no other, so that nothing may run."""
+    """Root is the only user there. It cannot become another user, so no program may run."""
     code, found = check("unshare", "--user", "--map-root-user", "sh", "-c", WITHOUT_NAMESPACES, "sh")
     assert code == 2 and not found["works"]
     assert {"namespaces", "unprivileged"} <= set(found["missing"])

@@ -1,4 +1,4 @@
-"""Runs of programs: what comes out, what ends them, and that nothing of one reaches the next."""
+"""Runs of programs: their output, their limits, and the isolation of each from the next."""
 
 from __future__ import annotations
 
@@ -90,8 +90,8 @@ def test_a_program_that_waits_is_ended_by_the_clock() -> None:
         assert sandbox.run("print(1)").stdout == "1\n"
 
 
-def test_a_program_that_others_keep_from_the_cpu_is_given_time() -> None:
-    """It needs longer by the clock than it may take, and not for anything that it does."""
+def test_waiting_for_a_busy_cpu_extends_the_wall_clock_limit() -> None:
+    """The program exceeds its limit by the clock only because other processes use its CPU."""
     busy = "import os\nos.sched_setaffinity(0, {%d})\nprint(flush=True)\nwhile True: pass"
     ours = os.sched_getaffinity(0)
     cpu = min(ours)
@@ -116,7 +116,7 @@ def test_a_program_that_others_keep_from_the_cpu_is_given_time() -> None:
         assert sandbox.run("import time\ntime.sleep(3600)", cpu_seconds=0.4).is_by_clock
 
 
-def test_a_run_that_the_machine_does_not_begin_is_no_fault_of_the_program(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_does_not_begin_is_an_error_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
     with contextlib.closing(Sandbox(SandboxSettings(packages=()))) as sandbox:
         sandbox.start()
         assert sandbox._process is not None
@@ -129,8 +129,8 @@ def test_a_run_that_the_machine_does_not_begin_is_no_fault_of_the_program(monkey
         assert sandbox.run("print(1)").stdout == "1\n"
 
 
-def test_what_a_program_leaves_behind_is_a_fault_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where neither namespaces nor seccomp keep it from starting others: its end comes, and its pipes stay open."""
+def test_a_process_that_outlives_its_run_is_an_error_of_the_sandbox(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a run is reported, but a process started by it holds the pipes open."""
     monkeypatch.setattr("megarl.sandbox.sandbox._KILL_SECONDS", 0.2)
     ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     pipes = [os.pipe() for _ in range(3)]
@@ -153,15 +153,15 @@ def test_with_neither_namespaces_nor_seccomp_nothing_runs() -> None:
     without = ("namespaces", "seccomp")
     layers = Layers(frozenset({"landlock", "limits", "unprivileged"}), dict.fromkeys(without, "not here"))
     with pytest.raises(ConfigError, match="neither namespaces nor seccomp"):
-        layers.require_least()
+        layers.require_minimum()
     for one in without:
-        Layers(layers.active | {one}, {}).require_least()
+        Layers(layers.active | {one}, {}).require_minimum()
     with pytest.raises(ConfigError, match=r"neither namespaces nor seccomp|unprivileged"):
         Sandbox(SandboxSettings(require=(), packages=()), _without=without).start()
 
 
-def test_it_is_closed_beside_runs() -> None:
-    """Whoever closes it only wakes the thread that runs a program; that one closes what it uses."""
+def test_it_can_be_closed_during_a_run() -> None:
+    """`close` wakes the thread of the run. That thread closes the descriptors that it uses."""
     sandbox = Sandbox(SandboxSettings(packages=()))
     sandbox.start()
     process = sandbox._process
@@ -241,9 +241,9 @@ def test_a_package_that_ends_the_process_does_not_end_the_spawner(tmp_path: Path
     assert str(tmp_path) not in sys.path
 
 
-def test_an_error_of_the_spawner_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_of_the_spawner_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     broken = _SPAWNER.replace(
-        "main()", "from megarl.sandbox import spawner\nspawner._PREPARED.append('no_such')\nmain()"
+        "main()", "from megarl.sandbox import spawner\nspawner._PREIMPORTED.append('no_such')\nmain()"
     )
     monkeypatch.setattr("megarl.sandbox.sandbox._SPAWNER", broken)
     with pytest.raises(SandboxError, match="No module named 'no_such'"):

@@ -23,7 +23,7 @@ from megarl.types import ConfigError
 
 @dataclass
 class Server:
-    """A server that answers POST /run_code as SandboxFusion does, after the faults that it is told to have."""
+    """A server that answers POST /run_code as SandboxFusion does, after the given faults."""
 
     url: str = ""
     faults: list[Any] = field(default_factory=list)
@@ -47,7 +47,7 @@ class Server:
 
 
 def run(asked: dict[str, Any]) -> dict[str, Any]:
-    """The program's run, as the server tells it."""
+    """Return the result of the program's run in the server's format."""
     result: dict[str, Any] = {"status": "Finished", "execution_time": 0.1, "return_code": 0, "stdout": "", "stderr": ""}
     try:
         done = subprocess.run(
