@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, BinaryIO, NoReturn
 
 from megarl.files.private_folder import PrivateFolder
-from megarl.processes.fork_server import SERVER_MAKER, ForkServerProcess, ServerHandle, of_imports
+from megarl.processes.fork_server import SERVER_MAKER, ForkServerProcess, ServerHandle, import_variables
 from megarl.processes.fork_server_main import begin, fork_on_request
 from megarl.processes.launcher import python_call
 from megarl.processes.process_tree import ENDING_SIGNALS, die_with
@@ -212,7 +212,7 @@ class LentServer:
     ) -> None:
         """Request a server at the socket `address`. Raises ConfigError if nobody, or another user, listens there."""
         wanted = {
-            "environment": of_imports(environment),
+            "environment": import_variables(environment),
             "path": _without_current_folder(path, imports),
             "imports": list(imports),
             "executable": sys.executable,

@@ -100,6 +100,6 @@ def server_processes(cluster: ClusterConfig) -> MakeServer:
     if cluster.launcher != "ray":
         return ServerProcess
     # Imported here, because Ray is optional.
-    from megarl.processes.on_ray import on_nodes_in_turn
+    from megarl.processes.on_ray import round_robin_over_nodes
 
-    return on_nodes_in_turn()
+    return round_robin_over_nodes()

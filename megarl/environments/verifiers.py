@@ -116,7 +116,7 @@ class _Player:
                         first = json.loads(await reader.readline() or b"{}")
                 if first.get("ready") is not True:
                     ended = await self._stop(process)
-                    reason = first.get("refused") or ended.refused or f"the child {ended}: {ended.last_words()}"
+                    reason = first.get("refused") or ended.refused or f"the child {ended}: {ended.stderr_tail()}"
                     raise ChildError(reason)
             except BaseException:
                 await self._stop(process)
@@ -178,4 +178,4 @@ class _Player:
             self._process = None
         for result in self._waiting.values():
             if not result.done():
-                result.set_exception(ChildError(f"{reason}: {ended.last_words()}"))
+                result.set_exception(ChildError(f"{reason}: {ended.stderr_tail()}"))

@@ -25,16 +25,16 @@ from megarl.processes.process_tree import kill_tree, send_signal
 
 SERVER_MAKER = "MEGARL_FORK_SERVER_MAKER"
 """Environment variable with the import path of a function or class to be used instead of `ForkServerProcess`."""
-OF_A_PROCESS = frozenset(
+PROCESS_VARIABLES = frozenset(
     {"TMPDIR", "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "OMP_NUM_THREADS", "PYTEST_CURRENT_TEST"}
 )
 """Variables set for each forked process. No import reads them, so they may differ from the server's."""
 
 _MAX_SERVERS = 2
 """Fork servers retained per process. The least recently used one is closed beyond this number."""
-_END_SECONDS = 1.0
+_EXIT_CODE_SECONDS = 1.0
 """Seconds to wait for the exit code of a fork server after its connections closed."""
-_LEAVE_SECONDS = 10.0
+_STOP_SECONDS = 10.0
 """Seconds for a fork server to kill its remaining processes and to exit by itself."""
 
 
@@ -73,7 +73,7 @@ class ForkServerProcess:
             self._program = LaunchedProgram(
                 python_call(function, *arguments, path=path, executable=executable),
                 # With one thread, OpenMP and BLAS create no thread pool. A fork would not copy a pool's threads.
-                environment={**of_imports(environment), **temporary, "OMP_NUM_THREADS": "1"},
+                environment={**import_variables(environment), **temporary, "OMP_NUM_THREADS": "1"},
                 stdin=DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -88,9 +88,9 @@ class ForkServerProcess:
         self._program.kill()
 
 
-def of_imports(environment: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables fixed by the imports: all except `OF_A_PROCESS`."""
-    return {name: value for name, value in environment.items() if name not in OF_A_PROCESS}
+def import_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables fixed by the imports: all except `PROCESS_VARIABLES`."""
+    return {name: value for name, value in environment.items() if name not in PROCESS_VARIABLES}
 
 
 def _make_server() -> Callable[[Mapping[str, str], Sequence[str], Sequence[str], BinaryIO], ServerHandle]:
@@ -122,20 +122,20 @@ class ForkServer:
     def exit_code(self) -> int:
         """Return the exit code of a server after its connections closed; negative: the signal that killed it."""
         # A server that has not exited within the limit hangs; `kill` follows.
-        code = self._process.ended(_END_SECONDS)
+        code = self._process.ended(_EXIT_CODE_SECONDS)
         return -signal.SIGKILL if code is None else code
 
     def fork(self, name: str, function: str, environment: Mapping[str, str], log: BinaryIO) -> ForkedProcess:
         """Fork a process that calls `function` (`package.module:name`) with a connected socket.
 
         Its output goes to `log`. `ps` and `top` show the first 15 characters of `name`. From `environment` it takes
-        only the variables in `OF_A_PROCESS`; the server's values apply to all others.
+        only the variables in `PROCESS_VARIABLES`; the server's values apply to all others.
         """
         request = {
             "name": name,
             "function": function,
-            "environment": {variable: environment[variable] for variable in OF_A_PROCESS & environment.keys()},
-            "unset": sorted(OF_A_PROCESS - environment.keys()),
+            "environment": {variable: environment[variable] for variable in PROCESS_VARIABLES & environment.keys()},
+            "unset": sorted(PROCESS_VARIABLES - environment.keys()),
             "path": sys.path,
             "folder": os.getcwd(),
         }
@@ -151,7 +151,7 @@ class ForkServer:
         """Kill the server and all processes forked by it."""
         self._process.kill()
 
-    def forget(self) -> None:
+    def note_release(self) -> None:
         """Record the release of one forked process. End the server if it is closed and this was the last one."""
         self._num_forked -= 1
         self._end_unused()
@@ -167,7 +167,7 @@ class ForkServer:
         if self.is_ready:
             with suppress(OSError):
                 self._process.requests.shutdown(socket.SHUT_WR)
-            self._process.ended(_LEAVE_SECONDS)
+            self._process.ended(_STOP_SECONDS)
         self.kill()
 
     def _end_unused(self) -> None:
@@ -237,7 +237,7 @@ class ForkedProcess:
         asyncio.get_running_loop().remove_reader(self._status)
         self._status.close()
         self.connection.close()
-        self._server.forget()
+        self._server.note_release()
 
 
 _servers: dict[object, ForkServer] = {}
@@ -249,7 +249,7 @@ def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: Bin
     Restarted ranks, and further ranks, reuse an existing server and import nothing again. `log` receives the output of
     the imports.
     """
-    variables = sorted(of_imports(environment).items())
+    variables = sorted(import_variables(environment).items())
     # The thread belongs to the key because a server dies with the thread that started it (PR_SET_PDEATHSIG).
     key = (threading.get_native_id(), _make_server(), tuple(variables), tuple(sys.path), tuple(imports))
     server = _servers.pop(key, None)

@@ -118,7 +118,7 @@ class _Server:
                             own.close()
                         return made
                     if made is None:
-                        self._leave(selector)
+                        self._stop(selector)
                         break
                     selector.register(made.status, selectors.EVENT_READ, made)
                 elif key.fileobj is woken:
@@ -150,7 +150,7 @@ class _Server:
             forked.status.send(STATUS.pack(pid))
         return forked
 
-    def _leave(self, selector: selectors.BaseSelector) -> None:
+    def _stop(self, selector: selectors.BaseSelector) -> None:
         """Stop accepting requests, and kill all running processes."""
         selector.unregister(self.requests)
         for forked in self.forked.values():

@@ -59,15 +59,15 @@ def send(connection: socket.socket, message: dict[str, Any], patience: Patience 
     except (TypeError, ValueError, RecursionError) as error:
         raise UnsendableError(str(error)) from None
     # send() in parts, not sendall(): a full buffer must not outlast the timeout policy.
-    rest = memoryview(_LENGTH.pack(len(payload)) + payload)
-    while rest:
+    unsent = memoryview(_LENGTH.pack(len(payload)) + payload)
+    while unsent:
         if patience:
             connection.settimeout(patience())
         try:
-            sent = connection.send(rest)
+            sent = connection.send(unsent)
         except TimeoutError:
             continue
-        rest = rest[sent:]
+        unsent = unsent[sent:]
 
 
 def receive(connection: socket.socket, max_bytes: int | None, patience: Patience | None = None) -> dict[str, Any]:

@@ -119,7 +119,7 @@ class ServerProcess:
             raise PeerLostError(f"the process of {settings.name} sent {error} while it started") from None
         except (EOFError, OSError):
             ended = self._end()
-            output = self._logged() or ended.last_words()
+            output = self._logged() or ended.stderr_tail()
             printed = f"; it printed:\n{output}" if output else ""
             raise PeerLostError(f"the process of {settings.name} {ended} while it started{printed}") from None
         if message.get("ready") is not True:
@@ -153,7 +153,7 @@ class ServerProcess:
             return {"violation": f"sent {error}"}
         except (EOFError, OSError):
             ended = self._end()
-            return {"ended": str(ended), "output": ended.last_words()}
+            return {"ended": str(ended), "output": ended.stderr_tail()}
         return answer
 
     def close(self) -> None:

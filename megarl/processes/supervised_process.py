@@ -53,7 +53,7 @@ class Ended:
             return f"was killed by {signal.Signals(self.exit_code - 128).name}"
         return f"ended with exit code {self.exit_code}"
 
-    def last_words(self, most_characters: int = 400) -> str:
+    def stderr_tail(self, most_characters: int = 400) -> str:
         """Return the end of its standard error in one line, for an error message."""
         return " ".join(self.stderr.split())[-most_characters:]
 
@@ -90,13 +90,13 @@ class SupervisedProcess:
             "log_file": log_file,
         }
         try:
-            with _memory_file(stdin) as given:
+            with _memory_file(stdin) as input_file:
                 self._supervisor = LaunchedProgram(
                     # -I -S -B: no user's paths, no packages and no bytecode files, which makes the start quick.
                     [sys.executable, "-I", "-S", "-B", "-c", _SUPERVISOR, _ROOT, json.dumps(settings)],
                     folder=folder,
                     environment=environment,
-                    stdin=given,
+                    stdin=input_file,
                     stdout=DEVNULL,
                     descriptors=passed,
                 )

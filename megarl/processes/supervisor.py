@@ -164,7 +164,7 @@ class _CappedLog:
             _write_all(self._file, part[: self._free_bytes])
             self._free_bytes -= len(part)
             if self._free_bytes <= 0:
-                _write_all(self._file, b"\n[more is not kept: this log has reached its size limit]\n")
+                _write_all(self._file, b"\n[further output is dropped: this log has reached its size limit]\n")
         except OSError as error:
             # A full disk must not end the process: it goes on without a log.
             self._free_bytes = 0

@@ -171,7 +171,7 @@ class AgentProgram:
         if ended.refused:
             raise _ProgramError(f"OSError: {self.config.command[0]}: {ended.refused}")
         if ended.exit_code != 0:
-            raise _ProgramError(f"ExitCode: the program ended with {ended.exit_code}: {ended.last_words()}")
+            raise _ProgramError(f"ExitCode: the program ended with {ended.exit_code}: {ended.stderr_tail()}")
         return _reward(ended.stdout)
 
     async def _ended(self, work: Coroutine[Any, Any, Result], pool: Generates) -> Result:

@@ -231,13 +231,13 @@ class Where:
 
 def test_environments_run_on_every_node_and_one_that_hangs_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
     from megarl.cluster.ray import join
-    from megarl.processes.on_ray import on_nodes_in_turn
+    from megarl.processes.on_ray import round_robin_over_nodes
 
     (tmp_path / "where.py").write_text(ENVIRONMENT)
     join(cluster.address)
     await_places()
     settings = process_settings(f"{tmp_path / 'where.py'}:Where", {}, 0.5)
-    pool = EnvironmentPool(settings, num_processes=3, make_server=on_nodes_in_turn())
+    pool = EnvironmentPool(settings, num_processes=3, make_server=round_robin_over_nodes())
 
     async def place(answer: str, seconds: float | None, met: asyncio.Barrier | None) -> str:
         async with pool.seat() as seat:
@@ -266,12 +266,12 @@ def test_environments_run_on_every_node_and_one_that_hangs_is_replaced(cluster: 
 
 def test_a_process_that_cannot_start_or_is_closed_is_not_placed_again(cluster: Cluster, tmp_path: Path) -> None:
     from megarl.cluster.ray import join
-    from megarl.processes.on_ray import on_nodes_in_turn
+    from megarl.processes.on_ray import round_robin_over_nodes
 
     (tmp_path / "where.py").write_text(ENVIRONMENT)
     settings = process_settings(f"{tmp_path / 'where.py'}:Where", {}, 0.5)
     join(cluster.address)
-    make_server = on_nodes_in_turn()
+    make_server = round_robin_over_nodes()
     try:
         with pytest.raises(PeerLostError, match=r"on Ray cannot be started: (?s:.*)No such file"):
             make_server(replace(settings, folder=str(tmp_path / "absent")), None).wait_until_ready()
@@ -291,7 +291,7 @@ def test_rewards_are_scored_on_any_node_and_outlive_one(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megarl.cluster.ray import join
-    from megarl.processes.on_ray import on_nodes_in_turn
+    from megarl.processes.on_ray import round_robin_over_nodes
 
     (tmp_path / "places.py").write_text(PLACES)
     monkeypatch.chdir(tmp_path)
@@ -301,7 +301,7 @@ def test_rewards_are_scored_on_any_node_and_outlive_one(
     cluster.wait_for_nodes()
     await_places()
     settings = worker_settings(RewardConfig.model_validate({"functions": ["places:node"], "wall_timeout_seconds": 5.0}))
-    pool = RewardPool(settings, num_workers=4, make_server=on_nodes_in_turn())
+    pool = RewardPool(settings, num_workers=4, make_server=round_robin_over_nodes())
     try:
 
         async def score(*completions: str) -> list[float | str]:
