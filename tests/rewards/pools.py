@@ -24,15 +24,12 @@ def pool_of(*functions, num_workers=1, log_folder=None, notice=lambda text: None
         pool.close()
 
 
-def all_scored(pool, *texts, answer="answer"):
-    async def gather():
-        return await asyncio.gather(*(pool.score(Sample(text, answer)) for text in texts))
-
-    return asyncio.run(gather())
+async def all_scored(pool, *texts, answer="answer"):
+    return await asyncio.gather(*(pool.score(Sample(text, answer)) for text in texts))
 
 
-def score_all(pool, *texts, answer="answer"):
-    return [summed(scored) for scored in all_scored(pool, *texts, answer=answer)]
+async def score_all(pool, *texts, answer="answer"):
+    return [summed(scored) for scored in await all_scored(pool, *texts, answer=answer)]
 
 
 def summed(scored):
@@ -40,8 +37,8 @@ def summed(scored):
     return replace(scored.reward, scores={})
 
 
-def failures_of(pool, *texts):
-    return [scored.failure for scored in all_scored(pool, *texts)]
+async def failures_of(pool, *texts):
+    return [scored.failure for scored in await all_scored(pool, *texts)]
 
 
 def wait_until(condition, seconds=10.0):

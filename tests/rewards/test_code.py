@@ -151,19 +151,19 @@ def test_an_attack_from_a_function_earns_nothing(sandbox, source):
     assert code(block(equal), TWO_SUM, {}, sandbox, score="fraction").score == 0.0
 
 
-def test_the_time_of_programs_comes_on_top(tmp_path):
+async def test_the_time_of_programs_comes_on_top(tmp_path):
     """A second of CPU is too much for the function, and nothing for its programs."""
     slow = block("import time\nend = time.process_time() + 1.5\nwhile time.process_time() < end: pass\nprint(1)")
     tests = {"inputs": ["0"], "outputs": ["1"]}
     with pool_of("code", timeout_seconds=1.0) as pool:
-        assert all_scored(pool, slow, answer=tests)[0].reward.score == 1.0
+        assert (await all_scored(pool, slow, answer=tests))[0].reward.score == 1.0
 
 
-def test_in_a_reward_process():
+async def test_in_a_reward_process():
     rewards = {"functions": [{"name": "code", "kwargs": {"score": "fraction"}}], "timeout_seconds": 5.0}
     with pool_of(**rewards) as pool:
         half = block("print(5 if input()[0] == '2' else 11)")
-        scored = all_scored(pool, RIGHT, half, "nothing", answer=SUMS)
+        scored = await all_scored(pool, RIGHT, half, "nothing", answer=SUMS)
     assert [one.failure for one in scored] == [None, None, None]
     assert [one.reward.score for one in scored] == [1.0, pytest.approx(2 / 3), 0.0]
     metrics = function_metrics([one.reward for one in scored])
@@ -172,17 +172,17 @@ def test_in_a_reward_process():
     assert metrics["reward/code/mean"] == pytest.approx(5 / 9)
 
 
-def test_a_function_of_ones_own_gets_the_sandbox(tmp_path):
+async def test_a_function_of_ones_own_gets_the_sandbox(tmp_path):
     (tmp_path / "mine.py").write_text(
         "def mine(completion_text, sandbox):\n    return float(sandbox.run(completion_text).stdout)\n"
     )
     with pool_of(f"{tmp_path}/mine.py:mine") as pool:
-        assert all_scored(pool, "print(6 * 7)")[0].reward.score == 42.0
+        assert (await all_scored(pool, "print(6 * 7)"))[0].reward.score == 42.0
 
 
-def test_tests_that_cannot_be_read_are_an_error_and_no_zero():
+async def test_tests_that_cannot_be_read_are_an_error_and_no_zero():
     with pool_of("code") as pool:
-        scored = all_scored(pool, RIGHT, answer="42")[0]
+        scored = (await all_scored(pool, RIGHT, answer="42"))[0]
     assert scored.failure == "error" and "test_cases" in scored.detail
 
 

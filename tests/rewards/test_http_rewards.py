@@ -33,18 +33,14 @@ async def pool_of(url, *further, name="judge", on_failure="zero", notice=lambda 
         await pool.aclose()
 
 
-def judged(server, samples, *further, **kwargs):
+async def judged(server, samples, *further, **kwargs):
     """What a pool scores of these samples at a judge, and its metrics."""
-
-    async def score():
-        async with server.serving() as url, pool_of(url, *further, **kwargs) as pool:
-            scored = await asyncio.gather(*map(pool.score, samples))
-            return scored, pool.metrics(), pool.metrics()
-
-    return asyncio.run(score())
+    async with server.serving() as url, pool_of(url, *further, **kwargs) as pool:
+        scored = await asyncio.gather(*map(pool.score, samples))
+        return scored, pool.metrics(), pool.metrics()
 
 
-def test_errors_and_hangs_are_counted_exactly():
+async def test_errors_and_hangs_are_counted_exactly():
     """200 completions: of the first calls 5 % are errors, 5 % hang, 5 % are nonsense; three never get a score."""
     faults = {number: [500] for number in range(3, 200, 20)} | {number: ["hang"] for number in range(11, 200, 20)}
     faults |= {number: ["nonsense"] for number in range(17, 200, 20)}
@@ -52,7 +48,7 @@ def test_errors_and_hangs_are_counted_exactly():
     told = []
     server = JudgeServer(faults)
     samples = [sample(number) for number in range(200)]
-    scored, metrics, after = judged(server, samples, timeout_seconds=3.0, max_tries=2, notice=told.append)
+    scored, metrics, after = await judged(server, samples, timeout_seconds=3.0, max_tries=2, notice=told.append)
     assert {number: one.failure for number, one in enumerate(scored) if one.failure} == {
         43: "error", 51: "timeout", 57: "parse_error",
     }  # fmt: skip
@@ -72,15 +68,15 @@ def test_errors_and_hangs_are_counted_exactly():
     assert len(told) == 3 and all("gets zero" in text for text in told)
 
 
-def test_64_calls_are_in_flight():
+async def test_64_calls_are_in_flight():
     server = JudgeServer()
     server.waits_for = 64
-    scored, metrics, _ = judged(server, [sample(number) for number in range(100)])
+    scored, metrics, _ = await judged(server, [sample(number) for number in range(100)])
     assert server.most_in_flight == 64 and metrics["reward/judge/calls"] == 100
     assert not any(one.failure for one in scored)
 
 
-def test_what_the_judge_is_asked(tmp_path, monkeypatch):
+async def test_what_the_judge_is_asked(tmp_path, monkeypatch):
     monkeypatch.setenv("KEY_OF_A_JUDGE", "hidden")
     (tmp_path / "prompt.txt").write_text(
         '{"x": 1} {{question}}|{{ completion }}|{{answer}}|{{record.a.b}}|{{record.c}}'
@@ -91,7 +87,7 @@ def test_what_the_judge_is_asked(tmp_path, monkeypatch):
         "api_key_env": "KEY_OF_A_JUDGE", "dollars_per_million": [2.0, 10.0], "max_tokens": 9,
     }  # fmt: skip
     one = sample(4, answer=["42", "forty-two"], a={"b": "{{question}}"}, c=7)
-    _, metrics, _ = judged(server, [one], **given)
+    _, metrics, _ = await judged(server, [one], **given)
     shown = '{"x": 1} What is 6 x 7?|solution 4 {{answer}}|["42", "forty-two"]|{{question}}|7'
     assert server.asked == [{
         "model": "m", "temperature": 0.0, "max_tokens": 9, "seed": 3,
@@ -104,44 +100,44 @@ def test_what_the_judge_is_asked(tmp_path, monkeypatch):
     assert metrics["reward/judge/dollars"] == pytest.approx((104 * 2 + 7 * 10) / 1e6)
 
 
-def test_the_judge_beside_functions():
+async def test_the_judge_beside_functions():
     form = {"name": "format", "weight": 0.5, "kwargs": {"pattern": ".*solution [0-4].*"}}
-    scored, *_ = judged(JudgeServer(), [sample(4), sample(5)], form, correct_from=1.0)
+    scored, *_ = await judged(JudgeServer(), [sample(4), sample(5)], form, correct_from=1.0)
     rewards = [one.reward for one in scored]
     assert [(r.score, r.format_valid, r.answer_correct) for r in rewards] == [(1.5, True, True), (0.0, False, False)]
     assert rewards[0].scores == {"format": 1.0, "judge": 1.0} and rewards[0].metrics == {"format/valid": 1.0}
 
 
-def test_a_failure_of_either_side_fails_the_completion():
+async def test_a_failure_of_either_side_fails_the_completion():
     server = JudgeServer({4: [400, 400]})
     broken = {"name": "length", "kwargs": {"field": "budget"}}
-    scored, metrics, _ = judged(server, [sample(4, budget=3), sample(6)], broken, on_failure="leave_out")
+    scored, metrics, _ = await judged(server, [sample(4, budget=3), sample(6)], broken, on_failure="leave_out")
     assert [one.failure for one in scored] == ["error", "error"]
     assert "HTTP 400" in scored[0].detail and "budget" in scored[1].detail
     assert [one.kept_reward for one in scored] == [None, None]
     assert metrics["reward/judge/retries"] == 0
 
 
-def test_nonsense_is_left_out_or_scored_by_policy():
+async def test_nonsense_is_left_out_or_scored_by_policy():
     server = JudgeServer({1: ["nonsense"] * 9})
-    [left_out], *_ = judged(server, [sample(1)], on_failure="leave_out")
+    [left_out], *_ = await judged(server, [sample(1)], on_failure="leave_out")
     assert left_out.failure == "parse_error" and left_out.kept_reward is None
     told = []
     server = JudgeServer({number: ["nonsense"] * 9 for number in (1, 2)})
-    [given, _], metrics, _ = judged(server, [sample(1), sample(2)], parse_error_score=0.25, notice=told.append)
+    [given, _], metrics, _ = await judged(server, [sample(1), sample(2)], parse_error_score=0.25, notice=told.append)
     assert given.failure is None and given.reward.score == 0.25
     assert metrics["reward/judge/parse_errors"] == 6 and metrics["reward/judge/substituted"] == 2
     assert len(told) == 1 and "parse_error_score = 0.25" in told[0] and "Who can tell?" in told[0]
 
 
-def test_what_cannot_be_sent_is_no_answer_without_a_score(monkeypatch):
+async def test_what_cannot_be_sent_is_no_answer_without_a_score(monkeypatch):
     """A header that the client refuses gets no completion the score of nonsense."""
-    [scored], metrics, _ = judged(JudgeServer(), [sample(2)], parse_error_score=0.0, headers={"X": "a\nb"})
+    [scored], metrics, _ = await judged(JudgeServer(), [sample(2)], parse_error_score=0.0, headers={"X": "a\nb"})
     assert scored.failure == "error" and metrics["reward/judge/parse_errors"] == 0
     assert metrics["reward/judge/errors"] == metrics["reward/judge/calls"] == 3
     monkeypatch.setenv("KEY_OF_A_JUDGE", "hidden\n")
     server = JudgeServer()
-    [scored], *_ = judged(server, [sample(2)], api_key_env="KEY_OF_A_JUDGE", headers={"X-Own": "yes"})
+    [scored], *_ = await judged(server, [sample(2)], api_key_env="KEY_OF_A_JUDGE", headers={"X-Own": "yes"})
     assert scored.reward.score == 1.0 and server.headers[0]["Authorization"] == "Bearer hidden"
     assert server.headers[0]["X-Own"] == "yes"
     monkeypatch.setenv("KEY_OF_A_JUDGE", "hid\nden")

@@ -9,36 +9,36 @@ from tests.child_processes import is_alive
 from tests.rewards.pools import ZERO, all_scored, pool_of, score_all, summed, wait_until
 
 
-def test_a_hang_that_ignores_signals_is_killed_with_what_it_started(module, tmp_path):
+async def test_a_hang_that_ignores_signals_is_killed_with_what_it_started(module, tmp_path):
     with pool_of(f"{module}:act", wall_timeout_seconds=1.0) as pool:
-        assert score_all(pool, "answer") == [Reward(1.0, True, True)]
+        assert await score_all(pool, "answer") == [Reward(1.0, True, True)]
         started = time.monotonic()
-        (hung,) = all_scored(pool, f"hang {tmp_path / 'pids'}")
+        (hung,) = await all_scored(pool, f"hang {tmp_path / 'pids'}")
         assert (summed(hung), hung.failure) == (ZERO, "timeout") and "reward.wall_timeout_seconds = 1" in hung.detail
         assert 1.0 <= time.monotonic() - started < 30.0
         pids = [int(pid) for pid in (tmp_path / "pids").read_text().split()]
         wait_until(lambda: not any(map(is_alive, pids)))
-        assert score_all(pool, "answer", "other") == [Reward(1.0, True, True), Reward(1.0, True, False)]
+        assert await score_all(pool, "answer", "other") == [Reward(1.0, True, True), Reward(1.0, True, False)]
 
 
-def test_a_computation_that_never_returns_to_python_is_killed(module):
+async def test_a_computation_that_never_returns_to_python_is_killed(module):
     with pool_of(f"{module}:act", timeout_seconds=0.3, wall_timeout_seconds=300.0) as pool:
-        endless, right = all_scored(pool, "power", "answer")
+        endless, right = await all_scored(pool, "power", "answer")
         assert (summed(endless), endless.failure) == (ZERO, "timeout")
         assert "reward.timeout_seconds = 0.3 CPU seconds" in endless.detail
         assert (summed(right), right.failure) == (Reward(1.0, True, True), None)
 
 
-def test_the_cpu_limit_counts_what_a_function_starts(module):
+async def test_the_cpu_limit_counts_what_a_function_starts(module):
     with pool_of(f"{module}:act", timeout_seconds=0.3, wall_timeout_seconds=300.0) as pool:
-        (endless,) = all_scored(pool, "busy_child")
+        (endless,) = await all_scored(pool, "busy_child")
         assert endless.failure == "timeout" and "CPU seconds" in endless.detail
 
 
-def test_waiting_longer_than_the_cpu_limit_is_no_failure(module):
+async def test_waiting_longer_than_the_cpu_limit_is_no_failure(module):
     """As on a machine where others have the CPU: the reward is that of a quiet one."""
     with pool_of(f"{module}:act", timeout_seconds=0.2) as pool:
-        waited, right = all_scored(pool, "sleep 0.6", "answer")
+        waited, right = await all_scored(pool, "sleep 0.6", "answer")
         assert (waited.failure, right.failure) == (None, None)
         assert summed(waited) == Reward(1.0, True, False)
 

@@ -21,31 +21,31 @@ from tests.child_processes import is_alive
 from tests.rewards.pools import all_scored, failures_of, pool_of, processes_of, score_all, wait_until
 
 
-def test_a_signal_to_all_processes_of_a_job_ends_no_reward_process(module):
+async def test_a_signal_to_all_processes_of_a_job_ends_no_reward_process(module):
     with pool_of(f"{module}:act") as pool:
-        assert score_all(pool, "terminated") == [Reward(float(signal.SIGTERM), True, True)]
+        assert await score_all(pool, "terminated") == [Reward(float(signal.SIGTERM), True, True)]
         processes = processes_of(pool)
         assert len(processes) == 2
         for process in processes:
             os.kill(process, signal.SIGTERM)
-        assert failures_of(pool, "answer") == [None]
+        assert await failures_of(pool, "answer") == [None]
 
 
 @pytest.mark.parametrize("ending", ["die", "close"])
-def test_what_leaves_the_process_group_is_killed_too(module, tmp_path, ending):
+async def test_what_leaves_the_process_group_is_killed_too(module, tmp_path, ending):
     with pool_of(f"{module}:act", wall_timeout_seconds=30.0) as pool:
         path = tmp_path / "pids"
-        assert failures_of(pool, f"detach {path}") == [None]
+        assert await failures_of(pool, f"detach {path}") == [None]
         wait_until(lambda: Path(f"{path}2").exists() and Path(f"{path}2").read_text())
         pids = [int(pid) for pid in (path.read_text() + " " + Path(f"{path}2").read_text()).split()]
         assert len(pids) == 3 and all(map(is_alive, pids))
         if ending == "die":
-            assert failures_of(pool, "die") == ["error"]
+            assert await failures_of(pool, "die") == ["error"]
             assert not any(map(is_alive, pids))
     assert not any(map(is_alive, pids))
 
 
-def test_a_score_that_nobody_waits_for_any_more_ends_its_process(module, tmp_path):
+async def test_a_score_that_nobody_waits_for_any_more_ends_its_process(module, tmp_path):
     path = tmp_path / "pids"
 
     async def drive(pool):
@@ -59,7 +59,7 @@ def test_a_score_that_nobody_waits_for_any_more_ends_its_process(module, tmp_pat
         return await pool.score(Sample("answer", "answer"))
 
     with pool_of(f"{module}:act", wall_timeout_seconds=600.0) as pool:
-        assert asyncio.run(drive(pool)).failure is None
+        assert (await drive(pool)).failure is None
         assert not any(is_alive(int(pid)) for pid in path.read_text().split())
         assert not Path(f"{path}2").exists()
 
@@ -67,13 +67,13 @@ def test_a_score_that_nobody_waits_for_any_more_ends_its_process(module, tmp_pat
 @pytest.mark.parametrize(
     ("text", "told"), [("exit", "SystemExit: 3"), ("die", "ended with exit code 3"), ("crash", "killed by SIGSEGV")]
 )
-def test_the_end_of_a_process_is_told(module, text, told):
+async def test_the_end_of_a_process_is_told(module, text, told):
     with pool_of(f"{module}:act") as pool:
-        (failed,) = all_scored(pool, text)
+        (failed,) = await all_scored(pool, text)
         assert told in failed.detail
 
 
-def test_a_completion_whose_process_is_killed_from_outside_is_scored_once_more(tmp_path, monkeypatch):
+async def test_a_completion_whose_process_is_killed_from_outside_is_scored_once_more(tmp_path, monkeypatch):
     mark = tmp_path / "mark"
     (tmp_path / "killed_once.py").write_text(
         "import os, pathlib, signal\n"
@@ -87,13 +87,13 @@ def test_a_completion_whose_process_is_killed_from_outside_is_scored_once_more(t
     monkeypatch.syspath_prepend(tmp_path)
     notices = []
     with pool_of("killed_once:score", notice=notices.append) as pool:
-        assert [scored.num_lost for scored in all_scored(pool, "fine", "killed")] == [0, 1]
-        assert failures_of(pool, "killed") == [None]
+        assert [scored.num_lost for scored in await all_scored(pool, "fine", "killed")] == [0, 1]
+        assert await failures_of(pool, "killed") == [None]
         assert pool.metrics() == {"reward/lost_processes": 1.0} and pool.metrics() == {}
     assert mark.exists() and len(notices) == 1 and "reward/lost_processes" in notices[0]
 
 
-def test_an_invalid_answer_after_a_lost_process_counts_that_process(tmp_path, monkeypatch):
+async def test_an_invalid_answer_after_a_lost_process_counts_that_process(tmp_path, monkeypatch):
     mark = tmp_path / "mark"
     (tmp_path / "killed_then_wrong.py").write_text(
         "import json, os, pathlib, signal, struct, time\n"
@@ -111,21 +111,21 @@ def test_an_invalid_answer_after_a_lost_process_counts_that_process(tmp_path, mo
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pool_of("killed_then_wrong:score") as pool:
-        (failed,) = all_scored(pool, "any")
+        (failed,) = await all_scored(pool, "any")
     assert "not a valid reward" in failed.detail and failed.num_lost == 1
 
 
-def test_a_killed_process_is_replaced_at_once_and_taken_last(module):
+async def test_a_killed_process_is_replaced_at_once_and_taken_last(module):
     with pool_of(f"{module}:act", num_workers=2) as pool:
-        before = {reward.score for reward in score_all(pool, "pid", "pid")}
-        assert len(before) == 2 and failures_of(pool, "die") == ["error"]
+        before = {reward.score for reward in await score_all(pool, "pid", "pid")}
+        assert len(before) == 2 and await failures_of(pool, "die") == ["error"]
         # Two supervisors and their children run, before anybody asks for the second place.
         assert len(processes_of(pool)) >= 3
-        assert score_all(pool, "pid")[0].score in before
-        assert len({reward.score for reward in score_all(pool, "pid", "pid")} - before) == 1
+        assert (await score_all(pool, "pid"))[0].score in before
+        assert len({reward.score for reward in await score_all(pool, "pid", "pid")} - before) == 1
 
 
-def test_a_process_that_is_killed_while_it_imports_is_started_once_more(tmp_path, monkeypatch):
+async def test_a_process_that_is_killed_while_it_imports_is_started_once_more(tmp_path, monkeypatch):
     mark = tmp_path / "mark"
     (tmp_path / "killed_on_import.py").write_text(
         "import os, pathlib, signal\n"
@@ -138,22 +138,22 @@ def test_a_process_that_is_killed_while_it_imports_is_started_once_more(tmp_path
     )
     monkeypatch.syspath_prepend(tmp_path)
     with pool_of("killed_on_import:score") as pool:
-        assert score_all(pool, "any") == [Reward(1.0, True, True)] and mark.exists()
+        assert await score_all(pool, "any") == [Reward(1.0, True, True)] and mark.exists()
 
 
-def test_an_import_that_hangs_is_ended(tmp_path, monkeypatch):
+async def test_an_import_that_hangs_is_ended(tmp_path, monkeypatch):
     (tmp_path / "hangs_on_import.py").write_text("import time\ntime.sleep(600)\n")
     monkeypatch.syspath_prepend(tmp_path)
     settings = worker_settings(RewardConfig.model_validate({"functions": ("hangs_on_import:score",)}))
     pool = RewardPool(replace(settings, start_timeout_seconds=0.5), num_workers=1)
     try:
         with pytest.raises(ConfigError, match=r"importing hangs_on_import:score took more than 0\.5 s"):
-            score_all(pool, "any")
+            await score_all(pool, "any")
     finally:
         pool.close()
 
 
-def test_only_reward_processes_search_the_current_folder_and_only_where_it_is_named(tmp_path, monkeypatch):
+async def test_only_reward_processes_search_the_current_folder_and_only_where_it_is_named(tmp_path, monkeypatch):
     (tmp_path / "brotli.py").write_text("raise SystemExit('this was not to be imported')\n")
     (tmp_path / "mine_in_a_test.py").write_text(
         "from megarl.types import Reward\ndef one(completion_text): return Reward(1.0, True, True)\n"
@@ -167,21 +167,21 @@ def test_only_reward_processes_search_the_current_folder_and_only_where_it_is_na
     for name in ("boxed", "no_such_module:one", "json:loads"):
         assert folder not in worker_settings(RewardConfig.model_validate({"functions": (name,)})).search_path
     with pool_of("mine_in_a_test:one") as pool:
-        assert score_all(pool, "any") == [Reward(1.0, True, True)]
+        assert await score_all(pool, "any") == [Reward(1.0, True, True)]
     assert sys.path == before and "mine_in_a_test" not in sys.modules
 
 
-def test_a_process_that_ends_while_it_starts_is_named(tmp_path, monkeypatch):
+async def test_a_process_that_ends_while_it_starts_is_named(tmp_path, monkeypatch):
     (tmp_path / "ends_on_import.py").write_text("import os\nos._exit(1)\n")
     monkeypatch.syspath_prepend(tmp_path)
     with (
         pool_of("ends_on_import:score") as pool,
         pytest.raises(PeerLostError, match="ends_on_import:score ended with exit code 1 while it started"),
     ):
-        score_all(pool, "any")
+        await score_all(pool, "any")
 
 
-def test_close_is_quick_idempotent_and_leaves_no_process(module, tmp_path):
+async def test_close_is_quick_idempotent_and_leaves_no_process(module, tmp_path):
     async def close_amid_scoring(pool):
         scores = [
             asyncio.ensure_future(pool.score(Sample(text, "")))
@@ -193,9 +193,9 @@ def test_close_is_quick_idempotent_and_leaves_no_process(module, tmp_path):
         return await asyncio.gather(*scores, return_exceptions=True)
 
     with pool_of(f"{module}:act", num_workers=2) as pool:
-        pids = [int(reward.score) for reward in score_all(pool, "pid", "pid")]
+        pids = [int(reward.score) for reward in await score_all(pool, "pid", "pid")]
         started = time.monotonic()
-        outcomes = asyncio.run(close_amid_scoring(pool))
+        outcomes = await close_amid_scoring(pool)
         assert time.monotonic() - started < 30.0
         assert all(isinstance(outcome, PeerLostError | asyncio.CancelledError) for outcome in outcomes)
         pids += [int(pid) for pid in (tmp_path / "pids").read_text().split()]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import inspect
 import json
 import re
@@ -133,7 +132,7 @@ def test_formulas(text: str, is_one: bool) -> None:
     assert is_formula(text) == is_one
 
 
-def test_a_formula_that_takes_for_ever_ends_its_process_alone() -> None:
+async def test_a_formula_that_takes_for_ever_ends_its_process_alone() -> None:
     entry = entry_of("countdown")
     gold = f"<answer>{entry['answer']}</answer>"
     endless = "<answer>9**9**9</answer>"
@@ -143,7 +142,7 @@ def test_a_formula_that_takes_for_ever_ends_its_process_alone() -> None:
 
     # The first completion imports the library: 3 s of CPU on a slow machine.
     with pool_of("reasoning_gym", timeout_seconds=5.0) as pool:
-        right, late, again = asyncio.run(score(pool))
+        right, late, again = await score(pool)
     assert (right.failure, late.failure, again.failure) == (None, "timeout", None)
     assert again.reward == right.reward and right.reward.answer_correct
 

@@ -15,24 +15,24 @@ from megarl.types import ConfigError, Reward
 from tests.rewards.pools import ZERO, all_scored, failures_of, pool_of, score_all, summed
 
 
-def test_scores_are_those_of_the_function_called_directly():
+async def test_scores_are_those_of_the_function_called_directly():
     with pool_of("boxed", num_workers=2, correct_score=10.0) as pool:
         texts = [rf"\boxed{{{number}/2}}" for number in range(40)]
-        rewards = score_all(pool, *texts, answer="3.5")
+        rewards = await score_all(pool, *texts, answer="3.5")
         assert rewards == [Reward(10.0 * (number == 7), True, number == 7) for number in range(40)]
-        bomb = all_scored(pool, r"\boxed{9^{9^{9}}}", r"\boxed{10000000!}", answer="7")
+        bomb = await all_scored(pool, r"\boxed{9^{9^{9}}}", r"\boxed{10000000!}", answer="7")
         assert [(summed(scored), scored.failure) for scored in bomb] == [(Reward(0.0, True, False), None)] * 2
 
 
-def test_without_functions_all_rewards_are_zero():
+async def test_without_functions_all_rewards_are_zero():
     with pool_of() as pool:
-        assert len(pool) == 0 and score_all(pool, "3", "4", answer="3") == [Reward(0.0, False, None)] * 2
+        assert len(pool) == 0 and await score_all(pool, "3", "4", answer="3") == [Reward(0.0, False, None)] * 2
 
 
-def test_several_functions_are_summed_and_must_all_agree(module):
+async def test_several_functions_are_summed_and_must_all_agree(module):
     functions = [{"name": f"{module}:{name}", "judges_answer": True} for name in ("act", "second")]
     with pool_of(*functions, correct_score=2.0) as pool:
-        assert score_all(pool, "answer", "ill") == [Reward(2.25, True, True), Reward(2.25, False, False)]
+        assert await score_all(pool, "answer", "ill") == [Reward(2.25, True, True), Reward(2.25, False, False)]
 
 
 OPINIONS = """
@@ -71,7 +71,7 @@ def brevity(num_tokens):
 """
 
 
-def test_a_paid_wrong_answer_is_not_right(tmp_path, monkeypatch):
+async def test_a_paid_wrong_answer_is_not_right(tmp_path, monkeypatch):
     (tmp_path / "rew.py").write_text(PAID_FOR_WRONG)
     monkeypatch.chdir(tmp_path)
     brevity = {"name": "rew.py:brevity", "weight": 0.2}
@@ -80,7 +80,7 @@ def test_a_paid_wrong_answer_is_not_right(tmp_path, monkeypatch):
         ({"name": "rew.py:exact", "judges_answer": True}, [True, False]),
     ):
         with pool_of(exact, brevity) as pool:
-            rewards = score_all(pool, "5", "6", answer="5")
+            rewards = await score_all(pool, "5", "6", answer="5")
         assert [(r.score, r.answer_correct) for r in rewards] == list(zip([1.2, 0.2], verdicts, strict=True))
 
 
@@ -123,15 +123,15 @@ async def test_a_message_that_json_cannot_hold_fails_its_sample_alone(tmp_path, 
         "return {'score': 1.0}",
     ],
 )
-def test_a_failure_is_told_and_scores_zero(module, text):
+async def test_a_failure_is_told_and_scores_zero(module, text):
     with pool_of(f"{module}:act") as pool:
-        failed, right = all_scored(pool, text, "answer")
+        failed, right = await all_scored(pool, text, "answer")
         assert (summed(failed), failed.failure) == (ZERO, "error")
         assert failed.detail.startswith(f"{module}:act: ")
         assert summed(right) == Reward(1.0, True, True)
 
 
-def test_numbers_of_other_types_are_scores(module):
+async def test_numbers_of_other_types_are_scores(module):
     with pool_of(f"{module}:act") as pool:
         texts = (
             "return Reward(__import__('numpy').float32(0.5), __import__('numpy').bool_(True), 0)",
@@ -139,33 +139,34 @@ def test_numbers_of_other_types_are_scores(module):
             "return Reward(1e6, True, True)",
         )
         expected = [Reward(0.5, True, False), Reward(0.5, True, False), Reward(1e6, True, True)]
-        assert score_all(pool, *texts) == expected
+        assert await score_all(pool, *texts) == expected
 
 
-def test_a_text_that_is_no_unicode_is_scored_as_it_is(module):
+async def test_a_text_that_is_no_unicode_is_scored_as_it_is(module):
     with pool_of(f"{module}:act") as pool:
-        assert score_all(pool, "\ud800 \x00 \U0001f600", answer="\ud800 \x00 \U0001f600") == [Reward(1.0, True, True)]
+        [scored] = await score_all(pool, "\ud800 \x00 \U0001f600", answer="\ud800 \x00 \U0001f600")
+        assert scored == Reward(1.0, True, True)
 
 
-def test_the_first_failure_of_each_kind_is_noticed_with_an_example(module):
+async def test_the_first_failure_of_each_kind_is_noticed_with_an_example(module):
     notices = []
     with pool_of(f"{module}:act", wall_timeout_seconds=1.0, notice=notices.append) as pool:
-        failures = failures_of(pool, "raise first", "raise second", "sleep 60", "raise third")
+        failures = await failures_of(pool, "raise first", "raise second", "sleep 60", "raise third")
         assert failures == ["error", "error", "timeout", "error"]
     error, timeout = notices
     assert "reward/errors" in error and "ValueError: first" in error and "in act" in error
     assert "reward/timeouts" in timeout and "reward.wall_timeout_seconds = 1" in timeout
 
 
-def test_workers_run_at_once_one_completion_each_and_stay(module, tmp_path):
+async def test_workers_run_at_once_one_completion_each_and_stay(module, tmp_path):
     with pool_of(f"{module}:act", num_workers=2) as pool:
         one, other = tmp_path / "one", tmp_path / "other"
-        met = score_all(pool, f"meet {one} {other}", f"meet {other} {one}")
+        met = await score_all(pool, f"meet {one} {other}", f"meet {other} {one}")
         assert met == [Reward(1.0, True, False)] * 2
         started = time.monotonic()
-        score_all(pool, *["sleep 0.25"] * 4)
+        await score_all(pool, *["sleep 0.25"] * 4)
         assert time.monotonic() - started >= 0.5
-        pids = {reward.score for _ in range(5) for reward in score_all(pool, "pid", "pid")}
+        pids = {reward.score for _ in range(5) for reward in await score_all(pool, "pid", "pid")}
         assert 1 <= len(pids) <= 2
 
 
@@ -181,13 +182,13 @@ async def test_the_event_loop_stays_free(module, tmp_path):
         assert (await meet(pool)).failure is None
 
 
-def test_unknown_and_unimportable_functions_are_errors_of_the_recipe():
+async def test_unknown_and_unimportable_functions_are_errors_of_the_recipe():
     with pool_of("boxd") as pool, pytest.raises(ConfigError, match="Did you mean 'boxed'"):
-        score_all(pool, "any")
+        await score_all(pool, "any")
     with pool_of("no_such_module_anywhere:score") as pool:
         for _ in range(2):
             with pytest.raises(ConfigError, match="cannot import no_such_module_anywhere"):
-                score_all(pool, "any")
+                await score_all(pool, "any")
 
 
 async def test_ten_thousand_scorings_leave_nothing_behind():
