@@ -69,16 +69,12 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     require.cache_clear()
 
 
-def played(play: Callable[[], Awaitable[Any]]) -> Any:
+async def played(play: Callable[[], Awaitable[Any]]) -> Any:
     """Run a coroutine, and leave no child."""
-
-    async def whole() -> Any:
-        try:
-            return await asyncio.wait_for(play(), 60)
-        finally:
-            await close_shared()
-
-    return asyncio.run(whole())
+    try:
+        return await asyncio.wait_for(play(), 60)
+    finally:
+        await close_shared()
 
 
 def problem(index: int, **record: str) -> Problem:
@@ -89,7 +85,7 @@ async def said(environment: ForeignEnvironment, *texts: str) -> list[Step]:
     return [await environment.step(Turn(number, text, "stop")) for number, text in enumerate(texts)]
 
 
-def test_a_child_plays_an_episode(toy: None) -> None:
+async def test_a_child_plays_an_episode(toy: None) -> None:
     async def play() -> None:
         walk = Gem("walk")
         start = await walk.reset(problem(7), 0)
@@ -100,10 +96,10 @@ def test_a_child_plays_an_episode(toy: None) -> None:
         other = Gem("walk", seed=1)
         assert await other.reset(problem(7), 0) != start
 
-    played(play)
+    await played(play)
 
 
-def test_episodes_of_a_child_do_not_share_random_numbers(toy: None) -> None:
+async def test_episodes_of_a_child_do_not_share_random_numbers(toy: None) -> None:
     async def play() -> None:
         async def alone(index: int) -> list[Step]:
             walk = Gem("walk", processes=1)
@@ -114,7 +110,7 @@ def test_episodes_of_a_child_do_not_share_random_numbers(toy: None) -> None:
         assert expected[0] != expected[1]
         assert await asyncio.gather(*(alone(index) for index in range(4))) == expected
 
-    played(play)
+    await played(play)
 
 
 @pytest.mark.parametrize(
@@ -127,7 +123,7 @@ def test_episodes_of_a_child_do_not_share_random_numbers(toy: None) -> None:
         pytest.param("swallow", ChildError, "answer is not valid", id="nonsense"),
     ],
 )
-def test_a_faulty_episode_fails_alone(toy: None, text: str, error: type[Exception], words: str) -> None:
+async def test_a_faulty_episode_fails_alone(toy: None, text: str, error: type[Exception], words: str) -> None:
     """The other episode of the child is played again in a new one, where it was lost."""
 
     async def play() -> None:
@@ -142,10 +138,10 @@ def test_a_faulty_episode_fails_alone(toy: None, text: str, error: type[Exceptio
         await whole.reset(problem(2), 0)
         assert [*before, *after] == await said(whole, "1", "2", "3")
 
-    played(play)
+    await played(play)
 
 
-def test_an_episode_that_cannot_be_closed_fails_no_other(toy: None) -> None:
+async def test_an_episode_that_cannot_be_closed_fails_no_other(toy: None) -> None:
     async def play() -> None:
         for number in range(2):
             unclosable = Gem("walk", processes=1, config={"is_unclosable": True})
@@ -153,10 +149,10 @@ def test_an_episode_that_cannot_be_closed_fails_no_other(toy: None) -> None:
             await unclosable.close()
         assert (await Gem("walk", processes=1).reset(problem(7), 0)).messages[-1]["content"].startswith("at 7")
 
-    played(play)
+    await played(play)
 
 
-def test_an_episode_that_does_not_repeat_itself_fails(toy: None) -> None:
+async def test_an_episode_that_does_not_repeat_itself_fails(toy: None) -> None:
     async def play() -> None:
         walk, faulty = (Gem("walk", processes=1, config={"is_different": different}) for different in (True, False))
         await walk.reset(problem(1), 0)
@@ -167,10 +163,10 @@ def test_an_episode_that_does_not_repeat_itself_fails(toy: None) -> None:
         with pytest.raises(NotRepeatedError):
             await said(walk, "2")
 
-    played(play)
+    await played(play)
 
 
-def test_a_step_that_is_given_up_ends_its_child(toy: None) -> None:
+async def test_a_step_that_is_given_up_ends_its_child(toy: None) -> None:
     async def play() -> None:
         hanging, good = Gem("walk", processes=1), Gem("walk", processes=1)
         await hanging.reset(problem(1), 0)
@@ -183,7 +179,7 @@ def test_a_step_that_is_given_up_ends_its_child(toy: None) -> None:
         assert (await asyncio.wait_for(waiting, 30))[0].reward == 0.25
         assert step.cancelled()
 
-    played(play)
+    await played(play)
 
 
 def test_what_cannot_be_made_is_refused(toy: None, tmp_path: Path) -> None:
@@ -200,9 +196,10 @@ def test_a_missing_package_is_named_with_its_installation() -> None:
         Gem("walk")
 
 
-def test_the_memory_of_a_child_is_limited(toy: None) -> None:
+async def test_the_memory_of_a_child_is_limited(toy: None) -> None:
     with pytest.raises(ConfigError, match=r"takes [0-9]+ MiB of address space"):
-        Gem("walk", memory_gib=0.001).check()
+        # The check runs an event loop of its own.
+        await asyncio.to_thread(Gem("walk", memory_gib=0.001).check)
 
     async def play() -> None:
         walk = Gem("walk", memory_gib=0.5)
@@ -211,10 +208,10 @@ def test_the_memory_of_a_child_is_limited(toy: None) -> None:
             await said(walk, "fill")
         assert (await said(walk, "1"))[0].reward == 0.25
 
-    played(play)
+    await played(play)
 
 
-def test_a_task_of_reasoning_gym_is_scored_by_its_own_scorer() -> None:
+async def test_a_task_of_reasoning_gym_is_scored_by_its_own_scorer() -> None:
     async def play() -> None:
         environment = ReasoningGym("chain_sum", config={"min_terms": 2, "max_terms": 2}, system="direct")
         start = await environment.reset(problem(3), 0)
@@ -232,10 +229,10 @@ def test_a_task_of_reasoning_gym_is_scored_by_its_own_scorer() -> None:
         await boxed.reset(problem(3), 0)
         assert (await said(boxed, f"\\boxed{{{answer}}}"))[0].reward == 1.0
 
-    played(play)
+    await played(play)
 
 
-def test_what_a_scorer_of_reasoning_gym_would_run_is_not_run(tmp_path: Path) -> None:
+async def test_what_a_scorer_of_reasoning_gym_would_run_is_not_run(tmp_path: Path) -> None:
     made = tmp_path / "made"
     program = f"[open({str(made)!r}, 'w')]"
 
@@ -245,11 +242,11 @@ def test_what_a_scorer_of_reasoning_gym_would_run_is_not_run(tmp_path: Path) -> 
             await environment.reset(problem(3), 0)
             assert (await said(environment, f"<answer>{program}</answer>"))[0].answer_correct is False
 
-    played(play)
+    await played(play)
     assert not made.exists()
 
 
-def test_no_question_is_in_training_and_in_validation() -> None:
+async def test_no_question_is_in_training_and_in_validation() -> None:
     async def play() -> None:
         asked: dict[str, set[str]] = {}
         for split, first in (("train", 0), ("validation", 10**9)):
@@ -260,7 +257,7 @@ def test_no_question_is_in_training_and_in_validation() -> None:
         assert len(asked["train"]) > 20 and len(asked["validation"]) > 20
         assert not asked["train"] & asked["validation"]
 
-    played(play)
+    await played(play)
 
 
 def test_an_unknown_task_is_refused() -> None:

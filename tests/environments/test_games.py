@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import random
 import re
 from collections.abc import Sequence
@@ -22,17 +21,13 @@ def problem(index: int, **record: object) -> Problem:
     return Problem(index, messages, (1,), "", record)
 
 
-def play(game: Environment, at: Problem, texts: Sequence[str]) -> tuple[str, list[Step]]:
+async def play(game: Environment, at: Problem, texts: Sequence[str]) -> tuple[str, list[Step]]:
     """The question, and the steps of the turns."""
-
-    async def drive() -> tuple[str, list[Step]]:
-        start = await game.reset(at, 5)
-        assert start.messages[0] == at.messages[0]
-        steps = [await game.step(Turn(number, text, "stop")) for number, text in enumerate(texts)]
-        await game.close()
-        return start.messages[-1]["content"], steps
-
-    return asyncio.run(drive())
+    start = await game.reset(at, 5)
+    assert start.messages[0] == at.messages[0]
+    steps = [await game.step(Turn(number, text, "stop")) for number, text in enumerate(texts)]
+    await game.close()
+    return start.messages[-1]["content"], steps
 
 
 def hints(steps: Sequence[Step]) -> list[str]:
@@ -54,14 +49,14 @@ def test_countdown_is_drawn_from_the_problem_and_has_a_solution() -> None:
         assert target not in numbers
 
 
-def test_countdown_judges_guesses() -> None:
+async def test_countdown_judges_guesses() -> None:
     game = Countdown(max_guesses=3)
     at = problem(0, numbers=[3, 4, 5], target=23)
-    question, steps = play(game, at, ["3 * 4 + 5", "I add: 3 + 4 * 5 = 23\n"])
+    question, steps = await play(game, at, ["3 * 4 + 5", "I add: 3 + 4 * 5 = 23\n"])
     assert "23" in question and "3, 4, 5" in question
     assert hints(steps) == ["No: that makes 17, not 23. Try again."]
     assert steps[1] == Step(reward=1.0, done=True, answer_correct=True, metrics={"guesses": 1.0})
-    _, steps = play(Countdown(), at, ["4 * 4"])
+    _, steps = await play(Countdown(), at, ["4 * 4"])
     assert (steps[0].reward, steps[0].done, steps[0].answer_correct) == (0.0, True, False)
     assert fault_of("<answer>3 + 4 * 5</answer>", [3, 4, 5], 23) is None
     assert fault_of("\\boxed{(3+4*5)}", [3, 4, 5], 23) is None
@@ -94,18 +89,18 @@ def test_countdown_computes_without_rounding() -> None:
             assert fault_of(expression, numbers, int(value) + 1) is not None, expression
 
 
-def test_the_number_is_found_by_halving() -> None:
+async def test_the_number_is_found_by_halving() -> None:
     game = GuessNumber(max_number=100, max_guesses=8)
     for index in range(20):
         low, high, texts = 1, 100, []
-        _, steps = play(game, problem(index), ["50"])
+        _, steps = await play(game, problem(index), ["50"])
         while not steps[-1].done:
             if texts:
                 low, high = (int(texts[-1]) + 1, high) if hints(steps)[-1] == "Higher." else (low, int(texts[-1]) - 1)
             texts.append(str((low + high) // 2))
-            _, steps = play(game, problem(index), [f"Not 7 but {text}" for text in texts])
+            _, steps = await play(game, problem(index), [f"Not 7 but {text}" for text in texts])
         assert steps[-1].reward == 1.0 and len(steps) <= 7
-    _, steps = play(GuessNumber(max_guesses=2), problem(0), ["none", "0"])
+    _, steps = await play(GuessNumber(max_guesses=2), problem(0), ["none", "0"])
     assert hints(steps) == ["Give a number."]
     assert (steps[-1].done, steps[-1].reward) == (True, 0.0)
 
@@ -124,16 +119,16 @@ def test_marks(guess: str, secret: str, found: tuple[int, int]) -> None:
     assert marks(guess, secret) == found
 
 
-def test_mastermind_ends_with_the_word_or_the_last_guess() -> None:
+async def test_mastermind_ends_with_the_word_or_the_last_guess() -> None:
     game = Mastermind(max_guesses=2, partial_reward=0.5)
-    asyncio.run(game.reset(problem(4), 0))
+    await game.reset(problem(4), 0)
     secret = game.secret
     assert set(secret) <= set("ABCDEF") and len(secret) == 4
-    _, steps = play(game, problem(4), ["Perhaps", f"{secret[::-1]} or {secret}."])
+    _, steps = await play(game, problem(4), ["Perhaps", f"{secret[::-1]} or {secret}."])
     assert hints(steps) == ["Give a word of 4 letters."]
     assert (steps[-1].done, steps[-1].reward, steps[-1].answer_correct) == (True, 1.0, True)
     wrong = secret[:3] + ("A" if secret[3] != "A" else "B")
-    _, steps = play(game, problem(4), [wrong, wrong])
+    _, steps = await play(game, problem(4), [wrong, wrong])
     assert hints(steps)[0].startswith("3 in place")
     assert (steps[-1].reward, steps[-1].answer_correct) == (pytest.approx(0.375), False)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 from pathlib import Path
 from typing import Any
 
@@ -41,20 +40,17 @@ def folder(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def played(name: str, *turns: Turn, **settings: Any) -> tuple[Start, list[Step]]:
-    async def play() -> tuple[Start, list[Step]]:
-        environment = environment_maker(name, settings)()
-        start = await environment.reset(PROBLEM, 0)
-        steps = [await environment.step(turn) for turn in turns]
-        await environment.close()
-        return start, steps
-
-    return asyncio.run(play())
+async def played(name: str, *turns: Turn, **settings: Any) -> tuple[Start, list[Step]]:
+    environment = environment_maker(name, settings)()
+    start = await environment.reset(PROBLEM, 0)
+    steps = [await environment.step(turn) for turn in turns]
+    await environment.close()
+    return start, steps
 
 
-def test_the_function_answers_until_it_has_nothing_to_say(folder: Path) -> None:
+async def test_the_function_answers_until_it_has_nothing_to_say(folder: Path) -> None:
     call = Turn(0, "", "stop", calls=(ToolCall("a", "double", {}),), completion="Call |3| now")
-    start, steps = played(f"{folder}/env.py:interact", call, Turn(1, "6", "stop", completion="6"))
+    start, steps = await played(f"{folder}/env.py:interact", call, Turn(1, "6", "stop", completion="6"))
     assert start.messages == PROBLEM.messages
     assert [tool["function"]["name"] for tool in start.tools] == ["double"]
     assert steps == [Step(({"role": "tool", "content": "6"},)), Step(done=True)]
@@ -63,19 +59,19 @@ def test_the_function_answers_until_it_has_nothing_to_say(folder: Path) -> None:
     assert seen[1] == [("user", "2 x 3?"), ("assistant", "Call |3| now"), ("tool", "6"), ("assistant", "6")]
 
 
-def test_it_is_not_called_after_the_last_turn(folder: Path) -> None:
-    _, steps = played(f"{folder}/env.py:interact", Turn(0, "", "stop", completion="|3|", is_last=True))
+async def test_it_is_not_called_after_the_last_turn(folder: Path) -> None:
+    _, steps = await played(f"{folder}/env.py:interact", Turn(0, "", "stop", completion="|3|", is_last=True))
     assert steps == [Step(done=True)]
 
 
-def test_it_is_told_what_its_parameters_name_and_settings(folder: Path) -> None:
-    _, steps = played(f"{folder}/env.py:with_answer", Turn(0, "7", "stop", completion="7"), reply="Wrong")
+async def test_it_is_told_what_its_parameters_name_and_settings(folder: Path) -> None:
+    _, steps = await played(f"{folder}/env.py:with_answer", Turn(0, "7", "stop", completion="7"), reply="Wrong")
     assert steps == [Step(({"role": "user", "content": "Wrong, 6"},))]
 
 
-def test_an_answer_that_is_no_list_fails_the_attempt(folder: Path) -> None:
+async def test_an_answer_that_is_no_list_fails_the_attempt(folder: Path) -> None:
     with pytest.raises(TypeError, match="not a list of messages"):
-        played(f"{folder}/env.py:gives_text", Turn(0, "7", "stop", completion="7"))
+        await played(f"{folder}/env.py:gives_text", Turn(0, "7", "stop", completion="7"))
 
 
 def test_functions_that_cannot_be_called_are_refused(folder: Path) -> None:

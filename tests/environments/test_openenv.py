@@ -83,22 +83,19 @@ class Server:
         await socket.send_json({"type": "observation", "data": data})
 
 
-def served(play: Callable[[Server, str], Awaitable[None]]) -> None:
-    async def whole() -> None:
-        server = Server()
-        app = web.Application()
-        app.add_routes([web.get("/schema", server.schema), web.get("/ws", server.session)])
-        runner = web.AppRunner(app)
-        await runner.setup()
-        site = web.TCPSite(runner, "127.0.0.1", 0)
-        await site.start()
-        try:
-            await asyncio.wait_for(play(server, f"http://127.0.0.1:{runner.addresses[0][1]}"), 30)
-        finally:
-            await close_shared()
-            await runner.cleanup()
-
-    asyncio.run(whole())
+async def served(play: Callable[[Server, str], Awaitable[None]]) -> None:
+    server = Server()
+    app = web.Application()
+    app.add_routes([web.get("/schema", server.schema), web.get("/ws", server.session)])
+    runner = web.AppRunner(app)
+    await runner.setup()
+    site = web.TCPSite(runner, "127.0.0.1", 0)
+    await site.start()
+    try:
+        await asyncio.wait_for(play(server, f"http://127.0.0.1:{runner.addresses[0][1]}"), 30)
+    finally:
+        await close_shared()
+        await runner.cleanup()
 
 
 PROBLEM = Problem(7, ({"role": "system", "content": "Play."}, {"role": "user", "content": "."}), (1,), "")
@@ -108,7 +105,7 @@ async def say(environment: OpenEnv, text: str, *calls: ToolCall) -> Step:
     return await environment.step(Turn(0, text, "stop", calls=calls))
 
 
-def test_a_session_plays_an_attempt() -> None:
+async def test_a_session_plays_an_attempt() -> None:
     async def play(server: Server, url: str) -> None:
         game = OpenEnv(url, reset={"level": 2})
         start = await game.reset(PROBLEM, 3)
@@ -121,10 +118,10 @@ def test_a_session_plays_an_attempt() -> None:
         assert json.loads((await other.reset(PROBLEM, 3)).messages[-1]["content"]) == {"a": 1}
         await other.close()
 
-    served(play)
+    await served(play)
 
 
-def test_the_tools_of_a_server_are_called() -> None:
+async def test_the_tools_of_a_server_are_called() -> None:
     async def play(server: Server, url: str) -> None:
         game = OpenEnv(url, tools=True)
         start = await game.reset(PROBLEM, 3)
@@ -136,10 +133,10 @@ def test_the_tools_of_a_server_are_called() -> None:
         assert await say(game, "It is 5.") == Step(done=True)
         await game.close()
 
-    served(play)
+    await served(play)
 
 
-def test_attempts_wait_for_a_server_that_is_full() -> None:
+async def test_attempts_wait_for_a_server_that_is_full() -> None:
     async def play(server: Server, url: str) -> None:
         async def alone() -> Step:
             game = OpenEnv(url)
@@ -153,14 +150,14 @@ def test_attempts_wait_for_a_server_that_is_full() -> None:
         assert [step.reward for step in steps] == [1.0] * 6
         assert server.most == 2 and server.refused
 
-    served(play)
+    await served(play)
 
 
 @pytest.mark.parametrize(
     ("text", "error"),
     [("raise", ServerError), ("nonsense", ServerError), ("leave", UnreachableError), ("hang", TimeoutError)],
 )
-def test_a_faulty_session_fails_alone(text: str, error: type[Exception]) -> None:
+async def test_a_faulty_session_fails_alone(text: str, error: type[Exception]) -> None:
     async def play(server: Server, url: str) -> None:
         faulty, good = OpenEnv(url, seconds=0.5 if text == "hang" else 20.0), OpenEnv(url)
         await faulty.reset(PROBLEM, 3)
@@ -171,7 +168,7 @@ def test_a_faulty_session_fails_alone(text: str, error: type[Exception]) -> None
         assert (await say(good, "end")).reward == 1.0
         await good.close()
 
-    served(play)
+    await served(play)
 
 
 def test_a_server_that_cannot_be_had_is_refused(tmp_path: Path) -> None:

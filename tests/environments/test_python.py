@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import os
 import re
@@ -41,9 +40,9 @@ def turn_of(*programs: str) -> Turn:
     return Turn(0, "", "stop", calls=calls)
 
 
-def test_programs_reply_with_what_they_print(environment: Python) -> None:
+async def test_programs_reply_with_what_they_print(environment: Python) -> None:
     programs = ("print(6 * 7)", "x = 1", "print(x)", "while True: pass", "import os\nos.fork()")
-    step = asyncio.run(environment.step(turn_of(*programs)))
+    step = await environment.step(turn_of(*programs))
     found = [message["content"] for message in step.messages]
     assert found[:2] == ["42\n", "(it printed nothing)"]
     assert found[2].startswith("error: the program failed") and "NameError" in found[2]
@@ -52,11 +51,11 @@ def test_programs_reply_with_what_they_print(environment: Python) -> None:
     assert step.metrics["tools/python/calls"] == 5 and step.metrics["tools/python/errors"] == 3
 
 
-def test_a_program_that_waits_took_too_long_by_the_clock() -> None:
+async def test_a_program_that_waits_took_too_long_by_the_clock() -> None:
     waits = environment_maker("python", {"sandbox": {"wall_timeout_seconds": 1.0, "packages": []}})()
     assert isinstance(waits, Python)
     try:
-        step = asyncio.run(waits.step(turn_of("import time\ntime.sleep(3600)")))
+        step = await waits.step(turn_of("import time\ntime.sleep(3600)"))
     finally:
         _sandbox(json.dumps(asdict(waits._settings))).close()
         _sandbox.cache_clear()
@@ -64,18 +63,20 @@ def test_a_program_that_waits_took_too_long_by_the_clock() -> None:
     assert re.fullmatch(r"error: the program took more than [\d.]+ seconds by the clock", message["content"])
 
 
-def test_a_sandbox_that_fails_is_no_reply_to_the_policy(environment: Python, monkeypatch: pytest.MonkeyPatch) -> None:
-    asyncio.run(environment.reset(PROBLEM, 0))
+async def test_a_sandbox_that_fails_is_no_reply_to_the_policy(
+    environment: Python, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    await environment.reset(PROBLEM, 0)
     sandbox = _sandbox(json.dumps(asdict(environment._settings)))
     assert isinstance(sandbox, Sandbox) and sandbox._process is not None
     os.kill(sandbox._process.pid, signal.SIGSTOP)
     with monkeypatch.context() as patched, pytest.raises(EnvironmentUnavailableError, match="has not begun"):
         patched.setattr("megarl.sandbox.sandbox._START_SECONDS", 0.1)
         patched.setattr("megarl.sandbox.sandbox._KILL_SECONDS", 0.1)
-        asyncio.run(environment.step(turn_of("print(1)")))
+        await environment.step(turn_of("print(1)"))
     broken = Python(sandbox={"packages": ["nowhere"]})
     with pytest.raises(EnvironmentUnavailableError, match="nowhere"):
-        asyncio.run(broken.reset(PROBLEM, 0))
+        await broken.reset(PROBLEM, 0)
 
 
 def test_in_a_process_that_takes_the_sandbox_with_it() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 import math
 from pathlib import Path
@@ -35,18 +34,18 @@ def test_scores_are_those_of_the_formula() -> None:
     assert index.best("nothing here", 3) == []
 
 
-def test_the_tool_replies_with_the_best_passages(tmp_path: Path) -> None:
+async def test_the_tool_replies_with_the_best_passages(tmp_path: Path) -> None:
     lines = [{"text": text, "title": f"No. {number}"} for number, text in enumerate(TEXTS)]
     path = tmp_path / "corpus.jsonl"
     path.write_text("\n\n".join(map(json.dumps, lines)))
 
-    def found(query: str) -> object:
+    async def found(query: str) -> object:
         search = Search(str(path), num_results=2)
-        step = asyncio.run(search.step(Turn(0, "", "stop", calls=(ToolCall("c", "search", {"query": query}),))))
+        step = await search.step(Turn(0, "", "stop", calls=(ToolCall("c", "search", {"query": query}),)))
         return step.messages[0]["content"]
 
-    assert found("fox") == "[1] No. 0\nthe red fox\n\n[2] No. 1\nthe blue fox and the red sea"
-    assert found("zebra") == "nothing found"
+    assert await found("fox") == "[1] No. 0\nthe red fox\n\n[2] No. 1\nthe blue fox and the red sea"
+    assert await found("zebra") == "nothing found"
 
 
 @pytest.mark.parametrize(

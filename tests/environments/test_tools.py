@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Coroutine
 from typing import Any, Literal
 
 import pytest
@@ -73,12 +72,8 @@ class Shop(ToolEnvironment):
         return "0123456789" * 1000
 
 
-def drive(coroutine: Coroutine[Any, Any, Any]) -> Any:
-    return asyncio.run(coroutine)
-
-
-def stepped(shop: Shop, *calls: ToolCall, finish_reason: Literal["stop", "length"] = "stop") -> Step:
-    return drive(shop.step(Turn(0, "", finish_reason, calls=calls)))
+async def stepped(shop: Shop, *calls: ToolCall, finish_reason: Literal["stop", "length"] = "stop") -> Step:
+    return await shop.step(Turn(0, "", finish_reason, calls=calls))
 
 
 def call(place: int, name: str, **arguments: Any) -> ToolCall:
@@ -89,7 +84,7 @@ def contents(step: Step) -> list[Any]:
     return [message["content"] for message in step.messages]
 
 
-def test_schemas_are_of_signature_and_docstring_or_given() -> None:
+async def test_schemas_are_of_signature_and_docstring_or_given() -> None:
     shop = Shop()
     assert [schema["function"]["name"] for schema in shop.tools] == sorted(KEYS)
     schemas = {schema["function"]["name"]: schema for schema in shop.tools}
@@ -114,7 +109,7 @@ def test_schemas_are_of_signature_and_docstring_or_given() -> None:
         },
     }
     assert schemas["long"]["function"]["parameters"] == {"type": "object", "properties": {"anything": {}}}
-    assert drive(shop.reset(PROBLEM, 0)) == Start(PROBLEM.messages, shop.tools)
+    assert await shop.reset(PROBLEM, 0) == Start(PROBLEM.messages, shop.tools)
 
     def untyped(self: Any, x): ...  # type: ignore[no-untyped-def]
 
@@ -125,10 +120,10 @@ def test_schemas_are_of_signature_and_docstring_or_given() -> None:
             tool(function)
 
 
-def test_every_call_gets_one_reply_in_the_order_of_the_calls() -> None:
+async def test_every_call_gets_one_reply_in_the_order_of_the_calls() -> None:
     shop = Shop()
     broken = ToolCall("call2", "weather", None, "there is no tool 'weather'")
-    step = stepped(
+    step = await stepped(
         shop, call(0, "slow", item="tea"), call(1, "quick", item="Öl"), broken, call(3, "blocking", number=3)
     )
     assert step.messages == (
@@ -144,15 +139,15 @@ def test_every_call_gets_one_reply_in_the_order_of_the_calls() -> None:
     assert step.metrics["tools/invalid"] == 1 and step.metrics["tools/slow/errors"] == 0
 
 
-def test_tools_that_block_are_called_one_after_the_other() -> None:
+async def test_tools_that_block_are_called_one_after_the_other() -> None:
     shop = Shop()
-    stepped(shop, *(call(number, "blocking", number=number) for number in range(20)))
+    await stepped(shop, *(call(number, "blocking", number=number) for number in range(20)))
     assert shop.order == [f"blocking {number}" for number in range(20)]
 
 
-def test_what_raises_or_hangs_is_replied_to_with_an_error() -> None:
+async def test_what_raises_or_hangs_is_replied_to_with_an_error() -> None:
     shop = Shop(tool_seconds=0.05)
-    step = stepped(
+    step = await stepped(
         shop, *(call(number, name) for number, name in enumerate(("raising", "refusing", "hanging", "stuck")))
     )
     shop.release.set()
@@ -162,8 +157,8 @@ def test_what_raises_or_hangs_is_replied_to_with_an_error() -> None:
     assert step.metrics["tools/invalid"] == 0
 
 
-def test_a_long_reply_loses_its_middle() -> None:
-    step = stepped(Shop(max_reply_characters=200), call(0, "long"))
+async def test_a_long_reply_loses_its_middle() -> None:
+    step = await stepped(Shop(max_reply_characters=200), call(0, "long"))
     (reply,) = contents(step)
     assert len(reply) <= 200
     assert reply.startswith("0123456789") and reply.endswith("0123456789")
@@ -172,17 +167,17 @@ def test_a_long_reply_loses_its_middle() -> None:
     assert cut_in_the_middle("x" * 200, 200) == "x" * 200
 
 
-def test_an_answer_ends_the_attempt_and_a_call_does_not() -> None:
+async def test_an_answer_ends_the_attempt_and_a_call_does_not() -> None:
     shop = Shop()
-    assert stepped(shop).done
+    assert (await stepped(shop)).done
     broken = ToolCall("call0", "", None, "the call cannot be read")
-    assert not stepped(shop, broken).done and not stepped(shop, call(1, "blocking", number=1)).done
+    assert not (await stepped(shop, broken)).done and not (await stepped(shop, call(1, "blocking", number=1))).done
 
 
-def test_a_call_that_the_turns_length_cut_is_no_invalid_one() -> None:
+async def test_a_call_that_the_turns_length_cut_is_no_invalid_one() -> None:
     broken = ToolCall("call0", "", None, "it is cut off")
-    assert stepped(Shop(), broken, finish_reason="length").metrics["tools/invalid"] == 0
-    assert stepped(Shop(), broken, broken, finish_reason="length").metrics["tools/invalid"] == 1
+    assert (await stepped(Shop(), broken, finish_reason="length")).metrics["tools/invalid"] == 0
+    assert (await stepped(Shop(), broken, broken, finish_reason="length")).metrics["tools/invalid"] == 1
 
 
 def test_settings_are_checked() -> None:

@@ -71,14 +71,11 @@ def toy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     require.cache_clear()
 
 
-def played(play: Callable[[], Awaitable[Any]]) -> Any:
-    async def whole() -> Any:
-        try:
-            return await asyncio.wait_for(play(), 60)
-        finally:
-            await close_shared()
-
-    return asyncio.run(whole())
+async def played(play: Callable[[], Awaitable[Any]]) -> Any:
+    try:
+        return await asyncio.wait_for(play(), 60)
+    finally:
+        await close_shared()
 
 
 async def reward(task: int) -> float:
@@ -86,17 +83,17 @@ async def reward(task: int) -> float:
     return await agent.run({"index": task, "record": {}}, "http://endpoint/v1", "secret")
 
 
-def test_tasks_are_played_at_once_and_fail_alone(toy: None) -> None:
+async def test_tasks_are_played_at_once_and_fail_alone(toy: None) -> None:
     async def play() -> None:
         found = await asyncio.gather(*map(reward, (0, 1, 2, 7)), return_exceptions=True)
         assert (found[0], found[3]) == (0.0, 0.7)
         assert isinstance(found[1], ForeignError) and "HarnessError: no tools" in str(found[1])
         assert isinstance(found[2], ForeignError) and "ended with 5" in str(found[2])
 
-    played(play)
+    await played(play)
 
 
-def test_a_task_that_is_given_up_is_killed(toy: None, tmp_path: Path) -> None:
+async def test_a_task_that_is_given_up_is_killed(toy: None, tmp_path: Path) -> None:
     async def play() -> None:
         hanging = asyncio.create_task(reward(3))
         while not (tmp_path / "hanging").exists() or not (tmp_path / "hanging").read_text():
@@ -107,16 +104,16 @@ def test_a_task_that_is_given_up_is_killed(toy: None, tmp_path: Path) -> None:
             await asyncio.sleep(0.01)
         assert await reward(7) == 0.7
 
-    played(play)
+    await played(play)
 
 
-def test_a_process_that_died_is_started_again(toy: None) -> None:
+async def test_a_process_that_died_is_started_again(toy: None) -> None:
     async def play() -> None:
         with pytest.raises(ChildError, match="the child ended: noise on standard output"):
             await reward(4)
         assert await reward(7) == 0.7
 
-    played(play)
+    await played(play)
 
 
 def test_the_output_of_a_process_that_ends_at_its_start_is_shown(toy: None, tmp_path: Path) -> None:
