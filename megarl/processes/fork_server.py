@@ -93,7 +93,7 @@ def import_variables(environment: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environment.items() if name not in PROCESS_VARIABLES}
 
 
-def _make_server() -> Callable[[Mapping[str, str], Sequence[str], Sequence[str], BinaryIO], ServerHandle]:
+def _server_maker() -> Callable[[Mapping[str, str], Sequence[str], Sequence[str], BinaryIO], ServerHandle]:
     """Return the function that starts a server's process."""
     path = os.environ.get(SERVER_MAKER)
     return ForkServerProcess if path is None else import_object(path, SERVER_MAKER)
@@ -104,7 +104,7 @@ class ForkServer:
 
     def __init__(self, environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO) -> None:
         """Start the server. Write the output of its imports to `log`."""
-        self._process = _make_server()(environment, sys.path, imports, log)
+        self._process = _server_maker()(environment, sys.path, imports, log)
         self._num_forked = 0
         self._is_closed = False
         self.is_ready = False
@@ -251,7 +251,7 @@ def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: Bin
     """
     variables = sorted(import_variables(environment).items())
     # The thread belongs to the key because a server dies with the thread that started it (PR_SET_PDEATHSIG).
-    key = (threading.get_native_id(), _make_server(), tuple(variables), tuple(sys.path), tuple(imports))
+    key = (threading.get_native_id(), _server_maker(), tuple(variables), tuple(sys.path), tuple(imports))
     server = _servers.pop(key, None)
     if server is None or not server.is_running:
         server = ForkServer(environment, imports, log)
