@@ -1,7 +1,7 @@
-"""Recipe schema: every field, its default and its meaning. Frozen, strict about keys, free of torch.
+"""Schema of a recipe (a run's YAML file): every field with its type, default and meaning.
 
-Checks of a single field are here. Checks of several fields, the model folder or the data are in `preflight.check`. Both
-report on the same one-page error.
+An unknown key is an error. Checks of a single field are here. Checks of several fields, the model folder or the data
+are functions of `megarl.preflight`. A user sees the errors of both in one list. The package imports without torch.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ from megarl.files.model_folder import found_folder
 
 
 class Recipe(Section):
-    """Recipe of one run: all sections, and values derived from several of them."""
+    """Recipe of one run: all sections, and properties that combine several of them."""
 
     name: Annotated[Name,
         Foreign("experiment_name run_name exp_name"),
@@ -72,17 +72,18 @@ class Recipe(Section):
             note="tensorboard, wandb, mlflow; metrics.jsonl is always written", ColossalChat="--log_dir",
             verl="trainer.logger", TRL="report_to"),
         Foreign(example="[]", RL2="trainer.disable_wandb")] = ("tensorboard",)  # fmt: skip
-    """Destinations of metrics and samples, in addition to metrics.jsonl and samples/ in the run folder: names of
-    `tracking.trackers.TRACKERS` (default: tensorboard), or your own package.module:Class."""
+    """Trackers that receive metrics and samples (default: [tensorboard]). Also wandb, mlflow, trackio, prometheus, or
+    your own package.module:Class. The run folder always gets metrics.jsonl and samples/."""
     samples_every_steps: Annotated[PositiveInt, OnlyIf(ON_POLICY),
         Foreign("log_completions rollout_data_dir log_val_generations", remark="in the run's folder: samples/",
             example="20", short="rsd", ColossalRL="--rollout-save-dir")] = 1  # fmt: skip
-    """Write prompts, completions and rewards to samples/ every n steps (rl, distillation)."""
+    """Write prompts, completions and rewards to the run folder's samples/ every n steps (loops rl, distillation).
+    Default: 1."""
     # The forward pass is needed only where the step computes no trainer log-probs before its update.
     samples_with_tokens: Annotated[int, Field(ge=0, le=64), OnlyIf(*ADVANTAGES)] = 4
-    """Number of samples written token by token to tokens/ for `megarl report`, in each step of samples_every_steps: the
-    highest and lowest advantages, with log-probs of engine and trainer and weight versions (rl, distillation of sampled
-    tokens). May cost a forward pass of these samples. 0: none."""
+    """Number of samples per step written token by token to the run folder's tokens/, for `megarl report`: those with
+    the highest and lowest advantages, with log-probs of engine and trainer and weight versions. Written every
+    samples_every_steps steps (rl, distillation of sampled tokens). May cost a forward pass. 0: none."""
     model: ModelConfig
     """Policy model."""
     data: DataConfig
@@ -92,13 +93,13 @@ class Recipe(Section):
             example="loop=distillation mixture.math.distillation.teacher=models/math "
             "mixture.code.distillation.teacher=models/code",
             verl="distillation.teacher_key")] = Field(default_factory=dict)  # fmt: skip
-    """Several sources of problems in one run, by name (rl, distillation). Each has a `weight` and its own values for
-    data, rollout, reward, distillation and evaluation, in sections of these names. Groups never mix sources. Metrics
-    per source: environment/NAME/, val/SET/."""
+    """Several data sources in one run, a mapping from name to source (loops rl, distillation). A source has a `weight`
+    and its own values for fields of data, rollout, reward, distillation and evaluation. All samples of a group come
+    from one source. Metrics per source: environment/NAME/, val/SET/."""
     cluster: ClusterConfig = ClusterConfig()
-    """Nodes, ranks and their launcher."""
+    """Nodes (machines), ranks (one process per GPU), and the launcher of the ranks."""
     trainer: TrainerConfig = TrainerConfig()
-    """Megatron: parallel sizes and memory."""
+    """Megatron-Core trainer: parallel sizes, microbatch size, and saving of memory."""
     lora: LoraConfig = LoraConfig()
     """LoRA adapters of the policy."""
     optimizer: OptimizerConfig = OptimizerConfig()
@@ -108,25 +109,27 @@ class Recipe(Section):
     reward: Annotated[RewardConfig, OnlyIf(*ENGINE)] = RewardConfig()
     """Reward functions and reward model."""
     sandbox: Annotated[SandboxConfig, OnlyIf(*ENGINE, SANDBOX)] = SandboxConfig()
-    """Isolated execution of the policy's programs (reward code, environment python), and its limits."""
+    """Sandbox: isolated execution of programs written by the policy (reward code, environment python), and their
+    limits."""
     algorithm: Annotated[AlgorithmConfig, OnlyIf(RL)] = AlgorithmConfig()
     """Advantage estimator, policy loss, KL and their settings (rl, distillation)."""
     critic: Annotated[CriticConfig, OnlyIf(*GAE)] = CriticConfig()
-    """Critic (rl with advantage gae)."""
+    """Critic (value model) of PPO. It exists only in loop rl with algorithm.advantage gae."""
     preference: Annotated[PreferenceConfig, OnlyIf(PREFERENCE)] = PreferenceConfig()
-    """Loss on pairs or judged answers (preference, reward_model)."""
+    """Loss of the loops preference and reward_model."""
     distillation: Annotated[DistillationConfig, OnlyIf(DISTILLATION)] = DistillationConfig()
-    """Teachers and loss (distillation)."""
+    """Loop distillation: the teacher models and the loss towards them."""
     train: TrainConfig = TrainConfig()
-    """Batch sizes and length of the run."""
+    """Batch sizes, number of steps, and limits that end the run."""
     evaluation: EvaluationConfig = EvaluationConfig()
     """Evaluation on the validation sets."""
     weights: WeightsConfig = WeightsConfig()
-    """Reshard: weights from the trainer into the engines."""
+    """Reshard: the copying of weights from the trainer into the engines after an update."""
     checkpoint: CheckpointConfig = CheckpointConfig()
     """Checkpoints and exports during a run."""
     health: HealthConfig = HealthConfig()
-    """Health checks, warning when a run is not learning (train.on_unhealthy): disabled checks and thresholds."""
+    """Health rules, which warn when a run is not learning: disabled rules, and their thresholds. See
+    train.on_unhealthy."""
 
     # Private attributes, not fields: they are never validated or written as part of the recipe.
     _references: dict[Place, str] = PrivateAttr(default_factory=dict)
@@ -135,7 +138,8 @@ class Recipe(Section):
     @model_validator(mode="wrap")
     @classmethod
     def _complete(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:
-        """Validate the recipe with its sources, then set the preset's overlong_buffer."""
+        """Validate the mixture's sources, then set `algorithm.overlong_buffer` if the recipe leaves it to the
+        preset."""
         filled = with_first_train(given)
         made = validate(filled)
         if filled is not given:
@@ -145,7 +149,11 @@ class Recipe(Section):
         return made.with_overlong_buffer()
 
     def with_overlong_buffer(self) -> Self:
-        """Return the recipe with the preset's overlong_buffer (a share of max_new_tokens), if the preset has one."""
+        """Return the recipe with `algorithm.overlong_buffer` filled in, if `algorithm.preset` decides it and the recipe
+        does not.
+
+        Presets give it as a fraction of `rollout.sampling.max_new_tokens`.
+        """
         algorithm = self.algorithm
         parts = OVERLONG_PARTS.get(algorithm.preset or "")
         if parts is None or "overlong_buffer" in algorithm.model_fields_set:
@@ -159,45 +167,52 @@ class Recipe(Section):
 
     @property
     def references(self) -> Mapping[Place, str]:
-        """Return the text of each value read from the environment, for example `${oc.env:HF_TOKEN}`."""
+        """Return the recipe file's text of each value that was read from the environment, for example
+        `${oc.env:HF_TOKEN}`."""
         return self._references
 
     def with_references(self, references: Mapping[Place, str]) -> Self:
-        """Return a copy of the recipe. Writing it shows these texts instead of the values read from them."""
+        """Return a copy of the recipe with texts such as `${oc.env:HF_TOKEN}` for values read from the environment.
+
+        A written recipe shows the texts instead of the values.
+        """
         copy = self.model_copy()
         copy._references = dict(references)
         return copy
 
     @property
     def notices(self) -> tuple[str, ...]:
-        """Return one line per reason for dropping values of the file while reading the recipe."""
+        """Return messages about values of the recipe file that were ignored because of command-line overrides."""
         return self._notices
 
     def with_notices(self, notices: Sequence[str]) -> Self:
-        """Return a copy of the recipe with these lines about its reading."""
+        """Return a copy of the recipe with messages about ignored values, see `notices`."""
         copy = self.model_copy()
         copy._notices = tuple(notices)
         return copy
 
     def override_of(self, folder: str) -> Mapping[str, Any]:
-        """Return `model.override_config` if `folder` is the policy's, else nothing."""
+        """Return `model.override_config` if `folder` is the policy's folder, else an empty mapping."""
         return self.model.override_config if folder == self.model.folder else {}
 
     @property
     def has_reference(self) -> bool:
-        """Return whether the loss compares with the initial model."""
+        """Return whether the run needs a reference model (a frozen copy of the initial policy)."""
         if self.loop == "rl":
             return self.algorithm.kl_coefficient > 0
         return self.loop == "preference" and self.preference.loss in ("dpo", "ipo", "kto")
 
     @property
     def has_critic(self) -> bool:
-        """Return whether a critic is trained with the policy."""
+        """Return whether the run trains a critic, as PPO does."""
         return self.loop == "rl" and self.algorithm.advantage == "gae"
 
     @property
     def further_models(self) -> dict[str, str]:
-        """Return the folders of all models except the policy's, by recipe field. A run of 0 steps has no teacher."""
+        """Return the folders of critic, reward model and teachers, keyed by recipe field.
+
+        A run of 0 steps needs no teacher.
+        """
         folders = {
             "critic.path": self.critic.path if self.has_critic else None,
             "reward.model": self.reward.model if self.loop == "rl" else None,
@@ -208,13 +223,13 @@ class Recipe(Section):
 
     @property
     def teachers(self) -> dict[str, str]:
-        """Return the distinct teacher folders by their names on the ranks: teacher0, teacher1 and so on."""
+        """Return each different teacher's folder, keyed by its name on the ranks: teacher0, teacher1 and so on."""
         found = (folder for field, folder in self.further_models.items() if field.endswith("distillation.teacher"))
         return {f"teacher{number}": folder for number, folder in enumerate(dict.fromkeys(found))}
 
     @property
     def teacher_of_source(self) -> dict[str, int]:
-        """Return the number of each source's teacher."""
+        """Return the number of the teacher for each source of the mixture, keyed by the source's name."""
         numbers = {folder: number for number, folder in enumerate(self.teachers.values())}
         given = {source.name: found_folder(source.recipe.distillation.teacher or "") for source in self.sources}
         return {name: numbers[folder] for name, folder in given.items() if folder in numbers}
@@ -222,7 +237,7 @@ class Recipe(Section):
     # dp follows from the other sizes. Sequence parallelism needs tp > 1, so with tp 1 it returns to its default.
     @property
     def for_teachers(self) -> Self:
-        """Return the recipe with the teachers' parallel sizes instead of the trainer's."""
+        """Return a copy of the recipe with the teachers' parallel sizes in the section `trainer`."""
         if not (own := self.distillation.sizes):
             return self
         changed = own | {"dp": None, "vpp": 1, "rank_order": "tp-cp-ep-dp-pp"}
@@ -233,33 +248,36 @@ class Recipe(Section):
 
     @property
     def is_on_policy(self) -> bool:
-        """Return whether the policy samples its own training data."""
+        """Return whether the policy samples its own training data, as in the loops rl and distillation."""
         return self.loop in ("rl", "distillation")
 
     @property
     def has_advantages(self) -> bool:
-        """Return whether the loss weighs sampled tokens by advantages."""
+        """Return whether the loss multiplies sampled tokens by advantages. False for losses on whole distributions."""
         return self.loop == "rl" or (self.loop == "distillation" and self.distillation.loss == "sampled_token")
 
     @property
     def frozen_steps(self) -> int:
-        """Return the number of first steps without policy updates."""
+        """Return the number of steps at the start that train only the critic."""
         return self.critic.warmup_steps if self.has_critic else 0
 
     @property
     def sequences_per_example(self) -> int:
-        """Return how many sequences share a row because the loss compares them."""
+        """Return the number of sequences in one training example: 2 for a pair of chosen and rejected answer, else
+        1."""
         return 2 if self.loop == "reward_model" or (self.loop == "preference" and self.preference.loss != "kto") else 1
 
     @property
     def has_engine(self) -> bool:
-        """Return whether the run samples anything."""
+        """Return whether the run needs a sampling engine, for training or for validation."""
         return self.is_on_policy or (self.loop == "sft" and bool(self.data.validation))
 
     @property
     def separate_ranks(self) -> int:
-        """Return the number of ranks for sampling only: `rollout.ranks`, or all ranks of the engines' nodes. Colocated:
-        0."""
+        """Return the number of ranks used for sampling only. 0 with `rollout.placement` colocated.
+
+        It is `rollout.ranks`, or the number of ranks on the nodes of `cluster.groups.engines`.
+        """
         if not self.has_engine or self.rollout.placement != "separate":
             return 0
         engines = self.cluster.groups.engines
@@ -273,43 +291,49 @@ class Recipe(Section):
 
     @property
     def validation_sets(self) -> tuple[str, ...]:
-        """Return the names of all evaluated sets."""
+        """Return the names of all validation sets, including those of the mixture's sources."""
         source_names = [name for source in self.sources for name in source.recipe.data.validation]
         return tuple(dict.fromkeys([*source_names, *self.data.validation_conversations]))
 
     def evaluates_at(self, step: int) -> bool:
-        """Return whether a step ends with an evaluation: every `evaluation.every_steps` steps, and the last."""
+        """Return whether the step ends with an evaluation: every `evaluation.every_steps` steps, and the last step."""
         every = self.evaluation.every_steps
         return bool(self.validation_sets) and (step == self.train.steps or (every > 0 and step % every == 0))
 
     def overlaps_at(self, step: int) -> bool:
-        """Return whether a step's reshard overlaps the next step: with `weights.overlap`, if another step follows
-        directly."""
+        """Return whether sending the step's new weights to the engines overlaps the next step.
+
+        It does with `weights.overlap`, if another step follows directly.
+        """
         return self.weights.overlap and step < self.train.steps and not self.evaluates_at(step)
 
     def reshards_at(self, step: int) -> bool:
-        """Return whether a step ends with a reshard: every `rollout.sync_every` steps, and before an evaluation."""
+        """Return whether the step sends new weights to the engines.
+
+        It does every `rollout.sync_every` steps, and before an evaluation.
+        """
         return step % self.rollout.sync_every == 0 or self.evaluates_at(step)
 
     @property
     def sources(self) -> tuple[SourceRecipe, ...]:
-        """Return the sources of problems: the mixture's, or the recipe as the only one."""
+        """Return the sources of prompts: the mixture's, or without a mixture the recipe as the only one."""
         return sources(self)
 
     @property
     def context_tokens(self) -> int:
-        """Return the tokens of the longest sampled sequence: prompt, completions, observations."""
+        """Return the number of tokens in the longest possible sampled sequence: prompt, completions and tool
+        replies."""
         return max(source.recipe._context_tokens for source in self.sources)
 
     @property
     def trained_tokens(self) -> int:
-        """Return the tokens of the longest trained sequence."""
+        """Return the number of tokens in the longest possible training sequence."""
         recipes = [source.recipe for source in self.sources]
         return max(recipe.data.max_prompt_tokens + recipe.rollout.sampling.max_new_tokens for recipe in recipes)
 
     @property
     def longest_trajectory(self) -> int:
-        """Return the limit of tokens sampled in one training attempt, in all its turns together."""
+        """Return the limit of tokens that the policy may sample in one training attempt, over all turns."""
         return max(source.recipe._longest_trajectory for source in self.sources)
 
     @property
@@ -331,7 +355,8 @@ class Recipe(Section):
 
     @property
     def evaluation_sampling(self) -> SamplingConfig:
-        """Return `evaluation.sampling` without its repetition penalty, completed from `rollout.sampling`."""
+        """Return the sampling parameters of evaluations without the repetition penalty. Unset fields are
+        `rollout.sampling`'s."""
         own = self.evaluation.sampling.model_dump(exclude_none=True, exclude={"repetition_penalty"})
         own["temperature_schedule"] = "constant"
         if self.evaluation.samples_per_prompt == 1:

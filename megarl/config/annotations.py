@@ -1,10 +1,11 @@
-"""Annotations of recipe fields: condition of an effect, formula keyword, names in other programs.
+"""Annotations of recipe fields: when a field has an effect, and its names in other training programs.
 
-They are items of `Annotated`, next to the type:
+They stand in `Annotated`, after the field's type:
 
     tp: Annotated[PositiveInt, OnlyIf(SEPARATE), Foreign("vllm_tp", note="of each engine")] = 1
 
-Errors about fields without effect, answers to other programs' names and `launch/recipes/MIGRATION.md` derive from them.
+Three things are generated from them: errors about fields without effect, hints for other programs' option names, and
+`launch/recipes/MIGRATION.md`.
 """
 
 from __future__ import annotations
@@ -21,18 +22,24 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Condition:
-    """Condition for a recipe field to have an effect. `fields` decide it; `remedy` says how to meet it."""
+    """Condition under which a recipe field has an effect, for example `rollout.placement` being separate.
+
+    `fields` are the names of the fields that decide it. `remedy` says how a user can meet it.
+    """
 
     fields: tuple[str, ...]
     remedy: str
     holds: Callable[[Recipe], bool]
     example: str = ""
-    """Overrides meeting the condition, for the migration page."""
+    """Command-line overrides (`field=value ...`) that meet the condition. The generated page MIGRATION.md shows
+    them."""
     is_alternative: bool = False
-    """Both fields express the same setting: an override of one replaces the other in the file."""
+    """True if the annotated and the deciding field are two ways to write one setting, for example warmup_steps and
+    warmup_fraction. A command-line override of one then removes the recipe file's value of the other."""
 
     def state(self, recipe: Recipe) -> str:
-        """Return the deciding fields and values in words: `under loop=sft`, `without reward.model`."""
+        """Return the deciding fields with their values, for an error message: `under loop=sft`, `without
+        reward.model`."""
         values = {field: value_at(recipe, field) for field in self.fields}
         absent = [field for field, value in values.items() if value is None or value == {}]
         shown = {name: ", ".join(value) if isinstance(value, dict) else value for name, value in values.items()}
@@ -44,10 +51,12 @@ class Condition:
 
 @dataclass(frozen=True, slots=True, init=False)
 class OnlyIf:
-    """Conditions for the field, or for all fields of the section, to have an effect. All must hold.
+    """Conditions under which the annotated field, or every field of the annotated section, has an effect. All must
+    hold.
 
-    An inner field inherits its sections' conditions. Its own condition on a deciding field replaces an inherited one on
-    the same field. An item may be a function of the section's dotted name, for sections used at several places.
+    A field inside a section inherits the section's conditions. If the field has its own condition on the same deciding
+    field, it replaces the inherited one. An item may be a function from the section's dotted name to the condition, for
+    sections used at several places of the recipe.
     """
 
     conditions: tuple[Condition | Callable[[str], Condition], ...]
@@ -58,58 +67,69 @@ class OnlyIf:
 
 @dataclass(frozen=True, slots=True)
 class KeywordOf:
-    """The field is a keyword argument of the formula chosen by another field.
+    """The annotated field is a keyword argument of a formula (a loss, an advantage estimator), chosen by another field.
 
-    It has an effect if that field has one, and if the formula takes the keyword.
+    It has an effect only if the other field has one, and if the chosen formula takes the keyword.
     """
 
     formula: str
-    """Recipe field choosing the formula, for example algorithm.advantage."""
+    """Name of the recipe field that selects the formula, for example algorithm.advantage."""
     name: str | None = None
     """Name of the formula's keyword argument. Default: the recipe field's own name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Decides:
-    """Settings of libraries that follow from the field. Users cannot set them. Names are separated by blanks."""
+    """Settings of vLLM and Megatron-Core that megarl computes from the annotated field. Users cannot set them
+    themselves.
+
+    A text has several names separated by blanks.
+    """
 
     vllm: str = ""
-    """Fields of vLLM's EngineArgs."""
+    """Names of the fields of vLLM's EngineArgs set by this recipe field."""
     megatron: str = ""
-    """Fields of Megatron-Core's TransformerConfig."""
+    """Names of the fields of Megatron-Core's TransformerConfig set by this recipe field."""
     experts: str = ""
-    """Fields of the TransformerConfig of a mixture of experts."""
+    """Names of the fields of Megatron-Core's TransformerConfig set by this recipe field for mixture-of-experts models
+    only."""
     # With `none` users may set these through trainer.megatron.
     recompute: str = ""
-    """Fields of the TransformerConfig if `trainer.recompute` is not `none`."""
+    """Names of the fields of Megatron-Core's TransformerConfig set by this recipe field, unless `trainer.recompute` is
+    `none`."""
     fp8: str = ""
-    """Fields of the TransformerConfig if `trainer.fp8` is not `none`."""
+    """Names of the fields of Megatron-Core's TransformerConfig set by this recipe field, unless `trainer.fp8` is
+    `none`."""
 
 
 @dataclass(frozen=True, slots=True, init=False)
 class Foreign:
-    """Options of other training programs with the meaning of the field, and its own former names.
+    """Options of other training programs with the meaning of the annotated field, and the field's former names.
 
-    Names in a text are separated by blanks. Case, dashes and underscores make no difference.
+    A text has several names separated by blanks. Case, dashes and underscores are ignored in comparisons.
     """
 
     names: tuple[str, ...]
-    """Names, matched from their end: `rollout.n` also matches `actor_rollout_ref.rollout.n`."""
+    """Option names in other programs. They are compared from the end: `rollout.n` also matches
+    `actor_rollout_ref.rollout.n`."""
     options: dict[str, tuple[str, ...]]
-    """Options by program, written as there. Each has a row in the migration page. It is also a name, unless its last
-    part is the field's own name."""
+    """Full option names by program, for example {"verl": ("actor_rollout_ref.rollout.n",)}. Each becomes a row of
+    MIGRATION.md. Each also counts as an entry of `names`, unless its last part equals the recipe field's name."""
     note: str
-    """Difference in meaning, for errors and for the page. For an option without a field: the reason."""
+    """How the other program's option differs in meaning. Error messages and MIGRATION.md show it. For an option without
+    a counterpart here: the reason."""
     remark: str
-    """Text for the page only. It does not keep an error from suggesting the option's value."""
+    """Note for MIGRATION.md only. Unlike `note`, it lets an error message suggest the option's value for the recipe
+    field."""
     example: str
-    """Value of the field on the page, or overrides `field=value ...`. Default: the field's default."""
+    """Example on MIGRATION.md: a value of the recipe field, or overrides `field=value ...`. Default: the field's
+    default."""
     also: tuple[str, ...]
-    """Further fields with the meaning of the options."""
+    """Further recipe fields needed to express the other program's option."""
     inside: str
-    """Name of the meant field inside the annotated section, for sections used at several places."""
+    """For an annotation of a whole section: name of the section's field with the option's meaning."""
     short: tuple[str, ...]
-    """Short forms without a section, for example `tbs`. They are ambiguous as ends of longer names."""
+    """Short option names, for example `tbs`. They match only as a whole, because longer names may end like them."""
 
     def __init__(
         self,
@@ -131,7 +151,7 @@ class Foreign:
 
 @dataclass(frozen=True, slots=True, init=False)
 class ForeignValues:
-    """Other programs' spellings of the field's values. `rl="grpo ppo"`: their grpo and ppo mean rl here.
+    """Other programs' spellings of the annotated field's values: `rl="grpo ppo"` says that grpo and ppo mean rl here.
 
     Spellings are in lower case with underscores.
     """

@@ -1,6 +1,7 @@
-"""Conditions under which a recipe field has an effect, for `OnlyIf` at the fields (`config.annotations`).
+"""Conditions under which recipe fields have an effect, used in `OnlyIf` annotations.
 
-A function of a section makes a condition about its own fields, because a section may be used at several places.
+Some are functions from a section's dotted name to the condition, because a section may be used at several places of the
+recipe.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ if TYPE_CHECKING:
 
 
 def one_of(field: str, *values: str, example: str = "") -> Condition:
-    """Require one of these values of a field."""
+    """Return the condition that a recipe field has one of these values."""
     remedy = f"set {field} to {either(values)}"
     return Condition(
         (field,), remedy, lambda recipe: value_at(recipe, field) in values, example or f"{field}={values[0]}"
@@ -26,27 +27,30 @@ def one_of(field: str, *values: str, example: str = "") -> Condition:
 
 
 def given(field: str, example: str = "") -> Condition:
-    """Require a field to be given, and not empty."""
+    """Return the condition that a recipe field is set and not empty."""
     return Condition((field,), f"give {field}", lambda recipe: bool(value_at(recipe, field)), f"{field}={example}")
 
 
 def left_out(field: str) -> Condition:
-    """Require a field to be left out or empty."""
+    """Return the condition that a recipe field is absent or empty."""
     return Condition((field,), f"leave out {field} ({field}=default)", lambda recipe: not value_at(recipe, field))
 
 
 def instead_of(field: str) -> Condition:
-    """Require the other field of the same setting to be left out."""
+    """Return the condition that `field`, the other way to write the same setting, is absent or empty."""
     return replace(left_out(field), is_alternative=True)
 
 
 def above_zero(field: str, example: str) -> Condition:
-    """Require a number above zero."""
+    """Return the condition that a recipe field is a number above zero."""
     return Condition((field,), f"set {field} above 0", lambda recipe: value_at(recipe, field) > 0, f"{field}={example}")
 
 
 def takes(field: str, keyword: str) -> Condition:
-    """Require a formula with this keyword. A user's own formula may take any: see `preflight.keyword_arguments`."""
+    """Return the condition that the formula chosen by a recipe field takes this keyword argument.
+
+    A user's own formula counts as taking any; `preflight.keyword_arguments` checks it later.
+    """
 
     def holds(recipe: Recipe) -> bool:
         name = value_at(recipe, field)
@@ -56,7 +60,7 @@ def takes(field: str, keyword: str) -> Condition:
 
 
 def _runs_programs(recipe: Recipe) -> bool:
-    """Return whether rewards or environment may run programs of the policy. A user's own code may, too."""
+    """Return whether a reward function or the environment may run programs written by the policy. A user's own may."""
     names = [function.name for function in recipe.reward.functions]
     return any(name == "code" or ":" in name for name in names) or (
         recipe.rollout.environment == "python" or ":" in recipe.rollout.environment
@@ -170,7 +174,8 @@ NOT_SINGLE_TURN = Condition(
     lambda recipe: recipe.rollout.environment != "single_turn",
 )
 AGENTS = ("command", "verifiers")
-"""Environments with their own agent loop. A user's environment may have one too, unknown until it is imported."""
+"""Environments with an agent loop of their own, so that the limits of megarl's loop do not apply. A user's environment
+counts only after its import."""
 AGENT = Condition(
     ("rollout.environment",),
     f"set rollout.environment to {either(AGENTS)}",
@@ -201,26 +206,26 @@ CORRECTION = given("algorithm.importance_sampling")
 
 
 def takes_margin(_: str) -> Condition:
-    """Require a reward model, or a preference loss with a margin."""
+    """Return the condition that the run trains a reward model, or with a preference loss that has a margin."""
     loss = takes("preference.loss", "margin")
     return replace(loss, holds=lambda recipe: recipe.loop == "reward_model" or loss.holds(recipe))
 
 
 def adam(section: str) -> Condition:
-    """Require Adam as the optimizer of a section."""
+    """Return the condition that a section's optimizer is Adam."""
     return one_of(f"{section}.name", "adam")
 
 
 def decays(section: str) -> Condition:
-    """Require a learning-rate schedule that decays, in a section."""
+    """Return the condition that a section's learning-rate schedule decays."""
     return one_of(f"{section}.schedule", "linear", "cosine", "wsd")
 
 
 def wsd(section: str) -> Condition:
-    """Require the learning-rate schedule wsd, in a section."""
+    """Return the condition that a section's learning-rate schedule is wsd (warmup-stable-decay)."""
     return one_of(f"{section}.schedule", "wsd")
 
 
 def no_warmup_ratio(section: str) -> Condition:
-    """Require the warm-up not to be given as a ratio, in a section."""
+    """Return the condition that a section does not give its warm-up as a ratio."""
     return instead_of(f"{section}.warmup_ratio")

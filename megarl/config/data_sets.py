@@ -13,25 +13,25 @@ from megarl.config.conditions import CURRICULUM, ENGINE, ON_POLICY, PTX_COEFFICI
 from megarl.config.section import Section
 
 Format = Literal["colossalrl", "rl2", "verl", "trl", "slime", "openrlhf", "alpaca"]
-"""Formats of records, named after the writing program (`megarl.data.formats`)."""
+"""Names of record formats. Each is the format written by one training program (`megarl.data.formats`)."""
 Role = Literal["prompt", "answer", "input", "response", "chosen", "rejected", "label", "tools"]
-"""Roles of a record's fields (`megarl.data.formats.RecordFormat`)."""
+"""Parts of a record that a format can name, for example prompt and answer (`megarl.data.formats.RecordFormat`)."""
 
 # A union of str and DataSetConfig would report both branches for one mistake; this is one message.
 _FORMS = "must be a path, or {path: ..., format: ..., fields: {ROLE: NAME, ...}, answer_field: ...}"
 
 
 class DataSetConfig(Section):
-    """Data set with its own field names. It ignores data.format, data.fields and data.answer_field."""
+    """Data set with its own format and field names. It ignores data.format, data.fields and data.answer_field."""
 
     path: str
-    """Path of the data set, written like data.train."""
+    """Path of the validation set, written like data.train."""
     format: Format | None = None
-    """Format of this data set, see data.format."""
+    """Format of the records, see data.format."""
     fields: dict[Role, str] = Field(default_factory=dict)
-    """Names of this data set's fields, see data.fields."""
+    """Names of the record fields, see data.fields."""
     answer_field: str | None = None
-    """Field of the gold answer, see data.answer_field."""
+    """Record field with the gold answer, see data.answer_field."""
 
     @model_validator(mode="after")
     def _one_answer(self) -> Self:
@@ -41,27 +41,28 @@ class DataSetConfig(Section):
     # Only given fields are written: a default written out would count as given and override `data` on reading.
     @model_serializer(mode="wrap")
     def _short(self, dump: Callable[[Self], dict[str, Any]]) -> str | dict[str, Any]:
-        """Serialise as the path alone if nothing else is given, else as the given fields."""
+        """Serialise as the path alone, or as a mapping if fields besides the path are set."""
         given = {name: value for name, value in dump(self).items() if name in self.model_fields_set}
         return given if self.has_own_names else self.path
 
     @property
     def has_own_names(self) -> bool:
-        """Return whether any field name is given. A path alone uses the names in `data`."""
+        """Return whether fields besides the path are set. Otherwise data.format, data.fields and data.answer_field
+        apply."""
         return bool(self.model_fields_set - {"path"})
 
 
 def refuse_two_answers(fields: Mapping[Role, str], answer_field: str | None) -> None:
-    """Raise PydanticCustomError if two different names are given for the gold answer."""
+    """Raise PydanticCustomError if `fields.answer` and `answer_field` are both set and differ."""
     if answer_field is not None and fields.get("answer", answer_field) != answer_field:
         text = "fields.answer {} and answer_field {} both name the gold answer; remove one"
         raise PydanticCustomError("two_answers", text.format(fields["answer"], answer_field))  # pyright: ignore
 
 
 def two_answers(values: Any, place: str = "") -> list[tuple[str, Mapping[str, Any]]]:
-    """Return the mappings with two different names for the gold answer, each with its dotted name.
+    """Return all mappings inside `values` whose fields.answer and answer_field differ, each with its dotted name.
 
-    `values`: a recipe's plain values, not validated yet.
+    `values` are the plain values of a recipe before validation.
     """
     if not isinstance(values, Mapping):
         return []
@@ -73,12 +74,13 @@ def two_answers(values: Any, place: str = "") -> list[tuple[str, Mapping[str, An
 
 
 def path_of(data_set: str | DataSetConfig) -> str:
-    """Return the path of a data set."""
+    """Return the path of a data set given as a path or as a DataSetConfig."""
     return data_set if isinstance(data_set, str) else data_set.path
 
 
 def _of_forms(given: Any) -> Any:
-    """Return a path unchanged and a mapping as DataSetConfig, so that errors name the mapping's own fields."""
+    """Return a path unchanged, and a mapping as a DataSetConfig, so that pydantic's errors name fields of the
+    mapping."""
     if isinstance(given, str | DataSetConfig) or given is None:
         return given
     if not isinstance(given, Mapping) or "path" not in given or given.keys() - DataSetConfig.model_fields.keys():
@@ -108,16 +110,19 @@ class CurriculumConfig(Section):
     """Choice of problems by their solve rates."""
 
     band: tuple[Share, Share] | None = None
-    """Solve rates, [lowest, highest], of the problems to train on. Untried problems are always drawn. Problems outside
-    the band are mostly skipped. Default: every problem is drawn once per epoch. Metrics: curriculum/."""
+    """Range of solve rates, [lowest, highest], of problems to train on. A solve rate is the share of correct
+    completions. Problems outside the range are skipped, except for the share `outside`; untried problems are always
+    drawn. Default: no curriculum, every problem once per epoch. Metrics: curriculum/."""
     # Above 0, because a skipped problem could never return to the band as the policy changes.
     outside: Annotated[float, Field(gt=0.0, le=1.0), OnlyIf(CURRICULUM)] = 0.1
-    """Probability of drawing a problem with an accuracy outside `band` when its turn comes, once per epoch."""
+    """Probability of drawing a problem with a solve rate outside `band` at its turn. Each problem has one turn per
+    epoch."""
     memory: Annotated[float, Field(ge=0.0, lt=1.0), OnlyIf(CURRICULUM)] = 0.5
-    """Weight of a problem's earlier solve rate against its newest group. 0: only the newest group counts."""
+    """Weight of a problem's earlier solve rate in the running average; its newest group has the rest. 0: only the
+    newest group counts."""
     by: Annotated[str | None, OnlyIf(CURRICULUM)] = None
-    """Record field (a difficulty level, say) grouping problems: equal values share one solve rate. Default: one solve
-    rate per problem."""
+    """Record field that groups problems, for example a difficulty level. Problems with equal values share one solve
+    rate. Default: one solve rate per problem."""
 
     @model_validator(mode="after")
     def _is_ordered(self) -> Self:
@@ -140,63 +145,64 @@ class DataConfig(Section):
     train: Annotated[TrainingData,
         Foreign("train_files dataset_name train_data_path train_data.path train_data dataset prompt_dataset",
             "data.path", example="data.jsonl", short="d", verl="data.train_files", slime="--prompt-data")]  # fmt: skip
-    """Training data: a JSON-lines, JSON, CSV, Parquet or Arrow file, a folder of one kind, or OWNER/NAME in the Hub's
-    cache; SPLIT@ before it takes one split. Or `environment:COUNT`. Records: "messages" with "gt_answer" (rl,
-    distillation) or an assistant's turn (sft); "chosen" and "rejected" (preference, reward_model); or data.format's."""
+    """Training data: a file (JSON lines, JSON, CSV, Parquet, Arrow), a folder of one kind, or a cached Hub data set
+    OWNER/NAME. SPLIT@ before it selects a split. environment:COUNT: problems made by rollout.environment. Records:
+    "messages" with "gt_answer" (rl, distillation) or answers (sft); "chosen", "rejected" (preference, reward_model)."""
     validation: Annotated[dict[Name, DataSet],
         Foreign("val_files eval_prompt_data eval_dataset val_data_path test_files test_data_path test_data",
             note="sources by name", example="data.validation.test=test@openai/gsm8k/main", short="ed",
             RL2="test_data.path", verl="data.val_files")] = Field(default_factory=dict)  # fmt: skip
-    """Validation sets by name: paths as in data.train, or {path: ..., fields: ...} with own format, fields,
-    answer_field. Problems, or pairs (preference, reward_model); `environment:COUNT` makes problems not used in
-    training. Metric: val/NAME/accuracy."""
+    """Validation sets, a mapping from name to a path as in data.train, or to {path, format, fields, answer_field}.
+    Records are problems with gold answers, or pairs (preference, reward_model). environment:COUNT makes problems that
+    are not trained on. Metric: val/NAME/accuracy."""
     validation_conversations: Annotated[dict[Name, DataSet], OnlyIf(SFT)] = Field(default_factory=dict)
-    """Validation sets of conversations (sft) by name, written as in data.validation. Metric: val/NAME/loss, in nats per
+    """Validation sets of conversations for loop sft, written as in data.validation. Metric: val/NAME/loss, in nats per
     token."""
     ptx: Annotated[OptionalDataSet, OnlyIf(RL, PTX_COEFFICIENT),
         Foreign("pretrain_data", example="data.ptx=talk.jsonl algorithm.ptx_coefficient=0.1",
             ColossalChat="--ptx_dataset")] = None  # fmt: skip
-    """Conversations for the supervised term of PPO-ptx (algorithm.ptx_coefficient), written as in data.validation."""
+    """Conversations for the supervised loss term of PPO-ptx (algorithm.ptx_coefficient), written as in
+    data.validation."""
     format: Format | None = None
-    """Training program for which the data was written. Its names of record fields are used (megarl.data.formats).
-    Default: recognised from each source's first record and reported at the start. Reward functions get all fields in
-    `record`."""
+    """Program for which the data was written, for example verl. It decides how record fields are named; all names are
+    in megarl/data/formats.py. Default: recognised from the first record of each source, and reported at the start."""
     fields: Annotated[dict[Role, str],
         Foreign("prompt_key", note="{prompt: NAME}", example="data.fields.prompt=prompt", verl="data.prompt_key",
             slime="--input-key")] = Field(default_factory=dict)  # fmt: skip
-    """Your names of record fields, for example {prompt: question, answer: solution}; dots reach into objects. `input`
-    is a text appended to the prompt after an empty line (alpaca). Used for every set without its own names."""
+    """Your names of record fields, for example {prompt: question, answer: solution}. A dot selects a field of an inner
+    object. The field `input` is appended to the prompt after an empty line (alpaca). A data set with `fields` of its
+    own ignores these."""
     answer_field: Annotated[str | None, OnlyIf(*ENGINE),
         Foreign("ground_truth_key", example="label", slime="--label-key")] = None  # fmt: skip
-    """Field of the gold answer, short for fields.answer: text, a number, an object or a list; dots reach into objects.
-    Default: the format's field, gt_answer in megarl's own."""
+    """Record field with the gold answer; short for fields.answer. Its value is text, a number, an object or a list. A
+    dot selects a field of an inner object. Default: as in data.format (megarl's own: gt_answer)."""
     system_prompt: Annotated[str | None,
         Foreign(remark="default: the reward's own; or a text", example="default", short="s",
             ColossalRL="--system-prompt")] = None  # fmt: skip
-    """System message for conversations without one. `default`: the message needed by the first of reward.functions with
-    a format (boxed, think_answer_tags, code). `none` (or no value): no message."""
+    """System message (text) added to conversations without one. `default`: asks for the answer format needed by the
+    first of reward.functions with one (boxed, think_answer_tags, code). Default: `none`, no message."""
     max_prompt_tokens: Annotated[PositiveInt, OnlyIf(*ENGINE), Decides(vllm="max_model_len"),
         Foreign("max_prompt_length prompt_max_len rollout_max_prompt_len max_input_seq_length", example="512",
             verl="data.max_prompt_length"),
         Foreign(remark="a longer prompt is refused or dropped, never cut", example="512", short="mpt",
             ColossalRL="--max-prompt-tokens")] = 1024  # fmt: skip
-    """Limit of prompt tokens, chat template included. Prompts are never cut: see data.overlong."""
+    """Limit of a prompt's tokens, chat template included. Longer prompts are never cut, see data.overlong."""
     overlong: Annotated[Literal["refuse", "drop"],
         Foreign("filter_overlong_prompts data.truncation", note="prompts are never cut", example="drop",
             verl="data.filter_overlong_prompts")] = "refuse"  # fmt: skip
-    """Treatment of a prompt above data.max_prompt_tokens, or a conversation or pair above
-    trainer.max_tokens_per_microbatch. refuse (default): an error naming its line. drop: left out before the run,
-    reported at the start. Metric: data/dropped."""
+    """Action for a prompt above data.max_prompt_tokens, or a conversation or pair above
+    trainer.max_tokens_per_microbatch. refuse (default): the run does not start, and the error names the record's line.
+    drop: leave the record out and report it at the start. Metric: data/dropped."""
     streaming: Annotated[bool, Foreign("dataset_streaming use_streaming_dataset")] = False
-    """Keep training records on disk, for data larger than memory. They are read and checked once at the start, copied
-    to an unnamed file in the run's folder, and tokenised when drawn. Order, shuffling, curricula and resume do not
-    change."""
+    """Keep training records on disk, for data sets larger than memory. Records are checked once at the start, copied to
+    a temporary file in the run folder, and tokenised when drawn. Order, shuffling, curricula and resume stay the same.
+    Default: false."""
     shuffle: Annotated[bool,
         Foreign("shuffle_dataset", slime="--rollout-shuffle"),
         Foreign(example="false", verl="data.shuffle")] = True  # fmt: skip
-    """Shuffle the records again in each epoch, by the run's seed. Default: true."""
+    """Shuffle the records before each epoch, by the run's seed. Default: true."""
     curriculum: Annotated[CurriculumConfig, OnlyIf(ON_POLICY)] = CurriculumConfig()
-    """Choice of problems by their solve rates (rl, distillation)."""
+    """Curriculum: choice of problems by their solve rates (loops rl, distillation)."""
 
     @model_validator(mode="after")
     def _one_answer(self) -> Self:

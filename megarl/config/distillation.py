@@ -20,12 +20,12 @@ class DistillationConfig(Section):
             note="of a source: mixture.NAME.distillation.teacher", example="models/Qwen3-32B",
             verl="distillation.teacher_models.teacher_model.model_path",
             NeMo_RL="teacher.model_name")] = None  # fmt: skip
-    """Folder of the teacher, or its name in the Hub's cache: a language model with the policy's tokenizer. Vocabulary
-    rows present in only one of the models are padding and ignored. In a mixture each source may have its own
-    (mixture.NAME.distillation.teacher)."""
+    """Teacher: a folder of a Hugging Face language model with the policy's tokenizer, or its name OWNER/NAME in the
+    Hub's cache. Vocabulary rows that only one of both models has are ignored as padding. Each source of a mixture may
+    have its own teacher."""
     tp: PositiveInt | None = None
-    """Tensor-parallel size of the teachers. Default: 1 if another of the teachers' sizes is given; if none is, all are
-    the trainer's."""
+    """Tensor-parallel size of the teachers. Without any of the teachers' parallel sizes, they all equal the trainer's.
+    If another of them is given, the default of this one is 1."""
     pp: PositiveInt | None = None
     """Pipeline-parallel size of the teachers."""
     cp: PositiveInt | None = None
@@ -37,38 +37,39 @@ class DistillationConfig(Section):
     loss: Annotated[Literal["sampled_token", "top_k", "full_vocabulary"],
         Foreign("use_policy_gradient", note="true is sampled_token",
             verl="distillation.distillation_loss.use_policy_gradient")] = "sampled_token"  # fmt: skip
-    """Loss on the policy's sampled tokens. sampled_token (default): policy gradient (algorithm.policy_loss), advantage
-    = teacher minus policy log-prob, an estimate of the reverse KL. top_k, full_vocabulary: gradient of a divergence of
-    both distributions, over the teacher's most likely tokens or all."""
+    """Loss on the policy's sampled tokens. sampled_token (default): policy gradient (algorithm.policy_loss); a token's
+    advantage is its teacher log-prob minus its policy log-prob. top_k, full_vocabulary: divergence of policy and
+    teacher, over the teacher's top_k tokens or the whole vocabulary."""
     gamma: Annotated[float, Field(ge=0.0, le=1.0), OnlyIf(SAMPLED_TOKEN)] = 0.0
-    """Discount factor per token of later tokens' log-ratios in a token's advantage. 0 (default): only its own. 1:
-    gradient of the reverse KL of whole sequences (MiniLLM, arXiv 2306.08543, eq. 2)."""
+    """Discount factor, per token, of later log-ratios (teacher minus policy) in a token's advantage. 0 (default): only
+    the token's own log-ratio. 1: gradient of the sequence-level reverse KL (MiniLLM, arXiv 2306.08543, eq. 2)."""
     max_log_ratio: Annotated[PositiveFloat | None, OnlyIf(SAMPLED_TOKEN),
         Foreign("loss_max_clamp", note="of sampled_token", example="10",
             verl="distillation.distillation_loss.loss_max_clamp")] = None  # fmt: skip
-    """Clip a token's log-ratio to [-x, x], in nats. Default: no bound."""
+    """Clip a token's log-ratio of teacher to policy to [-x, x], in nats. Default: no clipping."""
     divergence: Annotated[str, OnlyIf(DIVERGENCE), Formula("divergences", "DIVERGENCES"),
         Foreign("distillation_loss.loss_mode kl_type", also="distillation.loss")] = "reverse_kl"  # fmt: skip
-    """Divergence of top_k and full_vocabulary (`algorithms.divergences`): reverse_kl (default) = KL(policy || teacher),
-    forward_kl = KL(teacher || policy), jsd = generalised Jensen-Shannon (GKD, arXiv 2306.13649, eq. 1)."""
+    """Divergence of the losses top_k and full_vocabulary. reverse_kl (default): KL(policy || teacher). forward_kl:
+    KL(teacher || policy). jsd: generalised Jensen-Shannon (GKD, arXiv 2306.13649, eq. 1). Code:
+    megarl/algorithms/divergences.py."""
     jsd_beta: Annotated[float, Field(gt=0.0, lt=1.0), KeywordOf("distillation.divergence", "beta")] = 0.5
-    """Weight of the teacher in the mixture distribution of the Jensen-Shannon divergence."""
+    """Weight of the teacher in the mixture distribution of the Jensen-Shannon divergence (divergence jsd)."""
     temperature: Annotated[PositiveFloat, OnlyIf(DIVERGENCE)] = 1.0
-    """Temperature of both distributions in a divergence. sampled_token uses rollout.sampling.temperature instead, the
-    temperature of the samples."""
+    """Temperature of policy and teacher in the divergence (losses top_k, full_vocabulary). The loss sampled_token uses
+    rollout.sampling.temperature instead."""
     top_k: Annotated[PositiveInt, OnlyIf(TOP_K),
         Foreign("distillation_loss.topk topk_logits_k gkd_logits_topk", example="32",
             verl="distillation.distillation_loss.topk", NeMo_RL="distillation.topk_logits_k")] = 64  # fmt: skip
-    """Number of the teacher's most likely tokens in a divergence (loss top_k)."""
+    """Number k of the teacher's most likely tokens in the divergence (loss top_k)."""
     tail: Annotated[Literal["bucket", "renormalize"], OnlyIf(TOP_K),
         Foreign("zero_outside_topk", note="tokens beyond the teacher's are one outcome more",
             NeMo_RL="loss_fn.zero_outside_topk")] = "bucket"  # fmt: skip
-    """Treatment of all other tokens (loss top_k). bucket (default): one more outcome, a lower bound of the full
-    divergence. renormalize: ignored, and both distributions renormalised over the teacher's tokens; blind to the
-    policy's probability of other tokens."""
+    """Treatment of tokens outside the teacher's top_k (loss top_k). bucket (default): count them as one outcome, which
+    gives a lower bound of the full divergence. renormalize: leave them out and renormalise both distributions; the
+    policy's probability of them then has no effect."""
 
     @property
     def sizes(self) -> dict[str, int]:
-        """Return the teachers' parallel sizes. Empty: the trainer's sizes."""
+        """Return the teachers' parallel sizes by name (tp, pp, cp, ep, etp). Empty: they are the trainer's."""
         given = {"tp": self.tp, "pp": self.pp, "cp": self.cp, "ep": self.ep, "etp": self.etp}
         return {name: size or 1 for name, size in given.items()} if any(given.values()) else {}

@@ -1,12 +1,15 @@
-"""Effects of recipe fields: whether a recipe meets the conditions of a field (`OnlyIf`, `KeywordOf`).
+"""Effects of recipe fields: whether a recipe meets the conditions at a field (`OnlyIf`, `KeywordOf`).
 
-The schema is one model with conditions at its fields, not a union of models chosen by `loop`. A union has four faults.
-A misspelt `loop` hides all other errors. Field names get the union's tags as a prefix. A condition on the algorithm
-(gae, clipped, kto) needs a model per combination. Every reader of `recipe.algorithm` must narrow the type first. With
-conditions the error explains why a field does nothing.
+The schema is one model with conditions at its fields, not a union of models chosen by `loop`. A union would have these
+drawbacks:
 
-Only given fields are errors: defaults and a preset's values may have no effect. Descriptions of machines (`cluster.*`)
-are always accepted, because one recipe runs under any launcher.
+- A misspelt `loop` hides all other errors, and errors name the union's variants.
+- A condition on the algorithm (gae, clipped, kto) needs one model per combination.
+- Code that reads `recipe.algorithm` must narrow the type first.
+
+With conditions, the error explains why a field has no effect. Only fields set by the user are errors: defaults and
+values of a preset may have no effect. Fields that describe machines (`cluster.*`) are always accepted, because one
+recipe runs under any launcher.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ if TYPE_CHECKING:
 
 @cache
 def conditions(field: str) -> tuple[Condition, ...]:
-    """Return all conditions of a field, those of the sections around it included."""
+    """Return all conditions under which a field has an effect, including those of the sections around it."""
     parts, found = field.split("."), []
     for end in range(1, len(parts) + 1):
         for layer in _layers(".".join(parts[:end])):
@@ -37,7 +40,10 @@ def conditions(field: str) -> tuple[Condition, ...]:
 
 
 def _layers(place: str) -> Iterator[list[Condition]]:
-    """Yield the conditions written at a field or section. A later one replaces earlier ones on the same field."""
+    """Yield the conditions at each section around a field, outermost first, then those at the field.
+
+    Conditions yielded later replace earlier ones on the same deciding field.
+    """
     section, _, name = place.rpartition(".")
     for keyword in annotated_with(place, KeywordOf):
         yield [*conditions(keyword.formula), takes(keyword.formula, keyword.name or name)]
@@ -46,9 +52,9 @@ def _layers(place: str) -> Iterator[list[Condition]]:
 
 
 def unmet(recipe: Recipe, field: str) -> Condition | None:
-    """Return the first unmet condition of a field (the field does nothing), or None if it has an effect.
+    """Return the first condition of a field that the recipe does not meet. None: the field has an effect.
 
-    In a mixture one source using the recipe's value is enough for an effect.
+    In a mixture the field has an effect if at least one source uses the recipe's value.
     """
     # A source's recipe has an empty mixture, so a condition on the mixture is checked on the whole recipe.
     on_mixture = (condition for condition in conditions(field) if condition.fields == ("mixture",))
@@ -59,13 +65,11 @@ def unmet(recipe: Recipe, field: str) -> Condition | None:
 
 
 def unmet_in(recipe: Recipe, field: str) -> Condition | None:
-    """Return the first unmet condition for a recipe field to have an effect. None: the recipe meets all of them.
-
-    `recipe` is the recipe of a single source (`Recipe.sources`): without a mixture, the run's.
-    """
+    """Like `unmet`, for the recipe of a single source (`Recipe.sources`). Without a mixture it is the run's recipe."""
     return next((condition for condition in conditions(field) if not condition.holds(recipe)), None)
 
 
 def may_be_idle(recipe: Recipe, field: str) -> bool:
-    """Return whether a field is a keyword argument of a user's own formula, so its use is unknown."""
+    """Return whether a field is a keyword argument of a user's own formula. megarl cannot know whether the formula uses
+    it."""
     return any(is_import_path(value_at(recipe, item.formula) or "") for item in annotated_with(field, KeywordOf))

@@ -1,4 +1,4 @@
-"""Error lines of a recipe. Each has the field, its printable value, the fault and a remedy."""
+"""Error lines of a recipe. Each names the field and its value, says what is wrong, and what to do."""
 
 from __future__ import annotations
 
@@ -14,14 +14,17 @@ from megarl.files.nearest import nearest
 
 
 def error_page(title: str | Path, problems: Sequence[str]) -> str:
-    """Return all problems under one title, one per line."""
+    """Return one text with a title and all errors, one per line."""
     return f"{title}: {len(problems)} error{'s' if len(problems) > 1 else ''}\n" + textwrap.indent(
         "\n".join(problems), "  "
     )
 
 
 def explained(kind: str, loc: tuple[int | str, ...], value: Any, message: str, references: Mapping[Place, str]) -> str:
-    """Return the line or lines for a pydantic error, given its type, place, input and message."""
+    """Return the message for a pydantic error as one or several lines.
+
+    The arguments are the error's type, its place (keys and indices), the wrong value and pydantic's own message.
+    """
     is_key = loc[-1:] == ("[key]",)
     place = ".".join(str(part) for part in (loc[:-1] if is_key else loc))
     written = reference_around(loc, references) or printable(value, loc, references)
@@ -58,7 +61,8 @@ def _children(place: str) -> list[str]:
 
 
 def _wrong_value(kind: str, place: str, value: Any, message: str) -> str:
-    """Return the fault of a value, the nearest valid value or the way to remove it, and the field's description."""
+    """Return what is wrong with a value, the nearest valid value or the way to remove it, and the field's
+    description."""
     # The texts are pydantic's: this makes them sentences about a recipe.
     wrong = message.replace("Input should be", "must be").replace("a valid tuple", "a list, such as [a, b]")
     field = field_at(place)
@@ -72,7 +76,8 @@ def _wrong_value(kind: str, place: str, value: Any, message: str) -> str:
 
 
 def _around(place: str) -> str:
-    """Return the description of the field at or around a place. Empty if there is none."""
+    """Return the description of the field at a place (keys and indices), or of the nearest section around it. May be
+    empty."""
     parts = place.split(".")
     found = (field_at(".".join(parts[:end])) for end in range(len(parts), 1, -1))
     return next((description(field) for field in found if field is not None), "")
@@ -80,7 +85,7 @@ def _around(place: str) -> str:
 
 # A misspelt section gets one line. A foreign section gets a line per value, since each has another counterpart.
 def _unknown(place: str, value: Any) -> Iterator[str]:
-    """Yield one line for an unknown key, or one per value of an unknown section."""
+    """Yield the error line of an unknown key. For a section with an unknown name: one line for each value in it."""
     leaves = [(f"{place}{rest}", item) for rest, item in leaves_of(value)]
     is_misspelt = nearest(place.rpartition(".")[2], _siblings(place)) is not None
     is_foreign = any(counterpart(name) for name, _ in leaves)
@@ -90,8 +95,7 @@ def _unknown(place: str, value: Any) -> Iterator[str]:
 
 
 def key_hint(place: str) -> str:
-    """Return a hint about an unknown recipe key: the field probably meant, or the field replacing another program's
-    option."""
+    """Return a hint for an unknown key: the similar recipe field, or the recipe field for another program's option."""
     from megarl.config.mixture import SourceConfig
 
     # Fields of list items exist nowhere else, so other sections are not searched for them.
@@ -112,14 +116,13 @@ def key_hint(place: str) -> str:
 
 
 def _is_in_item(place: str) -> bool:
-    """Return whether a recipe key lies inside an item of a list of sections, or inside an entry of a mapping of
-    sections."""
+    """Return whether a key lies inside a list item or a mapping entry that is a section, as in reward.functions."""
     parent = place.rpartition(".")[0]
     return parent not in {"", *all_fields()} and section_at(parent) is not None
 
 
 def _nearest_field(place: str) -> str | None:
-    """Return the fields with the most similar name, as `a or b`. The key's own section is searched first."""
+    """Return the recipe fields with the most similar names, as `a or b`. Fields of the key's own section come first."""
     key = place.rpartition(".")[2]
     siblings = _siblings(place)
     if (near := nearest(key, siblings)) is not None:
@@ -130,7 +133,7 @@ def _nearest_field(place: str) -> str | None:
 
 
 def _siblings(place: str) -> dict[str, str]:
-    """Return the fields of a key's section: dotted names by name."""
+    """Return the fields of the section that contains a key: their dotted names, keyed by their last part."""
     parent = place.rpartition(".")[0]
     section = section_at(parent)
     prefix = f"{parent}." if parent else ""
@@ -138,13 +141,16 @@ def _siblings(place: str) -> dict[str, str]:
 
 
 def _elsewhere(place: str) -> list[str]:
-    """Return the fields with exactly this name in other sections."""
+    """Return the fields in other sections with exactly the name of a key."""
     key = place.rpartition(".")[2]
     return [name for name in all_fields() if name.rpartition(".")[2] == key]
 
 
 def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
-    """Return the answer to an unknown command-line option, for example `--steps 5`. `options` are the command's own."""
+    """Return the error message for an unknown command-line option, for example `--steps 5`.
+
+    `options` are the valid options of the command. The message suggests one, or the recipe field to override.
+    """
     name, known = option.lstrip("-").replace("-", "_"), all_fields()
     own = [name] if name in known else _elsewhere(name)
     is_own = option.startswith("--") and bool(own)
@@ -164,7 +170,8 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
 
 
 def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield a section's values, each with the rest of its dotted name. A plain value has the rest ``."""
+    """Yield all values below a section, each with its dotted name relative to the section. A plain value has the name
+    ``."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from ((f".{name}{rest}", leaf) for rest, leaf in leaves_of(item))
@@ -178,7 +185,7 @@ def shortened(value: Any) -> str:
 
 
 def printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
-    """Return a value for printing: references unresolved, secrets hidden."""
+    """Return a value for printing: secrets are hidden, and references such as `${model.path}` are not resolved."""
     if place in references:
         return references[place]
     if hasattr(value, "model_dump"):
@@ -194,5 +201,6 @@ def printable(value: Any, place: Place, references: Mapping[Place, str]) -> Any:
 
 
 def reference_around(place: Place, references: Mapping[Place, str]) -> str | None:
-    """Return the reference from which a value, or a section around it, was read; else None."""
+    """Return the text of the reference, for example `${oc.env:NAME}`, that gave a value or a section around it. Else
+    None."""
     return next((references[place[:end]] for end in range(len(place), 0, -1) if place[:end] in references), None)

@@ -33,7 +33,7 @@ def fields_markdown() -> str:
 
 
 def _sections() -> Iterator[tuple[str, str, Mapping[str, FieldInfo]]]:
-    """Yield title, description and fields of each section, including those of list items and of server rewards."""
+    """Yield title, description and fields of each section, including sections in lists and settings of HTTP rewards."""
     known = all_fields()
     yield "Top level", "Fields outside any section.", {n: f for n, f in known.items() if "." not in n}
     for name, field in known.items():
@@ -68,7 +68,7 @@ def _section_text(title: str, about: str, fields: Mapping[str, FieldInfo]) -> st
 
 
 def _cell(text: str) -> str:
-    """Return a text for a cell of a Markdown table."""
+    """Return a text escaped for a cell of a Markdown table."""
     return text.replace("|", "\\|").replace("<", "&lt;")
 
 
@@ -80,7 +80,7 @@ def _default(name: str, field: FieldInfo) -> str:
 
 
 def type_text(kind: Any, metadata: Sequence[Any] = ()) -> str:
-    """Return a type in words with its bounds, for example `integer ≥ 0` or `list of text`."""
+    """Return a field's type with its bounds for a reader, for example `integer ≥ 0` or `list of text`."""
     arguments = get_args(kind)
     match get_origin(kind):
         case origin if origin is Annotated:
@@ -102,7 +102,7 @@ def type_text(kind: Any, metadata: Sequence[Any] = ()) -> str:
 
 
 def _flattened(metadata: Sequence[Any]) -> list[Any]:
-    """Return the constraints of an annotation. Those given by `Field` are its metadata."""
+    """Return the bounds in the metadata of an annotation, including those given through pydantic's `Field`."""
     return [inner for item in metadata for inner in (item.metadata if isinstance(item, FieldInfo) else [item])]
 
 

@@ -1,8 +1,9 @@
-"""Names and keyword arguments of the formulas in `megarl.algorithms`, read from their source code.
+"""Names and keyword arguments of the formulas in `megarl.algorithms` (losses, advantage estimators, KL estimators).
 
-Recipes are checked and printed without torch, but importing the formulas needs it. So the source is parsed instead. An
-entry of a table in `megarl.algorithms` becomes a value of the field with this `Formula`, and its keywords become
-settings. No second registration is needed. pydantic is imported where it is used, so that `megarl --help` is fast.
+They are read from the source code, because recipes are checked without torch, and an import needs it. A recipe field
+with a `Formula` annotation accepts the names in a table of the source. The functions' keyword arguments become recipe
+settings. A new formula therefore needs no second registration. pydantic is imported where it is used, so that `megarl
+--help` is fast.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ _ALGORITHMS = Path(__file__).parents[1] / "algorithms"
 
 @dataclass(frozen=True, slots=True)
 class Keyword:
-    """A keyword argument of a formula. `annotation` is its type annotation; None if the source has none."""
+    """Keyword argument of a formula. `annotation` is its type annotation, None if the source has none."""
 
     annotation: ast.expr | None
     is_required: bool
@@ -38,10 +39,11 @@ Keywords = Mapping[str, Keyword]
 
 @dataclass(frozen=True, slots=True)
 class Formula:
-    """The field chooses a formula: a name of a table in a module of `megarl.algorithms`.
+    """Annotation of a recipe field that chooses a formula by its name in a table of a module of `megarl.algorithms`.
 
-    `further`: more functions of the module, accepted by their names. `measured`: keyword arguments computed by the run
-    from its samples, which a recipe cannot set. `takes_own`: an import path is accepted, too.
+    `further` are names of functions accepted in addition to the table's. `measured` are keyword arguments that the run
+    computes from its samples, so that a recipe cannot set them. `takes_own`: an import path of a user's formula is
+    accepted, too.
     """
 
     module: str
@@ -70,7 +72,7 @@ class Formula:
 # The tables are dict literals of names by convention, so parsing finds them without running the module.
 @cache
 def _functions(formula: Formula) -> dict[str, Keywords]:
-    """Return the names that a formula field accepts, each with the function's keyword arguments."""
+    """Return the names accepted by the annotated field, each with the keyword arguments of its function."""
     body = ast.parse((_ALGORITHMS / f"{formula.module}.py").read_text(encoding="utf-8")).body
     functions = {node.name: node for node in body if isinstance(node, ast.FunctionDef)}
     named: dict[str, str] = {}
@@ -85,18 +87,18 @@ def _functions(formula: Formula) -> dict[str, Keywords]:
 
 @cache
 def formula_fields() -> dict[str, Formula]:
-    """Return the recipe fields choosing a formula."""
+    """Return the recipe fields that choose a formula, with their annotations."""
     return {place: found[0] for place in all_fields() if (found := annotated_with(place, Formula))}
 
 
 def formulas(field: str) -> dict[str, Keywords]:
-    """Return the formulas accepted by a recipe field: their names, each with the formula's keyword arguments."""
+    """Return the formula names accepted by a recipe field, each with the formula's keyword arguments."""
     return _functions(formula_fields()[field])
 
 
 @cache
 def keyword_fields(field: str) -> dict[str, str]:
-    """Return the keyword arguments with a recipe field of their own, for the formulas of `field`: name to field."""
+    """Return the keyword arguments of the formulas of `field` that are recipe fields of their own: keyword to field."""
     return {
         item.name or place.rpartition(".")[2]: place
         for place in all_fields()
@@ -106,18 +108,19 @@ def keyword_fields(field: str) -> dict[str, str]:
 
 
 def kwargs_field(field: str) -> str | None:
-    """Return the recipe field with all other keyword arguments of a formula. None: there is none."""
+    """Return the recipe field for all other keyword arguments of a formula, for example algorithm.loss_kwargs. May be
+    None."""
     name = f"{field}_kwargs"
     return name if name in all_fields() else None
 
 
 def taking(field: str, keyword: str) -> list[str]:
-    """Return the names of the formulas accepted by a recipe field and having this keyword argument."""
+    """Return the names of the formulas of a recipe field that take this keyword argument."""
     return [name for name, keywords in formulas(field).items() if keyword in keywords]
 
 
 def either(choices: Sequence[object]) -> str:
-    """Return the choices (at least one) in words: `a, b or c`."""
+    """Return names joined for a sentence: `a, b or c`. There must be at least one."""
     *others, last = map(str, choices)
     return f"{', '.join(others)} or {last}" if others else last
 

@@ -1,4 +1,4 @@
-"""Recipe section `health`: thresholds of the rules warning of a run without learning."""
+"""Recipe section `health`: thresholds of the rules that warn when a run is not learning."""
 
 from __future__ import annotations
 
@@ -23,31 +23,37 @@ class HealthConfig(Section):
     """Thresholds of the health rules (`megarl.tracking.health`)."""
 
     off: tuple[RuleName, ...] = ()
-    """Names of disabled rules of `megarl.tracking.health`."""
+    """Names of health rules to disable, for example entropy_collapsed. All rules: megarl/tracking/health.py."""
     window: PositiveInt = 3
-    """Number of consecutive logged steps with a fault before its rule warns. Rules about a rise compare the median of
-    the last n steps with that of the first n."""
+    """Number n of consecutive logged steps that must break a health rule before it warns. Rules about a rise compare
+    the median of the last n steps with the median of the first n."""
     truncated: Annotated[Share, OnlyIf(ON_POLICY)] = 0.95
-    """Share of attempts ending at the length limit (rollout/truncated) from which the rule truncated warns."""
+    """Share of attempts cut at the length limit (metric rollout/truncated) from which the health rule `truncated`
+    warns."""
     entropy_low: Annotated[NonNegativeFloat, OnlyIf(ON_POLICY)] = 1e-3
-    """Entropy in nats per token (train/entropy) below which the rule entropy_collapsed warns."""
+    """Entropy in nats per token (metric train/entropy) below which the health rule `entropy_collapsed` warns."""
     entropy_rise: Factor = 5.0
-    """Factor of an entropy rise (to at least entropy_high) from which entropy_exploding warns."""
+    """Factor by which the entropy must rise for the health rule `entropy_exploding` to warn. It must also reach
+    entropy_high."""
     entropy_high: NonNegativeFloat = 1.0
-    """Entropy in nats per token below which entropy_exploding does not warn."""
+    """Entropy in nats per token below which the health rule `entropy_exploding` never warns."""
     grad_norm_rise: Factor = 10.0
-    """Factor of a rise of train/grad_norm from which grad_norm_rising warns."""
+    """Factor by which the metric train/grad_norm must rise for the health rule `grad_norm_rising` to warn."""
     logprob_gap_rise: Annotated[Factor, OnlyIf(ON_POLICY)] = 10.0
-    """Factor of a rise of logprob_gap/mean (to at least logprob_gap_high) from which mismatch_rising warns."""
+    """Factor by which the metric logprob_gap/mean must rise for the health rule `mismatch_rising` to warn. It must also
+    reach logprob_gap_high."""
     logprob_gap_high: Annotated[NonNegativeFloat, OnlyIf(ON_POLICY)] = 0.01
-    """Mean distance of trainer and engine in nats per token below which mismatch_rising does not warn."""
+    """Mean distance of trainer and engine log-probs, in nats per token, below which the health rule `mismatch_rising`
+    never warns."""
     validation_drop: Annotated[Share, OnlyIf(RL)] = 0.05
-    """Fall of val/SET/accuracy below its best, in two consecutive evaluations, from which validation_falling warns."""
+    """Fall of the metric val/SET/accuracy below its best value from which the health rule `validation_falling` warns.
+    Two consecutive evaluations must be below."""
     reward_rise: Annotated[PositiveFloat, OnlyIf(RL)] = 0.05
-    """Rise of reward/mean since the best evaluation needed by validation_falling, in units of the reward."""
+    """Rise of the metric reward/mean since the best evaluation, in units of the reward. The health rule
+    `validation_falling` warns only if the reward rose at least this much."""
     learning_rate: tuple[PositiveFloat, PositiveFloat] | None = None
-    """Usual range of optimizer.learning_rate, [lowest, highest]. Default (Adam): 1e-8 to 1 / the model's hidden size;
-    ten times these with LoRA."""
+    """Usual range of optimizer.learning_rate, [lowest, highest]; a rate outside gives a warning. Default for Adam: 1e-8
+    to 1 / (the model's hidden size); with LoRA ten times as high."""
 
     @model_validator(mode="after")
     def _is_ordered(self) -> Self:

@@ -1,4 +1,4 @@
-"""Settings of rewards from a server: the keyword arguments of `judge` and `remote` in reward.functions."""
+"""Settings of rewards computed by an HTTP server: the keyword arguments of `judge` and `remote` in reward.functions."""
 
 from __future__ import annotations
 
@@ -11,74 +11,83 @@ from megarl.config.section import Section
 
 
 class ServedConfig(Section):
-    """Settings shared by all servers."""
+    """Settings common to all reward servers."""
 
     url: str
-    """Address of the server, for example http://127.0.0.1:8000/v1. https uses the proxies named in the environment."""
+    """Address of the server, for example http://127.0.0.1:8000/v1. Calls to https addresses use the proxy of
+    HTTPS_PROXY, if set."""
     max_in_flight: PositiveInt = 64
-    """Limit of simultaneous calls. Further completions wait, outside any time limit."""
+    """Limit of simultaneous calls to the server. Further completions wait; their waiting counts towards no time
+    limit."""
     timeout_seconds: PositiveFloat = 60.0
-    """Timeout of one call in seconds."""
+    """Timeout of one call to the server in seconds."""
     max_tries: PositiveInt = 3
-    """Limit of calls to the server per completion, the first included. A call is retried after a timeout, an HTTP error
-    (408, 425, 429, 5xx) or an answer without a readable score."""
+    """Limit of calls to the server for one completion, the first call included. A timeout, an HTTP error (408, 425,
+    429, 5xx) or an answer without a readable score leads to another call."""
     pause_seconds: NonNegativeFloat = 0.5
-    """Pause in seconds before the second call, doubled before each further one. At least the server's Retry-After, up
-    to a minute."""
+    """Pause in seconds before the second call for a completion. It doubles before each further call. A Retry-After of
+    the server, up to a minute, can lengthen it."""
     parse_error_score: Annotated[float, Field(ge=-1e6, le=1e6)] | None = None
-    """Score of a completion if the last answer has no readable score. Default: the completion has no score
-    (reward.on_failure). Metric: reward/NAME/substituted."""
+    """Score of a completion if the server's last answer has no readable score. Default: none, and reward.on_failure
+    applies. Metric: reward/NAME/substituted."""
     correct_from: float | None = None
-    """Lowest score of a right answer (val/SET/accuracy). Default: a judge's verdict CORRECT is right. Other choices, a
-    scale and `remote` are verdicts only with judges_answer: true."""
+    """Lowest score that counts as a right answer, for val/SET/accuracy. Default: right is a judge's verdict CORRECT.
+    Other `choices`, a `scale` and the reward `remote` decide correctness only with judges_answer: true
+    (reward.functions)."""
     api_key_env: str | None = None
-    """Name of the environment variable with the server's key, sent as a bearer token."""
+    """Name of the environment variable with the server's API key, sent as a bearer token."""
     headers: dict[str, str] = Field(default_factory=dict)
-    """Further headers of each request. No secrets: the run's folder stores the recipe."""
+    """Further HTTP headers of each request. They must not contain secrets, because the run folder stores the recipe."""
 
     @property
     def right_from(self) -> float | None:
-        """Return the lowest score of a right answer. None: the score is not a verdict."""
+        """Return the lowest score that counts as a right answer. None: scores do not decide whether an answer is
+        right."""
         return self.correct_from
 
 
 class JudgeConfig(ServedConfig):
-    """A chat model judging completions."""
+    """A chat model behind an OpenAI-compatible server, asked to judge completions."""
 
     model: str
-    """Name of the model at the server."""
+    """Name of the judge model at the server."""
     prompt: str | None = None
-    """File of the prompt, with placeholders {{question}}, {{completion}}, {{answer}} and {{record.FIELD}}. Default: ask
-    whether the completion agrees with the gold answer."""
+    """File with the judge's prompt. Placeholders: {{question}}, {{completion}}, {{answer}}, {{record.FIELD}}. Default:
+    a prompt that asks whether the completion agrees with the gold answer."""
     system: str | None = None
     """System message of the judge. Default: none."""
     choices: dict[str, Annotated[float, Field(ge=-1e6, le=1e6)]] = Field(
         default_factory=lambda: {"CORRECT": 1.0, "INCORRECT": 0.0}
     )
-    """Verdicts with their scores. Upper and lower case are equal."""
+    """Possible verdicts of the judge, with their scores. Case is ignored. Default: {CORRECT: 1, INCORRECT: 0}."""
     scale: tuple[float, float] | None = None
-    """Lowest and highest number, for a judge answering with a number instead of a verdict. They score 0 and 1. Numbers
-    outside are unreadable."""
+    """Lowest and highest number of a judge that answers with a number instead of a verdict. They score 0 and 1, numbers
+    between them proportionally. A number outside counts as unreadable."""
     pattern: str | None = None
-    """Regular expression. Its first group (or whole match) is the verdict, and the last match counts. A search of more
-    than a second finds none. Default: the answer's last line without a label (Verdict: ...) and punctuation."""
+    """Regular expression that finds the verdict in the judge's answer: the last match, or its first group. A search
+    above one second finds nothing. Default: the answer's last line, without a label such as "Verdict:" and
+    punctuation."""
     thoughts: Literal["hide", "show"] = "hide"
-    """Whether the judge sees the completion up to its last </think>. hide (default): no, and it sees nothing of a
-    completion cut inside its thoughts."""
+    """Treatment of the completion's thoughts, the text up to its last </think>. hide (default): the judge does not see
+    them; of a completion cut while thinking it sees nothing. show: the judge sees the whole completion."""
     max_shown_characters: PositiveInt = 100_000
-    """Limit of characters shown to the judge: the end of a longer completion."""
+    """Limit of the completion's characters in the judge's prompt. Of a longer completion only the end is shown."""
     temperature: NonNegativeFloat | None = 0.0
-    """Sampling temperature of the judge. null: not in the request."""
+    """Sampling temperature of the judge. null: the request has no temperature, so the server's default applies."""
     max_tokens: PositiveInt | None = 1024
-    """Limit of tokens of the judge's answer. null: not in the request."""
+    """Limit of tokens of the judge's answer. null: the request has no limit, so the server's default applies."""
     request: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further fields of the request, for example {seed: 1, response_format: {type: json_object}}."""
+    """Further fields of the request to the judge, for example {seed: 1, response_format: {type: json_object}}."""
     dollars_per_million: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 0.0)
-    """Price in dollars of a million tokens of prompt and of answer. Metric: reward/judge/dollars."""
+    """Price in dollars of a million prompt tokens and of a million answer tokens of the judge. Metric:
+    reward/judge/dollars."""
 
     @property
     def right_from(self) -> float | None:
-        """Return the lowest score of a right answer. Unlike other servers, the default choices are verdicts."""
+        """Return the lowest score that counts as a right answer, as in the base class.
+
+        With the default choices it is 1, the score of the verdict CORRECT.
+        """
         # Own choices or a scale may mean anything, so 1.0 need not be a right answer.
         has_own_scores = self.scale is not None or "choices" in self.model_fields_set
         return 1.0 if self.correct_from is None and not has_own_scores else self.correct_from
@@ -97,16 +106,16 @@ class JudgeConfig(ServedConfig):
 
 
 class RemoteModelConfig(ServedConfig):
-    """A reward model behind a server."""
+    """A reward model behind an HTTP server."""
 
     protocol: Literal["slime", "openrlhf", "vllm"] = "slime"
-    """Protocol of the server. slime (default): {prompt, response, label} returns a number, or an object with `score` or
-    `reward`. openrlhf: {query, prompts, labels}, lists of one, returns {rewards: [number]}. vllm: a reward model at
-    /pooling."""
+    """Protocol of the server. slime (default): sends {prompt, response, label}, gets a number or an object with `score`
+    or `reward`. openrlhf: sends {query, prompts, labels}, lists of one, gets {rewards: [number]}. vllm: a reward model
+    served at /pooling."""
     model: str | None = None
-    """Name of the model at the server (protocol vllm)."""
+    """Name of the reward model at the server (protocol vllm only)."""
     clip: PositiveFloat | None = None
-    """Clip scores to [-x, x]. Default: no clipping."""
+    """Clip the reward model's scores to [-x, x]. Default: no clipping."""
 
     @model_validator(mode="after")
     def _names_a_model(self) -> Self:

@@ -1,6 +1,7 @@
-"""Given fields without effect: dropped if an override made them so, an error otherwise.
+"""Recipe fields that the user set but that have no effect under the other fields' values.
 
-`config.effects` defines the effects.
+If a command-line override made a field of the file idle, its value is dropped with a notice. Otherwise an idle field is
+an error. `config.effects` decides which fields have an effect.
 """
 
 from __future__ import annotations
@@ -25,10 +26,11 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Given:
-    """Origin of a recipe's values: a file, and overrides setting or removing values.
+    """Origin of a recipe's values: a file, and command-line overrides that set or remove values.
 
-    `overridden` has the dotted names of values set by overrides; `unread` the fields without a value. `is_of_run`: the
-    file is a run's config.yaml. It has all fields, so a field without effect is not the user's mistake.
+    `overridden` has the dotted names set by overrides, `unread` the names of fields without a usable value.
+    `is_of_run`: the file is the config.yaml of a run folder. It lists all fields, so an idle field is not the user's
+    mistake.
     """
 
     path: Path
@@ -38,17 +40,17 @@ class Given:
     is_of_run: bool
 
     def by_override(self, field: str) -> bool:
-        """Return whether an override sets a field, a value inside it, or its section."""
+        """Return whether a command-line override sets the field, a value inside it, or a section around it."""
         return any(f"{field}.".startswith(f"{key}.") or f"{key}.".startswith(f"{field}.") for key in self.overridden)
 
 
 # Dropping a value can make others idle (a mixture's data, say), so this repeats until nothing changes.
 def drop_superseded(recipe: Recipe, merged: Merged, given: Given) -> tuple[Recipe, list[str], list[str]]:
-    """Drop the file's values left without effect by overrides. Returns the recipe, notices (one per reason), and
-    faults.
+    """Drop values of the recipe file that have no effect because of overrides.
 
-    Also removes values and references from `merged`. A fault is a value missing after the drop, for example the data of
-    a mixture; its field is added to `given.unread`.
+    Returns the recipe, one notice per reason, and the errors. Values and references are removed from `merged` too. An
+    error is a required value missing after the removal, for example the data of a mixture; its field is added to
+    `given.unread`.
     """
     notices: list[str] = []
     faults: list[str] = []
@@ -71,9 +73,10 @@ def drop_superseded(recipe: Recipe, merged: Merged, given: Given) -> tuple[Recip
 
 # Two different names are a validation error, so this is done before validation.
 def drop_replaced_answers(merged: Merged, path: Path) -> list[str]:
-    """Drop the file's field of the gold answer if an override gives the other of fields.answer and answer_field.
+    """Drop the file's name of the gold answer's field if an override gives it in the other way.
 
-    Removes values and references from `merged`. Returns the notices.
+    The two ways are fields.answer and answer_field. Values and references are removed from `merged`. Returns the
+    notices.
     """
     notices: list[str] = []
     for place, data_set in two_answers(merged.values):
@@ -97,7 +100,7 @@ def _is_within(place: Place, field: str) -> bool:
 
 # A value idle in the file alone is the user's mistake and stays an error; only overrides excuse it.
 def _superseded(recipe: Recipe, references: Mapping[Place, str], given: Given) -> dict[str, tuple[str, str]]:
-    """Return the file's fields left without effect by overrides: value as written, and reason."""
+    """Return the file's fields without effect because of overrides: the value as written, and the reason."""
     found: dict[str, tuple[str, str]] = {}
     from_file: list[Idle] = []
     for idle in _readable(idle_fields(recipe), given.unread):
@@ -119,14 +122,14 @@ def _superseded(recipe: Recipe, references: Mapping[Place, str], given: Given) -
 
 
 def _idle_without_overrides(path: Path) -> set[str]:
-    """Return the fields without effect in the file alone."""
+    """Return the names of fields without effect in the recipe file if no override is applied."""
     merged = merge(path, ())
     recipe, _, unread = validated(merged.values, merged.references)
     return {idle.place for idle in _readable(idle_fields(recipe), unread | merged.unread)}
 
 
 def idle_lines(recipe: Recipe, references: Mapping[Place, str], given: Given) -> Iterator[str]:
-    """Yield one line per given field without effect: value, reason and remedy."""
+    """Yield an error line for each field that the user set without effect: its value, the reason and the remedy."""
     known = all_fields()
     for place, name, source, need in _readable(idle_fields(recipe), given.unread):
         is_override = given.by_override(place)
@@ -138,14 +141,14 @@ def idle_lines(recipe: Recipe, references: Mapping[Place, str], given: Given) ->
 
 
 def _assignment(recipe: Recipe, field: str, place: str, references: Mapping[Place, str]) -> str:
-    """Return `field = value`, with secrets hidden and references unresolved."""
+    """Return `field = value` for an error line. Secrets are hidden, and `${...}` references are not resolved."""
     where: Any = tuple(place.split("."))
     value = reference_around(where, references) or printable(value_at(recipe, field), where, references)
     return f"{place} = {shortened(value)}"
 
 
 def given_fields(section: Section, prefix: str = "") -> Iterator[str]:
-    """Yield the dotted names of fields given by the recipe. A preset's fields are excluded."""
+    """Yield the dotted names of fields set in the file or by overrides. Values of a preset do not count."""
     for name, field in type(section).model_fields.items():
         if name in section.model_fields_set:
             if section_of(field) is not None:
@@ -155,7 +158,8 @@ def given_fields(section: Section, prefix: str = "") -> Iterator[str]:
 
 
 class Idle(NamedTuple):
-    """A given field without effect, the recipe (or a source's recipe) it is in, and the unmet condition."""
+    """A field that the user set without effect: its name as written, the schema's name, the recipe and the unmet
+    condition."""
 
     place: str
     field: str
@@ -164,7 +168,7 @@ class Idle(NamedTuple):
 
 
 def idle_fields(recipe: Recipe) -> Iterator[Idle]:
-    """Yield each field given in the recipe but without effect, fields of a mixture's sources included."""
+    """Yield each field that the user set without effect, including fields in a mixture's sources."""
     for field in given_fields(recipe):
         if (need := unmet(recipe, field)) is not None:
             yield Idle(field, field, recipe, need)
@@ -175,7 +179,7 @@ def idle_fields(recipe: Recipe) -> Iterator[Idle]:
 
 
 def _readable(found: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
-    """Yield the idle fields with a readable value and readable deciding fields."""
+    """Yield the idle fields whose own value and deciding fields could be read. Others have an error already."""
     for idle in found:
         if not any(_is_unread(field, unread) for field in (idle.place, *idle.need.fields, "loop")):
             yield idle
@@ -183,5 +187,5 @@ def _readable(found: Iterator[Idle], unread: set[str]) -> Iterator[Idle]:
 
 # A check of several fields makes their whole section unread.
 def _is_unread(field: str, unread: set[str]) -> bool:
-    """Return whether a field or a section around it is unread."""
+    """Return whether a field, or a section around it, is among the names without a usable value."""
     return any(f"{field}.".startswith(f"{name}.") for name in unread)

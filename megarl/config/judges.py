@@ -1,8 +1,7 @@
-"""Judges: reward functions and environments with a verdict on the answer. Accuracy, pass@k and majority@k count
-verdicts only.
+"""Whether a run can know that an answer is right: verdicts of reward functions and environments.
 
-A reward is not a verdict. A function for brevity or format also rewards wrong answers. So its score counts as a verdict
-only if the recipe or the function says so.
+Accuracy, pass@k and majority@k count verdicts. A score alone is not one, because a function for brevity or format also
+rewards wrong answers. A score counts as a verdict only if the recipe or the function says so.
 """
 
 from __future__ import annotations
@@ -15,31 +14,35 @@ if TYPE_CHECKING:
     from megarl.config.rewards import RewardFunctionConfig
 
 Judging = Literal["declared", "by_value", "none"]
-"""How answers are judged. declared: the verdict is known for each answer. by_value: score 1 means right and 0 wrong;
-the first other score proves the contrary. none: there is no verdict."""
+"""How answers are judged right or wrong.
+
+declared: each answer has a verdict. by_value: score 1 means right and 0 wrong, until another score appears. none: there
+is no verdict.
+"""
 
 JUDGES = frozenset(
     {"boxed", "think_answer_tags", "gsm8k", "math_competition", "multiple_choice", "code", "reasoning_gym"}
 )
-"""Built-in reward functions comparing the answer with the gold answer, or testing it."""
+"""Built-in reward functions with a verdict: they compare the answer with the gold answer, or test it."""
 SCORERS = frozenset({"format", "length"})
-"""Built-in reward functions blind to the answer's content."""
+"""Built-in reward functions that do not look at the answer's content, so that they have no verdict."""
 
 SCORED_BY_FUNCTIONS = frozenset({"single_turn", "calculator", "python", "search"})
-"""Environments without own rewards. `reward.functions` score their attempts."""
+"""Environments without rewards of their own. `reward.functions` score their attempts."""
 JUDGING_ENVIRONMENTS = frozenset({"countdown", "guess_number", "mastermind", "reasoning_gym", "gem"})
-"""Names of environments reporting with their last reward whether the policy's answer is correct."""
+"""Names of environments whose last reward says whether the policy's answer is right."""
 
 REMEDY = "set judges_answer: true on the function of reward.functions scoring whether the answer is right"
 
 
 def judging(functions: Sequence[RewardFunctionConfig]) -> dict[str, Judging]:
-    """Return how each reward function judges the answer, by its name in the recipe."""
+    """Return how each reward function of the recipe judges answers, keyed by the function's name."""
     return {function.name: _judging_of(function, is_only=len(functions) == 1) for function in functions}
 
 
 def judges_answers(recipe: Recipe) -> Judging:
-    """Return how the attempts of a recipe of one source are judged, as far as known before a start."""
+    """Return how the attempts of a source are judged, as far as the recipe shows it. `recipe` is the source's
+    recipe."""
     if recipe.rollout.environment in JUDGING_ENVIRONMENTS:
         return "declared"
     if recipe.rollout.environment not in SCORED_BY_FUNCTIONS:
@@ -48,7 +51,7 @@ def judges_answers(recipe: Recipe) -> Judging:
 
 
 def accuracy_needs(recipe: Recipe) -> list[str]:
-    """Return the training fields, as `FIELD = VALUE`, of a recipe of one source that cannot work without verdicts."""
+    """Return the fields, as `FIELD = VALUE`, for which training needs verdicts although this source has none."""
     if recipe.loop != "rl":
         return _curriculum_need(recipe) if recipe.loop == "distillation" else []
     algorithm = recipe.algorithm
@@ -69,7 +72,7 @@ def _curriculum_need(recipe: Recipe) -> list[str]:
 
 
 def strongest(found: Iterable[Judging]) -> Judging:
-    """Return how several functions judge together: one verdict is enough."""
+    """Return how several reward functions judge together. One with verdicts is enough."""
     kinds = set(found)
     return "declared" if "declared" in kinds else "by_value" if "by_value" in kinds else "none"
 
@@ -85,7 +88,8 @@ def _judging_of(function: RewardFunctionConfig, *, is_only: bool) -> Judging:
 
 
 def _is_judging_server(kind: str, function: RewardFunctionConfig) -> bool:
-    """Return whether a server's score is a verdict: by a threshold, or by a judge's choices CORRECT and INCORRECT."""
+    """Return whether the score of an HTTP reward is a verdict: by a threshold, or by the choices CORRECT and
+    INCORRECT."""
     if kind not in ("judge", "remote"):
         return False
     kwargs = function.kwargs

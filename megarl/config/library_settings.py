@@ -1,4 +1,5 @@
-"""Settings passed to Megatron-Core and vLLM: those that other recipe fields decide, and those without effect."""
+"""Settings that users pass on to Megatron-Core and vLLM (trainer.megatron, rollout.vllm): refused and ineffective
+ones."""
 
 from __future__ import annotations
 
@@ -34,14 +35,15 @@ _OTHERWISE = {
         "moe_grouped_gemm": "whether Transformer Engine is installed",
     },
 }  # fmt: skip
-"""Settings decided by something else than a recipe field, with its name, by library as in `Decides`."""
+"""Settings of libraries that something other than a recipe field decides, by library (the names of `Decides`)."""
 
 
 @cache
 def decided(library: str) -> dict[str, str]:
-    """Return the settings of a library that users cannot set, each with the recipe fields or other source deciding it.
+    """Return the settings of a library that users cannot set, each with the recipe field or other source that decides
+    it.
 
-    `library` is a field of `Decides`: vllm, megatron, experts, recompute or fp8.
+    `library` is vllm, megatron, experts, recompute or fp8, a field of `config.annotations.Decides`.
     """
     deciding: dict[str, list[str]] = {}
     for place in all_fields():
@@ -75,7 +77,7 @@ _UNBALANCED = ("none", "sinkhorn")
 
 
 def without_effect(settings: Mapping[str, Any], *, has_experts: bool) -> Iterator[str]:
-    """Yield one error per setting without effect in a model with or without experts."""
+    """Yield one error line per field of `trainer.megatron` without effect in a model with or without experts."""
     for name, value in settings.items():
         shown = f"trainer.megatron.{name} = {value!r}"
         if name in _UNREAD and value:
@@ -87,7 +89,8 @@ def without_effect(settings: Mapping[str, Any], *, has_experts: bool) -> Iterato
 
 
 def _unbalanced(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield an error for a balancing type with coefficient zero, or a coefficient without a type."""
+    """Yield an error line if an experts' balancing loss has a type but coefficient zero, or a coefficient but no
+    type."""
     kinds, coefficient = settings.get(_BALANCING), settings.get(_COEFFICIENT)
     if kinds is None:
         return

@@ -1,4 +1,4 @@
-"""A recipe's file and its overrides as plain values, before the schema checks them.
+"""The recipe file and command-line overrides, merged into plain values (dicts and lists) before validation.
 
 OmegaConf is imported where it is used, so that `megarl --help` is fast.
 """
@@ -22,10 +22,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Merged:
-    """File and overrides as plain values, with references resolved.
+    """Recipe file and overrides as plain values, with references (`${...}`) resolved.
 
-    `references`: texts of values read from the environment. `unread`: fields left out because their references cannot
-    be resolved. `overridden`: dotted names of values set by overrides.
+    `references` has the texts of values read from the environment. `unread` has the fields left out because their
+    references cannot be resolved. `overridden` has the dotted names set by overrides.
     """
 
     values: dict[str, Any]
@@ -36,8 +36,10 @@ class Merged:
 
 
 def merge(path: Path, overrides: Sequence[str]) -> Merged:
-    """Read a file and apply overrides in turn. Raises ConfigError if the file is not a YAML mapping of sections and
-    fields."""
+    """Read a recipe file and apply command-line overrides in turn.
+
+    Raises ConfigError if the file is not a YAML mapping of sections and fields.
+    """
     tree, problems = _tree_of_file(path)
     merging = _Merging(tree, problems)
     for override in overrides:
@@ -73,14 +75,15 @@ def _tree_of_file(path: Path) -> tuple[Any, list[str]]:
 
 @dataclass(slots=True)
 class _Merging:
-    """An OmegaConf tree changed by overrides, one after the other. Later ones win."""
+    """A recipe as an OmegaConf tree, with the methods that apply overrides. A later override wins."""
 
     tree: Any
     problems: list[str]
     overridden: set[str] = field(default_factory=set)
 
     def apply(self, override: str) -> None:
-        """Set or remove the value named by `section.field=value`, `section.field=default` or `~section.field`."""
+        """Apply one override: `section.field=value` sets, `section.field=default` and `~section.field` remove a
+        value."""
         import yaml
         from omegaconf.errors import OmegaConfBaseException
 
@@ -116,7 +119,7 @@ class _Merging:
         self.overridden |= {key + rest for rest, _ in leaves_of(value)}
 
     def _list_around(self, key: str) -> str | None:
-        """Return the dotted name of the list if a key addresses an item by number, else None."""
+        """Return the dotted name of the list if a key addresses a list item (`reward.functions.0`), else None."""
         from omegaconf import OmegaConf
 
         parts = key.split(".")
@@ -138,8 +141,10 @@ class _Merging:
             return None
 
     def _set_in_list(self, place: str, key: str, value: Any) -> None:
-        """Apply the override `key` to a list: set one of its items, or a field inside an item. A list missing in the
-        overrides is first copied from the recipe, or from the field's default."""
+        """Apply an override of a list item, or of a field inside an item. `key` is its dotted name.
+
+        A list that the tree does not have is first copied from the recipe, or from the field's default.
+        """
         from omegaconf import OmegaConf
 
         items = self._items(place)
@@ -160,7 +165,8 @@ class _Merging:
         self.overridden.add(place)
 
     def _items(self, place: str) -> list[Any]:
-        """Return the items of a list as plain values. If the list is not given, return the recipe's or the default."""
+        """Return the items of a list in the tree as plain values. A missing list is the recipe's, or the field's
+        default."""
         found = self._at(place)
         found = self._at(recipe_field(place)) if found is None else found
         return (_default_list(place) or []) if found is None else _plain(found)
@@ -177,7 +183,7 @@ class _Merging:
         self.overridden.add(place)
 
     def _remove(self, key: str) -> None:
-        """Remove a value, a section or an item of a list. A field without a value needs no removal."""
+        """Remove a value, a section or a list item from the tree. Nothing happens if it has no value."""
         from omegaconf import OmegaConf
 
         parent, _, name = key.rpartition(".")
@@ -196,7 +202,7 @@ class _Merging:
 
 # Merging an empty mapping changes nothing, so it replaces the earlier value before the merge.
 def _empty(tree: Any, key: str, value: Any) -> None:
-    """Empty the places in a tree that have an empty mapping in `value`, the new value at `key`."""
+    """Empty the mapping at `key`, or at the keys below it, wherever the new value has an empty mapping."""
     from omegaconf import OmegaConf
 
     if value == {}:
@@ -208,19 +214,19 @@ def _empty(tree: Any, key: str, value: Any) -> None:
 
 
 def _numbers(place: str, items: list[Any], remedy: str) -> str:
-    """Return a list's valid item numbers in words. `remedy`: the words for an empty list."""
+    """Return a sentence with the valid item numbers of a list. `remedy` is the sentence's end for an empty list."""
     return f"{place} has {len(items)} items; " + (f"their numbers are 0 to {len(items) - 1}" if items else remedy)
 
 
 def _plain(tree: Any) -> Any:
-    """Return a tree as plain values with unresolved references."""
+    """Return an OmegaConf tree as plain values with unresolved references."""
     from omegaconf import OmegaConf
 
     return OmegaConf.to_container(tree, resolve=False)
 
 
 def _form_fault(override: str) -> str | None:
-    """Return the fault of an override's form with a remedy, or None if it can be read."""
+    """Return what is wrong with the form of an override and what to do, or None if it is well-formed."""
     key, equals, value = override.partition("=")
     if key.startswith("+"):
         return f"a field is set without the +; write {override.lstrip('+')}"
@@ -242,8 +248,9 @@ def _default_list(place: str) -> list[Any] | None:
 
 
 def _resolved(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any], dict[Place, str], set[str]]:
-    """Return a tree's resolved values, its texts referring to environment variables by place, and its fields with
-    unresolvable references.
+    """Return three things: a tree's resolved values, its references to the environment, and its unresolvable fields.
+
+    A reference is a text such as `${oc.env:NAME}`, keyed by its place (keys and indices).
     """
     from omegaconf import OmegaConf
     from omegaconf.errors import OmegaConfBaseException
@@ -272,9 +279,9 @@ def _resolved(path: Path, tree: Any, problems: list[str]) -> tuple[dict[str, Any
 
 # The resolver is replaced for the walk: OmegaConf does not report whether a value came from the environment.
 def _environment_references(tree: Any) -> dict[Place, str]:
-    """Return the recipe values referring to environment variables: each value's unresolved text, by its place.
+    """Return the unresolved text of each value that refers to the environment, keyed by its place (keys and indices).
 
-    A value refers to a variable directly (`${oc.env:NAME}`), or through another field with this reference.
+    A value refers to a variable directly (`${oc.env:NAME}`), or through another field that does.
     """
     from omegaconf import OmegaConf
     from omegaconf.resolvers import oc

@@ -1,7 +1,7 @@
-"""Options of verl, TRL, slime, NeMo-RL, OpenRLHF, AReaL, prime-rl and ColossalRL, with the recipe's fields.
+"""Options of verl, TRL, slime, NeMo-RL, OpenRLHF, AReaL, prime-rl and ColossalRL, and the recipe fields for them.
 
-Fields name them in `Foreign` (`config.annotations`). The error for an unknown recipe key names its counterpart.
-`migration_page` lists them by program.
+The options are written at the recipe fields, as `Foreign` annotations. The error for an unknown recipe key names the
+right field. `migration_page` lists all options by program.
 """
 
 from __future__ import annotations
@@ -76,19 +76,19 @@ WITHOUT_COUNTERPART = (
             ColossalRL="--eval-save-dir"),
     Foreign("logging_steps", note="every step is logged"),
 )  # fmt: skip
-"""Options without a field, with the reasons."""
+"""Options of other programs without a recipe field, each with the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Counterpart:
-    """Options of other training programs with the same meaning, and the recipe fields replacing them."""
+    """Options of other programs with one meaning, and the recipe fields for it."""
 
     foreign: Foreign
     fields: tuple[str, ...] = ()
-    """Recipe fields with the meaning of these options. Empty: megarl has no such fields."""
+    """Recipe fields with the meaning of the other programs' options. Empty: megarl has no such field."""
 
     def __str__(self) -> str:
-        """Return a hint for an error message, for example `here it is train.samples_per_prompt`."""
+        """Return the end of an error message, for example `here it is train.samples_per_prompt`."""
         note = self.foreign.note
         if not self.fields:
             return f"has no counterpart: {note}"
@@ -96,7 +96,8 @@ class Counterpart:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """Return the names that an error answers. The field's own name is answered by the schema."""
+        """Return the foreign names for which an error suggests the recipe field. The field's own name is not among
+        them."""
         own = _last(self.fields[0]) if self.fields else None
         options = (_plain(option) for options in self.foreign.options.values() for option in options)
         return tuple(dict.fromkeys((*self.foreign.names, *(name for name in options if _last(name) != own))))
@@ -104,7 +105,7 @@ class Counterpart:
 
 @cache
 def counterparts() -> tuple[Counterpart, ...]:
-    """Return one entry per meaning, in the order of the fields; last the options without a field."""
+    """Return all counterparts: one per meaning in the order of the recipe fields, then the options without a field."""
     found: dict[int, Counterpart] = {}
     for place in all_fields():
         for foreign in annotated_with(place, Foreign):
@@ -120,14 +121,15 @@ def _by_name() -> dict[str, Counterpart]:
 
 
 def counterpart(name: str) -> Counterpart | None:
-    """Return the recipe's counterpart of a dotted name, or None if it is not listed."""
+    """Return the recipe fields for another program's dotted option name, or None if it is unknown."""
     parts = _plain(name).split(".")
     tails = (".".join(parts[start:]) for start in range(len(parts)))
     return next((_by_name()[tail] for tail in tails if tail in _by_name()), None)
 
 
 def short_counterpart(name: str) -> Counterpart | None:
-    """Return the recipe's counterpart of a short option without its dash. `tMbs` and `tmbs` differ."""
+    """Return the recipe fields for another program's short option, without its dash. Case matters: `tMbs` and `tmbs`
+    differ."""
     return next((entry for entry in counterparts() if name in entry.foreign.short), None)
 
 
@@ -140,7 +142,7 @@ def _last(name: str) -> str:
 
 
 def nearest_value(place: str, value: object) -> str | None:
-    """Return the probably intended value for a refused one, or None."""
+    """Return the value that the user probably meant instead of an invalid one, or None."""
     if not isinstance(value, str):
         return None
     known = _choices(place)
@@ -151,7 +153,7 @@ def nearest_value(place: str, value: object) -> str | None:
 
 
 def _choices(place: str) -> list[str]:
-    """Return the words accepted by a field, or by each item of a list."""
+    """Return the words that a field, or each item of a list field, accepts."""
     name = recipe_field(place)
     if name in formula_fields():
         return list(formulas(name))
@@ -168,7 +170,7 @@ def _words(kind: Any) -> Iterator[str]:
 
 
 def migration_page() -> str:
-    """Return the text of launch/recipes/MIGRATION.md: a table of options by program, filled into `migration.md`."""
+    """Return the text of launch/recipes/MIGRATION.md: `migration.md` with one table of options per program."""
     from megarl.config import Recipe
 
     base = Recipe.model_validate({"name": "base", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
@@ -185,7 +187,8 @@ def migration_page() -> str:
 
 
 def _overrides(base: Recipe, entry: Counterpart) -> str:
-    """Return the overrides for an option: those that give the field an effect, then the field's value."""
+    """Return the overrides that express an option: those under which the field has an effect, then the field's
+    value."""
     field, example = entry.fields[0], entry.foreign.example
     if "=" in example:
         return example

@@ -1,4 +1,5 @@
-"""Mixtures: several sources of problems in one run. A source may override some recipe fields; all others are shared."""
+"""Data mixtures: a run with several sources of prompts. A source may override some recipe fields and shares all
+others."""
 
 from __future__ import annotations
 
@@ -28,40 +29,42 @@ OWN = {
     "distillation": ("teacher",),
     "evaluation": ("max_problems", "samples_per_prompt", "k", "sampling"),
 }  # fmt: skip
-"""Recipe fields that a source of a data mixture may override, by recipe section."""
+"""Recipe fields that a source of a mixture may override, by recipe section."""
 
 
 class SourceConfig(Section):
-    """Source of problems in a mixture. A field not given here is the recipe's."""
+    """Source of prompts in a mixture. Fields that it does not set are the recipe's."""
 
     weight: PositiveFloat = 1.0
-    """Share of prompts from this source, relative to the sum of all weights."""
+    """Weight of this source: its share of the prompts is its weight divided by the sum of all sources' weights."""
     data: dict[str, JsonValue] = Field(default_factory=dict)
-    """Fields of `data` for this source: train, validation, format, fields, answer_field, system_prompt,
-    max_prompt_tokens, overlong, streaming, shuffle, curriculum."""
+    """Values of `data` fields for this source: train, validation, format, fields, answer_field, system_prompt,
+    max_prompt_tokens, overlong, streaming, shuffle, curriculum. Others are as in the recipe's `data`."""
     rollout: dict[str, JsonValue] = Field(default_factory=dict)
-    """Fields of `rollout` for this source: sampling, environment, environment_kwargs, tool_parser, agent, max_turns,
-    truncated_turn, history, budget."""
+    """Values of `rollout` fields for this source: sampling, environment, environment_kwargs, tool_parser, agent,
+    max_turns, truncated_turn, history, budget. Others are as in the recipe's `rollout`."""
     reward: dict[str, JsonValue] = Field(default_factory=dict)
-    """Fields of `reward` for this source: functions, correct_score, num_workers, timeout_seconds,
-    wall_timeout_seconds."""
+    """Values of `reward` fields for this source: functions, correct_score, num_workers, timeout_seconds,
+    wall_timeout_seconds. Others are as in the recipe's `reward`."""
     distillation: dict[str, JsonValue] = Field(default_factory=dict)
-    """Fields of `distillation` for this source: teacher."""
+    """Values of `distillation` fields for this source: teacher."""
     evaluation: dict[str, JsonValue] = Field(default_factory=dict)
-    """Fields of `evaluation` for this source: max_problems, samples_per_prompt, k, sampling."""
+    """Values of `evaluation` fields for this source: max_problems, samples_per_prompt, k, sampling. Others are as in
+    the recipe's `evaluation`."""
 
     @model_serializer
     def _short(self) -> dict[str, Any]:
-        """Serialise the weight and the sections given for this source."""
+        """Serialise the weight and the sections set for this source."""
         sections = {name: getattr(self, name) for name in OWN if getattr(self, name)}
         return {"weight": self.weight, **sections}
 
 
 @dataclass(frozen=True, slots=True)
 class SourceRecipe:
-    """One source of a mixture as a complete recipe. `own` has its overridden fields by dotted name.
+    """One source of a mixture, as a complete recipe with the source's overrides applied.
 
-    Without a mixture the only source is the recipe itself, named after its environment.
+    `own` has the overridden fields, keyed by dotted name. Without a mixture the only source is the recipe itself, named
+    after its environment.
     """
 
     name: str
@@ -70,13 +73,13 @@ class SourceRecipe:
     own: frozenset[str] = frozenset()
 
     def place(self, field: str) -> str:
-        """Return the dotted name under which the user's recipe gives this source a field."""
+        """Return the dotted name of a source's field in the user's recipe, for example mixture.NAME.data.train."""
         is_own = any(f"{field}.".startswith(f"{own}.") for own in self.own)
         return f"mixture.{self.name}.{field}" if is_own else field
 
 
 def sources(recipe: Recipe) -> tuple[SourceRecipe, ...]:
-    """Return the sources of a recipe's problems."""
+    """Return the sources of a recipe: those of its mixture, or the recipe itself."""
     if not recipe.mixture:
         return (SourceRecipe(recipe.rollout.environment, 1.0, recipe),)
     return tuple(_source(recipe, name, entry) for name, entry in recipe.mixture.items())
@@ -84,7 +87,7 @@ def sources(recipe: Recipe) -> tuple[SourceRecipe, ...]:
 
 # All faults are collected first, because a user should see every error of a recipe at once.
 def check_sources(recipe: Recipe) -> None:
-    """Raise a ValidationError with the faults of all sources, at their places in the recipe."""
+    """Raise a ValidationError with the errors of all sources, placed at mixture.NAME in the recipe."""
     found: list[InitErrorDetails] = []
     sets: dict[str, str] = {}
     if recipe.mixture and recipe.data.validation:
@@ -113,7 +116,7 @@ def check_sources(recipe: Recipe) -> None:
 
 # data.train is a required field, so a recipe with data in its sources only would not validate.
 def with_first_train(given: Any) -> Any:
-    """Return recipe values with the first source's data.train as data.train, if only sources have one."""
+    """Return recipe values in which data.train is the first source's, if only the sources have one."""
     if not isinstance(given, Mapping) or not isinstance(given.get("mixture"), Mapping):
         return given
     data = given.get("data", {})
@@ -139,7 +142,7 @@ def _source(recipe: Recipe, name: str, entry: SourceConfig) -> SourceRecipe:
 
 
 def _merged(section: Section, changes: Mapping[str, Any]) -> Section:
-    """Return a section with some values changed, also in nested sections. Raises ValidationError."""
+    """Return a copy of a section with some values changed, also in nested sections. Raises ValidationError."""
     return type(section).model_validate(_values(section, changes))
 
 
@@ -155,7 +158,7 @@ def _values(section: Section, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _fields(section: Section, changes: Mapping[str, Any], prefix: str) -> Iterator[str]:
-    """Yield the dotted names of the recipe fields changed by a source's overrides."""
+    """Yield the dotted names of the recipe fields that a source overrides."""
     for name, value in changes.items():
         current = getattr(section, name, None)
         if isinstance(current, Section) and isinstance(value, Mapping):
@@ -165,7 +168,7 @@ def _fields(section: Section, changes: Mapping[str, Any], prefix: str) -> Iterat
 
 
 def _within(error: ValidationError, place: Sequence[str]) -> list[InitErrorDetails]:
-    """Return a section's faults, placed under the source."""
+    """Return a section's pydantic errors, placed below the source at mixture.NAME."""
     return [
         InitErrorDetails(
             type=PydanticCustomError(fault["type"], fault["msg"]),  # pyright: ignore[reportArgumentType]

@@ -1,4 +1,4 @@
-"""Checks of `trainer.optimizer_offload_fraction`: reasons against an optimizer in host memory."""
+"""Checks of `trainer.optimizer_offload_fraction`: whether optimizer state can stay in host memory."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.config import Recipe
 
 
 def obstacles(recipe: Recipe) -> Iterator[str]:
-    """Yield one line with remedy per reason why no optimizer state can be in host memory all the time."""
+    """Yield one error line, with a remedy, for each reason why optimizer state cannot stay in host memory."""
     trainer = recipe.trainer
     if recipe.model.dtype != "bfloat16":
         yield "Megatron-Core supports it for bfloat16 only; leave it out, or set model.dtype=bfloat16"

@@ -1,4 +1,5 @@
-"""Overrides of a model's config.json (`model.override_config`): the permitted fields, and their only application."""
+"""Overrides of fields of a model's config.json (`model.override_config`): permitted fields, and how they are
+applied."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ from typing import Any
 
 _ROPE = ("rope_theta", "rope_scaling", "rope_parameters")
 OVERRIDABLE = (*_ROPE, "max_position_embeddings", "rms_norm_eps", "num_experts_per_tok", "norm_topk_prob")
-"""Permitted fields. Other values change the model but fit the same weights."""
+"""Fields of config.json that may be overridden. They change the computation but not the shapes of weights."""
 
 _SHAPES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
@@ -25,7 +26,7 @@ _REASONS = {
 
 
 def override_fault(override: Mapping[str, Any]) -> str | None:
-    """Return the first fault of the overrides, or None. The model's shape checks later whether they are supported."""
+    """Return the first error in the overrides, or None. Whether megarl supports the values is checked later."""
     for name, value in override.items():
         if name not in OVERRIDABLE:
             reason = _REASONS.get(name, "it is not a permitted field")
@@ -38,7 +39,7 @@ def override_fault(override: Mapping[str, Any]) -> str | None:
 
 
 def _value_fault(name: str, value: Any) -> str | None:
-    """Return the permitted values of a field if the given one is not among them, else None."""
+    """Return the permitted values of an overridden field in words if the given value is wrong, else None."""
     if name in ("rope_scaling", "rope_parameters"):
         return None if value is None or isinstance(value, Mapping) else "rope_type and its parameters, or null"
     if name == "norm_topk_prob":
@@ -50,11 +51,10 @@ def _value_fault(name: str, value: Any) -> str | None:
 
 
 def overridden(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a config.json with the overrides.
+    """Return the fields of a config.json with the overrides applied.
 
-    Rotary embeddings keep the file's form: rope_parameters (transformers 5), or rope_theta and rope_scaling
-    (transformers 4). An override of rope_theta changes only the base. An override of rope_scaling changes everything
-    except the base.
+    Settings of rotary embeddings keep the file's form: rope_parameters (transformers 5), or rope_theta and rope_scaling
+    (transformers 4). An override of rope_theta changes only the base, an override of rope_scaling all but the base.
     """
     changed = {**config, **{name: value for name, value in override.items() if name not in _ROPE}}
     if not override.keys() & set(_ROPE):
@@ -74,7 +74,7 @@ def overridden(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[s
 
 
 def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the rotary settings of a config.json in the form of transformers 5: rope_theta, rope_type, ..."""
+    """Return the rotary settings of a config.json in the form of transformers 5: {rope_theta, rope_type, ...}."""
     rope = _scaling(config.get("rope_parameters") or config.get("rope_scaling"))
     # 10000 is transformers' default base.
     theta = rope.pop("rope_theta", None) or config.get("rope_theta") or 10000.0
@@ -82,7 +82,8 @@ def rope_parameters(config: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def engine_overrides(config: Mapping[str, Any], override: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the overrides for vLLM's `hf_overrides`. vLLM replaces a field as a whole, so RoPE is merged here."""
+    """Return the overrides as vLLM's `hf_overrides`. Rotary settings are complete, because vLLM replaces a field as a
+    whole."""
     plain = {name: value for name, value in override.items() if name not in _ROPE}
     if len(plain) == len(override):
         return plain
@@ -90,7 +91,7 @@ def engine_overrides(config: Mapping[str, Any], override: Mapping[str, Any]) -> 
 
 
 def _scaling(given: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return RoPE parameters with rope_type. Older files call it type."""
+    """Return rotary parameters with the key rope_type, which older files call type."""
     scaling = dict(given or {})
     older = scaling.pop("type", "default")
     return {"rope_type": older, **scaling}

@@ -1,7 +1,7 @@
-"""Positions of ranks in the parallel grid: integers only.
+"""Positions of ranks in the parallel grid (tp, cp, dp, pp), as arithmetic on integers.
 
-Megatron numbers its ranks by an order of its axes, the fastest axis first. Experts have their own axes over the same
-ranks. vLLM's tensor-parallel groups are contiguous ranks.
+Megatron numbers its ranks by an order of the grid's axes, fastest axis first. Experts have axes of their own over the
+same ranks. A tensor-parallel group of vLLM is a block of contiguous ranks.
 """
 
 from __future__ import annotations
@@ -12,15 +12,17 @@ from itertools import product
 from math import prod
 
 FP8_BLOCK = 128
-"""A rank's tokens and hidden channels are multiples of this if products are in FP8, scaled by blocks."""
+"""With block-scaled FP8, the tokens and hidden channels of one rank must be multiples of this."""
 
 RANK_ORDERS = ("tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp")
-"""Megatron's default order, and the order with adjacent stages of a replica."""
+"""Values of trainer.rank_order: Megatron's default, and the order in which a replica's pipeline stages are
+neighbours."""
 
 
 @dataclass(frozen=True, slots=True)
 class Coordinates:
-    """Position of one rank in the trainer's grid. `etp`, `ep` and `edp` are its position in the expert grid."""
+    """Position of one rank in the trainer's parallel grid. `etp`, `ep` and `edp` are its position in the experts'
+    grid."""
 
     tp: int
     dp: int
@@ -33,14 +35,14 @@ class Coordinates:
 
 @dataclass(frozen=True, slots=True)
 class ParallelConfig:
-    """Sizes of the trainer's grid and of the engines, on shared ranks or on `rollout_ranks` separate ones.
+    """Parallel sizes of trainer and engines, which share ranks or (`rollout_ranks` above 0) have separate ones.
 
-    The trainer has the run's first ranks and separate engines have the last; `rollout_ranks` 0 means shared ranks.
-    `vpp` is the number of model chunks per pipeline stage. `etp` and `ep` split experts. `rollout_ep`: engines
-    distribute experts over ranks instead of splitting each. `order` is Megatron's rank order.
+    The trainer has the run's first ranks, separate engines have the last. `vpp` is the number of model chunks per
+    pipeline stage, `etp` and `ep` are the sizes for experts. With `rollout_ep`, engines distribute whole experts over
+    ranks instead of splitting each. `order` is Megatron's rank order.
 
-    `rank_permutation` is `(a, b)`: in each block of a * b ranks, rank i * b + j takes part j * a + i of the order. So
-    neighbouring ranks hold distant parts. (1, 1) changes nothing.
+    `rank_permutation` (a, b) moves the trainer's ranks: in each block of a * b ranks, rank i * b + j takes position j *
+    a + i of the order. Neighbouring ranks then hold distant positions. (1, 1) changes nothing.
     """
 
     tp: int
@@ -57,7 +59,7 @@ class ParallelConfig:
     rank_permutation: tuple[int, int] = (1, 1)
 
     def __str__(self) -> str:
-        """Return, for example, `4 ranks: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas`."""
+        """Return the sizes in words: `4 ranks: trainer tp 2 * pp 1 * dp 2, vLLM tp 2 * 2 replicas`."""
         axes = ("tp", "pp", "dp", "cp") if self.cp > 1 else ("tp", "pp", "dp")
         trainer = " * ".join(f"{axis} {getattr(self, axis)}" for axis in axes)
         for axis in ("vpp", "ep", "etp"):
@@ -77,9 +79,10 @@ class ParallelConfig:
         return f"{self.world_size} ranks: trainer {trainer}, {engines}"
 
     def layers_by_chunk(self, num_layers: int) -> tuple[int, ...]:
-        """Return the layers of each model chunk, in layer order: pp * vpp numbers that differ by at most one.
+        """Return the number of layers in each of the pp * vpp model chunks, in layer order. They differ by at most one.
 
-        The first chunk also has the embedding and the last one the head. So these two get an additional layer last.
+        The first chunk also has the embedding, and the last one the head. These two are therefore the last to get an
+        additional layer.
         """
         chunks = self.pp * self.vpp
         each, more = divmod(num_layers, chunks)
@@ -87,7 +90,7 @@ class ParallelConfig:
         return tuple(each + (chunk in by_load) for chunk in range(chunks))
 
     def layers_on_stage(self, num_layers: int, stage: int) -> int:
-        """Return the layers of all chunks on a pipeline stage."""
+        """Return the number of layers in all model chunks of a pipeline stage."""
         return sum(self.layers_by_chunk(num_layers)[stage :: self.pp])
 
     @property
@@ -97,7 +100,7 @@ class ParallelConfig:
 
     @property
     def is_separate(self) -> bool:
-        """Return whether the engines have separate ranks."""
+        """Return whether the engines have ranks of their own."""
         return self.rollout_ranks > 0
 
     @property
@@ -106,7 +109,7 @@ class ParallelConfig:
         return self.world_size + self.rollout_ranks
 
     def coordinates(self, rank: int) -> Coordinates:
-        """Return the trainer coordinates of a rank."""
+        """Return the coordinates of a rank in the trainer's grid."""
         at = self._place(self._dense, self.part(rank))
         expert = self._place(self._expert, self.part(rank))
         return Coordinates(
@@ -114,7 +117,7 @@ class ParallelConfig:
         )
 
     def rank(self, tp: int, dp: int, pp: int, cp: int = 0) -> int:
-        """Return the rank at these trainer coordinates."""
+        """Return the rank at these coordinates of the trainer's grid."""
         at, part, step = {"tp": tp, "dp": dp, "pp": pp, "cp": cp, "ep": 0}, 0, 1
         for axis in self.order.split("-"):
             part += at[axis] * step
@@ -125,18 +128,18 @@ class ParallelConfig:
         return block * a * b + place % a * b + place // a
 
     def part(self, rank: int) -> int:
-        """Return the number of a rank in the trainer's order."""
+        """Return a rank's position in the trainer's order, given its coordinates."""
         a, b = self.rank_permutation
         block, place = divmod(rank, a * b)
         return block * a * b + place % b * a + place // b
 
     @property
     def rank_of_part(self) -> tuple[int, ...]:
-        """Return the rank for each part of the trainer's order."""
+        """Return the rank at each position of the trainer's order, after `rank_permutation`."""
         return tuple(sorted(range(self.world_size), key=self.part))
 
     def replica_ranks(self, dp: int) -> tuple[int, ...]:
-        """Return the tp * pp * cp ranks of one data-parallel replica. The first has tp 0, cp 0, pp 0."""
+        """Return the tp * pp * cp ranks of one data-parallel replica, the one with tp 0, cp 0 and pp 0 first."""
         # A permutation may give tp 0 a higher number than its peers, so the first rank is placed explicitly.
         first = self.rank(tp=0, dp=dp, pp=0)
         places = product(range(self.tp), range(self.pp), range(self.cp))
@@ -144,19 +147,20 @@ class ParallelConfig:
         return (first, *sorted(others))
 
     def leaders(self) -> tuple[int, ...]:
-        """Return the ranks owning an engine's scheduler: the first of each vLLM group."""
+        """Return the first rank of each vLLM tensor-parallel group. It runs the engine's scheduler."""
         first = self.world_size if self.is_separate else 0
         return tuple(range(first, self.num_ranks, self.rollout_tp))
 
     # Zigzag context parallelism gives each rank one early and one late chunk, to balance causal attention.
     @property
     def sequence_multiple(self) -> int:
-        """Return the padding multiple of a sequence: two chunks for each context-parallel rank."""
+        """Return the number of tokens to whose multiple a sequence is padded. Each context-parallel rank has two
+        chunks."""
         return 2 * self.cp if self.cp > 1 else 1
 
     @property
     def rows_multiple(self) -> int:
-        """Return the number of microbatches taken at once by the interleaved schedule."""
+        """Return the number of microbatches that the interleaved pipeline schedule processes as one group."""
         return self.pp if self.vpp > 1 else 1
 
     # ep has size 1 here: the dense weights do not know it, but Megatron's order strings name it.
@@ -170,7 +174,7 @@ class ParallelConfig:
         return {"tp": self.etp, "cp": 1, "ep": self.ep, "dp": same, "pp": self.pp}
 
     def _place(self, sizes: Mapping[str, int], part: int) -> dict[str, int]:
-        """Return the part's digits in the mixed-radix number system given by the order of the axes."""
+        """Return the digits of a position in the mixed-radix number system whose digits are the axes of the order."""
         assert prod(sizes.values()) == self.world_size, f"{sizes} do not make {self.world_size} ranks"
         at = {}
         for axis in self.order.split("-"):

@@ -1,4 +1,4 @@
-"""Reading and printing of recipes: a YAML file, overrides from the command line, one page of errors.
+"""Reading and printing of recipes: a YAML file, command-line overrides, and one message with all errors.
 
 OmegaConf and pydantic are imported where they are used, so that `megarl --help` is fast.
 """
@@ -24,32 +24,31 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Draft:
-    """A recipe read as far as possible, with its errors."""
+    """A recipe read as far as possible, together with its errors."""
 
     path: Path
     recipe: Recipe
-    """Recipe without unknown keys. Fields in `unread` have their defaults."""
+    """Recipe without its unknown keys. Fields listed in `unread` have their defaults."""
     problems: tuple[str, ...]
-    """Errors of the recipe, one line each: the field, its value, the fault and the remedy."""
+    """Errors of the recipe. Each line has a field, its value, the error and the remedy."""
     unread: frozenset[str]
-    """Dotted names of fields with missing or unusable values."""
+    """Dotted names of fields with a missing or unreadable value."""
 
     def error(self, further: Sequence[str] = ()) -> ConfigError:
-        """Return one error with all problems, further ones from other checks, and last the notices of dropped
-        values."""
+        """Return one ConfigError with all errors of the recipe, then `further` errors of other checks, then the
+        notices."""
         notices = [f"\n  notice: {notice}" for notice in self.recipe.notices]
         return ConfigError(error_page(self.path, [*self.problems, *further]) + "".join(notices))
 
 
 def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Return the recipe of a YAML file with overrides: `section.field=value` sets, `~section.field` removes a value.
+    """Read a recipe from a YAML file and apply overrides: `section.field=value` sets, `~section.field` removes a value.
 
     Values may refer to each other (`${model.path}`) and to the environment (`${oc.env:HOME}`). `Recipe.references`
-    keeps the texts of the latter. An override must replace `???`. If an override leaves a value of the file without
-    effect, the value is dropped with a notice (`Recipe.notices`).
+    keeps the latter as written. A value `???` in the file must be overridden. If an override leaves a value of the file
+    without effect, the value is dropped, and `Recipe.notices` says so.
 
-    Raises one ConfigError listing all errors. A secret in clear text is an error, and so is a field without effect
-    (`config.effects`).
+    Raises one ConfigError that lists all errors. Errors include secrets in clear text and fields without effect.
     """
     draft = read(path, overrides)
     if draft.problems:
@@ -58,9 +57,9 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = False) -> Draft:
-    """Return the recipe like `load`, but with its errors, so that later checks can add theirs.
+    """Read a recipe like `load`, but return its errors instead of raising, so that later checks can add theirs.
 
-    `is_of_run`: the file is a run's config.yaml. It has all fields, so fields without effect under the overrides are no
+    `is_of_run`: the file is the config.yaml of a run folder. It lists all fields, so fields without effect are not
     errors. Raises ConfigError only if the file is not a YAML mapping of sections and fields.
     """
     from megarl.config.idle import Given, drop_replaced_answers, drop_superseded, idle_lines
@@ -79,10 +78,10 @@ def read(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = F
 
 
 def to_yaml(recipe: Recipe, comments: bool = False) -> str:
-    """Return the recipe as YAML for `load`, with all fields effective under its loop and algorithm.
+    """Return a recipe as YAML that `load` can read, with all fields that have an effect.
 
-    Values read from the environment are written as references; a secret in clear text is hidden. `comments` puts each
-    field's description above it.
+    Values read from the environment are written as references, and secrets in clear text are hidden. `comments` puts
+    each field's description above it.
     """
     from megarl.config.effects import may_be_idle, unmet
     from megarl.config.idle import given_fields
@@ -97,17 +96,16 @@ def to_yaml(recipe: Recipe, comments: bool = False) -> str:
 
 
 def written_value(recipe: Recipe, field: str) -> Any:
-    """Return a field's value, by dotted name, as plain YAML or JSON. References are not resolved; secrets are
-    hidden."""
+    """Return a field's value by dotted name as plain YAML or JSON. References stay unresolved, secrets are hidden."""
     place, references = tuple(field.split(".")), recipe.references
     return reference_around(place, references) or printable(value_at(recipe, field), place, references)
 
 
 def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
-    """Return `field: old -> new` for each field changed since an earlier recipe of the same run (its YAML, parsed).
+    """Return a line `field: old -> new` for each field that differs from an earlier recipe of the same run.
 
-    A field missing in the earlier recipe counts as its default: it was unknown or had no effect. `runs_folder` is
-    ignored, because both recipes belong to one run and only its spelling can differ.
+    The earlier recipe is the parsed YAML of the run folder. A field that it does not have counts as the default.
+    `runs_folder` is ignored, because both recipes belong to the same run folder, and only its spelling can differ.
     """
     import yaml
 
@@ -128,7 +126,7 @@ def recipe_changes(earlier: Mapping[str, Any], recipe: Recipe) -> list[str]:
 
 
 def _settings(recipe: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the values of a recipe by dotted name. A list is one value."""
+    """Return the values of a recipe by dotted name. A list is a single value."""
     return {rest[1:]: value for rest, value in leaves_of(recipe) if value != {}}
 
 

@@ -14,23 +14,25 @@ from megarl.config.section import Section
 
 
 class RewardFunctionConfig(Section):
-    """One reward function: name, weight, arguments."""
+    """One entry of reward.functions: name, weight, arguments."""
 
     name: str
-    """Reward function: a name in `megarl.rewards`, `package.module:function` or `path/to/file.py:function`. The names
-    of its parameters select the values passed to it: text, gold answer and others (`megarl.rewards.calling`)."""
+    """Reward function: a built-in name (megarl/rewards), `package.module:function` or `path/to/file.py:function`.
+    megarl passes the values named by its parameters, for example text and gold answer; all names:
+    megarl/rewards/README.md."""
     weight: float = 1.0
-    """Factor of its score in the sum. 0: only measured. Metric: reward/NAME/mean."""
+    """Weight of this function's score in the sum of scores. 0: the score is only logged. Metric: reward/NAME/mean."""
     kwargs: dict[str, JsonValue] = Field(default_factory=dict)
-    """Further keyword arguments: plain values, because they are sent to another process. For judge and remote see the
-    fields of `megarl.config.http_rewards`."""
+    """Further keyword arguments of the reward function. Plain values (numbers, texts, lists, mappings), because they
+    are sent to another process. For the rewards judge and remote: fields of megarl/config/http_rewards.py."""
     judges_answer: bool | None = None
-    """true: a Reward's answer_correct, or a score of at least reward.correct_score, means a right answer. false: no
-    verdict. Default: built-in judges judge; so does an only function while it returns 0 or 1. Without a verdict no
-    accuracy, pass_at_K or majority_at_K is logged (`megarl.config.judges`)."""
+    """true: the function decides whether an answer is right: by Reward.answer_correct, or by a score of at least
+    reward.correct_score. false: it does not. Default: built-in judges do; so does a single function while it returns
+    only 0 or 1. Without such a function no accuracy, pass_at_K or majority_at_K is logged."""
     # The error names the first line lacking a field, before any GPU time is spent.
     needs: tuple[str, ...] = ()
-    """Record fields read by the function; dots reach into objects. A start fails at the first line without one."""
+    """Record fields read by the reward function. A dot selects a field of an inner object. A run does not start if a
+    record lacks one; the error names its line."""
 
     @model_validator(mode="before")
     @classmethod
@@ -43,7 +45,7 @@ class RewardFunctionConfig(Section):
 
     @model_serializer(mode="wrap")
     def _short(self, dump: Callable[[Self], dict[str, Any]]) -> str | dict[str, Any]:
-        """Serialise as the bare name if nothing else is given."""
+        """Serialise as the name alone if nothing else is set."""
         return self.name if self == RewardFunctionConfig(name=self.name) else dump(self)
 
 
@@ -61,38 +63,39 @@ class RewardConfig(Section):
         Foreign("reward_weights reward.weights reward.weight",
             note="[{name: NAME, weight: 2}], and the weights of functions and model",
             also="reward.function_weight reward.model_weight")] = (RewardFunctionConfig(name="boxed"),)  # fmt: skip
-    """Reward functions with added weighted scores. Names of `megarl.rewards` (default: boxed), reasoning_gym.TASK,
-    judge, remote, `package.module:function`, `path/to/file.py:function` (from the current folder), or {name: ...,
-    weight: ..., kwargs: {...}}. []: nothing is measured (distillation without data.validation)."""
+    """Reward functions; their weighted scores are added. Built-in names (default: boxed), reasoning_gym.TASK, judge,
+    remote, `package.module:function`, `path/to/file.py:function` (from the current folder), or {name: ..., weight: ...,
+    kwargs: {...}}. []: no reward is computed (distillation without data.validation)."""
     function_weight: Annotated[NonNegativeFloat, OnlyIf(*REWARD_MODEL)] = 1.0
-    """Weight of the functions' scores next to the reward model's. 0: they only measure accuracy (judges_answer)."""
+    """Weight of the reward functions' summed score if there is a reward model too (reward.model). 0: the functions only
+    measure accuracy."""
     model: Annotated[str | None, OnlyIf(RL),
         Foreign(note="left out, the default", ColossalChat="--no_neural_reward_model"),
         Foreign("reward_pretrain reward_model_path reward_model.model.path reward_model_name_or_path",
             "rm_checkpoint_path", remark="a Hugging Face sequence classifier", example="models/rm",
             ColossalChat="--rm_pretrain")] = None  # fmt: skip
-    """Folder of a reward model: sequence classification with one label and the policy's vocabulary. Its score of prompt
-    and completion is added."""
+    """Folder of a reward model: a Hugging Face sequence classifier with one label and the policy's vocabulary. Its
+    score for prompt and completion is added to the reward. Default: none."""
     model_weight: Annotated[PositiveFloat, OnlyIf(*REWARD_MODEL)] = 1.0
-    """Weight of the reward model's score."""
+    """Weight of the reward model's score in the reward."""
     model_clip: Annotated[PositiveFloat | None, OnlyIf(*REWARD_MODEL), Foreign("reward_clip_range")] = None
     """Clip the reward model's scores to [-x, x] (ColossalChat: 5). Default: no clipping."""
     num_workers: PositiveInt = 2
-    """Number of processes scoring completions while others are still sampled."""
+    """Number of reward processes. They score completions while other completions are still being sampled."""
     timeout_seconds: PositiveFloat = 5.0
-    """CPU seconds per completion for the functions and their child processes. Beyond it the completion scores zero and
-    the process is replaced."""
+    """Limit of CPU seconds per completion, for all reward functions and their child processes. Above it the completion
+    scores zero, and the reward process is replaced."""
     wall_timeout_seconds: PositiveFloat | None = None
-    """Wall-clock seconds per completion, for functions waiting or hanging. Default: ten times timeout_seconds, at least
-    30."""
+    """Limit of wall-clock seconds per completion, for reward functions that wait or hang. Default: ten times
+    timeout_seconds, at least 30."""
     max_failed_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
-    """Limit of the fraction of failed or timed-out completions in a step or an evaluation. Above it the run ends.
-    Metrics: reward/errors, reward/timeouts, reward/parse_errors."""
+    """Limit of the share of completions without a score (by an error or a timeout) in a step or an evaluation. Above it
+    the run ends. Metrics: reward/errors, reward/timeouts, reward/parse_errors."""
     on_failure: Literal["zero", "leave_out"] = "zero"
-    """Treatment of a completion without a score. zero (default): score zero. leave_out: no reward; its group ignores it
-    and it is not trained (rl). It is counted as failed in both cases."""
+    """Treatment of a completion whose reward function failed. zero (default): its score is zero. leave_out: it has no
+    reward, is not trained, and does not count in its group's baseline (rl). Both count it as failed."""
     correct_score: float = 1.0
-    """Score of a right answer (ColossalRL: 10)."""
+    """Score of a right answer by the built-in reward functions. ColossalRL uses 10."""
     source_field: str | None = "data_source"
-    """Record field naming the data source; dots reach into objects (default: verl's data_source). Metrics per source:
-    reward/source/NAME/. null: none."""
+    """Record field with the name of the record's data source. A dot selects a field of an inner object. Default:
+    data_source, as in verl. Metrics per source: reward/source/NAME/. null: no such metrics."""

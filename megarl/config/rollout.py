@@ -25,27 +25,28 @@ from megarl.config.sampling import SamplingConfig
 from megarl.config.section import Section
 
 LOOPBACK = ("127.0.0.1", "::1", "localhost")
-"""Addresses reachable from this machine only."""
+"""Addresses that only this machine can reach."""
 
 MIN_TOKEN_CHARACTERS = 16
-"""Shortest token on a public interface. 16 random letters and digits have 95 bits: unguessable over a network."""
+"""Minimum length of a token on a public address. 16 random letters and digits have 95 bits, too many to guess."""
 
 
 class EndpointConfig(Section):
-    """OpenAI-compatible server for agent programs."""
+    """OpenAI-compatible server from which agent programs sample."""
 
     host: str = "127.0.0.1"
-    """Address to listen on. An address other than loopback needs a token."""
+    """Address on which the endpoint listens. Any address but loopback needs a token."""
     port: Annotated[int, Field(ge=0, le=65535)] = 0
-    """Port to listen on. 0 (default): any free port."""
+    """Port on which the endpoint listens. 0 (default): any free port."""
     token: str | None = None
-    """Secret token required from clients without a session, written as ${oc.env:NAME}. Sessions have their own secrets.
-    At least 16 characters if `host` is not a loopback address."""
+    """Secret token for clients other than the agent programs, written as ${oc.env:NAME}. Each agent program gets a
+    secret of its own. Required if `host` is not a loopback address; then it has at least 16 characters."""
     max_connections: PositiveInt = 1000
-    """Limit of client connections. Further ones get status 503; existing ones are not affected."""
+    """Limit of client connections to the endpoint. A further connection gets status 503."""
     hold_seconds: PositiveFloat = 540.0
-    """Seconds a request waits for its answer while engines are busy or updating. Then it gets status 503 with a request
-    to retry, and the retry finds the same call. OpenAI's clients wait for 600 seconds."""
+    """Limit in seconds that a request waits for its completion while engines are busy or being updated. Then it gets
+    status 503 and a request to retry; the retry continues to wait for the same completion. OpenAI's clients wait for
+    600 seconds."""
 
     @model_validator(mode="after")
     def _is_guarded(self) -> Self:
@@ -59,47 +60,47 @@ class EndpointConfig(Section):
 
 
 class AgentConfig(Section):
-    """Program of the environment `command`: one process per attempt."""
+    """Agent program of the environment `command`. It runs once per attempt."""
 
     command: tuple[str, ...] = ()
-    """Program of an attempt and its arguments, a list (no shell reads it). It gets OPENAI_BASE_URL and OPENAI_API_KEY
-    in its environment, and the problem as JSON on standard input (megarl.serving.agents)."""
+    """Command of the agent program, a list of program and arguments, run once per attempt without a shell. It gets the
+    problem as JSON on standard input, and OPENAI_BASE_URL and OPENAI_API_KEY in its environment. See
+    megarl/environments/README.md."""
     timeout_seconds: PositiveFloat = 600.0
-    """Seconds the program may take for an attempt, without pauses of the engines for an update (rollout.stragglers).
-    Beyond it the process group is killed and the attempt ends with an error."""
+    """Limit of an agent program's seconds per attempt, without the time that engines pause for an update
+    (rollout.stragglers). Above it the program and its children are killed, and the attempt ends with an error."""
     max_processes: PositiveInt = 64
-    """Limit of agent programs running at once on the driver's machine."""
+    """Limit of agent programs running at once. All run on the driver's machine."""
     environment: tuple[str, ...] = ()
-    """Names of the driver's environment variables passed to the program, for example a search service's key. PATH,
-    HOME, locale and Python variables are always passed. Keys of megarl, trackers, judges and hubs are refused."""
+    """Names of environment variables passed on to the agent program, for example a search service's key. PATH, HOME,
+    locale and Python variables are always passed. Keys of megarl, trackers, judges and hubs are refused."""
 
 
 class BudgetConfig(Section):
-    """Limits of one attempt with several turns, in addition to `rollout.max_turns`. Environments spend them in any
-    order."""
+    """Limits of one multi-turn attempt, in addition to `rollout.max_turns`."""
 
     sampled_tokens: PositiveInt | None = None
-    """Limit of tokens sampled by the policy in all turns of an attempt. The attempt then ends with `length`. Default:
-    the room left by prompts and observations."""
+    """Limit of tokens sampled by the policy in all turns of an attempt. At the limit the attempt ends with reason
+    `length`. Default: the room that prompts and tool replies leave (see rollout.max_turns)."""
     tool_calls: PositiveInt | None = None
-    """Limit of tool calls in an attempt. A turn exceeding it ends the attempt with `calls`. Default: none."""
+    """Limit of tool calls in an attempt. A turn above it ends the attempt with reason `calls`. Default: none."""
     invalid_calls: PositiveInt = 8
-    """Limit of consecutive invalid tool calls: unreadable, unknown tool or wrong arguments. Each gets its error as
-    reply. At the limit the attempt ends with `invalid_calls`. A call cut by its turn's length limit does not count."""
+    """Limit of consecutive invalid tool calls (unreadable, unknown tool or wrong arguments). The policy gets an error
+    message for each; at the limit the attempt ends with reason `invalid_calls`. A call cut by its turn's length limit
+    does not count. Default: 8."""
     reply_tokens: Annotated[int, Field(ge=64)] | None = None
-    """Limit of tokens of a tool's reply (a message of role `tool`), at least 64. A longer reply loses its middle,
-    replaced by the number of omitted tokens. Default: only the environment's own limit, in characters. Metric:
-    tools/shortened."""
+    """Limit of tokens of a tool's reply, at least 64. The middle of a longer reply is replaced by the number of omitted
+    tokens. Default: none except the environment's own limit in characters. Metric: tools/shortened."""
     step_seconds: PositiveFloat | None = 600.0
-    """Seconds the environment may take to begin or to answer a turn. Beyond it the attempt ends with `error`, without a
-    reward. null: no limit. Metric: rollout/errors/Timeout."""
+    """Limit of seconds in which the environment must begin an attempt or answer a turn. Above it the attempt ends with
+    an error and no reward. null: no limit. Metric: rollout/errors/Timeout."""
     seconds: PositiveFloat | None = None
-    """Limit of an attempt's wall-clock seconds, waiting for engines included, pauses for an update excluded
-    (rollout.stragglers). At the limit the attempt ends (end reason `seconds`) and is scored as it is. Default: none.
-    The affected attempts differ between runs."""
+    """Limit of an attempt's wall-clock seconds. Waiting for engines counts; pauses for an update do not
+    (rollout.stragglers). At the limit the attempt ends with reason `seconds` and is scored as it is. Two runs may end
+    different attempts. Default: none."""
     attempts: PositiveInt = 1
-    """Limit of starts of one attempt if its environment raises EnvironmentUnavailableError (megarl.environments), a
-    fault not caused by the policy. Default: 1, no retry. Metric: rollout/restarted."""
+    """Limit of starts of one attempt: it starts again if its environment raises EnvironmentUnavailableError, an error
+    not caused by the policy. Default: 1, no retry. Metric: rollout/restarted."""
 
 
 class RolloutConfig(Section):
@@ -108,36 +109,37 @@ class RolloutConfig(Section):
     placement: Annotated[Literal["colocated", "separate"],
         Foreign("vllm_mode colocate_all_models colocate_all", note="colocated or separate", slime="--colocate"),
         ForeignValues(separate="disaggregated async", colocated="hybrid")] = "colocated"  # fmt: skip
-    """colocated (default): engines and trainer share ranks and alternate. separate: engines own `rollout.ranks` ranks
-    and keep their memory; weights arrive shard to shard. Each replica is then its own group of processes."""
+    """Placement of the engines. colocated (default): engines and trainer share ranks and alternate. separate: engines
+    own `rollout.ranks` ranks and stay in memory; each replica is a group of processes, and weights arrive shard to
+    shard."""
     ranks: Annotated[PositiveInt | None, OnlyIf(SEPARATE),
         Foreign("num_inferencer", note="ranks of their own, with rollout.placement separate",
             example="rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8 rollout.max_staleness=1 "
             "algorithm.importance_sampling=tis", short="i", slime="--rollout-num-gpus")] = None  # fmt: skip
-    """Number of ranks for sampling only (separate): the last of cluster.nodes * cluster.ranks_per_node. The trainer
-    gets the others. Default: the ranks of cluster.groups.engines."""
+    """Number of ranks used for sampling only (placement separate): the last ones of cluster.nodes *
+    cluster.ranks_per_node. The others train. Default: the ranks of cluster.groups.engines."""
     tp: Annotated[PositiveInt, Decides(vllm="tensor_parallel_size"),
         Foreign("rollout.tensor_model_parallel_size vllm_cfg.tensor_parallel_size rollout.tensor_parallel_size",
             "vllm_num_engines producer_tensor_parallel_size", example="rollout.tp=2 cluster.ranks_per_node=2",
             short="ptp", RL2="rollout.tp_size", verl="actor_rollout_ref.rollout.tensor_model_parallel_size",
             slime="--rollout-num-gpus-per-engine", TRL="vllm_tensor_parallel_size")] = 1  # fmt: skip
-    """Tensor-parallel size of each vLLM engine. There are ranks / tp replicas."""
+    """Tensor-parallel size of each vLLM engine. The number of engine replicas is the number of ranks / tp."""
     sampling: Annotated[SamplingConfig, Foreign("train_sampling_params")] = SamplingConfig()
     """Sampling parameters of training."""
     max_concurrent_requests: Annotated[PositiveInt, Decides(vllm="max_num_seqs"),
         Foreign("val_batch_size per_device_eval_batch_size max_num_seqs sglang_server_concurrency"),
         Foreign(note="imbs * num_generations", example="64", short="imbs",
             ColossalRL="--inference-microbatch-size")] = 256  # fmt: skip
-    """Limit of completions decoded at once by one engine."""
+    """Limit of requests decoded at once by one engine (vLLM's max_num_seqs)."""
     # vLLM 0.30 has no async scheduling on CPUs or with a drafter on the host (vllm.speculative_config). With top_p,
     # top_k or min_p the older model runner records the kept tokens, and that undoes the gain. A call of the engine ends
     # only after all started steps are read: weight versions stay right and tokens are equal up to rounding. The
     # rounding then depends on when calls end, so false is needed for a bit-equal resume of single turns. A completion
     # ending before its limit costs one more token, which is dropped.
     async_scheduling: Annotated[bool | None, Decides(vllm="async_scheduling")] = None
-    """Start an engine's next step before reading the previous one, so the GPU does not wait for the host. Default: on
-    where vLLM supports it; off with top_p, top_k or min_p under vLLM's older model runner. true: an error where
-    unsupported. Metric: perf/steps_ahead."""
+    """Let vLLM start its next step before the host has read the previous one, so that the GPU does not wait. Default:
+    on where vLLM supports it; off with top_p, top_k or min_p under vLLM's older model runner. true: an error where vLLM
+    does not support it. Metric: perf/steps_ahead."""
     # Resume: a run is bit-equal in float32 if its loss reads no engine log-probs (algorithm.old_logprobs trainer, no
     # importance_sampling). Otherwise it is bit-equal only while all requests of a step fit in the engines at once and
     # async_scheduling is off, because an engine's rounding depends on the requests decoded together. Base classes of
@@ -148,44 +150,44 @@ class RolloutConfig(Section):
             RL2="rollout.env_path"),
         Foreign("custom_tools", note="an environment has its tools", short="ct")] = "single_turn"  # fmt: skip
     """Environment: single_turn (default), calculator, search, python, countdown, guess_number, mastermind,
-    reasoning_gym, gem, openenv, verifiers or command (your program, using rollout.endpoint). For your own:
-    package.module:Class, path/to/file.py:Class (megarl.environments), or path/to/file.py:interact (RL2's function)."""
+    reasoning_gym, gem, openenv, verifiers or command (your agent program). For your own: package.module:Class,
+    path/to/file.py:Class, or path/to/file.py:interact (a function as in RL2). See megarl/environments/README.md."""
     environment_kwargs: Annotated[dict[str, JsonValue], OnlyIf(NOT_SINGLE_TURN, NOT_COMMAND)] = Field(
         default_factory=dict
     )
-    """Settings of the environment: keyword arguments of its class's constructor."""
+    """Keyword arguments of the constructor of the environment's class."""
     # A process can be killed when its attempt hangs; code in the driver cannot.
     environment_processes: Annotated[NonNegativeInt | None, OnlyIf(NOT_SINGLE_TURN, NOT_COMMAND)] = None
-    """Number of processes for the environment's attempts, one attempt in each at a time; others wait. Under Ray on all
-    nodes. 0: in the driver. Default: 0 if all methods, tools or the function are `async def`, else 4 per CPU of the
-    driver's machine, at most 64. Metric: environment/process_killed."""
+    """Number of processes that run the environment, each with one attempt at a time. 0: attempts run in the driver.
+    Under Ray the processes are spread over all nodes. Default: 0 if the environment's code is all `async def`, else 4
+    per CPU of the driver's machine, at most 64. Metric: environment/process_killed."""
     environment_memory_gib: Annotated[PositiveFloat, OnlyIf(NOT_SINGLE_TURN, NOT_COMMAND)] = 4.0
-    """Memory limit of each environment process separately, in GiB of address space."""
+    """Memory limit of each environment process, in GiB of address space."""
     tool_parser: Annotated[
         Literal["hermes", "qwen3_coder", "llama3_json", "pythonic", "mistral", "glm45", "deepseek_v3", "gpt_oss"]
         | None,
         OnlyIf(NOT_SINGLE_TURN),
     ] = None
-    """Format of the policy's tool calls, for environments with tools (megarl.data.tool_calls). Default: recognised from
-    the chat template, where possible."""
+    """Format of the policy's tool calls, for environments with tools. Default: recognised from the chat template, where
+    possible. See megarl/data/tool_calls.py."""
     agent: Annotated[AgentConfig, OnlyIf(AGENT)] = AgentConfig()
-    """Agent program of the environment `command`: one process per attempt."""
+    """Agent program run by the environment `command`: one process per attempt."""
     endpoint: Annotated[EndpointConfig, OnlyIf(AGENT)] = EndpointConfig()
-    """OpenAI-compatible server called by the program of rollout.agent."""
+    """OpenAI-compatible server through which the agent program (rollout.agent) samples from the policy."""
     max_turns: Annotated[PositiveInt,
         Foreign(example="rollout.environment=calculator rollout.max_turns=4",
             RL2="rollout.max_turns")] = 16  # fmt: skip
-    """Limit of completions in one attempt. All its tokens together must fit in data.max_prompt_tokens +
-    rollout.sampling.max_new_tokens."""
+    """Limit of turns in one attempt; each turn is one completion of the policy. All tokens of an attempt together must
+    fit in data.max_prompt_tokens + rollout.sampling.max_new_tokens."""
     truncated_turn: Annotated[Literal["end", "close"], OnlyIf(NOT_AGENT)] = "end"
-    """Effect of a completion cut at its length limit while the attempt still has room. end (default): the attempt ends.
-    close: an untrained end of turn is added and the attempt continues."""
+    """Action after a completion cut at its length limit, if the attempt may have more tokens. end (default): the
+    attempt ends. close: the end-of-turn token is added, without training it, and the attempt continues."""
     history: Annotated[Literal["append", "render", "refuse"], OnlyIf(NOT_SINGLE_TURN, NOT_AGENT)] = "append"
-    """Prompt of a later turn if the chat template rewrites earlier ones (drops thoughts, say). append (default): tokens
-    as sampled and observed. render: the template's text; each rewritten history is a training sequence. refuse: an
-    error. Reported at the start."""
+    """Prompt of a later turn if the chat template changes earlier turns (removes thoughts, for example). append
+    (default): earlier tokens stay as sampled and observed. render: the template's text; each changed history becomes a
+    training sequence of its own. refuse: the run does not start. Reported at the start."""
     budget: Annotated[BudgetConfig, OnlyIf(NOT_SINGLE_TURN, NOT_AGENT)] = BudgetConfig()
-    """Limits of an attempt with several turns."""
+    """Limits of a multi-turn attempt: tokens, tool calls, seconds, starts."""
     # park is partial rollouts: requests pause with their tokens while the engines sleep, and environments continue
     # meanwhile. The pauses depend on the clock, so two runs differ; a checkpoint contains all paused groups. A resumed
     # attempt replays its turns. If its environment then differs from the recorded one, the attempt starts again
@@ -194,9 +196,9 @@ class RolloutConfig(Section):
         Foreign("rollout.partial_rollout async_training.partial_rollout", note="park, and the ratio of further prompts",
             example="rollout.stragglers=park algorithm.oversampling=2 algorithm.importance_sampling=tis",
             also="algorithm.oversampling", slime="--partial-rollout")] = "wait"  # fmt: skip
-    """Groups still incomplete when a step has its train.prompts_per_step groups (algorithm.oversampling starts more).
-    wait (default): wait for all. park: pause them, keep their tokens and continue under the new weights. abort: drop
-    them (biased to short answers). park needs a correction, see rollout.max_staleness."""
+    """Treatment of incomplete groups when train.prompts_per_step groups are complete (algorithm.oversampling starts
+    more). wait (default): wait for all. park: pause them and continue under the new weights with the tokens so far; set
+    an importance correction (rollout.max_staleness). abort: drop them; favours short answers."""
     # Step n trains weights of version n, whether or not engines ever received them. Placement separate: engines sample
     # ahead during updates. Groups start in the order they were drawn, and only if they can be trained within the limit.
     # park with 1: a step waits for groups at the limit. A run resumed with a lower limit drops older groups.
@@ -212,16 +214,17 @@ class RolloutConfig(Section):
             example="rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8 rollout.max_staleness=1 "
             "algorithm.importance_sampling=tis", also="rollout.placement", verl="async_training.staleness_threshold"),
         Foreign("data_actor_buffer_size_limit", note="it limits how far engines sample ahead")] = None  # fmt: skip
-    """Limit of a group's age when it is trained, in steps since the weights of its oldest token. Default: 1 (one step
-    off) with rollout.stragglers park, else 0 (synchronous). Above 0, set algorithm.importance_sampling, or
-    algorithm.old_logprobs rollout with a clipping policy loss. Metric: staleness/dropped."""
+    """Limit of a trained group's age, in steps since the weights that sampled its oldest token. Default: 1 with
+    rollout.stragglers park, else 0 (synchronous). Above 0, set algorithm.importance_sampling, or algorithm.old_logprobs
+    rollout with a clipping policy loss. Metric: staleness/dropped."""
     sync_every: Annotated[PositiveInt, OnlyIf(RL, SEPARATE),
         Foreign("trigger_parameter_sync_step", note="in steps n; rollout.max_staleness must be at least n - 1",
             example="rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8 rollout.max_staleness=2 "
             "algorithm.importance_sampling=tis rollout.sync_every=2", verl="async_training.trigger_parameter_sync_step",
             slime="--update-weights-interval")] = 1  # fmt: skip
-    """Reshard only every n steps, before an evaluation and before a resumed run's first step (placement separate).
-    Samples are up to n - 1 versions older in between: set max_staleness to at least n - 1."""
+    """Copy weights to the engines only every n steps (placement separate). In between, samples are up to n - 1 steps
+    older, so rollout.max_staleness must be at least n - 1. Evaluations and the first step of a resumed run always get
+    new weights."""
     # With a retained cache, later tokens come from new weights over old keys and values. Recorded log-probs are those
     # of the draw but belong to no version, so the trainer's log-probs of that version differ by more than rounding.
     # Corrections and weight versions of tokens do not change, and later requests never share the retained cache. A
@@ -230,24 +233,26 @@ class RolloutConfig(Section):
     recompute_kv: Annotated[bool, OnlyIf(RL, PACED),
         Foreign("recompute_kv_cache_after_weight_updates clear_cache flush_cache",
             note="of requests interrupted by a reshard; later ones never find old keys and values")] = True  # fmt: skip
-    """Recompute the KV cache of interrupted requests after a weight update (placement separate, engines ahead), default
-    true. false: keep it, which saves a prefill. Then log-probs drift from the trainer's (logprob_gap/mean/age_0)."""
+    """Recompute the KV cache of requests interrupted by a weight update (placement separate, sampling ahead). true
+    (default). false: keep the cache, which saves a prefill; log-probs then drift from the trainer's
+    (logprob_gap/mean/age_0)."""
     on_stale: Annotated[Literal["wait", "drop"], OnlyIf(RL, PARK)] = "wait"
-    """With stragglers park: treatment of an incomplete group at rollout.max_staleness. wait (default): wait for it.
-    drop: drop it at the next step and draw another prompt, which starves long answers (staleness/dropped)."""
+    """Action for an incomplete group that has reached rollout.max_staleness (stragglers park). wait (default): the step
+    waits for it. drop: drop it and draw another prompt; long answers are then trained less (metric
+    staleness/dropped)."""
     kv_cache_gib: Annotated[PositiveFloat, OnlyIf(instead_of("rollout.gpu_memory_utilization")),
         Decides(vllm="kv_cache_memory_bytes"),
         Foreign("sglang_mem_fraction_static mem_fraction_static", note="the KV cache's size in GiB")] = 1.0  # fmt: skip
-    """KV cache of one rank in GiB. Default on GPUs: the free memory found by `megarl plan`, minus 8 GiB; on CPUs: 1. A
-    run's config.yaml records the value, and a resumed run keeps it."""
+    """Size of one rank's KV cache in GiB. Default on GPUs: the memory left by `megarl plan`'s prediction, minus 8 GiB;
+    on CPUs: 1. The run folder's config.yaml records the value, and a resumed run keeps it."""
     gpu_memory_utilization: Annotated[Annotated[float, Field(gt=0.0, le=1.0)] | None,
         Decides(vllm="gpu_memory_utilization"),
         Foreign("gpu_memory_utilization", note="or rollout.kv_cache_gib, the KV cache's size", example="0.6",
             short="gmu", verl="actor_rollout_ref.rollout.gpu_memory_utilization", TRL="vllm_gpu_memory_utilization"),
         Foreign(remark="or `rollout.kv_cache_gib=40`, the KV cache's size", example="0.6",
             RL2="rollout.gpu_memory_utilization")] = None  # fmt: skip
-    """Share of a GPU's memory for the sampling engine: weights, a step and KV cache together (vLLM's meaning). Replaces
-    kv_cache_gib. Trainer states not in trainer.offload must fit in the remaining memory."""
+    """Share of a GPU's memory for the engine's weights, activations and KV cache together, as in vLLM. Use it instead
+    of kv_cache_gib. Trainer states that are not in trainer.offload must fit in the remaining memory."""
     # Embeddings, head, norms, routers and biases stay in model.dtype. A reshard moves bfloat16 weights and each rank
     # quantises its own part, with the result vLLM has for the exported model. See also logprob_gap/ess, and
     # importance/cut for the effect of a correction (tis; icepop for experts).
@@ -255,14 +260,14 @@ class RolloutConfig(Section):
         Foreign("quantization vllm_cfg.precision", note="fp8, of a bfloat16 model", example="fp8",
             verl="actor_rollout_ref.rollout.quantization",
             NeMo_RL="policy.generation.vllm_cfg.precision")] = "none"  # fmt: skip
-    """FP8 (e4m3) weights of the engine's linear layers and experts. fp8: a scale per block of 128 x 128.
-    fp8_per_channel: a scale per output channel. Default: none. Needs model.dtype bfloat16. Sampling then differs from
-    training: watch logprob_gap/, correct with algorithm.importance_sampling, limit with train.max_logprob_gap."""
+    """FP8 (e4m3) weights in the engines' linear layers and experts. fp8: one scale per 128 x 128 block.
+    fp8_per_channel: one scale per output channel. Default: none. Needs model.dtype bfloat16. Log-probs then differ from
+    the trainer's: use algorithm.importance_sampling, limit the difference with train.max_logprob_gap."""
     kv_cache_dtype: Annotated[Literal["auto", "fp8", "fp8_e4m3", "fp8_e5m2"], Decides(vllm="kv_cache_dtype"),
         Foreign("kv_cache_dtype", remark="with the scale 1", example="fp8",
             NeMo_RL="policy.generation.vllm_cfg.kv_cache_dtype")] = "auto"  # fmt: skip
-    """Type of the KV cache. auto (default): the model's. fp8 (= fp8_e4m3) or fp8_e5m2: FP8 with scale 1, for twice the
-    tokens. Increases logprob_gap/."""
+    """Data type of the KV cache. auto (default): the model's. fp8 (= fp8_e4m3) or fp8_e5m2: FP8 with scale 1; twice as
+    many tokens fit, and the metrics logprob_gap/ increase."""
     vllm: Annotated[dict[str, Any],
         Foreign("enforce_eager max_num_batched_tokens enable_chunked_prefill enable_prefix_caching max_model_len",
             "engine_kwargs", note="by vLLM's own names")] = Field(default_factory=dict)  # fmt: skip
@@ -271,22 +276,23 @@ class RolloutConfig(Section):
 
     @property
     def turns_of_attempt(self) -> int:
-        """Return the limit of turns in an attempt."""
+        """Return the limit of turns in one attempt."""
         return 1 if self.environment == "single_turn" else self.max_turns
 
     @property
     def staleness_bound(self) -> int:
-        """Return the limit of versions between the weights of a group's oldest token and the weights it trains."""
+        """Return the maximum age of a trained group, in weight versions between its oldest token and the trained
+        weights."""
         if self.max_staleness is None:
             return 1 if self.stragglers == "park" else 0
         return self.max_staleness
 
     @property
     def is_paced(self) -> bool:
-        """Return whether engines sample ahead of the trainer, up to the staleness limit."""
+        """Return whether engines sample the next steps' groups while the trainer updates, up to the staleness limit."""
         return self.placement == "separate" and self.staleness_bound > 0
 
     @property
     def carries_groups(self) -> bool:
-        """Return whether a later step may train or drop groups started in an earlier one."""
+        """Return whether groups started in one step may be trained or dropped in a later step."""
         return self.is_paced or self.stragglers != "wait"

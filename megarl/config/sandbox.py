@@ -1,4 +1,4 @@
-"""Recipe section `sandbox`: isolated execution of the policy's programs, and its limits."""
+"""Recipe section `sandbox`: isolated execution of programs written by the policy, and its limits."""
 
 from __future__ import annotations
 
@@ -23,25 +23,26 @@ class SandboxConfig(Section):
         "limits",
         "unprivileged",
     )
-    """Isolation layers required to run programs (see `megarl sandbox check`). A run does not start without them. Remove
-    a layer if the machine lacks it; the start then reports the weaker isolation."""
+    """Isolation layers that the machine must support; otherwise a run does not start (see `megarl sandbox check`). If
+    the machine lacks one, remove it here: programs then run with weaker isolation, and the start reports it."""
     url: Annotated[str | None,
         Foreign("sandbox_fusion.url sandbox_fusion_url sandbox_url",
             remark="a SandboxFusion server; ColossalRL's own verifier is not asked",
             example="reward.functions=[code] sandbox.url=http://127.0.0.1:8080", short="cv",
             ColossalRL="--code-verifier-api-url")] = None  # fmt: skip
-    """Address of a SandboxFusion server to run the programs instead, for example http://127.0.0.1:8080."""
+    """Address of a SandboxFusion server that runs the programs, for example http://127.0.0.1:8080. Default: none, this
+    machine runs them."""
     timeout_seconds: PositiveFloat = 4.0
-    """CPU seconds of one run: a test, or a call of the Python tool."""
+    """Limit of CPU seconds of one program run, which is one test or one call of the Python tool."""
     wall_timeout_seconds: PositiveFloat | None = None
-    """Wall-clock seconds of one run, for waiting programs. Default: ten times timeout_seconds, at least 30. Time spent
-    computing, or waiting for a busy CPU, is added, up to three times as long in all."""
+    """Limit of wall-clock seconds of one program run. Default: ten times timeout_seconds, at least 30. Seconds of
+    computing or of waiting for a busy CPU extend the limit, up to three times its value."""
     total_timeout_seconds: PositiveFloat = 20.0
-    """CPU seconds of all tests of a completion together, in addition to reward.timeout_seconds."""
+    """Limit of CPU seconds for all tests of a completion together, in addition to reward.timeout_seconds."""
     memory_mib: Annotated[int, Field(ge=64), Foreign("sandbox_fusion.memory_limit_mb")] = 512
-    """Memory of one run in MiB, in addition to 64 MiB for files in its /tmp."""
+    """Memory limit of one program run in MiB. Its files in /tmp may take 64 MiB more."""
     output_kib: Annotated[int, Field(ge=1)] = 64
-    """Limit of a run's standard output in KiB. For a test with a long expected output: 4 KiB
-    plus twice its length, if more."""
+    """Limit of a program run's standard output in KiB. A test with a longer expected output allows twice that length
+    plus 4 KiB."""
     packages: Annotated[tuple[str, ...], OnlyIf(HERE)] = ("numpy",)
-    """Installed packages available to programs, in addition to Python's standard library."""
+    """Names of installed Python packages that programs may import, in addition to the standard library."""

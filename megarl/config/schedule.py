@@ -24,13 +24,13 @@ class TrainConfig(Section):
         Foreign("total_training_steps max_num_steps max_train_steps total_steps", example="200",
             verl="trainer.total_training_steps", slime="--num-rollout", TRL="max_steps"),
         Foreign("eval_only", note="0; or: megarl eval MODEL RECIPE")] = 100  # fmt: skip
-    """Number of steps: rollouts in `rl` and `distillation`, optimizer updates in other loops. 0: only evaluate the
-    validation sets."""
+    """Number of training steps: rollouts in loops rl and distillation, optimizer updates in other loops. 0: only
+    evaluate the validation sets."""
     epochs: Annotated[PositiveFloat | None, OnlyIf(left_out("mixture")),
         Foreign("total_epochs max_num_epochs num_episodes num_epochs n_epochs num_epoch", example="2", short="e",
             RL2="trainer.n_epochs", verl="trainer.total_epochs", TRL="num_train_epochs")] = None  # fmt: skip
-    """Passes over the training data, instead of `steps`: steps = number of records * epochs / prompts_per_step, rounded
-    up. Dynamic sampling draws further prompts."""
+    """Number of passes over the training data. Use it instead of `steps`: steps = number of records * epochs /
+    prompts_per_step, rounded up. Prompts drawn again by dynamic sampling are not counted."""
     prompts_per_step: Annotated[PositiveInt,
         Foreign("num_prompts_per_step train.batch_size batch_size prompts_per_rollout consumer_batch_size",
             example="64", RL2="data.prompts_per_rollout", verl="data.train_batch_size", slime="--rollout-batch-size",
@@ -60,35 +60,35 @@ class TrainConfig(Section):
         Foreign("ppo_mini_batch_size mini_batch_size train_global_batch_size num_mini_batches",
             note="number of updates per step", example="4", verl="actor_rollout_ref.actor.ppo_mini_batch_size",
             slime="--global-batch-size --num-steps-per-rollout", TRL="steps_per_generation")] = 1  # fmt: skip
-    """Number of minibatches in an rl step. Each is one optimizer update."""
+    """Number of minibatches in a step of loop rl. Each is one optimizer update."""
     epochs_per_step: Annotated[PositiveInt, OnlyIf(ON_POLICY),
         Foreign(remark="passes over the samples of a step", example="5", ColossalChat="--num_update_steps"),
         Foreign("ppo_epochs num_ppo_epochs", verl="actor_rollout_ref.actor.ppo_epochs",
             TRL="num_iterations")] = 1  # fmt: skip
-    """Epochs over the samples of an rl step, each of `updates_per_step` minibatches; shuffled from the second epoch on.
-    For the critic see `critic.updates_per_step`."""
+    """Number of passes over a step's samples in loop rl, each with updates_per_step minibatches. From the second pass
+    on, samples are shuffled. For the critic see critic.updates_per_step."""
     profile_steps: Annotated[tuple[PositiveInt, ...],
         Foreign("global_profiler.steps profile_steps profile_step_start",
             remark="a Chrome trace; no rollout is made longer for it", example="[2]",
             ColossalRL="--enable_profiling")] = ()  # fmt: skip
-    """Steps to profile: spans of driver and ranks are written to the run's profiles/step_NNNNNN.json, a Chrome trace
-    (open with ui.perfetto.dev). With weights.overlap such a step begins only after all weights have arrived."""
+    """Numbers of the steps to profile. Time spans of driver and ranks are written to the run folder's
+    profiles/step_NNNNNN.json, a Chrome trace (open with ui.perfetto.dev). With weights.overlap, a profiled step first
+    waits until all weights have arrived."""
     max_logprob_gap: Annotated[PositiveFloat | None, OnlyIf(ON_POLICY, UNPACED)] = None
-    """Limit in nats of the mean distance between trainer and engine log-probs (logprob_gap/mean) for updates of the
-    policy (rl, distillation). Above it the step's further updates are skipped, all of them if it is known before the
-    first. Default: none. Metric: train/gap_exceeded."""
+    """Limit of the mean distance between trainer and engine log-probs, in nats (metric logprob_gap/mean; rl,
+    distillation). Above it the step's remaining updates are skipped. Default: none. Metric: train/gap_exceeded."""
     on_logprob_gap: Annotated[Literal["stop", "skip"], OnlyIf(ON_POLICY, UNPACED, given("train.max_logprob_gap"))] = (
         "stop"
     )
-    """Action after a step above max_logprob_gap. stop (default): save and end the run with exit code 70. skip: continue
-    with the next step."""
+    """Action after a step above max_logprob_gap. stop (default): save a checkpoint and end the run with exit code 70.
+    skip: continue with the next step."""
     on_unhealthy: Literal["warn", "stop"] = "warn"
-    """Action when a rule of `health` is first broken. warn (default): only warn. stop: warn, save a checkpoint and end
-    the run with exit code 79."""
+    """Action when a health rule is first broken (section `health`). warn (default): only warn. stop: warn, save a
+    checkpoint and end the run with exit code 79."""
 
     @property
     def num_updates(self) -> int:
-        """Return the number of the policy's optimizer updates in one rl step."""
+        """Return the number of optimizer updates of the policy in one step of loop rl."""
         return self.epochs_per_step * self.updates_per_step
 
 
@@ -98,55 +98,56 @@ class EvaluationConfig(Section):
     every_steps: Annotated[NonNegativeInt,
         Foreign("test_freq val_period", example="100", short="ei", RL2="trainer.test_freq", verl="trainer.test_freq",
             slime="--eval-interval", TRL="eval_steps")] = 0  # fmt: skip
-    """Evaluate the validation sets every n steps, in addition to before the first and after the last. 0 (default): only
-    before the first and after the last."""
+    """Evaluate the validation sets every n steps. 0 (default): only before the first and after the last step. An n
+    above 0 includes these two."""
     at_start: Annotated[bool,
         Foreign("val_before_train val_at_start", example="false", verl="trainer.val_before_train"),
         Foreign(example="true", TRL="eval_on_start")] = True  # fmt: skip
-    """Evaluate before the first step. A run of 0 steps always does."""
+    """Evaluate before the first step (default: true). A run of 0 steps always evaluates."""
     max_problems: Annotated[PositiveInt | None, Foreign("max_val_samples")] = None
-    """Evaluate only the first n records of each set. Default: all."""
+    """Evaluate only the first n records of each validation set. Default: all."""
     samples_per_prompt: Annotated[int, Field(ge=1, le=1024), OnlyIf(*ENGINE),
         Foreign("val_kwargs.n n_samples_per_eval_prompt eval_n_samples_per_prompt",
             remark="metrics pass_at_4, majority_at_4", example="4",
             verl="actor_rollout_ref.rollout.val_kwargs.n")] = 1  # fmt: skip
-    """Number n of attempts at each problem. Accuracy is their mean, avg@n."""
+    """Number n of attempts at each validation problem. Accuracy is their mean (avg@n)."""
     k: Annotated[tuple[PositiveInt, ...], OnlyIf(*ENGINE)] = ()
-    """Values of k for pass@k and majority@k, estimated without bias from the n attempts. Default: n, if above 1. A
-    majority needs a reward function reading final answers (boxed, think_answer_tags, gsm8k, math_competition,
-    multiple_choice, reasoning_gym). Metrics: val/SET/pass_at_4, majority_at_4."""
+    """Values of k for pass@k and majority@k, estimated without bias from n attempts (samples_per_prompt). Default: n,
+    if above 1. majority@k needs a reward function that reads final answers (boxed, think_answer_tags, gsm8k,
+    math_competition, multiple_choice, reasoning_gym). Metrics: val/SET/pass_at_4, val/SET/majority_at_4."""
     sampling: Annotated[EvaluationSamplingConfig, OnlyIf(*ENGINE),
         Foreign("test_sampling_params test_sampling_params.temperature test_sampling_params.max_new_tokens",
             "test_sampling_params.top_p test_sampling_params.top_k", example="evaluation.sampling.temperature=0",
             RL2="rollout.test_sampling_params.temperature"),
         Foreign("val_kwargs eval_temperature val_kwargs.temperature", example="evaluation.sampling.temperature=0.6",
             verl="actor_rollout_ref.rollout.val_kwargs.temperature")] = EvaluationSamplingConfig()  # fmt: skip
-    """Sampling parameters of evaluation."""
+    """Sampling parameters of evaluations."""
 
     @property
     def ks(self) -> tuple[int, ...]:
-        """Return the values of k for pass@k."""
+        """Return the values of k for pass@k and majority@k."""
         return self.k or ((self.samples_per_prompt,) if self.samples_per_prompt > 1 else ())
 
 
 class WeightsConfig(Section):
-    """Reshard: the copy of weights from the trainer into the engines."""
+    """Reshard: how new weights are copied from the trainer into the engines, and verified."""
 
     bucket_mib: PositiveInt = 256
-    """Size of a reshard bucket in MiB. At most two buckets are in memory."""
+    """Size of a reshard bucket in MiB. Weights are sent bucket by bucket, with at most two in memory."""
     # With max_staleness 0 the next step needs the new weights first. Engines pause for the whole transfer in any case.
     # The trainer waits for a running transfer before the next reshard, before an evaluation, after the last step, and
     # after a replica came back.
     overlap: Annotated[bool, OnlyIf(RL, PACED)] = False
-    """Send weights from a copy during the next step, so the trainer waits only for the copy (placement separate,
-    max_staleness above 0). Needs memory for one more copy of a trainer rank's weights (see `megarl plan`). Default:
+    """Send weights from a copy while the next step already samples, so that the trainer waits only for the copy
+    (placement separate, max_staleness above 0). Needs memory for a second copy of a trainer rank's weights. Default:
     false. Metrics: time/reshard_hidden_seconds, time/reshard_waited_seconds."""
     verify_every: Annotated[NonNegativeInt, OnlyIf(*ENGINE)] = 50
-    """Compare engine and trainer weights before training and after the reshard of every n-th step: by checksums of live
-    parameters, or by log-probs of a prompt if the engine converts its weights. 0: only before training."""
+    """Check the engines' weights against the trainer's before training and after the reshard of every n-th step, by
+    checksums. If the engine converts its weights (to FP8, for example): by log-probs of a prompt. 0: only before
+    training."""
     probe_tolerance: Annotated[PositiveFloat | None, OnlyIf(*ENGINE)] = None
-    """Limit of the mean distance between the log-probs of trainer and engine after a reshard, in nats
-    (reshard/probe_gap); beyond it the run ends. Default: 0.001 in float32, 0.1 in bfloat16. Quantised weights may need
+    """Limit of the mean difference between trainer and engine log-probs after a reshard, in nats (metric
+    reshard/probe_gap). Above it the run ends. Default: 0.001 in float32, 0.1 in bfloat16. Quantised weights may need
     more."""
 
 
@@ -159,12 +160,12 @@ class CheckpointConfig(Section):
             TRL="save_steps")] = 0  # fmt: skip
     """Save a checkpoint every n steps and after the last, for `megarl train --resume`. 0 (default): never."""
     keep: Annotated[PositiveInt, Foreign("max_actor_ckpt_to_keep save_total_limit keep_top_k max_ckpt_num")] = 2
-    """Number of newest checkpoints to retain. An older one is removed after a newer one is complete."""
+    """Number of newest checkpoints to keep. An older one is removed when a newer one is complete."""
     asynchronous: Annotated[bool, Foreign("async_save")] = True
-    """Write checkpoints during training, from a copy in host memory. Default: true."""
+    """Write checkpoints in the background while training continues, from a copy in host memory. Default: true."""
     export_every_steps: Annotated[NonNegativeInt, Foreign("save_hf save_hf_interval save_hf_ckpt")] = 0
-    """Export the model as a Hugging Face folder hf_step_NNNNNN every n steps. 0 (default): only at the end."""
+    """Export the model as a Hugging Face folder, hf_step_NNNNNN, every n steps. 0 (default): only at the end, as hf."""
     best: Annotated[str | None, OnlyIf(EVALUATED)] = None
-    """Evaluation metric, for example val/SET/accuracy or val/SET/pass_at_4. The best step's model is exported to
-    hf_best/ (step and value in best.json), and its checkpoint, if any, is retained in addition to `keep`. Best is the
-    largest value (smallest for names ending with /loss), the first of equal ones, among trained steps."""
+    """Evaluation metric that selects the best step, for example val/SET/accuracy. That step's model is exported to
+    hf_best/ (step and value: best.json), and its checkpoint, if any, is kept in addition to `keep`. Best is the largest
+    value (of metrics ending with /loss the smallest), the earliest of equal ones."""

@@ -1,4 +1,4 @@
-"""Recipe fields by dotted name: in sections, in items of lists of sections, and in sources of a mixture."""
+"""Access to recipe fields by dotted name, also inside lists of sections and sources of a mixture."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ Item = TypeVar("Item")
 # Imports of the schema are inside functions, because the schema's modules import this one.
 @cache
 def all_fields() -> dict[str, FieldInfo]:
-    """Return every field of the recipe by dotted name. Includes sections, excludes items of lists."""
+    """Return every recipe field by dotted name. Sections are included, list items are not."""
     from megarl.config import Recipe
 
     return dict(_fields(Recipe, ""))
@@ -33,7 +33,7 @@ def _fields(section: type[Section], prefix: str) -> Iterator[tuple[str, FieldInf
 
 
 def section_of(field: FieldInfo) -> type[Section] | None:
-    """Return the section type of a field, or None if the field is not a section."""
+    """Return a field's type if it is a recipe section, else None."""
     return _as_section(field.annotation)
 
 
@@ -44,13 +44,14 @@ def _as_section(kind: Any) -> type[Section] | None:
 
 
 def recipe_field(place: str) -> str:
-    """Return the dotted name of a field. A field in a source of a mixture returns the recipe's field."""
+    """Return the recipe field for a field's dotted name: `data.train` for `mixture.NAME.data.train`."""
     parts = place.split(".")
     return ".".join(parts[2:]) if parts[0] == "mixture" and len(parts) > 3 else place
 
 
 def section_at(place: str) -> type[Section] | None:
-    """Return the section at a dotted name (`optimizer`, `reward.functions.0`, `mixture.NAME`). Empty: the recipe."""
+    """Return the section type at a dotted name (`optimizer`, `reward.functions.0`, `mixture.NAME`). Empty: the whole
+    recipe."""
     from megarl.config import Recipe
 
     section: type[Section] = Recipe
@@ -69,20 +70,20 @@ def section_at(place: str) -> type[Section] | None:
 
 
 def _among(field: FieldInfo, origins: tuple[Any, ...]) -> type[Section] | None:
-    """Return the section among the arguments of a field's union, list or mapping type."""
+    """Return the section type inside a field's union, list or mapping type, or None."""
     arguments = get_args(field.annotation) if get_origin(field.annotation) in origins else ()
     return next((section for kind in arguments if (section := _as_section(kind))), None)
 
 
 def field_at(place: str) -> FieldInfo | None:
-    """Return the field at a dotted name. None for anything else, for example a key inside `rollout.vllm`."""
+    """Return the recipe field at a dotted name. None if there is none, for example for a key inside `rollout.vllm`."""
     parent, _, name = recipe_field(place).rpartition(".")
     section = section_at(parent)
     return None if section is None else section.model_fields.get(name)
 
 
 def annotated_with(place: str, kind: type[Item]) -> list[Item]:
-    """Return the annotations of one kind (`config.annotations`) at the field with this dotted name."""
+    """Return the annotations of one class (from `config.annotations`) at the field with this dotted name."""
     field = all_fields().get(place)
     return [] if field is None else [item for item in field.metadata if isinstance(item, kind)]
 
@@ -101,15 +102,16 @@ def description(field: FieldInfo) -> str:
 
 
 _DEFAULT_IS_A_VALUE = ("data.system_prompt",)
-"""Fields with `default` as a regular value: `FIELD=default` sets it, and only `~FIELD` removes it."""
+"""Fields for which `default` is an ordinary value: `FIELD=default` sets it, and only `~FIELD` removes the value."""
 
 
 def default_removes(place: str) -> bool:
-    """Return whether the override `PLACE=default` removes a value. True for fields, false for names inside a field."""
+    """Return whether the override `PLACE=default` removes a value, as it does for fields but not for names inside a
+    field."""
     field = field_at(place)
     return field is not None and not field.is_required() and recipe_field(place) not in _DEFAULT_IS_A_VALUE
 
 
 def removal(place: str) -> str:
-    """Return the override to remove a value."""
+    """Return the command-line override that removes a value: `FIELD=default` or `~FIELD`."""
     return f"{place}=default" if default_removes(place) else f"~{place}"

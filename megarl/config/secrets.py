@@ -1,4 +1,4 @@
-"""Secrets in a recipe, recognised by a field's name or a text's form. Secrets are never written."""
+"""Detection of secrets in a recipe, by a field's name or a text's form. megarl never writes secrets to files."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 Place = tuple[str | int, ...]
-"""Position of a value in a recipe: keys and list indices from the top."""
+"""Place of a value in a recipe: its keys and list indices from the top."""
 
 REMEDY = "refer to it by the name of an environment variable: ${oc.env:NAME}"
 
@@ -18,7 +18,7 @@ _SECRET_NAME = re.compile(
     r")$"
 )
 _TOKENIZER_NAME = re.compile(r"(^|_)(bos|eos|pad|unk|sep|cls|mask|image|audio|video|stop|special|start|end)_tokens?$")
-"""Names with the ending of a secret, but belonging to a vocabulary."""
+"""Field names that end like a secret's name but mean tokens of a vocabulary."""
 # Both forms occur: scheme://user:password@host, and https://token@host.
 _URL_WITH_PASSWORD = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s:@]*:[^/\s@]+@|https?://[^/\s:@]+@")
 _ASSIGNMENT = re.compile(r"([A-Za-z][A-Za-z0-9_-]*)=([^\s,&]+)")
@@ -32,13 +32,16 @@ def is_secret_name(name: str) -> bool:
 
 
 def is_secret_place(place: Place) -> bool:
-    """Return whether a field or a section around it has a secret's name. Users choose the names of data sets, so `data`
-    is exempt."""
+    """Return whether a field, or a section around it, has the name of a secret.
+
+    Names of data sets are the user's choice, so the section `data` is exempt.
+    """
     return place[:1] != ("data",) and any(isinstance(part, str) and is_secret_name(part) for part in place)
 
 
 def holds_secret(place: Place, value: Any) -> bool:
-    """Return whether a value is a secret in clear text: at a secret's place, or with a password or token inside."""
+    """Return whether a value is a secret in clear text: its field is named like one, or it contains a password or
+    token."""
     if not isinstance(value, str) or not value:
         return False
     if is_secret_place(place) or _URL_WITH_PASSWORD.search(value):
@@ -51,7 +54,7 @@ def holds_secret(place: Place, value: Any) -> bool:
 
 
 def literal_secrets(values: Any, references: Mapping[Place, str], place: Place = ()) -> Iterator[str]:
-    """Yield one line per secret in clear text. A reference is judged by the text around `${...}`."""
+    """Yield one error line per secret in clear text. In a text with `${...}` references only the rest is examined."""
     if place in references:
         literal = references[place]
         while (shorter := _REFERENCE.sub("", literal)) != literal:
@@ -69,5 +72,5 @@ def literal_secrets(values: Any, references: Mapping[Place, str], place: Place =
 
 
 def dotted(place: Place) -> str:
-    """Return a place as an override names it."""
+    """Return a place (keys and list indices) as a dotted name."""
     return ".".join(str(part) for part in place)

@@ -9,7 +9,7 @@ from pydantic_core import PydanticCustomError
 
 
 class Section(BaseModel):
-    """Part of the recipe: immutable. An unknown key is an error."""
+    """Part of the recipe. It is immutable, and unknown keys are errors."""
 
     # extra: a misspelt key must be an error, not ignored. allow_inf_nan: NaN passes no comparison with a limit.
     # protected_namespaces: some versions of pydantic warn about names like reward.model_weight (prefix model_).
@@ -30,5 +30,5 @@ class Section(BaseModel):
 
 
 def _takes_bool(annotation: Any) -> bool:
-    """Return whether true and false are values of a type."""
+    """Return whether a type accepts true and false."""
     return annotation in (bool, Any) or any(map(_takes_bool, get_args(annotation)))

@@ -1,4 +1,4 @@
-"""Values with a surprising meaning in YAML 1.1, found in a text before it is parsed."""
+"""Values with a surprising meaning in YAML 1.1, found in the text of a recipe before it is parsed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,8 @@ MAX_DEPTH = 32
 """Deepest nesting of sections and lists accepted in a YAML file. Recipes need four levels."""
 
 MAX_VALUES = 100_000
-"""Limit of values in a recipe; an alias counts as all its values. Nine levels of ten aliases are a billion."""
+"""Limit of the number of values in a recipe. An alias counts as all its values, because nested aliases grow
+exponentially."""
 
 TOO_LARGE = f"holds more than {MAX_VALUES} values, aliases counted each time"
 
@@ -23,11 +24,11 @@ OCTAL = re.compile(r"[-+]?0[0-7_]+")
 
 
 def problems(text: str, field: str = "") -> list[str]:
-    """Return one line per misleading value of a YAML text: field, value as written, remedy.
+    """Return one error line per misleading value of a YAML text: its field, the value as written, the remedy.
 
-    Finds numbers to the base 60 (`1:30`) and 8 (`010`); yes, no, on and off; halves of surrogate pairs; and nesting
-    deeper than MAX_DEPTH. A text with more than MAX_VALUES values gets only the line about that. `field` is the place
-    of the text's own value. Raises yaml.YAMLError if the text is not YAML.
+    Misleading are numbers to the base 60 (`1:30`) and 8 (`010`); yes, no, on and off; halves of surrogate pairs; and
+    nesting deeper than MAX_DEPTH. A text with more than MAX_VALUES values gets one line about that only. `field` is the
+    dotted name of the whole text. Raises yaml.YAMLError if the text is not YAML.
     """
     # compose keeps the text and quotes of every value. load would already have converted 1:30 to 90.
     try:
@@ -42,9 +43,9 @@ def problems(text: str, field: str = "") -> list[str]:
 
 
 def _num_values(node: yaml.Node, known: dict[int, int]) -> int:
-    """Return the number of values of a node, with aliases expanded. A node containing itself counts once.
+    """Return the number of values below a YAML node, with aliases expanded. A node that contains itself counts once.
 
-    `known` holds the counts of nodes by id, so that each node is visited once, however many aliases it has.
+    `known` keeps the counts of visited nodes, keyed by `id(node)`, so that many aliases cost no time.
     """
     if id(node) not in known:
         known[id(node)] = 1

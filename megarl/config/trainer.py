@@ -30,11 +30,11 @@ class TrainerConfig(Section):
             ColossalRL="--pipeline-parallel-size", ColossalChat="--pp")] = 1  # fmt: skip
     """Pipeline-parallel size: the layers are split over n stages."""
     dp: PositiveInt | None = None
-    """Data-parallel size; default: ranks / (tp * pp * cp)."""
+    """Data-parallel size. Default: the trainer's ranks / (tp * pp * cp)."""
     vpp: Annotated[PositiveInt,
         Decides(megatron="virtual_pipeline_model_parallel_size overlap_p2p_comm batch_p2p_comm"),
         Foreign("virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage")] = 1  # fmt: skip
-    """Virtual pipeline size: model chunks per pipeline stage (interleaved schedule)."""
+    """Virtual pipeline size: number of model chunks per pipeline stage (interleaved schedule)."""
     cp: Annotated[PositiveInt, Decides(megatron="context_parallel_size"),
         Foreign("context_parallel_size ulysses_sequence_parallel_size ring_attn_size cp_size sp_size",
             example="trainer.cp=2 cluster.ranks_per_node=2", short="sp", RL2="actor.sp_size")] = 1  # fmt: skip
@@ -46,63 +46,64 @@ class TrainerConfig(Section):
         Foreign("expert_tensor_parallel_size")] = 1  # fmt: skip
     """Expert-tensor-parallel size: each expert is split over n ranks."""
     rank_order: Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"] = "tp-cp-ep-dp-pp"
-    """Megatron's rank order, fastest axis first. With dp last, the stages of a replica are adjacent ranks: a reshard
-    sends fewer weights between nodes (counted by `megarl plan`), an update more gradients."""
+    """Megatron's order of parallel dimensions over ranks, fastest first. With dp last, the pipeline stages of a replica
+    are neighbours: a reshard then sends fewer bytes between nodes, an update more. `megarl plan` counts them."""
     align_ranks: Annotated[bool, OnlyIf(*ENGINE, COLOCATED)] = True
-    """Permute the trainer's ranks if this saves bytes between nodes in a reshard. Default: true."""
+    """Permute the trainer's ranks if a reshard then sends fewer bytes between nodes. Default: true."""
     sequence_parallel: Annotated[bool | None, Decides(megatron="sequence_parallel"),
         Foreign(remark="the default where tp is above 1",
             example="trainer.tp=2 cluster.ranks_per_node=2 trainer.sequence_parallel=true",
             ColossalChat="--enable_sequence_parallelism")] = None  # fmt: skip
-    """Sequence parallelism: split the activations of norms and residuals over the tensor-parallel ranks. Default: on if
-    tp > 1."""
+    """Sequence parallelism: split activations of norms and residual connections over the tensor-parallel ranks.
+    Default: on if tp > 1."""
     distributed_optimizer: Annotated[bool, Foreign("use_distributed_optimizer")] = True
-    """Shard the optimizer state over the data-parallel ranks (ZeRO 1)."""
+    """Shard the optimizer state over the data-parallel ranks (ZeRO stage 1)."""
     # Weights are not gathered during the next forward pass, because the engine needs them first.
     overlap_grad_reduce: Annotated[bool | None,
         Foreign("overlap_grad_reduce", remark="left out: where the data-parallel ranks are on several nodes",
             example="true", slime="--overlap-grad-reduce")] = None  # fmt: skip
-    """Reduce gradients over the data-parallel ranks in buckets during the backward pass of an update's last microbatch.
-    Default: on if these ranks are on several nodes."""
+    """Overlap the reduction of gradients over data-parallel ranks with the backward pass of an update's last
+    microbatch, bucket by bucket. Default: on if these ranks are on several nodes."""
     router_replay: Annotated[bool, OnlyIf(RL), Decides(experts="moe_enable_routing_replay"),
         Foreign("use_rollout_routing_replay enable_rollout_routing_replay")] = False  # fmt: skip
-    """Router replay (mixture of experts): train each token with the experts chosen by the engine."""
+    """Router replay (mixture of experts): train each token with the experts chosen by the engine when it sampled the
+    token."""
     moe_dispatcher: Annotated[Literal["alltoall", "flex"],
         Decides(megatron="moe_token_dispatcher_type", experts="moe_flex_dispatcher_backend moe_enable_deepep"),
         Foreign("moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend enable_deepep",
             note="flex is DeepEP")] = "alltoall"  # fmt: skip
-    """Transport of tokens to experts on other ranks (mixture of experts). alltoall (default): collectives. flex:
-    DeepEP's kernels, faster across nodes; needs GPUs, the package deep_ep and etp * ep > 1."""
+    """How tokens are sent to experts on other ranks (mixture of experts). alltoall (default): collectives. flex:
+    DeepEP's kernels, faster between nodes; needs GPUs, the package deep_ep and etp * ep > 1."""
     recompute: Annotated[Literal["none", "selective", "full"],
         Decides(recompute="recompute_granularity recompute_modules recompute_method recompute_num_layers"),
         Foreign("enable_gradient_checkpointing activation_checkpointing recompute_granularity", example="full",
             ColossalChat="--grad_checkpoint", RL2="actor.gradient_checkpointing",
             verl="actor_rollout_ref.model.enable_gradient_checkpointing",
             TRL="gradient_checkpointing")] = "none"  # fmt: skip
-    """Activation recomputation in the backward pass: none (default), selective (trainer.recompute_modules) or full
-    (whole layers)."""
+    """Recomputation of activations in the backward pass. none (default). selective: only trainer.recompute_modules.
+    full: whole layers."""
     # core_attn saves almost nothing if attention is a flash kernel. With Transformer Engine only the norm before
     # experts is a module of its own. The other norms are part of the next linear layer, so layernorm saves nothing in a
     # dense model.
     recompute_modules: Annotated[tuple[RecomputedModule, ...], OnlyIf(one_of("trainer.recompute", "selective"))] = (
         "core_attn",
     )
-    """Parts of a layer recomputed by `recompute: selective`, by Megatron-Core's names: core_attn (default), layernorm,
-    mlp (dense layers, most of their activations), moe (routing and experts), moe_act (the experts' activation; needs
-    Transformer Engine), shared_experts."""
+    """Parts of a layer recomputed with recompute=selective, by Megatron-Core's names: core_attn (default), layernorm,
+    mlp (dense layers; most of their activations), moe (routing and experts), moe_act (the experts' activation function;
+    needs Transformer Engine), shared_experts."""
     # Weights, gradients, norms, attention and the head keep their types. Each layer stores its weights in FP8 twice.
     # Critic, reference, reward model and teachers compute like the policy.
     fp8: Annotated[Literal["none", "blockwise"], Decides(fp8="fp8 fp8_recipe fp8_param"),
         Foreign("fp8_recipe fp8_cfg fp8_cfg.enabled fp8_format fp8",
             note="blockwise; other recipes by Megatron's own names, trainer.megatron.fp8 and fp8_recipe"),
     ] = "none"  # fmt: skip
-    """blockwise: matrix products of the layers in FP8 (E4M3), one scale per block of 128 or 128 x 128 numbers. Needs
-    Hopper GPUs or newer, Transformer Engine 2.3, CUDA 12.9 and bfloat16. The engine's products are not in FP8: watch
-    logprob_gap/. Default: none."""
+    """FP8 training. blockwise: matrix products of the layers in FP8 (E4M3), one scale per block of 128 or 128 x 128
+    numbers. Needs Hopper GPUs or newer, Transformer Engine 2.3, CUDA 12.9 and bfloat16. The engines do not compute in
+    FP8, so the metrics logprob_gap/ increase. Default: none."""
     offload: Annotated[tuple[Literal["optimizer", "gradients", "parameters"], ...],
         Foreign("param_offload optimizer_offload grad_offload adam_offload offload_optimizer offload_train",
             "offload_model", example="[optimizer]", RL2="actor.offload_optimizer")] = ()  # fmt: skip
-    """States moved to host memory while the engine samples. Default: none."""
+    """Trainer states moved to host memory while the engines sample. Default: none."""
     # Host memory per parameter: 16 bytes (with the gradients) for the rank's share, and 2 for each parameter of the
     # rank, offloaded or not, as copies on their way back. Checkpoints do not depend on the fraction.
     optimizer_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0),
@@ -112,9 +113,9 @@ class TrainerConfig(Section):
         Foreign("overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer",
             note="copies to and from the host overlap in any case; main weights and moments are float32"),
     ] = 0.0  # fmt: skip
-    """Fraction of the parameters with main weights and moments always in host memory; Adam then steps on the CPU. Saves
-    12 bytes per parameter of the rank's share on the GPU, but a step takes seconds per billion parameters and rank.
-    Needs Adam, bfloat16, the distributed optimizer and no LoRA. Default: 0."""
+    """Fraction of the parameters with optimizer state (main weights, moments) in host memory; Adam updates them on the
+    CPU. Saves 12 bytes of GPU memory per parameter on the rank. A step takes seconds longer per billion parameters.
+    Needs Adam, bfloat16, distributed_optimizer and no LoRA. Default: 0."""
     max_tokens_per_microbatch: Annotated[PositiveInt,
         Foreign(note="the number of microbatches follows", ColossalChat="--accumulation_steps"),
         Foreign("max_length_per_device max_inference_length_per_device", note="of a data-parallel rank",
@@ -125,10 +126,10 @@ class TrainerConfig(Section):
             "log_prob_max_token_len_per_gpu max_total_sequence_length max_length max_seq_length max_len",
             note="in tokens, sequences are packed", short="tmbs", ColossalRL="--train-microbatch-size",
             verl="actor_rollout_ref.actor.ppo_max_token_len_per_gpu", slime="--max-tokens-per-gpu")] = 8192  # fmt: skip
-    """Limit of tokens, padding included, in one packed microbatch of a data-parallel rank."""
+    """Limit of tokens in one microbatch of packed sequences, padding included, per data-parallel rank."""
     logprob_chunk_tokens: Annotated[PositiveInt, OnlyIf(LOGPROBS)] = 1024
-    """Number of tokens with logits in memory at once while log-probs are computed."""
+    """Number of tokens whose logits are in memory at once while log-probs are computed."""
     megatron: Annotated[dict[str, Any], Foreign("override_transformer_config tf_config")] = Field(default_factory=dict)
-    """Further fields of Megatron-Core's TransformerConfig, by their own names. Balancing losses of experts are means
-    over tokens: of a whole update (`aux_loss`, `global_aux_loss`; one more forward pass counts each expert's tokens) or
-    of each sequence (`seq_aux_loss`)."""
+    """Further fields of Megatron-Core's TransformerConfig, by Megatron's names. A balancing loss of experts is a mean
+    over tokens: of an update (`aux_loss`, `global_aux_loss`, with one more forward pass to count each expert's tokens)
+    or of a sequence (`seq_aux_loss`)."""

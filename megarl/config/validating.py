@@ -1,4 +1,4 @@
-"""Validation of plain values as a recipe, with as many usable values as possible."""
+"""Validation of a recipe's plain values. Usable values are kept although others are wrong."""
 
 from __future__ import annotations
 
@@ -14,9 +14,10 @@ if TYPE_CHECKING:
 
 
 def validated(values: dict[str, Any], references: Mapping[Place, str]) -> tuple[Recipe, list[str], set[str]]:
-    """Return the recipe of plain values, its errors, and the fields left out because of them.
+    """Return a recipe made of plain values, its error lines, and the names of fields left out because of errors.
 
-    Changes `values`: removes wrong values, and fills missing ones with the field's name in angle brackets.
+    `values` is changed: wrong values are removed, and missing required ones are filled with the field's name in angle
+    brackets.
     """
     from pydantic import ValidationError
 
@@ -36,7 +37,8 @@ def validated(values: dict[str, Any], references: Mapping[Place, str]) -> tuple[
 
 
 def _take_out(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown: bool) -> set[str]:
-    """Remove the value of a pydantic error, or replace a required one by a placeholder. Returns the affected fields."""
+    """Remove the wrong value of a pydantic error. A missing required value gets a placeholder. Returns the fields'
+    names."""
     known = all_fields()
     parts = [str(part) for part in loc]
     while not is_unknown and recipe_field(".".join(parts)) not in known:
@@ -61,7 +63,8 @@ def _take_out(values: dict[str, Any], loc: tuple[int | str, ...], *, is_unknown:
 
 
 def take_value(values: Any, parts: Sequence[str]) -> bool:
-    """Remove the value at a place of nested mappings and lists. Returns False if there is none."""
+    """Remove a value from nested mappings and lists. `place` has its keys and indices. Returns False if it is
+    absent."""
     for part in parts[:-1]:
         if isinstance(values, list) and part.isdecimal() and int(part) < len(values):
             values = values[int(part)]
@@ -83,4 +86,4 @@ def _put(values: dict[str, Any], parts: Sequence[str], value: Any) -> None:
 
 # These two fields refuse a placeholder in angle brackets: name has a pattern, loop a fixed list of words.
 _PLACEHOLDERS = {"name": "unnamed", "loop": "rl"}
-"""Values of required fields missing in a recipe, until its errors are reported."""
+"""Placeholders for required fields missing in a recipe, used until the errors are reported."""

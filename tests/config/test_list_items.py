@@ -32,7 +32,11 @@ def several(small: Path) -> Path:
             "functions.1.name?",
         ),
         ("[{name: f, top_p: 2}]", ["reward.functions.0.top_p = 2: unknown key"], "known are reward.functions.0.name"),
-        ("[{name: f, weight: x}]", ["reward.functions.0.weight = 'x': must be a valid number"], "Factor of its score"),
+        (
+            "[{name: f, weight: x}]",
+            ["reward.functions.0.weight = 'x': must be a valid number"],
+            "Weight of this function",
+        ),
         ("[3]", ["reward.functions.0 = 3: must be a name"], "weight"),
         (
             "[{name: a, wieght: 2, wight: 3}]",
