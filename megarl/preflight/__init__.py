@@ -1,7 +1,4 @@
-"""Checks that run before any process starts: recipe fields, model folders, data files and rewards.
-
-One error page lists all faults of a recipe and of its files.
-"""
+"""Checks before any process starts: recipe fields, model folders, data files, rewards. One message lists all errors."""
 
 from __future__ import annotations
 
@@ -80,10 +77,11 @@ __all__ = [
 
 
 def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> ParallelConfig:
-    """Return the parallel layout of a recipe that can run, or raise an error.
+    """Check a recipe and its files, and return the parallel layout of its ranks.
 
-    `is_start` False: check a job for other machines. `is_trained` False: only engines start, so the folders of further
-    models may be absent. One error lists all faults: ConfigError if any is in the recipe, else DataError (files only).
+    `is_start` False: the run would start on other machines. `is_trained` False: only engines start, so the folders of
+    further models (critic, reward model, teachers) may be absent. Raises one exception with all errors: ConfigError if
+    any is in the recipe, DataError if all are in files.
     """
     found = _faults(recipe, is_start=is_start, is_trained=is_trained)
     if found.recipe:
@@ -94,10 +92,10 @@ def check(recipe: Recipe, *, is_start: bool = True, is_trained: bool = True) -> 
 
 
 def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = True, is_of_run: bool = False) -> Recipe:
-    """Load the recipe of a file like `config.recipe.load`. `is_of_run` is explained at `config.recipe.read`.
+    """Load the recipe of a file, and check it.
 
-    Raises one ConfigError if a recipe cannot be read in full. Its page also lists the faults found by `check`, except
-    those depending on unreadable fields.
+    `is_of_run` is explained at `config.recipe.read`. Raises one ConfigError if a recipe cannot be read in full. It also
+    lists the errors found by `check`, except those that depend on unreadable fields.
     """
     draft = read(path, overrides, is_of_run=is_of_run)
     if not draft.problems:
@@ -117,7 +115,7 @@ def load(path: str | Path, overrides: Sequence[str] = (), *, is_start: bool = Tr
 
 @dataclass(frozen=True, slots=True)
 class _Faults:
-    """Faults of a recipe and of its files, one line each. The layout is valid only if both lists are empty."""
+    """Errors of a recipe and of its files, one line each. `layout` is valid only if both lists are empty."""
 
     recipe: list[str]
     files: list[str]
@@ -125,7 +123,7 @@ class _Faults:
 
 
 def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faults:
-    """Return the faults of every source of a mixture. A fault common to all sources is listed once."""
+    """Return the errors of all sources of a mixture. An error common to all sources is listed once."""
     found = {
         source.name: _faults_of_source(source.recipe, is_start=is_start, is_trained=is_trained)
         for source in recipe.sources
@@ -146,7 +144,7 @@ def _faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> _Faul
 
 
 def _merge_sources(by_source: Mapping[str, Sequence[str]]) -> list[str]:
-    """Merge lines by source: first lines common to all sources, then the others with their source's name."""
+    """Merge the error lines of all sources: first the lines common to all, then the others with their source's name."""
     first, *others = by_source.values()
     shared = [text for text in first if all(text in other for other in others)]
     return shared + [
@@ -175,14 +173,14 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
 
 
 def _of_recipe(found: Sequence[Fault]) -> list[str]:
-    """Return the faults of the recipe, without those of its files."""
+    """Return the errors of the recipe, without the errors of its files."""
     return [fault for fault in found if isinstance(fault, str)]
 
 
 def check_plan(recipe: Recipe) -> tuple[ModelShape, ParallelConfig]:
-    """Return shape and layout of a recipe for a plan. config.json is the only file needed.
+    """Return the policy's shape and the parallel layout, for `megarl plan`. config.json is the only file needed.
 
-    The ranks are not aligned yet, because that takes longer (see `aligned`). Raises DataError for an invalid
+    The trainer's ranks are not permuted yet, because that takes longer (see `aligned`). Raises DataError for an invalid
     config.json, or one ConfigError listing all sizes that do not fit.
     """
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)

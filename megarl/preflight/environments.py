@@ -1,4 +1,5 @@
-"""Checks of a recipe's environment: it can be imported, and the chat template can continue after a turn."""
+"""Checks of a recipe's environment: it can be imported, and the chat template can add a message after a model's
+turn."""
 
 from __future__ import annotations
 
@@ -24,12 +25,14 @@ from megarl.types import ConfigError, MegarlError
 _OWN_KEYS = frozenset(
     ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
 )
-"""API keys of the trackers and of the Hugging Face Hub. The driver reads them; an agent program must not."""
+"""Environment variables with API keys of trackers and of the Hugging Face Hub. They are never passed to agent
+programs."""
 
 
 @checks("rollout", Cost.FILES)
 def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
-    """Yield faults of `rollout.environment`. `has_model`: the model folder is complete."""
+    """Yield the errors of `rollout.environment`. `has_model`: the policy's folder is complete, so its tokenizer can be
+    read."""
     if not recipe.has_engine:
         return
     name = recipe.rollout.environment
@@ -74,7 +77,8 @@ def _rewritten_history(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
 
 
 def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
-    """Return the tools announced before an attempt, if any. Raises ConfigError if the environment cannot be made."""
+    """Return the tools that the environment offers before an attempt. Raises ConfigError if it cannot be
+    constructed."""
     rollout = recipe.rollout
     sandbox = recipe.sandbox.model_dump(mode="json")
     settings = with_sandbox(rollout.environment, rollout.environment_kwargs, sandbox)
@@ -97,14 +101,14 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
 
 
 def _refuse_made_problems(recipe: Recipe) -> None:
-    """Raise ConfigError if the environment shall make the data but makes no problems."""
+    """Raise ConfigError if data.train is `environment:COUNT`, but the environment makes no problems."""
     for field, path in data_paths(recipe).items():
         if path.startswith(MADE) and takes_problems(recipe, field):
             raise ConfigError(f"{field} = {path}: this environment makes no problems of its own; give a JSONL file")
 
 
 def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: Dialogue) -> Iterator[str]:
-    """Yield faults of tool schemas, and of a chat template that cannot render tools, calls and replies."""
+    """Yield errors of the tools' JSON schemas, and of a chat template that cannot render tools, calls and replies."""
     try:
         check_tools(tools)
     except ValueError as error:
@@ -134,7 +138,7 @@ def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: 
 
 
 def _command(command: Sequence[str]) -> Iterator[str]:
-    """Yield faults of the command of an agent program."""
+    """Yield errors of `rollout.agent.command`, for example a program that does not exist."""
     if not command:
         yield "rollout.agent.command: is missing; give the program of environment command as a list: [python, agent.py]"
     elif shutil.which(command[0]) is None:
@@ -151,9 +155,9 @@ _SCRIPTS = (".py", ".sh", ".bash", ".js", ".mjs", ".ts", ".rb", ".pl", ".lua", "
 
 
 def _script(command: Sequence[str]) -> str | None:
-    """Return the script given to a command's interpreter: the first argument with a script's ending, if any.
+    """Return the script that an interpreter runs: the first argument ending like a script, or None.
 
-    -m and -c name a module or code. All later arguments belong to the program.
+    After -m or -c, all arguments belong to a module or to code, so there is no script.
     """
     for argument in command[1:]:
         if argument in ("-m", "-c"):
@@ -164,7 +168,8 @@ def _script(command: Sequence[str]) -> str | None:
 
 
 def _inherited_variables(recipe: Recipe) -> Iterator[str]:
-    """Yield a fault for each variable of `rollout.agent.environment` that is unset or holds a key of the run."""
+    """Yield an error for each variable in `rollout.agent.environment` that is unset or holds one of the run's API
+    keys."""
     functions = (function.kwargs.get("api_key_env") for function in recipe.reward.functions)
     keys = {name for name in functions if isinstance(name, str)} | _OWN_KEYS
     for place, name in enumerate(recipe.rollout.agent.environment):

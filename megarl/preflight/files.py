@@ -1,4 +1,4 @@
-"""Checks, readers and surveys of a recipe's data files."""
+"""Checks of a recipe's data files before a run, and functions that read and survey them."""
 
 from __future__ import annotations
 
@@ -35,18 +35,19 @@ if TYPE_CHECKING:
 
 
 Dropped = Counter[str]
-"""Number of records dropped as too long, by data source."""
+"""Number of records left out as too long, keyed by data source."""
 
 
 Kept = dict[str, str]
-"""Records of the training data retained after dropping, by the field naming the data: their count and a digest."""
+"""Number and digest of the training records that remain after leaving out long ones, keyed by recipe field."""
 
 
 def count_records(recipe: Recipe, dropped: Dropped | None = None, kept: Kept | None = None) -> dict[str, int]:
-    """Count the records of each data source (`train` and validation names), parsed and rendered as in a run.
+    """Count the records of each data source, parsed and tokenised as in a run. Keys are `train` and the validation
+    names.
 
-    Too long records are counted in `dropped`; digests of the retained training records go into `kept`. Raises one
-    DataError with the first faulty line of each source.
+    Records left out as too long are counted in `dropped`. Digests of the remaining training records go into `kept`.
+    Raises one DataError with the first wrong line of each source.
     """
     dropped = Counter() if dropped is None else dropped
     kept = {} if kept is None else kept
@@ -68,9 +69,9 @@ def count_records(recipe: Recipe, dropped: Dropped | None = None, kept: Kept | N
 
 
 def with_steps(recipe: Recipe) -> Recipe:
-    """Return the recipe with the number of steps following from train.epochs and its training data.
+    """Return the recipe with train.steps computed from train.epochs and the number of training records.
 
-    Data that cannot be read leave the recipe unchanged; the checks of data report the fault.
+    If the data cannot be read, the recipe is returned unchanged, and the checks of data report the error.
     """
     epochs, data = recipe.train.epochs, recipe.data
     if epochs is None:
@@ -95,7 +96,7 @@ def with_steps(recipe: Recipe) -> Recipe:
 def _count_of_source(
     recipe: Recipe, tokenizer: Tokenizer, broken: list[str], dropped: Dropped, kept: Kept
 ) -> dict[str, int]:
-    """Count the records by data file, adding faults to `broken`."""
+    """Count the records by recipe field, and add the errors of unreadable files to `broken`."""
     counts: dict[str, int] = {}
     for field, data_set in data_sets(recipe).items():
         name = _count_name(field)
@@ -123,7 +124,7 @@ def _count_of_source(
 def _noted(
     digest: blake2b, records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
 ) -> Sequence[int]:
-    """Count like `collect_count`, and add the number of each retained record to the digest."""
+    """Count like `collect_count`, and add the position of each remaining record to a digest."""
 
     def noting(index: int, record: Record) -> None:
         make(index, record)
@@ -133,15 +134,15 @@ def _noted(
 
 
 def _count_name(field: str) -> str:
-    """Return the name of a field's data set in a table of counts."""
+    """Return the name of a recipe field's data set in a table of counts."""
     kind, _, name = field.removeprefix("data.").partition(".")
     return f"{name} (conversations)" if kind == "validation_conversations" else name or kind
 
 
 def field_names(recipe: Recipe, data_set: DataSet, field: str | None = None) -> FieldNames:
-    """Return the field names of a data set's records: the set's own, else the names under `data`.
+    """Return the names of a data set's record fields: its own, or those under `data`.
 
-    `field` names the set in an error's remedy. By default the first field with this set is used.
+    `field` is the recipe field in the error's remedy. Default: the first recipe field with this data set.
     """
     has_own = isinstance(data_set, DataSetConfig) and data_set.has_own_names
     given = data_set if has_own else recipe.data
@@ -151,7 +152,7 @@ def field_names(recipe: Recipe, data_set: DataSet, field: str | None = None) -> 
 
 
 def _remedy(recipe: Recipe, data_set: DataSet, field: str | None, has_own: bool) -> str:
-    """Return the command-line override naming the fields of a data set."""
+    """Return the command-line override that sets the record field names of a data set."""
     field = field or next((field for field, other in data_sets(recipe).items() if other == data_set), "data.train")
     alone = f"'{field}={{path: {path_of(data_set)}, fields: {{}}}}'"
     if has_own:
@@ -160,9 +161,9 @@ def _remedy(recipe: Recipe, data_set: DataSet, field: str | None, has_own: bool)
 
 
 def recognised_formats(recipe: Recipe) -> dict[str, str]:
-    """Return the format of each training source with the fields of its first record: `verl (prompt prompt, ...)`.
+    """Return each training source's recognised format with the names of its record fields: `verl (prompt prompt, ...)`.
 
-    The number of its files is added if there are several.
+    If a source has several files, their number follows.
     """
     found: dict[str, str] = {}
     for source in recipe.sources:
@@ -182,14 +183,14 @@ def recognised_formats(recipe: Recipe) -> dict[str, str]:
 
 
 def collect_for(recipe: Recipe, folder: Path) -> Collect:
-    """Return the storage for training records: in memory, or in files of a folder (data.streaming)."""
+    """Return where training records are kept: in memory, or with `data.streaming` in files of a folder."""
     return partial(Streamed, folder=folder) if recipe.data.streaming else in_memory
 
 
 def _reading(recipe: Recipe, data_set: DataSet, dropped: Dropped | None, collect: Collect) -> dict[str, Any]:
     """Return the keyword arguments common to all readers of data sets.
 
-    A too long record is an error, or under data.overlong = drop counted.
+    They decide about records that are too long: an error, or with `data.overlong` drop a count.
     """
 
     def drop(_: TooLongError) -> None:
@@ -205,7 +206,7 @@ def _reading(recipe: Recipe, data_set: DataSet, dropped: Dropped | None, collect
 
 
 def _some(found: Sequence[Any], source: str) -> Sequence[Any]:
-    """Return the records. Raises DataError if every record was too long."""
+    """Return the records. Raises DataError if all of them were left out as too long."""
     if not found:
         raise DataError(f"{source}: every record is too long, and data.overlong = drop leaves none; raise the limit")
     return found
@@ -221,10 +222,11 @@ def read_problems(
     is_heldout: bool = False,
     collect: Collect = in_memory,
 ) -> Sequence[Problem]:
-    """Read the problems of a data source, rendered as in a run of this recipe. DataError names a faulty line.
+    """Read the problems (prompts with gold answers) of a data source, tokenised as in a run of this recipe.
 
-    An environment may make the problems instead; `is_heldout` asks it for validation problems. `name` is the name of
-    their source. Too long prompts are counted in `dropped`.
+    If the source is `environment:COUNT`, the environment makes them; `is_heldout` asks it for validation problems.
+    `name` is the name of the source in messages. Prompts left out as too long are counted in `dropped`. DataError names
+    a wrong line.
     """
     from megarl.data import problems
 
@@ -251,9 +253,9 @@ def read_problems(
 
 
 def system_prompt(recipe: Recipe) -> str | None:
-    """Return the system message for conversations without one. None: no message.
+    """Return the system message for conversations without one, or None.
 
-    Raises ConfigError if the recipe asks for the default and no reward function has a format instruction.
+    Raises ConfigError if `data.system_prompt` is `default`, and no reward function has an instruction about its format.
     """
     given = recipe.data.system_prompt
     if given in (None, "none"):
@@ -281,7 +283,7 @@ def read_conversations(
     *,
     collect: Collect = in_memory,
 ) -> Sequence[TrainingSequence]:
-    """Read the conversations of a data source. Each must fit into a padded row."""
+    """Read the conversations of a data source for supervised training. Raises DataError if one exceeds a microbatch."""
     from megarl.data import conversations
 
     # A row is padded up to a multiple, so the longest sequence is the limit rounded down.
@@ -298,9 +300,10 @@ def read_preferences(
     *,
     collect: Collect = in_memory,
 ) -> Sequence[Answers]:
-    """Read the answer pairs of a data source (for kto: single judged answers). Each must fit into a padded row.
+    """Read the answer pairs of a data source (kto: single labelled answers). Raises DataError if one exceeds a
+    microbatch.
 
-    A reward model gets sequences scored at their last position only (see `data.preferences.scored`).
+    In loop reward_model each answer is scored at its last token only (see `data.preferences.scored`).
     """
     from megarl.data import preferences
 
@@ -317,9 +320,9 @@ def read_preferences(
 
 @checks("runs_folder", Cost.FILES)
 def runs_folder(recipe: Recipe) -> Iterator[str]:
-    """Yield a fault if the run's folder cannot be made. Try it in the nearest existing folder, then clean up.
+    """Yield an error if the run folder cannot be created. A folder is made in the nearest existing parent and removed.
 
-    A full disk is not a fault of the recipe: the run itself ends with its own exit code.
+    A full disk is not an error of the recipe: the run itself ends with an exit code for it.
     """
     wanted = Path(recipe.runs_folder).absolute()
     nearest = next(folder for folder in (wanted, *wanted.parents) if folder.exists())
@@ -347,7 +350,7 @@ def data_paths(recipe: Recipe) -> dict[str, str]:
 
 
 def data_sets(recipe: Recipe) -> dict[str, DataSet]:
-    """Return the data sets of a one-source recipe by field name."""
+    """Return the data sets in the recipe of one source, keyed by recipe field."""
     data = recipe.data
     found: dict[str, DataSet] = {"data.train": data.train}
     found |= {f"data.validation.{name}": data_set for name, data_set in data.validation.items()}
@@ -356,7 +359,7 @@ def data_sets(recipe: Recipe) -> dict[str, DataSet]:
 
 
 def kind_of_set(recipe: Recipe, field: str) -> Kind:
-    """Return the kind of problems or sequences made from the records of a field's data set."""
+    """Return the kind of training examples (problems, conversations, pairs) that a recipe field's data set holds."""
     if recipe.loop in ("preference", "reward_model"):
         return "judged" if recipe.loop == "preference" and recipe.preference.loss == "kto" else "pairs"
     is_trained_text = field == "data.train" and recipe.loop == "sft"
@@ -365,13 +368,13 @@ def kind_of_set(recipe: Recipe, field: str) -> Kind:
 
 
 def takes_problems(recipe: Recipe, field: str) -> bool:
-    """Return whether the data set of a recipe field holds problems, so that the policy samples answers to them."""
+    """Return whether the data set of a recipe field holds problems, for which the policy samples answers."""
     return kind_of_set(recipe, field) == "problems"
 
 
 @checks("data")
 def made_sources(recipe: Recipe) -> Iterator[str]:
-    """Yield faults of data to be made by the environment."""
+    """Yield errors of data sets written as `environment:COUNT`."""
     for field, path in data_paths(recipe).items():
         try:
             is_made = num_made(path) is not None
@@ -384,7 +387,7 @@ def made_sources(recipe: Recipe) -> Iterator[str]:
 
 @checks("data", Cost.FILES)
 def data_files(recipe: Recipe) -> Iterator[DataError]:
-    """Yield faults of data files that are not there, unreadable or empty."""
+    """Yield errors of data files that are missing, unreadable or empty."""
     for field, path in data_paths(recipe).items():
         if path.startswith(MADE):
             continue
@@ -401,10 +404,10 @@ def data_files(recipe: Recipe) -> Iterator[DataError]:
 
 
 def surveys(recipe: Recipe, tokenizer: Tokenizer | None) -> Iterator[tuple[str, Survey]]:
-    """Survey each data set of a recipe; yield its field and the findings. Sets made by an environment are skipped.
+    """Survey each data set of a recipe (errors, lengths, duplicates). Yields the recipe field and the survey.
 
-    Training data are compared with the validation sets of their source. Without a tokenizer, lengths are in characters.
-    Raises DataError if a file does not exist.
+    Data sets made by an environment are skipped. Training data are compared with the validation sets of their source.
+    Without a tokenizer, lengths are in characters. Raises DataError if a file does not exist.
     """
     for source in recipe.sources:
         own = source.recipe
@@ -416,7 +419,8 @@ def surveys(recipe: Recipe, tokenizer: Tokenizer | None) -> Iterator[tuple[str, 
 
 
 def survey_as_training(recipe: Recipe, path: str, tokenizer: Tokenizer | None, heldout: Sequence[str]) -> Survey:
-    """Survey a data set, read like the recipe's training data, and compare it with held-out sets."""
+    """Survey one data set, read like the recipe's training data. Its prompts are compared with those of held-out
+    sets."""
     return _survey(recipe, "data.train", path, tokenizer, heldout)
 
 

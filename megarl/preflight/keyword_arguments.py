@@ -1,4 +1,4 @@
-"""Checks of keyword arguments for advantage and loss functions, against the functions' signatures."""
+"""Checks of keyword arguments for advantage estimators and losses, against the signatures of their functions."""
 
 from __future__ import annotations
 
@@ -22,17 +22,18 @@ _POSITIONAL: dict[str, tuple[str, ...]] = {
     "algorithm.advantage": ("rewards", "groups"),
     "algorithm.policy_loss": ("policy_logprobs", "old_logprobs", "advantages"),
 }
-"""Positional arguments (tensors) of a user's own function."""
+"""Names of the tensors passed by position to a user's own function."""
 _OF_SEQUENCES = ("cu_seqlens", "mask")
-"""Further tensors for a policy loss over whole sequences, recognised by its parameter `cu_seqlens`."""
+"""Further tensors for a user's policy loss over whole sequences. A parameter `cu_seqlens` marks such a loss."""
 _RETURNS = {"algorithm.advantage": "Tensor", "algorithm.policy_loss": "tuple[Tensor, dict[str, Tensor]]"}
 _TRIAL = "megarl.algorithms.trial"
-"""Module calling a function on toy tensors. It imports torch, so only recipes with a user's own function import it."""
+"""Name of the module that calls a function on small tensors. It imports torch, so it is imported only for a user's own
+function."""
 
 
 @checks("algorithm", Cost.FILES)
 def keywords(recipe: Recipe) -> Iterator[str]:
-    """Yield faults of all keyword arguments, and of the user's own functions. The latter are imported here."""
+    """Yield the errors of all keyword arguments and of a user's own functions, which are imported here."""
     for field in formula_fields():
         name, further = value_at(recipe, field), kwargs_field(field)
         if unmet(recipe, field) is not None or name is None or further is None:
@@ -44,7 +45,7 @@ def keywords(recipe: Recipe) -> Iterator[str]:
 
 
 def _own_function(recipe: Recipe, field: str, further: str, name: str) -> Iterator[str]:
-    """Yield faults of a user's own function: signature and keywords first, then a call on toy tensors."""
+    """Yield the errors of a user's own function: of its signature and keywords, else of a call on small tensors."""
     try:
         function = import_object(name, field)
     except ConfigError as error:
@@ -69,7 +70,7 @@ def _own_function(recipe: Recipe, field: str, further: str, name: str) -> Iterat
 def _failed_call(
     recipe: Recipe, field: str, further: str, name: str, function: Callable[..., Any], taken: Keywords
 ) -> Iterator[str]:
-    """Yield the fault shown by a call on toy tensors with the recipe's keywords."""
+    """Yield the error of calling a function on small tensors with the recipe's keywords, if the call fails."""
     settings = {keyword: value_at(recipe, own) for keyword, own in keyword_fields(field).items() if keyword in taken}
     settings |= value_at(recipe, further)
     if field == "algorithm.policy_loss":
@@ -83,7 +84,7 @@ def _failed_call(
 
 
 def _unfit_kwargs(recipe: Recipe, field: str, further: str, name: str, taken: Keywords) -> Iterator[str]:
-    """Yield faults of keywords in `further`: unknown to the function, or of the wrong type."""
+    """Yield an error for each keyword that the function does not have, or whose value has the wrong type."""
     measured = formula_fields()[field].measured
     open_to_recipe = [keyword for keyword in taken if keyword not in keyword_fields(field) and keyword not in measured]
     for keyword, value in value_at(recipe, further).items():
@@ -102,14 +103,15 @@ def _unfit_kwargs(recipe: Recipe, field: str, further: str, name: str, taken: Ke
 
 
 def _fits(annotation: ast.expr, value: Any) -> bool:
-    """Return whether a value fits an annotation. Unlike in `accepts`, None needs an annotation that allows it."""
+    """Return whether a value fits a type annotation. None fits only if the annotation allows it, unlike in
+    `accepts`."""
     if value is None:
         return "None" in ast.unparse(annotation) or "Optional" in ast.unparse(annotation)
     return accepts(annotation, value)
 
 
 def _unfit_positional(field: str, name: str, signature: inspect.Signature, positional: tuple[str, ...]) -> str | None:
-    """Return why the function cannot be called with the run's tensors. None: it can."""
+    """Return why the run cannot call the function with its tensors, or None if it can."""
     keywords = _keywords_of(signature, len(positional))
     try:
         signature.bind(*positional, **{name: None for name, keyword in keywords.items() if keyword.is_required})
@@ -123,7 +125,7 @@ def _unfit_positional(field: str, name: str, signature: inspect.Signature, posit
 
 
 def _keywords_of(signature: inspect.Signature, num_positional: int) -> Keywords:
-    """Return the parameters of a function after its positional ones."""
+    """Return the parameters of a function after those passed by position."""
     found: dict[str, Keyword] = {}
     for index, parameter in enumerate(signature.parameters.values()):
         by_name = parameter.kind in (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
@@ -145,7 +147,7 @@ def _annotation(parameter: inspect.Parameter) -> ast.expr | None:
 
 
 def _idle_fields(recipe: Recipe, field: str, name: str, taken: Keywords) -> Iterator[str]:
-    """Yield a fault for each given field whose keyword the function does not take."""
+    """Yield an error for each recipe field whose keyword the user's function does not take."""
     given = set(given_fields(recipe))
     for keyword, own_field in keyword_fields(field).items():
         if own_field in given and keyword not in taken:

@@ -1,4 +1,4 @@
-"""Checks of fields that depend on each other: optimizer, algorithm, critic, rewards; and the health rules."""
+"""Checks of recipe fields that depend on each other: optimizer, algorithm, critic, rewards; and the health rules."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.types import ConfigError
 
 @checks("optimizer")
 def optimizers(recipe: Recipe) -> Iterator[str]:
-    """Yield faults in the optimizer settings of policy and critic."""
+    """Yield errors of the optimizer settings of policy and critic."""
     train, critic = recipe.train, recipe.critic
     yield from _optimizer("optimizer", recipe.optimizer, recipe.trainer.distributed_optimizer)
     yield from _on_host(recipe)
@@ -34,14 +34,14 @@ def optimizers(recipe: Recipe) -> Iterator[str]:
 
 @checks("train")
 def evaluation_only(recipe: Recipe) -> Iterator[str]:
-    """Yield a fault if a run has train.steps = 0 (evaluation only) but no validation data."""
+    """Yield an error if a run only evaluates (train.steps = 0) but has no validation data."""
     if not recipe.train.steps and not (recipe.data.validation or recipe.data.validation_conversations):
         yield "train.steps = 0: only evaluates, but data.validation is not given; give it, or steps to train"
 
 
 @checks("evaluation")
 def evaluation(recipe: Recipe) -> Iterator[str]:
-    """Yield faults of evaluations with several attempts at each problem."""
+    """Yield errors of evaluation.samples_per_prompt and evaluation.k."""
     settings, n = recipe.evaluation, recipe.evaluation.samples_per_prompt
     if recipe.has_engine and any(k > n for k in settings.k):
         yield (
@@ -59,7 +59,7 @@ def evaluation(recipe: Recipe) -> Iterator[str]:
 
 @checks("checkpoint", per_run=True)
 def best(recipe: Recipe) -> Iterator[str]:
-    """Yield a fault if `checkpoint.best` is not a metric of an evaluated set."""
+    """Yield an error if `checkpoint.best` does not name a metric of a validation set that is evaluated."""
     metric, sets = recipe.checkpoint.best, recipe.validation_sets
     if metric is None or not sets:
         return
@@ -73,7 +73,7 @@ def best(recipe: Recipe) -> Iterator[str]:
 
 
 def _unmeasured(recipe: Recipe, name: str, measure: str) -> str | None:
-    """Return why the set `name` will not have a measure. None: it will."""
+    """Return why the validation set `name` will not have a metric such as accuracy, or None if it will."""
     owners = [source.recipe for source in recipe.sources if name in source.recipe.data.validation]
     if name in recipe.data.validation_conversations and not owners:
         return None if measure == "loss" else "these conversations are measured by loss alone"
@@ -85,7 +85,7 @@ def _unmeasured(recipe: Recipe, name: str, measure: str) -> str | None:
 
 
 def _measure_fault(recipe: Recipe, measure: str) -> str | None:
-    """Return why a sampled set of this recipe will not have a measure. None: it will."""
+    """Return why a validation set with sampled answers will not have a metric such as accuracy, or None if it will."""
     from megarl.rewards import metric_name
     from megarl.rewards.final_answers import reader_of
 
@@ -118,7 +118,7 @@ def _measure_fault(recipe: Recipe, measure: str) -> str | None:
 
 @checks("train")
 def profiles(recipe: Recipe) -> Iterator[str]:
-    """Yield a fault for profiled steps beyond the last step of the run."""
+    """Yield an error for each step in train.profile_steps after the last step of the run."""
     train = recipe.train
     if beyond := [step for step in train.profile_steps if step > train.steps]:
         given = list(train.profile_steps)
@@ -126,7 +126,7 @@ def profiles(recipe: Recipe) -> Iterator[str]:
 
 
 def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
-    """Yield each optimizer of a run: its field, its settings, its total number of updates."""
+    """Yield each optimizer of a run: its recipe section, its settings, its total number of updates."""
     train = recipe.train
     # The policy makes no updates while the critic warms up (frozen steps).
     updates = (train.steps - recipe.frozen_steps) * (train.num_updates if recipe.is_on_policy else 1)
@@ -136,7 +136,8 @@ def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
 
 
 def shortened_warmups(recipe: Recipe) -> Iterator[str]:
-    """Yield a notice for each warm-up longer than the run. It is shortened, so that the peak is reached at the end."""
+    """Yield a notice for each warm-up that is longer than the run. The run shortens it, to reach the peak rate at its
+    end."""
     for field, optimizer, updates in num_updates(recipe):
         if recipe.train.steps and optimizer.warmup_steps > updates:
             yield f"{field}.warmup_steps = {optimizer.warmup_steps}: the run makes {updates} updates; {updates} used"
@@ -151,7 +152,7 @@ def _optimizer(field: str, optimizer: OptimizerConfig, is_distributed: bool) -> 
 
 
 def _on_host(recipe: Recipe) -> Iterator[str]:
-    """Yield faults of an optimizer working partly or wholly in host memory."""
+    """Yield errors of optimizer state kept in host memory."""
     trainer = recipe.trainer
     if not trainer.optimizer_offload_fraction:
         return
@@ -166,7 +167,7 @@ def _on_host(recipe: Recipe) -> Iterator[str]:
 
 @checks("model")
 def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield a fault if the policy has a value head instead of a language head."""
+    """Yield an error if the policy's folder has a value head instead of a language-model head."""
     if shape.has_value_head and recipe.loop != "reward_model":
         yield (
             f"model.path = {recipe.model.path}: is a reward model without a language head; give a language model, "
@@ -176,7 +177,7 @@ def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 @checks("lora")
 def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield faults of LoRA settings."""
+    """Yield errors of the LoRA settings."""
     lora = recipe.lora
     # A rank above the narrowest matrix adds parameters but no expressive power.
     narrowest = min(shape.hidden_size, shape.moe_intermediate_size or shape.intermediate_size)
@@ -190,7 +191,7 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 @checks("trackers", Cost.FILES)
 def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[str]:
-    """Yield faults of trackers that a start could not import. An evaluation (not `is_trained`) starts no tracker."""
+    """Yield an error for each tracker that cannot be imported. An evaluation (`is_trained` False) uses no trackers."""
     from megarl.tracking.trackers import check, locate
 
     # A job's environment is not that of the node that submits it.
@@ -207,9 +208,9 @@ def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[st
 
 @checks("rollout")
 def sampling(recipe: Recipe) -> Iterator[str]:
-    """Yield faults of sampling settings that the trainer cannot reproduce.
+    """Yield errors of sampling settings whose distribution the trainer cannot reproduce.
 
-    The trainer applies temperature, top-p, top-k and min-p of the sampling distribution, and nothing else.
+    The trainer applies temperature, top-p, top-k and min-p to its log-probs, and nothing else.
     """
     vllm = recipe.rollout.vllm
     if recipe.has_engine and recipe.evaluation.sampling.min_p > 0 and vllm.get("speculative_config"):
@@ -239,7 +240,7 @@ def sampling(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout")
 def stragglers(recipe: Recipe) -> Iterator[str]:
-    """Yield faults of steps that do not wait for stragglers: groups unfinished when the step has enough others."""
+    """Yield errors of rollout.stragglers: what happens to incomplete groups when a step has enough complete ones."""
     rollout, algorithm = recipe.rollout, recipe.algorithm
     if recipe.loop != "rl" or rollout.stragglers == "wait":
         return
@@ -260,7 +261,7 @@ def stragglers(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout")
 def staleness(recipe: Recipe) -> Iterator[str]:
-    """Yield faults of stale tokens: trained by later weights than sampled them."""
+    """Yield errors of training on stale tokens, which older weights sampled."""
     rollout = recipe.rollout
     if unmet(recipe, "rollout.max_staleness") is not None:
         return
@@ -282,7 +283,7 @@ def staleness(recipe: Recipe) -> Iterator[str]:
 
 
 def uncorrected(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning if a recipe explicitly trains on stale tokens without correction."""
+    """Yield a warning if a recipe sets importance_sampling none and still trains on stale tokens."""
     if unmet(recipe, "rollout.max_staleness") is None and _is_uncorrected(recipe):
         yield (
             "algorithm.importance_sampling = none: tokens up to rollout.max_staleness = "
@@ -292,7 +293,7 @@ def uncorrected(recipe: Recipe) -> Iterator[str]:
 
 
 def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning if an engine samples in FP8 without any correction."""
+    """Yield a warning if engines sample with FP8 weights, and nothing corrects for the difference from the trainer."""
     plain = {"quantization": "none", "kv_cache_dtype": "auto"}
     given = {name: getattr(recipe.rollout, name) for name in plain}
     chosen = [f"rollout.{name} = {value}" for name, value in given.items() if value != plain[name]]
@@ -304,7 +305,7 @@ def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
 
 
 def kept_kv(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning if old KV caches make log-probs a mixture of several weight versions."""
+    """Yield a warning if a kept KV cache mixes several weight versions in one token's log-prob."""
     if unmet(recipe, "rollout.recompute_kv") is None and not recipe.rollout.recompute_kv:
         yield (
             "rollout.recompute_kv = false: requests interrupted by a reshard continue with the old keys and values; "
@@ -313,12 +314,13 @@ def kept_kv(recipe: Recipe) -> Iterator[str]:
 
 
 def _is_uncorrected(recipe: Recipe) -> bool:
-    """Return whether stale tokens are trained on without any correction."""
+    """Return whether the recipe trains on stale tokens without a correction."""
     return recipe.rollout.staleness_bound > 0 and _nothing_corrects(recipe)
 
 
 def _nothing_corrects(recipe: Recipe) -> bool:
-    """Return whether neither an importance weight nor a clipped ratio corrects for the sampling policy."""
+    """Return whether the loss has no correction for the sampling policy: no importance weight and no clipped ratio to
+    it."""
     algorithm = recipe.algorithm
     # Starting from the engine's log-probs, the clipped ratio itself is the correction.
     is_clipped = algorithm.old_logprobs == "rollout" and "clip_low" in _settings_of_policy_loss(recipe)
@@ -326,7 +328,8 @@ def _nothing_corrects(recipe: Recipe) -> bool:
 
 
 def _reward_order(recipe: Recipe) -> Iterator[str]:
-    """Yield faults of scores normalised one by one: anything not scored by a function has no place in their sum."""
+    """Yield errors of normalising each reward function's scores separately: every part of the reward must be a
+    function's."""
     chosen = "algorithm.reward_order = normalize_then_sum"
     algorithm = recipe.algorithm
     if unmet(recipe, "algorithm.reward_order") is not None:
@@ -347,7 +350,7 @@ def _reward_order(recipe: Recipe) -> Iterator[str]:
 
 
 def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
-    """Return the fields that the policy loss takes. A user's own loss may take any, so it counts as taking all."""
+    """Return the recipe fields that the policy loss takes. A user's own loss counts as taking all."""
     name = recipe.algorithm.policy_loss
     return frozenset({"clip_low"}) if is_import_path(name) else frozenset(formulas("algorithm.policy_loss")[name])
 
@@ -425,11 +428,11 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
 
 _OF_REWARDS = ("no_gradient", "constant_reward", "validation_falling")
 _OF_SAMPLES = ("entropy_collapsed",)
-"""Off for loops that imitate data: their models may well become certain of it."""
+"""Health rules disabled for supervised loops, because models may rightly become certain of given answers."""
 
 
 def thresholds(recipe: Recipe) -> HealthConfig:
-    """Return the recipe's section `health` with rules off if they do not apply to its loop or algorithm."""
+    """Return the recipe's section `health` with the rules disabled that do not apply to its loop or algorithm."""
     off = set(recipe.health.off)
     if recipe.loop != "rl":
         off.update(_OF_REWARDS)
@@ -443,10 +446,10 @@ def thresholds(recipe: Recipe) -> HealthConfig:
 
 
 def learning_rate_finding(recipe: Recipe, step: int = 0) -> Finding | None:
-    """Return a finding if the learning rate of a start after `step` is unusual for the model.
+    """Return a finding if the learning rate is unusual for the model. `step` is the last step before the start.
 
-    None: the rate is usual, nothing is trained, or the optimizer is SGD without a range in the recipe (SGD has no usual
-    range).
+    None: the rate is usual, nothing is trained, or the optimizer is SGD. SGD has no usual range, unless the recipe
+    gives one.
     """
     given = recipe.health.learning_rate
     if (

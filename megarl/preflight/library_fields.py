@@ -1,6 +1,6 @@
-"""Checks of fields passed through to Megatron-Core and vLLM, against the installed sources.
+"""Checks of recipe fields passed on to Megatron-Core and vLLM, against the fields in the installed sources.
 
-The sources are parsed, not imported: importing either takes longer than all other checks together.
+The sources are parsed, not imported: importing either library takes longer than all other checks together.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ _LISTS = ("list", "List", "tuple", "Tuple", "set", "Sequence")
 
 @checks("trainer")
 def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield faults of `trainer.megatron`: fields unknown to Megatron-Core's TransformerConfig, or without effect."""
+    """Yield errors of `trainer.megatron`: fields that Megatron-Core's TransformerConfig lacks, or that have no
+    effect."""
     settings = recipe.trainer.megatron
     follows = dict(decided("megatron"))
     follows |= decided("recompute") if recipe.trainer.recompute != "none" else {}
@@ -70,7 +71,8 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield settings making Megatron-Core's router ignore the experts chosen by an engine."""
+    """Yield errors of router settings that conflict with router replay (the trainer uses the experts chosen by an
+    engine)."""
     if settings.get("moe_router_fusion"):
         yield (
             "trainer.megatron.moe_router_fusion = True: the fused router chooses anew, trainer.router_replay would "
@@ -91,7 +93,7 @@ def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
 
 @checks("rollout", Cost.FILES)
 def vllm_fields(recipe: Recipe) -> Iterator[str]:
-    """Yield fields of `rollout.vllm` unknown to vLLM's EngineArgs, or set elsewhere in the recipe."""
+    """Yield errors of `rollout.vllm`: fields that vLLM's EngineArgs lacks, or that other recipe fields set."""
     known = class_fields("vllm", "engine/arg_utils.py", "EngineArgs")
     for field, value in recipe.rollout.vllm.items():
         if field in decided("vllm"):
@@ -102,7 +104,7 @@ def vllm_fields(recipe: Recipe) -> Iterator[str]:
 
 @cache
 def class_fields(package: str, file: str, name: str) -> dict[str, ast.expr]:
-    """Return the annotated fields of a class in an installed package, in order. Empty: package or file is missing."""
+    """Return the annotated fields of a class in an installed package, in order. Empty if package or file is missing."""
     source = _read(package, file)
     classes = [node for node in ast.walk(source) if isinstance(node, ast.ClassDef) and node.name == name]
     return {
@@ -114,7 +116,7 @@ def class_fields(package: str, file: str, name: str) -> dict[str, ast.expr]:
 
 
 def supported_head_sizes() -> list[int]:
-    """Return the head sizes of vLLM's CPU attention. Empty: they cannot be read."""
+    """Return the head sizes that vLLM's attention on CPUs supports. Empty if they cannot be read from its source."""
     # vLLM 0.30 lists them in this function's return statement; a later form of it yields an empty list.
     source = _read("vllm", "v1/attention/backends/cpu_attn.py")
     for node in ast.walk(source):
@@ -147,10 +149,10 @@ def _check(section: str, owner: str, field: str, value: Any, known: Mapping[str,
 
 
 def accepts(annotation: ast.expr, value: Any) -> bool:
-    """Return whether a recipe's value fits an annotation. Annotations other than the simple ones accept anything.
+    """Return whether a recipe's value fits the type annotation of a library's field.
 
-    Simple ones are bool, int, float, str, literals, lists of these, and unions. None fits everything: libraries use it
-    as the default of fields with annotations not mentioning it.
+    Checked are bool, int, float, str, literals, lists of these, and unions. Any other annotation accepts everything.
+    None fits all annotations, because libraries have fields with default None whose annotation does not mention it.
     """
     if value is None:
         return True

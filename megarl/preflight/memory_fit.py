@@ -1,4 +1,5 @@
-"""The check if a recipe fits into its GPUs' memory, by the table of `megarl.memory_plan`, and its remedies."""
+"""Check whether a recipe fits into GPU memory, by the prediction of `megarl.memory_plan`, and changes that make it
+fit."""
 
 from __future__ import annotations
 
@@ -28,13 +29,13 @@ from megarl.types import DataError
 
 
 def models_of(recipe: Recipe, layout: ParallelConfig) -> Models:
-    """Return the models of a recipe for a plan. Raises DataError for an invalid config.json."""
+    """Return the models of a recipe, as needed to predict memory. Raises DataError for an invalid config.json."""
     shape = planned_shape(recipe.model.folder, recipe.model.override_config)
     return read_models(recipe, shape, layout, sizes.layout_of(recipe.for_teachers))
 
 
 def not_downloaded(recipe: Recipe) -> Iterator[str]:
-    """Yield a line for each model planned by its published sizes because its folder does not exist."""
+    """Yield a notice for each model whose folder does not exist. Its published sizes are used instead."""
     for folder in dict.fromkeys((recipe.model.folder, *recipe.further_models.values())):
         if not Path(folder).is_dir() and (name := published_name(folder)) is not None:
             yield f"{folder} is not there: planned with the sizes of {name}; before a start: hf download {name}"
@@ -44,25 +45,25 @@ _GIB = 2**30
 _NOTHING = "nothing that is tried fits: take more GPUs, or a smaller model"
 _NOTHING_ON_CPUS = "no larger KV cache fits: lower rollout.sampling.max_new_tokens, or take a smaller model"
 NAME_THE_GPU = "set cluster.gpu_memory_gib to h100, h200, b200 or GiB"
-"""Remedy of unknown GPUs, the end of a message."""
+"""End of a message about unknown GPU memory: what to set."""
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Result of comparing a recipe's memory with the available memory. `text` says it in one line."""
+    """Result of comparing a recipe's predicted memory with the available memory. `text` is one line about it."""
 
     fits: bool | None
-    """None: the available memory is unknown."""
+    """Whether the recipe fits. None: the available memory is unknown."""
     text: str
     limits: dict[str, int]
-    """Bytes of a GPU by phase, or on CPUs of the whole host."""
+    """Available bytes by phase: of one GPU, or on CPUs of the whole host."""
     excess: dict[str, int]
-    """Bytes above the limit by phase, only for phases that do not fit."""
+    """Bytes above the limit, for each phase that does not fit."""
     remedies: tuple[str, ...] = ()
-    """Command-line overrides making the recipe fit, cheapest first."""
+    """Command-line overrides with which the recipe fits, cheapest first."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return JSON values."""
+        """Return the verdict as values for JSON."""
         return {
             "fits": self.fits,
             "limit_bytes": self.limits,
@@ -72,17 +73,18 @@ class Verdict:
 
     @property
     def lines(self) -> list[str]:
-        """Return the last lines of `megarl plan`: the verdict, then the cheapest remedy."""
+        """Return the last lines printed by `megarl plan`: the verdict, and the cheapest change with which the recipe
+        fits."""
         return [self.text, *(f"cheapest remedy: {remedy}" for remedy in self.remedies[:1])]
 
 
 def verdict_without_gpus() -> Verdict:
-    """Return the verdict for unknown GPUs."""
+    """Return the verdict for the case that the GPUs' memory is unknown."""
     return Verdict(None, f"no verdict: nothing names the memory of the run's GPUs; {NAME_THE_GPU}", {}, {})
 
 
 def refusal(recipe: Recipe, models: Models, gpus: GpuMemory, over: list[Phase]) -> str:
-    """Return the error of a start that does not fit: too large phases and up to three remedies."""
+    """Return the error for a run that does not fit: the phases above the limit, and up to three changes."""
     text = f"{_limits_named(recipe, gpus)}: {_excess_named(gpus, over)}"
     found = _remedies(recipe, models, gpus)
     if found.narrow:
@@ -95,9 +97,9 @@ def refusal(recipe: Recipe, models: Models, gpus: GpuMemory, over: list[Phase]) 
 @dataclass(frozen=True, slots=True)
 class _Remedies:
     narrow: tuple[str, ...]
-    """Changes on the same ranks, cheapest first."""
+    """Changes that keep parallel sizes and nodes, cheapest first."""
     wider: str | None = None
-    """Change of the parallel sizes or nodes. It is searched only if no narrow change fits."""
+    """A change of parallel sizes or nodes. It is searched only if no change in `narrow` is enough."""
 
     @property
     def all(self) -> tuple[str, ...]:
@@ -112,7 +114,7 @@ def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory) -> _Remedies:
 
 
 def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: GpuMemory) -> Verdict:
-    """Return the verdict on a GPU table. Each phase is compared with the memory of its GPU."""
+    """Return the verdict on a prediction for GPUs. Each phase is compared with the memory of the GPU that runs it."""
     limits = {phase.name: int(gpus.of(phase) * _GIB) for phase in table.phases}
     over = gpus.exceeded(table)
     excess = {phase.name: phase.device_bytes - limits[phase.name] for phase in over}
@@ -133,14 +135,15 @@ def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: Gp
 
 
 def _too_long_request(table: MemoryTable) -> str | None:
-    """Return what is wrong if the KV cache cannot hold one longest request. None: it can, or there is no engine."""
+    """Return what is wrong if the KV cache cannot hold the longest possible request. None: it can, or there is no
+    engine."""
     if table.cache is None or table.cache.longest_requests:
         return None
     return f"one request may have {table.cache.longest:,} tokens, the KV cache holds {table.cache.tokens:,}"
 
 
 def _cache_remedies(recipe: Recipe, models: Models, gpus: GpuMemory) -> tuple[str, ...]:
-    """Return overrides enlarging the KV cache until one longest request fits."""
+    """Return overrides that enlarge the KV cache until it holds the longest possible request."""
     if (share := recipe.rollout.gpu_memory_utilization) is not None:
         return _larger_share(recipe, models, gpus, share)
     field = "rollout.kv_cache_gib"
@@ -153,7 +156,8 @@ def _cache_remedies(recipe: Recipe, models: Models, gpus: GpuMemory) -> tuple[st
 
 
 def _larger_share(recipe: Recipe, models: Models, gpus: GpuMemory, present: float) -> tuple[str, ...]:
-    """Return the least share of a GPU, in hundredths, for an engine that holds one longest request."""
+    """Return the smallest rollout.gpu_memory_utilization, in hundredths, with which the KV cache holds a longest
+    request."""
     field = "rollout.gpu_memory_utilization"
     shares = [percent / 100 for percent in range(1, 101) if percent / 100 > present]
     fitting = (share for share in shares if _fits_on_gpus(with_field_values(recipe, {field: share}), models, gpus))
@@ -166,7 +170,7 @@ def _fits_on_gpus(recipe: Recipe, models: Models, gpus: GpuMemory) -> bool:
 
 
 def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdict:
-    """Return the verdict on a CPU table: all ranks of a node at their fullest, against this machine's memory."""
+    """Return the verdict on a prediction for CPUs: the maxima of all ranks on a node against this machine's memory."""
     needed, limit = table.host_bytes(*fullest_node(recipe, table)), machine_bytes()
     phases = " and ".join(phase.name for phase in table.fullest_host)
     text = f"the ranks take {needed / _GIB:.1f} GiB of host memory in {phases}, this machine has {limit / _GIB:.1f}"
@@ -183,7 +187,8 @@ def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdi
 
 
 def _cache_remedies_on_cpus(recipe: Recipe, models: Models) -> tuple[str, ...]:
-    """Return the override for the least KV cache that holds one longest request, if the ranks then fit."""
+    """Return the override for the smallest sufficient KV cache on CPUs. None: the ranks would then exceed the
+    memory."""
     values = {"rollout.kv_cache_gib": least_cache_gib(recipe, models.policy.shape)}
     other = with_field_values(recipe, values)
     remedy = Remedy(values, memory_table(other, models, CPU))
@@ -192,7 +197,7 @@ def _cache_remedies_on_cpus(recipe: Recipe, models: Models) -> tuple[str, ...]:
 
 
 def _limits_named(recipe: Recipe, gpus: GpuMemory) -> str:
-    """Return the fields naming the memory of the GPUs, or this machine's memory."""
+    """Return the source of the GPU memory for a message: recipe fields, or this machine."""
     named, engines = recipe.cluster.gpu_memory_gib, recipe.cluster.groups.engines
     given = f"cluster.gpu_memory_gib = {named if named is not None else f'{gpus.trainer:.1f} (of this machine)'}"
     if engines is not None and engines.gpu_memory_gib is not None:
@@ -201,7 +206,7 @@ def _limits_named(recipe: Recipe, gpus: GpuMemory) -> str:
 
 
 def _excess_named(gpus: GpuMemory, over: list[Phase]) -> str:
-    """Return the too large phases, largest first, with the excess in GiB and the three largest kinds of use."""
+    """Return the phases above the limit, largest first: the excess in GiB, and what takes most of the memory."""
     return "; ".join(
         f"{phase.name} takes {phase.device_bytes / _GIB:.1f} GiB on {phase.place}, "
         f"{phase.device_bytes / _GIB - gpus.of(phase):.1f} too much ({_largest(phase)})"
@@ -210,13 +215,13 @@ def _excess_named(gpus: GpuMemory, over: list[Phase]) -> str:
 
 
 def _largest(phase: Phase) -> str:
-    """Return the three largest kinds of use."""
+    """Return the three uses (weights, gradients, ...) that take most memory in a phase, in words."""
     kinds = sorted(phase.uses, key=lambda use: -use.device_bytes)[:3]
     return ", ".join(f"{use.kind} {use.device_bytes / _GIB:.1f}" for use in kinds)
 
 
 def _wider(recipe: Recipe, gpus: GpuMemory) -> str | None:
-    """Return a doubled parallel size or node count making the recipe fit, with the cheapest other change if needed."""
+    """Return a doubled parallel size or number of nodes with which the recipe fits, with one more change if needed."""
     trainer, cluster = recipe.trainer, recipe.cluster
     engines = ({"rollout.tp": 2 * recipe.rollout.tp},) if recipe.separate_ranks else ()
     # Ordered by cost: engines first, then trainer sizes on the same nodes, then more nodes.
@@ -243,11 +248,11 @@ def _wider(recipe: Recipe, gpus: GpuMemory) -> str | None:
 
 
 _SAME_GPU = 0.95
-"""An installed GPU counts as the named kind with at least this share of its nominal memory."""
+"""Fraction of a GPU kind's nominal memory from which an installed GPU counts as this kind."""
 
 
 def gpu_gib(recipe: Recipe) -> float | None:
-    """Return the memory of the run's GPUs in GiB. None: unknown."""
+    """Return the memory of the run's GPUs in GiB, or None if it is unknown."""
     given = recipe.cluster.gpu_memory_gib
     if given is None:
         return installed_gpu_gib() if uses_this_machine(recipe) else None
@@ -255,7 +260,8 @@ def gpu_gib(recipe: Recipe) -> float | None:
 
 
 def gpu_kind(recipe: Recipe) -> str | None:
-    """Return the kind of the trainer's GPUs (h200, say): as named in the recipe, else as installed. None: unknown."""
+    """Return the kind of the trainer's GPUs, for example h200: from the recipe, else from this machine. None:
+    unknown."""
     if isinstance(given := recipe.cluster.gpu_memory_gib, str):
         return given
     names = [gpu.name.lower() for gpu in installed_gpus()] if uses_this_machine(recipe) else []
@@ -263,7 +269,7 @@ def gpu_kind(recipe: Recipe) -> str | None:
 
 
 def gpu_memory(recipe: Recipe) -> GpuMemory | None:
-    """Return the memory of the trainer's and the engines' GPUs. None: the trainer's is unknown."""
+    """Return the memory of the trainer's and of the engines' GPUs. None: the trainer's is unknown."""
     if (gib := gpu_gib(recipe)) is None:
         return None
     engines = recipe.cluster.groups.engines
@@ -277,20 +283,22 @@ def ranks_on_cpu(recipe: Recipe) -> bool:
 
 
 def uses_this_machine(recipe: Recipe) -> bool:
-    """Return whether the run uses this machine's GPUs. A login node's GPUs do not count."""
+    """Return whether the run uses this machine's GPUs. On a login node it does not."""
     # Slurm sets SLURMD_NODENAME on a job's nodes only.
     return not ranks_on_cpu(recipe) and (recipe.cluster.launcher == "local" or "SLURMD_NODENAME" in os.environ)
 
 
 def table_of(recipe: Recipe, layout: ParallelConfig) -> MemoryTable:
-    """Return a recipe's memory by phase: on GPUs if they are named or the environment is for GPUs, else on CPUs."""
+    """Return a recipe's predicted memory by phase, for GPUs if the recipe or this environment has any, else for
+    CPUs."""
     gpus = gpu_memory(recipe)
     is_gpu = gpus is not None or not ranks_on_cpu(recipe)
     return memory_table(recipe, models_of(recipe, layout), GPU if is_gpu else CPU, gpu_gib=gpus and gpus.engine)
 
 
 def verdict_of(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> Verdict:
-    """Return the verdict on a recipe's `table`, for named or installed GPUs or this machine's CPUs."""
+    """Return the verdict on a recipe's predicted memory, against the GPUs of recipe or machine, or this machine's
+    CPUs."""
     if (gpus := gpu_memory(recipe)) is not None:
         return verdict_on_gpus(recipe, models_of(recipe, layout), table, gpus)
     if table.is_gpu or recipe.cluster.launcher != "local" or recipe.cluster.nodes > 1:
@@ -299,14 +307,14 @@ def verdict_of(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> Ve
 
 
 def predicted_memory(recipe: Recipe) -> dict[str, int]:
-    """Return the predicted bytes of the fullest rank by the phases of `memory/PHASE_gib`, for ranks of this machine."""
+    """Return the predicted bytes of the rank with most memory, keyed by the phases in the metrics memory/PHASE_gib."""
     return _table_here(recipe).predicted()
 
 
 def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
-    """Return a rank's bytes of host memory by kind of rank, on GPUs.
+    """Return the predicted bytes of host memory of one rank on GPUs, keyed by the kind of rank (trainer, engine).
 
-    None: the recipe cannot be planned, or ranks are on CPUs (covered by `resource_warnings`).
+    None: the recipe cannot be planned, or its ranks run on CPUs, which `resource_warnings` covers.
     """
     if ranks_on_cpu(recipe) or any(sizes.ranks(recipe)):
         return None
@@ -318,7 +326,7 @@ def planned_host_bytes(recipe: Recipe) -> RankHostBytes | None:
 
 
 def _table_here(recipe: Recipe) -> MemoryTable:
-    """Return a recipe's memory by phase for ranks of this machine."""
+    """Return a recipe's predicted memory by phase, for ranks on this machine's kind of device."""
     platform = CPU if ranks_on_cpu(recipe) else GPU
     models = models_of(recipe, sizes.layout_of(recipe))
     gpus = gpu_memory(recipe)
@@ -326,7 +334,7 @@ def _table_here(recipe: Recipe) -> MemoryTable:
 
 
 def memory_faults(recipe: Recipe, layout: ParallelConfig, *, is_start: bool) -> Iterator[str]:
-    """Yield phases that need more than a GPU's memory, with the cheapest changes that fit."""
+    """Yield an error if phases need more than a GPU's memory, with the cheapest changes that fit."""
     if recipe.rollout.gpu_memory_utilization is not None and recipe.has_engine:
         yield from _utilization(recipe)
     yield from _other_gpu(recipe, is_start)
@@ -356,7 +364,7 @@ def _utilization(recipe: Recipe) -> Iterator[str]:
 
 
 def _other_gpu(recipe: Recipe, is_start: bool) -> Iterator[str]:
-    """Yield a fault if this machine's GPUs have less memory than the recipe says."""
+    """Yield an error if this machine's GPUs have less memory than cluster.gpu_memory_gib."""
     if not is_start or recipe.cluster.launcher != "local" or not uses_this_machine(recipe):
         return
     given, found = gpu_gib(recipe), installed_gpu_gib()

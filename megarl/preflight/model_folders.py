@@ -1,4 +1,4 @@
-"""Checks of the models' folders: policy, critic, reward model and teachers, and whether they match."""
+"""Checks of the model folders of policy, critic, reward model and teachers, and whether they fit each other."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from megarl.types import DataError
 
 @checks("distillation", training_only=True)
 def teachers(recipe: Recipe) -> Iterator[str]:
-    """Yield faults if a source of a training run has no teacher, or if the teachers' parallel sizes do not fit the
+    """Yield errors if a source of the mixture has no teacher, or if the teachers' parallel sizes do not fit the
     ranks."""
     if recipe.loop != "distillation" or not recipe.train.steps:
         return
@@ -35,7 +35,7 @@ def teachers(recipe: Recipe) -> Iterator[str]:
 
 
 def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
-    """Yield faults if a teacher does not divide by its parallel sizes (its own, else the trainer's)."""
+    """Yield errors if a teacher's sizes are not divisible by its parallel sizes (its own, else the trainer's)."""
     own = recipe.for_teachers
     # Only the policy replays expert choices, so checks of router_replay do not apply to a teacher.
     own = own.model_copy(update={"trainer": own.trainer.model_copy(update={"router_replay": False})})
@@ -47,12 +47,13 @@ def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:
 
 
 def _of_teachers(text: str) -> str:
-    """Rename the trainer's parallel sizes in a fault to the teachers'."""
+    """Replace the names of the trainer's parallel sizes in an error line by those of the teachers."""
     return re.sub(r"\btrainer\.(tp|pp|cp|ep|etp)\b", r"distillation.\1", text)
 
 
 def teacher_fit(recipe: Recipe, field: str, teacher: ModelShape, policy: ModelShape) -> Iterator[str]:
-    """Yield faults if a teacher has no language head, or shares fewer than `distillation.top_k` tokens."""
+    """Yield errors if a teacher has no language-model head, or shares fewer than `distillation.top_k` tokens with the
+    policy."""
     folder, config = recipe.further_models[field], recipe.distillation
     if teacher.has_value_head:
         yield f"{field} = {folder}: is a reward model without a language head; give a language model"
@@ -66,7 +67,7 @@ def teacher_fit(recipe: Recipe, field: str, teacher: ModelShape, policy: ModelSh
 
 @checks("model")
 def stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterator[DataError]:
-    """Yield faults of the policy's files: tensors missing or of another shape, tokens without an embedding."""
+    """Yield errors of the policy's files: missing tensors, tensors of another shape, tokens without an embedding."""
     folder = recipe.model.folder
     if has_model:
         yield from map(DataError, tensor_faults(folder, shape))
@@ -75,7 +76,8 @@ def stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterat
 
 @checks("model", training_only=True)
 def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
-    """Yield faults in folders of critic, reward model and teacher: text for the recipe's, DataError for the files'."""
+    """Yield errors in the folders of critic, reward model and teacher. An error in a file is a DataError, others are
+    texts."""
     for field, folder in recipe.further_models.items():
         if problems := check_model_folder(folder):
             yield from (DataError(f"{field}: {problem}") for problem in problems)
@@ -109,7 +111,7 @@ def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
 
 
 def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
-    """Yield a fault if the tokenizer makes ids without an embedding in the model."""
+    """Yield an error if the tokenizer has token ids for which the model has no embedding."""
     if not (Path(folder) / TOKENIZER[0]).is_file():
         return  # Reported by check_model_folder.
     token, number = largest_token(folder)
@@ -121,9 +123,9 @@ def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
 
 
 def _tokens(folder: str) -> tuple[object, object]:
-    """Return vocabulary and added tokens of a folder's tokenizer.
+    """Return vocabulary and added tokens of a folder's tokenizer, to compare two tokenizers.
 
-    The size of the embedding does not show that two tokenizers are equal, because models pad it differently.
+    Equal embedding sizes do not prove it, because models pad the embedding differently.
     """
     tokenizer = read_object(Path(folder) / "tokenizer.json")
     return tokenizer.get("model", {}).get("vocab"), [(t["content"], t["id"]) for t in tokenizer.get("added_tokens", ())]

@@ -1,4 +1,4 @@
-"""Checks of number formats: whether GPUs, libraries and kernels support the FP8 of trainer, engine and KV cache."""
+"""Checks of number formats: whether GPUs, libraries and kernels support FP8 in trainer, engine and KV cache."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megarl.preflight.registry import checks
 
 @checks("trainer", per_run=True)
 def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> Iterator[str]:
-    """Yield needs of a recipe not met by its GPUs or by this environment's libraries.
+    """Yield errors if GPUs or installed libraries lack a number format that the recipe needs.
 
-    A start (`is_start`) checks this machine's GPUs, otherwise the GPUs named in the recipe count.
+    `is_start`: this machine's GPUs are checked. Otherwise the GPUs named in the recipe count.
     """
     # `sizes.fp8_fit` reports a missing Transformer Engine with the other needs of trainer.fp8.
     has_libraries = not runs_on_cpu() and transformer_engine.is_installed()
@@ -39,7 +39,7 @@ def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) ->
 
 @checks("cluster", per_run=True)
 def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
-    """Yield a fault if this machine lacks the chosen device. Only local starts are checked."""
+    """Yield an error if this machine lacks the device of cluster.device. Only local starts are checked."""
     chosen = recipe.cluster.device
     if not is_start or recipe.cluster.launcher != "local":
         return
@@ -67,22 +67,22 @@ def _gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
 
 
 def _named(field: str, given: float | str | None) -> list[Gpu]:
-    """Return the GPU named by a field, or an empty list."""
+    """Return the GPU named by a recipe field as a list of one, or an empty list."""
     return [Gpu(f"{field} = {given}", NAMED_GPUS[given])] if isinstance(given, str) else []
 
 
 EXPERT_BACKENDS = ("auto", "triton", "batched_triton", "deep_gemm")
-"""Values of vLLM's `moe_backend` that may select a backend of `layouts.vllm_quantised.EXPERT_BACKENDS`."""
+"""Values of vLLM's option `moe_backend` that can lead to an FP8 backend supported by the reshard
+(`layouts.vllm_quantised.EXPERT_BACKENDS`)."""
 LINEAR_BACKENDS = ("auto", "triton", "cutlass", "deep_gemm", "flashinfer_cutlass", "torch")
-"""Values of vLLM's `linear_backend` that may select a kernel of `layouts.vllm_quantised.LINEAR_KERNELS`.
-
-The kernel selected by `auto` is checked before an engine gets its first weights.
-"""
+"""Values of vLLM's option `linear_backend` that can lead to an FP8 kernel supported by the reshard
+(`layouts.vllm_quantised.LINEAR_KERNELS`). The kernel selected by `auto` is checked before an engine gets its first
+weights."""
 
 
 @checks("rollout")
 def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield faults of a recipe with FP8 weights in its engines."""
+    """Yield errors of a recipe whose engines have FP8 weights."""
     rollout = recipe.rollout
     if not recipe.has_engine or rollout.quantization == "none":
         return

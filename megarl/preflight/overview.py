@@ -1,4 +1,4 @@
-"""Rows of a dry run's table: environment, rewards, algorithm, optimizer, evaluation."""
+"""Rows of the table printed by a dry run: environment, rewards, algorithm, optimizer, evaluation."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.preflight.learning import num_updates
 
 
 def overview(recipe: Recipe) -> dict[str, str]:
-    """Return the rows of the table by name. A loop without an engine has fewer."""
+    """Return the rows of the table, keyed by title. A loop without an engine has fewer."""
     rows: dict[str, str] = {}
     if recipe.has_engine:
         rows["environment"] = _by_source(recipe, _environment)
@@ -27,7 +27,7 @@ def overview(recipe: Recipe) -> dict[str, str]:
 
 
 def _by_source(recipe: Recipe, shown: Callable[[Recipe], str]) -> str:
-    """Return the text common to all sources of a mixture, else each source's name and text."""
+    """Return a text about the recipe. If a mixture's sources differ: each source's name and text."""
     texts = {source.name: shown(source.recipe) for source in recipe.sources}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))
@@ -61,7 +61,7 @@ def _cache(recipe: Recipe) -> str:
 
 
 def _algorithm(recipe: Recipe) -> Iterator[str]:
-    """Yield the loss and its components."""
+    """Yield the name of the loss and its further terms (KL, entropy, importance correction)."""
     if recipe.loop == "sft":
         yield "cross-entropy"
     elif recipe.loop in ("preference", "reward_model"):
@@ -90,7 +90,10 @@ def _reinforcement(recipe: Recipe) -> Iterator[str]:
 
 
 def _selected_groups(recipe: Recipe, low: float, high: float) -> str:
-    """Return the groups kept by dynamic sampling. Without a metric in the recipe, verdicts on the answers decide."""
+    """Return which groups dynamic sampling trains, in words.
+
+    If the recipe does not name a metric, it depends on whether answers have verdicts.
+    """
     accuracy, spread = f"accuracy between {low:g} and {high:g}", f"rewards spread by more than {low:g}"
     metric = recipe.algorithm.dynamic_sampling_metric
     if metric is not None:
@@ -112,8 +115,7 @@ def _learning_rate(optimizer: OptimizerConfig, updates: int) -> str:
 
 
 def _evaluation(recipe: Recipe) -> str:
-    """Return the overview's text about evaluation: the validation sets, the steps, the attempts per problem and the
-    temperature."""
+    """Return the row about evaluation: the validation sets, the steps, the attempts per problem and the temperature."""
     if not (names := recipe.validation_sets):
         return "none: no data.validation"
     evaluation = recipe.evaluation

@@ -14,38 +14,41 @@ from typing import Any, TypeVar
 from megarl.types import DataError
 
 Fault = str | DataError
-"""A fault of the recipe, or as DataError one of its files."""
+"""An error found by a check: a text if it is in the recipe, a DataError if it is in one of its files."""
 
 FACTS = ("recipe", "shape", "dp", "is_start", "is_trained", "has_model")
-"""Values that a check may take, each by a parameter of this name: recipe, shape of the policy, data-parallel size,
-whether ranks start from here, whether they train, whether the policy's folder is complete."""
+"""Names of the values that a check gets if it has a parameter of this name.
+
+recipe; shape: of the policy; dp: data-parallel size; is_start: ranks start from this machine; is_trained: they train;
+has_model: the policy's folder is complete.
+"""
 
 Function = TypeVar("Function", bound=Callable[..., Iterable[Fault]])
 
 
 class Cost(IntEnum):
-    """Cost of a check. Cheap checks come first."""
+    """Cost of a check. Cheap checks run first."""
 
     FIELDS = 0
-    """Reads the recipe's fields."""
+    """The check reads recipe fields only."""
     FILES = 1
-    """Reads files, or imports a library or a user's code."""
+    """The check reads files, or imports a library or a user's code."""
     MODEL = 2
-    """Needs the shape of the policy."""
+    """The check needs the policy's shape, so it runs only if config.json can be read."""
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A registered check of a recipe section."""
+    """A registered check: a function that yields errors of one recipe section."""
 
     section: str
     cost: Cost
     function: Callable[..., Iterable[Fault]]
     facts: tuple[str, ...]
     per_run: bool
-    """Made once for the recipe, not for each source of a mixture."""
+    """True: the check runs once for the whole recipe. False: once for each source of a mixture."""
     training_only: bool
-    """Left out where only engines start."""
+    """True: the check is skipped if only engines start, as for `megarl eval`."""
 
 
 _CHECKS: list[Check] = []
@@ -54,7 +57,7 @@ _CHECKS: list[Check] = []
 def checks(
     section: str, cost: Cost = Cost.FIELDS, *, per_run: bool = False, training_only: bool = False
 ) -> Callable[[Function], Function]:
-    """Register a function yielding the faults of a recipe section. It takes any of `FACTS` by name."""
+    """Register the decorated function, which yields errors of a recipe section. Its parameters are names in `FACTS`."""
 
     def register(function: Function) -> Function:
         facts = tuple(name for name in inspect.signature(function).parameters if name in FACTS)
@@ -67,7 +70,7 @@ def checks(
 
 @cache
 def registered() -> tuple[Check, ...]:
-    """Return all checks of this package, cheap ones first."""
+    """Return all registered checks, cheap ones first."""
     for path in sorted(Path(__file__).parent.glob("*.py")):
         if path.stem != "__init__":
             import_module(f"{__package__}.{path.stem}")
@@ -75,7 +78,7 @@ def registered() -> tuple[Check, ...]:
 
 
 def faults(facts: Mapping[str, Any], costs: Iterable[Cost], *, per_run: bool = False) -> Iterator[Fault]:
-    """Yield the faults found by the checks of these costs, for one source or (`per_run`) for the whole recipe."""
+    """Yield the errors found by checks of these costs, for one source or (`per_run`) for the whole recipe."""
     for check in registered():
         is_meant = check.per_run == per_run and (facts["is_trained"] or not check.training_only)
         if check.cost in costs and is_meant:

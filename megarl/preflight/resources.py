@@ -1,4 +1,4 @@
-"""Resources of the machines: the default size of the KV cache, and warnings about scarce cores and memory."""
+"""Default size of the KV cache, and warnings if a machine has too few cores or too little memory."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from megarl.types import DataError
 
 
 def with_cache(recipe: Recipe, *, is_start: bool = False, is_trained: bool = True) -> Recipe:
-    """Return the recipe with a KV cache size, if it gives none and the memory of its GPUs is known.
+    """Return the recipe with a KV cache size, if it sets none and the memory of its GPUs is known.
 
-    The size is at least enough for one longest sequence; a later check tests if that fits. A recipe is returned
-    unchanged if it cannot be planned, or if it starts (`is_start`) on a CPU. `is_trained` False: only engines start, on
+    The size holds at least one longest sequence; a later check tests whether it fits. The recipe is returned unchanged
+    if its memory cannot be predicted, or if it starts (`is_start`) on a CPU. `is_trained` False: only engines start, on
     all ranks.
     """
     if is_cache_given(recipe) or not recipe.has_engine or (is_start and ranks_on_cpu(recipe)):
@@ -47,7 +47,7 @@ def with_cache(recipe: Recipe, *, is_start: bool = False, is_trained: bool = Tru
 
 
 def _engines_alone(policy: Built) -> Built:
-    """Return the policy with separate engines on all ranks of the run."""
+    """Return a recipe in which engines own all ranks, as in `megarl eval`."""
     layout = policy.layout
     own = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=layout.rollout_tp, rollout_ep=layout.rollout_ep)
     return Built(policy.shape, replace(own, rollout_ranks=layout.num_ranks))
@@ -58,7 +58,7 @@ _RANKS_PER_CORE = 4
 
 
 def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
-    """Yield warnings for a checked recipe on these machines, one line each."""
+    """Yield warnings about a valid recipe on these machines, one line each."""
     yield from _weakened_sandbox(recipe)
     yield from small_cache(recipe, layout, table_of(recipe, layout))
     cluster = recipe.cluster
@@ -91,7 +91,7 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
 
 
 def small_cache(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> Iterator[str]:
-    """Yield a warning if the KV cache has the default of a CPU on GPUs, or holds few of the concurrent requests."""
+    """Yield a warning if ranks on GPUs have the KV cache of CPUs, or if it holds few of the concurrent requests."""
     if table.cache is None:
         return
     # A Slurm job derives the default on its own node, where the GPUs are known.
@@ -106,7 +106,7 @@ def small_cache(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> I
 
 
 def _larger_cache(recipe: Recipe, layout: ParallelConfig) -> str:
-    """Return the remedies of a small KV cache. The default is named only if it is larger than the present size."""
+    """Return changes for a small KV cache, in words. The default size is suggested only if it is larger."""
     others = "or rollout.tp, or offload more (trainer.offload)"
     if recipe.rollout.gpu_memory_utilization is not None:
         return f"raise rollout.gpu_memory_utilization {others}"
@@ -118,7 +118,7 @@ def _larger_cache(recipe: Recipe, layout: ParallelConfig) -> str:
 
 
 def _weakened_sandbox(recipe: Recipe) -> Iterator[str]:
-    """Yield a notice about sandbox layers missing on this machine and not required by the recipe."""
+    """Yield a notice about isolation layers that this machine lacks and sandbox.require does not list."""
     if set(LAYERS) <= set(recipe.sandbox.require) or recipe.sandbox.url is not None:
         return
     if notice := examine().layers.notice(recipe.sandbox.require):

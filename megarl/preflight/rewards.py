@@ -1,4 +1,4 @@
-"""Checks of rewards before any rank starts: fields fit each other, functions can be imported and give a reward."""
+"""Checks of rewards before any rank starts: fields fit each other, and each function can be imported and called."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 
 @checks("reward", Cost.FILES)
 def reward_fields(recipe: Recipe) -> Iterator[str]:
-    """Yield faults of the fields of `reward`, and of names that cannot be found."""
+    """Yield errors of the section `reward`, and of reward functions that cannot be found."""
     reward = recipe.reward
     only_teaches = recipe.loop == "distillation" and not recipe.data.validation
     if recipe.has_engine and not reward.functions and not only_teaches:
@@ -60,7 +60,8 @@ def reward_fields(recipe: Recipe) -> Iterator[str]:
 
 @checks("reward")
 def verdicts(recipe: Recipe) -> Iterator[str]:
-    """Yield faults of fields that need accuracy, if no reward function judges answers."""
+    """Yield errors of recipe fields that need accuracy although no reward function decides whether answers are
+    right."""
     if not recipe.has_engine or judges_answers(recipe) != "none":
         return
     for need in accuracy_needs(recipe):
@@ -68,11 +69,11 @@ def verdicts(recipe: Recipe) -> Iterator[str]:
 
 
 def check_rewards(recipe: Recipe, *, is_start: bool = True) -> None:
-    """Import each reward function in its own process and call it once. The first record's answer is the completion.
+    """Import each reward function in a separate process and call it once, with the first record's answer as completion.
 
-    A reward server is asked once in the same way, unless `is_start` is False: it may not be reachable from here. Every
-    record must have the fields a reward needs. Raises one ConfigError listing all functions at fault, with the first
-    line that each cannot score.
+    A reward server is called once too, unless `is_start` is False: this machine may not reach it. Every record must
+    have the fields that a reward needs. Raises one ConfigError listing all functions with errors, each with the first
+    line that it cannot score.
     """
     wrong: list[str] = []
     for source in recipe.sources if recipe.has_engine else ():
@@ -114,11 +115,11 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
 
 
 Check = Callable[[Record], None]
-"""A function raising ValueError for a record that a reward cannot score."""
+"""A check of one record: raises ValueError if a reward function cannot score it."""
 
 
 def _faults_of_records(recipe: Recipe, served: list[ServedReward[Any]]) -> Iterator[str]:
-    """Yield for each reward the first record lacking a needed field."""
+    """Yield an error for each reward function with the first record that lacks a needed field."""
     left = _checks(recipe, served)
     trained: list[DataSet] = [recipe.data.train] if recipe.is_on_policy else []
     for data_set in [*trained, *recipe.data.validation.values()]:
@@ -141,7 +142,7 @@ def _faults_of_records(recipe: Recipe, served: list[ServedReward[Any]]) -> Itera
 
 
 def _checks(recipe: Recipe, served: list[ServedReward[Any]]) -> dict[str, Check]:
-    """Return the checks of records by reward name, for rewards with checks."""
+    """Return the checks of records, keyed by the name of the reward function. Some functions have none."""
     found: dict[str, Check] = {}
     servers = {one.name: one for one in served}
     for function in recipe.reward.functions:
@@ -171,7 +172,7 @@ def _check_of(
 
 
 def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
-    """Yield faults of a reward server. Its answer must be readable this time."""
+    """Yield the error of a call to a reward server. Its answer must be readable at the first try."""
     from megarl.rewards.http_rewards import ServerFailedError
 
     # parse_error_score hides unreadable answers during a run; here they must be found.
@@ -193,7 +194,7 @@ def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
 
 
 def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sample) -> Iterator[str]:
-    """Yield faults of a reward function."""
+    """Yield the errors of one reward function."""
     # Loads the HTTP client, too.
     from megarl.rewards.reward_pool import RewardPool
 

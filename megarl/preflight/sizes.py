@@ -1,4 +1,4 @@
-"""Checks of sizes: ranks, batches, lengths, and whether they fit the model."""
+"""Checks of sizes: ranks, batches and lengths fit each other and the model."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from megarl.platform.cuda_extensions import deep_ep_fault, runs_on_cpu
 from megarl.preflight.registry import checks
 
 _ENGINE_VOCABULARY_MULTIPLE = 64
-"""vLLM 0.30 pads the vocabulary to a multiple of this before splitting it over ranks."""
+"""vLLM 0.30 pads the vocabulary to a multiple of this before it splits it over tensor-parallel ranks."""
 _LOWEST_TEMPERATURE = 0.01
-"""Lowest sampling temperature. vLLM 0.30 raises a lower one to this value, with a warning."""
+"""Lowest sampling temperature above 0. vLLM 0.30 replaces a lower one by this value, with a warning."""
 
 
 def layout_of(recipe: Recipe) -> ParallelConfig:
@@ -42,9 +42,10 @@ def layout_of(recipe: Recipe) -> ParallelConfig:
 
 
 def row_multiple(recipe: Recipe) -> int:
-    """Return the multiple that a row's tokens are padded to: two chunks a context rank, equal parts for tensor ranks.
+    """Return the number of tokens to whose multiple a packed microbatch is padded.
 
-    Under FP8 each of these parts consists of whole blocks.
+    Each context-parallel rank gets two chunks, and tensor-parallel ranks get equal parts. With FP8 each part is a whole
+    number of blocks.
     """
     trainer = recipe.trainer
     block = FP8_BLOCK if trainer.fp8 == "blockwise" else 1
@@ -62,7 +63,7 @@ def aligned(recipe: Recipe, shape: ModelShape, layout: ParallelConfig) -> Parall
 
 @checks("cluster")
 def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
-    """Yield faults if ranks cannot be started from here, or without `is_start` by a job elsewhere."""
+    """Yield errors if the ranks cannot be started from this machine (`is_start`), or else by a job elsewhere."""
     cluster = recipe.cluster
     if cluster.launcher == "slurm":
         # Slurm sets these variables inside a job only; a dry run on a login node finds none.
@@ -97,7 +98,7 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
 
 
 def _components(cluster: ClusterConfig) -> Iterator[str]:
-    """Yield a fault if trainer's and engines' nodes are not two components of a heterogeneous Slurm job."""
+    """Yield an error if trainer's and engines' nodes are not two components of one heterogeneous Slurm job."""
     engines = cluster.groups.engines
     assert engines is not None
     # Slurm numbers the variables of a heterogeneous job's components from 0. Trainer's nodes come first.
@@ -113,7 +114,7 @@ def _components(cluster: ClusterConfig) -> Iterator[str]:
 
 @checks("trainer")
 def ranks(recipe: Recipe) -> Iterator[str]:
-    """Yield faults if parallel sizes do not fit the ranks (with separate engines: the ranks that train)."""
+    """Yield errors if the trainer's parallel sizes do not fit the number of its ranks."""
     cluster, trainer, world = recipe.cluster, recipe.trainer, recipe.trainer_ranks
     if misplaced := [*placement(recipe)]:
         # Without a valid placement the number of ranks that train is unknown, so further faults would mislead.
@@ -156,7 +157,7 @@ def ranks(recipe: Recipe) -> Iterator[str]:
 
 
 def placement(recipe: Recipe) -> Iterator[str]:
-    """Yield faults if separate engines have unusable ranks, or leave none to the trainer."""
+    """Yield errors if separate engines cannot use their ranks, or leave none to the trainer."""
     cluster, rollout, trainer = recipe.cluster, recipe.rollout, recipe.trainer
     engines = cluster.groups.engines
     if not recipe.has_engine or rollout.placement != "separate":
@@ -188,7 +189,7 @@ def placement(recipe: Recipe) -> Iterator[str]:
 
 
 def _engines_of_a_kind(recipe: Recipe, engines: NodeGroup) -> Iterator[str]:
-    """Yield faults if engines do not fill their own group of nodes."""
+    """Yield errors if engines do not use all ranks of cluster.groups.engines."""
     rollout = recipe.rollout
     chosen = f"cluster.groups.engines = {engines.nodes} nodes of {engines.ranks_per_node} ranks"
     if rollout.ranks not in (None, engines.num_ranks):
@@ -300,9 +301,9 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
 
 @checks("trainer", training_only=True)
 def fp8_fit(recipe: Recipe, shape: ModelShape, *, is_start: bool = True) -> Iterator[str]:
-    """Yield faults if this environment or the model's sizes do not allow matrix products in FP8.
+    """Yield errors if installed libraries, GPUs or the model's sizes do not allow FP8 training.
 
-    Without `is_start`, GPUs named by `cluster.gpu_memory_gib` may be elsewhere.
+    Without `is_start`, the GPUs named by `cluster.gpu_memory_gib` count instead of this machine's.
     """
     trainer = recipe.trainer
     is_elsewhere = not is_start and isinstance(recipe.cluster.gpu_memory_gib, str)
@@ -323,8 +324,7 @@ def fp8_fit(recipe: Recipe, shape: ModelShape, *, is_start: bool = True) -> Iter
 
 
 def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield a fault if a model's channels are not whole blocks of `trainer.fp8`. Every model of the trainer is
-    checked."""
+    """Yield an error if a trained model's hidden channels are not a multiple of the FP8 block size of `trainer.fp8`."""
     trainer = recipe.trainer
     if trainer.fp8 == "none":
         return
@@ -361,7 +361,7 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield faults of a dispatcher sending tokens to their experts by DeepEP."""
+    """Yield errors of sending tokens to experts with DeepEP (trainer.moe_dispatcher flex)."""
     trainer = recipe.trainer
     if trainer.moe_dispatcher != "flex":
         return
@@ -389,7 +389,7 @@ def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 _NEEDS_EXPERTS = ("moe", "moe_act", "shared_experts")
 _NEEDS_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
-"""Modules recomputed by a Megatron-Core function available with Transformer Engine only. Their output is dropped."""
+"""Modules whose recomputation drops their output. Megatron-Core does that with Transformer Engine only."""
 
 
 def _recomputed_modules(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
@@ -414,7 +414,8 @@ def _recomputed_modules(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 @checks("rollout")
 def positions(recipe: Recipe, shape: ModelShape, *, is_evaluated: bool = True) -> Iterator[str]:
-    """Yield a fault if prompt and completion exceed a model's positions. `is_evaluated`: check evaluations too."""
+    """Yield an error if prompt and completion exceed the model's max_position_embeddings. `is_evaluated`: in
+    evaluations too."""
     if not recipe.has_engine:
         return
     room = shape.max_position_embeddings - recipe.data.max_prompt_tokens - bool(recipe.reward.model)
@@ -430,9 +431,10 @@ def positions(recipe: Recipe, shape: ModelShape, *, is_evaluated: bool = True) -
 
 
 def _tp_misfits(shape: ModelShape, tp: int, whole_experts: bool, vocabulary: int) -> list[str]:
-    """Return the model's sizes not divisible by a tensor-parallel size. Whole experts are not split.
+    """Return the model's sizes (heads, channels, ...) that a tensor-parallel size does not divide.
 
-    `vocabulary` is its padded size, or 0 if the padding depends on `tp`.
+    Experts are left out if they are not split. `vocabulary` is the padded size of the vocabulary, or 0 if the padding
+    depends on `tp`.
     """
     sizes = [(shape.num_heads, "attention heads"), (vocabulary, "rows of the vocabulary, padded as vLLM does")]
     if not shape.num_experts:
@@ -452,6 +454,6 @@ def _divisors(number: int) -> list[int]:
 
 
 def _around(value: int, multiple: int) -> str:
-    """Return the multiples below and above a value, as text: `28 or 32`."""
+    """Return the nearest multiples below and above a value, in words: `28 or 32`."""
     lower = value // multiple * multiple
     return either([size for size in (lower, lower + multiple) if size > 0])

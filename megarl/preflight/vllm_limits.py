@@ -1,4 +1,5 @@
-"""Checks for settings that vLLM would reject only after its ranks started: head size, KV cache, platform features."""
+"""Checks of settings that vLLM would reject only after its ranks have started: head size, KV cache, platform
+features."""
 
 from __future__ import annotations
 
@@ -20,7 +21,7 @@ from megarl.preflight.registry import checks
 
 @checks("rollout")
 def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield the engine faults of a recipe, if it samples."""
+    """Yield errors of the engines' settings, if the run samples."""
     if not recipe.has_engine:
         return
     yield from _head_size(recipe, shape)
@@ -32,13 +33,13 @@ def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 HOST_DRAFTERS = ("ngram", "suffix", "custom_class")
-"""Speculative-decoding methods of vLLM that draft on the host. vLLM schedules no step ahead with them."""
+"""vLLM's speculative-decoding methods that draft tokens on the host. With them vLLM cannot start a step ahead."""
 # ngram_gpu drafts on the GPU, so it allows asynchronous scheduling. None of these methods has model weights.
 _WEIGHTLESS = (*HOST_DRAFTERS, "ngram_gpu")
 
 
 def _drafter(recipe: Recipe) -> Iterator[str]:
-    """Yield faults of `speculative_config`: drafters that an engine cannot use here."""
+    """Yield errors of `speculative_config`: draft models and methods that megarl's engines do not support."""
     config = recipe.rollout.vllm.get("speculative_config")
     if not isinstance(config, Mapping) or not config:
         return
@@ -67,7 +68,8 @@ def _drafter(recipe: Recipe) -> Iterator[str]:
 
 
 def _method_of(model: object) -> str | None:
-    """Return the method that vLLM 0.30 infers from a drafter's model name. None: a drafter with its own weights."""
+    """Return the speculative method that vLLM 0.30 derives from a draft model's name. None: a draft model with
+    weights."""
     if model in ("ngram", "[ngram]"):
         return "ngram"
     # vLLM 0.30 treats a dotted import path as a custom drafter class.
@@ -86,7 +88,7 @@ def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield a fault if the cache of a rank cannot hold one longest sequence."""
+    """Yield an error if the KV cache of a rank cannot hold the longest possible sequence."""
     rollout = recipe.rollout
     # Under gpu_memory_utilization vLLM sizes the cache itself; `preflight.memory_fit` checks that case.
     if rollout.gpu_memory_utilization is not None or (block := _block_tokens(recipe)) is None:
@@ -106,19 +108,22 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def least_cache_gib(recipe: Recipe, shape: ModelShape) -> float:
-    """Return GiB of the smallest KV cache of a rank that holds one longest sequence."""
+    """Return the size in GiB of the smallest KV cache of a rank that holds the longest possible sequence."""
     block = _block_tokens(recipe) or BLOCK_TOKENS["cuda"]
     return float(_gib(_needed_bytes(recipe, shape, block, recipe.context_tokens)))
 
 
 def is_cache_given(recipe: Recipe) -> bool:
-    """Return whether the recipe gives the size of the KV cache, in GiB or as a share of the GPU."""
+    """Return whether the recipe sets the size of the KV cache, in GiB or as a share of the GPU."""
     rollout = recipe.rollout
     return "kv_cache_gib" in rollout.model_fields_set or rollout.gpu_memory_utilization is not None
 
 
 def default_cache_gib(recipe: Recipe, models: Models, gpus: GpuMemory) -> float:
-    """Return GiB of the largest KV cache of a rank that leaves the margin free. It holds one longest sequence."""
+    """Return the size in GiB of the largest KV cache of a rank that leaves a safety margin of memory free.
+
+    It is at least the size needed by the longest possible sequence.
+    """
     least = least_cache_gib(recipe, models.policy.shape)
     # Plan with the smallest cache first. The memory then left in the fullest sampling phase is added to the cache.
     smallest = with_field_values(recipe, {"rollout.kv_cache_gib": least})
@@ -127,13 +132,13 @@ def default_cache_gib(recipe: Recipe, models: Models, gpus: GpuMemory) -> float:
 
 
 def _block_tokens(recipe: Recipe) -> int | None:
-    """Return the tokens of one KV cache block. None: `block_size` is not a positive whole number."""
+    """Return the number of tokens in one KV cache block. None: `block_size` is not a positive whole number."""
     block = recipe.rollout.vllm.get("block_size") or BLOCK_TOKENS["cpu" if runs_on_cpu() else "cuda"]
     return block if isinstance(block, int) and block >= 1 else None
 
 
 def _needed_bytes(recipe: Recipe, shape: ModelShape, block: int, tokens: int) -> int:
-    """Return bytes of a rank's KV cache for one sequence, plus the one block that vLLM holds back."""
+    """Return the bytes of a rank's KV cache for one sequence, plus one block that vLLM reserves."""
     rollout = recipe.rollout
     # A quantised cache (FP8) takes one byte a value.
     item_bytes = ITEM_BYTES[recipe.model.dtype] if rollout.kv_cache_dtype == "auto" else 1
@@ -141,7 +146,7 @@ def _needed_bytes(recipe: Recipe, shape: ModelShape, block: int, tokens: int) ->
 
 
 def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield a fault for stop ids beyond the vocabulary: vLLM would accept them and never stop."""
+    """Yield an error for each stop token id beyond the vocabulary. vLLM would accept it, and it would never occur."""
     found = {
         "rollout.sampling": recipe.rollout.sampling.stop_token_ids,
         "evaluation.sampling": recipe.evaluation.sampling.stop_token_ids or (),
@@ -155,8 +160,10 @@ def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _gib(size: int) -> str:
-    """Format a size in bytes as a number of GiB, rounded up to three decimals (below 0.1: to three significant digits).
-    A cache of the printed size in a recipe is therefore never too small."""
+    """Format bytes as a number of GiB, rounded up to three decimals (below 0.1: to three significant digits).
+
+    A KV cache of the printed size is therefore never too small.
+    """
     digits = 3
     while size < 10 ** (2 - digits) * 2**30:
         digits += 1
