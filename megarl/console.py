@@ -1,4 +1,4 @@
-"""Printed output of the commands: tables of sizes, plans and findings, and the error ending a command."""
+"""Printed output of the commands: tables of sizes, memory, metrics and data, and the error that ends a command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def print_error(error: MegarlError) -> None:
-    """Print the error ending a command. Stacks or logs come first, unless the user made the mistake."""
+    """Print the error that ends a command. Stacks and logs come first, except for errors in a recipe or its files."""
     from rich.text import Text
 
     from megarl.terminal import Terminal
@@ -42,7 +42,7 @@ def print_error(error: MegarlError) -> None:
 
 
 def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int], dropped: Mapping[str, int]) -> None:
-    """Print the sizes following from a recipe, the recognised data formats, and the training settings."""
+    """Print the sizes that follow from a recipe, the recognised data formats, and the training settings."""
     from rich.table import Table
 
     from megarl.preflight import overview, recognised_formats, shortened_warmups, uncorrected
@@ -89,7 +89,7 @@ def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int],
 
 
 def _epochs(recipe: Recipe, records: Mapping[str, int]) -> str:
-    """Return the epochs of the training data; in a mixture for each source, by its weight."""
+    """Return how many epochs of the training data a run takes. In a mixture: for each source, by its weight."""
     drawn = recipe.train.steps * recipe.train.prompts_per_step
     if not recipe.mixture:
         return f"{drawn / records['train']:.2f}"
@@ -99,7 +99,7 @@ def _epochs(recipe: Recipe, records: Mapping[str, int]) -> str:
 
 
 def size_text(num_bytes: float, sign: str = "") -> str:
-    """Return bytes in a suitable unit: `470.2 GB`, `81.9 KB`, `0 bytes`. `sign` "+" always shows a sign."""
+    """Return a number of bytes in a suitable unit: `470.2 GB`, `81.9 KB`, `0 bytes`. `sign` "+" always shows a sign."""
     # Decimal units, as network and disk sizes are given.
     units = ("bytes", "KB", "MB", "GB", "TB")
     power = sum(abs(num_bytes) >= 1000**power for power in range(1, 5))
@@ -107,7 +107,7 @@ def size_text(num_bytes: float, sign: str = "") -> str:
 
 
 def print_conversion(done: Conversion) -> None:
-    """Print the written folder, its size and the time of a conversion."""
+    """Print the folder written by a conversion, its size and the time taken."""
     verified = ", verified" if done.is_verified else ""
     print(
         f"wrote {done.folder}: {done.num_tensors} tensors, {size_text(done.weight_bytes)} "
@@ -116,7 +116,7 @@ def print_conversion(done: Conversion) -> None:
 
 
 def print_report(page: Path, num_bytes: int, found: Sequence[RecordedRun] | Sequence[RecordedEvaluation]) -> None:
-    """Print a summary of a page about runs or evaluations, and its path."""
+    """Print the summary and the path of an HTML page about runs or evaluations."""
     from megarl.report.evaluations import RecordedEvaluation
 
     evaluations = [one for one in found if isinstance(one, RecordedEvaluation)]
@@ -129,7 +129,7 @@ def print_report(page: Path, num_bytes: int, found: Sequence[RecordedRun] | Sequ
 
 
 def _accuracies(evaluation: RecordedEvaluation, first: RecordedEvaluation | None) -> Iterator[str]:
-    """Yield one line per set: accuracy, and difference from the first evaluation, with 95 % intervals."""
+    """Yield one line per validation set: accuracy, and difference from the first evaluation, with 95 % intervals."""
     from megarl.report.evaluations import differences
 
     compared = {} if first is None else {of_set.name: of_set for of_set in differences(first, evaluation)}
@@ -153,7 +153,7 @@ def _percent(measure: Measure, *, signed: bool = False) -> str:
 
 
 def print_evaluation(found: Sequence[EvaluatedSet], folder: Path) -> None:
-    """Print the measures of each set, and of each data source if there are several, with 95 % intervals."""
+    """Print accuracy and other measures of each validation set and data source, with 95 % intervals."""
     from rich.table import Table
 
     from megarl.terminal import Console
@@ -183,7 +183,7 @@ def print_evaluation(found: Sequence[EvaluatedSet], folder: Path) -> None:
 
 
 def print_metrics(rows: Sequence[Row]) -> None:
-    """Print rows of the table of metrics. Without a terminal the columns are separated by tabs."""
+    """Print the table of metrics. Without a terminal, columns are separated by tabs."""
     from rich.table import Table
 
     from megarl.terminal import Console
@@ -204,7 +204,7 @@ def print_metrics(rows: Sequence[Row]) -> None:
 
 
 def print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str], *, with_nodes: bool) -> None:
-    """Print the doctor's findings as a table, then the notices."""
+    """Print the findings of `megarl doctor` as a table, then its notices."""
     from rich.table import Table
     from rich.text import Text
 
@@ -220,7 +220,7 @@ def print_findings(rows: Sequence[tuple[str, Finding]], notices: Sequence[str], 
 
 
 def print_layers(found: Examination) -> None:
-    """Print the sandbox layers of this machine, with remedies for missing ones."""
+    """Print the isolation layers of this machine, with remedies for missing ones."""
     from rich.table import Table
     from rich.text import Text
 
@@ -239,7 +239,7 @@ def print_layers(found: Examination) -> None:
 
 
 def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], *, is_assumed: bool) -> None:
-    """Print the bytes moved by a reshard, and its time on a GPU. `is_assumed`: the kind of GPU is unknown."""
+    """Print how many bytes a reshard moves, and its time on a GPU. `is_assumed`: the kind of GPU is unknown."""
     from rich.table import Table
 
     from megarl.terminal import Console
@@ -283,21 +283,21 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], 
 
 
 def print_lines(lines: Sequence[str]) -> None:
-    """Print lines unchanged, without breaking them."""
+    """Print lines unchanged, without wrapping long ones."""
     from megarl.terminal import Console
 
     Console(soft_wrap=True, highlight=False, markup=False).print("\n".join(lines))
 
 
 def _nodes_named(recipe: Recipe) -> str:
-    """Return the nodes and their ranks in words."""
+    """Return the nodes of a run and the ranks on each, in words."""
     cluster, engines = recipe.cluster, recipe.cluster.groups.engines
     own = f"{cluster.nodes} of {cluster.ranks_per_node} ranks"
     return own if engines is None else f"{own}, {engines.nodes} of {engines.ranks_per_node} for engines"
 
 
 def print_memory(recipe: Recipe, table: MemoryTable) -> None:
-    """Print the memory of each kind in each phase, in GiB. Host memory follows a +."""
+    """Print the predicted GPU memory by phase and by use (weights, gradients, ...), in GiB. Host memory follows a +."""
     from rich.table import Table
 
     from megarl.memory_plan.node_bytes import fullest_node
@@ -342,7 +342,7 @@ _BAR_WIDTH = 40
 
 
 def print_survey(found: Survey, *, unit: str) -> None:
-    """Print the examination of a data source. Trained tokens are green, or in double brackets without colour."""
+    """Print the survey of a data source. Trained tokens are green, or without colours in double brackets."""
     from rich.text import Text
 
     from megarl.terminal import Console
@@ -377,7 +377,7 @@ def _list(places: Sequence[str], count: int) -> str:
 
 
 def _histogram(lengths: Sequence[int], unit: str) -> list[str]:
-    """Return the lines of a histogram with equal bins, and of the quantiles useful for limits."""
+    """Return the lines of a histogram with equal bins, and of quantiles that help to choose a length limit."""
     if not lengths:
         return []
     ordered = sorted(lengths)

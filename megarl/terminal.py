@@ -1,4 +1,4 @@
-"""Terminal output: texts of data, models and ranks cannot send escape sequences, and a run survives a closed
+"""Output to the terminal. Texts of data, models and ranks cannot send escape sequences; a run survives a closed
 terminal."""
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ _SEQUENCE = re.compile(
     r"|\x1b[ -/]*[0-~]?"
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters never printed to a terminal: control characters except tab and line feed, bidirectional controls, lone
+"""Characters that are never printed: control characters except tab and line feed, bidirectional controls, lone
 surrogates."""
 
 _GONE = (errno.EIO, errno.EPIPE, errno.EBADF)
-"""Errors of a closed terminal, or of a pipe without a reader."""
+"""Error numbers of writing to a closed terminal, or to a pipe without a reader."""
 
 
 def printable(text: str) -> str:
-    """Return the text without escape sequences and control characters. Line ends and tabs stay."""
+    """Return the text without escape sequences and control characters. Line ends and tabs remain."""
     return _CONTROL.sub("", _SEQUENCE.sub("", text.replace("\r\n", "\n")))
 
 
 class Console(rich.console.Console):
-    """Rich console writing no escape sequences except its own styles."""
+    """Console of the library Rich that prints no escape sequences except its own."""
 
     def __init__(self, **settings: Any) -> None:
         super().__init__(**settings)
@@ -52,7 +52,7 @@ class Terminal(Console):
     """Console that silently stops printing once its terminal, or the reader of its pipe, is gone."""
 
     def print(self, *objects: Any, **options: Any) -> None:
-        """Print like `Console`. After the terminal is gone this does nothing."""
+        """Print like `Console`, but do nothing once the terminal is gone."""
         try:
             super().print(*objects, **options)
         except OSError as error:
@@ -61,7 +61,7 @@ class Terminal(Console):
             self.on_broken_pipe()
 
     def __exit__(self, *raised: Any) -> None:
-        """Write the last state of a live line. After the terminal is gone this does nothing."""
+        """Write the last state of a progress line. Does nothing once the terminal is gone."""
         try:
             super().__exit__(*raised)
         except OSError as error:
@@ -70,11 +70,11 @@ class Terminal(Console):
             self.on_broken_pipe()
 
     def show_cursor(self, show: bool = True) -> bool:
-        """Never hide the cursor. A killed process could not show it again."""
+        """Leave the cursor visible. A killed process could not show it again."""
         return False
 
     def on_broken_pipe(self) -> None:
-        """Discard all further output of the process. Rich would end the process instead."""
+        """Discard all further output after a broken pipe. Rich would end the process instead."""
         self.quiet = True
         # The descriptor itself is redirected, because libraries and child processes write to it too.
         devnull = os.open(os.devnull, os.O_WRONLY)
@@ -83,7 +83,7 @@ class Terminal(Console):
 
 
 class FirstOfEachKind:
-    """Notices shown once per kind. Callers count repeated events themselves."""
+    """Notices that are shown only once per kind. Callers count repeated events themselves."""
 
     def __init__(self, show: Callable[[str], object]) -> None:
         self._show = show
@@ -97,7 +97,7 @@ class FirstOfEachKind:
 
 
 def guard_logging() -> None:
-    """Make log records without their own handler printable. They go to the terminal."""
+    """Print log records of loggers without a handler on the terminal, without escape sequences."""
     if logging.lastResort is not None:
         logging.lastResort.addFilter(_printable_record)
 
@@ -114,7 +114,7 @@ class _PrintableOnly(RenderHook):
 
 
 class _Printable:
-    """Renderable with printable texts in its segments."""
+    """A Rich renderable whose texts have no escape sequences."""
 
     def __init__(self, shown: ConsoleRenderable) -> None:
         self._shown = shown

@@ -1,4 +1,4 @@
-"""The command `megarl`. Commands import heavy modules themselves, so that help and config errors are immediate."""
+"""The command `megarl`. Commands import heavy modules inside their functions, so that `--help` is fast."""
 
 from __future__ import annotations
 
@@ -58,8 +58,10 @@ def _program(
 
 # typer has no options with an optional value, so a bare --resume is rewritten before parsing.
 class _TrainCommand(RecipeCommand):
-    """Train command with an optional value of `--resume`, after an equals sign only. The next argument is never its
-    value."""
+    """The command `train`, whose option `--resume` may have a value after an equals sign (`--resume=must`).
+
+    The next argument is never the option's value.
+    """
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         return super().parse_args(ctx, ["--resume=if-any" if text == "--resume" else text for text in args])
@@ -135,16 +137,15 @@ def _folder_hint(path: Path) -> str:
 
 
 def _place_of(run_folder: Path) -> dict[str, str]:
-    """Return the location of a run's folder as recipe fields."""
+    """Return the recipe fields that give a run folder's place, for a message."""
     absolute = run_folder.absolute()
     return {"runs_folder": str(absolute.parent), "name": absolute.name}
 
 
 def _has_work(recipe: Recipe, resume: str | None) -> bool:
-    """Return whether anything is left to train. Prints a message for a finished run, before anything is started or
-    changed.
+    """Return whether the run has steps left. For a finished run, print a message before anything starts or changes.
 
-    Raises ConfigError if the run's folder does not fit the options.
+    Raises ConfigError if the run folder does not fit the options.
     """
     from megarl.config.recipe import recipe_changes
     from megarl.tracking.earlier_run import EarlierRun
@@ -202,7 +203,7 @@ def evaluate(
 
 
 def _numbers(text: str) -> list[int]:
-    """Return the whole numbers of `--k`. Raises ConfigError if one is not a whole number."""
+    """Return the numbers in the option `--k`. Raises ConfigError if one is not a whole number."""
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
@@ -330,7 +331,7 @@ def doctor(
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
 ) -> None:
-    """Show whether this environment's parts fit together, and what megarl will use and why."""
+    """Show whether this machine's libraries and devices fit together, and which of them megarl will use."""
     from megarl.cluster.doctor import differences, examine, examine_nodes
     from megarl.config.recipe import error_page, load
     from megarl.preflight import planned_host_bytes
@@ -367,9 +368,9 @@ def report(
         ),
     ] = None,
 ) -> None:
-    """Write one HTML page about a run, or several side by side: curves, times, samples, faults. Needs no network.
+    """Write one HTML page about a run, or several side by side: curves, times, samples, errors. Needs no network.
 
-    For evaluations: accuracies, paired difference from the first with its interval, changed answers.
+    For evaluations: accuracies, differences from the first one with confidence intervals, changed answers.
     """
     from megarl.console import print_report
     from megarl.report.page import write_report
@@ -388,7 +389,7 @@ def metrics(
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
     as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown page, a table per group.")] = False,
 ) -> None:
-    """Print the table of all metrics: name, unit, meaning. JSON also has the module computing each."""
+    """Print the table of all metrics: name, unit, meaning. With --json also the module that computes each."""
     from megarl.console import print_metrics
     from megarl.tracking.metric_table import find, metrics_markdown, rows
 
@@ -420,7 +421,7 @@ def samples(
     search: Annotated[str, typer.Option(help="Show only samples with this text; without --step from all steps.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="Limit of printed samples without a terminal.")] = 10,
 ) -> None:
-    """Look at samples of a run, or answers of an evaluation. On a terminal one at a time, otherwise printed."""
+    """Show samples of a run, or answers of an evaluation: one at a time on a terminal, otherwise all."""
     from megarl.report.browse import Selection, browse
     from megarl.terminal import Terminal
 
@@ -443,7 +444,7 @@ def serve(
     tp: Annotated[int, typer.Option(min=1, help="Size of the engine's tensor parallelism.")] = 1,
     kv_cache_gib: Annotated[float, typer.Option(min=0.01, help="KV cache of one rank in GiB.")] = 1.0,
 ) -> None:
-    """Serve a trained model with OpenAI's API, until SIGINT or SIGTERM."""
+    """Serve a trained model with OpenAI's API, until SIGINT or SIGTERM arrives."""
     from megarl.config import RolloutConfig
     from megarl.config.rollout import LOOPBACK, MIN_TOKEN_CHARACTERS, EndpointConfig
     from megarl.serving.local_model import serve
@@ -460,8 +461,10 @@ def serve(
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the console script. An expected error prints one message and sets its exit code; any other prints a
-    traceback, code 70."""
+    """Entry point of the command. An expected error prints one message and sets its exit code.
+
+    Any other error prints a traceback and sets exit code 70.
+    """
     if not sys.warnoptions:
         # Deprecations of other libraries are not the user's to fix, and they would hide real messages.
         warnings.simplefilter("ignore")
@@ -485,7 +488,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _leave(code: int) -> NoReturn:
-    """End the process with this code, even if its output cannot be written (full disk, closed terminal)."""
+    """End the process with this exit code, even if its output cannot be written (full disk, closed terminal)."""
     for stream in (sys.stdout, sys.stderr):
         try:
             stream.flush()

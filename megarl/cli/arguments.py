@@ -1,4 +1,4 @@
-"""Arguments shared by several commands."""
+"""Command-line arguments that several commands share."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ Overrides = Annotated[
 
 
 class RecipeCommand(TyperCommand):
-    """Command with a recipe and overrides. Its error for an unknown option names the recipe's field."""
+    """Command with a recipe and overrides. For an unknown option its error suggests a recipe field."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
-        """Parse the arguments. Raises ConfigError naming the recipe field of each unknown option."""
+        """Parse the arguments. Raises ConfigError for unknown options, with the recipe field for each."""
         # click's own error names no recipe field. With this setting unknown options stay among the arguments, in order.
         ctx.ignore_unknown_options = True
         rest = super().parse_args(ctx, args)
@@ -38,7 +38,7 @@ class RecipeCommand(TyperCommand):
 
 
 def _given(ctx: Any, argument: Any) -> list[str]:
-    """Return the texts of an argument."""
+    """Return the texts given for a command-line argument."""
     value = ctx.params.get(argument.name)
     return [] if value is None else [str(item) for item in (value if isinstance(value, list | tuple) else [value])]
 
@@ -54,7 +54,7 @@ def _options(arguments: Sequence[str]) -> Iterator[tuple[str, str | None]]:
 
 
 def _unknown_option(option: str, value: str | None, parameters: Sequence[Any]) -> str:
-    """Return a line like `--steps: unknown option; write train.steps=5`."""
+    """Return the error about one unknown option: `--steps: unknown option; write train.steps=5`."""
     from megarl.config.explaining import option_hint
 
     known = [name for parameter in parameters for name in parameter.opts if name.startswith("--")]

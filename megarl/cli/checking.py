@@ -1,4 +1,4 @@
-"""Checks of a recipe before any command starts or submits a run."""
+"""Checks of a recipe, made before a command starts or submits a run."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @contextlib.contextmanager
 def checking(display: Display) -> Iterator[None]:
-    """Show on the terminal that a recipe is being checked, while the context is active."""
+    """Show on the terminal that a recipe is being checked, as long as the context manager is active."""
     with display.phase("checking the recipe"), display.live():
         yield
 
@@ -26,7 +26,8 @@ def checked(
 ) -> tuple[ParallelConfig, dict[str, int], Dropped, Kept]:
     """Check a recipe completely and print its warnings.
 
-    Returns its layout, records per data source, too long ones, and retained records. `is_start`: see `preflight.check`.
+    Returns four things: the parallel layout, the number of records per data source, of those left out as too long, and
+    the remaining training records. `is_start`: see `preflight.check`.
     """
     from megarl.preflight import check, check_rewards, count_records, resource_warnings
     from megarl.terminal import Terminal
@@ -47,7 +48,7 @@ def checked(
 
 
 def with_notices_shown(recipe: Recipe) -> Recipe:
-    """Print the notices about values dropped while reading the recipe. Returns the recipe."""
+    """Print the notices about ignored values of the recipe file. Returns the recipe unchanged."""
     from megarl.terminal import Terminal
 
     console = Terminal(stderr=True, soft_wrap=True, highlight=False, markup=False)

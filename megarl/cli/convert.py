@@ -42,7 +42,7 @@ def to_megatron(
 ) -> None:
     """Write a Hugging Face model folder as a Megatron checkpoint, with one chunk per shard of the given parallel sizes.
 
-    A trainer of any parallel sizes can load the checkpoint. It loads fastest at the given ones.
+    A trainer of any parallel sizes can load the checkpoint. With the given sizes it loads fastest.
     """
     import torch
 
@@ -70,7 +70,7 @@ def to_hf(
     ] = None,
     verify: Verify = False,
 ) -> None:
-    """Write a Megatron checkpoint of any parallel sizes as a model folder."""
+    """Write a Megatron checkpoint of any parallel sizes as a Hugging Face model folder."""
     import torch
 
     from megarl.checkpoint import convert
@@ -92,7 +92,8 @@ def to_hf(
 
 
 def _model_of_run(checkpoint: Path) -> tuple[Path, Mapping[str, Any]] | None:
-    """Return the model folder and model.override_config of the run containing a checkpoint, or None outside a run."""
+    """Return model folder and model.override_config from the run that contains a checkpoint. None: it is in no run
+    folder."""
     from megarl.config.recipe import load
 
     folder = checkpoint.absolute()

@@ -64,7 +64,7 @@ def check_data(
     chat_template: Annotated[str | None, typer.Option(help="See model.chat_template.", show_default=False)] = None,
     system_prompt: Annotated[str | None, typer.Option(help="See data.system_prompt.", show_default=False)] = None,
 ) -> None:
-    """Read a whole data source. Print faults by line, lengths, duplicates, overlap with held-out data, the first
+    """Read a whole data source. Print its errors by line, lengths, duplicates, overlap with held-out data, and first
     record."""
     if recipe is not None:
         given = {
@@ -96,7 +96,7 @@ def check_data(
 
 
 def _names(data_format: str | None, fields: str | None, answer_field: str | None) -> FieldNames:
-    """Return the field names given by options. Raises ConfigError for values refused in a recipe too."""
+    """Return the record field names given by options. Raises ConfigError for invalid ones."""
     import yaml
     from pydantic import ValidationError
 
@@ -128,10 +128,10 @@ def _names(data_format: str | None, fields: str | None, answer_field: str | None
 
 
 def _check_of_recipe(path: Path, source: str | None, heldout: list[str], others: list[str]) -> None:
-    """Check the data sets of a recipe. Exit with an error if one of them is not sound.
+    """Check the data sets of a recipe, and exit with an error if one of them has errors.
 
-    With `source`, check only this source, read like the recipe's training data. Compare its prompts with the prompts
-    of `heldout`.
+    With `source`, check only this source, read like the recipe's training data, and compare its prompts with those of
+    `heldout`.
     """
     from megarl.config.recipe import load
     from megarl.preflight.files import survey_as_training, surveys
@@ -157,7 +157,7 @@ def _check_of_recipe(path: Path, source: str | None, heldout: list[str], others:
 
 
 def _tokenizer(recipe: Recipe) -> Tokenizer | None:
-    """Return the tokenizer of the recipe's model. If the model is missing, print a notice and return None."""
+    """Return the tokenizer of the recipe's model. If the folder is missing, print a notice and return None."""
     from megarl.data.chat import tokenizer_of
 
     if Path(recipe.model.folder).is_dir():

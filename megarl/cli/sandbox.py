@@ -1,4 +1,4 @@
-"""`megarl sandbox`: the isolation available on this machine."""
+"""`megarl sandbox`: shows the sandbox isolation available on this machine."""
 
 from __future__ import annotations
 
@@ -26,9 +26,9 @@ def _sandbox() -> None:
 def check_sandbox(
     as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
 ) -> None:
-    """Show the isolation layers of this machine, and remedies for missing ones.
+    """Show which isolation layers this machine supports, and how to get missing ones.
 
-    Exit code 0: all layers are there, else 2.
+    Exit code 0: all layers are supported, 2: some are missing.
     """
     from megarl.console import print_layers
     from megarl.sandbox.check import examine

@@ -1,4 +1,4 @@
-"""`megarl slurm`: a recipe as a batch job."""
+"""`megarl slurm`: runs a recipe as a Slurm batch job."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ app = typer.Typer(name="slurm", help="Run a recipe as a Slurm job.", no_args_is_
 
 @app.command(cls=RecipeCommand)
 def render(recipe: RecipePath, overrides: Overrides = None) -> None:
-    """Print the batch script of a recipe."""
+    """Print the Slurm batch script of a recipe."""
     print(_batch_script(recipe, overrides or ()), end="")
 
 
@@ -27,7 +27,7 @@ def submit(
         list[str] | None, typer.Option("--sbatch", help="Option for sbatch; repeatable.", show_default=False)
     ] = None,
 ) -> None:
-    """Submit a recipe's job after the checks of a dry run and a test by sbatch."""
+    """Check a recipe as a dry run does, let sbatch test the batch script, then submit it."""
     from megarl.cluster.sbatch import submit
     from megarl.preflight import load, with_cache, with_steps
     from megarl.tracking.display import Display
