@@ -1,8 +1,8 @@
-"""Progress of a run on the screen: a live line below the other lines on a terminal, only plain lines elsewhere.
+"""Progress of a run on the screen: on a terminal a live line below the other lines, otherwise plain lines only.
 
-The live line has the phase with its time, the step, the time left and a graph of the reward. A step's own line
-shows the signs of a hacked reward together: reward, accuracy, length, truncated share, KL if measured, log-prob
-mismatch of trainer and engine, entropy.
+The live line has the current phase with its time, the step, the time left and a graph of the reward. The line of a
+finished step shows the signs of reward hacking together: reward, accuracy, length, truncated share, KL if measured,
+difference of trainer and engine log-probs, entropy.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from megarl.terminal import Terminal
 from megarl.tracking.health import is_accuracy
 
 MOST_LINES = 200
-"""Up to this number of steps in a run, each step has a line."""
+"""A run with at most this many steps prints a line for each step."""
 
 STEP_LINE = (
     ("divergence", ("distillation/divergence", "distillation/reverse_kl")),
@@ -37,7 +37,7 @@ STEP_LINE = (
     ("entropy", ("train/entropy",)),
     ("tokens/s/rank", ("perf/tokens_per_second_per_rank",)),
 )
-"""Items of a step's line: a label, and metrics of which the first available one is shown."""
+"""Items of a finished step's line: a label, and alternative metrics, of which the first available one is shown."""
 
 _SPARKLINE_LENGTH = 24
 """Number of recent steps in the graph of the live line."""
@@ -48,20 +48,20 @@ _REFRESHES_PER_SECOND = 4
 
 
 class Closing(NamedTuple):
-    """Results printed at the end of a finished run."""
+    """Results for the summary printed when a run finishes."""
 
     model: str | None
     """Folder of the trained model. None: the run only evaluated."""
     accuracies: Mapping[str, tuple[float, float]]
-    """First and last accuracy of each validation set."""
+    """First and last accuracy of each validation set, keyed by its name."""
     phase_seconds: Mapping[str, float]
     next_commands: Sequence[str]
     resumed_step: int = 0
-    """Step resumed from. 0: this is the first attempt."""
+    """Step of the checkpoint from which this attempt continued. 0: it started from the beginning."""
 
 
 class Display:
-    """Screen of one run. It prints from any thread; `live` refreshes the live line from its own thread."""
+    """Screen of one run. Any thread may print to it; `live` refreshes the live line in a thread of its own."""
 
     def __init__(
         self, console: rich.console.Console | None = None, *, clock: Callable[[], float] = time.monotonic
@@ -81,13 +81,15 @@ class Display:
 
     @property
     def is_live(self) -> bool:
-        """Whether the output is a terminal able to rewrite a line. Forced colours do not count as one."""
+        """Whether the output is a terminal that can rewrite a line. Colours forced by a variable (FORCE_COLOR) do not
+        prove it."""
         # rich reports a terminal if colours are forced, so the file itself is asked too.
         return self.console.is_terminal and not self.console.is_dumb_terminal and self.console.file.isatty()
 
     @contextmanager
     def live(self) -> Iterator[None]:
-        """Show the live line within, if the output is a terminal. It disappears afterwards."""
+        """Show the live line while the context manager is active, if the output is a terminal. It disappears
+        afterwards."""
         if not self.is_live:
             yield
             return
@@ -105,7 +107,8 @@ class Display:
 
     @contextmanager
     def phase(self, name: str, *, is_told: bool = False) -> Iterator[None]:
-        """Show the phase of the run within. `is_told`: print a line for it if there is no live line."""
+        """Show the run's phase while the context manager is active. `is_told`: without a live line, print a line for
+        it."""
         if is_told and not self.is_live:
             self.tell(name)
         self._phases.append((name, self._clock()))
@@ -119,7 +122,7 @@ class Display:
         self._steps = steps
 
     def begin_step(self, step: int) -> None:
-        """Set the current step."""
+        """Set the number of the current step."""
         self._current = step
 
     def tell(self, text: str) -> None:
@@ -160,7 +163,7 @@ class Display:
             self.console.print(Text.assemble((f"{label:<10}", "bold"), text), soft_wrap=True)
 
     def status(self) -> Text:
-        """Return the live line as it is now."""
+        """Return the text of the live line at this moment."""
         now, phases = self._clock(), tuple(self._phases)
         words = [_WHEEL[int(now * _REFRESHES_PER_SECOND) % len(_WHEEL)]]
         if self._current is not None:
@@ -175,7 +178,7 @@ class Display:
         return Text("  ".join(words), style="dim", no_wrap=True, overflow="crop")
 
     def _steps_text(self, resumed_step: int) -> str:
-        """Return the steps of this attempt as text."""
+        """Return the number of steps in this attempt, in words."""
         if self._steps == 0:
             return "evaluation"
         last = self._step or 0
@@ -184,8 +187,8 @@ class Display:
         return f"steps {resumed_step + 1} to {last}" if last > resumed_step else f"no step after {resumed_step}"
 
     def _has_line(self, step: int, row: Mapping[str, float]) -> bool:
-        """Return whether the step is printed as a line. Long runs print only some steps; the first omitted one prints a
-        note."""
+        """Return whether the step gets a line. Long runs print only some steps; at the first omitted one a note says
+        so."""
         if self._steps is None or self._steps <= MOST_LINES:
             return True
         if not self._has_noted_thinning:
@@ -197,7 +200,7 @@ class Display:
         return is_end or step % math.ceil(self._steps / MOST_LINES) == 0 or any(n.startswith("val/") for n in row)
 
     def _words(self, step: int, row: Mapping[str, float]) -> list[str]:
-        """Return the items of a step's line."""
+        """Return the items (labels with values) of a finished step's line."""
         words = [f"step {step}" + (f"/{self._steps}" if self._steps else "")]
         for label, names in STEP_LINE:
             found = next((row[name] for name in names if name in row), None)
@@ -212,7 +215,8 @@ class Display:
         return words
 
     def _seconds_left(self, now: float) -> float | None:
-        """Return the time left at the pace of the steps after the first, which includes one-time work."""
+        """Return the estimated time left, from the mean step time. The first step is left out because it compiles
+        kernels."""
         if self._steps is None or self._first_logged is None or self._step is None:
             return None
         first, began = self._first_logged
@@ -223,7 +227,7 @@ class Display:
         return max(0.0, pace * (self._steps - self._step) - (now - self._last_logged))
 
     def _sparkline(self) -> str:
-        """Return the recent values as a graph of block characters."""
+        """Return the recent values of a metric as a graph of block characters."""
         # Terminals without UTF-8 cannot print block characters.
         blocks = _BLOCKS if (self.console.encoding or "").lower().startswith("utf") else _BLOCKS_ASCII
         recent = tuple(self._recent_values)  # another thread may add to it
@@ -233,7 +237,7 @@ class Display:
 
 
 def _shares(phase_seconds: Mapping[str, float]) -> str:
-    """Return the phases with seconds and share of the total, longest first."""
+    """Return each phase with its seconds and its share of the total, longest first."""
     total = sum(phase_seconds.values())
     order = sorted(phase_seconds.items(), key=lambda item: -item[1])
     return ", ".join(f"{name} {seconds:.1f} s ({seconds / total:.0%})" for name, seconds in order if seconds >= 0.05)

@@ -1,4 +1,4 @@
-"""State of a run folder left by an earlier start. Changes nothing."""
+"""State of a run folder left by an earlier start of the run. This module only reads."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from megarl.files.atomic import storage_faults_named
 from megarl.types import ConfigError, DataError
 
 SCHEMA = 5
-"""Version of the recipe's field names and of the driver's state in a checkpoint."""
+"""Version of the recipe's field names and of the driver's state in checkpoints. Other versions cannot be resumed."""
 
 DRIVER = "driver.json"
-"""File in a checkpoint with the driver's state."""
+"""Name of the file with the driver's state inside a checkpoint."""
 
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
 _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
@@ -25,19 +25,19 @@ _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
 
 @dataclass(frozen=True, slots=True)
 class EarlierRun:
-    """Run folder as found. `status` is empty if status.json is missing or is not a JSON object."""
+    """A run folder before a start. `status` is empty if status.json is missing or is not a JSON object."""
 
     path: Path
     status: Mapping[str, Any]
     has_status: bool
     checkpoints: tuple[Path, ...]
-    """Complete checkpoints, newest first. Their files may be damaged."""
+    """Complete checkpoints, newest first. Their files may still be damaged."""
     damaged: tuple[Path, ...]
-    """Checkpoints found damaged and renamed by earlier starts."""
+    """Checkpoints that earlier starts found damaged and renamed."""
 
     @classmethod
     def read(cls, path: Path) -> Self:
-        """Read the folder, which may be missing. Raises StorageError if it cannot be read."""
+        """Read the state of a run folder, which need not exist. Raises StorageError if it cannot be read."""
         home = path / "checkpoints"
         with storage_faults_named(path):
             content = _content(path / "status.json")
@@ -52,11 +52,11 @@ class EarlierRun:
 
     @property
     def step(self) -> int:
-        """Last trained step according to status.json."""
+        """Last trained step in status.json."""
         return whole_number(self.status.get("step"))
 
     def recipe(self) -> dict[str, Any]:
-        """Return the recipe in config.yaml as JSON values, {} if it cannot be read."""
+        """Return the earlier start's recipe (config.yaml) as JSON values, {} if it cannot be read."""
         # Imported here: most callers need only the status and the checkpoints.
         import yaml
 
@@ -69,10 +69,7 @@ class EarlierRun:
         return values if isinstance(values, dict) else {}
 
     def refuse_new_start(self) -> None:
-        """Raise ConfigError if a start from the beginning would overwrite something.
-
-        An earlier start without a trained step may be overwritten.
-        """
+        """Raise ConfigError if a start from the beginning would overwrite trained steps."""
         if self.checkpoints or self.damaged:
             kept = ", ".join(folder.name for folder in (*self.checkpoints, *self.damaged))
             told = f"with checkpoints ({kept})"
@@ -89,7 +86,7 @@ class EarlierRun:
         )
 
     def finished_text(self, steps: int) -> str | None:
-        """Return a message if the run has finished at least `steps` steps, else None."""
+        """Return a message if the run has already trained at least `steps` steps, else None."""
         if self.status.get("state") != "done" or self.step < steps:
             return None
         return (
@@ -98,7 +95,7 @@ class EarlierRun:
         )
 
     def require_checkpoint(self) -> None:
-        """Raise ConfigError if there is nothing to resume."""
+        """Raise ConfigError if the folder has no checkpoint to resume from."""
         if not self.checkpoints and not self.damaged:
             raise ConfigError(
                 f"--resume=must: {self.path} has no checkpoint to go on from. Check name and runs_folder; --resume "
@@ -106,7 +103,8 @@ class EarlierRun:
             )
 
     def refuse_start_over(self) -> None:
-        """Raise DataError if checkpoints exist. Call it if none is usable, instead of starting over."""
+        """Raise DataError if checkpoints exist but none can be loaded. The run does not silently start from the
+        beginning."""
         if self.checkpoints or self.damaged:
             raise DataError(
                 f"{self.path / 'checkpoints'}: none of its {len(self.checkpoints) + len(self.damaged)} checkpoints is "
@@ -115,7 +113,7 @@ class EarlierRun:
 
 
 def refuse_other_schema(checkpoint: Path) -> None:
-    """Raise DataError for a checkpoint of another schema. Unreadable ones are left to other checks."""
+    """Raise DataError for a checkpoint with another schema version. Unreadable checkpoints are left to other checks."""
     with storage_faults_named(checkpoint):
         content = _content(checkpoint / DRIVER)
     if not (driver := _as_object(content)):
@@ -131,14 +129,14 @@ def refuse_other_schema(checkpoint: Path) -> None:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Return whether a folder has a checkpoint's name."""
+    """Return whether a folder is named like a checkpoint."""
     return _CHECKPOINT.fullmatch(folder.name) is not None
 
 
 def newest_checkpoint(path: Path) -> Path | None:
-    """Return `path` if it is a checkpoint, else the newest checkpoint of a run. None: there is none.
+    """Return `path` itself if it is a checkpoint, else the newest checkpoint of the run at `path`. None: there is none.
 
-    The run is given by its folder or its checkpoints/ folder.
+    A run is given by its folder or by its checkpoints/ folder.
     """
     if is_checkpoint(path) and path.is_dir():
         return path
@@ -152,7 +150,7 @@ def checkpoint_step(folder: Path) -> int:
 
 
 def whole_number(value: Any) -> int:
-    """Return an integer of status.json, 0 for any other value."""
+    """Return an integer field of status.json, 0 if it has any other value."""
     return value if isinstance(value, int) and not isinstance(value, bool) else 0
 
 
@@ -174,7 +172,7 @@ def _as_object(content: bytes | None) -> dict[str, Any]:
 
 
 def _folders(home: Path) -> list[Path]:
-    """Return the folders in a folder. Raises OSError if it cannot be read, unlike Path.glob."""
+    """Return the folders inside a folder. Raises OSError if it cannot be read; Path.glob would return nothing."""
     try:
         with os.scandir(home) as entries:
             return [home / entry.name for entry in entries if entry.is_dir(follow_symlinks=False)]

@@ -1,6 +1,6 @@
-"""Health of a run: rules over its metrics, warning of a run unable to learn or losing its abilities.
+"""Health rules: checks of a run's metrics, which warn if the policy cannot learn or loses abilities.
 
-Pure functions of numbers, without ranks, files or screens. Each rule is a row of RULES and warns once in a run.
+They are functions of numbers, without ranks, files or screens. Each rule is a row of RULES, and warns once in a run.
 """
 
 from __future__ import annotations
@@ -15,19 +15,18 @@ from typing import Any, NamedTuple
 from megarl.config.health import HealthConfig
 
 LOWEST_LEARNING_RATE = 1e-8
-"""Lowest usual rate. Adam moves a weight by about the rate in an update: 10,000 updates below this rate move it by less
-than 1e-4."""
+"""Lowest usual learning rate. Adam moves a weight by about the rate per update, so 10,000 updates move it by 1e-4."""
 LORA_FACTOR = 10.0
-"""Adapters usually train at ten times the rate of full weights (Schulman et al. 2025, LoRA Without Regret)."""
+"""Factor of the usual learning rates for LoRA adapters (Schulman et al. 2025, LoRA Without Regret)."""
 _EVALUATIONS = 2
-"""Number of consecutive evaluations required below the best. A single one may be chance."""
+"""Number of consecutive evaluations that must be below the best one. A single one may be chance."""
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
-"""Steps and finite values of each watched metric, in order."""
+"""Finite values of each watched metric with their steps, in order."""
 
 
 class Evidence(NamedTuple):
-    """Metric breaking a rule, its value, and its comparison as text."""
+    """Result of a check: the metric that breaks a rule, its value, and the comparison in words."""
 
     metric: str
     value: float
@@ -36,7 +35,7 @@ class Evidence(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """Rule broken after a step."""
+    """A health rule broken after a step, as reported to the user."""
 
     rule: str
     step: int
@@ -47,16 +46,16 @@ class Finding:
 
     @property
     def text(self) -> str:
-        """The warning: rule, metric, value, problem and remedy."""
+        """Text of the warning: rule, metric, value, problem and remedy."""
         return f"health, {self.rule}: {self.metric} is {self.value:.3g} {self.problem}. Try this: {self.remedy}."
 
     def as_json(self) -> dict[str, Any]:
-        """Return the finding as an object for status.json."""
+        """Return the finding as a JSON object for status.json."""
         return asdict(self)
 
 
 class Rule(NamedTuple):
-    """Rule with its watched metrics, its check, the meaning of a broken rule, and a remedy."""
+    """A health rule: the metrics it watches, its check, what a broken rule means, and a remedy."""
 
     name: str
     metrics: tuple[str, ...]
@@ -66,7 +65,7 @@ class Rule(NamedTuple):
 
 
 def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callable[[Series, HealthConfig], Any]:
-    """Return a check for the last `window` values of a metric all being bad."""
+    """Return a check that fails if the last `window` values of a metric are all bad."""
 
     def check(series: Series, health: HealthConfig) -> Evidence | None:
         last = _values(series, metric)[-health.window :]
@@ -80,10 +79,10 @@ def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callab
 def _rises(
     metric: str, factor: Callable[[HealthConfig], float], least: Callable[[HealthConfig], float]
 ) -> Callable[[Series, HealthConfig], Evidence | None]:
-    """Return a check for a rising metric.
+    """Return a check that fails if a metric rises: the median of its last `window` values against the median of the
+    first.
 
-    It compares the median of the last `window` values with the median of the first. Broken if the ratio reaches
-    `factor` and the last median reaches `least`.
+    It fails if the ratio of both is at least `factor` and the last median is at least `least`.
     """
 
     def check(series: Series, health: HealthConfig) -> Evidence | None:
@@ -101,7 +100,7 @@ def _rises(
 
 
 def _validation_falls(series: Series, health: HealthConfig) -> Evidence | None:
-    """Find a validation set with falling accuracy while the training reward rises."""
+    """Find a validation set whose accuracy falls while the training reward rises."""
     rewards = series.get("reward/mean", ())
     for metric in [name for name in series if is_accuracy(name)]:
         evaluated = series[metric]
@@ -122,7 +121,7 @@ def _validation_falls(series: Series, health: HealthConfig) -> Evidence | None:
 
 
 def _values(series: Series, metric: str) -> list[float]:
-    """Return the values of a metric."""
+    """Return the values of a metric in order, without their steps."""
     return [value for _, value in series.get(metric, ())]
 
 
@@ -198,21 +197,21 @@ RULES = (
         "algorithm.kl_coefficient, and keep checkpoint.best",
     ),
 )
-"""Rules checked after each step."""
+"""All health rules checked after each step."""
 LEARNING_RATE = "learning_rate"
-"""Name of the rule checked at the start (`unusual_learning_rate`)."""
+"""Name of the health rule that is checked once at the start (`unusual_learning_rate`)."""
 
 
 @dataclass(slots=True)
 class Health:
-    """State of the rules in a run. `warned`: names of the rules already broken."""
+    """State of the health rules in a run. `warned` has the names of the rules already broken."""
 
     config: HealthConfig
     warned: set[str] = field(default_factory=set)
     _series: defaultdict[str, list[tuple[int, float]]] = field(default_factory=lambda: defaultdict(list))
 
     def observe(self, step: int, metrics: Mapping[str, float | None]) -> list[Finding]:
-        """Add a step's metrics. Return the rules broken for the first time."""
+        """Add a step's metrics. Return the rules that are now broken for the first time."""
         watched = {metric for rule in RULES for metric in rule.metrics}
         for name, value in metrics.items():
             if (name in watched or is_accuracy(name)) and value is not None and math.isfinite(value):
@@ -230,25 +229,26 @@ class Health:
         return found
 
     def takes(self, rule: str) -> bool:
-        """Return whether a health rule is enabled in the recipe and has not yet warned in this run."""
+        """Return whether a health rule is enabled in the recipe and has not warned in this run."""
         return rule not in self.warned and rule not in self.config.off
 
     def replay(self, steps: Iterable[Mapping[str, Any]]) -> None:
-        """Give the rules the metrics of steps logged before a resume. Each row has its number as `step`.
+        """Add the metrics of the steps logged before a resume. Each row has its step number as `step`.
 
-        Rules broken by these steps count as reported: an earlier attempt has warned of them.
+        Rules broken by these steps count as reported, because an earlier attempt has warned.
         """
         for row in steps:
             self.observe(int(row["step"]), {name: value for name, value in row.items() if name != "step"})
 
 
 def usual_learning_rates(hidden_size: int, *, has_lora: bool) -> tuple[float, float]:
-    """Return the usual range of Adam's peak rate. The largest stable one falls as 1 / width (Yang et al. 2022)."""
+    """Return the usual range of Adam's peak learning rate. The largest stable rate falls as 1 / width (Yang et al.
+    2022)."""
     return LOWEST_LEARNING_RATE, (LORA_FACTOR if has_lora else 1.0) / hidden_size
 
 
 def unusual_learning_rate(rate: float, usual: tuple[float, float], step: int = 0) -> Finding | None:
-    """Return the finding for a learning rate outside the usual range, None if it is inside."""
+    """Return the finding for a learning rate outside the usual range. None: the rate is inside."""
     low, high = usual
     if low <= rate <= high:
         return None

@@ -1,8 +1,8 @@
-"""Settings of a run for TensorBoard's HPARAMS tab: two summaries in addition to the scalars.
+"""Settings of a run for TensorBoard's HPARAMS tab, stored as two summaries in addition to the scalars.
 
 The first summary declares the columns. They are the same for all loops, so that all runs share one table. The second
-has the values of the run's effective fields. For a run resumed with changed settings, TensorBoard shows the first
-values.
+has the run's values of the recipe fields with an effect. For a run resumed with changed settings, TensorBoard shows the
+first values.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ SECTIONS = (
     "loop", "seed", "model.path", "model.dtype", "data.train", "lora", "algorithm", "critic", "preference", "optimizer",
     "train", "rollout.sampling", "reward",
 )  # fmt: skip
-"""Fields shown as columns. A section stands for all its fields."""
+"""Recipe fields shown as columns. A section stands for all its fields."""
 
 # protobuf creates the message classes at import, so type checkers do not know their fields.
 _api: Any = api_pb2
@@ -34,7 +34,7 @@ _TYPES = {bool: "DATA_TYPE_BOOL", int: "DATA_TYPE_FLOAT64", float: "DATA_TYPE_FL
 
 
 def summaries(recipe: Recipe) -> list[Any]:
-    """Return the two summaries of a run: the columns with the compared metrics, and the run's values."""
+    """Return the two summaries of a run: the columns with the metrics to compare, and the run's values."""
     fields = dict(_fields(Recipe))
     experiment = _api.Experiment(
         time_created_secs=time.time(),
@@ -58,13 +58,13 @@ def summaries(recipe: Recipe) -> list[Any]:
 
 
 def ended() -> Any:
-    """Return the summary marking the end of a run. `status.json` has the reason."""
+    """Return the summary that marks the end of a run. The reason of the end is in `status.json`."""
     info = _plugin.SessionEndInfo(status=_api.STATUS_UNKNOWN, end_time_secs=time.time())
     return _summary(metadata.SESSION_END_INFO_TAG, _plugin.HParamsPluginData(session_end_info=info))
 
 
 def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield the columns by dotted name, with their annotations."""
+    """Yield the recipe fields of the columns by dotted name, each with its type annotation."""
     for own, field in section.model_fields.items():
         name = f"{prefix}{own}"
         if isinstance(field.annotation, type) and issubclass(field.annotation, Section):
@@ -74,7 +74,7 @@ def _fields(section: type[Section], prefix: str = "") -> Iterator[tuple[str, Any
 
 
 def _metrics(recipe: Recipe) -> list[str]:
-    """Return the metrics for comparing runs."""
+    """Return the metrics by which the HPARAMS tab compares runs."""
     sets = dict.fromkeys(name for source in recipe.sources for name in source.recipe.data.validation)
     of_loop = ["reward/mean", "reward/accuracy"] if recipe.is_on_policy else ["train/loss"]
     if recipe.loop == "distillation":
@@ -90,7 +90,7 @@ def _data_type(annotation: Any) -> str:
 
 
 def _kinds(annotation: Any) -> Iterator[Any]:
-    """Yield the types of a field's values, without None."""
+    """Yield the types in a field's annotation, without None."""
     origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
         yield from _kinds(arguments[0])

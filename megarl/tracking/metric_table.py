@@ -1,10 +1,8 @@
-"""Table of all metrics: names, units and meanings, read from the modules computing them.
+"""Table of all metrics: names, units and meanings, read from the modules that compute them.
 
-Each module lists its metrics in a literal `METRICS`: name -> (unit, meaning). The modules are parsed and not imported,
-because some need torch and the table must work without it.
-
-Parts of a name in capitals are placeholders: `time/PHASE_seconds`, `val/SET/accuracy`. OWN stands for one or several
-parts.
+Each of these modules lists its metrics in a literal `METRICS`: name -> (unit, meaning). The modules are parsed and not
+imported, because some need torch and the table must work without it. Parts of a name in capitals are placeholders:
+`time/PHASE_seconds`, `val/SET/accuracy`. OWN stands for one or several parts.
 """
 
 from __future__ import annotations
@@ -29,17 +27,17 @@ _PLACEHOLDER = re.compile(r"[A-Z]+")
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """Metric, or all metrics matching a pattern."""
+    """A metric, or all metrics whose names match a pattern."""
 
     name: str
     unit: str
     meaning: str
     module: str
-    """Module computing it."""
+    """Name of the module that computes the metric."""
 
     @property
     def pattern(self) -> re.Pattern[str]:
-        """Regular expression for the names of metrics described by this row of the table of metrics."""
+        """Regular expression for the metric names that this row describes."""
         parts = re.split(f"({_PLACEHOLDER.pattern})", self.name)
         # Only OWN may contain slashes.
         any_of = {"OWN": ".+"}
@@ -50,15 +48,15 @@ class Row:
 
 @cache
 def rows() -> tuple[Row, ...]:
-    """Return all rows, sorted by name."""
+    """Return all rows of the table, sorted by name."""
     found = [row for path in sorted(PACKAGE.rglob("*.py")) for row in _rows_of(path)]
     return tuple(sorted(found, key=lambda row: row.name))
 
 
 def find(name: str) -> Row | None:
-    """Return the row for a logged metric. None: it is user-defined, for example by a custom loss.
+    """Return the row that describes a logged metric. None: the metric is the user's own, for example of a custom loss.
 
-    In mixtures and evaluations, names of other metrics follow `environment/SOURCE/` and `val/SET/`.
+    In mixtures and evaluations, a metric's name follows a prefix `environment/SOURCE/` or `val/SET/`.
     """
     matching = [row for row in rows() if row.pattern.fullmatch(name)]
     best = min(matching, key=_generality, default=None)
@@ -88,12 +86,12 @@ def _cell(text: str) -> str:
 
 
 def _generality(row: Row) -> tuple[bool, int, int]:
-    """Return a sort key: smaller for more specific rows."""
+    """Return a sort key by which a row with fewer placeholders comes first."""
     return "OWN" in row.name, len(_PLACEHOLDER.findall(row.name)), -len(row.name)
 
 
 def _rows_of(path: Path) -> Iterator[Row]:
-    """Yield the rows of a module's METRICS."""
+    """Yield the rows in a module's METRICS."""
     text = path.read_text(encoding="utf-8")
     if f"\n{TABLE} = " not in text:
         return

@@ -1,4 +1,4 @@
-"""Metrics with their reduction over ranks and microbatches: mean, sum, maximum.
+"""Metrics that are combined over ranks and microbatches as mean, sum or maximum.
 
 A mean is weighted by counts. A NaN in any part makes the result NaN.
 """
@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Number from one rank or microbatch. The subclass defines the reduction."""
+    """Number from one rank or microbatch. The subclass defines how several are combined."""
 
     number: float
 
@@ -21,7 +21,7 @@ class Metric:
         return self.number
 
     def merged(self, other: Metric) -> Metric:
-        """Return the reduction of this and another metric of the same subclass."""
+        """Return the combination of two metrics of the same subclass."""
         raise NotImplementedError
 
 
@@ -60,9 +60,9 @@ class Max(Metric):
 
 
 def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Reduce the metrics of several ranks or microbatches by name. Names may be missing in some.
+    """Combine the metrics of several ranks or microbatches by name. A name may be missing in some of them.
 
-    Raises TypeError for a name with two reductions.
+    Raises TypeError for a name with metrics of two subclasses.
     """
     merged: dict[str, Metric] = {}
     for part in parts:
@@ -75,5 +75,5 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
 
 
 def values(metrics: Mapping[str, Metric]) -> dict[str, float]:
-    """Return the scalars to log."""
+    """Return the values to log, keyed by metric name."""
     return {name: metric.value() for name, metric in metrics.items()}

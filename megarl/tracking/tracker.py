@@ -25,13 +25,13 @@ METRICS = {
         "wall time of a phase of the step: start, rollout, logprobs, train, reshard, evaluation, checkpoint, export",
     ),
 }
-"""Units and meanings by metric name, for `tracking.table`."""
+"""Units and meanings of the metrics that `Tracker` adds, keyed by name."""
 
 
 class Tracker:
-    """Writer of a run's metrics and samples to its folder, with a line per step on the console.
+    """Logger of a run: writes metrics and samples to the run folder, prints a line per step, and calls the trackers.
 
-    It adds METRICS to each step: the step's time, and the time spent in each `phase(PHASE)`.
+    It adds the METRICS above to each step: the step's time, and the time spent in each `phase(PHASE)`.
     """
 
     def __init__(
@@ -42,7 +42,8 @@ class Tracker:
         trackers: Sequence[str] = ("tensorboard",),
         display: Display | None = None,
     ) -> None:
-        """Start the trackers, given by names in `trackers.TRACKERS` or import paths. `steps` is the run's length."""
+        """Start the trackers, named as in `trackers.TRACKERS` or by import path. `steps` is the number of steps of the
+        run."""
         self._folder = folder
         self._display = display or Display()
         self._display.begin_steps(steps)
@@ -59,7 +60,7 @@ class Tracker:
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Add the block's time to `time/NAME_seconds` of the next logged step."""
+        """Add the time spent inside the context manager to the metric `time/NAME_seconds` of the next logged step."""
         started = time.monotonic()
         try:
             with self._display.phase(name), span(name):
@@ -69,16 +70,16 @@ class Tracker:
             self._phase_seconds[key] = self._phase_seconds.get(key, 0.0) + time.monotonic() - started
 
     def begin(self, step: int) -> None:
-        """Show the begin of a step."""
+        """Note and show the beginning of a step."""
         self._display.begin_step(step)
 
     @property
     def seconds(self) -> dict[str, float]:
-        """Times of the step so far, by metric name."""
+        """Seconds of the current step so far, in total and by phase, keyed by metric name."""
         return {"time/step_seconds": time.monotonic() - self._step_started, **self._phase_seconds}
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log a step's scalars. Steps must increase. Values that are not finite become null in metrics.jsonl."""
+        """Log a step's metrics. Step numbers must increase. Values that are not finite become null in metrics.jsonl."""
         if self._last_step is not None and step <= self._last_step:
             raise ValueError(f"step {step} is logged after step {self._last_step}; a step is logged once")
         timing = self.seconds
@@ -105,12 +106,12 @@ class Tracker:
         self._to_trackers(lambda tracker: tracker.samples(step, plain))
 
     def token_samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Append token-by-token records to tokens/step_NNNNNN.jsonl. Trackers do not receive them."""
+        """Append samples written token by token to tokens/step_NNNNNN.jsonl. Trackers do not receive them."""
         path = self._folder.tokens_folder / f"step_{step:06d}.jsonl"
         append_whole(path, b"".join(map(json_line, records)))
 
     def flush(self) -> None:
-        """Fsync all logged steps."""
+        """Write all logged steps durably to disk (fsync)."""
         sync(self._folder.metrics_file)
         self._to_trackers(lambda tracker: tracker.sync())
 
@@ -120,7 +121,7 @@ class Tracker:
         self._trackers = {}
 
     def _start(self, name: str) -> None:
-        """Start a tracker. If this fails, warn and continue without it."""
+        """Start a tracker. If that fails, warn and continue without it."""
         try:
             with disk_full_named(self._folder.path):
                 self._trackers[name] = start(name, self._folder.path, self._folder.resumed_step)
@@ -128,7 +129,7 @@ class Tracker:
             self._give_up(name, error)
 
     def _to_trackers(self, action: Callable[[RunTracker], object]) -> None:
-        """Call every tracker. A failing one is dropped with a warning, and the run continues.
+        """Call every tracker. One that fails is dropped with a warning, and the run continues.
 
         Raises DiskFullError: on a full disk nothing else can be written either.
         """
@@ -153,38 +154,38 @@ class Tracker:
         self._display.warn(text)
 
     def notice_once(self, kind: str, text: str) -> None:
-        """Print a warning if it is the first of its kind in this run."""
+        """Print a warning, unless one of its kind was printed in this run."""
         self._notices.tell(kind, text)
 
     def unhealthy(self, finding: Finding) -> None:
-        """Warn of a broken rule on the console, in status.json, and in trackers accepting texts."""
+        """Report a broken health rule on the console, in status.json, and to trackers that accept texts."""
         self.notice(finding.text)
         self._folder.add_finding(finding.as_json())
         self._to_trackers(lambda tracker: _write_finding(tracker, finding))
 
     def _give_up(self, name: str, error: Exception) -> None:
-        """Warn about a failed tracker."""
+        """Print a warning about a tracker that failed and is no longer called."""
         self.notice(
             f"tracker {name} fails ({type(error).__name__}: {error}); continuing without it, "
             f"{self._folder.metrics_file} has the same numbers"
         )
 
     def summary(self, next_commands: Sequence[str], *, has_model: bool) -> None:
-        """Print the results of the finished run and useful next commands."""
+        """Print the results of the finished run and the commands to use next."""
         model = str(self._folder.model_folder) if has_model else None
         accuracies = self._first_and_last_accuracies()
         resumed_step = self._folder.resumed_step
         self._display.close(Closing(model, accuracies, self._total_seconds, next_commands, resumed_step))
 
     def _add_to_totals(self, timing: Mapping[str, float]) -> None:
-        """Add a step's seconds in each phase to the run's totals. Time outside of phases is added as `other`."""
+        """Add a step's seconds by phase to the run's totals. Time outside of all phases is added as `other`."""
         phases = {phase_of(name): seconds for name, seconds in timing.items() if name != "time/step_seconds"}
         phases["other"] = timing["time/step_seconds"] - sum(phases.values())
         for name, seconds in phases.items():
             self._total_seconds[name] = self._total_seconds.get(name, 0.0) + seconds
 
     def _first_and_last_accuracies(self) -> dict[str, tuple[float, float]]:
-        """Return the first and the last accuracy of each validation set, including earlier attempts of the run."""
+        """Return the first and the last accuracy of each validation set, also over earlier attempts of the run."""
         found: dict[str, list[float]] = {}
         for row in self._folder.logged_steps():
             for name, value in row.items():
@@ -194,14 +195,14 @@ class Tracker:
 
 
 def _write_finding(tracker: RunTracker, finding: Finding) -> None:
-    """Pass a finding to a tracker, if it has the optional method `unhealthy`."""
+    """Pass a broken health rule to a tracker, if it has the optional method `unhealthy`."""
     write = getattr(tracker, "unhealthy", None)
     if write is not None:
         write(finding.step, finding.rule, finding.text)
 
 
 def phase_of(name: str) -> str:
-    """Return the phase in a metric name `time/PHASE_seconds`."""
+    """Return PHASE of a metric name `time/PHASE_seconds`."""
     return name.removeprefix("time/").removesuffix("_seconds")
 
 

@@ -1,7 +1,7 @@
-"""Trackers available to recipes: destinations for metrics and samples in addition to `metrics.jsonl`.
+"""Trackers that a recipe can name: destinations of metrics and samples in addition to `metrics.jsonl`.
 
-A new tracker is one file with a class like `RunTracker` and one line in TRACKERS. Recipes name other trackers by import
-path.
+A new tracker is one file with a class like `RunTracker`, and one line in TRACKERS. A recipe may also name a user's
+tracker by import path.
 """
 
 from __future__ import annotations
@@ -19,45 +19,48 @@ TRACKERS = {
     "wandb": "megarl.tracking.wandb:WandB",
     "mlflow": "megarl.tracking.mlflow:MLflow",
 }
-"""Name in a recipe -> `package.module:Class`, imported when a run begins."""
+"""Built-in trackers: name in a recipe -> `package.module:Class`, imported when a run begins."""
 
 
 class RunTracker(Protocol):
-    """Receiver of every step of one run. If it raises, it is dropped with one warning; the run continues.
+    """A tracker of one run. If a method raises, the tracker is dropped with one warning, and the run continues.
 
     It is constructed as `Class(folder, resumed_step)`: the run folder, and the step of the resumed checkpoint (0 for a
-    new run). Values logged for later steps must be discarded.
+    new run). It must discard values logged earlier for later steps.
 
-    A class may have `modules`: each module imported at its start, with a remedy if the import fails. A static method
-    `check()` may raise ConfigError if the environment prevents a start. An optional method `unhealthy(step, rule,
-    text)` receives warnings of `tracking.health`.
+    A class may have `modules`: names of modules imported at its start, each with a remedy if the import fails. A static
+    method `check()` may raise ConfigError if the environment does not allow a start. An optional method
+    `unhealthy(step, rule, text)` receives the warnings of health rules.
     """
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Log a step's scalars by name. Steps increase."""
+        """Log a step's metrics, keyed by name. Step numbers increase."""
 
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
-        """Log plain records (prompt, completion, reward...). A record's `set` names its validation set."""
+        """Log samples as plain records (prompt, completion, reward...). `set` in a record names its validation set."""
 
     def sync(self) -> None:
-        """Make all logged data survive a crash."""
+        """Store everything logged so far, so that it survives a crash."""
 
     def close(self) -> None:
-        """Release all resources."""
+        """Close files and connections at the end of the run."""
 
 
 _CHOICES = Choices("trackers", "tracker", "class", TRACKERS, takes_files=False)
 
 
 def locate(name: str) -> str:
-    """Return the `package.module:Class` for a recipe's tracker, without importing it. Raises ConfigError."""
+    """Return the `package.module:Class` of a tracker named in a recipe, without importing it.
+
+    Raises ConfigError if the name is unknown.
+    """
     return _CHOICES.locate(name)
 
 
 def check(name: str, *, is_here: bool) -> None:
-    """Import the modules needed by a tracker.
+    """Import the modules that a tracker needs. `is_here`: the run starts on this machine, so check its variables too.
 
-    `is_here`: the run starts in this environment, so check its variables too. Raises ConfigError with field and remedy.
+    Raises ConfigError with field and remedy.
     """
     tracker = _CHOICES.load(name)
     modules: Mapping[str, str] = getattr(tracker, "modules", {})
@@ -73,5 +76,5 @@ def check(name: str, *, is_here: bool) -> None:
 
 
 def start(name: str, folder: Path, resumed_step: int) -> RunTracker:
-    """Start a tracker for a run. Raises ConfigError, and any error of the tracker's own start."""
+    """Construct a tracker for a run. Raises ConfigError, and any error of the tracker's constructor."""
     return _CHOICES.load(name)(folder, resumed_step)

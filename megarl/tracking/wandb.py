@@ -17,15 +17,15 @@ from megarl.types import ConfigError
 Mode = Literal["online", "offline", "shared", "disabled"]
 
 _SAMPLES_SHOWN = 16
-"""Samples of each set in a table."""
+"""Number of samples of each set in a W&B table."""
 
 
 class WandB:
-    """W&B run in `wandb/` of the run folder (see `trackers.RunTracker`).
+    """Weights & Biases run in `wandb/` of the run folder. The methods are those of `trackers.RunTracker`.
 
     W&B's own variables configure it: WANDB_MODE (default offline; `wandb sync` uploads the folder later), WANDB_PROJECT
     (default megarl), WANDB_ENTITY, WANDB_API_KEY. A resumed run continues under its id, stored in the run folder. W&B
-    drops steps it has already.
+    ignores steps that it already has.
     """
 
     modules: ClassVar = {"wandb": "run launch/setup.sh wandb, or leave the tracker out"}
@@ -76,7 +76,7 @@ class WandB:
             self.run.log({f"samples/{name}": table}, step=step)
 
     def sync(self) -> None:
-        """Do nothing. W&B's own process writes data as soon as it is logged."""
+        """Do nothing: W&B's own process writes data as soon as it is logged."""
 
     def close(self) -> None:
         """Wait until all data is written."""
@@ -84,7 +84,7 @@ class WandB:
 
 
 def _mode() -> Mode:
-    """Return the mode in WANDB_MODE, offline if it is not set. Raises ConfigError."""
+    """Return the mode in the variable WANDB_MODE, offline if it is not set. Raises ConfigError if it is unknown."""
     mode = os.environ.get("WANDB_MODE", "offline")
     if mode not in get_args(Mode):
         raise ConfigError(f"WANDB_MODE={mode}: is not a mode of W&B; set one of {', '.join(get_args(Mode))}")
@@ -92,7 +92,7 @@ def _mode() -> Mode:
 
 
 def _run_id(file: Path, *, is_new: bool) -> str:
-    """Return the run's id, stored in a file for resumed runs."""
+    """Return the run's W&B id. It is stored in a file, so that a resumed run has the same."""
     if is_new or not file.exists():
         replace_text(file, secrets.token_hex(4) + "\n")
     return file.read_text().strip()
