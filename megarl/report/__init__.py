@@ -1,7 +1,7 @@
-"""Reports on runs: one HTML page of one or several runs, and samples in the terminal.
+"""Reports on runs: one HTML page about one or several runs, and samples in the terminal.
 
-Reads run folders and writes only the page. `recorded` reads a folder, including incomplete and damaged ones. `curves`
-reduces its metrics to a bounded number of points. `samples` selects and shortens samples. `page` writes the HTML with
-`page.css` and `page.js`. `browse` shows samples in the terminal. Texts of a run are never interpreted as HTML or
-terminal commands. Imports no torch.
+The package reads run folders and writes only the page. `recorded` reads a folder, even if files are missing or damaged.
+`curves` reduces its metrics to a bounded number of points. `samples` selects and shortens samples. `page` writes the
+HTML with `page.css` and `page.js`. `browse` shows samples in the terminal. Texts of a run are never interpreted as HTML
+or terminal commands. No torch is imported.
 """

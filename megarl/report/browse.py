@@ -1,4 +1,4 @@
-"""Samples of a run in the terminal: one at a time with commands, or printed one after the other."""
+"""Samples of a run in the terminal: one at a time with commands, or several printed one after the other."""
 
 from __future__ import annotations
 
@@ -21,24 +21,24 @@ from megarl.types import ConfigError
 Order = Literal["file", "best", "worst"]
 
 TRAINING = "train"
-"""Set name of training samples, which belong to no validation set."""
+"""Name under which training samples are selected, as they belong to no validation set."""
 
 _EVALUATION = -1
-"""Stands for the step of an evaluation's answers, which have none."""
+"""Number used as the step of an evaluation's answers, which have no step."""
 _MOST_FOUND = 200
-"""Number of samples at which a search over all steps stops."""
+"""Number of found samples at which a search over all steps stops."""
 
 HELP = (
     "Enter or n: next, p: previous, > and <: next and previous step, NUMBER: that step, b: best first, w: worst first, "
     "f: as recorded, set NAME: that validation set (train: training, all: every), /TEXT: search in all steps "
     "(/ alone: none), q: end"
 )
-"""Commands of the browser."""
+"""Help text with the browser's commands."""
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """Samples to show: one step, or a text search over all steps; the order; the set."""
+    """Samples to show: of one step, or found by a text search over all steps; their order; their validation set."""
 
     step: int | None
     order: Order = "file"
@@ -51,9 +51,9 @@ def browse(
 ) -> None:
     """Show samples of a run folder, or answers of an evaluation folder.
 
-    With `ask`, the user selects them by commands, else the first `limit` are printed. `ask` takes a prompt and returns
-    a line, or raises EOFError at the end. Raises ConfigError if the folder is not a run, has no samples, or none for
-    this step or set.
+    With `ask`, the user moves through them with commands; otherwise the first `limit` are printed. `ask` takes a prompt
+    and returns a line, or raises EOFError at the end. Raises ConfigError if the folder is not a run, has no samples, or
+    none for this step or set.
     """
     if is_evaluation(path):
         if selection.step is not None:
@@ -72,9 +72,9 @@ def browse(
 
 
 def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, Any]]:
-    """Return the samples of a selection.
+    """Return the samples of a selection. Without a step number: those of the newest step.
 
-    Without a step: those of the newest step, or of all steps (newest first) in a search.
+    A search without a step number covers all steps, newest first.
     """
     if selection.step is None and selection.text:
         steps: Sequence[int] = sorted(files, reverse=True)
@@ -94,7 +94,8 @@ def select(files: Mapping[int, Path], selection: Selection) -> list[dict[str, An
 
 
 def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
-    """Return a sample as text: facts, prompt, completion or turns, right answer. Hidden characters are shown."""
+    """Return a sample as text: step and reward, prompt, completion or turns, right answer. Hidden characters are
+    visible."""
     text = Text()
     # Text objects, not markup: brackets in a sample must not be read as styles of rich.
     text.append(_facts(record) + "\n", "bold")
@@ -107,7 +108,7 @@ def sample_text(record: Mapping[str, Any], search: str = "") -> Text:
 
 
 def _facts(record: Mapping[str, Any]) -> str:
-    """Return a line with a sample's step, set, reward, correctness, length and end."""
+    """Return a line with a sample's step, set, reward, correctness, length and the reason of its end."""
     is_right = record.get("answer_correct")
     reward = record.get("reward")
     of_step = "" if record["step"] == _EVALUATION else f"step {record['step']}, "
@@ -146,7 +147,7 @@ def _said(record: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _messages(value: Any) -> Iterator[tuple[str, str]]:
-    """Yield role and text of each message."""
+    """Yield role and text of each message in a list."""
     for message in value if isinstance(value, list) else [] if value is None else [value]:
         if isinstance(message, Mapping):
             rest = {name: item for name, item in message.items() if name not in ("role", "content") and item}
@@ -157,7 +158,7 @@ def _messages(value: Any) -> Iterator[tuple[str, str]]:
 
 
 def _plain(value: Any) -> str:
-    """Return a text unchanged, other values as JSON."""
+    """Return a text unchanged, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -170,7 +171,7 @@ def _is_selected(record: Mapping[str, Any], selection: Selection) -> bool:
 
 
 def _refuse_step(path: Path, files: Mapping[int, Path], step: int) -> None:
-    """Raise ConfigError if a step has no samples. The error names the nearest step with samples."""
+    """Raise ConfigError if a step has no samples. It names the nearest step with samples."""
     if step not in files:
         near = min(files, key=lambda known: abs(known - step))
         raise ConfigError(
@@ -219,7 +220,7 @@ class _Browser:
             self._do(command)
 
     def _do(self, command: str) -> None:
-        """Run a command."""
+        """Carry out one command of the user."""
         order: dict[str, Order] = {"b": "best", "w": "worst", "f": "file"}
         if command in ("", "n", "p"):
             self._move(-1 if command == "p" else 1)
@@ -257,7 +258,7 @@ class _Browser:
         self._show()
 
     def _choose(self, selection: Selection) -> None:
-        """Show the first sample of a new selection. An empty one is refused."""
+        """Show the first sample of a new selection. If it is empty, say so and keep the old one."""
         found = select(self._files, selection)
         if not found:
             self._console.print("no such sample; the selection is as before", style="dim")

@@ -1,4 +1,4 @@
-"""Curves of a run's metrics, reduced to a bounded number of points, important ones first."""
+"""Curves of a run's metrics, reduced to a bounded number of points. Important metrics come first."""
 
 from __future__ import annotations
 
@@ -9,25 +9,25 @@ from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 Rows = Sequence[tuple[int, Mapping[str, float]]]
-"""Steps of a run in order: step number, and metrics by name. NaN: the value was not finite."""
+"""Steps of a run in order: the step number, and the metrics by name. NaN stands for a value that was not finite."""
 
 MOST_POINTS = 400
-"""Most points of a curve."""
+"""Maximum number of points in a curve."""
 FEWEST_POINTS = 40
-"""Fewest points of a curve, however many curves the page has."""
+"""Minimum number of points in a curve, even if the page has very many curves."""
 _VALUES_OF_PAGE = 160_000
-"""Most numbers of all curves on a page together: about 1.2 MB."""
+"""Maximum number of points in all curves of a page together: about 1.2 MB."""
 _NUM_COLUMNS = 160
-"""Columns of the chart of times by phase."""
+"""Number of columns in the chart of times by phase."""
 
 _LENGTH = "rollout/completion_tokens/mean"
 
 
 class Chart(NamedTuple):
-    """Important chart: title, meaning, and regular expressions for its metrics.
+    """An important chart: its title, its meaning, and regular expressions for its metrics.
 
-    The first expression matching any metric is used, with one chart for each match. `spread`: metric with half the
-    width of a band. `upper`: metric drawn as a thin line.
+    The first expression that matches any metric is used, with one chart for each match. `spread` names a metric with
+    half the width of a band around the curve. `upper` names a metric drawn as a thin line.
     """
 
     title: str
@@ -62,10 +62,11 @@ CHARTS = (
     Chart("Turns", "completions of an attempt", ("rollout/turns/mean",), upper="rollout/turns/max"),
     Chart("Step time", "seconds, without the first step", ("time/step_seconds",)),
 )  # fmt: skip
-"""Most informative charts first. A chart is omitted if no run has its metric, or if it is uninformative (`_QUIET`)."""
+"""Important charts, the most informative first. A chart is left out if no run has its metric, or if it is uninformative
+(`_QUIET`)."""
 
 _QUIET = {"Truncated": 0.0, "Staleness": 0.0, "Turns": 1.0, "Clipped": 0.0}
-"""Charts omitted if their metric always has this value."""
+"""Metrics with an uninformative value: if the metric always has it, its chart is left out."""
 
 GROUPS = ("reward", "val", "rollout", "environment", "tools", "train", "kl", "distillation", "logprob_gap",
           "importance", "critic", "staleness", "partial", "curriculum", "perf", "time", "memory",
@@ -77,18 +78,19 @@ FAULTS = re.compile(
     r"|critic/update_skipped|environment/(.+/)?process_killed|tools/.+/errors|tools/invalid|fault/.+"
     r"|rollout/(aborted|slow_replicas|lost_requests)"
 )
-"""Metrics counting faults. The page shows their sums over a run."""
+"""Metrics that count errors. The page shows their sums over a run."""
 
 
 @dataclass(frozen=True, slots=True)
 class Bins:
-    """Groups of consecutive steps, one point each. Bin `i` has the rows `edges[i]` to `edges[i + 1]`."""
+    """Groups of consecutive steps, called bins, each drawn as one point. Bin `i` has rows `edges[i]` to `edges[i +
+    1]`."""
 
     edges: tuple[int, ...]
 
     @classmethod
     def of(cls, num_rows: int, most: int) -> Bins:
-        """Return at most `most` bins of equal size for `num_rows` rows."""
+        """Return at most `most` bins of equal size for `num_rows` steps."""
         count = min(num_rows, most)
         return cls(tuple(num_rows * number // count for number in range(count + 1)) if count else (0,))
 
@@ -99,9 +101,9 @@ class Bins:
 
 
 def with_derived(rows: Rows) -> list[tuple[int, dict[str, float]]]:
-    """Return the rows with `derived/tokens_per_second` added, if the throughput was not measured.
+    """Return the steps with a computed throughput, `derived/tokens_per_second`, if none was measured.
 
-    It is the number of trained tokens divided by the step's time.
+    It is the number of trained tokens divided by the step's time in seconds.
     """
     if any(name == "perf/tokens_per_second_per_rank" for _, row in rows for name in row):
         return [(step, dict(row)) for step, row in rows]
@@ -122,7 +124,7 @@ def metric_names(rows: Rows) -> list[str]:
 
 
 def important(runs: Sequence[Rows]) -> list[dict[str, Any]]:
-    """Return the important charts with data in these runs."""
+    """Return the important charts for which these runs have data."""
     names = sorted({name for rows in runs for name in metric_names(rows)})
     charts = []
     for chart in CHARTS:
@@ -141,11 +143,12 @@ def important(runs: Sequence[Rows]) -> list[dict[str, Any]]:
 
 
 def series(rows: Rows, most_points: int) -> dict[str, Any]:
-    """Return the reduced curves of a run: the mean of the finite values in each bin.
+    """Return the reduced curves of a run, as JSON values.
 
-    `x`: the last step of each bin. `seconds`: training time up to it. `of`: for each metric its values `y`, None for
-    bins without a finite value. A metric in few bins has `i`, the numbers of its bins. `is_thinned`: a bin has more
-    than one step. Important metrics then have `low` and `high`, the smallest and largest value of each bin.
+    `x` has the last step of each bin, `seconds` the training time up to it. `of` has for each metric its values `y`:
+    the mean of the finite values in each bin, None if there are none. A metric with values in few bins has `i`, the
+    numbers of its bins. `is_thinned`: a bin has more than one step. Important metrics then also have `low` and `high`,
+    the smallest and the largest value in each bin.
     """
     bins = Bins.of(len(rows), most_points)
     is_thinned = len(rows) > most_points
@@ -172,10 +175,11 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
 
 
 def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
-    """Return the curves of runs differing only in their seed, like `series`: means over the runs having a step.
+    """Return the mean curves of runs that differ only in their seed, in the form of `series`.
 
-    `low` and `high` are one standard deviation below and above the mean, or the mean if only one run has the step.
-    `final` has mean, deviation and number of runs for each metric's last values.
+    A point is the mean over the runs that have the step. `low` and `high` are one standard deviation below and above
+    it; they equal the mean if only one run has the step. `final` has mean, deviation and number of runs for each
+    metric's last values.
     """
     by_step: dict[int, dict[str, list[float]]] = {}
     last: list[dict[str, float]] = []
@@ -216,17 +220,17 @@ def _bound(values: Sequence[float] | None, sign: int) -> float:
 
 
 def points_for(runs: Sequence[Rows]) -> int:
-    """Return the points per curve so that all curves of these runs fit on the page."""
+    """Return the number of points per curve with which all curves of these runs fit on the page."""
     curves = sum(len(metric_names(rows)) for rows in runs) or 1
     return max(FEWEST_POINTS, min(MOST_POINTS, _VALUES_OF_PAGE // curves))
 
 
 def phase_times(rows: Rows) -> dict[str, Any]:
-    """Return the time of each phase.
+    """Return the time of each phase over the run, as JSON values.
 
-    `x`: the last step of each column. `of`: by phase, the mean seconds per step in each column. `other`: the step's
-    time outside of all phases. Parts of a phase, such as reshard_wire, are omitted. `total`: seconds over all steps.
-    `per_column`: most steps in a column.
+    `x` has the last step of each column. `of` has for each phase the mean seconds per step in each column. `other` is
+    the step's time outside of all phases. Parts of a phase, such as reshard_wire, are left out. `total` has the seconds
+    over all steps, `per_column` the maximum number of steps in a column.
     """
     names = [name for name in metric_names(rows) if re.fullmatch(r"time/[^/]+_seconds", name)]
     phases = {
@@ -256,7 +260,8 @@ def phase_times(rows: Rows) -> dict[str, Any]:
 
 
 def fault_counts(rows: Rows) -> list[dict[str, Any]]:
-    """Return the non-zero fault metrics: the sum over the run, the number of steps, the first and the last step."""
+    """Return the non-zero error counts: the sum over the run, the number of steps with errors, the first and the last
+    one."""
     found = []
     for name in metric_names(rows):
         if not FAULTS.fullmatch(name):
@@ -271,7 +276,7 @@ def fault_counts(rows: Rows) -> list[dict[str, Any]]:
 
 
 def not_finite(rows: Rows) -> list[dict[str, Any]]:
-    """Return metrics with values that were not finite: number of steps, first and last step."""
+    """Return the metrics with values that were not finite: the number of such steps, the first and the last one."""
     found: dict[str, list[int]] = {}
     for step, row in rows:
         for name, value in row.items():
@@ -293,7 +298,7 @@ def rounded(value: float) -> float | int | None:
 
 
 def _curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str, Any]:
-    """Return the values of a metric by bin, as in `series`."""
+    """Return the values of a metric by bin, in the form used by `series`."""
     parts = [[value for value in part if not math.isnan(value)] for part in bins.parts(values)]
     kept = [index for index, part in enumerate(parts) if part]
     # Evaluations happen every few steps; a list of bins is then shorter than many nulls.
@@ -311,22 +316,22 @@ def _curve(bins: Bins, values: Sequence[float], *, with_range: bool) -> dict[str
 
 
 def _finite(value: float | None) -> float:
-    """Return the value, 0 if it is missing or NaN."""
+    """Return a step's value of a metric, 0 if it is missing or NaN."""
     return 0.0 if value is None or math.isnan(value) else value
 
 
 def _is_always(runs: Sequence[Rows], name: str, value: float) -> bool:
-    """Return whether a metric has this value in all steps with it."""
+    """Return whether a metric has this value in all steps that have it."""
     return all(row.get(name, value) == value for rows in runs for _, row in rows)
 
 
 def _short(name: str) -> str:
-    """Return the distinguishing part of a metric's name: the set in `val/SET/accuracy`."""
+    """Return the part of a metric's name that distinguishes its chart, for example SET in `val/SET/accuracy`."""
     parts = name.split("/")
     return "/".join(parts[1:-1]) if parts[0] == "val" else "/".join(parts[1:])
 
 
 def _place(name: str) -> int:
-    """Return the position of a metric's group on the page."""
+    """Return the position of a metric's group on the page, as a sort key."""
     group = name.split("/")[0]
     return GROUPS.index(group) if group in GROUPS else len(GROUPS)

@@ -1,4 +1,4 @@
-"""Content of a page of evaluations: accuracies, paired differences, changed answers."""
+"""Content of an HTML page about evaluations: accuracies, paired differences, changed answers."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from megarl.report.sample_text import compact, shortened_text
 from megarl.report.samples import changed_between, read_records
 
 _NUM_CHANGED = 60
-"""Most changed answers shown for a comparison."""
+"""Maximum number of changed answers shown for one comparison."""
 _NUM_ANSWERS = 40
-"""Answers of each kind shown for a single evaluation."""
+"""Number of right and of wrong answers shown for a single evaluation."""
 
 
 def evaluation_content(evaluations: Sequence[RecordedEvaluation], labels: Sequence[str]) -> dict[str, Any]:
-    """Return the page's content as JSON values. Later evaluations are compared with the first."""
+    """Return the page's content as JSON values. The first evaluation is compared with each later one."""
     first, *others = evaluations
     content = {
         "made": now_text(),
@@ -37,7 +37,7 @@ def evaluation_content(evaluations: Sequence[RecordedEvaluation], labels: Sequen
 
 
 def _evaluation(evaluation: RecordedEvaluation, label: str) -> dict[str, Any]:
-    """Return an evaluation's labels, notes and measures."""
+    """Return an evaluation's labels, notes and measures (accuracy, pass@k) for the page."""
     return {
         "label": shortened_text(label, 120),
         "path": shortened_text(str(evaluation.path.resolve()), 400),

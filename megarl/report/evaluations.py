@@ -1,4 +1,4 @@
-"""Folders written by `megarl eval`: their answers by problem, and comparison of two evaluations."""
+"""Result folders of `megarl eval`: reading their answers by problem, and comparing two evaluations."""
 
 from __future__ import annotations
 
@@ -17,55 +17,57 @@ from megarl.report.samples import digest
 from megarl.types import ConfigError
 
 ANSWERS = "answers.jsonl"
-"""File marking a folder as an evaluation."""
+"""Name of the file that marks a folder as an evaluation."""
 
 
 @dataclass(slots=True)
 class Answered:
-    """Attempts at a problem: correctness of each, and a hash of its prompt and gold answer."""
+    """All attempts at one problem: whether each is right, and a hash of the problem's prompt and gold answer."""
 
     identity: bytes
     is_right: list[bool] = field(default_factory=list)
     is_judged: bool = True
-    """False if an attempt has no verdict: accuracy is then unknown, not zero."""
+    """False if it is unknown whether some attempt is right. Then accuracy is unknown too, not zero."""
 
     @property
     def accuracy(self) -> float:
-        """Share of right attempts."""
+        """Share of the attempts that are right."""
         return sum(self.is_right) / len(self.is_right)
 
 
 Key = tuple[str, int]
-"""Problem of a set: name of its environment, and its number."""
+"""Identity of a problem in a validation set: the name of its environment, and its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class RecordedEvaluation:
-    """Evaluation read from its folder."""
+    """An evaluation, read from its folder."""
 
     path: Path
     name: str
     model: str
     config: Mapping[str, Any]
-    """The recipe's fields by dotted name."""
+    """Fields of the evaluation's recipe, keyed by dotted name."""
     sets: Mapping[str, Mapping[Key, Answered]]
     measures: Mapping[str, Mapping[str, Measure]]
-    """Measures in metrics.json by set (accuracy, pass_at_K, majority_at_K). Only accuracy if the file is missing."""
+    """Measures in metrics.json (accuracy, pass_at_K, majority_at_K) by validation set. Without the file: accuracy
+    only."""
     notes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class SetDifference:
-    """Validation set in two evaluations: mean difference of accuracy (later minus earlier) over common problems."""
+    """Comparison of a validation set in two evaluations: mean difference of accuracy (later minus earlier) over common
+    problems."""
 
     name: str
     problems: int
     left_out: int
-    """Problems in only one evaluation, or with another prompt or gold answer."""
+    """Number of problems that are in only one evaluation, or whose prompt or gold answer changed."""
     gained: int
     lost: int
     difference: Measure | None
-    """None if no problem is in both, or if an attempt has no verdict in one of them."""
+    """Difference of accuracy. None: no problem is in both, or it is unknown whether some attempt is right."""
 
 
 def is_evaluation(path: Path) -> bool:
@@ -107,12 +109,13 @@ def accuracy_of(problems: Mapping[Key, Answered]) -> Measure:
 
 
 def is_judged(problems: Mapping[Key, Answered]) -> bool:
-    """Return whether every attempt of a set has a verdict."""
+    """Return whether it is known of every attempt whether it is right."""
     return all(answered.is_judged for answered in problems.values())
 
 
 def differences(before: RecordedEvaluation, after: RecordedEvaluation) -> list[SetDifference]:
-    """Return the difference of each common set, by problem. Sets of the same name count as the same set."""
+    """Return the comparison of each validation set in both evaluations, keyed by name. Equal names mean the same
+    set."""
     return [
         _difference(name, problems, after.sets[name]) for name, problems in before.sets.items() if name in after.sets
     ]
@@ -129,7 +132,7 @@ def refuse_mixed(paths: Sequence[Path]) -> None:
 
 
 def _difference(name: str, before: Mapping[Key, Answered], after: Mapping[Key, Answered]) -> SetDifference:
-    """Return the difference of a set over its common problems."""
+    """Return the comparison of a validation set over the problems in both evaluations."""
     # A paired comparison removes the variance between problems, so its interval is narrower.
     shared = [key for key in before if key in after and before[key].identity == after[key].identity]
     has_verdicts = is_judged(before) and is_judged(after)
@@ -145,7 +148,7 @@ def _difference(name: str, before: Mapping[Key, Answered], after: Mapping[Key, A
 
 
 def _summary(path: Path) -> dict[str, Any]:
-    """Return the object in metrics.json, {} if it is missing or broken."""
+    """Return the JSON object in metrics.json, {} if it is missing or broken."""
     try:
         value = json.loads(path.read_bytes())
     except (OSError, ValueError):

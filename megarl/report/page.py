@@ -1,4 +1,4 @@
-"""HTML page of a report: one file without network access, running only its own script."""
+"""HTML page of a report: a single file that needs no network and runs only its own script."""
 
 from __future__ import annotations
 
@@ -41,17 +41,18 @@ _PAGE = """<!doctype html>
 """
 
 _NOT_SAME = ("name", "runs_folder")
-"""Recipe fields differing between all runs."""
+"""Recipe fields ignored when runs are compared, because they differ between all runs."""
 _VALUE = 400
-"""Most characters of a shown value."""
+"""Maximum number of characters of a recipe value on the page."""
 
 
 def write_report(
     paths: Sequence[Path], out: Path | None = None
 ) -> tuple[Path, int, list[RecordedRun] | list[RecordedEvaluation]]:
-    """Write the page of these run or evaluation folders. Return its path, its size in bytes, and the data read.
+    """Write the HTML page about run folders or evaluation folders. Return its path, its size in bytes, and the data
+    read.
 
-    Without `out`, it is `report.html` in the folder, or in the current folder for several. Raises ConfigError for other
+    Default of `out`: `report.html` in the folder, or in the current folder for several. Raises ConfigError for other
     folders, and for runs mixed with evaluations. Raises StorageError for failed reads or writes.
     """
     # A folder named twice, perhaps by a link, counts once.
@@ -71,7 +72,7 @@ def write_report(
 
 
 def _refuse_other_files(target: Path) -> None:
-    """Raise ConfigError unless `target` is new or an older page."""
+    """Raise ConfigError if `target` exists and is not an older report."""
     if not target.parent.is_dir():
         raise ConfigError(f"--out {target}: there is no folder {target.parent}; make it, or choose another")
     if target.is_dir():
@@ -85,13 +86,13 @@ def _refuse_other_files(target: Path) -> None:
 
 
 def render(runs: Sequence[RecordedRun]) -> bytes:
-    """Return the page of these runs."""
+    """Return the HTML page about these runs."""
     labels = distinct_labels(runs)
     return _page(labels, content_of(runs, labels))
 
 
 def render_evaluations(evaluations: Sequence[RecordedEvaluation]) -> bytes:
-    """Return the page of these evaluations. Later ones are compared with the first."""
+    """Return the HTML page about these evaluations. Later ones are compared with the first."""
     labels = distinct_labels(evaluations)
     configs = [[[shortened_text(name, 120), _value(one.config, name)] for name in one.config] for one in evaluations]
     # The page's script shows recipes of runs only, so each evaluation is passed as one.
@@ -115,7 +116,7 @@ def _page(labels: Sequence[str], content: Mapping[str, Any]) -> bytes:
 
 
 def content_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> dict[str, Any]:
-    """Return the page's content as JSON values."""
+    """Return the page's content about runs as JSON values."""
     all_rows = [curves.with_derived(run.rows) for run in runs]
     points = curves.points_for(all_rows)
     return {
@@ -132,7 +133,7 @@ def content_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> dict[str, 
 def _seeds(
     runs: Sequence[RecordedRun], labels: Sequence[str], all_rows: Sequence[curves.Rows], points: int
 ) -> list[dict[str, Any]]:
-    """Return groups of runs differing only in their seed: their positions, and their curves over seeds."""
+    """Return groups of runs that differ only in their seed: the runs' positions, and their mean curves."""
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
         # Runs without a readable recipe belong to no group.
@@ -151,14 +152,15 @@ def _seeds(
 
 
 def _seeds_label(seeds: Mapping[str, Any]) -> str:
-    """Return the common beginning of all labels, and the seeds of the runs: `grpo, seeds 0, 1, 2`."""
+    """Return a label for runs that differ in their seed: the beginning of all labels, and the seeds (`grpo, seeds 0, 1,
+    2`)."""
     columns = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*seeds, strict=False))
     shared = "".join(letters[0] for letters in columns).rstrip("-_./ ")
     return shortened_text(f"{shared or 'runs'}, seeds {', '.join(map(str, seeds.values()))}", 120)
 
 
 def config_differences(runs: Sequence[RecordedRun] | Sequence[RecordedEvaluation]) -> list[dict[str, Any]]:
-    """Return the fields differing between recipes, with each run's value. None: a recipe has no such field."""
+    """Return the recipe fields in which runs differ, with each run's value. None: the recipe has no such field."""
     fields = dict.fromkeys(name for run in runs for name in run.config)
     rows = [{"field": name, "values": [_value(run.config, name) for run in runs]} for name in fields]
     return [row for row in rows if row["field"] not in _NOT_SAME and len(set(row["values"])) > 1]
@@ -174,7 +176,7 @@ def embedded(value: Any) -> str:
 
 
 def _health(findings: Any) -> list[str]:
-    """Return the broken rules of `tracking.health` in status.json, one line each."""
+    """Return the broken health rules in status.json, one line each."""
     found = [one for one in findings if isinstance(one, Mapping)] if isinstance(findings, list) else []
     shown = [
         f"{one.get('rule')} after step {one.get('step')}: {one.get('metric')} is {one.get('value')} "
@@ -185,7 +187,7 @@ def _health(findings: Any) -> list[str]:
 
 
 def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[str, Any]:
-    """Return a run's part of the content."""
+    """Return the page's content about one run."""
     return {
         "label": shortened_text(label, 120),
         "path": shortened_text(str(run.path.resolve()), _VALUE),
@@ -214,7 +216,8 @@ def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[s
 
 
 def _attempt(run: RecordedRun, place: int) -> dict[str, Any]:
-    """Return an attempt: its recorded facts, and the recipe fields it changed."""
+    """Return the page's content about one attempt (start of a run): its recorded facts, and the recipe fields it
+    changed."""
     attempt = run.attempts[place]
     record = attempt.record
     environment = {
@@ -241,7 +244,7 @@ def _attempt(run: RecordedRun, place: int) -> dict[str, Any]:
 
 
 def _changes(before: Attempt, after: Attempt) -> list[list[str | None]]:
-    """Return the fields differing between two attempts' recipes, with both values."""
+    """Return the recipe fields in which two attempts differ, with both values."""
     # If one recipe is missing, every field would look changed.
     names = dict.fromkeys([*before.config, *after.config]) if before.config and after.config else {}
     rows = [[name, _value(before.config, name), _value(after.config, name)] for name in names]

@@ -1,4 +1,4 @@
-"""Run folder as recorded, including missing and broken files. Changes nothing."""
+"""A run folder as recorded, even if files are missing or broken. This module only reads."""
 
 from __future__ import annotations
 
@@ -19,17 +19,18 @@ from megarl.tracking.earlier_run import EarlierRun, whole_number
 from megarl.types import ConfigError
 
 _MARKS = ("config.yaml", "status.json", "metrics.jsonl")
-"""A run folder has at least one of these files."""
+"""Files by which a run folder is recognised: it has at least one of them."""
 _MOST_NOTICES = 50
-"""Most warnings read of an attempt."""
+"""Maximum number of warnings read from an attempt."""
 
 
 @dataclass(frozen=True, slots=True)
 class Attempt:
-    """Start of a run: its number, its recorded facts and its recipe.
+    """One attempt, that is one start of a run: its number, its recorded facts and its recipe.
 
-    `record`: contents of attempt.json, empty for versions of megarl without it. `config`: recipe fields by dotted name.
-    `stacks`: files with requested stacks. `notices`: its first warnings.
+    `record` has the contents of attempt.json; versions of megarl without the file leave it empty. `config` has the
+    recipe fields by dotted name. `stacks` are files with stacks that a user requested. `notices` are the first
+    warnings.
     """
 
     number: int
@@ -51,44 +52,44 @@ class RecordedRun:
     name: str
     status: Mapping[str, Any]
     config: Mapping[str, Any]
-    """The recipe's fields by dotted name."""
+    """Fields of the run's recipe, keyed by dotted name."""
     rows: list[tuple[int, dict[str, float]]]
     attempts: list[Attempt]
     notes: list[str] = field(default_factory=list)
     checkpoints: tuple[str, ...] = ()
     damaged: tuple[str, ...] = ()
     earlier: tuple[str, ...] = ()
-    """Names in `earlier/`: runs moved aside by --restart."""
+    """Names of the folders in `earlier/`: runs moved aside by --restart."""
 
     @property
     def state(self) -> str:
-        """State of the run as recorded in status.json. `ended unseen`: the file says that it runs, but its process is
+        """State of the run in status.json. `ended unseen`: the file says that the run is active, but its process is
         gone."""
         state = str(self.status.get("state") or "unknown")
         return "ended unseen" if state in ("starting", "running") and owner_is_gone(self.path) else state
 
     @property
     def step(self) -> int:
-        """Last trained step."""
+        """Number of the last trained step."""
         logged = self.rows[-1][0] if self.rows else 0
         # status.json may be missing or older than the last logged step.
         return max(whole_number(self.status.get("step")), logged)
 
     @property
     def steps(self) -> int | None:
-        """Planned number of steps, from the newest attempt or else the recipe. None: not known."""
+        """Planned number of steps, from the newest attempt, else from the recipe. None: unknown."""
         told = [attempt.record.get("steps") for attempt in reversed(self.attempts)]
         known = [steps for steps in [*told, self.config.get("train.steps")] if type(steps) is int and steps > 0]
         return known[0] if known else None
 
     @property
     def sample_files(self) -> list[tuple[int, Path]]:
-        """Files of samples/ with their steps, in order."""
+        """Files in samples/ with their step numbers, in order."""
         return _step_files(self.path / "samples")
 
     @property
     def token_files(self) -> list[tuple[int, Path]]:
-        """Files of tokens/ with their steps, in order."""
+        """Files in tokens/ with their step numbers, in order."""
         return _step_files(self.path / "tokens")
 
 
@@ -119,7 +120,7 @@ def read_run(path: Path) -> RecordedRun:
 
 
 def refuse_other_folders(path: Path) -> None:
-    """Raise ConfigError unless the path is a run folder. The error names run folders inside, if any."""
+    """Raise ConfigError unless the path is a run folder. If it contains run folders, the error names them."""
     if any((path / name).is_file() for name in _MARKS):
         return
     if not path.exists():
@@ -133,7 +134,7 @@ def refuse_other_folders(path: Path) -> None:
 
 
 def owner_is_gone(path: Path) -> bool:
-    """Return whether the owning process ran on this machine and has ended. False: it is alive, or not known."""
+    """Return whether the run's process was on this machine and has ended. False: it is alive, or unknown."""
     try:
         found = re.fullmatch(r"host (\S+), pid (\d+)\s*", (path / "lock").read_text(errors="replace"))
     except OSError:
@@ -162,7 +163,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Named(Protocol):
-    """Folder with a name: a run or an evaluation."""
+    """Anything read from a named folder: a run or an evaluation."""
 
     @property
     def name(self) -> str: ...
@@ -172,7 +173,7 @@ class Named(Protocol):
 
 
 def distinct_labels(runs: Sequence[Named]) -> list[str]:
-    """Return a label per run: its name, preceded by as much of its path as needed to be unique."""
+    """Return a unique label for each run: its name, after as many of its parent folders as needed."""
     labels = [run.name for run in runs]
     depth = 1
     # Six parts of a path are long enough for a label; then numbers make it unique.
@@ -186,7 +187,7 @@ def distinct_labels(runs: Sequence[Named]) -> list[str]:
 
 
 def _parsed(line: bytes) -> Any:
-    """Return the JSON value of a line, None if it is invalid."""
+    """Return the JSON value of a line, None if the line is not valid JSON."""
     try:
         return json.loads(line)
     # RecursionError: a damaged file may contain thousands of brackets.
@@ -195,7 +196,7 @@ def _parsed(line: bytes) -> Any:
 
 
 def _rows(path: Path, notes: list[str]) -> list[tuple[int, dict[str, float]]]:
-    """Return the steps of metrics.jsonl. Add notes about unreadable lines."""
+    """Return the steps in metrics.jsonl. Adds notes about unreadable lines."""
     try:
         lines = path.read_bytes().split(b"\n")
     except FileNotFoundError:
@@ -229,7 +230,7 @@ def _is_number(value: Any) -> bool:
 
 
 def _number(value: float | None) -> float:
-    """Return the number, NaN if it was not finite (`Tracker.log` writes null)."""
+    """Return a logged number, NaN if it was not finite (the file then has null)."""
     try:
         return math.nan if value is None or not math.isfinite(value) else float(value)
     # JSON integers have any size; a float has not.
@@ -238,7 +239,7 @@ def _number(value: float | None) -> float:
 
 
 def _attempts(logs: Path) -> list[Attempt]:
-    """Return all attempts, in order."""
+    """Return all attempts (starts) of a run, in order."""
     numbered = [(int(found[1]), name) for name in _names(logs) if (found := re.fullmatch(r"attempt_(\d+)", name))]
     found = []
     for number, name in sorted(numbered):

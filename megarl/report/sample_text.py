@@ -1,4 +1,4 @@
-"""Text of samples for a page: shortened, with hidden characters made visible."""
+"""Texts of samples for a page: shortened, and with hidden characters made visible."""
 
 from __future__ import annotations
 
@@ -8,26 +8,26 @@ from collections.abc import Mapping
 from typing import Any
 
 _TEXT = 4_000
-"""Most characters of a completion."""
+"""Maximum number of characters shown of a completion."""
 _MESSAGE = 1_500
-"""Most characters of a message."""
+"""Maximum number of characters shown of a message."""
 _TOKENS = 600
-"""Most tokens of a token-by-token sample."""
+"""Maximum number of tokens shown of a sample written token by token."""
 _TURNS_OF_END = 20
-"""Turns shown at the beginning of an attempt, and at its end. Also messages of a prompt."""
+"""Number of turns shown at the beginning and at the end of an attempt. Also the number of messages of a prompt."""
 _MESSAGES_OF_END = 3
-"""Messages answering a turn shown at the beginning, and at the end."""
+"""Number of messages shown at the beginning and at the end of the replies to one turn."""
 _TEXT_OF_TURNS = 60_000
-"""Most characters of all turns of an attempt. With many turns, each is cut shorter."""
+"""Maximum number of characters shown of all turns of an attempt. If there are many turns, each is cut shorter."""
 _TEXT_OF_PROMPT = 30_000
-"""Most characters of all messages of a prompt."""
+"""Maximum number of characters shown of all messages of a prompt."""
 _LEAST_TEXT = 200
-"""Fewest characters left of a turn."""
+"""Minimum number of characters shown of a turn."""
 _HIDDEN_CHARACTERS = re.compile(
     r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u200b-\u200f\u202a-\u202e\u2060-\u2069\ufeff\ud800-\udfff]"
 )
-"""Invisible characters able to change the displayed text: control characters except tab and line feed, bidirectional
-controls, zero-width characters, lone surrogates."""
+"""Invisible characters that can change how a text is displayed: control characters except tab and line feed,
+bidirectional controls, zero-width characters, lone surrogates."""
 
 
 def make_visible(text: str) -> str:
@@ -37,7 +37,10 @@ def make_visible(text: str) -> str:
 
 
 def shortened_text(text: str, most: int) -> str:
-    """Return a visible text of about `most` characters: beginning and end, with the number of omitted characters."""
+    """Return a text cut to about `most` characters, with hidden characters made visible.
+
+    The beginning and the end remain, with the number of omitted characters between them.
+    """
     if len(text) <= most:
         return make_visible(text)
     head = most * 2 // 3
@@ -49,7 +52,7 @@ def shortened_text(text: str, most: int) -> str:
 
 
 def compact(record: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a record as shown on a page: shortened and visible. Missing fields are omitted."""
+    """Return a sample's record as shown on the page: shortened and visible. Missing fields are left out."""
     names = ("set", "source", "reward_failure", "finish_reason")
     texts = {name: shortened_text(str(record[name]), _MESSAGE) for name in names if record.get(name) is not None}
     prompt_text = _TEXT_OF_PROMPT // max(1, min(len(as_list(record.get("prompt"))), 2 * _TURNS_OF_END))
@@ -71,7 +74,7 @@ def compact(record: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def token_columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
-    """Return the arrays of a sample's tokens: visible texts, short numbers, all of equal length."""
+    """Return a sample's tokens as arrays of equal length: visible texts, and rounded numbers."""
     texts = [make_visible(str(text)) for text in as_list(columns.get("text"))][:_TOKENS]
     found: dict[str, list[Any]] = {"text": texts}
     for name, values in columns.items():
@@ -83,7 +86,7 @@ def token_columns(columns: Mapping[str, Any]) -> dict[str, list[Any]]:
 
 
 def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """Return the turns with their numbers. Long attempts keep only the first and last ones."""
+    """Return an attempt's turns with their numbers. Of long attempts only the first and last turns remain."""
     numbered = [
         (number, turn) for number, turn in enumerate(as_list(record.get("turns")), 1) if isinstance(turn, Mapping)
     ]
@@ -105,7 +108,7 @@ def _turns(record: Mapping[str, Any]) -> list[dict[str, Any]]:
 def _messages(value: Any, *, ends: int, most: int) -> list[dict[str, str]]:
     """Return messages as roles and texts. Tool calls and other fields become JSON.
 
-    If there are more than 2 * `ends`, one message with the number of the omitted ones replaces the middle.
+    If there are more than 2 * `ends` messages, a note with the number of omitted ones replaces the middle.
     """
     messages = as_list(value) if not isinstance(value, Mapping | str) else [value]
     left_out = len(messages) - 2 * ends
@@ -126,7 +129,7 @@ def _message(message: Any, most: int) -> dict[str, str]:
 
 
 def is_finite_number(value: Any) -> bool:
-    """Return whether a value is a finite number, with a margin for rounding and sums. NaN and bool are not."""
+    """Return whether a value is a finite number small enough to be rounded and summed. NaN and bool are not numbers."""
     # 1e300 and not the largest float, so that rounding and sums cannot overflow.
     return isinstance(value, int | float) and not isinstance(value, bool) and abs(value) < 1e300
 
@@ -138,7 +141,7 @@ def short_number(value: Any) -> Any:
 
 
 def as_text(value: Any) -> str:
-    """Return a text unchanged, other values as JSON."""
+    """Return a text unchanged, and any other value as JSON."""
     return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
@@ -148,7 +151,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def _visible_replacement(found: re.Match[str]) -> str:
-    """Return the visible replacement of a hidden character."""
+    """Return the visible text that replaces a hidden character."""
     code = ord(found[0])
     # Unicode has a picture for each control character, from U+2400 on.
     if code < 0x20:

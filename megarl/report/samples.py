@@ -1,4 +1,4 @@
-"""Samples of a run: read from its folder and selected for a page."""
+"""Samples of a run, read from its folder and selected for an HTML page."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from megarl.report.recorded import RecordedRun, json_lines
 from megarl.report.sample_text import as_list, compact, is_finite_number, short_number, token_columns
 
 STEPS_READ = 40
-"""Most steps of samples/ read for a page, including the first and the last."""
+"""Maximum number of steps whose samples are read for a page, including the first and the last."""
 BYTES_READ = 2 << 30
-"""Most bytes of samples/ read for a page. With larger files fewer steps are read, each completely."""
+"""Maximum number of bytes of samples/ read for a page. With larger files, fewer steps are read, each completely."""
 
 _NUM_EXTREME = 5
-"""Samples with the highest and the lowest rewards shown for a step."""
+"""Number of samples shown for a step: so many with the highest rewards, and as many with the lowest."""
 _NUM_CHANGED = 8
 """Number of held-out problems with changed answers shown in the report."""
 _NUM_TURNS = 4
@@ -45,11 +45,14 @@ def spread(items: Sequence[Any], most: int) -> list[Any]:
 
 
 def summary(run: RecordedRun) -> dict[str, Any]:
-    """Return the samples shown on a page.
+    """Return the samples for a page about a run, as JSON values.
 
-    `rewards`, `lengths`: histograms of training samples by step. `best`, `worst`: newest first. `changed`: held-out
-    problems with the largest change from the first to the last evaluation. `turns`: multi-turn attempts. `tokens`:
-    samples token by token. `read`, `there`: numbers of steps with samples, read and recorded.
+    rewards, lengths  histograms of training samples by step
+    best, worst       samples with extreme rewards, newest first
+    changed           validation problems with the largest change from the first to the last evaluation
+    turns             multi-turn attempts
+    tokens            samples written token by token
+    read, there       numbers of steps with samples that were read, and that exist
     """
     files = run.sample_files
     by_step: list[tuple[int, list[dict[str, Any]]]] = []
@@ -120,19 +123,19 @@ def histograms(by_step: Sequence[tuple[int, Sequence[Mapping[str, Any]]]], name:
 
 
 def _newest_first(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the records with the newest step first, in their order within a step."""
+    """Return the records with the newest step first. Records of one step stay in order."""
     return sorted(records, key=lambda record: -record["step"])
 
 
 class _LowestKeys:
-    """Collector of the records with the smallest keys, in order. Keys must be unique."""
+    """Collects the records with the smallest keys. Keys must be unique."""
 
     def __init__(self, most: int) -> None:
         self._most = most
         self._records: list[tuple[tuple[float, ...], dict[str, Any]]] = []
 
     def add(self, key: tuple[float, ...], record: Mapping[str, Any]) -> None:
-        """Add a record with its key."""
+        """Add a record with its key. It stays only if its key is among the smallest."""
         # Only a few records are retained: a step's file may have thousands of long ones.
         if len(self._records) < self._most or (self._records and key < self._records[-1][0]):
             insort(self._records, (key, dict(record)), key=lambda item: item[0])
@@ -145,7 +148,7 @@ class _LowestKeys:
 
 
 class _Extreme:
-    """Collector of the lowest (`sign` 1) or highest (-1) rewards. For ties it prefers different problems."""
+    """Collects the samples with the lowest (`sign` 1) or highest (-1) rewards. Among equal rewards, problems differ."""
 
     def __init__(self, most: int, *, sign: int) -> None:
         self._lowest = _LowestKeys(most)
@@ -154,7 +157,7 @@ class _Extreme:
         self._number = 0
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Consider a sample's record for the page. Records without a reward are skipped."""
+        """Consider a sample's record. Records without a reward are skipped."""
         if not is_finite_number(record.get("reward")):
             return
         kind = (_problem(record), float(record["reward"]))
@@ -170,13 +173,13 @@ class _Extreme:
 
 
 class _MultiTurnExtremes:
-    """Collector of at most four multi-turn attempts: those with the highest and lowest rewards."""
+    """Collects at most four multi-turn attempts: those with the highest and the lowest rewards."""
 
     def __init__(self) -> None:
         self._high, self._low = _LowestKeys(_NUM_TURNS // 2), _LowestKeys(_NUM_TURNS // 2)
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Consider a sample's record for the page. Attempts of a single turn are skipped."""
+        """Consider a sample's record. Attempts with a single turn are skipped."""
         if len(as_list(record.get("turns"))) < 2:
             return
         self._high.add((-_reward(record), record["line"]), record)
@@ -190,7 +193,7 @@ class _MultiTurnExtremes:
 
 
 def extreme(records: Iterable[Mapping[str, Any]], most: int, *, sign: int) -> list[dict[str, Any]]:
-    """Return the records with the lowest (`sign` 1) or highest (-1) rewards, for ties of different problems."""
+    """Return the records with the lowest (`sign` 1) or highest (-1) rewards. Among equal rewards, problems differ."""
     found = _Extreme(most, sign=sign)
     for record in records:
         found.add(record)
@@ -199,37 +202,38 @@ def extreme(records: Iterable[Mapping[str, Any]], most: int, *, sign: int) -> li
 
 @dataclass(slots=True)
 class _EvaluatedProblem:
-    """Samples of a held-out problem in one evaluation: line, reward and hash of the completion of each."""
+    """Samples of a validation problem in one evaluation: for each its line in the file, reward and hash of its
+    completion."""
 
     step: int
     samples: list[tuple[int, float, bytes]] = field(default_factory=list)
 
     @property
     def mean(self) -> float:
-        """Mean reward."""
+        """Mean reward of the samples."""
         return sum(reward for _, reward, _ in self.samples) / len(self.samples)
 
     @property
     def completions(self) -> list[bytes]:
-        """Sorted hashes of the completions, for comparing two evaluations."""
+        """Sorted hashes of the completions, to compare two evaluations."""
         return sorted(completions for *_, completions in self.samples)
 
     @property
     def representative(self) -> tuple[int, int]:
-        """Step of these samples, and the line number of the sample with the reward nearest to their mean reward."""
+        """Step of the samples, and the line of the sample with the reward nearest to their mean."""
         mean = self.mean
         return self.step, min(self.samples, key=lambda sample: (abs(sample[1] - mean), sample[0]))[0]
 
 
 @dataclass(slots=True)
 class _FirstAndLastEvaluation:
-    """Held-out problem in its first and its last evaluation."""
+    """A validation problem in its first and in its last evaluation."""
 
     first: _EvaluatedProblem | None = None
     last: _EvaluatedProblem | None = None
 
     def add(self, record: Mapping[str, Any]) -> None:
-        """Add a sample. Evaluations must come in order."""
+        """Add a sample. Evaluations must be added in order."""
         step = record["step"]
         if self.first is None:
             # One object for both, until a second evaluation begins.
@@ -241,7 +245,7 @@ class _FirstAndLastEvaluation:
 
 
 def changed_between(before: Path, after: Path, most: int) -> list[dict[str, Any]]:
-    """Return problems with different answers in two evaluation files, as in `summary`, scored by right answers."""
+    """Return the problems whose answers differ between two evaluation files, in the form of `summary`."""
     problems: dict[str, _FirstAndLastEvaluation] = {}
     files = {0: before, 1: after}
     for number, path in files.items():
@@ -264,7 +268,7 @@ def changed_between(before: Path, after: Path, most: int) -> list[dict[str, Any]
 def _changed(
     problems: Mapping[str, _FirstAndLastEvaluation], files: Mapping[int, Path], most: int = _NUM_CHANGED
 ) -> list[dict[str, Any]]:
-    """Return changed held-out problems with the largest change of mean reward, at most half of them losses."""
+    """Return the validation problems with the largest change of mean reward. At most half of them are losses."""
     pairs = [
         (one.last.mean - one.first.mean, one.first, one.last)
         for one in problems.values()
@@ -295,14 +299,15 @@ def _changed(
 
 
 def _compact_with_count(record: Mapping[str, Any], evaluated: _EvaluatedProblem) -> dict[str, Any]:
-    """Return a record as shown on a page. If its problem has several samples, add their number and mean reward."""
+    """Return a record as shown on a page. If its problem has several samples, their number and mean reward are
+    added."""
     count = len(evaluated.samples)
     several = {"samples": count, "mean": short_number(evaluated.mean)} if count > 1 else {}
     return {**compact(record), **several}
 
 
 def _read_at(places: Iterable[tuple[int, int]], files: Mapping[int, Path]) -> dict[tuple[int, int], dict[str, Any]]:
-    """Read and return the records at these steps and lines."""
+    """Read and return the records at these steps and line numbers."""
     lines: dict[int, set[int]] = {}
     for step, line in places:
         lines.setdefault(step, set()).add(line)
@@ -315,7 +320,7 @@ def _read_at(places: Iterable[tuple[int, int]], files: Mapping[int, Path]) -> di
 
 
 def _steps_to_read(files: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
-    """Return evenly spread steps to read, including first and last. Large files reduce their number."""
+    """Return the steps to read: evenly spread, with the first and the last. If files are large, they are fewer."""
     sizes = {path: path.stat().st_size for _, path in files}
     most = min(STEPS_READ, len(files))
     # First and last step are always read, whatever their size.
@@ -325,7 +330,7 @@ def _steps_to_read(files: Sequence[tuple[int, Path]]) -> list[tuple[int, Path]]:
 
 
 def _token_samples(run: RecordedRun) -> list[dict[str, Any]]:
-    """Return token-by-token samples, newest first."""
+    """Return samples written token by token, newest first."""
     found: list[dict[str, Any]] = []
     for step, path in reversed(spread(run.token_files, _NUM_TOKEN_STEPS)):
         for record in read_records(path, step):
@@ -340,14 +345,14 @@ def _token_samples(run: RecordedRun) -> list[dict[str, Any]]:
 
 
 def _problem(record: Mapping[str, Any]) -> str:
-    """Return a hash identifying a record's problem: by set, source and index, or by its prompt if there is no index."""
+    """Return a hash that identifies a record's problem: of set, source and index, or without an index of the prompt."""
     index = record.get("problem")
     prompt = record.get("prompt") if index is None else None
     return digest([record.get("set"), record.get("source"), index, prompt]).hex()
 
 
 def _completions(record: Mapping[str, Any]) -> Any:
-    """Return the completions of all turns, or the only completion."""
+    """Return the completions of all turns, or the single completion of a record."""
     turns = [turn.get("completion") for turn in as_list(record.get("turns")) if isinstance(turn, Mapping)]
     return turns or record.get("completion")
 
