@@ -1,4 +1,4 @@
-"""Atomic writes of a run's files, and storage errors that name the path."""
+"""Atomic writes of a run's files, and storage errors with the path."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ _MAKE_ROOM = "Make room, choose another disk with runs_folder=FOLDER, or retain 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FAILED = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM)
-"""Error numbers of denied access. Storage faults only inside the run folder: elsewhere, access to a user's own file may
-be denied."""
+"""Error numbers of denied access. They count as storage errors only in the run folder, which belongs to the run."""
 
 
 @contextmanager
 def storage_faults_named(path: Path) -> Iterator[None]:
-    """Turn an OSError of the block into StorageError, or DiskFullError for a full disk. Both name the path.
+    """Context manager: turn an OSError inside it into StorageError, or DiskFullError for a full disk. Both name the
+    path.
 
-    `path` is named if the error itself names no file. Put only file operations in the block: a lost connection is an
+    `path` is named if the error itself has no file name. Put only file operations inside: a lost connection is an
     OSError too.
     """
     try:
@@ -38,15 +38,13 @@ def storage_faults_named(path: Path) -> Iterator[None]:
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Replace a file atomically and durably: after a power failure it has its old or its new contents.
-
-    Raises OSError.
-    """
+    """Replace a file's text atomically and durably: after a power failure it has the old or the new contents. Raises
+    OSError."""
     replace_bytes(path, text.encode("utf-8"))
 
 
 def replace_bytes(path: Path, content: bytes) -> None:
-    """Replace a file like `replace_text`, with bytes."""
+    """Replace a file's bytes atomically and durably, like `replace_text`. Raises OSError."""
     partial = path.with_name(f".{path.name}.partial")
     try:
         with partial.open("wb") as file:
@@ -63,7 +61,7 @@ def replace_bytes(path: Path, content: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Flush a file, or a folder's list of names, to disk (fsync). Raises OSError."""
+    """Flush a file, or a folder's list of entries, to disk (fsync). Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -80,7 +78,7 @@ def disk_full(error: BaseException) -> DiskFullError | None:
 
 
 def storage_error(folder: Path, error: BaseException) -> StorageError | None:
-    """Return a StorageError if the run folder or its disk is among the causes of an error, else None."""
+    """Return a StorageError if an error has a cause in the run folder or its disk, else None."""
     if isinstance(error, StorageError):
         return error
     if not isinstance(error, Exception) or isinstance(error, ConfigError | StoppedError | EndedError):
@@ -104,7 +102,7 @@ def storage_error(folder: Path, error: BaseException) -> StorageError | None:
 
 
 def _is_below(folder: Path, name: object) -> bool:
-    """Return whether `name`, from an OSError, is the folder or a path inside it."""
+    """Return whether the file name of an OSError is the folder or a path inside it."""
     if not isinstance(name, str | bytes | os.PathLike):
         return False
     return Path(os.path.abspath(os.fsdecode(name))).is_relative_to(folder.absolute())
@@ -112,7 +110,8 @@ def _is_below(folder: Path, name: object) -> bool:
 
 @contextmanager
 def disk_full_named(folder: Path, num_bytes: int | None = None) -> Iterator[None]:
-    """Turn an error caused by a full disk into DiskFullError. `num_bytes` is the size of the write, if known."""
+    """Context manager: turn an error caused by a full disk into DiskFullError. `num_bytes` is the size of the write, if
+    known."""
     try:
         yield
     except Exception as error:
@@ -157,7 +156,7 @@ def _free_bytes(folder: Path) -> int:
 
 
 def _os_error(error: BaseException, numbers: tuple[int, ...]) -> OSError | None:
-    """Return the first OSError with one of these numbers among an error and its causes, or None."""
+    """Return the first OSError with one of these error numbers among an error and its causes, or None."""
     cause: BaseException | None = error
     while cause is not None:
         if isinstance(cause, OSError) and cause.errno in numbers:

@@ -13,7 +13,7 @@ _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
 def is_hub_name(text: str) -> bool:
-    """Return whether a text has the form OWNER/NAME of a name on the Hub. The name need not exist."""
+    """Return whether a text has the form OWNER/NAME of a repository on the Hub. The repository need not exist."""
     return _NAME.fullmatch(text) is not None and ".." not in text
 
 
@@ -33,5 +33,5 @@ def cached_folder(name: str, kind: Kind) -> Path | None:
 
 
 def download_command(name: str, kind: Kind) -> str:
-    """Return the command that downloads a model or data set into the cache."""
+    """Return the shell command that downloads a model or data set into the Hub's cache."""
     return f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")

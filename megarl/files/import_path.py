@@ -1,4 +1,4 @@
-"""Objects named in a recipe: an entry of a table, or the user's own object at an import path.
+"""Objects named in a recipe: a built-in one by its name in a table, or the user's own by its import path.
 
 An import path is `package.module:name` or `path/to/file.py:name`.
 """
@@ -22,7 +22,7 @@ Kind = Literal["function", "class"]
 
 
 def is_import_path(name: str, *, takes_files: bool = True) -> bool:
-    """Return whether a name has one of the two forms. The object need not exist."""
+    """Return whether a name has a form of an import path. The object need not exist."""
     source, colon, attribute = name.rpartition(":")
     if not colon or not attribute.isidentifier():
         return False
@@ -33,11 +33,11 @@ def is_import_path(name: str, *, takes_files: bool = True) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """The choices of a recipe field: the keys of a table of import paths, or a user's import path."""
+    """Valid values of a recipe field: the names in a table of import paths, or a user's import path."""
 
     field: str
     noun: str
-    """Name of the kind of object for error messages, for example `a reward` or `a tracker`."""
+    """Kind of the objects in error messages, for example `a reward` or `a tracker`."""
     kind: Kind
     table: Mapping[str, str]
     takes_files: bool = True
@@ -68,10 +68,10 @@ def function_of(name: str, table: Mapping[str, Callable[..., Any]], field: str) 
 
 
 def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..., Any]:
-    """Return the function or class at an import path. Its module runs once in a process.
+    """Import and return the function or class at an import path. Its module runs once in a process.
 
     A file's path is relative to the current folder. Raises ConfigError if the module cannot be imported or lacks the
-    object. The error begins with `field`, the recipe field with the path.
+    object. The error begins with `field`, the recipe field that has the path.
     """
     source, _, attribute = path.rpartition(":")
     try:
@@ -93,7 +93,7 @@ def import_object(path: str, field: str, kind: Kind = "function") -> Callable[..
 
 
 def _module_of_file(path: Path) -> ModuleType:
-    """Return the module of a Python file, under a name unique to its absolute path."""
+    """Return the module of a Python file. Its name in `sys.modules` is unique to its absolute path."""
     absolute = path.resolve()
     if not absolute.is_file():
         raise FileNotFoundError(f"no such file: {absolute}")

@@ -1,4 +1,4 @@
-"""The files of a Hugging Face model folder, and checks of their completeness. Reads headers, never weights."""
+"""The files of a Hugging Face model folder, and checks that they are complete. Only headers of weights are read."""
 
 from __future__ import annotations
 
@@ -23,7 +23,8 @@ WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgp
 
 
 def check_model_folder(folder: str | Path) -> list[str]:
-    """Return the faults of a folder's weights and tokenizer, one a line. config.json is checked by `families.shape`."""
+    """Return the errors of a folder's weights and tokenizer, one per line. config.json is checked by
+    `families.shape`."""
     folder = Path(folder)
     if not folder.is_dir():
         return [missing_folder(folder)]
@@ -58,7 +59,7 @@ def found_folder(path: str) -> str:
 
 
 _EXPORTED = re.compile(r"hf(_best|_step_\d+)?")
-"""Names of the folders for a run's exported models."""
+"""Names of the folders in which a run exports models."""
 
 HUB_OWNERS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama", "mistral": "mistralai"}
 """Owner (organisation) of a model on the Hugging Face Hub, by the prefix of the model's name."""
@@ -67,7 +68,7 @@ HUB_OWNERS = {"qwen": "Qwen", "llama": "meta-llama", "meta-llama": "meta-llama",
 def missing_folder(folder: Path, file: str = "") -> str:
     """Return the error message for a missing model folder: how to make it, or the command that downloads it.
 
-    With `file`, the command downloads only this file. The command has the Hub's name if it is known.
+    With `file`, the command downloads only this file. If the model's name on the Hub is known, the command has it.
     """
     if _EXPORTED.fullmatch(folder.name) and (run := folder.parent).name:
         is_there = (run / "config.yaml").is_file()
@@ -87,11 +88,10 @@ def missing_folder(folder: Path, file: str = "") -> str:
 
 
 def weight_files(folder: str | Path) -> dict[str, set[str]]:
-    """Return the safetensors files of a model folder, each with its tensors by the index (an empty set without an
-    index).
+    """Return the safetensors files of a model folder, each with the names of its tensors from the index.
 
-    Raises DataError for a folder without safetensors. Raises DataError for an index that is invalid or names a file
-    outside the folder.
+    Without an index the names are empty. Raises DataError for a folder without safetensors, and for an index that is
+    invalid or names a file outside the folder.
     """
     folder = Path(folder)
     if not (folder / INDEX).exists():
@@ -118,9 +118,8 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
 
 
 def largest_token(folder: str | Path) -> tuple[str, int]:
-    """Return the token with the largest id in a folder's tokenizer.json, and its id. Raises DataError for an invalid
-    file.
-    """
+    """Return the largest token id in a folder's tokenizer.json, with its token. Raises DataError for an invalid
+    file."""
     path = Path(folder) / TOKENIZER[0]
     tokenizer = read_object(path)
     try:

@@ -1,4 +1,4 @@
-"""The nearest known name to an unknown one, for "did you mean"."""
+"""The known name most similar to an unknown one, for "did you mean ..."."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ from collections.abc import Iterable
 
 
 def nearest(word: str, choices: Iterable[str]) -> str | None:
-    """Return the choice with the fewest edits. Returns None if it needs more edits than a third of the word's letters.
+    """Return the choice that is fewest edits away from a word. None: more than a third of the word's letters would
+    change.
 
     An edit inserts, removes or replaces a letter, or swaps two neighbours. Case, dashes and underscores are ignored.
     """

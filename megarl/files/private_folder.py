@@ -1,4 +1,4 @@
-"""A temporary folder of one process, readable by its user only and removed even after a crash."""
+"""A temporary folder of one process that only its user can read, and that is removed even after a crash."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ class PrivateFolder:
     """A new folder with mode 0700 in the system's temporary folder. It lasts until `remove`.
 
     A killed process cannot remove its folder, but the kernel frees its file lock. The next PrivateFolder of the same
-    user on this machine removes folders with a free lock.
+    user on this machine removes all folders with a free lock.
     """
 
     def __init__(self) -> None:
@@ -30,7 +30,7 @@ class PrivateFolder:
         nameless.rename(self.path / _LOCK)
 
     def remove(self) -> None:
-        """Remove the folder and its contents. Later calls do nothing."""
+        """Remove the folder and its contents. Further calls do nothing."""
         if self._lock >= 0:
             shutil.rmtree(self.path, ignore_errors=True)
             os.close(self._lock)
@@ -38,7 +38,7 @@ class PrivateFolder:
 
 
 def _remove_abandoned(parent: Path) -> None:
-    """Remove this user's private folders left by ended processes."""
+    """Remove this user's private folders whose processes have ended."""
     for folder in parent.glob(f"{_PREFIX}*"):
         with contextlib.suppress(OSError):
             if folder.is_symlink() or folder.stat().st_uid != os.getuid():

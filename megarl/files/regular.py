@@ -1,4 +1,4 @@
-"""Checks for regular files before opening. Opening a named pipe would wait forever for its writer."""
+"""Checks that a path is a regular file before it is opened. Opening a named pipe would wait forever for a writer."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from megarl.types import DataError
 
 
 def check_regular(path: Path) -> Path:
-    """Return `path`, which may be missing. Raises DataError for a named pipe, a device or a socket."""
+    """Return `path` unchanged. It may be missing. Raises DataError for a named pipe, a device or a socket."""
     if path.exists() and not path.is_file() and not path.is_dir():
         raise DataError(f"{path}: is not a regular file but a named pipe, a device or a socket. Give a file.")
     return path

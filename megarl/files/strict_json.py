@@ -12,10 +12,10 @@ MAX_DEPTH = 100
 
 
 def parse(content: bytes) -> Any:
-    """Return the value of a JSON text in UTF-8.
+    """Return the value of a JSON text in UTF-8. Raises ValueError with a message on one line.
 
-    Raises ValueError with a message on one line. Also refuses some texts accepted by Python's `json`: repeated keys,
-    NaN and infinite numbers, lone surrogates (UTF-8 cannot encode them), and nesting deeper than MAX_DEPTH.
+    It also refuses texts that Python's `json` accepts: repeated keys, NaN and infinite numbers, lone surrogates (UTF-8
+    cannot encode them), and nesting deeper than MAX_DEPTH.
     """
     try:
         # Editors on Windows begin files with a byte-order mark.

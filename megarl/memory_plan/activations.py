@@ -1,8 +1,9 @@
-"""Bytes of activations: tensors saved for the backward pass, and temporary ones.
+"""Bytes of activations: tensors that autograd saves for the backward pass, and temporary ones.
 
-Tensors saved by autograd are counted layer by layer, each storage once. Two specs are covered: Megatron's local spec
-with this package's norm and attention, and Transformer Engine's spec. A rank's tokens are the tokens of a row divided
-by its context-parallel ranks. Under sequence parallelism, norms and residuals are split over tensor-parallel ranks.
+Saved tensors are counted layer by layer, each storage once. Two layer implementations are covered: Megatron's local
+spec with megarl's norm and attention, and Transformer Engine's spec. A row is a packed microbatch; a rank has the row's
+tokens divided by the number of context-parallel ranks. With sequence parallelism, norms and residuals are split over
+tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from megarl.families.shape import ModelShape, padded_vocab_size
 
 FLOAT32 = 4
 EXPERT_IMBALANCE = 1.25
-"""Tokens of the fullest expert-parallel rank over the mean. (A guess: routers are trained without load balancing.)"""
+"""Assumed load imbalance of experts: tokens of the fullest expert-parallel rank, divided by the mean over these ranks.
+A guess, because routers are trained without load balancing."""
 
 _NUMBERS = 64
 """Bytes per token of log-probs, labels and the loss."""
@@ -25,25 +27,25 @@ Spec = Literal["local", "transformer_engine"]
 
 @dataclass(frozen=True, slots=True)
 class PassSettings:
-    """Settings of the passes of packed rows through a model."""
+    """How packed rows (microbatches) pass through a model: sizes and recomputation."""
 
     row_tokens: int
-    """Tokens of a packed row over all context-parallel ranks."""
+    """Tokens of a packed row, over all context-parallel ranks together."""
     chunk_tokens: int
-    """Tokens per chunk of logits."""
+    """Number of tokens whose logits are computed at once."""
     itemsize: int
     sequence_parallel: bool
     spec: Spec
     recomputes_layers: bool = False
     """Whether whole layers are recomputed in the backward pass."""
     recomputed: frozenset[str] = frozenset()
-    """Recomputed parts of a layer, by Megatron-Core's names."""
+    """Parts of a layer that are recomputed, by Megatron-Core's names."""
     fuses_activation: bool = False
     """Whether SwiGLU is one kernel (bias_activation_fusion)."""
     pads_attention: bool = False
-    """Whether attention runs on padded sequences: on a CPU, and in float32."""
+    """Whether attention pads the sequences of a row: on a CPU, and in float32."""
     lora_rank: int = 0
-    """Rank of the LoRA adapters, then trained alone. 0: all weights are trained."""
+    """Rank of the LoRA adapters. Above 0, only adapters are trained. 0: all weights are trained."""
     longest: int = 1
     """Tokens of the longest sequence in a row."""
     expert_load: float = EXPERT_IMBALANCE
@@ -53,22 +55,22 @@ class PassSettings:
 
 @dataclass(frozen=True, slots=True)
 class Widths:
-    """Channels of one token on a rank."""
+    """Widths of one token on a rank, in channels."""
 
     hidden: int
     query: int
     key: int
-    """Channels of all keys. Values have equally many."""
+    """Channels of all keys on the rank. The values have as many."""
     feed_forward: int
     heads: int
     kv_heads: int
     head_dim: int
     rows: int
-    """Rows of the vocabulary on the rank, padded; 0 for a value head."""
+    """Rows of the padded vocabulary on the rank; 0 for a value head."""
 
 
 def widths(shape: ModelShape, layout: ParallelConfig) -> Widths:
-    """Return the channels of a token on one rank of a layout."""
+    """Return the widths of a token on one rank of a parallel layout, in channels."""
     # A rank holds at least one key-value head: with more ranks than heads, heads are copied.
     heads, kv_heads = shape.num_heads // layout.tp, max(1, shape.num_kv_heads // layout.tp)
     return Widths(
@@ -84,14 +86,15 @@ def widths(shape: ModelShape, layout: ParallelConfig) -> Widths:
 
 
 def layer_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Return bytes saved by autograd in one layer for one row, without its recomputed parts."""
+    """Return the bytes that autograd saves in one layer for one row, without recomputed parts."""
     attention = _attention(shape, widths(shape, layout), layout, settings)
     feed_forward = _experts(shape, layout, settings) if shape.num_experts else _dense(shape, layout, settings)
     return attention + feed_forward
 
 
 def stage_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:
-    """Return bytes saved on a pipeline stage at its fullest: all rows in flight, all its layers, and the head."""
+    """Return the bytes saved on a pipeline stage at the moment of most: all rows in flight, all its layers, and the
+    head."""
     layers = layout.layers_on_stage(shape.num_layers, stage)
     rows = rows_in_flight(layout, stage)
     layer = layer_bytes(shape, layout, settings)
@@ -110,17 +113,18 @@ def stage_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings:
 
 
 def pipeline_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:
-    """Return bytes of hidden states received from the previous stage, for all rows in flight."""
+    """Return the bytes of hidden states received from the previous pipeline stage, for all rows in flight."""
     if layout.pp == 1:
         return 0.0
     return rows_in_flight(layout, stage) * layout.vpp * _layer_input(shape, layout, settings)
 
 
 def rows_in_flight(layout: ParallelConfig, stage: int) -> float:
-    """Return the rows with saved activations on a stage at its fullest, in units of all its layers.
+    """Return how many rows have saved activations on a pipeline stage at the moment of most.
 
-    1F1B: the number of stages from this one to the last. Interleaved: (pp - 1) / (pp vpp) more on the first stage.
-    Source: Megatron-LM (arXiv 2104.04473, section 2.2).
+    A row counts fully if all layers of the stage hold its activations. 1F1B schedule: the number of stages from this
+    one to the last. Interleaved schedule: (pp - 1) / (pp vpp) more on the first stage. Source: Megatron-LM (arXiv
+    2104.04473, section 2.2).
     """
     if layout.vpp == 1:
         return float(layout.pp - stage)
@@ -129,7 +133,7 @@ def rows_in_flight(layout: ParallelConfig, stage: int) -> float:
 
 
 def logits_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Return bytes of the logits in memory at once: the head's output, and two copies in float32."""
+    """Return the bytes of the logits in memory at once: the head's output, and two copies in float32."""
     if shape.has_value_head:
         return 0
     tokens = min(settings.chunk_tokens, settings.row_tokens // layout.cp)
@@ -137,7 +141,7 @@ def logits_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettin
 
 
 def backward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Return bytes of temporary gradients at the widest point of a backward pass, a feed-forward layer."""
+    """Return the bytes of temporary gradients at the widest point of a backward pass, which is a feed-forward layer."""
     size, tokens = settings.itemsize, _tokens(layout, settings)
     if shape.num_experts:
         routed = _routed_tokens(shape, layout, settings)
@@ -150,7 +154,7 @@ def backward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSett
 
 
 def forward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Return bytes of a pass without gradients, except the logits: one layer's tensors in its feed-forward part."""
+    """Return the bytes of a forward pass without gradients, logits excluded: the tensors of one feed-forward layer."""
     size, tokens = settings.itemsize, _tokens(layout, settings)
     residual = 2 * tokens * shape.hidden_size * size / _split(layout, settings)
     whole = tokens * shape.hidden_size * size
@@ -162,12 +166,12 @@ def forward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSetti
 
 
 def _tokens(layout: ParallelConfig, settings: PassSettings) -> int:
-    """Return a rank's tokens of a row."""
+    """Return the number of a row's tokens on one rank."""
     return settings.row_tokens // layout.cp
 
 
 def _split(layout: ParallelConfig, settings: PassSettings) -> int:
-    """Return the number of ranks sharing norms and residuals."""
+    """Return the number of ranks over which norms and residuals are split."""
     return layout.tp if settings.sequence_parallel else 1
 
 
@@ -176,7 +180,7 @@ def _layer_input(shape: ModelShape, layout: ParallelConfig, settings: PassSettin
 
 
 def _norm(layout: ParallelConfig, settings: PassSettings, width: int, *, is_fused: bool) -> float:
-    """Return bytes saved by a norm, including the input of the following linear layer.
+    """Return the bytes saved by a norm, including the input of the linear layer after it.
 
     `is_fused`: Transformer Engine's linear layer contains the norm.
     """
@@ -213,7 +217,7 @@ def _attention(shape: ModelShape, at: Widths, layout: ParallelConfig, settings: 
 
 
 def _head_norms(at: Widths, settings: PassSettings, copied: int) -> float:
-    """Return bytes per token of the norms of queries and keys. Rotary embeddings do not save the norms' results."""
+    """Return the bytes per token of the norms of queries and keys. Rotary embeddings do not save the norms' results."""
     size = settings.itemsize
     statistics = FLOAT32 * (at.heads + at.kv_heads)
     if settings.spec == "transformer_engine":
@@ -225,7 +229,7 @@ def _head_norms(at: Widths, settings: PassSettings, copied: int) -> float:
 
 
 def _core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Return bytes of core attention: its inputs and its own saved tensors."""
+    """Return the bytes of core attention: its inputs, and the tensors that it saves itself."""
     size, tokens = settings.itemsize, _tokens(layout, settings)
     given = tokens * (at.query + at.key) * size
     if "core_attn" in settings.recomputed:
@@ -243,7 +247,7 @@ def _core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
 
 
 def _inside_core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Return bytes saved by core attention in addition to its inputs and its output."""
+    """Return the bytes that core attention saves in addition to its inputs and its output."""
     size, tokens = settings.itemsize, _tokens(layout, settings)
     if settings.pads_attention:
         return tokens * ((2 * at.query + 2 * at.key) * size + FLOAT32 * at.heads)
@@ -262,15 +266,17 @@ def _dense(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) ->
 
 
 def _gated(channels: float, settings: PassSettings) -> float:
-    """Return bytes of a gated layer with `channels` bytes of channels.
+    """Return the bytes saved by a gated feed-forward layer whose channels take `channels` bytes.
 
-    It saves gate, up and their product. If not fused, also the activated gate, and up with Megatron's offset.
+    It saves gate, up and their product. Without a fused kernel it also saves the activated gate, and up with Megatron's
+    offset.
     """
     return (3 if settings.fuses_activation else 5) * channels
 
 
 def _routed_tokens(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Return the tokens of one row processed by a rank's experts. A token counts once for each of its experts here."""
+    """Return the number of tokens that a rank's experts process for one row. A token counts once for each of its
+    experts."""
     # All ranks of an expert-parallel group contribute their tokens, split over tensor-parallel ranks, and share the
     # total. Ranks splitting one expert all receive its tokens.
     own = _tokens(layout, settings) / _split(layout, settings)
@@ -299,7 +305,7 @@ def _experts(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) 
 
 
 def _head(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Return bytes of the last norm, the hidden states of all tokens, and the tensors saved for log-probs."""
+    """Return the bytes of the last norm, of all tokens' hidden states, and of the tensors saved for log-probs."""
     size, tokens = settings.itemsize, _tokens(layout, settings)
     split = _split(layout, settings)
     gathered = tokens * shape.hidden_size * size

@@ -1,32 +1,36 @@
 """Bytes of DeepEP's buffers on a rank (`trainer.moe_dispatcher: flex`), as created by Megatron-Core. Integers only.
 
 Source: DeepEP 1.2.1 (csrc/config.hpp, deep_ep/buffer.py) and Megatron-Core 0.16.1 (transformer/moe/fused_a2a.py). All
-layers share one buffer. Its size follows DeepEP's configuration for the number of ranks, dispatch or combine. Between
-nodes it is in NVSHMEM's heap. This part is inferred: the heap grows by DeepEP's granules, and by DeepEP's own note
-NVSHMEM needs 256 MiB of it. Not counted: NVSHMEM's queues, and the kernels' memory, part of CUDA's context.
+layers share one buffer. Its size follows DeepEP's configuration for the number of ranks, the larger one of dispatch and
+combine.
+
+With several nodes, the buffer is in the heap of NVSHMEM. That part is inferred: the heap grows by DeepEP's granules,
+and DeepEP's documentation says that NVSHMEM needs 256 MiB of it. Not counted are NVSHMEM's queues, and the kernels'
+memory, which is part of CUDA's context.
 """
 
 from __future__ import annotations
 
 NODE_RANKS = 8
-"""Ranks in one node for DeepEP. A larger number of ranks spans several nodes and must be a multiple of it."""
+"""Number of ranks in one node, for DeepEP. A larger number of ranks spans several nodes and must be a multiple of
+it."""
 NUM_SMS = 20
-"""Multiprocessors used by DeepEP's kernels: Megatron-Core's `moe_deepep_num_sms`."""
+"""Number of multiprocessors used by DeepEP's kernels: Megatron-Core's `moe_deepep_num_sms`."""
 
 RECEIVED_TOKENS = {
     2: (256, 0), 4: (256, 0), 8: (256, 0), 16: (288, 140), 24: (288, 128), 32: (288, 128), 48: (288, 128),
     64: (288, 140), 96: (480, 132), 128: (560, 132), 144: (720, 132), 160: (720, 132),
 }  # fmt: skip
-"""Tokens that fit in a channel from a rank of the same node, and from another node, by number of ranks.
+"""Tokens in one channel of DeepEP's buffer from a rank of the same node, and from another node, by number of ranks.
 
-DeepEP supports no other numbers of ranks; 48 and 96 were added after 1.2.1. The second is the larger one of dispatch
-and combine.
+DeepEP supports no other numbers of ranks; 48 and 96 were added after 1.2.1. The second value is the larger one of
+dispatch and combine.
 """
 
 _META_BYTES = 8
-"""Origin of a token: two int32."""
+"""Bytes that say where a token comes from: two int32."""
 _MOST_EXPERTS, _MOST_SCALES = 128, 128
-"""Capacity per token: experts (an int64 and a float32 each) and float32 scales."""
+"""Bytes reserved per token for routing: experts (an int64 and a float32 each) and float32 scales."""
 # Constants of DeepEP 1.2.1: alignment and workspace of a buffer, then NVSHMEM's heap and its granules.
 _ALIGNMENT = 128
 _WORKSPACE_BYTES = 32 << 20
@@ -35,9 +39,10 @@ _HEAP_GRANULE = 512 << 20
 
 
 def deep_ep_bytes(hidden_size: int, itemsize: int, num_ranks: int, num_sms: int = NUM_SMS) -> int:
-    """Return bytes of DeepEP's buffers for tokens exchanged by `num_ranks` (etp * ep) ranks.
+    """Return the bytes of DeepEP's buffers if `num_ranks` (etp * ep) ranks exchange tokens.
 
-    `itemsize` is in bytes a channel. An unsupported number of ranks gives 0, because the recipe check rejects it.
+    `itemsize` is in bytes per channel. An unsupported number of ranks gives 0, because a check of the recipe rejects
+    it.
     """
     if num_ranks not in RECEIVED_TOKENS:
         return 0

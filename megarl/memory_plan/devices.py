@@ -1,4 +1,4 @@
-"""Memory of GPUs by name, and of libraries before any tensor is allocated."""
+"""Memory of GPUs by name, and memory taken by libraries before any tensor is allocated."""
 
 from __future__ import annotations
 
@@ -8,13 +8,15 @@ from typing import NamedTuple
 from megarl.memory_plan.memory_table import MemoryTable, Phase
 
 GPU_MEMORY_GIB = {"h100": 79.1, "h200": 139.8, "b200": 178.3}
-"""Memory of a GPU as reported by torch, in GiB. Source: NVIDIA's data sheets, minus the driver's share."""
+"""Memory of each GPU as reported by torch, in GiB. Source: NVIDIA's data sheets, minus the driver's share."""
 
 MARGIN_GIB = 8.0
-"""GiB of a GPU left free by a derived KV cache. NCCL's buffers and the allocator's blocks are only guessed here."""
+"""GiB of a GPU kept free when the size of the KV cache is computed. NCCL's buffers and the allocator's waste are
+guesses."""
 
 CONTEXT_BYTES = int(2.2e9)
-"""CUDA's context, kernels, workspaces of cuBLAS, and waste in the allocator's blocks. (A guess.)"""
+"""GPU memory of CUDA's context, kernels, cuBLAS workspaces, and waste in the allocator's blocks, in bytes. (A
+guess.)"""
 COMMUNICATOR_BYTES = int(0.35e9)
 """GPU memory of the buffers of one NCCL communicator, in bytes. (A rough estimate.)"""
 GRAPH_BYTES = int(2.0e9)
@@ -22,12 +24,12 @@ GRAPH_BYTES = int(2.0e9)
 PINNED_BLOCK_BYTES = 1 << 30
 """Bytes of one block of page-locked host memory for staging checkpoints, equal to `training.staging.BLOCK_BYTES`."""
 LIBRARY_BYTES = 500 << 20
-"""Host memory used by a rank's libraries before any weight is loaded, in bytes."""
+"""Host memory that a rank's libraries take before any weight is loaded, in bytes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Platform:
-    """Device of a run's ranks: GPUs, or a CPU with all memory in the host."""
+    """Device of a run's ranks: GPUs, or a CPU, where all memory is host memory."""
 
     is_gpu: bool
     has_transformer_engine: bool
@@ -42,16 +44,15 @@ CPU = Platform(is_gpu=False, has_transformer_engine=False)
 
 
 class GpuMemory(NamedTuple):
-    """Memory in GiB of a trainer's GPU and of an engine's GPU. Both may be the same GPU, or GPUs of different
-    models."""
+    """Memory in GiB of one of the trainer's GPUs and of one of the engines' GPUs. With shared GPUs they are equal."""
 
     trainer: float
     engine: float
 
     def of(self, phase: Phase) -> float:
-        """Return the memory of a phase's GPU in GiB."""
+        """Return the memory in GiB of the GPU that runs a phase."""
         return self.engine if phase.part == "engine" else self.trainer
 
     def exceeded(self, table: MemoryTable) -> list[Phase]:
-        """Return the phases that exceed their GPU's memory."""
+        """Return the phases that need more than the memory of their GPU."""
         return [phase for phase in table.phases if phase.device_bytes > self.of(phase) * 2**30]

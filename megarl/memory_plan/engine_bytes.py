@@ -1,4 +1,4 @@
-"""Bytes of a vLLM engine on a rank: weights, KV cache, memory of a step. Integers only."""
+"""Bytes of a vLLM engine on a rank: weights, KV cache, temporary memory of a step. Integers only."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.reshard.layouts.vllm_computed import Stack, VllmLayouts
 
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
-"""Tokens of a KV cache block, as set when the engine starts."""
+"""Tokens in one block of the KV cache, as set when the engine starts."""
 BATCHED_TOKENS = {"cpu": 8192, "cuda": 16384}
-"""Maximum tokens of a step: vLLM's default on GPUs of 70 GiB or more, megarl's on a CPU."""
+"""Maximum number of tokens in an engine step: vLLM's default on GPUs of 70 GiB or more, megarl's default on CPUs."""
 
 
 QUANTISED_BLOCK = 128
-"""Rows and columns sharing a scale under `rollout.quantization: fp8`."""
+"""Rows and columns of a block with one scale, under `rollout.quantization: fp8`."""
 _SCALE_BYTES = 4
 _QUANTISING_BYTES = 8
-"""Bytes per number used by vLLM while quantising a 16-bit linear layer in blocks."""
+"""Bytes per number that vLLM uses while it quantises a 16-bit linear layer in blocks."""
 
 
 def engine_weights(layouts: VllmLayouts, rank: int, itemsize: int, quantization: str = "none") -> int:
-    """Return bytes of the engine's parameters on a rank, with scales of FP8 weights and rotary embeddings."""
+    """Return the bytes of the engine's parameters on a rank, with scales of FP8 weights and rotary embeddings."""
     model = layouts.model
     # vLLM stores cosines and sines for all positions, half of the head's channels each.
     rotary = model.max_position_embeddings * model.head_dim * itemsize
@@ -38,12 +38,12 @@ def engine_weights(layouts: VllmLayouts, rank: int, itemsize: int, quantization:
 
 
 def unquantised_bytes(layouts: VllmLayouts, rank: int, itemsize: int, *, bucket_bytes: int, stages: int) -> int:
-    """Return the peak bytes of a reshard to an FP8 engine on a rank, on top of weights and buckets.
+    """Return the peak bytes of a reshard to an FP8 engine on a rank, in addition to weights and buckets.
 
-    First come incomplete weights (`reshard.quantised`). The plan runs through the layers of the trainer's pipeline
-    `stages` in parallel, with three buckets in flight. Then comes the largest module, as loaded with padded rows, and
-    the memory for quantising it. Experts are quantised to FP8 one by one. For a linear layer vLLM holds a padded copy,
-    its absolute values, and both in float32.
+    Two things take them. First, weights that have only partly arrived (`reshard.quantised`): the plan runs through the
+    layers of the trainer's pipeline `stages` in parallel, with three buckets in flight. Second, the largest module,
+    loaded with padded rows, and the memory for quantising it. Experts are quantised one by one. For a linear layer vLLM
+    holds a padded copy, its absolute values, and both in float32.
     """
     modules: dict[str, int] = defaultdict(int)
     for stack, shape, count in layouts.stacks_on(rank):
@@ -60,13 +60,13 @@ def unquantised_bytes(layouts: VllmLayouts, rank: int, itemsize: int, *, bucket_
 
 
 def _is_quantised(stack: Stack) -> bool:
-    """Return whether vLLM quantises a stack: linear layers and experts. Biases, norms, embeddings, head and routers
-    stay."""
+    """Return whether vLLM quantises a tensor: linear layers and experts, not biases, norms, embeddings, head or
+    routers."""
     return stack.stacks_experts or stack.storage.endswith("_proj.weight")
 
 
 def _padded(stack: Stack, shape: tuple[int, ...]) -> tuple[int, int]:
-    """Return rows and columns of a quantised matrix. Each projection of an expert is padded to whole blocks."""
+    """Return rows and columns of a quantised matrix, with each projection of an expert padded to whole blocks."""
     rows, columns = shape
     if not stack.stacks_experts:
         return rows, columns
@@ -87,22 +87,21 @@ def _rounded(size: int) -> int:
 
 
 def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize: int) -> int:
-    """Return bytes of one KV cache block on a rank for all layers, with `itemsize` bytes a number."""
+    """Return the bytes of one KV cache block on a rank, over all layers, with `itemsize` bytes per number."""
     # With more ranks than key-value heads, each rank holds a copy of one head. Factor 2: keys and values.
     heads = max(1, model.num_kv_heads // tp)
     return 2 * block_tokens * model.num_layers * heads * model.head_dim * itemsize
 
 
 def cache_bytes(asked: int, block_bytes: int) -> int:
-    """Return bytes of vLLM's KV cache for a given limit: whole blocks only."""
+    """Return the bytes of vLLM's KV cache under a limit in bytes. It has whole blocks only."""
     return asked // block_bytes * block_bytes
 
 
 def step_bytes(model: ModelShape, tp: int, *, batched_tokens: int, max_requests: int, itemsize: int) -> int:
-    """Return the peak bytes of an engine step, without weights and cache: a layer's activations or the sampler's
-    logits.
+    """Return the peak temporary bytes of an engine step: the activations of a layer, or the logits in the sampler.
 
-    Counted are the residual stream, its norm, and input and output channels of the wider sublayer. The logits exist as
+    A layer has the residual stream, its norm, and input and output of its wider part. The logits exist three times: as
     the model returns them, in float32, and as probabilities.
     """
     channels = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp

@@ -1,4 +1,4 @@
-"""Memory table of a run: bytes of each kind of memory on a rank, by phase. Plain data."""
+"""Predicted memory of a run as a table: bytes on a rank by phase and use. Plain data."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any, Literal
 
 @dataclass(frozen=True, slots=True)
 class Use:
-    """Bytes of one kind of memory on one rank, on its GPU and on the host."""
+    """Bytes of one use of memory (weights, gradients, ...) on one rank, on its GPU and on the host."""
 
     kind: str
     device_bytes: int = 0
@@ -17,17 +17,17 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """Fullest moment of a phase, on the fullest rank.
+    """A phase at its moment of most memory, on the rank with most.
 
-    `name` is the phase's name in metrics. It is followed by the working model unless that is the policy (`train
-    critic`), or by `engine` for a phase of separate engines (`reshard engine`).
+    `name` is the phase's name in metrics. A model other than the policy follows it (`train critic`), and `engine`
+    follows in a phase of separate engines (`reshard engine`).
     """
 
     name: str
     rank: int
     uses: tuple[Use, ...]
     part: Literal["", "trainer", "engine"] = ""
-    """Kind of rank under rollout.placement separate; empty if a rank is both."""
+    """Kind of the rank, trainer or engine, under rollout.placement separate. Empty if each rank is both."""
 
     @property
     def device_bytes(self) -> int:
@@ -39,39 +39,41 @@ class Phase:
 
     @property
     def place(self) -> str:
-        """Return the rank and its kind: `engine rank 4`."""
+        """Return the rank with its kind, for example `engine rank 4`."""
         return f"{self.part} rank {self.rank}".strip()
 
     @property
     def metric(self) -> str:
-        """Return the phase of `memory/PHASE_gib` including this one."""
+        """Return PHASE of the metric `memory/PHASE_gib` that measures this phase."""
         first = self.name.partition(" ")[0]
         return "checkpoint" if first == "save" else first
 
     def of(self, kind: str) -> Use:
-        """Return the memory used by one kind of tensors, such as weights; zero bytes if the phase has none."""
+        """Return the memory of one use, such as weights. It is zero if the phase does not have the use."""
         return next((use for use in self.uses if use.kind == kind), Use(kind))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCapacity:
-    """Capacity of one engine's KV cache in requests."""
+    """Number of requests that fit into the KV cache of one engine."""
 
     tokens: int
     longest: int
-    """Tokens of the longest request, prompt and completion."""
+    """Tokens of the longest possible request, prompt and completion."""
     max_concurrent_requests: int
     under_way: int
-    """Concurrent requests of one engine in a training step: its share of the step, at most the maximum."""
+    """Number of requests that one engine decodes at once in a training step, at most the configured maximum."""
 
     @property
     def mean_requests(self) -> int:
-        """Return the requests fitting together at half the longest length, the mean of lengths growing evenly."""
+        """Return how many requests fit at their mean length. Requests grow evenly, so that is half the longest
+        length."""
         return 2 * self.tokens // self.longest
 
     @property
     def warning(self) -> str | None:
-        """Return a warning if the cache holds less than a quarter of the concurrent requests at their mean length."""
+        """Return a warning if the cache holds less than a quarter of the concurrent requests at their mean length. May
+        be None."""
         if 4 * self.mean_requests >= self.under_way:
             return None
         return (
@@ -81,12 +83,13 @@ class CacheCapacity:
 
     @property
     def longest_requests(self) -> int:
-        """Return the number of longest requests fitting together."""
+        """Return how many requests of the longest possible length fit."""
         return self.tokens // self.longest
 
     @property
     def mean_length(self) -> int:
-        """Return the average tokens a request may have if the maximum number of requests is decoded together."""
+        """Return how many tokens a request may have on average if the configured maximum number of requests is
+        decoded."""
         return self.tokens // self.max_concurrent_requests
 
     def __str__(self) -> str:
@@ -104,21 +107,21 @@ class CacheCapacity:
 
 @dataclass(frozen=True, slots=True)
 class MemoryTable:
-    """All phases of a run, and the KV cache capacity of its engines (None without an engine)."""
+    """Predicted memory of all phases of a run, and the capacity of its engines' KV cache (None without an engine)."""
 
     phases: tuple[Phase, ...]
     cache: CacheCapacity | None
     is_gpu: bool
-    """False: ranks are on a CPU, so all memory is host memory."""
+    """True: ranks are on GPUs. False: they are on a CPU, so all memory is host memory."""
 
     @property
     def fullest(self) -> Phase:
-        """Return the phase of a step using the most GPU memory."""
+        """Return the phase of a training step with most GPU memory."""
         return max(self.phases, key=lambda phase: phase.device_bytes)
 
     @property
     def fullest_host(self) -> tuple[Phase, ...]:
-        """Return the phase with the most host memory for each kind of rank: trainer first, then engine."""
+        """Return the phase with most host memory for each kind of rank: trainer first, then engine."""
         parts = dict.fromkeys(phase.part for phase in self.phases)
         return tuple(
             max((phase for phase in self.phases if phase.part == part), key=lambda phase: phase.host_bytes)
@@ -126,19 +129,20 @@ class MemoryTable:
         )
 
     def host_bytes(self, num_trainers: int, num_engines: int = 0) -> int:
-        """Return bytes of host memory of given numbers of trainer and engine ranks, each at its fullest."""
+        """Return the bytes of host memory of so many trainer and engine ranks, each at its maximum."""
         counts = (num_trainers, num_engines)
         return sum(count * phase.host_bytes for count, phase in zip(counts, self.fullest_host, strict=False))
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return all kinds of memory (`Use.kind`) used in some phase, in the order of the phases."""
+        """Return all uses of memory (`Use.kind`) that occur, in the order of the phases."""
         return tuple(
             dict.fromkeys(use.kind for phase in self.phases for use in phase.uses if use.device_bytes or use.host_bytes)
         )
 
     def predicted(self) -> dict[str, int]:
-        """Return bytes of a GPU (on a CPU: of a rank's process) by the phases of `memory/PHASE_gib`."""
+        """Return the bytes of a GPU (on a CPU: of a rank's process), keyed by PHASE of the metrics
+        `memory/PHASE_gib`."""
         found: dict[str, int] = {}
         for phase in self.phases:
             taken = phase.device_bytes if self.is_gpu else phase.host_bytes
@@ -146,7 +150,7 @@ class MemoryTable:
         return found
 
     def as_json(self) -> dict[str, Any]:
-        """Return the table as JSON values: bytes by phase and kind of memory, and the capacity of the KV cache."""
+        """Return the table as JSON values: bytes by phase and use, and the capacity of the KV cache."""
         phases = [
             {
                 "phase": phase.name,

@@ -1,4 +1,4 @@
-"""Models of a run with their sizes and layouts, as the ranks build them."""
+"""The models of a run with their sizes and parallel layouts, for memory predictions."""
 
 from __future__ import annotations
 
@@ -13,8 +13,7 @@ from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts
 
 @dataclass(frozen=True, slots=True)
 class Built:
-    """Sizes of one model of the run (policy, critic or a scoring model) and its parallel layout, for memory
-    estimates."""
+    """Sizes and parallel layout of one model: the policy, the critic, or a model that only scores."""
 
     shape: ModelShape
     layout: ParallelConfig
@@ -27,7 +26,7 @@ class Built:
 
 @dataclass(frozen=True, slots=True)
 class Models:
-    """Models of a run: trained ones, and by name those used only for scoring."""
+    """The models of a run: the trained ones, and those that only score (reference, reward model, teachers), by name."""
 
     policy: Built
     critic: Built | None
@@ -37,7 +36,10 @@ class Models:
 def read_models(
     recipe: Recipe, policy: ModelShape, layout: ParallelConfig, teacher_layout: ParallelConfig | None = None
 ) -> Models:
-    """Return the models of a recipe, reading config.json of further folders. Raises DataError for an invalid one."""
+    """Return the models of a recipe. Reads config.json of critic, reward model and teachers.
+
+    Raises DataError for an invalid config.json.
+    """
 
     def shape_of(folder: str) -> ModelShape:
         return policy if folder == recipe.model.folder else planned_shape(folder, recipe.override_of(folder))

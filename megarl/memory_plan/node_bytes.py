@@ -1,4 +1,4 @@
-"""Host memory of a run's nodes: ranks of each kind on a node, and their total."""
+"""Host memory of a run's nodes: the ranks of each kind on a node, and their total."""
 
 from __future__ import annotations
 
@@ -9,35 +9,35 @@ from megarl.memory_plan.memory_table import MemoryTable
 
 
 class NodeRanks(NamedTuple):
-    """Ranks of one node: trainers (also sampling, if colocated) and ranks used only for sampling."""
+    """Number of ranks on one node: trainers (colocated ones also sample), and ranks used only for sampling."""
 
     trainers: int
     engines: int
 
 
 class RankHostBytes(NamedTuple):
-    """Bytes of host memory of a rank of each kind, at its fullest."""
+    """Maximum bytes of host memory of one rank, for each kind of rank."""
 
     trainer: int
     engine: int
 
     def of_node(self, ranks: NodeRanks) -> int:
-        """Return bytes of all ranks of a node together."""
+        """Return the bytes of all ranks on a node together."""
         return ranks.trainers * self.trainer + ranks.engines * self.engine
 
 
 def rank_host_bytes(table: MemoryTable) -> RankHostBytes:
-    """Return the host memory of each kind of rank. Engines on the trainer's ranks are part of the trainer."""
+    """Return the host memory of each kind of rank. An engine on a trainer's rank counts as part of the trainer."""
     return RankHostBytes(*(table.host_bytes(*ranks) for ranks in (NodeRanks(1, 0), NodeRanks(0, 1))))
 
 
 def fullest_node(recipe: Recipe, table: MemoryTable) -> NodeRanks:
-    """Return the ranks of the node with the largest host memory, `table.host_bytes(*fullest_node(...))` bytes."""
+    """Return the ranks of the node with most host memory. Its bytes are `table.host_bytes(*fullest_node(...))`."""
     return max(_ranks_of_nodes(recipe), key=lambda ranks: table.host_bytes(*ranks))
 
 
 def _ranks_of_nodes(recipe: Recipe) -> set[NodeRanks]:
-    """Return the different combinations of ranks on a node."""
+    """Return the different combinations of ranks that occur on a node."""
     ranks, engines = recipe.cluster.ranks_per_node, recipe.cluster.groups.engines
     if engines is not None:
         return {NodeRanks(ranks, 0), NodeRanks(0, engines.ranks_per_node)}

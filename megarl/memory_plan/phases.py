@@ -1,4 +1,4 @@
-"""Memory by phase of a run: start, rollout, reshard, log-probs, train, save."""
+"""Predicted memory of a run by phase: start, rollout, reshard, log-probs, train, save."""
 
 from __future__ import annotations
 
@@ -33,9 +33,9 @@ _ALL = ("parameters", "gradients", "optimizer")
 
 
 def memory_table(recipe: Recipe, models: Models, platform: Platform, *, gpu_gib: float | None = None) -> MemoryTable:
-    """Return a recipe's memory by phase. Each phase is shown on the rank needing the most memory in it.
+    """Return a recipe's predicted memory. Each phase is shown on the rank that needs most memory in it.
 
-    `gpu_gib` is the memory of a GPU in GiB; `rollout.gpu_memory_utilization` is a share of it. One rank of each
+    `gpu_gib` is the memory of a GPU in GiB, of which `rollout.gpu_memory_utilization` is a share. One rank of each
     pipeline stage is examined, because ranks of a stage differ only by a few elements of padding. With separate
     engines, the first engine rank is examined too.
     """
@@ -54,7 +54,7 @@ def memory_table(recipe: Recipe, models: Models, platform: Platform, *, gpu_gib:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Memory of one rank: models, engine, or both."""
+    """Predicted memory of one rank: its models, its engine, or both."""
 
     recipe: Recipe
     models: Models
@@ -62,7 +62,7 @@ class RankMemory:
     rank: int
     gpu_gib: float | None = None
     expert_load: float = activations.EXPERT_IMBALANCE
-    """Tokens of the fullest expert-parallel rank over the mean."""
+    """Assumed tokens of the fullest expert-parallel rank, divided by the mean over these ranks."""
 
     @property
     def layout(self) -> ParallelConfig:
@@ -82,7 +82,7 @@ class RankMemory:
 
     @cached_property
     def policy(self) -> TrainerStates:
-        """Return the policy's states after its first update. Before it, an optimizer has no moments."""
+        """Return the policy's states after its first update. An optimizer has moments only from then on."""
         if not self.has_trainer:
             return trainer_bytes.NOTHING
         return self._trained(self.models.policy, self.recipe.optimizer.name, self.recipe.lora.rank)
@@ -95,7 +95,7 @@ class RankMemory:
 
     @cached_property
     def frozen(self) -> dict[str, int]:
-        """Return bytes of each model used only for scoring."""
+        """Return the bytes of each model that only scores (reference, reward model, teachers)."""
         if not self.has_trainer:
             return {}
         return {
@@ -112,7 +112,7 @@ class RankMemory:
 
     @cached_property
     def unquantised_weights(self) -> int:
-        """Return bytes used by an engine to make its FP8 weights during a reshard."""
+        """Return the bytes that an engine needs during a reshard to make its FP8 weights."""
         if not self.has_engine or self.recipe.rollout.quantization == "none":
             return 0
         return engine_bytes.unquantised_bytes(
@@ -158,14 +158,14 @@ class RankMemory:
 
     @cached_property
     def staging(self) -> int:
-        """Return bytes of reshard staging: two buckets, or all weights if they are smaller."""
+        """Return the bytes of the reshard's buffers: two buckets, or all weights if they are smaller."""
         if not self.recipe.has_engine or self.layout.num_ranks == 1:
             return 0
         bucket = self.recipe.weights.bucket_mib << 20
         return min(2 * bucket, self.engine_weights + self.policy.parameters)
 
     def cache_capacity(self) -> CacheCapacity:
-        """Return the requests fitting in the KV cache of the rank's engine."""
+        """Return how many requests fit into the KV cache of the rank's engine."""
         blocks = self.cache_bytes // self._block_bytes
         # vLLM 0.30 holds one block back.
         tokens = max(0, blocks - 1) * self._block_tokens
@@ -174,14 +174,14 @@ class RankMemory:
 
     @property
     def _requests_of_step(self) -> int:
-        """Return the requests of a training step handled by one engine."""
+        """Return how many requests of a training step one engine handles."""
         train = self.recipe.train
         attempts = math.ceil(train.prompts_per_step * train.samples_per_prompt * self.recipe.algorithm.oversampling)
         num_engines = (self.layout.rollout_ranks or self.layout.world_size) // self.layout.rollout_tp
         return -(-attempts // max(num_engines, 1))
 
     def phases(self) -> Iterator[Phase]:
-        """Yield all phases of the run on this rank."""
+        """Yield all phases of the run on the examined rank."""
         part: Literal["", "trainer", "engine"] = ""
         if self.layout.is_separate:
             part = "trainer" if self.has_trainer else "engine"
@@ -190,7 +190,7 @@ class RankMemory:
             yield Phase(name, self.rank, tuple(self._placed([*uses, *self._background_send(name)])), part)
 
     def _of_engine(self) -> dict[str, list[Use]]:
-        """Return the phases of a rank used only for sampling."""
+        """Return the phases of a rank that only samples."""
         return {"start engine": self._start(), "rollout": self._rollout(), "reshard engine": self._reshard()}
 
     def _of_trainer(self) -> dict[str, list[Use]]:
@@ -211,7 +211,8 @@ class RankMemory:
         return moments
 
     def _start(self) -> list[Use]:
-        """Return the fullest moment of the start: engine being built, models in place, or first reshard."""
+        """Return the start's moment of most memory: while the engine is built, after all models are loaded, or the
+        first reshard."""
         # Moments appear with the first update, so they are missing until then.
         began = replace(self.policy, moments=0)
         building = [*self._states(began, _ALL), *self._critic(()), *self._idle_engine(), *self._idle_models()]
@@ -270,9 +271,9 @@ class RankMemory:
         ]
 
     def _fp8(self, built: Built) -> Iterator[Use]:
-        """Yield FP8 copies of the weights, retained by the policy until the engine's turn.
+        """Yield FP8 copies of the weights that the policy keeps until the engine's turn.
 
-        FP8 also reduces the saved activations; that is not counted.
+        FP8 also makes saved activations smaller, which is not counted.
         """
         if self.recipe.trainer.fp8 != "none":
             models = {id(model): model.layouts for model in (built, self.models.policy)}
@@ -292,14 +293,16 @@ class RankMemory:
         ]
 
     def _working(self, name: str) -> list[Use]:
-        """Return the memory used by each model while the model `name` computes. While the critic computes, the policy
-        is offloaded. A scoring model is loaded in addition to the policy."""
+        """Return the memory of all models while the model `name` computes.
+
+        While the critic computes, the policy is offloaded. A scoring model is loaded in addition to the policy.
+        """
         if name == "critic":
             return [*self._states(self.policy, ()), *self._critic(_ALL), *self._idle_models()]
         return [*self._states(self.policy, _ALL), *self._critic(()), *self._idle_models(at_work=name)]
 
     def _states(self, states: TrainerStates, awake: Collection[str]) -> Iterator[Use]:
-        """Yield a trained model's states. On the device: states in `awake` or never offloaded. On the host: their
+        """Yield a trained model's states: on the device those in `awake` and those never offloaded, on the host their
         copies."""
         offload = self.recipe.trainer.offload
         is_here = {name: name in awake or name not in offload for name in _ALL}
@@ -317,13 +320,13 @@ class RankMemory:
             yield Use("optimizer on the host", 0, states.on_host)
 
     def _critic(self, awake: Collection[str]) -> Iterator[Use]:
-        """Yield the critic's states as one kind."""
+        """Yield the critic's states, summed as one use."""
         uses = [*self._states(self.critic, awake)]
         yield Use("critic", sum(use.device_bytes for use in uses), sum(use.host_bytes for use in uses))
 
     def _background_send(self, phase: str) -> Iterator[Use]:
-        """Yield memory of a reshard overlapping the trainer's work: a copy of its weights, and staging in some
-        phases."""
+        """Yield the memory of a reshard that overlaps the trainer's work: a copy of the weights, and in some phases
+        buffers."""
         if not (self.has_trainer and self.layout.is_separate and self.recipe.weights.overlap):
             return
         policy = self.models.policy
@@ -332,7 +335,7 @@ class RankMemory:
             yield Use("staging", self.staging)
 
     def _idle_models(self, at_work: str = "") -> Iterator[Use]:
-        """Yield the memory of scoring models. On GPUs each waits in host memory until it is used."""
+        """Yield the memory of the scoring models. On GPUs each waits in host memory until it is used."""
         for name, size in self.frozen.items():
             yield Use(
                 name, size if name == at_work or not self.platform.is_gpu else 0, size if self.platform.is_gpu else 0
@@ -346,11 +349,11 @@ class RankMemory:
         ]
 
     def _idle_engine(self) -> list[Use]:
-        """Return the memory of an idle engine: none on a GPU, because it sleeps. On a CPU it cannot sleep."""
+        """Return the memory of an idle engine. On a GPU it sleeps and takes none; on a CPU it cannot sleep."""
         return [] if self.platform.is_gpu else self._awake_engine()[:2]
 
     def _placed(self, uses: list[Use]) -> Iterator[Use]:
-        """Yield the uses with the memory of libraries. On a CPU everything counts as host memory."""
+        """Yield the uses, and the memory of libraries. On a CPU everything counts as host memory."""
         if self.platform.is_gpu:
             yield from uses
             yield Use("CUDA", CONTEXT_BYTES)
@@ -364,9 +367,9 @@ class RankMemory:
 
     @property
     def _deep_ep(self) -> int:
-        """Return bytes of DeepEP's buffers, shared by all trainer models and sized for the widest.
+        """Return the bytes of DeepEP's buffers, shared by all trainer models and sized for the widest.
 
-        0 if all experts of a token are on its own rank.
+        0: every rank has all experts, so no tokens are sent.
         """
         num_ranks = self.layout.etp * self.layout.ep
         if num_ranks == 1:
@@ -379,9 +382,9 @@ class RankMemory:
 
     @property
     def _num_communicators(self) -> int:
-        """Return the number of process groups with several ranks: each axis, the world, the model-parallel ranks.
+        """Return the number of process groups with several ranks: one per axis, the world, the model-parallel ranks.
 
-        Separate engines add a world of their own, and a cross-world process group with the trainer.
+        Separate engines add a world of their own, and a process group with the trainer.
         """
         layout = self.layout
         cross_world = [layout.num_ranks] if layout.is_separate else []
@@ -455,7 +458,7 @@ class RankMemory:
 
     @property
     def _cache_asked(self) -> int:
-        """Return bytes available for the KV cache: as given, or vLLM's remainder of its share of the GPU."""
+        """Return the bytes for the KV cache: as set in the recipe, or what vLLM's share of the GPU leaves."""
         share = self.recipe.rollout.gpu_memory_utilization
         if share is None:
             return int(self.recipe.rollout.kv_cache_gib * 2**30)
@@ -466,6 +469,6 @@ class RankMemory:
 
     @property
     def _graphs(self) -> int:
-        """Return bytes of the engine's CUDA graphs."""
+        """Return the bytes of the engine's CUDA graphs."""
         has_graphs = self.has_engine and not self.recipe.rollout.vllm.get("enforce_eager")
         return GRAPH_BYTES if has_graphs else 0

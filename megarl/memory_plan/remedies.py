@@ -1,4 +1,4 @@
-"""Changes making a recipe fit into a GPU's memory, each evaluated by the memory table of the changed recipe."""
+"""Search for changes with which a recipe fits into a GPU's memory. Each is checked by predicting the memory again."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from megarl.memory_plan.models import Models
 from megarl.memory_plan.phases import memory_table
 
 _OFFLOADED = ("optimizer", "gradients", "parameters")
-"""States that may be offloaded, cheapest first."""
+"""Trainer states that may be offloaded, cheapest first."""
 _COSTS = {
     "trainer.offload": 1.0,
     "rollout.kv_cache_gib": 2.0,
@@ -32,30 +32,30 @@ _COSTS = {
 }
 """Relative cost of a change to a run, without a unit.
 
-From cheap to dear: seconds of each step, a smaller cache, shorter rows, a third of the training time. An optimizer on
-the host costs more than all of them.
+In rising order: seconds of each step, a smaller cache, shorter rows, a third of the training time. An optimizer on the
+host costs more than all of them.
 """
 _GIB = 2**30
 
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """Changed field values with which a recipe fits into memory, and the memory table of the changed recipe."""
+    """New field values with which a recipe fits into memory, and its predicted memory with them."""
 
     values: Mapping[str, Any]
     table: MemoryTable
 
     @property
     def overrides(self) -> tuple[str, ...]:
-        """Return the fields as command-line overrides."""
+        """Return the new values as command-line overrides."""
         return tuple(f"{field}={_written(value)}" for field, value in self.values.items())
 
 
 def remedies(recipe: Recipe, models: Models, gpus: GpuMemory, *, most: int = 3) -> list[Remedy]:
-    """Return the cheapest changes of offload, KV cache, overlap, row length and recomputation making the recipe fit.
+    """Return the cheapest changes with which the recipe fits: of offload, KV cache, overlap, row length, recomputation.
 
-    Each fits by itself, and none of its fields can be left out. If none fits, try the same with the optimizer on the
-    host.
+    Each is enough by itself, and none of its fields can be left out. If none fits, the search is repeated with the
+    optimizer on the host.
     """
     if fitting := _remedies(recipe, models, gpus, most):
         return fitting
@@ -69,7 +69,7 @@ def remedies(recipe: Recipe, models: Models, gpus: GpuMemory, *, most: int = 3) 
 
 
 def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the fields moving the optimizer to the host. None: impossible, or already there."""
+    """Return the field values that move the optimizer to the host. None: that is impossible, or it is there already."""
     trainer = recipe.trainer
     if any(obstacles(recipe)) or trainer.optimizer_offload_fraction == 1:
         return None
@@ -98,7 +98,7 @@ def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory, most: int) -> lis
 
 
 def with_field_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
-    """Return the recipe with new values of some fields, given by their dotted names."""
+    """Return a copy of the recipe with new values of some fields, keyed by dotted name."""
     for field, value in values.items():
         section, _, name = field.partition(".")
         own = getattr(recipe, section).model_copy(update={name: value})
@@ -107,14 +107,14 @@ def with_field_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 class _Fitted:
-    """Marker of a value to be chosen as large as fits."""
+    """Marker instead of a value: the search replaces it by the largest value that fits."""
 
 
 _FITTED = _Fitted()
 
 
 def _choices(recipe: Recipe, shape: ModelShape) -> Iterator[dict[str, Any]]:
-    """Yield changes to try, few fields before many."""
+    """Yield the changes to try, those with few fields first."""
     trainer = recipe.trainer
     offload: list[Any] = [None]
     # Offloading helps only if ranks alternate between models: trainer and engine, or policy and critic.
@@ -151,7 +151,7 @@ def _choices(recipe: Recipe, shape: ModelShape) -> Iterator[dict[str, Any]]:
 
 
 def _recomputation(recipe: Recipe, shape: ModelShape) -> tuple[str, Any]:
-    """Return the field extending recomputation, with its value. None: everything is recomputed already."""
+    """Return the field and the value that recompute more activations. None: everything is recomputed already."""
     trainer = recipe.trainer
     if trainer.recompute == "full":
         return "trainer.recompute", None
@@ -164,7 +164,7 @@ def _recomputation(recipe: Recipe, shape: ModelShape) -> tuple[str, Any]:
 
 
 def _completed(recipe: Recipe, models: Models, gpus: GpuMemory, values: dict[str, Any]) -> Remedy | None:
-    """Return the change with its fitted values, or None if nothing fits."""
+    """Return a change with its markers replaced by the largest values that fit, or None if nothing fits."""
     given = {field: value for field, value in values.items() if value is not _FITTED}
     # Each fit starts from the values fixed before, so later fields use only the memory still missing.
     for field in values.keys() - given.keys():
@@ -178,9 +178,9 @@ def _completed(recipe: Recipe, models: Models, gpus: GpuMemory, values: dict[str
 
 
 def cache_within(table: MemoryTable, limit_gib: float) -> float:
-    """Return GiB of the largest KV cache keeping an engine within `limit_gib`.
+    """Return the GiB of the largest KV cache with which an engine stays within `limit_gib`, rounded down to tenths.
 
-    Rounded down to tenths. Negative if no cache fits.
+    It is negative if no cache fits.
     """
     sampling = [phase for phase in table.phases if phase.of("KV cache").device_bytes]
     others = max((phase.device_bytes - phase.of("KV cache").device_bytes for phase in sampling), default=0)
@@ -188,7 +188,7 @@ def cache_within(table: MemoryTable, limit_gib: float) -> float:
 
 
 def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | None:
-    """Return the largest KV cache (or GPU share) fitting next to everything else during sampling. None: none fits."""
+    """Return the largest KV cache (or share of the GPU) that fits during sampling, or None."""
     table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
     sampling = [phase.device_bytes for phase in table.phases if phase.of("KV cache").device_bytes]
     excess = max(sampling, default=0) - gpus.engine * _GIB
@@ -209,7 +209,8 @@ def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | No
 
 
 def _fitted_rows(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
-    """Return the longest rows, shorter than now, that let training fit. None: they could not hold a sample."""
+    """Return the greatest row length, below the present one, with which training fits. None: it could not hold a
+    sample."""
     layout = models.policy.layout
     multiple = layout.sequence_multiple * (layout.tp if recipe.trainer.sequence_parallel is not False else 1)
     # Under FP8 each part of a row consists of whole blocks, as in `preflight.sizes.row_multiple`.
@@ -233,7 +234,7 @@ def _fitted_rows(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
 
 
 def _cost(recipe: Recipe, values: Mapping[str, Any]) -> float:
-    """Return the total cost of the changes. For cache and rows, add a term for the share lost."""
+    """Return the total cost of a change. A smaller cache or row length costs more, the more it loses."""
     total = 0.0
     for field, value in values.items():
         total += _COSTS[field]

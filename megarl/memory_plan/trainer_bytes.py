@@ -1,9 +1,9 @@
 """Bytes of a trained model on a rank: parameters, gradients, main weights, moments. Integers only.
 
-With the distributed optimizer, Megatron-Core stores the parameters of a chunk in one buffer, last parameter first. Each
-begins at a multiple of 64 elements. Buckets end at a multiple of 128 and of the data-parallel size. Each data-parallel
-rank owns main weights and moments for an equal part of each bucket. Source: Megatron-Core 0.16.1,
-distributed/param_and_grad_buffer.py and optimizer/distrib_optimizer.py.
+With the distributed optimizer, Megatron-Core stores the parameters of a model chunk in one buffer, the last parameter
+first. Each parameter begins at a multiple of 64 elements. Buckets of the buffer end at a multiple of 128 and of the
+data-parallel size. Each data-parallel rank owns main weights and moments for an equal part of each bucket. Source:
+Megatron-Core 0.16.1, distributed/param_and_grad_buffer.py and optimizer/distrib_optimizer.py.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _PARAMETER_MULTIPLE, _BUCKET_MULTIPLE = 64, 128
 
 
 class Parameter(NamedTuple):
-    """Elements of one parameter on a rank. Flags: it has its own bucket in Megatron-Core, it has one axis only."""
+    """Number of elements of one parameter on a rank; whether it has its own bucket in Megatron-Core; whether it has one
+    axis."""
 
     numel: int
     has_own_bucket: bool = False
@@ -30,26 +31,26 @@ class Parameter(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class TrainerStates:
-    """Bytes of a trained model on one rank."""
+    """Bytes of a trained model on one rank, by state."""
 
     parameters: int
     gradients: int
     main_weights: int
     moments: int
     merged: int = 0
-    """Weights merged with their LoRA adapters, existing during a reshard or an export."""
+    """Bytes of the weights merged with their LoRA adapters. They exist only during a reshard or an export."""
     pinned_parameters: int = 0
-    """Host memory for offloaded parameters. Pinned memory comes in powers of two."""
+    """Bytes of host memory for offloaded parameters. Pinned memory is allocated in powers of two."""
     pinned_optimizer: int = 0
     """Bytes of host memory for offloaded main weights and moments."""
     saved: int = 0
-    """Bytes written by this rank into a checkpoint. Nothing is gathered for it."""
+    """Bytes that this rank writes into a checkpoint. Nothing is gathered for it."""
     on_host: int = 0
-    """Bytes of host memory for the parameters updated on the host: main weights, moments, gradients, pinned copies."""
+    """Bytes of host memory for parameters whose optimizer is there: main weights, moments, gradients, pinned copies."""
     built: int = 0
-    """Temporary device bytes while an optimizer with a part on the host is built."""
+    """Temporary bytes on the device while an optimizer is built that is partly on the host."""
     built_on_host: int = 0
-    """Temporary host bytes while an optimizer with a part on the host is built."""
+    """Temporary bytes on the host while an optimizer is built that is partly on the host."""
 
     @property
     def optimizer(self) -> int:
@@ -57,7 +58,7 @@ class TrainerStates:
 
     @property
     def all(self) -> int:
-        """Return bytes on the device while the model trains."""
+        """Return the bytes on the device while the model trains."""
         return self.parameters + self.gradients + self.optimizer
 
     def __add__(self, other: TrainerStates) -> TrainerStates:
@@ -78,10 +79,10 @@ def trainer_states(
     adapters: MegatronLayouts | None = None,
     host_fraction: float = 0.0,
 ) -> TrainerStates:
-    """Return the states of a model on a rank, with `itemsize` bytes a weight.
+    """Return the bytes of a trained model's states on a rank, with `itemsize` bytes per weight.
 
-    With layouts of LoRA `adapters`, only the adapters are trained. `is_pinned`: host copies are in pinned memory. The
-    optimizer of a share `host_fraction` of the parameters is in host memory.
+    With the layouts of LoRA `adapters`, only the adapters are trained. `is_pinned`: host copies are in pinned memory.
+    `host_fraction`: share of the parameters whose optimizer is in host memory.
     """
     frozen, merged = 0, 0
     trained = layouts
@@ -113,13 +114,13 @@ def trainer_states(
 
 
 def parameter_bytes(layouts: MegatronLayouts, rank: int, itemsize: int) -> int:
-    """Return bytes of a frozen model on a rank."""
+    """Return the bytes of a frozen model on a rank."""
     shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
     return sum(map(math.prod, shapes.values())) * itemsize
 
 
 def fp8_bytes(layouts: MegatronLayouts, rank: int) -> int:
-    """Return bytes of FP8 copies of a rank's linear layers: one by rows, one by columns, and their scales."""
+    """Return the bytes of FP8 copies of a rank's linear layers: one by rows, one by columns, and their scales."""
     shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
     # Transformer Engine leaves these matrices in 16 bits.
     kept = ("word_embeddings.weight", "output_layer.weight", "router.weight")
@@ -217,10 +218,11 @@ def _buffer_states(
 
 
 def _taken_to_the_host(numels: Sequence[int], is_vector: Sequence[bool], fraction: float) -> list[int]:
-    """Return the sizes of parameters moved to the host: matrices first, until the fraction is reached.
+    """Return the sizes of the parameters whose optimizer moves to the host: matrices first, until the fraction is
+    reached.
 
-    Megatron-Core's order within a layer differs, and it handles several chunks at once. The error is at most one
-    parameter a chunk.
+    Megatron-Core's order within a layer differs, and it treats several model chunks at once. The error is at most one
+    parameter per chunk.
     """
     total = sum(max(numel, 0) for numel in numels)
     taken: list[int] = []
@@ -277,5 +279,5 @@ def _up(number: int, multiple: int) -> int:
 
 
 def _pinned(size: int, is_pinned: bool) -> int:
-    """Return bytes of a host copy: torch's pinned-memory allocator rounds each up to a power of two."""
+    """Return the bytes of a host copy. torch's allocator of pinned memory rounds each up to a power of two."""
     return 1 << (size - 1).bit_length() if is_pinned and size else size
