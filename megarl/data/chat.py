@@ -1,7 +1,8 @@
-"""Conversations rendered through the tokenizer's own chat template, and encoded.
+"""Conversations, rendered through the tokenizer's chat template and encoded as tokens.
 
 A special token inside a message (`<|im_end|>` in a user's text) is plain text: only the template's own special tokens
-are control tokens. So `render` puts marks around special tokens from messages, and `encode` treats marked ones as text.
+control the model. To distinguish them, `render` puts marks around special tokens from messages, and `encode` treats
+marked ones as text.
 """
 
 from __future__ import annotations
@@ -26,17 +27,16 @@ if TYPE_CHECKING:
     from megarl.config import ModelConfig
 
 MARKS = "\ufdd0", "\ufdd1"
-"""Marks placed around a special token from a message. Both are Unicode noncharacters, so they occur in no valid text.
-"""
+"""Marks put around a special token from a message. They are Unicode noncharacters, so no valid text contains them."""
 
 PREFIX_CHARACTERS = 4
-"""Characters encoded first for each allowed token, when a text may be too long. Most texts have fewer characters per
-token."""
+"""Characters encoded first per allowed token, to decide quickly that a text is too long. Most texts have fewer
+characters per token."""
 BORDER_TOKENS = 16
-"""Upper bound of the change in token count caused by cutting a text at any character."""
+"""Maximum change of the number of tokens if a text is cut between any two characters."""
 
 RENDER_SECONDS = 5.0
-"""CPU seconds allowed to a chat template for one short message."""
+"""CPU seconds that a chat template may take for one short message."""
 # 1 GiB: one short message needs far less, and a runaway template is stopped before it fills the machine.
 _RENDER_BYTES = 1 << 30
 
@@ -59,9 +59,9 @@ def load_tokenizer(
 ) -> Tokenizer:
     """Return the tokenizer of a Hugging Face model folder.
 
-    `template` is a Jinja file or PLAIN, and replaces the tokenizer's chat template. `defaults` are values for the
-    template's variables. Raises DataError if the tokenizer is missing or broken, or has no chat template able to render
-    messages. Raises ConfigError for a missing template file and for variables unused by the template.
+    `template` is a Jinja file or PLAIN, and replaces the tokenizer's chat template. `defaults` are values of the
+    template's variables. Raises DataError if the tokenizer is missing or broken, or has no chat template that can
+    render messages. Raises ConfigError for a missing template file, and for variables that the template does not use.
     """
     from transformers import AutoTokenizer
 
@@ -90,9 +90,9 @@ def load_tokenizer(
 
 
 def template_text(model: ModelConfig) -> str | None:
-    """Return the chat template of a recipe's model without loading a tokenizer.
+    """Return the text of a recipe's chat template, without loading the tokenizer. None: it has no template.
 
-    Several templates are returned together as JSON. Returns None if there is none. Raises ConfigError for a missing
+    If the tokenizer has several templates, they are returned together as JSON. Raises ConfigError for a missing
     template file, DataError for a broken tokenizer_config.json.
     """
     if model.chat_template is not None:
@@ -119,7 +119,7 @@ def _template_of(name: str) -> str:
 
 
 def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
-    """Return the template with these values for variables not given by the caller."""
+    """Return a chat template with default values for variables that its caller does not set."""
     from jinja2 import Environment, TemplateSyntaxError, meta
 
     if not isinstance(template, str):
@@ -151,11 +151,11 @@ _GIVEN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token",
      "eos_token", "pad_token", "unk_token", "namespace"}
 )  # fmt: skip
-"""Template variables set by megarl or transformers, never by users."""
+"""Template variables that megarl or transformers set, so that users cannot."""
 
 
 def _jinja(value: Any) -> str:
-    """Return a JSON value in Jinja's syntax."""
+    """Return a JSON value written in Jinja's syntax."""
     if value is None or isinstance(value, bool):
         return {None: "none", True: "true", False: "false"}[value]
     if isinstance(value, list):
@@ -210,9 +210,9 @@ def num_tokens(tokenizer: Tokenizer, text: str) -> int:
 
 
 def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
-    """Return whether rendered text certainly has more than `max_tokens` tokens.
+    """Return True if rendered text certainly has more than `max_tokens` tokens, False if that is not certain.
 
-    Encodes only a prefix of the text, growing until it decides. False means: not certain.
+    It encodes prefixes of growing length instead of the whole text.
     """
     size = PREFIX_CHARACTERS * max_tokens
     while size < len(text):
@@ -225,17 +225,16 @@ def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _LiteralEncoder:
-    """A tokenizer with special tokens recognised only between marks. Any other text, including a special token's name,
-    is plain text.
+    """Tokenizer that recognises special tokens only between marks (`MARKS`). All other text is plain text.
 
-    Normalizer, pre-tokenizer, merges, and added tokens without the special flag are those of the original tokenizer. So
-    the text around a control token is encoded as before.
+    Normalizer, pre-tokenizer, merges, and added tokens that are not special are the original tokenizer's. So the text
+    around a control token is encoded as before.
     """
 
     backend: Backend
     special: re.Pattern[str]
     ids: Mapping[int, int]
-    """Maps ids of this tokenizer's added tokens to the original's ids."""
+    """Original token ids, keyed by this tokenizer's ids of added tokens."""
     special_ids: frozenset[int]
 
     def encode(self, text: str) -> list[int]:
@@ -251,7 +250,7 @@ class _LiteralEncoder:
         return [self.ids.get(token, token) for token in found]
 
     def _exchanged(self, text: str) -> str:
-        """Return the text with marks moved from the messages' special tokens to the template's."""
+        """Return a text with the marks moved: from the special tokens of messages to those of the template."""
         opening, closing = MARKS
         pieces, start = [], 0
         for match in re.finditer(f"{opening}(?:{self.special.pattern}){closing}|{self.special.pattern}", text):
@@ -263,15 +262,13 @@ class _LiteralEncoder:
 
 
 def _unmarked(text: str) -> str:
-    """Return the text without marks, including single ones left by a template that cut a text."""
+    """Return the text without marks, including single marks from templates that cut a message."""
     return text.replace(MARKS[0], "").replace(MARKS[1], "")
 
 
 def _marked(value: Any, special: re.Pattern[str] | None) -> Any:
-    """Return a message with marks around the special tokens in its texts and names.
-
-    Raises ValueError if a text contains a mark already.
-    """
+    """Return a message with marks around the special tokens in its texts and names. Raises ValueError if it has marks
+    already."""
     if isinstance(value, Mapping):
         return {_marked(name, special): _marked(item, special) for name, item in value.items()}
     if isinstance(value, list | tuple):
@@ -285,7 +282,7 @@ def _marked(value: Any, special: re.Pattern[str] | None) -> Any:
 
 @lru_cache(maxsize=8)
 def special_tokens(tokenizer: Tokenizer) -> re.Pattern[str] | None:
-    """Return a pattern of the tokenizer's special added tokens, longer ones first, or None if it has none."""
+    """Return a regular expression for the tokenizer's special tokens, longer ones first. None: it has none."""
     names = {token.content for token in tokenizer.added_tokens_decoder.values() if token.special and token.content}
     # A pattern takes its first alternative: a token that begins another must come after it.
     longest_first = sorted(names, key=lambda name: (-len(name), name))
@@ -317,7 +314,7 @@ def _literal_encoder(tokenizer: Tokenizer) -> _LiteralEncoder:
 
 
 def _check_config(folder: str | Path) -> None:
-    """Raise DataError if transformers does not accept config.json, which it reads before loading a tokenizer."""
+    """Raise DataError if transformers rejects config.json. transformers reads it before it loads a tokenizer."""
     from transformers import AutoConfig
 
     path = Path(folder) / "config.json"
@@ -333,7 +330,7 @@ def _check_config(folder: str | Path) -> None:
 
 
 def _check_template(folder: str | Path, tokenizer: Tokenizer) -> None:
-    """Raise DataError for a template that is not valid Jinja, does not end, or ignores the messages."""
+    """Raise DataError for a chat template that is not valid Jinja, does not end, or ignores the messages."""
     from jinja2 import TemplateSyntaxError
 
     greeting = [{"role": "user", "content": "first"}]
@@ -367,7 +364,7 @@ def _check_template(folder: str | Path, tokenizer: Tokenizer) -> None:
 
 
 def _reason(error: Exception) -> str:
-    """Return an error on one line. Its type is added where the message alone is not clear."""
+    """Return an error's message on one line, with its type if the message alone is not clear."""
     from jinja2 import TemplateError
 
     text = " ".join(str(error).split())

@@ -1,4 +1,4 @@
-"""Conversations for supervised fine-tuning."""
+"""Conversations for supervised fine-tuning, with a mask of the assistant's tokens."""
 
 from __future__ import annotations
 
@@ -28,13 +28,14 @@ def read_conversations(
     on_long: Callable[[TooLongError], object] | None = None,
     collect: Collect = in_memory,
 ) -> Sequence[TrainingSequence]:
-    """Return the conversations of a data source, with the assistant's tokens marked for training.
+    """Return the conversations of a data source as tokens, with the assistant's tokens marked for training.
 
     A record has a conversation, or a prompt and a response; each is a text or messages (`data.formats`). Assistant
-    messages may have `tool_calls`, and the record may list its `tools`. Raises DataError, with the line, for an invalid
-    record or one without an assistant turn. It is also raised if the chat template rewrites earlier turns. A
-    conversation longer than `max_tokens` is never truncated: `on_long` is called with the error, or without `on_long`
-    it is raised.
+    messages may have `tool_calls`, and a record may list its `tools`.
+
+    Raises DataError, with the line, for an invalid record, for one without an assistant turn, and if the chat template
+    changes earlier turns. A conversation longer than `max_tokens` is never truncated: `on_long` is called with the
+    error, or without `on_long` it is raised.
     """
 
     def make(_: int, record: Record) -> TrainingSequence:
@@ -46,7 +47,7 @@ def read_conversations(
 def make_conversation(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int = 0
 ) -> TrainingSequence:
-    """Return a record's messages encoded by `train_on_assistant`.
+    """Return a record's messages as tokens, encoded by `train_on_assistant`.
 
     Raises DataError, with the line, for invalid messages, and TooLongError above `max_tokens`.
     """
@@ -59,10 +60,10 @@ def make_conversation(
 def encode_conversation(
     record: Record, tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]], *, max_tokens: int, first: int
 ) -> TrainingSequence:
-    """Return a record's messages encoded by `train_on_assistant`. Raises DataError, with the line, for invalid
+    """Return messages as tokens, encoded by `train_on_assistant`. Raises DataError, with the line, for invalid
     messages.
 
-    A conversation far longer than `max_tokens` is refused (TooLongError) before encoding, which could take minutes.
+    If a conversation is far longer than `max_tokens`, it raises TooLongError before encoding, which could take minutes.
     """
     tools = record.tools()
     try:
@@ -103,18 +104,18 @@ def train_on_assistant(
     first: int = 0,
     tools: Sequence[Mapping[str, Any]] = (),
 ) -> TrainingSequence:
-    """Return a conversation up to its last assistant turn, with a mask of the assistant's tokens and end-of-turn
-    tokens.
+    """Return a conversation as tokens up to its last assistant turn, with a mask of the tokens to train.
 
-    Turns before message `first` are not trained. `tools` are JSON schemas of the tools that the assistant may call.
+    Trained are the assistant's tokens and end-of-turn tokens, except in turns before message `first`. `tools` are JSON
+    schemas of the tools that the assistant may call.
 
-    Each turn follows the exact tokens shown to the model in sampling: the earlier messages with a generation prompt. So
-    prompt and turn are encoded separately, and no token spans their border. White space written by the template after
-    the end of a turn (a newline in ChatML) belongs to the next prompt.
+    Each turn follows the exact tokens that the model sees in sampling: the earlier messages with a generation prompt.
+    So prompt and turn are encoded separately, and no token spans their border. White space that the template writes
+    after the end of a turn (a newline in ChatML) belongs to the next prompt.
 
     Raises ValueError without an assistant turn. Raises ValueError if the template renders earlier messages differently
-    once more messages follow (for example, it drops old reasoning). Then no single sequence shows every turn its own
-    prompt.
+    once more messages follow (for example, it drops old reasoning). Then no single sequence has the right prompt for
+    every turn.
     """
     text, tokens, mask = "", [], []
     for place, message in enumerate(messages):
@@ -142,6 +143,6 @@ def train_on_assistant(
 
 
 def _without_trailing_space(tokenizer: Tokenizer, text: str) -> str:
-    """Return the text up to its end-of-turn token. Without one, return it unchanged."""
+    """Return the text up to and including its end-of-turn token. Without one, return it unchanged."""
     stripped = text.rstrip()
     return stripped if stripped.endswith(tuple(tokenizer.all_special_tokens)) else text

@@ -1,4 +1,4 @@
-"""Curricula: problems almost always or almost never solved are skipped most of the time."""
+"""Curricula: most draws skip problems that are solved almost always or almost never."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ METRICS = {
     "curriculum/above": ("share", "tried problems with a solve rate above the band"),
     "curriculum/solve_rate": ("share", "mean solve rate of tried problems"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Names, units and meanings of the curriculum's metrics, read by `tracking.metric_table`."""
 
 Rates = Mapping[str, float]
-"""Measured solve rates by bucket. Buckets never tried are missing."""
+"""Measured solve rates, keyed by bucket (problems that share a rate). Buckets without an attempt are missing."""
 
 
 @dataclass(frozen=True, slots=True)
 class Curriculum:
-    """The curriculum of a data source: its problems in buckets with a shared solve rate, and the rule for skipping
+    """Curriculum of a data source: its problems in buckets with one solve rate each, and the rule for skipping
     problems.
 
-    `buckets` [problems] holds for each problem its own number, or the value of the record field `config.by`. It is
-    empty without a band.
+    `buckets` [problems] has for each problem its own number, or the value of the record field `config.by`. It is empty
+    without a band of solve rates.
     """
 
     config: CurriculumConfig
@@ -38,7 +38,7 @@ class Curriculum:
 
     @classmethod
     def of(cls, problems: Sequence[Problem], config: CurriculumConfig) -> Curriculum:
-        """Return the curriculum of these problems. If `config.by` names a record field, every problem must have it."""
+        """Return the curriculum for these problems. If `config.by` names a record field, every problem must have it."""
         if config.band is None:
             return cls(config, ())
         if config.by is None:
@@ -46,9 +46,9 @@ class Curriculum:
         return cls(config, [str(value) for value in values_of(problems, config.by)])
 
     def draws(self, place: int, rates: Rates, seed: Sequence[int]) -> bool:
-        """Return whether the problem at this position in the data is drawn now, rather than skipped.
+        """Return whether the problem at this position in the data is drawn now. False: it is skipped.
 
-        `seed` must be unique to this draw.
+        `seed` must be unique to the draw.
         """
         band = self.config.band
         rate = None if band is None else rates.get(self.buckets[place])
@@ -59,7 +59,8 @@ class Curriculum:
         return bool(np.random.default_rng(seed).random() < self.config.outside)
 
     def observed(self, rates: Rates, place: int, solve_rate: float) -> Rates:
-        """Return the rates after a group of attempts at the problem at this position. `solve_rate` is the share solved.
+        """Return the solve rates after a group of attempts at the problem at this position. `solve_rate` is the share
+        solved.
 
         The bucket's new rate is memory * rate + (1 - memory) * solve_rate. The first rate is the group's own.
         """
@@ -68,7 +69,7 @@ class Curriculum:
         return {**rates, bucket: memory * before + (1 - memory) * solve_rate}
 
     def metrics(self, rates: Rates) -> dict[str, float]:
-        """Return the values of METRICS for the current rates, by name without `curriculum/`."""
+        """Return the curriculum's metrics for these solve rates. Names lack the prefix `curriculum/`."""
         if self.config.band is None:
             return {}
         known = np.array([rates[bucket] for bucket in self.buckets if bucket in rates])

@@ -21,28 +21,28 @@ if TYPE_CHECKING:
 
 Messages = Sequence[Mapping[str, Any]]
 Tools = Sequence[Mapping[str, Any]]
-"""JSON schemas in OpenAI's form, as in `environments.Start`."""
+"""JSON schemas of tools in OpenAI's form."""
 
 _TURN = "\ufdd2"
-"""A placeholder for an assistant's turn, or for the last argument of a call in it. A Unicode noncharacter, so it occurs
-in no valid text."""
+"""Placeholder for an assistant's turn, or for the last argument of a tool call in it. No valid text has this
+noncharacter."""
 REASONING_OPENINGS = "<think>", "[THINK]"
 REASONING_TOKENS = 8
-"""Number of tokens, at the end of a prompt, searched for the opening of a reasoning block."""
+"""Number of tokens at the end of a prompt in which the opening of a reasoning block is searched."""
 # Placed before a turn to render, because some templates refuse a conversation that begins with the assistant.
 _QUESTION = {"role": "user", "content": "."}
 
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """The tokens written by a chat template around the assistant's sampled turns.
+    """The tokens that a chat template writes around the assistant's sampled turns.
 
     Message contents and tool schemas become plain text, never special tokens (`data.chat`).
     """
 
     tokenizer: Tokenizer
     tool_parser: str | None = None
-    """The format of tool calls, a key of `tool_formats.PARSERS`. None: recognised from the chat template."""
+    """Format of tool calls, a key of `tool_formats.PARSERS`. None: recognised from the chat template."""
 
     def opening(self, messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
         """Return the token ids [prompt] of messages and tools, up to the opening of the assistant's turn.
@@ -77,12 +77,12 @@ class Dialogue:
         return decoded[: last[0].start()] if last and last[0].end() == len(decoded) else decoded
 
     def observation(self, token_ids: NDArray[np.int32], messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
-        """Return the token ids [new_tokens] of `messages` that answer the assistant's turn at the end of `token_ids`
+        """Return the token ids [new_tokens] of `messages`, which answer the assistant's turn at the end of `token_ids`
         [tokens].
 
-        The result ends with the opening of the next turn. It begins with the turn's end token if `token_ids` lacks it,
-        because the turn was cut at its maximum length. All messages are rendered together: a template may join the
-        results of several calls. Raises ValueError if the template cannot write messages after a turn.
+        The result ends with the opening of the next turn. If the turn was cut at its length limit, the result begins
+        with the turn's end token. All messages are rendered together, because a template may join the results of
+        several tool calls. Raises ValueError if the template cannot write messages after a turn.
         """
         # Templates render a turn with calls differently, so the turn before the answers must be rendered with calls.
         answers = list(takewhile(lambda message: message.get("role") == "tool", messages))
@@ -103,10 +103,11 @@ class Dialogue:
     def parsed(
         self, prompt_token_ids: NDArray[np.int32], token_ids: NDArray[np.int64], tools: Tools, *, turn: int
     ) -> ParsedTurn:
-        """Return the text, reasoning and calls of sampled tokens [new_tokens] following the prompt's tokens [prompt].
+        """Return text, reasoning and tool calls of sampled tokens [new_tokens] that follow the prompt's tokens
+        [prompt].
 
-        `turn` is the number of the turn. Raises ConfigError if no format is configured and the template does not reveal
-        it.
+        `turn` is the number of the turn. Raises ConfigError if no call format is configured and the template does not
+        show one.
         """
         end_of_prompt = self.text_with_special_tokens(prompt_token_ids[-REASONING_TOKENS:]).rstrip()
         return parse(
@@ -120,10 +121,8 @@ class Dialogue:
 
     @property
     def call_format(self) -> str:
-        """Return the format of tool calls.
-
-        Raises ConfigError if none is configured and the template does not reveal it.
-        """
+        """Return the format of tool calls. Raises ConfigError if none is configured and the template does not show
+        one."""
         found = self.tool_parser or parser_of_template(str(self.tokenizer.chat_template))
         if found is None:
             raise ConfigError(
@@ -133,13 +132,14 @@ class Dialogue:
         return found
 
     def text_with_special_tokens(self, token_ids: NDArray[Any]) -> str:
-        """Return the text of token ids [tokens], with special tokens written by name."""
+        """Return the text of token ids [tokens], with the names of special tokens."""
         decoded = self.tokenizer.decode(token_ids, skip_special_tokens=False)
         assert isinstance(decoded, str)
         return decoded
 
     def _after_turn(self, messages: Messages, tools: Tools) -> str:
-        """Return the text that follows an assistant's turn without calls, beginning with its end token."""
+        """Return the text that a template writes after an assistant's turn without tool calls, beginning with its end
+        token."""
         turn = (_QUESTION, {"role": "assistant", "content": _TURN})
         text = render(self.tokenizer, (*turn, *messages), generation_prompt=True, tools=tools)
         _, found, following = text.partition(_TURN)
@@ -148,9 +148,9 @@ class Dialogue:
         return following
 
     def _after_calls(self, answers: Messages, messages: Messages, tools: Tools) -> str | None:
-        """Return the text that follows a turn with calls, answered by the first messages.
+        """Return the text that a template writes after a turn with tool calls, if `messages` begin with their results.
 
-        Returns None if the template does not write calls.
+        None: the template does not write tool calls.
         """
         refusal: ValueError | None = None
         for turn in _turns_with_calls(answers):
@@ -170,10 +170,10 @@ class Dialogue:
         raise refusal
 
     def _num_call_tokens(self, alone: str, following: str) -> int:
-        """Return how many characters of `following` belong to the call whose last argument precedes it.
+        """Return how many characters of `following` belong to the tool call whose last argument stands before it.
 
-        The turn ends with the same token as a turn without calls, else with the first special token behind the call.
-        Without special tokens, it ends where `alone` ends: the same turn at the end of a conversation.
+        The turn ends with the same token as a turn without calls, else with the first special token after the call.
+        Without special tokens it ends where `alone` ends: the same turn at the end of a conversation.
         """
         special = special_tokens(self.tokenizer)
         if special is None:
@@ -185,10 +185,9 @@ class Dialogue:
 
 
 def _turns_with_calls(answers: Messages) -> Iterator[Mapping[str, Any]]:
-    """Yield turns with the calls answered by these messages, in the forms taken by templates. Most templates accept the
-    first form.
+    """Yield an assistant's turn with the tool calls that these messages answer, in the forms that templates accept.
 
-    Some templates write only one call a turn. Some need the arguments as text.
+    Most templates accept the first form. Some write only one call per turn, and some need the arguments as text.
     """
     for last in (len(answers), 1):
         for form in (dict, _as_text):

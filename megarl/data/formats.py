@@ -1,4 +1,4 @@
-"""Formats of records: which fields of other programs' data hold the prompt, the answer, and so on."""
+"""Formats of records: which fields of other programs' data hold the prompt, the answer and so on."""
 
 from __future__ import annotations
 
@@ -15,27 +15,30 @@ RESPONSES = ("response", "completion")
 
 @dataclass(frozen=True, slots=True)
 class RecordFormat:
-    """The field names of a record, by role. The first name present in a record counts. Dots reach into objects."""
+    """Names of a record's fields by role (prompt, answer, ...). The first name present in a record counts.
+
+    A dot in a name selects a field of an inner object.
+    """
 
     name: str
     prompt: tuple[str, ...] = PROMPTS
-    """A text, a message, or a list of messages."""
+    """Fields with the prompt: a text, a message, or a list of messages."""
     answer: tuple[str, ...] = ("gt_answer",)
-    """The gold answer: text, or another JSON value."""
+    """Fields with the gold answer: text, or another JSON value."""
     response: tuple[str, ...] = RESPONSES
-    """The assistant's answer to imitate."""
+    """Fields with the assistant's answer to imitate (sft) or to judge (kto)."""
     chosen: tuple[str, ...] = ("chosen",)
     rejected: tuple[str, ...] = ("rejected",)
     label: tuple[str, ...] = ("label",)
-    """Whether a response is good."""
+    """Fields that say whether a response is good (kto)."""
     tools: tuple[str, ...] = ("tools",)
     input: tuple[str, ...] = ()
-    """A text appended to the prompt's after an empty line, both in the user's message."""
+    """Fields with a text that is appended to the prompt after an empty line, in the user's message."""
     unread: tuple[str, ...] = ()
-    """Fields that would change the prompt, but are not read. A record with a value there is refused."""
+    """Fields that would change the prompt, but that megarl does not read. A record with a value there is refused."""
 
     def with_fields(self, fields: Mapping[str, str], answer_field: str | None = None) -> RecordFormat:
-        """Return the format with a user's own field names."""
+        """Return a copy of the format with a user's own field names."""
         own: dict[str, tuple[str, ...]] = {role: (name,) for role, name in fields.items()}
         if "prompt" in own:
             # `input` and `unread` belong to the format's own prompt field, not to another one.
@@ -68,7 +71,7 @@ FORMATS = {
         ),
     )
 }
-"""Formats by the name of their program. `colossalrl` is megarl's own format too."""
+"""Formats keyed by the name of the program that writes them. `colossalrl` is megarl's own format too."""
 
 
 _USUAL_NAMES: dict[str, tuple[str, ...]] = {
@@ -79,23 +82,22 @@ _USUAL_NAMES: dict[str, tuple[str, ...]] = {
     "rejected": ("rejected", "dispreferred", "loser"),
     "label": ("label", "is_good", "correct"),
 }
-"""Field names common in public data sets, by role, the most likely first. Used only to suggest a remedy, never to read.
-"""
+"""Field names common in public data sets, by role, the most likely first. They only suggest a remedy in errors."""
 _UNKNOWN = "FIELD"
-"""Placeholder in a remedy for a field name that cannot be guessed."""
+"""Placeholder in an error's remedy for a field name that cannot be guessed."""
 
 
 @dataclass(frozen=True, slots=True)
 class FieldNames:
-    """A recipe's field names: the format (None: recognised from the first record), and the user's own names."""
+    """Field names in a recipe: the format (None: recognised from the first record), and the user's own names."""
 
     format: str | None = None
     fields: Mapping[str, str] = field(default_factory=dict)
-    """The user's own field names, by role."""
+    """The user's own field names, keyed by role."""
     answer_field: str | None = None
-    """The user's own field name of the gold answer. None: the format's."""
+    """The user's own name of the field with the gold answer. None: the format's name."""
     remedy: str = "'data.fields={}'"
-    """The setting that names these fields, as a user writes it. `{}` is replaced by the names by role."""
+    """Remedy in an error: the setting that names the fields, as a user writes it. `{}` stands for the names by role."""
 
     def of(self, first: Mapping[str, Any]) -> RecordFormat:
         """Return the format of a source from its first record."""
@@ -104,7 +106,7 @@ class FieldNames:
 
 
 def recognised(fields: Mapping[str, Any]) -> RecordFormat:
-    """Return the format of a record, judged by its field names. Without a match, return megarl's own."""
+    """Return the format whose field names a record has. If none matches, return megarl's own."""
     # Use the names alone: a value may be empty in the first record. The order matters: specific names come before
     # names shared by several formats.
     if "reward_model.ground_truth" in fields or value_at(fields, "reward_model.ground_truth") is not None:
@@ -128,7 +130,7 @@ def recognised(fields: Mapping[str, Any]) -> RecordFormat:
 
 
 def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequence[str]) -> list[str]:
-    """Return the roles without any field in the record. A field with an empty value counts as present."""
+    """Return the roles for which the record has no field. A field with an empty value counts as present."""
     return [
         role
         for role in roles
@@ -137,7 +139,7 @@ def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequen
 
 
 def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNames, missing: Sequence[str]) -> str:
-    """Return why a record cannot be read: the roles without a field, the names looked for, and a remedy to paste."""
+    """Return why a record cannot be read: the roles without a field, the names searched for, and a remedy to paste."""
     own = {**names.fields, **({"answer": names.answer_field} if names.answer_field else {})}
     tried = " and ".join(f"{' or '.join(getattr(format, role))} ({role})" for role in missing)
     if all(role in own for role in missing):
@@ -158,7 +160,8 @@ def missing_text(record: Mapping[str, Any], format: RecordFormat, names: FieldNa
 
 
 def _guess_fields(record: Mapping[str, Any], roles: Sequence[str]) -> dict[str, str]:
-    """Return a field for each role: by its usual names, else the remaining texts in order, if the counts agree."""
+    """Return a guessed field for each role: by common names, else the remaining texts in order, if their number is
+    right."""
     found: dict[str, str] = {}
     for role in roles:
         free = [name for name in _USUAL_NAMES.get(role, ()) if name in record and name not in found.values()]
@@ -179,15 +182,17 @@ def _first_names(fields: Mapping[str, Any]) -> str:
 
 
 def _is_judgement(fields: Mapping[str, Any]) -> bool:
-    """Return whether the record's label judges its response (is not a gold answer). The label may be empty."""
+    """Return whether the record's label says if its response is good, instead of being a gold answer. It may be
+    empty."""
     if fields["label"] is None:
         return any(name in fields for name in RESPONSES)
     return isinstance(fields["label"], bool)
 
 
 def value_at(fields: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a field, or None. A dotted name reaches into objects, unless the record has the full name as
-    a key.
+    """Return the value of a record's field, or None. A dot in the name selects a field of an inner object.
+
+    If the record has the full name with its dots as a key, that key counts.
     """
     if name in fields:
         return fields[name]

@@ -1,5 +1,6 @@
-"""Draws of problems from several sources by weight. A draw is a function of the seed and of positions saved in
-checkpoints.
+"""Draws of problems from several sources, in proportion to their weights.
+
+A draw is a function of the seed and of positions that are saved in checkpoints.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from megarl.types import MegarlError, Problem
 METRICS = {
     "curriculum/passed": ("count", "problems skipped by the curriculum since the run began"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Names, units and meanings of the mixture's metrics, read by `tracking.metric_table`."""
 
 # Bound of one search for a problem to draw: a narrow band with a tiny `outside` could otherwise search for hours.
 _MAX_SKIPPED = 10_000_000
@@ -26,10 +27,10 @@ _MAX_SKIPPED = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Position:
-    """The position in one source's stream.
+    """Position in one source's stream of problems.
 
     `taken` problems were drawn or skipped; `passed` of them were skipped by the curriculum. `credit` is the number of
-    draws due to the source by its weight. `rates` are the curriculum's measured solve rates.
+    draws that the source should get next, by its weight. `rates` are the curriculum's measured solve rates.
     """
 
     taken: int = 0
@@ -39,12 +40,12 @@ class Position:
 
 
 Positions = Mapping[str, Position]
-"""The positions of all sources by name."""
+"""Positions of all sources, keyed by name."""
 
 
 @dataclass(slots=True)
 class SourceStream:
-    """The problems of one source in their order, epoch after epoch."""
+    """Endless stream of one source's problems, epoch after epoch."""
 
     name: str
     weight: float
@@ -54,7 +55,7 @@ class SourceStream:
     _epoch: tuple[int, NDArray[np.int64]] | None = None
 
     def place(self, number: int) -> int:
-        """Return the position in the data of the problem with this number in the stream."""
+        """Return the position in the data of the n-th problem of the stream."""
         epoch, place = divmod(number, self.order.num_items)
         if self._epoch is None or self._epoch[0] != epoch:
             self._epoch = epoch, self.order.epoch(epoch)
@@ -62,11 +63,11 @@ class SourceStream:
 
 
 class Mixture:
-    """A mixture of sources: draws problems by weight.
+    """Mixture of several sources, from which problems are drawn in proportion to the sources' weights.
 
     Each draw goes to the source with the largest credit. So after any number of draws, each source has its share of
-    draws, plus or minus one. The initial credits are drawn from the seed. Each source has its own stream, independent
-    of the other sources.
+    them, plus or minus one. The initial credits are drawn from the seed. Each source has its own stream, independent of
+    the others.
     """
 
     def __init__(self, streams: Sequence[SourceStream], seed: int) -> None:
@@ -82,7 +83,7 @@ class Mixture:
         self._first_credits = {name: float(random.random() * share) for name, share in self._shares.items()}
 
     def draw(self, positions: Positions) -> tuple[Problem, Positions]:
-        """Return the next problem, and the positions after it.
+        """Return the next problem, and the positions of all sources after it.
 
         Sources without a position start at their beginning. Positions of unknown sources stay unchanged. Raises
         MegarlError if the curriculum skips 10 million problems in one draw.
@@ -108,7 +109,8 @@ class Mixture:
         return stream.problems[stream.place(taken)], {**positions, **moved}
 
     def observe(self, positions: Positions, problem: Problem, solve_rate: float) -> Positions:
-        """Return the positions after a group of attempts at a problem. `solve_rate` is the share solved."""
+        """Return the positions of all sources after a group of attempts at a problem. `solve_rate` is the share
+        solved."""
         stream, at = self._streams[problem.source], positions[problem.source]
         if stream.curriculum.config.band is None:
             return positions
@@ -118,13 +120,13 @@ class Mixture:
         return {**positions, problem.source: Position(at.taken, at.passed, at.credit, rates)}
 
     def epochs(self, positions: Positions) -> dict[str, float]:
-        """Return, by source, the problems drawn or skipped so far, as a multiple of the source's size."""
+        """Return for each source the number of its problems drawn or skipped so far, divided by its size."""
         return {
             name: positions[name].taken / of.order.num_items for name, of in self._streams.items() if name in positions
         }
 
     def metrics(self, positions: Positions) -> dict[str, dict[str, float]]:
-        """Return, for each source with a curriculum, `Curriculum.metrics` and `passed` (number of skipped problems)."""
+        """Return for each source with a curriculum its metrics, and `passed`, the number of skipped problems."""
         found = {name: positions[name] for name in self._streams if name in positions}
         made = {name: self._streams[name].curriculum.metrics(at.rates) for name, at in found.items()}
         return {name: one | {"passed": float(found[name].passed)} for name, one in made.items() if one}

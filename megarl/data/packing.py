@@ -1,8 +1,8 @@
 """Packing of sequences into microbatches of data-parallel ranks, balanced by compute cost.
 
-Data-parallel ranks synchronise at every microbatch with communication inside (pipeline stages, experts), and always at
-the end of the step. Microbatches run by the ranks at the same time form a row. A row lasts as long as its costliest
-microbatch. So packing minimises first the number of rows, then the sum of the rows' maximum costs.
+Data-parallel ranks synchronise at every microbatch that communicates (pipeline stages, experts), and always at the end
+of the step. The microbatches that the ranks process at the same time form a row. A row lasts as long as its costliest
+microbatch. So packing first minimises the number of rows, then the sum of the rows' maximum costs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,17 @@ from megarl.families.shape import ModelShape
 
 Bins = list[list[int]]
 MOST_EXCHANGES = 70
-"""Exchanges of sequences tried for one packing. They bound its time; more improve the balance very little."""
+"""Number of exchanges of sequences tried for one packing. It bounds the time; more exchanges improve little."""
 MOST_PARTNERS = 12
-"""Rows searched for an exchange: those with the most slack."""
+"""Number of rows in which an exchange is searched: those with the most slack."""
 WORTH_ANOTHER_START = 0.0075
 """Share of the ranks' time spent waiting. Above it, a second packing is balanced too, and the better one is used."""
 
 
 def attention_ratio(shape: ModelShape) -> float:
-    """Return the length in tokens at which causal attention costs as many FLOPs as all matrix products, output head
-    included.
+    """Return the sequence length, in tokens, at which causal attention costs as many FLOPs as all matrix products.
+
+    Matrix products include the output head.
     """
     return matrix_flops(shape) / attention_flops(shape)
 
@@ -94,17 +95,16 @@ def pack(
 
 
 def _order_key(together: int | NDArray[np.int64]) -> str:
-    """Return how sequences are grouped into sets, for an error message."""
+    """Return in words how sequences are grouped into sets, for an error message."""
     if isinstance(together, int):
         return f" by {together}" if together > 1 else ""
     return f" in {len(together)} sets" if together.max(initial=1) > 1 else ""
 
 
 def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
-    """Put each sequence into the fullest bin with enough space, else into a new bin. Gives few bins (best-fit
-    decreasing).
+    """Put each sequence into the fullest bin with enough space, else into a new bin (best-fit decreasing).
 
-    A sequence longer than `max_tokens` gets its own bin.
+    It needs few bins. A sequence longer than `max_tokens` gets its own bin.
     """
     bins: Bins = []
     rooms: list[tuple[int, int]] = []
@@ -121,9 +121,9 @@ def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
 
 
 def _fill_alike(order: list[int], tokens: list[int], max_tokens: int, num_bins: int) -> Bins:
-    """Fill bins tightly up to a common level, about the lowest that needs at most `num_bins` bins (MULTIFIT).
+    """Fill bins up to a common level, about the lowest that needs at most `num_bins` bins (MULTIFIT).
 
-    All bins then have free space, rather than only the last one. Later exchanges of sequences need it.
+    All bins then have some free space, not only the last one. The later exchanges of sequences need it.
     """
     low, high, best = sum(tokens) // num_bins, max_tokens, None
     # Five halvings find the level to 1/32 of its range; the exchanges even out the remainder.
@@ -141,9 +141,7 @@ def _fill_alike(order: list[int], tokens: list[int], max_tokens: int, num_bins: 
 def _fill_evenly(
     order: list[int], tokens: list[int], costs: list[float], max_tokens: int, num_bins: int
 ) -> Bins | None:
-    """Put each sequence into the cheapest bin with enough space, for equal costs. Returns None if a sequence fits
-    nowhere.
-    """
+    """Put each sequence into the cheapest bin with enough space. Returns None if a sequence fits nowhere."""
     bins: Bins = [[] for _ in range(num_bins)]
     free_tokens = [max_tokens] * num_bins
     loads = [(0.0, bin) for bin in range(num_bins)]
@@ -165,8 +163,9 @@ def _fill_evenly(
 def _balanced_rows(
     bins: Bins, tokens: NDArray[np.int64], costs: NDArray[np.float64], max_tokens: int, num_ranks: int
 ) -> tuple[list[Bins], float]:
-    """Return bins grouped into rows of similar cost, [rows][num_ranks], balanced by exchanges; and the sum of the rows'
-    maxima.
+    """Return bins grouped into rows of similar cost, [rows][num_ranks], and the sum of the rows' maximum costs.
+
+    Sequences are exchanged between bins to balance the rows.
     """
     # An empty microbatch wastes its rank's time in the row, so it gets a sequence from the bin with the most.
     for bin in bins:

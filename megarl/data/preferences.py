@@ -1,4 +1,4 @@
-"""Preference pairs (a chosen and a rejected answer), and single answers judged good or bad."""
+"""Preference pairs (a chosen and a rejected answer), and single answers labelled good or bad."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Answers = tuple[TrainingSequence, ...]
-"""The chosen and the rejected conversation; or one judged conversation, with `desirable`."""
+"""One training example: the chosen and the rejected conversation, or one labelled conversation with `desirable`."""
 
 
 def read_preferences(
@@ -34,13 +34,14 @@ def read_preferences(
     collect: Collect = in_memory,
     is_scored: bool = False,
 ) -> Sequence[Answers]:
-    """Return the preference pairs of a data source, with the tokens of both answers marked for training.
+    """Return the preference pairs of a data source as tokens, with both answers marked for training.
 
-    A record has `chosen` and `rejected`, each a text or messages. The shared prompt is in `messages`, `prompt` or
-    `context`, unless both answers begin with it (`data.formats` lists other names). Raises DataError, with the line,
-    for an invalid record and for two equal answers. A pair longer than `max_tokens` in total is never split or
-    truncated: `on_long` is called with the error, or without `on_long` it is raised. With `is_scored`, only the last
+    A record has `chosen` and `rejected`, each a text or messages. The common prompt is in `messages`, `prompt` or
+    `context`, unless both answers begin with it (`data.formats` lists other names). With `is_scored`, only the last
     position of each sequence counts (`scored`).
+
+    Raises DataError, with the line, for an invalid record and for two equal answers. A pair longer than `max_tokens` in
+    total is never split or truncated: `on_long` is called with the error, or without `on_long` it is raised.
     """
 
     def make(_: int, record: Record) -> Answers:
@@ -60,12 +61,14 @@ def read_judged(
     on_long: Callable[[TooLongError], object] | None = None,
     collect: Collect = in_memory,
 ) -> Sequence[Answers]:
-    """Return the judged answers of a data source, with the answer's tokens marked for training.
+    """Return the labelled answers of a data source as tokens, with the answers marked for training.
 
     A record has `response` (or `completion`), a text or messages. Its prompt is in `messages`, `prompt` or `context`,
-    and `label` is true for a good answer (`data.formats` lists other names). Raises DataError, with the line, for an
-    invalid record, and for a source with answers of one kind only. A conversation longer than `max_tokens` is never
-    truncated: `on_long` is called with the error, or without `on_long` it is raised.
+    and `label` is true for a good answer (`data.formats` lists other names).
+
+    Raises DataError, with the line, for an invalid record, and for a source with only good or only bad answers. A
+    conversation longer than `max_tokens` is never truncated: `on_long` is called with the error, or without `on_long`
+    it is raised.
     """
     labels: set[bool] = set()
 
@@ -81,7 +84,7 @@ def read_judged(
 
 
 def make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
-    """Return a record's pair. Raises DataError, and TooLongError for a pair longer than `max_tokens`."""
+    """Return a record's pair as tokens. Raises DataError, and TooLongError for a pair longer than `max_tokens`."""
     record.require("chosen", "rejected", also=("prompt",))
     format = record.format
     chosen, rejected = (
@@ -108,7 +111,7 @@ def make_pair(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None
 
 
 def make_judged(record: Record, tokenizer: Tokenizer, *, system_prompt: str | None, max_tokens: int) -> Answers:
-    """Return a record's judged answer. Raises DataError, and TooLongError for one longer than `max_tokens`."""
+    """Return a record's labelled answer as tokens. Raises DataError, and TooLongError if it exceeds `max_tokens`."""
     record.require("response", "label", also=("prompt",))
     label = record.value(record.format.label)
     if not isinstance(label, bool):
@@ -121,7 +124,8 @@ def make_judged(record: Record, tokenizer: Tokenizer, *, system_prompt: str | No
 
 
 def with_score_mask(sequence: TrainingSequence) -> TrainingSequence:
-    """Return the sequence up to the end of its answer, and one more position: its value scores all tokens before it."""
+    """Return the sequence up to the end of its answer, with one more position. The value there is the sequence's
+    score."""
     answer = sequence.loss_mask.nonzero()[0]
     length = int(answer[-1]) + 1 if len(answer) else len(sequence)
     # Entry t is predicted from the tokens before t, so any token can stand at the end: the first is at hand.
@@ -130,9 +134,7 @@ def with_score_mask(sequence: TrainingSequence) -> TrainingSequence:
 
 
 def with_score_masks(batch: TokenBatch) -> TokenBatch:
-    """Return the sequences with one more position each. The value there, of all tokens before it, is the sequence's
-    score.
-    """
+    """Return the sequences, each with one more position. The value there, given all tokens, is the sequence's score."""
     lengths = batch.lengths + 1
     cu_seqlens = borders(lengths)
     is_token = np.ones(cu_seqlens[-1], np.bool_)
@@ -145,7 +147,7 @@ def with_score_masks(batch: TokenBatch) -> TokenBatch:
 
 
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
-    """Return the whole conversation that ends with one of the answers."""
+    """Return the whole conversation that ends with one of the two answers."""
     given = first_name_with_value(record.fields, record.format.prompt)
     before = record.messages(system_prompt, field=given, role="user") if given else ()
     answer = record.messages(None if before else system_prompt, field=field, role="assistant")

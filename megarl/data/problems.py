@@ -18,18 +18,15 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 MADE = "environment:"
-"""Prefix of a data source of problems made by the environment."""
+"""Prefix of a data source `environment:COUNT`, whose problems the environment makes."""
 MAX_MADE = 1_000_000
-"""Maximum number of problems made by an environment for one data set."""
+"""Maximum number of problems that an environment makes for one data set."""
 FIRST_HELDOUT = 1_000_000_000
-"""Number of the first validation problem made by an environment. Training problems never reach this number."""
+"""Number of the first validation problem made by an environment. Training problems have lower numbers."""
 
 
 def num_made(source: str) -> int | None:
-    """Return the count of a data source `environment:COUNT`, or None for a file.
-
-    Raises ValueError for an invalid count.
-    """
+    """Return COUNT of a data source `environment:COUNT`, or None for a file. Raises ValueError for an invalid count."""
     if not source.startswith(MADE):
         return None
     count = source.removeprefix(MADE)
@@ -39,9 +36,10 @@ def num_made(source: str) -> int | None:
 
 
 def made_problems(count: int, tokenizer: Tokenizer, *, system_prompt: str | None, is_heldout: bool) -> list[Problem]:
-    """Return problems made by the environment from their numbers. They differ only in these numbers.
+    """Return problems for which the environment makes the prompt from the problem's number.
 
-    `record` has the `split`, train or validation. The user's message is a placeholder for the environment's own prompt.
+    `record` of a problem has the `split`, train or validation. The user's message is a placeholder for the
+    environment's own prompt.
     """
     messages: tuple[dict[str, str], ...] = ({"role": "user", "content": "(a problem of the environment)"},)
     if system_prompt is not None:
@@ -67,10 +65,12 @@ def read_problems(
 ) -> Sequence[Problem]:
     """Return the problems of a data source. Prompts are rendered up to the opening of the assistant's turn.
 
+    `name` is the problems' `source`. `needed` is a field required in each record. With `has_answers` a gold answer is
+    required too; otherwise answers are empty.
+
     Raises DataError, with the line, for an invalid record and for a conversation that ends with the assistant's turn. A
     prompt longer than `max_prompt_tokens` is never truncated: `on_long` is called with the error, or without `on_long`
-    it is raised. `name` is the value of the problems' `source`. `needed` is a field required in each record. With
-    `has_answers` a gold answer is required too; otherwise answers are empty.
+    it is raised.
     """
 
     def make(index: int, record: Record) -> Problem:

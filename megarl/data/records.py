@@ -1,4 +1,4 @@
-"""Records of data sources. Every error names the file and the line or row."""
+"""Records of data sources (lines or rows), checked one by one. Every error names the file and the line or row."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ from megarl.types import DataError
 
 ROLES = ("system", "user", "assistant", "tool")
 _ROLES_ELSEWHERE = {"human": "user", "gpt": "assistant"}
-"""Role names of ShareGPT data, mapped to the usual ones."""
+"""Usual role names of messages, keyed by the names in ShareGPT data."""
 
 _BY_FORMAT = FieldNames()
-"""The default field names: recognised from the first record."""
+"""Field names for a recipe without any: the format is recognised from the first record."""
 
 Made = TypeVar("Made")
 
@@ -38,40 +38,40 @@ class TooLongError(DataError):
 
 @dataclass(frozen=True, slots=True)
 class Record:
-    """One line or row of a data file: its place, its fields, and its format (which field has which role)."""
+    """One line or row of a data file: its place, its fields, and its format (the meaning of its fields)."""
 
     path: Path
     line: int
     fields: Mapping[str, Any]
     format: RecordFormat = FORMATS["colossalrl"]
     unit: str = "line"
-    """Word for the place numbered by `line`: a line of a text file, a row of a table, or a record of a JSON list."""
+    """Word for what `line` counts: lines of a text file, rows of a table, or records of a JSON list."""
     names: FieldNames = _BY_FORMAT
-    """The recipe's field names, for the remedy in an error."""
+    """Field names in the recipe, for the remedy in an error."""
 
     def error(self, problem: str, kind: type[DataError] = DataError) -> DataError:
-        """Return a DataError that names this line."""
+        """Return a DataError whose message begins with the file and the line."""
         return kind(f"{self.path}, {self.unit} {self.line}: {problem}")
 
     def value(self, names: tuple[str, ...]) -> Any:
-        """Return the value of the first of these fields present in the record, or None."""
+        """Return the value of the first of these fields that the record has, or None."""
         return next((found for name in names if (found := value_at(self.fields, name)) is not None), None)
 
     def field(self, names: tuple[str, ...]) -> str:
-        """Return the first of these field names present in the record, else the first name."""
+        """Return the first of these field names that the record has, else the first name."""
         return first_name_with_value(self.fields, names) or names[0]
 
     def require(self, *roles: str, also: Sequence[str] = ()) -> None:
-        """Raise a DataError that names all of these roles (`RecordFormat`) without a field in the record.
+        """Raise a DataError that lists each of these roles for which the record has no field.
 
-        If one is missing, the error also names the missing roles of `also`, which are optional.
+        If a role is missing, the error also lists the missing roles among `also`, which are optional.
         """
         if missing_roles(self.fields, self.format, roles):
             missing = missing_roles(self.fields, self.format, (*also, *roles))
             raise self.error(missing_text(self.fields, self.format, self.names, missing))
 
     def answer(self) -> Any:
-        """Return the gold answer: text (also for a number), or a JSON object or list.
+        """Return the record's gold answer: text (also for a number), or a JSON object or list.
 
         Raises DataError for null, true, false, and empty values.
         """
@@ -90,7 +90,7 @@ class Record:
         return text
 
     def prompt(self, system_prompt: str | None = None) -> tuple[Mapping[str, Any], ...]:
-        """Return the conversation to answer, from a text, one message, or a list of messages."""
+        """Return the conversation to be answered, from a text, one message, or a list of messages."""
         self.require("prompt")
         field = self.field(self.format.prompt)
         # A field named `messages` never holds a plain text; all other fields may.
@@ -99,10 +99,10 @@ class Record:
     def messages(
         self, system_prompt: str | None = None, *, field: str | None = None, role: str | None = None
     ) -> tuple[Mapping[str, Any], ...]:
-        """Return the conversation of a field (default `messages`), from one message or a list of messages.
+        """Return the conversation in a field (default `messages`), from one message or a list of messages.
 
-        With `role`, a text stands for a message of this role. The format's `input` is appended to the prompt.
-        `system_prompt` comes first, unless the conversation has a system message.
+        With `role`, a text stands for a message of this role. If the format has an `input` field, its text is appended
+        to the prompt. `system_prompt` comes first, unless the conversation has a system message.
         """
         field = field or "messages"
         value = value_at(self.fields, field)
@@ -125,7 +125,7 @@ class Record:
         return tuple(value)
 
     def _with_input(self, field: str, prompt: Any) -> Any:
-        """Return the prompt with the format's `input` appended, if the record has one."""
+        """Return the prompt with the text of the format's `input` field appended, if the record has one."""
         for name in self.format.unread:
             if value_at(self.fields, name):
                 raise self.error(
@@ -184,7 +184,7 @@ class Record:
 
 
 def read_records(source: str | Path, names: FieldNames | None = None) -> Iterator[Record]:
-    """Yield the records of a data source in order (`data.rows`). Blank lines are skipped.
+    """Yield the records of a data source in order. Blank lines are skipped.
 
     `names` gives the field names. Without it, the format is recognised from the first record. Raises DataError if the
     source is missing or empty, or if a row is not a JSON object.
@@ -200,9 +200,9 @@ def read_records(source: str | Path, names: FieldNames | None = None) -> Iterato
 
 
 def make_record(path: Path, row: Row, names: FieldNames | None, format: RecordFormat | None) -> Record:
-    """Return the record of a row. Raises DataError for a row that is not a JSON object.
+    """Return the record in a row. Raises DataError for a row that is not a JSON object.
 
-    `format` is the format of the source's first record. None: this is the first record.
+    `format` is the format of the source's first record. None: the row is the first.
     """
     if isinstance(row.value, DataError):
         raise row.value
@@ -219,7 +219,7 @@ def make_results(
     make: Callable[[int, Record], Made],
     on_long: Callable[[TooLongError], object] | None = None,
 ) -> Iterator[Made]:
-    """Yield the results of `make` for each record and its number, from 0.
+    """Yield the result of `make` for each record and its number, counted from 0.
 
     `on_long`, if given, is called with the error of each record that is too long. Other errors of `make` are raised.
     """
@@ -235,7 +235,8 @@ def make_results(
 
 
 def _with_standard_names(message: Any) -> Any:
-    """Return a message with `role` and `content`, also if it has `from` and `value` (ColossalChat, ShareGPT)."""
+    """Return a message with the keys `role` and `content`, also if it has `from` and `value` (ColossalChat,
+    ShareGPT)."""
     if not isinstance(message, Mapping) or "role" in message or "from" not in message:
         return message
     rest = {name: value for name, value in message.items() if name not in ("from", "value")}

@@ -23,17 +23,18 @@ from megarl.files.strict_json import parse
 from megarl.types import ConfigError, DataError
 
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "eval", "heldout")
-"""Words that name a split: alone, or at the start or end of the name of a file or folder."""
+"""Words that name a split, as the name of a file or folder or at its start or end."""
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Files with metadata, written by `datasets` next to the data."""
+"""Names of metadata files that `datasets` writes next to the data."""
 _SHARD = re.compile(r"[-_.](\d{5,7})-of-(\d{5,7}).*")
 _PART = re.compile(r"([-_.](part)?\d+)+$")
-"""The number of a file among several: `train-1`."""
+"""Regular expression for the number of a file among several: `train-1`."""
 _SEPARATORS = re.compile(r"[-_.]")
 _GENERATED_FILES = ("cache-", "tmp")
-"""Prefixes of Arrow files with intermediate results of `datasets`."""
+"""Prefixes of Arrow files in which `datasets` keeps intermediate results."""
 _ARROW_ROWS = 32
-"""Rows taken from a Parquet or Arrow file at once. Few, because a row with long texts may have megabytes."""
+"""Number of rows read from a Parquet or Arrow file at once. It is low, because a row with long texts may have
+megabytes."""
 # Buffered reads of 1 MiB, so that pyarrow does not load whole column chunks.
 _ARROW_BUFFER_BYTES = 1 << 20
 # 128 Mi characters in a CSV cell; Python's default of 131,072 is shorter than many conversations.
@@ -43,22 +44,22 @@ _LONGEST_CELL = 1 << 27
 class Row(NamedTuple):
     """A row of a file: its number (from 1, in the unit `unit`) and its value.
 
-    The value of an invalid row is a DataError, if later rows can still be read.
+    The value of an invalid row is a DataError, so that later rows can still be read.
     """
 
     number: int
     unit: str
     value: Any
     columns: tuple[str, ...] = ()
-    """The field names that the file declares for its rows; nested ones are dotted. Empty if the file declares none."""
+    """Return the field names that a file declares for its rows, nested ones with dots. Empty if it declares none."""
 
 
 def data_files(source: str | Path) -> list[Path]:
-    """Return the files of a source, sorted by name.
+    """Return the files of a data source, sorted by name.
 
     Raises DataError if there are none; for a possible name on the Hub, the error has the download command. Raises
-    DataError for a folder with several splits, configurations or kinds of files if none is named. Raises DataError if
-    shards are missing.
+    DataError for a folder with several splits, configurations or kinds of files if the source names none. Raises
+    DataError if shards are missing.
     """
     split, place = _partition_source(str(source))
     path = _existing_place(place)
@@ -87,12 +88,12 @@ def data_files(source: str | Path) -> list[Path]:
 
 
 def rows_of(path: Path) -> Iterator[Row]:
-    """Yield the rows of a file, read by its extension. An unknown extension is read as JSON lines. Raises DataError."""
+    """Yield the rows of a file. Its extension decides how it is read; unknown ones are JSON lines. Raises DataError."""
     yield from READERS.get(path.suffix.lower(), _json_lines)(path)
 
 
 def _partition_source(source: str) -> tuple[str | None, str]:
-    """Return the split (None without one) and the place of a source."""
+    """Return the split (or None) and the path or Hub name of a data source `SPLIT@PATH`."""
     split, at, place = source.partition("@")
     # A path may contain an @ itself: an existing path is never split.
     if not at or Path(source).exists() or not re.fullmatch(r"[\w.-]+", split):
@@ -101,7 +102,7 @@ def _partition_source(source: str) -> tuple[str | None, str]:
 
 
 def _existing_place(place: str) -> Path:
-    """Return the file or folder of a place. Raises DataError if there is none."""
+    """Return the file or folder of a data source's path or Hub name. Raises DataError if there is none."""
     path = Path(place)
     if path.exists():
         return path
@@ -121,7 +122,8 @@ def _existing_place(place: str) -> Path:
 
 
 def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | None, place: str) -> dict[Path, Path]:
-    """Return the files of a split, with their paths inside the folder. Raises DataError if there is no such split."""
+    """Return the files of a split, with their paths relative to the folder. Raises DataError if there is no such
+    split."""
     named = sorted({word for inside in files.values() for word in _split_words_in_path(inside)})
     if split is None:
         if len(named) > 1:
@@ -191,9 +193,9 @@ def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
 
 
 def _name_parts(path: Path) -> tuple[str, ...]:
-    """Return the names to search for the split of a file (`train`, say): the file's own, then its folders'.
+    """Return the names in which a split's name (for example `train`) is searched: a file's own, then its folders'.
 
-    The file's own name has no extension and no shard number. Folders are listed from the innermost one outwards.
+    The file's own name has no extension and no shard number. The innermost folder comes first.
     """
     return (_set_name(path), *reversed(path.parts[:-1]))
 
@@ -204,7 +206,7 @@ def _set_name(path: Path) -> str:
 
 
 def _split_words_in_path(path: Path) -> set[str]:
-    """Return the names of splits (SPLITS) found at the start or end of the names of a file and its folders."""
+    """Return the split names (SPLITS) found at the start or end of a file's name and its folders' names."""
     return {word for name in _name_parts(path) for word in _split_words(name)}
 
 
@@ -225,7 +227,7 @@ def _json_lines(path: Path) -> Iterator[Row]:
 
 
 def _json(path: Path) -> Iterator[Row]:
-    """Yield the objects of a JSON list, or JSON lines in a file with this extension."""
+    """Yield the objects of a JSON list. If the file has JSON lines despite its extension, yield those."""
     with path.open("rb") as file:
         # Skip white space and a byte-order mark; lists begin with a bracket, lines with a brace.
         is_list = file.read(4096).lstrip(b"\xef\xbb\xbf \t\r\n").startswith(b"[")
@@ -241,7 +243,7 @@ def _json(path: Path) -> Iterator[Row]:
 
 
 def _csv(path: Path) -> Iterator[Row]:
-    """Yield the rows under a header. All values are text, and an empty cell is a missing field."""
+    """Yield the rows of a CSV file under its header. All values are text, and an empty cell is a missing field."""
     # The limit is global to the Python process, so it is only raised. Prompts are longer than its default.
     csv.field_size_limit(max(csv.field_size_limit(), _LONGEST_CELL))
     # Spreadsheet programs begin files with a byte-order mark. `newline=""` leaves line breaks inside cells unchanged.
@@ -280,7 +282,7 @@ def _parquet(path: Path) -> Iterator[Row]:
 
 
 def _arrow(path: Path) -> Iterator[Row]:
-    """Yield the rows of Arrow's file format, or of its stream format (written by `datasets`)."""
+    """Yield the rows of an Arrow file, in Arrow's file format or in its stream format (written by `datasets`)."""
     ipc = _arrow_module("ipc", path)
     with _arrow_faults(path), path.open("rb") as file:
         # The file format begins with this magic number; the stream format has none.
@@ -314,7 +316,7 @@ def _columns(fields: Iterable[Any], within: str = "") -> Iterator[str]:
 
 
 def _arrow_module(name: str, path: Path) -> Any:
-    """Return a module of pyarrow, imported only when needed because it loads slowly."""
+    """Import and return a module of pyarrow. It is imported only when needed because it loads slowly."""
     try:
         return importlib.import_module(f"pyarrow.{name}")
     except ImportError:
@@ -326,7 +328,7 @@ def _arrow_module(name: str, path: Path) -> Any:
 
 @contextmanager
 def _arrow_faults(path: Path) -> Iterator[None]:
-    """Raise DataError for a file that pyarrow cannot read."""
+    """Raise DataError if pyarrow cannot read a file, from the error of pyarrow."""
     try:
         yield
     except DataError:
@@ -361,4 +363,4 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".parquet": _parquet,
     ".arrow": _arrow,
 }
-"""Readers of files, by file extension."""
+"""Functions that read a file's rows, keyed by file extension."""

@@ -1,4 +1,4 @@
-"""The assignment of items to steps."""
+"""Which items (prompts, sequences) each step gets."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ class DataOrder:
         return stream[start : start + self.batch_size].tolist()
 
     def epochs(self, step: int) -> float:
-        """Return the passes over the items completed by the end of a step, counted from 0."""
+        """Return how many passes over the items are complete at the end of a step, counted from 0."""
         return (step + 1) * self.batch_size / self.num_items
 
     def epoch(self, epoch: int) -> NDArray[np.int64]:
-        """Return the item indices of an epoch, counted from 0, in its order: [num_items]."""
+        """Return the item indices of an epoch, counted from 0, in the epoch's order: [num_items]."""
         if not self.shuffle:
             return np.arange(self.num_items)
         return np.random.default_rng([self.seed, epoch]).permutation(self.num_items)

@@ -1,4 +1,4 @@
-"""On-disk data sets. Records are validated once at the start, and rendered into sequences each time they are drawn."""
+"""Data sets kept on disk. Records are validated once at the start, and tokenised each time they are drawn."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ OnLong = Callable[[TooLongError], object]
 
 
 class Collect(Protocol):
-    """How the results of records are stored: in memory, on disk, or only counted."""
+    """Function that keeps the results of records: in memory, on disk, or only their number."""
 
     def __call__(
         self, records: Iterable[Record], make: Callable[[int, Record], Any], on_long: OnLong | None
@@ -28,22 +28,22 @@ class Collect(Protocol):
 
 
 def in_memory(records: Iterable[Record], make: Callable[[int, Record], Made], on_long: OnLong | None) -> Sequence[Made]:
-    """Return all results in a list. Raises the errors of `make_results`."""
+    """Return all results in a list. Raises the errors of `make_results`, which checks the records."""
     return list(make_results(records, make, on_long))
 
 
 def collect_count(
     records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
 ) -> Sequence[int]:
-    """Return a sequence with the length of the results, without storing them. Raises the errors of `make_results`."""
+    """Return a sequence that knows only the number of results. Raises the errors of `make_results`."""
     return range(sum(1 for _ in make_results(records, make, on_long)))
 
 
 class Streamed(Sequence[Made], Generic[Made]):
-    """A sequence of results computed from records on disk at each access. Each record takes 16 bytes of memory.
+    """A sequence of results (tokenised examples) computed from records on disk at each access.
 
-    The records are copied as JSON lines into an unnamed temporary file, deleted with this object. So every kind of
-    source allows random access, and the source may change during the run.
+    Each record takes 16 bytes of memory. The records are copied as JSON lines into an unnamed temporary file, which is
+    deleted with this object. So every kind of source allows random access, and the source may change during the run.
     """
 
     def __init__(
@@ -92,7 +92,8 @@ class Streamed(Sequence[Made], Generic[Made]):
         return self._make(self._numbers[place], Record(self._paths[path], line, fields, self._format, unit))
 
     def values(self, field: str) -> Iterator[Any]:
-        """Yield the value of a field of each record, without computing results. Raises KeyError for a missing field."""
+        """Yield the value of a field of each record, without computing results. Raises KeyError if a record lacks the
+        field."""
         for start in self._starts:
             self._file.seek(start)
             _, fields = json.loads(self._file.readline())
@@ -100,26 +101,26 @@ class Streamed(Sequence[Made], Generic[Made]):
 
     @property
     def numbers(self) -> NDArray[np.int64]:
-        """Return the numbers of the records in their source, ascending: [records]."""
+        """Return each record's number in its source, ascending: [records]."""
         return np.frombuffer(self._numbers, np.int64) if self._numbers else np.zeros(0, np.int64)
 
 
 def numbers_of(problems: Sequence[Problem]) -> NDArray[np.int64]:
-    """Return the `index` of each problem: [problems]. On-disk problems are not rendered for this."""
+    """Return the `index` of each problem: [problems]. Problems on disk are not tokenised for it."""
     if isinstance(problems, Streamed):
         return problems.numbers
     return np.fromiter((problem.index for problem in problems), np.int64, len(problems))
 
 
 def values_of(problems: Sequence[Problem], field: str) -> Iterator[Any]:
-    """Yield the value of a field of each problem's record. On-disk problems are not rendered for this."""
+    """Yield the value of a field of each problem's record. Problems on disk are not tokenised for it."""
     if isinstance(problems, Streamed):
         return problems.values(field)
     return (problem.record[field] for problem in problems)
 
 
 class Places:
-    """The positions of problems in a sequence, looked up by their `index`."""
+    """Positions of problems in a sequence, found by their `index`."""
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self._numbers = numbers_of(problems)
@@ -127,7 +128,7 @@ class Places:
         self._order = np.argsort(self._numbers, kind="stable")
 
     def get(self, index: int) -> int | None:
-        """Return the position of the problem with this index, or None."""
+        """Return the position of the problem with this index in the sequence, or None."""
         found = int(np.searchsorted(self._numbers, index, sorter=self._order))
         if found == len(self._numbers) or self._numbers[self._order[found]] != index:
             return None

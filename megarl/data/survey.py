@@ -25,25 +25,25 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 Kind = Literal["problems", "conversations", "pairs", "judged"]
-"""The training data made of records. problems: rl. conversations: sft. pairs: preference and reward_model. judged:
-preference with kto."""
+"""Kind of training examples. problems: loop rl. conversations: sft. pairs: preference and reward_model. judged:
+preference with the loss kto."""
 # A survey measures lengths, so no record may be refused as too long: 16 Mi tokens exceed every record.
 _NO_LIMIT = 1 << 24
 MAX_LISTED_FAULTS = 20
-"""Number of different faults, of duplicates, and of overlaps listed at most. All are counted."""
+"""Maximum number of different errors, of duplicates, and of overlaps that are listed. All are counted."""
 MAX_LISTED_PLACES = 5
-"""Number of further records listed for the same fault."""
+"""Number of further records listed with the same error."""
 
 
 @dataclass(slots=True)
 class Fault:
-    """A fault with the same message in one or more records."""
+    """An error with the same message in one or more records."""
 
     problem: str
     place: str
-    """The first record with the fault: `train.jsonl, line 7`. Empty for a fault of a whole file."""
+    """First record with the error: `train.jsonl, line 7`. Empty for an error of a whole file."""
     further: list[str] = field(default_factory=list)
-    """Places of the next few records with the same fault, for example `line 8`."""
+    """Places of the next few records with the same error, for example `line 8`."""
     count: int = 1
 
     def __str__(self) -> str:
@@ -56,36 +56,37 @@ class Fault:
 
 @dataclass(slots=True)
 class Survey:
-    """The results of a survey of one source."""
+    """Results of the survey of one data source."""
 
     source: str
     kind: Kind
     format: RecordFormat | None = None
     num_records: int = 0
-    """Number of records without a fault."""
+    """Number of records without an error."""
     num_faults: int = 0
     faults: list[Fault] = field(default_factory=list)
-    """The first different faults. `num_faults` counts the records with faults."""
+    """The first few different errors. `num_faults` counts all records with errors."""
     num_different_faults: int = 0
     lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
-    """Tokens of each prompt, conversation or pair (both answers together). Without a tokenizer: characters."""
+    """Lengths in tokens of each prompt, conversation or pair (both answers together). Without a tokenizer: in
+    characters."""
     num_duplicates: int = 0
     duplicates: list[str] = field(default_factory=list)
-    """Records equal to an earlier one in everything used for training: `line 7 (as line 3)`."""
+    """Records equal to an earlier one in everything that is used for training: `line 7 (as line 3)`."""
     num_overlaps: dict[str, int] = field(default_factory=dict)
-    """Number of records with the same prompt as a record of another source, by that source."""
+    """Number of records whose prompt is also in another source, keyed by that source."""
     overlaps: list[str] = field(default_factory=list)
     first: list[tuple[str, bool]] = field(default_factory=list)
-    """The first record's text in pieces, each with whether it is trained."""
+    """Text of the first record in pieces, each with whether it is trained."""
 
     @property
     def is_sound(self) -> bool:
-        """Return whether a run could read the source."""
+        """Return whether a run could train on the source: no errors."""
         return self.num_records > 0 and self.num_faults == 0
 
 
 def kind_of(fields: Mapping[str, Any], format: RecordFormat) -> Kind:
-    """Return the kind of training data for a record, judged by its fields."""
+    """Return the kind of training examples that a record's fields fit."""
     if first_name_with_value(fields, format.chosen) and first_name_with_value(fields, format.rejected):
         return "pairs"
     label = first_name_with_value(fields, format.label)
@@ -108,11 +109,11 @@ def survey(
     others: Mapping[str, FieldNames | None] | None = None,
     has_answers: bool = True,
 ) -> Survey:
-    """Return a survey of all records of a source. Every record is rendered; faults are noted, and the survey continues.
+    """Return a survey of all records of a data source. Records with errors are counted, and the survey continues.
 
-    Without a tokenizer, records are only read, and lengths are in characters. `others` maps sources with prompts not
-    allowed here, for example held-out sets, to their field names. Without `has_answers`, problems need no gold answer.
-    Raises DataError for a missing source.
+    Without a tokenizer, records are only read, and lengths are in characters. `others` has sources whose prompts must
+    not occur here, for example held-out sets, with their field names. Without `has_answers`, problems need no gold
+    answer. Raises DataError for a missing source.
     """
     prompts = {other: _prompts_of(other, own, system_prompt) for other, own in (others or {}).items()}
     found: Survey | None = None
@@ -153,7 +154,7 @@ def survey(
 
 
 def _shown(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tuple[str, bool]]:
-    """Return the texts of a sequence in pieces, each with whether it is trained."""
+    """Return the text of a token sequence in pieces, each with whether it is trained."""
     borders = [0, *(np.flatnonzero(np.diff(sequence.loss_mask)) + 1).tolist(), len(sequence)]
     return [
         (str(tokenizer.decode(sequence.token_ids[start:end].tolist())), bool(sequence.loss_mask[start]))
@@ -163,7 +164,7 @@ def _shown(tokenizer: Tokenizer, sequence: TrainingSequence) -> list[tuple[str, 
 
 
 def _note(faults: dict[str, Fault], path: Path, unit: str, line: int, error: DataError) -> None:
-    """Count a row's fault by its message, without the row's place."""
+    """Count an error of a row under its message, without the row's place."""
     place = f"{path}, {unit} {line}"
     # Without the place, equal faults of many rows have equal messages and are counted together.
     problem = str(error).removeprefix(f"{place}: ")
@@ -174,7 +175,8 @@ def _note(faults: dict[str, Fault], path: Path, unit: str, line: int, error: Dat
 
 
 def _records(source: str, names: FieldNames | None, faults: dict[str, Fault]) -> Iterator[Record]:
-    """Yield the records of a source. Invalid rows, and files not readable to their end, are noted as faults."""
+    """Yield the records of a source. Invalid rows, and files that cannot be read to their end, are counted as
+    errors."""
     format: RecordFormat | None = None
     for path in data_files(source):
         try:
@@ -192,7 +194,7 @@ def _records(source: str, names: FieldNames | None, faults: dict[str, Fault]) ->
 
 
 def _prompts_of(source: str, names: FieldNames | None, system_prompt: str | None) -> dict[bytes, str]:
-    """Return the places of a source's prompts, by their digests."""
+    """Return where each prompt of a source stands (file and line), keyed by the prompt's digest."""
     found: dict[bytes, str] = {}
     for record in _records(source, names, {}):
         kind = kind_of(record.fields, record.format)
@@ -204,9 +206,8 @@ def _prompts_of(source: str, names: FieldNames | None, system_prompt: str | None
 
 
 def _prompt_messages(record: Record, kind: Kind, system_prompt: str | None) -> list[Mapping[str, Any]]:
-    """Return the messages before the assistant's first one. For a pair without a prompt field, they come from the
-    chosen answer.
-    """
+    """Return the messages before the assistant's first one. For a pair without a prompt field they are the chosen
+    answer's."""
     has_prompt = first_name_with_value(record.fields, record.format.prompt) is not None
     if not has_prompt and kind == "pairs":
         messages = record.messages(system_prompt, field=record.field(record.format.chosen), role="assistant")
@@ -217,7 +218,7 @@ def _prompt_messages(record: Record, kind: Kind, system_prompt: str | None) -> l
 
 
 def _trained_messages(record: Record, kind: Kind, system_prompt: str | None, has_answers: bool) -> list[Any]:
-    """Return everything in a record that is used for training."""
+    """Return the parts of a record that are used for training, to recognise duplicates."""
     if kind == "problems":
         record.require("prompt", *(["answer"] if has_answers else []))
         return [*record.prompt(system_prompt), *([record.answer()] if has_answers else [])]

@@ -1,8 +1,8 @@
-"""Tests of a chat template: does it rewrite earlier turns? Tried on several kinds of conversations.
+"""Tests of a chat template on sample conversations: whether it changes earlier turns.
 
-Templates rewrite history in three ways. They drop reasoning before a new question, close a conversation with their own
-token, or begin a turn differently from the generation prompt. Then a model shown the tokens as sampled reads a text
-different from the template's.
+Templates change earlier turns in three ways. They drop reasoning before a new question, close a conversation with their
+own token, or begin a turn differently from the generation prompt. Then a model that is shown the tokens as sampled
+reads a text different from the template's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ def _message(role: str, content: str, **more: Any) -> dict[str, Any]:
 
 
 def _calling(*numbers: int, thought: str = "") -> dict[str, Any]:
-    """Return an assistant's message with one call for each number."""
+    """Return an assistant's message with one tool call for each number."""
     calls = [
         # Nine letters and digits: Mistral's chat templates refuse any other id.
         {"id": f"call{number:05}", "type": "function", "function": {"name": "f", "arguments": {"x": number}}}
@@ -46,15 +46,15 @@ CONVERSATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
     "parallel tools": (_QUESTION, _calling(1, 2), _reply(1), _reply(2), _ANSWER),
     "tools, then user": (_QUESTION, _calling(1, thought="hm"), _reply(1), _THOUGHT, _NEXT, _LAST),
 }  # fmt: skip
-"""Test conversations by kind."""
+"""Sample conversations by kind, for example with tool calls."""
 
 
 REFUSES = "refuses"
-"""The fault of a template that raises an error."""
+"""Result for a template that raises an error."""
 
 
 def history_faults(tokenizer: Tokenizer) -> dict[str, str]:
-    """Return the kinds of `CONVERSATIONS` with a fault of the chat template, and the fault.
+    """Return how a chat template changes earlier turns: the kind of sample conversation, and what it does.
 
     "rewrites the answer": the rendered answer does not begin with the prompt that asked for it. "rewrites history": a
     later prompt does not begin with the text up to an earlier answer (trailing space ignored). "refuses": the template
@@ -80,7 +80,8 @@ def _faults(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def history_notice(faults: Mapping[str, str], history: str) -> str:
-    """Return a sentence for the start of a run: the effect of `rollout.history` with a template with these faults."""
+    """Return a sentence for the start of a run: what `rollout.history` does with a template that changes earlier
+    turns."""
     rewritten = {kind: fault for kind, fault in faults.items() if fault != REFUSES}
     refused = [kind for kind, fault in faults.items() if fault == REFUSES]
     beside = f" It refuses: {'; '.join(refused)}." if refused else ""

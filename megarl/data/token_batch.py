@@ -1,7 +1,7 @@
-"""Batches of sequences in flat arrays, as trained on and as sent to data-parallel replicas.
+"""Batches of sequences in flat arrays, as sent to data-parallel replicas and trained on.
 
-Entry t of a log-prob, weight or advantage belongs to predicting token t from the tokens before it. So the first entry
-of each sequence is never trained.
+Entry t of a log-prob, weight or advantage belongs to the prediction of token t from the tokens before it. So the first
+entry of each sequence is never trained.
 """
 
 from __future__ import annotations
@@ -28,20 +28,24 @@ class TokenBatch:
     loss_mask: NDArray[np.bool_]
     cu_seqlens: NDArray[np.int64]
     samples: NDArray[np.int64]
-    """[sequences]: the sample number of each sequence, never decreasing. A sample has one or more sequences (segments),
-    handled together by losses and advantages."""
+    """Sample number of each sequence, never decreasing: [sequences].
+
+    A sample has one or more sequences (segments), which losses and advantages treat together.
+    """
     per_token: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     experts: NDArray[np.int64] | None = None
-    """[sequences, 2]: for each sequence, the `types.ExpertsHandle` of the experts chosen by the engine. Used to route
-    the same way in training."""
+    """For each sequence the `types.ExpertsHandle` of the experts that the engine chose, to route the same way in
+    training: [sequences, 2]."""
     kept_sets: KeptSets | None = None
-    """The retained tokens (after top-p, top-k, min-p) over which policy and reference renormalise each log-prob. None:
-    the whole vocabulary for every token."""
+    """Tokens that top-p, top-k and min-p left, over which policy and reference renormalise each log-prob.
+
+    None: the whole vocabulary for every token.
+    """
     temperatures: NDArray[np.float64] | None = None
-    """[sequences]: the temperature of the log-probs of policy and reference. None: 1 for all."""
+    """Temperature of the log-probs of policy and reference: [sequences]. None: 1 for all."""
     target_keys: NDArray[np.int64] | None = None
-    """[sequences, 2], for distillation: the number of the sequence's teacher, and the sequence's own number in the
-    step."""
+    """For distillation: the number of the sequence's teacher, and the sequence's own number in the step: [sequences,
+    2]."""
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[TrainingSequence]) -> TokenBatch:
@@ -158,9 +162,9 @@ def _join_temperatures(batches: Sequence[TokenBatch]) -> NDArray[np.float64] | N
 
 
 def select_retained(kept: KeptSets, places: NDArray[np.int64]) -> KeptSets:
-    """Return the retained sets of the tokens at these positions, in the given order.
+    """Return the sets of sampleable tokens (after top-p, top-k, min-p) at these positions, in the given order.
 
-    `places` is [tokens]. Position -1 yields an empty set: nothing was cut off there.
+    `places` is [tokens]. Position -1 yields an empty set, which means that nothing was cut off.
     """
     # The appended entry of size 0 is what place -1 selects.
     counts = np.append(kept.counts, np.int32(0))
@@ -170,9 +174,9 @@ def select_retained(kept: KeptSets, places: NDArray[np.int64]) -> KeptSets:
 
 
 def join_retained(parts: Sequence[tuple[int, KeptSets | None]]) -> KeptSets | None:
-    """Return the concatenated retained sets of several parts, or None if no part has sets.
+    """Return the concatenated sets of sampleable tokens of several parts, or None if no part has any.
 
-    Each part is (number of tokens, sets). A part without sets gets an empty set for each token.
+    A part is (number of tokens, sets). A part without sets gets an empty set for each token.
     """
     if all(kept is None for _, kept in parts):
         return None

@@ -2,7 +2,7 @@
 
 The text is decoded with special tokens, because several formats mark calls with them. Reasoning is removed first: a
 call inside it was considered, not made. Every call that was begun is returned in order, with its arguments or an error.
-A broken call does not affect others. `tool_formats` defines the formats.
+A broken call does not affect others. `tool_formats` has the formats.
 """
 
 # ruff: noqa: RUF001 (DeepSeek's special tokens are written with wide bars)
@@ -28,7 +28,7 @@ _MISTRAL_THINK = "[THINK]", "[/THINK]"
 
 @dataclass(frozen=True, slots=True)
 class ParsedTurn:
-    """The parts of a turn. `text` excludes reasoning, calls and end tokens. `reasoning` is None if there is none.
+    """Parts of a turn. `text` excludes reasoning, tool calls and end tokens. `reasoning` is None if there is none.
 
     `calls` are in the order written.
     """
@@ -64,7 +64,8 @@ def parse(
 
 
 def parser_of_template(template: str) -> str | None:
-    """Return the call format of a chat template, a key of `PARSERS`, or None if the template does not reveal it."""
+    """Return the format in which a chat template writes tool calls, a key of `PARSERS`. None: the template does not
+    show it."""
     return next((name for name, marks in _TEMPLATE_MARKS if all(mark in template for mark in marks)), None)
 
 
@@ -77,12 +78,14 @@ _TEMPLATE_MARKS: tuple[tuple[str, tuple[str, ...]], ...] = (
     ("hermes", ("<tool_call>",)),
     ("llama3_json", ("<|python_tag|>", '"parameters"')),
 )
-"""Texts that identify a template's call format. The first match counts, so specific formats come before general ones.
+"""Texts in a chat template that reveal its format of tool calls.
+
+The first match counts, so specific formats come before general ones.
 """
 
 
 def _without_end_tokens(text: str) -> str:
-    """Return the text without end tokens at its end. White space before them is retained."""
+    """Return the text without end tokens at its end. White space before them remains."""
     stripped = text.rstrip()
     while stripped.endswith(END_TOKENS):
         token = next(token for token in END_TOKENS if stripped.endswith(token))
@@ -105,7 +108,7 @@ def _split_reasoning(text: str, opening: str, closing: str, in_reasoning: bool |
 
 
 def _checked(call_id: str, call: WrittenCall, tools: Sequence[ToolSchema]) -> ToolCall:
-    """Return the call with its arguments checked against its tool's schema."""
+    """Return the call with its arguments checked against the JSON schema of its tool."""
     if call.error is not None:
         return ToolCall(call_id, call.name, None, call.error)
     tool = tool_named(call.name, tools)

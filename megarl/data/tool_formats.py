@@ -20,7 +20,7 @@ from megarl.data.tool_schemas import ToolSchema, properties
 
 @dataclass(frozen=True, slots=True)
 class WrittenCall:
-    """A call as written by the model: its name, and its arguments or an error."""
+    """A tool call as the model wrote it: its name, and its arguments or an error."""
 
     name: str
     arguments: Any = None
@@ -28,15 +28,15 @@ class WrittenCall:
 
 
 _Read = tuple[str, list[WrittenCall]]
-"""The text outside the calls, and the calls."""
+"""Result of a parsing function: the text outside the tool calls, and the calls."""
 
 
 class _CutOffError(ValueError):
-    """JSON that ends before it is complete."""
+    """Raised for JSON text that ends before the value is complete."""
 
 
 def no_constant(name: str) -> Any:
-    """Refuse NaN and infinities (`parse_constant` of `json`). Raises ValueError."""
+    """Reject NaN and infinities, as `parse_constant` of Python's `json`. Raises ValueError."""
     raise ValueError(f"{name} is not valid JSON")
 
 
@@ -77,13 +77,13 @@ def _call_from_object(value: Any, *argument_fields: str) -> WrittenCall:
 
 
 def _find_name(text: str) -> str:
-    """Return the name in JSON that may be broken, or an empty text."""
+    """Return the tool's name in a JSON text that may be broken, or an empty text."""
     found = re.search(r'"name"\s*:\s*"([^"\\]*)"', text)
     return found.group(1) if found else ""
 
 
 def _json_argument_text(name: str, text: str) -> WrittenCall:
-    """Return a call with the JSON at the beginning of the text as its arguments."""
+    """Return a tool call whose arguments are the JSON at the beginning of the text."""
     try:
         arguments, end = _json_at(text, 0)
     except ValueError as error:
@@ -94,7 +94,7 @@ def _json_argument_text(name: str, text: str) -> WrittenCall:
 
 
 def _parse_value(text: str, name: str, tool: str, tools: Sequence[ToolSchema]) -> Any:
-    """Return an argument written as bare text: as text if the schema says so, else as JSON if it is valid."""
+    """Return the value of an argument written without quotes: text if the schema says so, else JSON if it is valid."""
     schema = properties(tool, tools).get(name, {})
     kind = schema.get("type") if isinstance(schema, Mapping) else None
     kinds = {kind} if isinstance(kind, str) else set(kind or ())
@@ -135,7 +135,7 @@ def _hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _tagged(text: str, opening: str, closing: str) -> tuple[str, list[tuple[str, bool]]]:
-    """Return the text outside the tags, and each text between them with whether its tag was closed."""
+    """Return the text outside the tags, and each text inside a pair of tags with whether the closing tag was there."""
     texts, bodies, place = [], [], 0
     while (found := text.find(opening, place)) >= 0:
         texts.append(text[place:found])
@@ -185,9 +185,9 @@ def _glm45(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _llama3_json(text: str, tools: Sequence[ToolSchema]) -> _Read:
-    """Read `{"name": ..., "parameters": {...}}`; several calls follow each other or are separated by semicolons.
+    """Read `{"name": ..., "parameters": {...}}`. Several calls follow each other or are separated by semicolons.
 
-    An object without a name and parameters is text: an answer may be JSON.
+    An object without a name and parameters is text, because an answer may be JSON.
     """
     texts, calls, place = [], [], 0
     # Llama 3.1 writes this tag before some calls.
@@ -250,7 +250,7 @@ def _split_top_level(text: str) -> list[str]:
 
 
 def _python_call(text: str) -> WrittenCall:
-    """Return the call written as a Python expression. It is parsed, never evaluated."""
+    """Return the tool call written as a Python expression. The text is parsed, never evaluated."""
     written = text.strip()
     named = re.match(r"([A-Za-z_][\w.]*)\(", written)
     name = named.group(1) if named else ""
@@ -271,7 +271,7 @@ def _python_call(text: str) -> WrittenCall:
 
 
 def _literal(node: ast.expr) -> Any:
-    """Return the value of a literal. JSON's constant names are accepted too."""
+    """Return the value of a Python literal. JSON's constant names (true, null) are accepted too."""
     constants = {"true": True, "false": False, "null": None}
     if isinstance(node, ast.Name) and node.id in constants:
         return constants[node.id]
@@ -300,7 +300,8 @@ def _mistral(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _mistral_list(text: str) -> list[WrittenCall]:
-    """Return the calls in a JSON list, reading its objects one by one, so that a broken one loses no other."""
+    """Return the tool calls in a JSON list. Its objects are read one by one, so that a broken one does not affect
+    others."""
     calls, place = [], 1
     while True:
         place += len(text[place:]) - len(text[place:].lstrip(" \t\r\n,"))
@@ -342,9 +343,7 @@ _HARMONY_MESSAGE = re.compile(
 
 
 def harmony_reasoning(text: str) -> tuple[str, str | None]:
-    """Return the text without messages of the analysis channel, and the text of these messages (None if there are
-    none).
-    """
+    """Return the text without messages of the analysis channel (Harmony), and the text of those messages or None."""
     reasoning: list[str] = []
 
     def cut(message: re.Match[str]) -> str:
@@ -388,4 +387,4 @@ PARSERS: dict[str, Callable[[str, Sequence[ToolSchema]], _Read]] = {
     "deepseek_v3": _deepseek_v3,
     "gpt_oss": _gpt_oss,
 }
-"""Parsing functions by the name of the format."""
+"""Functions that parse tool calls, keyed by the name of the format."""

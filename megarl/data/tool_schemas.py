@@ -48,7 +48,7 @@ def properties(name: str, tools: Sequence[ToolSchema]) -> Mapping[str, Any]:
 
 
 def arguments_fault(arguments: Mapping[str, Any], tool: ToolSchema) -> str | None:
-    """Return an error message if the arguments violate the tool's JSON schema, else None."""
+    """Return an error message if the arguments do not fit the tool's JSON schema, else None."""
     from jsonschema.exceptions import best_match
 
     error = best_match(_validator(json.dumps(parameter_schema(tool), sort_keys=True)).iter_errors(arguments))
@@ -60,7 +60,7 @@ def arguments_fault(arguments: Mapping[str, Any], tool: ToolSchema) -> str | Non
 
 @lru_cache(maxsize=256)
 def _validator(schema: str) -> Any:
-    """Return the validator of a schema, given as JSON text because the cache needs hashable keys."""
+    """Return the validator of a JSON schema, given as text because the cache needs hashable keys."""
     from jsonschema import Draft202012Validator
     from referencing import Registry
 
