@@ -1,7 +1,7 @@
-"""The driver's side of sampling. No torch.
+"""Sampling on the driver process: from prompts to scored groups of trajectories. This package does not import torch.
 
-`pool` sends requests to the engine replicas and returns completions as they finish. `parts` joins completions
-interrupted by a pause. `attempt` runs an environment with them and returns a trajectory. `groups` samples groups of
-trajectories. `buffer` collects the groups of a step. `batch` flattens them for training. `evaluate` samples validation
-sets.
+`pool` sends requests to vLLM engine replicas and returns completions as they finish. `engine_requests` joins
+completions that a pause interrupted. `attempt` runs one environment against the engines and returns a trajectory.
+`groups` samples several trajectories per prompt. `buffer` collects the groups of a training step. `rl_batch` flattens
+them into arrays. `evaluate` samples the validation sets.
 """

@@ -1,4 +1,4 @@
-"""Verdicts (right or wrong) on a source's answers. Accuracy is measured until an answer comes without a verdict."""
+"""Right-or-wrong verdicts on the answers of one source of problems, and their end when an answer has no verdict."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from megarl.config.judges import REMEDY, Judging, judges_answers
 from megarl.types import Trajectory
 
 REMEDY_TEXT = f"{REMEDY[0].upper()}{REMEDY[1:]}"
-"""`REMEDY` as the beginning of a sentence."""
+"""`REMEDY`, the advice on how to get verdicts on answers, with a capital letter for use as a sentence."""
 
 
 @dataclass(slots=True)
 class Answers:
-    """How the answers of a source are judged. `has_ended` becomes True at the first attempt without a verdict.
+    """Verdicts (right or wrong) on the answers to one source's problems.
 
-    Afterwards all verdicts of the source are removed. Otherwise later steps would measure accuracy only on rewards
-    happening to be 0 or 1. This applies only to `judging` = by_value, the mode reading verdicts from rewards of 0 and
-    1.
+    `judging` says how verdicts arise. In mode `by_value` a reward of 1 means right, 0 means wrong, and any other reward
+    gives no verdict. The first answer without a verdict sets `has_ended`. From then on all verdicts of the source are
+    removed. Otherwise accuracy would cover only the answers with rewards of exactly 0 or 1.
     """
 
     judging: Judging = "declared"
@@ -29,7 +29,7 @@ class Answers:
     has_ended: bool = False
 
     def settle(self, trajectory: Trajectory) -> Trajectory:
-        """Return the trajectory, without its verdict if the source no longer has verdicts."""
+        """Return the trajectory. Its verdict is removed if the source's accuracy is no longer measured (`has_ended`)."""
         reward = trajectory.reward
         # Declared verdicts come with every answer; only verdicts derived from rewards can stop.
         if reward is None or self.judging != "by_value":
@@ -47,7 +47,7 @@ class Answers:
 
 
 def unjudged_text(recipe: Recipe, source: str) -> str | None:
-    """Return the start-up message for a source whose answers nothing judges; None for other sources."""
+    """Return the start-up message for a source if no reward function judges its answers; None if one does."""
     if judges_answers(recipe) != "none":
         return None
     is_filtered = recipe.loop == "rl" and recipe.algorithm.dynamic_sampling is not None
@@ -59,7 +59,10 @@ def unjudged_text(recipe: Recipe, source: str) -> str | None:
 
 
 def had_ended(rows: Iterable[Mapping[str, Any]], source: str, sets: Iterable[str], *, is_mixture: bool) -> bool:
-    """Return whether a run's logged metrics (one mapping per step) show a source without verdicts."""
+    """Return whether the logged metrics of a run show an answer of this source without a verdict.
+
+    `rows` has one mapping per step, `sets` the names of the source's validation sets.
+    """
     # A mixture logs this metric per source.
     of_training = f"environment/{source}/reward/unjudged" if is_mixture else "reward/unjudged"
     names = (of_training, *(f"val/{name}/unjudged" for name in sets))

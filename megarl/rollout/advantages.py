@@ -1,4 +1,4 @@
-"""Advantages and corrections of a step's batch, by the estimators named in a recipe."""
+"""Advantages and importance weights of a training step's batch, by the estimators named in the recipe."""
 
 from __future__ import annotations
 
@@ -37,14 +37,14 @@ METRICS = {
     "entropy/threshold": ("nats", "lowest entropy of a token kept by algorithm.entropy_top_share"),
     "entropy/kept": ("share", "trained tokens kept by algorithm.entropy_top_share; more than that with ties"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
 def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) -> dict[str, float]:
-    """Set the batch's `advantages` [tokens], and with a critic its `returns` [tokens], per trajectory.
+    """Compute the batch's `advantages` [tokens], and with a critic its `returns` [tokens].
 
-    Metrics: `kl/reference` if the KL is part of them, and `kl/capped` with algorithm.k3_max; with a critic
-    `critic/...`; under pass_at_k `advantages/groups_below_k`.
+    Returns metrics: `kl/reference` if the KL penalty is part of the rewards; `kl/capped` with algorithm.k3_max;
+    `critic/...` with a critic; `advantages/groups_below_k` under the pass_at_k estimator.
     """
     algorithm = recipe.algorithm
     cu_samples, mask = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.loss_mask)
@@ -76,11 +76,11 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
         if algorithm.kl_placement == "reward":
             scores = scores - sequence_sums(divergence, cu_samples, mask)
         if algorithm.reward_order == "normalize_then_sum":
-            advantages = broadcast_to_tokens(_of_functions(batch, recipe), cu_samples, len(mask))
+            advantages = broadcast_to_tokens(_function_advantages(batch, recipe), cu_samples, len(mask))
         elif algorithm.turn_discount is None:
-            advantages = broadcast_to_tokens(_of_samples(scores, batch, algorithm), cu_samples, len(mask))
+            advantages = broadcast_to_tokens(_sample_advantages(scores, batch, algorithm), cu_samples, len(mask))
         else:
-            advantages = _of_turns(scores, batch, algorithm, algorithm.turn_discount)
+            advantages = _turn_advantages(scores, batch, algorithm, algorithm.turn_discount)
     # With gamma and lambda 1 this is the sum of the KL over the following tokens.
     if algorithm.kl_placement == "return":
         divergence, _ = gae(divergence, torch.zeros_like(divergence), cu_samples, gamma=1.0, gae_lambda=1.0, mask=mask)
@@ -93,9 +93,9 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
 
 
 def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Set the batch's `importance_weights` [tokens] if the recipe asks for them.
+    """Set the batch's `importance_weights` [tokens], if the recipe enables them.
 
-    They correct the mismatch between trainer and engine. Metrics: `importance/`, from `weight_metrics`.
+    The weights correct the mismatch between trainer and engine log-probs. Returns metrics named `importance/...`.
     """
     if algorithm.importance_sampling is None:
         return {}
@@ -117,10 +117,10 @@ def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) ->
 
 
 def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[str, float]:
-    """Apply the policy loss only to the tokens of highest entropy, if the recipe asks for it.
+    """Restrict the policy loss to the tokens of highest entropy, if algorithm.entropy_top_share is set.
 
-    Call it after `compute_importance_weights`. It sets these weights to zero on the other tokens, because they multiply
-    the policy loss. Metrics: `entropy/threshold`, `entropy/kept`.
+    Sets the importance weights of all other tokens to zero, because they multiply the policy loss. Call it after
+    `compute_importance_weights`. Returns the metrics `entropy/threshold` and `entropy/kept`.
     """
     share, mask = algorithm.entropy_top_share, torch.from_numpy(batch.loss_mask)
     if share is None or not mask.any():
@@ -133,10 +133,10 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
 
 
 def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
-    """Return rewards with the length penalty, float64 [samples].
+    """Return the rewards minus length penalties, float64 [samples].
 
-    The limit applies to each turn, so the penalty uses the longest turn of a trajectory. A token limit over all turns
-    adds a second penalty; the stronger one counts.
+    A completion has a token limit, so the first penalty depends on the longest turn of a trajectory. If all turns
+    together have a token limit too, a second penalty is computed for it, and the larger one is subtracted.
     """
     scores = torch.from_numpy(batch.rewards)
     lengths, longest_turns = torch.from_numpy(batch.num_sampled), torch.from_numpy(batch.longest_turns)
@@ -150,67 +150,76 @@ def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
             # Penalties are at most 0, so the minimum is the stronger one.
             penalty = torch.minimum(penalty, of_all)
         penalty = source.recipe.algorithm.overlong_penalty * source.recipe.reward.correct_score * penalty
-        scores = torch.where(_is_of_source(source.name, batch, recipe), scores + penalty, scores)
+        scores = torch.where(_source_mask(source.name, batch, recipe), scores + penalty, scores)
     return scores
 
 
-def _of_functions(batch: RLBatch, recipe: Recipe) -> Tensor:
-    """Return advantages [samples]: each function's scores compared within the group, then a weighted, whitened sum.
+def _function_advantages(batch: RLBatch, recipe: Recipe) -> Tensor:
+    """Return advantages [samples] computed per reward function.
 
-    Source: GDPO (arXiv 2601.05242, eqs. 4 to 6).
+    Each function's scores are normalised within the group of samples. Their weighted sum is then whitened over the
+    batch. Source: GDPO (arXiv 2601.05242, eqs. 4 to 6).
     """
     total = torch.zeros(len(batch.rewards), dtype=torch.float64)
     for scores, weight_in in _judgements(batch):
         weights = torch.zeros_like(total)
         for source in recipe.sources:
-            weights[_is_of_source(source.name, batch, recipe)] = weight_in(source.recipe.reward)
+            weights[_source_mask(source.name, batch, recipe)] = weight_in(source.recipe.reward)
         is_judged = torch.from_numpy(~np.isnan(scores))
         # `is_judged` excludes NaN scores; they are replaced because NaN times weight 0 is NaN.
-        own = _of_samples(torch.from_numpy(np.nan_to_num(scores)), batch, recipe.algorithm, is_judged)
+        own = _sample_advantages(torch.from_numpy(np.nan_to_num(scores)), batch, recipe.algorithm, is_judged)
         total += weights * own
     return whiten(total, torch.from_numpy(batch.is_scored))
 
 
 def _judgements(batch: RLBatch) -> Iterator[tuple[NDArray[np.float64], Callable[[RewardConfig], float]]]:
-    """Yield scores [samples] of each scorer, with a function returning its weight in a source's reward."""
+    """Yield, for each scorer, its scores [samples] and a function from a source's reward settings to the scorer's
+    weight.
+
+    A scorer is a reward function, an environment or the reward model.
+    """
     for name, scores in batch.scores.items():
-        yield scores, partial(_weight_of_function, name)
+        yield scores, partial(_function_weight, name)
     if batch.environment_scores is not None:
-        yield batch.environment_scores, _weight_beside_model
+        yield batch.environment_scores, _weight_without_model
     if batch.model_scores is not None:
         yield batch.model_scores, lambda reward: reward.model_weight
 
 
-def _weight_of_function(name: str, reward: RewardConfig) -> float:
-    """Return the weight of a function's score in a source's reward; zero if the source lacks the function."""
+def _function_weight(name: str, reward: RewardConfig) -> float:
+    """Return the weight of a reward function in a source's reward; zero if the source does not use the function."""
     weights = {metric_name(function.name): function.weight for function in reward.functions}
-    return _weight_beside_model(reward) * weights.get(name, 0.0)
+    return _weight_without_model(reward) * weights.get(name, 0.0)
 
 
-def _weight_beside_model(reward: RewardConfig) -> float:
-    """Return the weight of all scores not from a reward model."""
+def _weight_without_model(reward: RewardConfig) -> float:
+    """Return the weight of the environment's and the functions' total score in a source's reward (0 or 1 with a reward
+    model).
+    """
     return 1.0 if reward.model is None else reward.function_weight
 
 
-def _is_of_source(name: str, batch: RLBatch, recipe: Recipe) -> Tensor:
-    """Return a mask, bool [samples], of the samples of this source."""
+def _source_mask(name: str, batch: RLBatch, recipe: Recipe) -> Tensor:
+    """Return a mask, bool [samples]: True for the samples whose problems come from the source `name`."""
     return torch.tensor([not recipe.mixture or environment == name for environment in batch.environments])
 
 
 def _divergence(batch: RLBatch, algorithm: AlgorithmConfig) -> Tensor:
-    """Return the estimated KL from the reference, [tokens]; zero on untrained tokens."""
+    """Return the estimated KL divergence of the policy from the reference model, [tokens] in nats; zero on untrained
+    tokens.
+    """
     old, reference = (torch.from_numpy(batch.per_token[name]) for name in ("old_logprobs", "reference_logprobs"))
     estimate: Callable[..., Tensor] = KL_ESTIMATORS[algorithm.kl_estimator]
     settings = supported_kwargs(estimate, {"k3_max": algorithm.k3_max})
     return torch.where(torch.from_numpy(batch.loss_mask), estimate(old, reference, **settings), 0.0)
 
 
-def _of_turns(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discount: float) -> Tensor:
-    """Return advantages [tokens] of returns per turn. Each turn is compared with the same turn of the group's other
-    samples.
+def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discount: float) -> Tensor:
+    """Return advantages [tokens] computed turn by turn, for multi-turn trajectories.
 
-    If some scored sample of the group lacks a turn, the turn gets the whole trajectory's advantage (the first turn's).
-    The part of `scores` [samples] not given for a turn counts at the last turn.
+    The discounted return of a turn is compared with the same turn's in the group's other samples. If a scored sample of
+    the group has fewer turns, the missing comparison uses the advantage of the whole trajectory. `scores` [samples] are
+    total rewards; the part not given for a specific turn counts at the last turn.
     """
     rewards = torch.from_numpy(batch.turn_rewards).clone()
     num_turns = torch.from_numpy(batch.num_turns)
@@ -221,29 +230,32 @@ def _of_turns(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, discou
     returns = turn_returns(rewards, discount)
     cu_samples, turns = torch.from_numpy(batch.cu_samples), torch.from_numpy(batch.turns)
     whole = torch.where(has_turns, returns[:, 0], scores)
-    advantages = broadcast_to_tokens(_of_samples(whole, batch, algorithm), cu_samples, len(turns))
+    advantages = broadcast_to_tokens(_sample_advantages(whole, batch, algorithm), cu_samples, len(turns))
     # Turn 0 already has its advantage: its return is the whole trajectory's.
     for turn in range(1, rewards.shape[1]):
-        is_comparable = _all_of_group(num_turns > turn, batch)
+        is_comparable = _all_in_group(num_turns > turn, batch)
         of_turn = broadcast_to_tokens(
-            _of_samples(returns[:, turn], batch, algorithm, is_comparable), cu_samples, len(turns)
+            _sample_advantages(returns[:, turn], batch, algorithm, is_comparable), cu_samples, len(turns)
         )
         is_of_turn = (turns == turn) & broadcast_to_tokens(is_comparable, cu_samples, len(turns))
         advantages = torch.where(is_of_turn, of_turn, advantages)
     return advantages
 
 
-def _all_of_group(holds: Tensor, batch: RLBatch) -> Tensor:
-    """Return bool [samples]: whether `holds` [samples] is True for all scored samples of the sample's group."""
+def _all_in_group(holds: Tensor, batch: RLBatch) -> Tensor:
+    """Return bool [samples]: True if `holds` [samples] is True for all scored samples of the same group."""
     groups = torch.from_numpy(batch.groups)
     fails = torch.from_numpy(batch.is_scored) & ~holds
     return ~torch.isin(groups, groups[fails])
 
 
-def _of_samples(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, among: Tensor | None = None) -> Tensor:
-    """Return advantages [samples] by the recipe's estimator, among scored trajectories; zero for all others.
+def _sample_advantages(
+    scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig, among: Tensor | None = None
+) -> Tensor:
+    """Return advantages [samples] by the recipe's estimator, computed among scored trajectories; zero for unscored
+    ones.
 
-    `among`, bool [samples], restricts the comparison further; None: no restriction.
+    `among`, bool [samples], limits the computation to some trajectories. None: all scored ones.
     """
     is_taken = torch.from_numpy(batch.is_scored)
     if among is not None:

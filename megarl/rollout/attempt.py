@@ -1,4 +1,4 @@
-"""One attempt at a problem: policy and environment alternate until one of them ends it."""
+"""One attempt at a problem: policy and environment alternate until one of them ends the attempt."""
 
 from __future__ import annotations
 
@@ -27,26 +27,29 @@ if TYPE_CHECKING:
 
 Result = TypeVar("Result")
 Score = Callable[[Sample], Awaitable[Scored]]
-"""Scores the last completion of an attempt with the recipe's reward functions."""
+"""Async function scoring the last completion of an attempt with the recipe's reward functions."""
 
 
 GRACE_SECONDS = 2.0
-"""Seconds for an environment to end after its cancellation, or to close. Afterwards it is left running."""
+"""Seconds that a cancelled or closed environment has to finish. After them the attempt goes on without waiting for it.
+"""
 _ATTEMPTS_AT_A_LOSS = 2
-"""Attempts made if the environment's process dies. One repetition, because a kill from outside is not the policy's
-fault.
+"""Number of tries of an attempt if the environment's process dies. The retry is for kills from outside, which the
+policy did not cause.
 """
 _TICK_SECONDS = 0.05
-"""Seconds between two checks of a near time limit. Limits move while the engines are paused."""
+"""Seconds between two checks of a time limit close to its end. Limits are extended while the engines are paused, so
+they cannot be plain timers.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """Limits of an attempt. None: no limit.
+    """Limits of an attempt (section `rollout.budget` of the recipe). None: no limit.
 
-    `context_tokens` limits prompt, completions and observations together; `max_turns` limits completions.
-    `truncated_turn` says how a completion at its token limit continues: `end` ends the attempt, `close` closes the turn
-    and goes on. The other fields are `rollout.budget` of the recipe.
+    `context_tokens` limits the tokens of prompt, completions and observations together; `max_turns` limits the number
+    of completions. `truncated_turn` decides what happens to a completion cut at its token limit: `end` ends the
+    attempt, `close` ends only the turn.
     """
 
     context_tokens: int
@@ -63,11 +66,11 @@ class Budget:
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """An attempt to make.
+    """One attempt to make at a problem.
 
-    `group` and `number` identify it; `environment` is the environment's name in the recipe. `prefix` separates the
-    names of attempts with equal numbers running at the same time. All random numbers derive from `seed`, the problem
-    and `number`; engine and time have no influence.
+    `group` numbers the prompt, `number` the attempt among those of its prompt. `environment` is the environment's name
+    in the recipe. `prefix` makes request ids unique when training and evaluation use equal numbers. All random numbers
+    derive from `seed`, the problem and `number`. They do not depend on the engine or on time.
     """
 
     environment: str
@@ -84,40 +87,37 @@ class Task:
 
 
 _UNANSWERED = Completion("", np.zeros(0, np.int64), np.zeros(0, np.float32), "error", np.zeros(0, np.int32))
-"""Placeholder completion of an attempt without model calls."""
+"""Placeholder completion for an attempt that ended before its first model call."""
 
 
 class _AttemptError(Exception):
-    """Ends an attempt with an error. Its text is the kind of error, a colon and the reason."""
+    """Raised to end an attempt with an error. Its text has the form `KIND: reason`."""
 
 
 @dataclass(slots=True)
 class _Clock:
-    """Time limits of an attempt, in seconds of the event loop's clock.
-
-    Time in which the engines are paused does not count.
-    """
+    """Time limits of an attempt, in seconds of the event loop's clock. Pauses of the engines do not count."""
 
     budget: Budget
     now: Callable[[], float]
     started: float
     seconds_paused: Callable[[], float] = lambda: 0.0
-    """Returns for how long the engines have been paused since the attempt began."""
+    """Function returning the seconds for which the engines have been paused since the attempt began."""
     step_started: float | None = None
-    """When the environment's current call began; None between calls."""
+    """Clock time at which the current call of the environment began; None between calls."""
     answered_seconds: float = 0.0
-    """Time spent in the environment's finished calls."""
+    """Seconds spent in finished calls of the environment."""
     is_stopped: bool = False
-    """Whether the attempt is over, even if its environment still runs."""
+    """Whether the attempt is over. Its environment may still be running."""
 
     @property
     def environment_seconds(self) -> float:
-        """Time spent in the environment's calls so far, including the current one."""
+        """Seconds spent in calls of the environment so far, including a current one."""
         return self.answered_seconds + (0.0 if self.step_started is None else self.now() - self.step_started)
 
     @property
     def seconds_left(self) -> float | None:
-        """Seconds until the next limit can be reached; None: no limit."""
+        """Seconds until the nearest time limit of the attempt; None: no limit."""
         ends = [end for end in (self._attempt_ends, self._step_ends) if end is not None]
         # A call of the environment may begin at any moment, so its limit may be the next one.
         if self._step_ends is None and self.budget.step_seconds is not None:
@@ -126,7 +126,7 @@ class _Clock:
 
     @property
     def over(self) -> Literal["attempt", "step"] | None:
-        """The limit reached, if any."""
+        """The time limit that is exceeded: the whole attempt's, or that of one environment step. None: neither."""
         now = self.now()
         if self._attempt_ends is not None and now >= self._attempt_ends:
             return "attempt"
@@ -142,10 +142,10 @@ class _Clock:
         return None if limit is None or self.step_started is None else self.step_started + limit
 
     async def timed(self, method: Callable[..., Awaitable[Any]], *given: object) -> Any:
-        """Await a method of the environment.
+        """Await a method of the environment, and add its duration to the environment's time.
 
-        Raises _AttemptError for any error raised by the method, and after the end of the attempt.
-        EnvironmentUnavailableError passes through.
+        Raises _AttemptError if the method raises, or if the attempt ended meanwhile. EnvironmentUnavailableError passes
+        through unchanged.
         """
         self.step_started = self.now()
         try:
@@ -158,7 +158,7 @@ class _Clock:
             self.answered_seconds = self.environment_seconds
             self.step_started = None
             if self.is_stopped:  # the environment swallowed its cancellation
-                raise _AttemptError("Timeout: the attempt was already cancelled")
+                raise _AttemptError("Timeout: the environment still ran after its attempt was cancelled")
 
 
 async def attempt(
@@ -172,12 +172,13 @@ async def attempt(
     *,
     is_followed: bool = False,
 ) -> Trajectory:
-    """Run one attempt: reset the environment, sample, step it, repeat until it is done or the budget is spent; then
+    """Run one attempt: reset the environment, sample a completion, step the environment, and repeat until the end; then
     score.
 
-    An attempt ends with `error` if the environment raises, hangs or returns invalid data, or if the engine rejects a
-    request. Its trajectory then has the tokens so far, no reward, and the reason in `failure`. The call never exceeds
-    the time budget, even if the environment ignores its cancellation. `is_followed`: see `WaitMeasuringPool`.
+    The attempt ends when the environment is done or a limit of `budget` is reached. It ends with `error` if the
+    environment raises, hangs or returns invalid data, or if the engine rejects a request. The returned trajectory then
+    has the tokens so far, no reward, and the reason in `failure`. The time limit holds even if the environment ignores
+    its cancellation. `is_followed`: another attempt will start as soon as this one ends.
     """
     now = asyncio.get_running_loop().time
     paused_before = pool.seconds_paused
@@ -242,10 +243,10 @@ async def _watched(
     conversation: AttemptConversation,
     clock: _Clock,
 ) -> tuple[Ended, str | None]:
-    """Run the turns within the time limits, and close the environment.
+    """Run the turns of an attempt within its time limits, and close the environment.
 
-    Returns why the attempt ended, and the failure if there was one. The turns run in a separate task, so a hanging
-    environment can be abandoned. Raises EnvironmentUnavailableError.
+    Returns why the attempt ended, and the description of a failure or None. The turns run in a separate asyncio task,
+    so that a hanging environment can be abandoned. Raises EnvironmentUnavailableError.
     """
     try:
         environment = make_environment()
@@ -281,9 +282,9 @@ async def _watched(
 
 
 async def _ended_or_left(turns: asyncio.Task[Ended], environment: Environment) -> str | None:
-    """Cancel the turns if they still run, and close the environment. Abandon either after GRACE_SECONDS.
+    """Cancel the turns of an attempt if they still run, and close its environment.
 
-    Returns the error of closing, if any.
+    Each has GRACE_SECONDS to finish and is abandoned afterwards. Returns the error of closing as text, or None.
     """
     if not turns.done():
         turns.cancel()
@@ -297,7 +298,7 @@ async def _ended_or_left(turns: asyncio.Task[Ended], environment: Environment) -
 
 
 async def _closed(environment: Environment) -> str | None:
-    """Close the environment. Returns the error, if any."""
+    """Close the environment. Returns the error as text; None if closing succeeded."""
     try:
         await environment.close()
     except (Exception, SystemExit) as error:
@@ -308,7 +309,10 @@ async def _closed(environment: Environment) -> str | None:
 async def _take_turns(
     task: Task, environment: Environment, pool: Generates, conversation: AttemptConversation, clock: _Clock
 ) -> Ended:
-    """Add turns to the conversation until one ends it. Returns the reason for the end; raises _AttemptError."""
+    """Add turns (a completion and an environment step each) to the conversation until the attempt ends.
+
+    Returns the reason for the end. Raises _AttemptError.
+    """
     budget = clock.budget
     seed = seed_of(task.seed, task.problem.index, task.number, "reset")
     start = await clock.timed(environment.reset, task.problem, seed)
@@ -332,7 +336,7 @@ async def _take_turns(
         request = Request(f"{task.name}.{number}", token_ids, sampling, call_seed(task, token_ids, conversation.calls))
         completion = await pool.generate(request, affinity=task.name, is_last=is_last)
         if completion.finish_reason == "error":
-            raise _AttemptError(f"Refused: {completion.error}")  # by the engine, for example a prompt too long
+            raise _AttemptError(f"Refused: the engine rejects the request: {completion.error}")
         turn = conversation.take(completion, is_last=is_last)
         num_sampled += len(completion.token_ids)
         num_calls += len(turn.calls)
@@ -355,12 +359,14 @@ async def _take_turns(
 
 
 def _failure(error: BaseException) -> str:
-    """Return the kind of an error, a colon, and its text."""
+    """Return the text of an error as `KIND: text`."""
     return str(error) if isinstance(error, RaisedError) else f"{type(error).__name__}: {error}"
 
 
 def _validated(method: Callable[..., Result], *given: Any) -> Result:
-    """Pass an environment's answer to a method of the conversation. Raises _AttemptError for an invalid answer."""
+    """Call a conversation method with data from the environment. Raises _AttemptError if it rejects the data as
+    invalid.
+    """
     try:
         return method(*given)
     except (TypeError, ValueError) as error:
@@ -368,7 +374,9 @@ def _validated(method: Callable[..., Result], *given: Any) -> Result:
 
 
 def unanswered(problem: Problem) -> ModelCall:
-    """Return a call with an empty completion. Its segment is the problem's prompt, fully masked."""
+    """Return a model call with an empty completion, for an attempt that never sampled. No token of its segment is
+    trained.
+    """
     return ModelCall(np.array(problem.prompt_token_ids, np.int32), _UNANSWERED)
 
 
@@ -386,9 +394,9 @@ def unscored(
     engine_seconds: float,
     environment_seconds: float,
 ) -> Trajectory:
-    """Return the trajectory of these model calls, still without a reward.
+    """Return the trajectory of an attempt's model calls, before it gets a reward.
 
-    `texts` are the completions. `messages` are the new messages before each completion, and after the last.
+    `texts` are the completions. `messages` has, before each completion and after the last one, the new messages.
     """
     return Trajectory(
         environment=task.environment,
@@ -411,7 +419,9 @@ def unscored(
 
 
 def _as_json(message: Message) -> dict[str, Any]:
-    """Return a message as JSON values. Other values of an in-process environment become text."""
+    """Return a message as JSON values. Values that JSON cannot express, from an environment within this process, become
+    text.
+    """
     try:
         return json.loads(json.dumps(dict(message), default=str, skipkeys=True))
     except (ValueError, RecursionError):
@@ -419,7 +429,7 @@ def _as_json(message: Message) -> dict[str, Any]:
 
 
 def _environment_reward(steps: Sequence[Step]) -> Reward:
-    """Return the reward given by an environment: the sum over its steps, and the last verdict on the answer."""
+    """Return the reward given by an environment: the sum over its steps, with the last step's verdict on the answer."""
     score = float(sum(step.reward for step in steps if step.reward is not None))
     known = [bool(step.answer_correct) for step in steps if step.answer_correct is not None]
     return Reward(score, format_valid=True, answer_correct=known[-1] if known else verdict_by_value(score))
@@ -431,10 +441,10 @@ def _summed(parts: Sequence[Mapping[str, float]]) -> dict[str, float]:
 
 
 def call_seed(task: Task, token_ids: NDArray[np.int32], calls: Sequence[ModelCall]) -> int:
-    """Return the seed of a model call. It differs for every turn, so a turn does not repeat the draws of the last.
+    """Return the sampling seed of a model call, different for every turn so that turns do not repeat random draws.
 
-    It is a function of the task, the prompt [prompt], and how often the attempt has already sampled from this prompt.
-    So the order of parallel calls does not matter.
+    The seed is a hash of the attempt, the prompt `token_ids` [prompt] and the number of earlier calls with the same
+    prompt. So it does not depend on the order of parallel calls.
     """
     drawn = task.seed, task.problem.index, task.number
     if not calls:

@@ -1,4 +1,4 @@
-"""The conversation of an attempt: its messages, its model calls, and the prompt of the next call."""
+"""The conversation of one attempt: messages, model calls, and the prompt of the next call."""
 
 from __future__ import annotations
 
@@ -21,20 +21,21 @@ if TYPE_CHECKING:
 METRICS = {
     "tools/shortened": ("count", "tool replies cut to rollout.budget.reply_tokens, mean over attempts"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 History = Literal["append", "render"]
 _TOKEN_CHARACTERS = 4
-"""Characters per token, roughly: the first guess for the length of a shortened reply."""
+"""Assumed characters per token, for a first guess at the length of a shortened tool reply."""
 
 
 @dataclass(slots=True)
 class AttemptConversation:
-    """The conversation of one attempt: one turn per model call, and one environment step per turn.
+    """The conversation of one attempt: a model call and an environment step per turn.
 
-    The last turn may lack its step. `prompt` is [prompt] tokens. With history `append` it is the last call's tokens
-    plus the observation. With `render` it is the chat template's text of all messages, tokenised; sampled tokens are
-    retained as they are while the rendered text still starts with them.
+    After the last turn the step may be missing. `prompt` holds the token ids [prompt] of the next call. With `history`
+    = append they are the last call's tokens plus the observation. With `history` = render they are the tokens of all
+    messages, rendered anew by the chat template. Sampled tokens are reused as long as the rendered text begins with
+    their text.
     """
 
     dialogue: Dialogue
@@ -42,19 +43,19 @@ class AttemptConversation:
     opening: tuple[Message, ...]
     """Messages before the first turn."""
     reply_tokens: int | None = None
-    """Token limit of a tool's reply; None: no limit."""
+    """Maximum tokens of a tool's reply; None: no limit."""
     tools: tuple[Mapping[str, Any], ...] = ()
     prompt: NDArray[np.int32] = field(default_factory=lambda: np.zeros(0, np.int32))
     calls: list[ModelCall] = field(default_factory=list)
     turns: list[Turn] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     _rendered: str = ""
-    """Text of `prompt`, if history is `render`."""
+    """Text of `prompt`, only with `history` = render."""
 
     def start(self, start: object, problem: Problem) -> None:
-        """Set the first prompt from the environment's start.
+        """Set the first prompt from `start`, the value returned by the environment's reset.
 
-        Raises TypeError if `start` is not a valid start, and ValueError if the chat template rejects its messages.
+        Raises TypeError if `start` has a wrong type, and ValueError if the chat template rejects its messages.
         """
         start = checked_start(start)
         self.opening, self.tools = tuple(start.messages), tuple(start.tools)
@@ -66,7 +67,10 @@ class AttemptConversation:
             self.prompt = self.dialogue.opening(self.opening, self.tools)
 
     def take(self, completion: Completion, *, is_last: bool = False) -> Turn:
-        """Return the turn of a completion of `prompt`. Raises ConfigError for an unknown tool-call format."""
+        """Add a completion of the current prompt, and return it as a turn.
+
+        Raises ConfigError for an unknown tool-call format.
+        """
         self.calls.append(ModelCall(self.prompt, completion))
         finish_reason: Literal["stop", "length"] = "length" if completion.finish_reason == "length" else "stop"
         number, token_ids = len(self.turns), completion.token_ids
@@ -79,10 +83,10 @@ class AttemptConversation:
         return turn
 
     def add(self, step: object) -> Step:
-        """Check the environment's answer to the last turn, store it, and return it.
+        """Check the environment's step after the last turn, store it, and return it.
 
-        If replies have a limit, the answer's metrics gain `tools/shortened`: the number of replies cut to the limit.
-        Raises TypeError if `step` is not a valid step, and ValueError for invalid numbers in it.
+        Tool replies over the token limit are shortened; metric `tools/shortened` counts them. Raises TypeError if
+        `step` has a wrong type, and ValueError for invalid numbers in it.
         """
         checked = checked_step(step)
         if self.reply_tokens is not None:
@@ -94,7 +98,9 @@ class AttemptConversation:
         return checked
 
     def observe(self, step: Step) -> None:
-        """Set the prompt after the environment's messages. Raises ValueError if the chat template rejects them."""
+        """Append the environment's messages of `step` to the prompt. Raises ValueError if the chat template rejects
+        them.
+        """
         if self.history == "render":
             before = self._rendered
             self._rendered = self.dialogue.rendered(self._messages(), self.tools)
@@ -107,7 +113,7 @@ class AttemptConversation:
         self.prompt = np.concatenate([token_ids, self.dialogue.observation(token_ids, step.messages, self.tools)])
 
     def before_last(self) -> tuple[Message, ...]:
-        """Return all messages before the last completion. The policy's messages are its raw completions."""
+        """Return all messages before the last completion. Assistant messages have the completion's unparsed text."""
         messages = list(self.opening)
         for turn, step in zip(self.turns[:-1], self.steps, strict=False):
             # Reward functions expect raw completions, with reasoning and tool calls as text.
@@ -115,7 +121,7 @@ class AttemptConversation:
         return tuple(messages)
 
     def _shortened(self, message: Message, max_tokens: int) -> Message:
-        """Return the message. If it is a tool's reply over the limit, return a copy with a shorter text."""
+        """Return the message; if it is a tool's reply longer than `max_tokens`, return a shortened copy."""
         text = message.get("content")
         if message["role"] != "tool" or not isinstance(text, str):
             return message
@@ -125,11 +131,13 @@ class AttemptConversation:
         return message if short == text else {**message, "content": short}
 
     def shown(self) -> tuple[tuple[Message, ...], ...]:
-        """Return the new messages before each completion, and after the last."""
+        """Return the messages added before each completion, and after the last one: one tuple per place."""
         return self.opening, *(tuple(step.messages) for step in self.steps)
 
     def _messages(self) -> tuple[Message, ...]:
-        """Return all messages for the chat template, with reasoning and tool calls as separate fields."""
+        """Return all messages for the chat template. Assistant messages have reasoning and tool calls in separate
+        fields.
+        """
         messages = list(self.opening)
         for turn, step in zip(self.turns, self.steps, strict=True):
             messages += [_message(turn), *step.messages]
@@ -137,10 +145,10 @@ class AttemptConversation:
 
 
 def shortened(text: str, fits: Callable[[str], bool], guess: int) -> str:
-    """Return the text, cut in the middle around a marker if needed, so that `fits` accepts it.
+    """Cut a text in its middle, around a marker, until `fits(text)` is True; unchanged if it fits at once.
 
-    The result is within about 2 % of the longest text accepted. The search starts at `guess` characters and reads
-    little more than the result, because texts may be very long.
+    The result is at most about 2 % shorter than necessary. The search starts at `guess` characters, so that very long
+    texts are not read as a whole.
     """
     size = guess
     # Grow from the guess until a cut does not fit: tokenising the whole of a very long text would take seconds.
@@ -159,7 +167,7 @@ def shortened(text: str, fits: Callable[[str], bool], guess: int) -> str:
 
 
 def _message(turn: Turn) -> Message:
-    """Return a turn of the policy as a message. Calls with invalid arguments get an empty argument dict."""
+    """Return a turn of the policy as a chat message. Tool calls with invalid arguments get an empty argument dict."""
     message: dict[str, Any] = {"role": "assistant", "content": turn.text}
     if turn.reasoning:
         message["reasoning_content"] = turn.reasoning

@@ -1,4 +1,6 @@
-"""The models other than the policy in a step: reference and critic, the reward model's scores, the critic's update."""
+"""A training step's work on models other than the policy: reference log-probs, critic values and updates, reward-model
+scores.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,14 @@ METRICS = {
     "reward/model": ("score", "score of the reward model before clipping and weighting, mean"),
     "reward/model_std": ("score", "standard deviation of the reward model's scores before clipping and weighting"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
 async def score_tokens(batch: RLBatch, models: Mapping[str, RankModel], recipe: Recipe, weight_version: int) -> None:
-    """Set the batch's `reference_logprobs` and `values` [tokens], if the run has these models.
+    """Compute the batch's `reference_logprobs` and critic `values` [tokens], if the run has these models.
 
-    With old_logprobs = rollout, also take the engine's log-probs as the ratio's old ones. `weight_version` is the
-    version of the trainer's weights before the update.
+    With algorithm.old_logprobs = rollout, the engine's log-probs also become the old log-probs of the importance ratio.
+    `weight_version` is the version of the trainer's weights before the update.
     """
     if recipe.algorithm.old_logprobs == "rollout":
         batch.start_from_rollout(weight_version)
@@ -40,9 +42,9 @@ async def score_tokens(batch: RLBatch, models: Mapping[str, RankModel], recipe: 
 async def add_model_scores(
     groups: Sequence[Group], batch: RLBatch, reward_model: RankModel, config: RewardConfig
 ) -> tuple[list[Group], dict[str, float]]:
-    """Add a reward model's scores to the rewards of groups, and to the batch built from them.
+    """Add a reward model's scores to the rewards of `groups`, and to the batch built from them.
 
-    Returns the groups, and the metrics `reward/model` and `reward/model_std` of unclipped, unweighted scores.
+    Returns the groups with new rewards, and the metrics `reward/model` and `reward/model_std` of the raw scores.
     """
     # The last segment of a trajectory ends with its final answer.
     ends = with_score_masks(batch.select(batch.last_segments))
@@ -66,9 +68,9 @@ def _with_score(trajectory: Trajectory, added: float, function_weight: float) ->
 
 
 async def update_critic(batch: RLBatch, critic: RankModel, recipe: Recipe) -> dict[str, float]:
-    """Update the critic on the batch's `returns`, as often as the recipe says.
+    """Update the critic on the batch's `returns`, in as many optimizer steps as the recipe demands.
 
-    Metrics: `critic/loss`, `critic/grad_norm`, `critic/clipped` and others, named as in `train/`.
+    Returns metrics `critic/loss`, `critic/grad_norm`, `critic/clipped` and others.
     """
     updates = [await critic.update(minibatch) for minibatch in batch.critic_minibatches(recipe)]
     return {name.replace("train/", "critic/", 1): value for name, value in values(merge_updates(updates)).items()}

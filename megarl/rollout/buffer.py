@@ -1,4 +1,6 @@
-"""The buffer between sampling and training: it draws prompts, samples their groups, and gives each step its own."""
+"""The buffer between sampling and training: draws prompts, samples a group of answers each, and gives each step its
+groups.
+"""
 
 from __future__ import annotations
 
@@ -48,28 +50,28 @@ METRICS = {
         "ready",
     ),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 _CANCEL_SECONDS = 5.0
-"""Seconds to wait at the end for cancelled attempts."""
+"""Seconds to wait for cancelled attempts when the buffer is closed."""
 
 
 class GroupBuffer:
-    """Buffer between sampling and training: it draws prompts, samples a group of answers each, and filters the groups.
+    """Buffer between sampling and training: draws prompts, samples a group of answers each, filters the groups.
 
-    `policy` selects one of three modes. Synchronous: prompts are drawn in batches, each sampled with one weight
-    version. Surplus groups wait in `state.waiting` for the next step.
+    `policy` selects one of three modes. Synchronous: prompts are drawn in batches, and one weight version samples a
+    whole batch. Surplus groups wait in `state.waiting` for the next step.
 
-    Stragglers continue, or are aborted: prompts are drawn one by one, `algorithm.oversampling` times a step's groups.
-    The step takes the first complete groups, within `rollout.max_staleness` weight versions. For a group at this bound
-    the step waits, or it drops the group (`rollout.on_stale`).
+    Continuing or aborting stragglers: prompts are drawn one by one, `algorithm.oversampling` times as many as a step
+    needs. The step takes the groups that complete first. Groups may lag by at most `rollout.max_staleness` weight
+    versions. `rollout.on_stale` decides whether the step waits for a group at this limit or drops it.
 
-    Steps ahead: groups are sampled during training and taken in the order of drawing. At most `StepDemand.num_live`
-    groups exist at a time, so that none exceeds `rollout.max_staleness`. A group filtered out is replaced by the next
-    prompt at once, even during training.
+    Sampling ahead: groups are sampled during training and used in the order of drawing. At most `StepDemand.num_live`
+    groups exist at a time, so that none exceeds `rollout.max_staleness`. A group filtered out is replaced at once by
+    the next prompt, even during training.
 
-    `sampled` holds all trajectories completed for the last step. `on_sampled` puts colocated engines to sleep: it runs
-    while the last rewards of a synchronous step are computed. Checkpoints save the groups in flight (`state.started`).
+    `sampled` holds all trajectories completed for the last step. `on_sampled` puts colocated engines to sleep while the
+    last rewards of a synchronous step are computed. Checkpoints include the groups in flight (`state.started`).
     """
 
     on_sampled: Callable[[], Awaitable[None]] | None = None
@@ -89,23 +91,23 @@ class GroupBuffer:
         self._wakes = asyncio.Event()
         self._counts: dict[str, float] = {}
         self._collected: list[Group] = []
-        """Complete groups not yet delivered to a step, collected since the previous delivery."""
+        """Complete groups that passed the filter since a step last took groups."""
         self._num_surplus = 0
-        """Number of groups already waiting when the step began."""
+        """Number of complete groups left over from the previous step."""
         self._num_started = 0
-        """Number of groups started since groups were last delivered to a step."""
+        """Number of groups started since a step last took groups."""
         self._is_refilled = False
-        """Whether filtered-out groups are replaced at once: True between two `take` calls, until an attempt fails."""
+        """Whether a filtered-out group is replaced at once: True between two `take` calls, until an attempt fails."""
         self._sampling: set[tuple[int, int]] = set()
-        """Attempts of a synchronous step that may still request completions, by group and number."""
+        """Attempts of a synchronous step that may still request completions, as (group number, attempt number)."""
         self._sleep: asyncio.Future[None] | None = None
         self._sampled_at = self._late_seconds = 0.0
 
     def load(self, folder: Path) -> int:
-        """Restore the state from a checkpoint folder.
+        """Restore the buffer's state from a checkpoint folder.
 
-        Returns the number of waiting trajectories lacking the trainer's log-probs. The weights used to sample them are
-        gone, so they get the engine's log-probs instead.
+        Returns the number of waiting trajectories without log-probs of the trainer. These use the engine's log-probs
+        instead, because the weights that sampled them are gone.
         """
         self.state.load(folder, problem_lookup({name: source.problems for name, source in self._sources.items()}))
         # Groups of several weight versions get log-probs only before the update that uses them.
@@ -121,11 +123,11 @@ class GroupBuffer:
     async def take(self, num_groups: int, weight_version: int, engine_version: int | None = None) -> list[Group]:
         """Return the groups to train a step on, ordered by when their prompts were drawn.
 
-        `weight_version` is the version of the weights trained in this step, and also the number of the step; the
-        temperature schedule uses it. `engine_version` is the version of the engines' weights; None: the same.
+        `weight_version` is the version of the trainer's weights and the number of the step, used by the temperature
+        schedule. `engine_version` is the version of the engines' weights; None: the same.
 
-        Raises MegarlError if `algorithm.max_attempts` times a step's groups do not fill it. Raises AbandonedError if
-        the run must stop (`state.forget_step` then restores the groups taken), and the error of a failed attempt.
+        Raises MegarlError if `algorithm.max_attempts` times a step's groups do not fill the step. Raises AbandonedError
+        if the run must stop; `state.forget_step` then restores the groups. Raises the error of a failed attempt.
         """
         self._is_refilled = False
         engine_version = weight_version if engine_version is None else engine_version
@@ -147,26 +149,25 @@ class GroupBuffer:
         return _renumbered(taken)
 
     async def aclose(self) -> None:
-        """Cancel all groups in flight. Environments that ignore the cancellation are left running after 5 seconds."""
+        """Cancel all groups in flight. Environments ignoring the cancellation are abandoned after 5 seconds."""
         self._is_refilled = False
         self._cancel(list(self._tasks))
         if self._cancelled:
             await asyncio.wait(self._cancelled, timeout=_CANCEL_SECONDS)
 
     def metrics(self) -> dict[str, float]:
-        """Return METRICS of the last step.
+        """Return the METRICS of the last step.
 
-        A curriculum adds `curriculum/NAME`, from `data.mixture.Mixture.metrics`; in a mixture
-        `environment/SOURCE/curriculum/NAME`.
+        A curriculum adds `curriculum/NAME`; in a mixture the name is `environment/SOURCE/curriculum/NAME`.
         """
         return self._counts | self._position_metrics()
 
     async def add_old_logprobs(self, groups: Sequence[Group], forward: Forward) -> list[Group]:
         """Return the groups with the trainer's `old_logprobs` where needed. Call it before the step's update.
 
-        In synchronous training waiting groups get theirs too, while the trainer still has the weights used to sample
-        them. Otherwise no single weight version sampled all tokens of a waiting group. Its old policy is the trainer's
-        just before the update training on it. `forward`: see `complete_logprobs`.
+        In synchronous training, groups waiting for a later step get theirs too, while the trainer still has the weights
+        that sampled them. In asynchronous training several weight versions sampled a waiting group. Its old log-probs
+        are then computed just before the update that trains on it. `forward` computes log-probs of a batch.
         """
         if self.policy.is_synchronous:
             taken, self.state.waiting = await complete_logprobs(groups, self.state.waiting, self._recipe, forward)
@@ -176,7 +177,7 @@ class GroupBuffer:
         return taken
 
     async def _fill(self) -> list[Group]:
-        """Start and collect groups until the step has its own, and return these."""
+        """Start groups and collect complete ones until the step has enough; return the step's groups."""
         while True:
             self._collect()
             self._start_more(self._demand.num_live)
@@ -193,7 +194,7 @@ class GroupBuffer:
                 raise AbandonedError
 
     async def _finish_or_withdraw(self) -> list[Group]:
-        """Return the groups of a synchronous step. On an error, cancel all others and clear the engines."""
+        """Return the groups of a synchronous step. On an error, cancel all other groups and their engine requests."""
         try:
             taken = await self._fill()
             # An agent may end while a request of its own still runs in an engine.
@@ -216,9 +217,10 @@ class GroupBuffer:
             await source.sampler.pool.drained()
 
     def _start_more(self, num_live: int) -> None:
-        """Resume the groups of a checkpoint, then start new ones.
+        """Continue the unfinished groups of a checkpoint, then start new ones.
 
-        Synchronous: one batch of `num_live` prompts. Otherwise until `num_live` groups are in flight or waiting.
+        A synchronous step starts one batch of `num_live` prompts. Otherwise groups are started until `num_live` are in
+        flight or waiting.
         """
         state = self.state
         for group in state.started.values():
@@ -236,7 +238,7 @@ class GroupBuffer:
                 self._start_new(draw, state.drawn)
 
     def _start_new(self, draw: int, seed_number: int) -> None:
-        """Draw the next problem, and start its group."""
+        """Draw the next problem, and start sampling its group of attempts."""
         problem, self.state.positions = self._mixture.draw(self.state.positions)
         # All attempts of a group share one temperature, even if its schedule moves on during a long group.
         temperature = self._sources[problem.source].sampling(self._demand.step).temperature
@@ -256,7 +258,7 @@ class GroupBuffer:
         task.add_done_callback(self._note_end)
 
     async def _sample(self, group: StartedGroup, seed: str) -> None:
-        """Run the unfinished attempts at a group's problem concurrently."""
+        """Run the unfinished attempts of a group concurrently."""
         async with asyncio.TaskGroup() as tasks:
             for number in range(self._recipe.train.samples_per_prompt):
                 if number not in group.finished:
@@ -280,7 +282,9 @@ class GroupBuffer:
         group.finish(replace(trajectory, restarts=trajectory.restarts + pool.is_restarted))
 
     def _end_sampling(self, draw: int, number: int) -> None:
-        """Note that an attempt requests no more completions. After the last of a batch, put the engines to sleep."""
+        """Record that an attempt will request no more completions. After the last attempt of a batch, put the engines
+        to sleep.
+        """
         if (draw, number) not in self._sampling:
             return
         self._sampling.remove((draw, number))
@@ -294,7 +298,7 @@ class GroupBuffer:
             self._sleep.add_done_callback(self._note_end)
 
     def _note_end(self, task: asyncio.Future[None]) -> None:
-        """Wake `take` after a task ended in any way, and replace a group filtered out during training."""
+        """Wake `take` after a sampling task ended, and replace the group if it was filtered out during training."""
         self._wakes.set()
         if task.cancelled() or task.exception() is not None:
             self._is_refilled = False  # the next `take` raises it
@@ -304,13 +308,15 @@ class GroupBuffer:
             self._start_more(self._demand.num_live - self._demand.num_groups)
 
     async def _wait_for_a_group(self) -> None:
-        """Wait until a group completes or fails, at most 1 second: the run may have to stop."""
+        """Wait until a group completes or fails. Returns after at most 1 second, so that the caller can check for a
+        stop.
+        """
         self._wakes = asyncio.Event()
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self._wakes.wait(), BUDGET_SECONDS)
 
     def _collect(self) -> None:
-        """Move complete groups to the waiting ones, if they pass the filter. Raises the error of an attempt."""
+        """Move complete groups that pass the filter to the waiting ones. Raises the error of a failed attempt."""
         state, recipe = self.state, self._recipe
         if self._sleep is not None and self._sleep.done():
             self._sleep.result()
@@ -340,9 +346,9 @@ class GroupBuffer:
                 state.given_up += 1
 
     def _observe(self, group: Group) -> None:
-        """Report a complete group's share of right answers to the curriculum.
+        """Report a complete group's share of right answers to the curriculum that selects problems.
 
-        Raises MegarlError if the recipe needs verdicts and the group has none.
+        Raises MegarlError if the recipe needs right-or-wrong verdicts and the group has none.
         """
         problem = group[0].problem
         refuse_unjudged(group, self._sources[problem.source].recipe)
@@ -353,19 +359,19 @@ class GroupBuffer:
 
     @property
     def _has_drawn_enough(self) -> bool:
-        """Whether a step has drawn the maximum number of prompts allowed to fill it."""
+        """Whether the current step has drawn as many prompts as algorithm.max_attempts allows."""
         algorithm = self._recipe.algorithm
         return bool(algorithm.dynamic_sampling) and self._num_started >= algorithm.max_attempts * self._demand.num_live
 
     def _refuse_starved(self) -> None:
-        """Raise MegarlError if no remaining group can fill the step."""
+        """Raise MegarlError if the prompts of this step are exhausted and too few groups passed the filter."""
         state = self.state
         if self._has_drawn_enough and len(state.started) + len(state.waiting) < self._demand.num_live:
             found = f"{self._num_started} prompts gave {len(state.waiting)} of {self._demand.num_groups} groups"
             raise MegarlError(starved_text(self._recipe.algorithm, found, self._collected))
 
     def _drop_stale(self) -> None:
-        """Drop groups with tokens older than the staleness bound."""
+        """Drop groups with tokens older than the staleness limit."""
         state, stale = self.state, self._demand.stale_draws(self.state)
         self._counts["staleness/dropped"] += len(stale)
         state.given_up += len(stale)
@@ -374,7 +380,7 @@ class GroupBuffer:
         state.waiting = [group for group in state.waiting if draw_of(group) not in stale]
 
     def _abort_all(self) -> None:
-        """Drop the surplus: groups in flight, and complete groups unused by the step."""
+        """Drop all groups that the step does not use, in flight or complete."""
         state = self.state
         surplus = len(state.started) + len(state.waiting)
         self._counts["rollout/aborted"] += surplus
@@ -384,7 +390,7 @@ class GroupBuffer:
         state.waiting = []
 
     def _cancel(self, draws: Sequence[int]) -> None:
-        """Cancel these groups and withdraw their requests from the engines."""
+        """Cancel the groups with these numbers (`draws`) and withdraw their requests from the engines."""
         for draw in draws:
             if (task := self._tasks.pop(draw, None)) is not None:
                 for pool in self._pools.pop(draw):
@@ -401,7 +407,7 @@ class GroupBuffer:
             task.exception()  # retrieve it: asyncio would log an error that nobody awaits
 
     def _measure(self, taken: Sequence[Group]) -> None:
-        """Record what was sampled since the previous step, and where all groups are."""
+        """Record the numbers of the last step: trajectories sampled, groups taken, waiting, in flight and dropped."""
         state, algorithm = self.state, self._recipe.algorithm
         collected, self._collected = self._collected, []
         num_started, self._num_started = self._num_started, 0
@@ -424,7 +430,9 @@ class GroupBuffer:
             self._counts["rollout/kept"] = num_passed / max(len(collected), 1)
 
     def _position_metrics(self) -> dict[str, float]:
-        """Return epochs and curriculum metrics of the sources. In a mixture their names contain the source."""
+        """Return each source's position in its data (epochs) and its curriculum's metrics. In a mixture, names contain
+        the source.
+        """
         positions, is_mixture = self.state.positions, bool(self._recipe.mixture)
         epochs = self._mixture.epochs(positions)
         metrics = {f"environment/{name}/epoch" if is_mixture else "data/epoch": value for name, value in epochs.items()}
@@ -435,12 +443,12 @@ class GroupBuffer:
 
 
 def _renumbered(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups, numbered from 0."""
+    """Return the groups with group numbers 0, 1, 2, ..."""
     return [[replace(t, group=number) for t in group] for number, group in enumerate(groups)]
 
 
 def _span_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
-    """Return metrics of the weight versions within the trajectories of a step trained at `weight_version`."""
+    """Return metrics on how many weight versions sampled each trajectory of a step trained at version `weight_version`."""
     versions = [
         np.concatenate([segment.weight_versions[segment.loss_mask] for segment in trajectory.segments])
         for trajectory in flatten(groups)

@@ -1,4 +1,4 @@
-"""The policy of a group buffer: how many groups it samples, which of them a step takes, and which are too old."""
+"""Policy of the group buffer: how many groups to sample, which ones a step takes, and which ones are too old."""
 
 from __future__ import annotations
 
@@ -13,19 +13,21 @@ from megarl.types import Group
 
 @dataclass(frozen=True, slots=True)
 class BufferPolicy:
-    """Number of steps sampled ahead of the trainer, and the treatment of stragglers. Default: synchronous training.
+    """How many steps to sample ahead of the trainer, and what to do with stragglers. Default: synchronous training.
 
     Stragglers are groups still in flight when a step has enough others. `finish`: the step waits for them. `continue`:
-    they pause with the engines, and a later step trains on them. `abort`: they are dropped.
+    they pause while the engines do, and a later step trains on them. `abort`: they are dropped.
     """
 
     stragglers: Literal["finish", "continue", "abort"] = "finish"
     steps_ahead: int = 0
-    """Steps after the current one to sample groups for, while it trains. Above 0 groups keep their order."""
+    """Number of steps after the current one for which groups are sampled while it trains. Above 0 groups are used in
+    order.
+    """
 
     @classmethod
     def from_recipe(cls, recipe: Recipe) -> BufferPolicy:
-        """Return the policy of a recipe's rollout.stragglers, placement and max_staleness."""
+        """Return the policy set by the recipe's rollout.stragglers, rollout.placement and rollout.max_staleness."""
         if recipe.rollout.is_paced:
             return cls("continue", recipe.rollout.staleness_bound)
         named: dict[str, BufferPolicy] = {"wait": cls("finish"), "park": cls("continue"), "abort": cls("abort")}
@@ -33,15 +35,16 @@ class BufferPolicy:
 
     @property
     def is_synchronous(self) -> bool:
-        """Whether all groups drawn for a step finish in it."""
+        """Whether all groups drawn for a step also finish in this step."""
         return self.stragglers == "finish"
 
 
 @dataclass(frozen=True, slots=True)
 class StepDemand:
-    """The groups that a step wants, by a policy: `num_groups` of them, trained by weights of version `step`.
+    """Number of groups that a training step needs, and the weight versions that decide which groups are too old.
 
-    `engine_version` is the version of the engines' weights.
+    `step` is the step's number, and the version of the weights it trains. `engine_version` is the version of the
+    engines' weights.
     """
 
     policy: BufferPolicy
@@ -52,12 +55,12 @@ class StepDemand:
 
     @property
     def num_live(self) -> int:
-        """Maximum number of groups, in flight or complete, while the step waits for its own.
+        """Maximum number of groups, in flight or complete, while the step waits.
 
-        A group started by engines of version v may be trained at step v + `rollout.staleness_bound` at the latest.
-        Groups sampled ahead keep their order, so only the number of earlier groups matters. Step n allows
-        P * (1 + staleness_bound - (n - v)) groups, including its own P. This is AReaL's rule (arXiv 2505.24298, eq. 3)
-        with the engines' version, which lags with `rollout.sync_every` above 1.
+        A group started by engines of weight version v may be trained at step v + `rollout.staleness_bound` at the
+        latest. Groups sampled ahead are used in order, so only the number of earlier groups matters. Step n allows P *
+        (1 + staleness_bound - (n - v)) groups, including its own P. This is AReaL's rule (arXiv 2505.24298, eq. 3),
+        with the engines' version in place of the trainer's: with `rollout.sync_every` above 1 it lags.
         """
         if self.policy.is_synchronous and self.recipe.algorithm.dynamic_sampling is None:
             # Without a filter a surplus would only wait, and be trained with older weights.
@@ -71,7 +74,7 @@ class StepDemand:
         return self.num_groups * min(1 + self.policy.steps_ahead - lag, left)
 
     def chosen(self, state: RLState) -> list[Group] | None:
-        """Return the step's groups, in the order of drawing; None while too few are ready."""
+        """Return the groups that a step trains on, in the order of drawing; None while too few are complete."""
         if self.policy.is_synchronous or self.policy.steps_ahead:
             # The groups drawn first, once no earlier group is in flight.
             first_in_flight = min(state.started, default=None)
@@ -88,7 +91,7 @@ class StepDemand:
         return sorted(by_staleness[: self.num_groups], key=draw_of)
 
     def stale_draws(self, state: RLState) -> set[int]:
-        """Return the numbers of groups, in flight or waiting, with tokens older than the staleness bound."""
+        """Return the numbers of groups, in flight or waiting, with tokens older than the staleness limit."""
         oldest = self._oldest_allowed
         started = {g.draw for g in state.started.values() if g.oldest_version(self.engine_version) < oldest}
         return started | {draw_of(group) for group in state.waiting if self._oldest_version(group) < oldest}

@@ -1,4 +1,4 @@
-"""Dynamic sampling: select groups for training by their accuracy, or by the spread of their rewards."""
+"""Dynamic sampling: selects groups for training by their accuracy, or by the spread of their rewards."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from megarl.types import MegarlError, Reward, Trajectory
 
 
 def passes_filter(group: Sequence[Trajectory], algorithm: AlgorithmConfig) -> bool:
-    """Return whether a group is used for training. Always True without `algorithm.dynamic_sampling`.
+    """Return whether a group of trajectories is used for training. Always True without `algorithm.dynamic_sampling`.
 
-    accuracy: the share of right answers must lie inside the open interval. reward: the largest reward must exceed the
-    smallest by more than the interval's first number. Without `algorithm.dynamic_sampling_metric` the filter uses
-    accuracy if all answers of the group have a verdict, otherwise reward. Only scored attempts count; a group without
-    any fails.
+    `algorithm.dynamic_sampling` is an open interval (low, high). By accuracy: the share of right answers must lie
+    inside. By reward: the largest reward must exceed the smallest by more than `low`.
+    `algorithm.dynamic_sampling_metric` selects one of the two. By default it is accuracy if all answers of the group
+    have a verdict, otherwise reward. A group without any scored attempt is not used.
     """
     if algorithm.dynamic_sampling is None:
         return True
@@ -34,7 +34,7 @@ def _derived(rewards: Sequence[Reward]) -> str:
 
 
 def refuse_unjudged(group: Sequence[Trajectory], recipe: Recipe) -> None:
-    """Raise MegarlError if an answer of a group has no verdict and the recipe cannot train without verdicts."""
+    """Raise MegarlError if an answer has no right-or-wrong verdict and the recipe's algorithm needs one."""
     if all(t.reward is None or t.reward.answer_correct is not None for t in group):
         return
     if needs := accuracy_needs(recipe):
@@ -45,9 +45,10 @@ def refuse_unjudged(group: Sequence[Trajectory], recipe: Recipe) -> None:
 
 
 def starved_text(algorithm: AlgorithmConfig, found: str, groups: Sequence[Sequence[Trajectory]]) -> str:
-    """Return the error message for too few passing groups.
+    """Return the error message for a step that too few groups passed the filter for.
 
-    `found` is its beginning: how many prompts gave how many groups. `groups` are the ones sampled last.
+    `found` begins the message: how many prompts were sampled and how many groups passed. `groups` are the groups
+    sampled last.
     """
     low, high = algorithm.dynamic_sampling or (0.0, 1.0)
     metric = algorithm.dynamic_sampling_metric or _derived([t.reward for g in groups for t in g if t.reward])

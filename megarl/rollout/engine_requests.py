@@ -1,4 +1,4 @@
-"""Requests to engine replicas: the protocol of their senders, completions sampled in parts, and waiting times."""
+"""Requests to engine replicas: their protocol, completions sampled in several parts, and waiting times."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from megarl.rollout.stragglers import Pace
 from megarl.types import Completion, Request
 
 Queue = OrderedDict[str, Request]
-"""Requests by id, first in first out. Any of thousands can be removed early in constant time."""
+"""Waiting requests by id, first in first out. Any one of thousands can be removed in constant time."""
 
 
 class Generates(Protocol):
-    """Source of completions for one attempt. `EnginePool` implements it; wrappers add timing or recording."""
+    """Source of completions for one attempt: `EnginePool`, or a wrapper adding timing or recording."""
 
     async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
-        """Sample one completion; see `EnginePool.generate`."""
+        """Sample one completion. `affinity` and `is_last` are hints for scheduling; see `EnginePool.generate`."""
         ...
 
     def forget(self, affinity: str) -> None:
-        """Drop the affinity of a finished trajectory; see `EnginePool.forget`."""
+        """Forget the replica that holds a finished trajectory's prefix cache; see `EnginePool.forget`."""
         ...
 
     @property
     def seconds_paused(self) -> float:
-        """Total seconds for which the pool has been paused so far."""
+        """Total seconds for which the engine pool has been paused so far."""
         ...
 
 
 @dataclass(slots=True, eq=False)
 class PendingRequest:
-    """A request with a waiting caller: its future, and the parts sampled before earlier pauses."""
+    """A queued or running request, with the caller's future and the tokens sampled before earlier pauses."""
 
     request: Request
     future: asyncio.Future[tuple[Completion, Replica | None]]
     parts: list[Completion]
     purpose: str = field(default_factory=COUNTED_FOR.get)
-    """Purpose to count its tokens under: `training` or `evaluation`."""
+    """Whether the tokens count as `training` or `evaluation` in metrics."""
 
     def finish(self, last: Completion, replica: Replica | None) -> None:
-        """Complete the future with all parts joined to `last`."""
+        """Set the future's result: all parts of the completion joined, ending with `last`."""
         self.future.set_result((joined([*self.parts, last]) if self.parts else last, replica))
 
 
 class Replica:
-    """State of an engine replica: running requests, waiting requests, and its pump task."""
+    """State of one engine replica: running requests, waiting requests, and the task that steps its engine."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -110,25 +110,25 @@ class WaitMeasuringPool:
                 self.seconds += max(0.0, seconds - (self.seconds_paused - self._paused_before))
 
     def forget(self, affinity: str) -> None:
-        """Drop the affinity of a finished trajectory; see `EnginePool.forget`."""
+        """Forget the replica that holds a finished trajectory's prefix cache; see `EnginePool.forget`."""
         self._pool.forget(affinity)
 
     @property
     def seconds_paused(self) -> float:
-        """Total pause of the pool; see `EnginePool.seconds_paused`."""
+        """Total seconds for which the engine pool has been paused; see `EnginePool.seconds_paused`."""
         return self._pool.seconds_paused
 
 
 def num_sampled(parts: Sequence[Completion]) -> int:
-    """Return the number of tokens in all parts of a completion."""
+    """Return the number of tokens sampled in all parts of a completion."""
     return sum(len(part.token_ids) for part in parts)
 
 
 def remainder(request: Request, parts: Sequence[Completion]) -> Request:
-    """Return the request for the remainder of a completion. Its prompt ends with the tokens sampled so far.
+    """Return a request for the rest of an interrupted completion. Its prompt ends with the tokens sampled so far.
 
-    The remainder gets a new seed, derived from the request's seed and the number of retained tokens. With the same seed
-    it would repeat the draws of its beginning. Without retained tokens the result is the request itself.
+    The new request's seed derives from the old seed and the number of tokens so far. With the same seed it would repeat
+    the draws of the beginning. Without tokens so far the request is returned unchanged.
     """
     sampled_before = num_sampled(parts)
     if not sampled_before:
@@ -144,9 +144,9 @@ def remainder(request: Request, parts: Sequence[Completion]) -> Request:
 
 
 def joined(parts: Sequence[Completion]) -> Completion:
-    """Return the completion made of these parts, in order. The last part says how it ended.
+    """Return the completion made of these parts, in order. The last part gives the finish reason.
 
-    Its routed experts are the last part's, whose prompt contained all earlier parts.
+    The last part also gives the routed experts of all tokens, because its prompt contained the earlier parts.
     """
     return replace(
         parts[-1],
@@ -158,6 +158,6 @@ def joined(parts: Sequence[Completion]) -> Completion:
 
 
 def seed_of(*parts: object) -> int:
-    """Return a 31-bit hash of the parts."""
+    """Return a 31-bit seed: a hash of the arguments."""
     # Not `hash`: Python randomises it per process, and a resumed run must draw the same.
     return int.from_bytes(hashlib.sha256(repr(parts).encode()).digest()[:4], "big") >> 1

@@ -1,4 +1,4 @@
-"""Evaluation: attempts at the problems of the validation sets, scored as in training."""
+"""Evaluation: attempts at the problems of the validation sets, scored like training samples."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ METRICS = {
     "reward/timeouts": ("count", "samples whose scoring took too long"),
     "reward/parse_errors": ("count", "samples for which a scoring server's reply could not be parsed"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,23 +53,25 @@ class EvaluatedSet:
     samples_per_prompt: int
     temperature: float
     measures: Mapping[str, Measure]
-    """`accuracy`, `pass_at_K` and `majority_at_K` (`measures_of`); empty if an answer has no verdict."""
+    """Mean and 95 % interval of `accuracy`, `pass_at_K` and `majority_at_K`; empty if an answer has no verdict."""
     by_data_source: Mapping[str, Mapping[str, Measure]]
-    """The same measures per data source named by the records (`reward.source_field`), if there are several."""
+    """The same measures per data source. The records name it in the field `reward.source_field`. Empty for a single
+    one.
+    """
     counts: Mapping[str, float]
-    """Counts from `failure_metrics`, and calls to scoring servers (`Source.served_metrics`)."""
+    """Counts of failed scorings (`failure_metrics`), and of calls to scoring servers."""
     read_answer: ReadAnswer | None = None
 
     @property
     def metrics(self) -> dict[str, float]:
-        """Metrics of the set, `val/SET/...`.
+        """Metrics of this validation set, named `val/SET/...`.
 
-        Shares of all attempts: `accuracy`, `format_valid`. Shares of problems: `pass_at_K`, `majority_at_K`. Accuracy
-        and these two have bounds of their 95 % intervals, `/low` and `/high`. `data_source/NAME/...` repeats them for
+        Shares of all attempts: `accuracy`, `format_valid`. Shares of problems: `pass_at_K`, `majority_at_K`. `/low` and
+        `/high` are the bounds of 95 % intervals of `accuracy` and the last two. `data_source/NAME/...` repeats them for
         one data source.
 
-        Also `completion_tokens/mean`; `reward/NAME/mean` and others per reward function
-        (`rewards.scores.function_metrics`); `reward/NAME/calls` and others for scoring servers; and `failure_metrics`.
+        Others: `completion_tokens/mean`; `reward/NAME/mean` per reward function; `reward/NAME/calls` per scoring
+        server; and counts of failed scorings.
         """
         found = self.trajectories
         rewards = [t.reward for t in found if t.reward is not None]
@@ -83,9 +85,10 @@ class EvaluatedSet:
         return {f"val/{self.name}/{key}": value for key, value in metrics.items()} | dict(self.counts)
 
     def records(self) -> list[dict[str, Any]]:
-        """Return a JSON object per attempt: `Trajectory.record`, the set, and the attempt's number at its problem.
+        """Return one JSON object per attempt: the trajectory's record, the set, and the number of the attempt at its
+        problem.
 
-        `final_answer` is the vote of the attempt in a majority, if the reward functions define a format for it.
+        `final_answer` is the answer used for majority voting, if a reward function defines its format.
         """
         return [{"set": self.name, "attempt": t.number} | self._final_answer(t) | t.record() for t in self.trajectories]
 
@@ -96,7 +99,7 @@ class EvaluatedSet:
 async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> AsyncGenerator[EvaluatedSet, None]:
     """Sample and score every validation set with its source's settings, one set after the other.
 
-    Raises AbandonedError if the run must stop, and MegarlError as `failure_metrics`.
+    Raises AbandonedError if the run must stop, and MegarlError if more than `max_failed_fraction` of the scorings fail.
     """
     sets = [(source, name, problems) for source in sources for name, problems in source.validation.items()]
     for source, name, problems in sets:
@@ -143,11 +146,11 @@ async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> Asy
 def measures_of(
     trajectories: Sequence[Trajectory], samples_per_prompt: int, ks: Sequence[int], read_answer: ReadAnswer | None
 ) -> dict[str, Measure]:
-    """Return means over problems with 95 % intervals. Each problem has `samples_per_prompt` consecutive attempts.
+    """Return accuracy measures over problems with 95 % intervals. Each problem has `samples_per_prompt` consecutive
+    attempts.
 
     `accuracy` is the share of correct attempts (avg@n). Each k of `ks` adds `pass_at_K` and, with `read_answer`,
-    `majority_at_K` (`algorithms.evaluation`). An unscored attempt is not correct. The result is empty if an answer was
-    scored without a verdict.
+    `majority_at_K`. An unscored attempt counts as not correct. The result is empty if a scored answer has no verdict.
     """
     if any(t.reward is not None and t.reward.answer_correct is None for t in trajectories):
         return {}
@@ -169,7 +172,7 @@ def measures_of(
 
 
 def final_answer(trajectory: Trajectory, read_answer: ReadAnswer) -> str | None:
-    """Return the final answer of an attempt's last completion, without blanks; None if it has none."""
+    """Return the final answer in an attempt's last completion, stripped of white space; None if there is none."""
     said = read_answer(trajectory.texts[-1], trajectory.problem.record or {}) if trajectory.texts else None
     # Without blanks, because votes compare texts: "x = 1" and "x=1" are one answer.
     return None if said is None else "".join(said.split())
@@ -183,12 +186,12 @@ def _scalars(measures: Mapping[str, Measure]) -> dict[str, float]:
 
 
 def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: float, prefix: str) -> dict[str, float]:
-    """Return counts of completions with failed scoring.
+    """Return counts of completions that could not be scored.
 
     PREFIX`errors`: scoring raised, or gave an invalid reward. PREFIX`timeouts`: scoring took too long.
     PREFIX`parse_errors`: a scoring server's reply could not be parsed.
 
-    Raises MegarlError if these and attempts ended with an error exceed `max_failed_fraction` of all.
+    Raises MegarlError if these, plus attempts that ended with an error, are more than `max_failed_fraction` of all.
     """
     failures = [t.failure for t in trajectories]
     metrics = {
@@ -204,6 +207,6 @@ def failure_metrics(trajectories: Sequence[Trajectory], max_failed_fraction: flo
             f"{failed} of {len(trajectories)} completions could not be scored ({counts}), which is more than "
             f"reward.max_failed_fraction = {max_failed_fraction:g}; a warning above shows the first of each kind. Fix "
             "the reward function or the environment, or raise reward.timeout_seconds, reward.wall_timeout_seconds or "
-            "this fraction."
+            "reward.max_failed_fraction."
         )
     return metrics

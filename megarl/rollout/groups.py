@@ -1,4 +1,4 @@
-"""Sampling of groups: several concurrent attempts at a problem."""
+"""Group sampling: several concurrent attempts at one problem."""
 
 from __future__ import annotations
 
@@ -26,16 +26,16 @@ METRICS = {
         "how often an environment's process was killed at its time limit, mean over attempts",
     ),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
 @dataclass(frozen=True, slots=True)
 class GroupSampler:
-    """Samples and scores trajectories of one environment's problems. Scoring overlaps with sampling.
+    """Samples and scores trajectories for one environment's problems. Scoring overlaps with sampling.
 
-    `environment` is the environment's name in the recipe. The attempts use a new object from `make_environment` each,
-    or a process of `environment_pool`, or `agent` makes them. `notify_once(kind, text)` reports a failure to the user,
-    the first of each kind only.
+    `environment` is the environment's name in the recipe. An attempt runs in a new object from `make_environment`, in a
+    process of `environment_pool`, or by an external `agent` program. `notify_once(kind, text)` shows a failure to the
+    user; only the first of each kind.
     """
 
     pool: EnginePool
@@ -57,9 +57,9 @@ class GroupSampler:
     async def sample(
         self, problems: Sequence[Problem], sampling: SamplingSettings, *, samples_per_prompt: int = 1, seed: str = ""
     ) -> list[Trajectory]:
-        """Run `samples_per_prompt` attempts at each problem. Returns trajectories by problem, in order.
+        """Run `samples_per_prompt` attempts at each problem. Returns the trajectories, ordered by problem.
 
-        Raises AbandonedError if the run must stop; by then all requests have left the engines.
+        Raises AbandonedError if the run must stop. No request is left in the engines then.
         """
         attempts = [
             self.attempt(self.task(problem, group, number, seed, sampling), self.pool)
@@ -74,7 +74,7 @@ class GroupSampler:
     def task(
         self, problem: Problem, group: int, number: int, seed: str, sampling: SamplingSettings, *, prefix: str = ""
     ) -> Task:
-        """Return the description of an attempt in this sampler's environment."""
+        """Return the description of one attempt in this sampler's environment."""
         return Task(self.environment, problem, group, number, seed, sampling, prefix)
 
     async def attempt(
@@ -82,8 +82,8 @@ class GroupSampler:
     ) -> Trajectory:
         """Run one attempt with completions from `pool`.
 
-        `before_score` is called when scoring begins, after the last completion. Agents never call it: they do not
-        report the end of their sampling.
+        `before_score` is called when scoring begins, after the last completion. It is never called for agent programs,
+        because these do not report the end of their sampling.
         """
 
         async def score(sample: Sample) -> Scored:
@@ -124,13 +124,13 @@ class GroupSampler:
         *,
         is_followed: bool = False,
     ) -> Trajectory:
-        """Run an attempt in an environment."""
+        """Run one attempt in an environment made by `make_environment`."""
         return await attempt(
             task, make_environment, pool, budget, self.dialogue, score, self.history, is_followed=is_followed
         )
 
     def _report(self, trajectory: Trajectory) -> None:
-        """Report the failure of an attempt, if it has one."""
+        """Notify the user of an attempt's failure, if it has one."""
         if trajectory.ended != "error" or trajectory.failure is None:
             return
         kind = trajectory.failure.partition(":")[0]

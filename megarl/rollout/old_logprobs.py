@@ -15,17 +15,17 @@ from megarl.rollout.state import flatten
 from megarl.types import Group, Segment, Trajectory
 
 Forward = Callable[[TokenBatch], Awaitable[np.ndarray]]
-"""Computes the trainer's log-probs, float32 [tokens]; with entropies, float32 [2, tokens]."""
+"""Async function computing the trainer's log-probs of a batch: float32 [tokens], or [2, tokens] with entropies."""
 
 
 async def complete_logprobs(
     groups: Sequence[Group], waiting: Sequence[Group], recipe: Recipe, forward: Forward
 ) -> tuple[list[Group], list[Group]]:
-    """Return a step's groups, and the ones waiting for a later step, with `old_logprobs` where needed.
+    """Add the trainer's `old_logprobs` to a step's groups, and to `waiting` groups of a later step, where needed.
 
-    Fresh trajectories trained in a single update need none: their ratio starts at the log-probs of the update's own
-    pass. Waiting ones always get theirs. With algorithm.entropy_top_share all get `entropies`. `forward` is called at
-    most once.
+    New trajectories trained in a single update need none: the update's own forward pass gives them. Waiting ones always
+    need them. With algorithm.entropy_top_share all get `entropies` too. `forward` is called at most once. Returns both
+    lists.
     """
     if recipe.algorithm.old_logprobs == "rollout":
         return list(groups), list(waiting)
@@ -52,7 +52,7 @@ async def complete_logprobs(
 
 
 def _needs_logprobs(recipe: Recipe) -> bool:
-    """Return whether the trainer's log-probs of all trained tokens are needed before the first update."""
+    """Return whether the recipe needs the trainer's log-probs of all trained tokens before the first update."""
     if recipe.loop == "distillation":
         return recipe.has_advantages
     algorithm = recipe.algorithm
@@ -62,7 +62,7 @@ def _needs_logprobs(recipe: Recipe) -> bool:
 
 
 def lacks_logprobs(trajectory: Trajectory) -> bool:
-    """Return whether a segment lacks the trainer's log-probs."""
+    """Return whether a segment of the trajectory has no log-probs of the trainer."""
     return any(segment.old_logprobs is None for segment in trajectory.segments)
 
 
@@ -71,7 +71,9 @@ def _lacks_entropies(trajectory: Trajectory) -> bool:
 
 
 def with_logprobs(trajectory: Trajectory, logprobs: Sequence[np.ndarray]) -> Trajectory:
-    """Return the trajectory with `old_logprobs`, float32 [tokens] per segment; zero on tokens not sampled."""
+    """Return the trajectory with `logprobs`, one array [tokens] per segment, as `old_logprobs`; zero on tokens not
+    sampled.
+    """
     pairs = zip(trajectory.segments, logprobs, strict=True)
     return replace(trajectory, segments=tuple(replace(s, old_logprobs=_sampled_only(s, own)) for s, own in pairs))
 

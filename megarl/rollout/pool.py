@@ -1,4 +1,4 @@
-"""The driver's pool of engine replicas, shared by any number of sampling coroutines. No torch."""
+"""The driver's pool of vLLM engine replicas, shared by any number of sampling coroutines. Does not import torch."""
 
 from __future__ import annotations
 
@@ -37,44 +37,49 @@ METRICS = {
     ),
     "rollout/prefix_hits": ("share", "prompt tokens found in an engine's prefix cache"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 BUDGET_SECONDS = 1.0
-"""Time limit of one `advance` call: how long an engine runs between two exchanges with the driver."""
+"""Seconds for which an engine samples before it reports to the driver again (limit of one `advance` call)."""
 _MARGIN = 2
-"""Requests by which a replica may exceed the least loaded one and still get its trajectories' next requests."""
+"""A trajectory's next request goes to the replica with its prefix cached, unless that one has this many requests more
+than the least loaded replica.
+"""
 Result = TypeVar("Result")
 
 
 class AbandonedError(Exception):
-    """Raised when the run must stop while it samples. By then all requests have left the engines."""
+    """Raised when the run must stop while it samples. No request is left in the engines then."""
 
 
 class Asks(Protocol):
-    """Ranks with engines, addressed by number: a `WorkerGroup`, or `RunRanks`."""
+    """Calls to ranks that have engines, addressed by rank number. `WorkerGroup` and `RunRanks` implement it."""
 
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
     ) -> list[Any]:
-        """Call `method` on these ranks and return one result per rank; see `WorkerGroup.ask`."""
+        """Call `method` on these ranks with `per_rank` arguments; return one result per rank.
+
+        `budget_seconds` is how long the method works on purpose; it is added to the call's deadline.
+        """
         ...
 
 
 class EnginePool:
-    """Engine replicas shared by many coroutines, with one independent pump task per replica.
+    """Engine replicas shared by many coroutines, with one task per replica (its pump) that steps the engine.
 
     A replica runs at most `max_running` requests. Requests are admitted in the order of their arrival, so samples of
     one prompt share a replica's prefix cache. A replica that finishes early gets more of them.
 
-    An engine runs until an eighth of its requests have finished, for at most `budget_seconds`. If no request can follow
-    any completion, it runs until all have finished. Other tasks of the driver, for example scoring, continue meanwhile.
+    The pump lets the engine run until an eighth of its requests have finished, for at most `budget_seconds`. If no
+    request can follow any completion, the engine runs until all have finished. Other tasks of the driver, for example
+    scoring, continue meanwhile.
 
-    All requests, later ones too, raise the error of a failed pump. Losing a replica while others live is not a failure:
-    its requests move to the others, with the tokens retained so far.
+    If a pump fails, all requests raise its error, later ones too. Losing a replica while others live is not a failure:
+    its requests move to the others, with the tokens sampled so far.
 
-    A paused pool (`pause`) runs no request. Running ones are aborted and their tokens retained here; after `resume`
-    they continue as new requests. With `pause(aborts=False)` they stay in their engines instead. Callers of `generate`
-    notice neither.
+    `pause` aborts running requests and retains their tokens; `resume` continues them as new requests. With
+    `pause(aborts=False)` they stay in their engines instead. Callers of `generate` only wait longer.
     """
 
     def __init__(
@@ -86,7 +91,7 @@ class EnginePool:
         budget_seconds: float = BUDGET_SECONDS,
         stragglers: StragglerDetector | None = None,
     ) -> None:
-        """Create a pool over the layout's replicas. `stragglers` detects straggling ones; None: off."""
+        """Create a pool over the replicas of `layout`. `stragglers` detects slow replicas; None: no detection."""
         self._ranks, self._stragglers = ranks, stragglers
         self._max_running = max_running
         self._budget_seconds = budget_seconds
@@ -97,7 +102,7 @@ class EnginePool:
         self._pending: dict[str, PendingRequest] = {}
         self._homes: dict[str, Replica] = {}
         self._open: set[str] = set()
-        """Affinities, and ids of requests without one, after whose completion another request may follow."""
+        """Trajectories (affinities, or request ids without one) that may send another request after the current one."""
         self._failure: Exception | None = None
         self._is_paused = False
         self._advanced = asyncio.Event()
@@ -105,9 +110,9 @@ class EnginePool:
         self._seconds_paused = self._paused_before = self._seconds_waited = 0.0
         self._num_prompt_tokens = self._num_cached = 0
         self._num_sampled: Counter[str] = Counter()
-        """Sampled tokens by purpose of their requests."""
+        """Number of sampled tokens, by purpose: training or evaluation."""
         self._num_counted: dict[str, int] = {}
-        """Tokens already counted by request id, for requests that stayed in their engine during a pause."""
+        """Number of tokens already counted, by request id, for requests that stayed in their engine during a pause."""
 
     async def generate(
         self,
@@ -120,16 +125,18 @@ class EnginePool:
         """Sample one completion, across any number of pauses. Cancelling this call aborts the request.
 
         `affinity` is a trajectory's name. Its requests go to the replica with its prefix cached, unless that replica's
-        load is much higher than another's. `is_last` promises no further request after this completion; it may then
-        arrive up to `budget_seconds` late. `parts` are completions sampled earlier for this request; each pause appends
-        one to the list.
+        load is much higher than another's. `is_last` promises that no request follows this completion, which may then
+        arrive up to `budget_seconds` late. `parts` are parts of this completion sampled earlier; each pause appends one
+        to the list.
 
-        Raises ValueError for a request id in use, and the error of a failed pump.
+        Raises ValueError if the request id is in use, and the error of a failed pump.
         """
         if self._failure is not None:
             raise self._failure
         if request.request_id in self._pending:
-            raise ValueError(f"request {request.request_id} is running already")
+            raise ValueError(
+                f"request id {request.request_id} is in use by a request still running; choose a unique id"
+            )
         opened = request.request_id if affinity is None else affinity
         (self._open.discard if is_last else self._open.add)(opened)
         future: asyncio.Future[tuple[Completion, Replica | None]] = asyncio.get_running_loop().create_future()
@@ -150,14 +157,14 @@ class EnginePool:
         return completion
 
     def forget(self, affinity: str) -> None:
-        """Drop the affinity of a finished trajectory."""
+        """Forget which replica has the prefix cache of trajectory `affinity`, because the trajectory is finished."""
         self._homes.pop(affinity, None)
         self._open.discard(affinity)
 
     async def pause(self, *, aborts: bool = True) -> None:
-        """Pause the pool: stop every pump between two engine steps, and abort all running requests.
+        """Pause the pool: stop stepping all engines, and abort all running requests.
 
-        Aborted requests retain their tokens. With `aborts` False running requests stay in their engines instead. New
+        Aborted requests retain their tokens. With `aborts` False, running requests stay in their engines instead. New
         requests wait until `resume`. Raises the error of a failed rank.
         """
         if not self._is_paused:
@@ -177,13 +184,13 @@ class EnginePool:
                 self._waiting.move_to_end(name, last=False)
 
     def resume(self) -> None:
-        """Resume all requests waiting since `pause`."""
+        """Resume sampling: send the requests waiting since `pause` to the engines."""
         self._count_pause()
         self._is_paused = False
         self._start_pumps()
 
     def _count_pause(self) -> None:
-        """Add the length of the current pause, up to now, to the totals."""
+        """Add the length of the current pause, up to now, to the total pause times."""
         if self._is_paused:
             now = time.monotonic()
             seconds, self._paused_at = now - self._paused_at, now
@@ -196,10 +203,9 @@ class EnginePool:
         return self._is_paused
 
     def set_live_replicas(self, leaders: Collection[int]) -> None:
-        """Use exactly the replicas with these first ranks; call it while the pool is paused.
+        """Use exactly the replicas with these first ranks. Call it while the pool is paused.
 
-        A lost replica may return this way. Requests still in the engine of an excluded replica move to the included
-        ones.
+        A lost replica returns this way. Requests still in the engine of an excluded replica move to the other replicas.
         """
         for replica in self._replicas:
             is_lost = replica.ranks[0] not in leaders
@@ -210,7 +216,7 @@ class EnginePool:
                 self._requeue(replica)
 
     def take_lost(self) -> int:
-        """Return how many requests lost their replica since the last call."""
+        """Return how many requests lost their replica since the last call of this method."""
         taken, self._num_lost = self._num_lost, 0
         return taken
 
@@ -224,14 +230,14 @@ class EnginePool:
         return self._seconds_paused + (time.monotonic() - self._paused_at if self._is_paused else 0.0)
 
     async def drained(self) -> None:
-        """Wait until all cancelled and finished requests have left the engines."""
+        """Wait until no cancelled or finished request is left in the engines."""
         while any(r.is_pumped and not r.running.keys() <= self._pending.keys() for r in self._replicas):
             await self._advanced.wait()
 
     def metrics(self) -> dict[str, float]:
-        """Return METRICS since the last call. A pause in progress counts up to now.
+        """Return the METRICS since the last call. A pause in progress counts up to now.
 
-        An engine's prefix cache holds the prompts of a group's later samples, and the earlier turns of an attempt.
+        The prefix cache hits come from later samples of a group (same prompt), and from earlier turns of an attempt.
         """
         self._count_pause()
         now = time.monotonic()
@@ -256,14 +262,14 @@ class EnginePool:
         return found
 
     def evaluation_metrics(self) -> dict[str, float]:
-        """Return the token counts of an evaluation that just ended, and reset `metrics`."""
+        """Return the token counts of an evaluation that just ended, and restart the counts of `metrics`."""
         found = {"rollout/evaluation_tokens": float(self._num_sampled["evaluation"])}
         if training_tokens := self.metrics()["rollout/sampled_tokens"]:
             found["rollout/beside_evaluation_tokens"] = training_tokens
         return found
 
     async def _abort_running(self, replica: Replica) -> None:
-        """Abort a replica's running requests, and queue their remainders before all others."""
+        """Abort a replica's running requests. Requests for the rest of each go to the front of the queue."""
         running = tuple(replica.running)
         replica.running.clear()
         replica.aborts.clear()
@@ -286,7 +292,7 @@ class EnginePool:
                 self._enqueue(pending, self._waiting, last=False)
 
     async def _count_unfinished(self, replica: Replica) -> None:
-        """Count tokens sampled by requests staying in an engine: they may complete in a later step."""
+        """Count the tokens of requests that stay in an engine during a pause, because they may finish in a later step."""
         try:
             found, *_ = await self._ranks.ask(replica.ranks, "sampled_so_far", [None] * len(replica.ranks))
         except PeerLostError as error:
@@ -299,7 +305,9 @@ class EnginePool:
         self._num_counted |= found
 
     def _enqueue(self, pending: PendingRequest, queue: Queue, *, last: bool = True) -> None:
-        """Queue the remainder of a request. If its token limit is already reached, complete it from its parts."""
+        """Queue a request for the rest of a completion. If the token limit is already reached, complete the future
+        instead.
+        """
         name = pending.request.request_id
         if num_sampled(pending.parts) >= pending.request.sampling.max_new_tokens:
             pending.finish(replace(pending.parts.pop(), finish_reason="length"), None)
@@ -315,7 +323,7 @@ class EnginePool:
         return home.waiting
 
     def _withdraw(self, request: Request) -> None:
-        """Remove a cancelled request from its queue, or schedule its abort in the engine."""
+        """Remove a cancelled request from its queue; if it already runs, schedule its abort in the engine."""
         self._waiting.pop(request.request_id, None)
         for replica in self._replicas:
             replica.waiting.pop(request.request_id, None)
@@ -332,7 +340,7 @@ class EnginePool:
                 replica.pump = asyncio.create_task(self._pump(replica))
 
     async def _pump(self, replica: Replica) -> None:
-        """Step one engine until it has no requests or the pool is paused."""
+        """Step one replica's engine until it has no requests or the pool is paused."""
         try:
             while not self._is_paused:
                 new = self._admitted(replica)
@@ -349,7 +357,7 @@ class EnginePool:
             self._notify_advance()
 
     def _admitted(self, replica: Replica) -> tuple[Request, ...]:
-        """Dequeue as many requests as a replica may start: its own queue first, then its share of the common one."""
+        """Dequeue as many requests as a replica may start: first its own queue, then its share of the common queue."""
         unfinished = len(self._waiting) + sum(r.load for r in self._replicas)
         # Round up. No replica takes more than its even share of the common queue: one with a free engine would
         # otherwise drain the queue before the other pumps start.
@@ -382,7 +390,7 @@ class EnginePool:
     async def _ask(
         self, replica: Replica, new: tuple[Request, ...], aborts: tuple[str, ...], budget_seconds: float
     ) -> list[Completion]:
-        """Send new requests and aborts to a replica's leader, let it sample, and return its finished completions."""
+        """Send new requests and aborts to a replica, let it sample, and return the completions that finished."""
         work: tuple[tuple[Request, ...], tuple[str, ...]] = (new, aborts)
         # Only the leader has vLLM's scheduler; the other ranks of the replica follow it.
         per_rank = [work, *[((), ())] * (len(replica.ranks) - 1)]
@@ -397,33 +405,36 @@ class EnginePool:
         return completions
 
     def _leave_after(self, replica: Replica) -> int | None:
-        """Return after how many completions the engine must return to the driver; None: no early return.
+        """Return after how many finished completions the engine must report to the driver; None: only at the time
+        limit.
 
-        Each exchange costs both sides as much as some sampled tokens.
+        A report costs driver and engine as much time as some sampled tokens.
         """
         may_follow = self._waiting or replica.waiting or self._open
         # An eighth: early completions let next turns start, but frequent returns would slow sampling.
         return max(1, len(replica.running) // 8) if may_follow else None
 
     def _count(self, completions: Iterable[Completion]) -> int:
-        """Count tokens not yet counted, and return their number."""
+        """Count the tokens of these completions that are not yet counted; return their number."""
         return sum(self._count_new(part.request_id, len(part.token_ids)) for part in completions)
 
     def _count_new(self, name: str, num_tokens: int) -> int:
-        """Count a request's uncounted tokens by purpose. Cancelled requests count as training."""
+        """Add a request's uncounted tokens to the count of its purpose. Cancelled requests count as training."""
         pending = self._pending.get(name)
         num_new = num_tokens - self._num_counted.pop(name, 0)
         self._num_sampled["training" if pending is None else pending.purpose] += num_new
         return num_new
 
     def _notify_advance(self) -> None:
-        """Wake all waiters for a change in the set of running requests."""
+        """Wake all coroutines waiting for a change in the set of running requests."""
         # Waiters keep the old event. A new one makes the next wait block again.
         self._advanced.set()
         self._advanced = asyncio.Event()
 
     def _drop_replica(self, replica: Replica, error: Exception) -> None:
-        """Mark a replica as lost and requeue its requests first. Without another live replica all requests fail."""
+        """Mark a replica as lost and move its requests to the front of the queue. Without a live replica, fail all
+        requests.
+        """
         replica.is_lost = True
         if not self._live:
             self.fail(error)
@@ -433,7 +444,7 @@ class EnginePool:
         self._start_pumps()
 
     def _requeue(self, replica: Replica) -> None:
-        """Requeue a lost replica's requests before all others, with the tokens retained so far."""
+        """Move a lost replica's requests to the front of the queue, with the tokens sampled so far."""
         names = [*replica.running, *replica.waiting]
         replica.running.clear()
         replica.waiting.clear()
@@ -447,7 +458,7 @@ class EnginePool:
                 self._enqueue(pending, self._waiting, last=False)
 
     def fail(self, error: Exception) -> None:
-        """Fail all requests, later ones too, with this error. The first error wins."""
+        """Fail all current and later requests with this error. A second error is ignored."""
         self._failure = self._failure or error
         for pending in self._pending.values():
             if not pending.future.done():
@@ -459,8 +470,8 @@ async def gather_unless_abandoned(
 ) -> list[Result]:
     """Run attempts concurrently and return their results in order.
 
-    Raises AbandonedError once `is_abandoned` returns True, or the first error of an attempt. Before raising, it cancels
-    all other attempts and waits until their requests have left the engines.
+    Raises AbandonedError once `is_abandoned()` is True, or the first error of an attempt. All other attempts are
+    cancelled first, and their requests have left the engines.
     """
     tasks = [asyncio.create_task(attempt) for attempt in attempts]
     waiting = set(tasks)

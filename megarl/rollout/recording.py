@@ -1,4 +1,4 @@
-"""Records of model calls made by attempts in flight. A checkpoint needs them to continue these attempts."""
+"""Records of the model calls of unfinished attempts, stored in checkpoints so that a resumed run can continue them."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class RecordedCall:
-    """A model call: its prompt, int32 [prompt], and its completion in parts.
+    """A recorded model call: its prompt, int32 [prompt], and its completion in parts.
 
-    A pause ended every part except the last. Without `is_done` the completion is unfinished.
+    Each pause of the engines begins a new part. `is_done` False: the completion is unfinished.
     """
 
     prompt_token_ids: NDArray[np.int32]
@@ -29,23 +29,23 @@ class RecordedCall:
     is_done: bool = False
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
-        """Return its JSON values, and add its arrays to the archive under names beginning with `prefix`."""
+        """Return the call as JSON values. Its arrays go to `archive` under names beginning with `prefix`."""
         archive.arrays[f"{prefix}prompt"] = self.prompt_token_ids
         parts = [part.to_json(archive, f"{prefix}{place}.") for place, part in enumerate(self.parts)]
         return {"parts": parts, "is_done": self.is_done}
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], archive: Archive, prefix: str) -> RecordedCall:
-        """Return the call written by `to_json`."""
+        """Return the model call written by `to_json`."""
         parts = [Completion.from_json(part, archive, f"{prefix}{place}.") for place, part in enumerate(values["parts"])]
         return cls(archive.arrays[f"{prefix}prompt"], parts, values["is_done"])
 
 
 @dataclass(slots=True, eq=False)
 class StartedGroup:
-    """A group in flight: its number (`draw`), finished attempts, and recorded calls.
+    """A group of attempts in flight: its number (`draw`), finished attempts, and recorded model calls.
 
-    `finished` holds ended trajectories by their number in the group. `calls` holds the model calls of the other
+    `finished` holds trajectories by the attempt's number in the group. `calls` holds the model calls of unfinished
     attempts, by the same number, in the order of their start.
     """
 
@@ -62,19 +62,19 @@ class StartedGroup:
         self.calls.pop(trajectory.number, None)
 
     def oldest_version(self, weight_version: int) -> int:
-        """Return the weight version of its oldest token, or `weight_version` (the engines') if it has no token."""
+        """Return the weight version of the group's oldest token; without tokens, the engines' `weight_version`."""
         finished = [trajectory.oldest_version for trajectory in self.finished.values() if trajectory.num_sampled]
         unfinished = [int(part.weight_versions.min()) for part in self._parts if len(part.weight_versions)]
         return min([weight_version, *finished, *unfinished])
 
     @property
     def num_sampled(self) -> int:
-        """Number of tokens sampled for unfinished attempts."""
+        """Number of tokens sampled for the unfinished attempts of this group."""
         return num_sampled(self._parts)
 
     @property
     def experts(self) -> list[ExpertsHandle]:
-        """Handles of the routed experts of all its tokens."""
+        """Handles of the stored routed experts (MoE) of all tokens of this group."""
         segments = [segment.routed_experts for t in self.finished.values() for segment in t.segments]
         return [handle for handle in [*(part.routed_experts for part in self._parts), *segments] if handle is not None]
 
@@ -83,7 +83,7 @@ class StartedGroup:
         return [part for calls in self.calls.values() for call in calls for part in call.parts]
 
     def to_json(self, archive: Archive) -> dict[str, Any]:
-        """Return its JSON values, and add its arrays and times to the archive."""
+        """Return the group as JSON values. Its arrays and times go to `archive`."""
         prefix = f"started.{self.draw}."
         recorded = [(number, call) for number, calls in self.calls.items() for call in calls]
         return {
@@ -100,7 +100,7 @@ class StartedGroup:
 
     @classmethod
     def from_json(cls, values: Mapping[str, Any], archive: Archive, find_problem: FindProblem) -> StartedGroup:
-        """Return the group written by `to_json`. `find_problem` looks up its problem."""
+        """Return the group written by `to_json`. `find_problem` looks up the group's problem."""
         group = cls(values["draw"], find_problem(values["source"], values["problem"]), values["temperature"])
         prefix = f"started.{group.draw}."
         for one in values["finished"]:
@@ -112,14 +112,14 @@ class StartedGroup:
 
 
 class RecordedPool:
-    """The engines for one attempt, with a record: completions are added to `calls`, and recorded ones are replayed.
+    """The engines as one attempt sees them: completions are recorded in `calls`, and recorded ones are replayed.
 
-    After a resume, an attempt runs again from its start. As long as its prompts are the same, it receives the recorded
-    completions, each once. So a deterministic environment or agent (a function of problem, seed and turns) reaches its
-    earlier state without sampling. At the first different prompt the remaining records are discarded, and sampling
-    starts there (`is_restarted`).
+    After a resume, an attempt runs again from its start. As long as its prompts are the same as before, it receives the
+    recorded completions, each once. So an attempt with a deterministic environment reaches its earlier state without
+    sampling. At the first different prompt the remaining records are discarded, and sampling starts there
+    (`is_restarted`).
 
-    `is_followed` says another group waits for the slot of a finished one. Then no completion counts as the last.
+    `is_followed` says that another group will start when this one ends. Then no completion counts as the last one.
     """
 
     def __init__(self, pool: EnginePool, calls: list[RecordedCall], *, is_followed: bool = True) -> None:
@@ -130,15 +130,15 @@ class RecordedPool:
 
     @property
     def seconds_paused(self) -> float:
-        """Total seconds for which the engine pool was paused; see `EnginePool.seconds_paused`."""
+        """Total seconds for which the engine pool has been paused."""
         return self._pool.seconds_paused
 
     def close(self) -> None:
-        """Stop further sampling. An attempt ignoring its cancellation ends at its next request."""
+        """Fail all further requests, to end an attempt that ignores its cancellation."""
         self._is_closed = True
 
     async def generate(self, request: Request, *, affinity: str | None = None, is_last: bool = False) -> Completion:
-        """Sample one completion, or return the recorded one; see `EnginePool.generate`."""
+        """Sample one completion, or return the recorded one; arguments as in `EnginePool.generate`."""
         if self._is_closed:
             raise asyncio.CancelledError
         call = self._recorded(request.prompt_token_ids)
@@ -154,11 +154,11 @@ class RecordedPool:
         return call.parts[0]
 
     def forget(self, affinity: str) -> None:
-        """Drop the affinity of a finished trajectory; see `EnginePool.forget`."""
+        """Forget which replica has the prefix cache of trajectory `affinity`, because the trajectory is finished."""
         self._pool.forget(affinity)
 
     def _recorded(self, prompt_token_ids: NDArray[np.int32]) -> RecordedCall | None:
-        """Return the recorded call with this prompt, if one remains to be replayed."""
+        """Return the next recorded call with this prompt; None: there is none, so the engines must sample."""
         # Search all: parallel calls of an attempt may come in another order after a resume.
         for place, call in enumerate(self._to_repeat):
             if np.array_equal(call.prompt_token_ids, prompt_token_ids):

@@ -1,4 +1,4 @@
-"""The batch of a step: its trajectories as flat arrays, and its minibatches."""
+"""The batch of a training step: its trajectories as flat arrays, and its minibatches."""
 
 from __future__ import annotations
 
@@ -17,20 +17,19 @@ from megarl.types import Segment, Trajectory
 
 @dataclass(slots=True, kw_only=True)
 class RLBatch(TokenBatch):
-    """Concatenated segments of all trajectories. A sample is a trajectory with all its segments.
+    """Training batch: the concatenated segments of all trajectories. A sample is a trajectory with all its segments.
 
     Arrays per trajectory are [samples]. `rewards` is float64. `groups` numbers the prompts. `num_sampled` counts tokens
-    sampled by the policy, `num_turns` its completions. `is_correct` marks right answers, `is_scored` scored
-    trajectories. An unscored trajectory is excluded from its group's statistics; if rewards are the training signal, it
-    is not trained.
+    sampled by the policy, `num_turns` completions. `is_correct` marks right answers, `is_scored` scored trajectories.
+    Group statistics exclude unscored trajectories. They are trained only if rewards are not the training signal.
     """
 
     weight_versions: NDArray[np.int32]
-    """[tokens]: the number of reshards before the token was sampled; -1 if not sampled."""
+    """[tokens]: version of the engine's weights (number of reshards so far) at sampling; -1 if not sampled."""
     turns: NDArray[np.int16]
-    """[tokens]: the number of the completion containing the token, from 0; -1 if not sampled."""
+    """[tokens]: number of the completion containing the token, from 0; -1 if not sampled."""
     turn_rewards: NDArray[np.float64]
-    """[samples, turns]: rewards given by the environment for each turn; parts of `rewards`."""
+    """[samples, turns]: rewards that the environment gave for single turns. `rewards` includes them."""
     rewards: NDArray[np.float64]
     groups: NDArray[np.int64]
     num_sampled: NDArray[np.int64]
@@ -38,15 +37,17 @@ class RLBatch(TokenBatch):
     is_correct: NDArray[np.bool_]
     is_scored: NDArray[np.bool_]
     environments: tuple[str, ...] = ()
-    """[samples]: names of the environments."""
+    """[samples]: name of the environment of each sample."""
     scores: dict[str, NDArray[np.float64]] = field(default_factory=dict)
-    """Unweighted scores [samples] per reward function, by its name in metrics; NaN: the function gave none."""
+    """Unweighted scores [samples] by reward function; NaN: the function gave no score."""
     environment_scores: NDArray[np.float64] | None = None
-    """[samples]: sums of turn rewards from environments; NaN for other samples. None: no sample has any."""
+    """[samples]: sum of turn rewards of environments; NaN for samples without. None: no sample has any."""
     model_scores: NDArray[np.float64] | None = None
-    """[samples]: unweighted scores of the reward model. None: no reward model, or not yet scored."""
+    """[samples]: unweighted scores of the reward model. None: the run has none, or it has not yet scored."""
     entropies: NDArray[np.float32] | None = None
-    """[tokens]: the trainer's entropies before the update, in nats; 0 if not sampled. None: not computed."""
+    """[tokens]: entropies of the trainer's distributions before the update, in nats; 0 if not sampled. None: not
+    computed.
+    """
 
     @classmethod
     def from_groups(
@@ -56,11 +57,10 @@ class RLBatch(TokenBatch):
         mask_truncated: bool = False,
         needs_rewards: bool = True,
     ) -> RLBatch:
-        """Return the batch of these groups, one group per prompt.
+        """Return the batch made of these groups (one group per prompt).
 
-        `mask_truncated` excludes trajectories ended by a length or time limit from training; `needs_rewards` excludes
-        unscored ones. `old_logprobs` exist if any segment has them, with NaN on sampled tokens of segments lacking
-        them.
+        `mask_truncated` excludes trajectories that a length or time limit ended from training; `needs_rewards` excludes
+        unscored ones. `old_logprobs` exist if any segment has them; sampled tokens of other segments have NaN.
         """
         trajectories = [trajectory for group in groups for trajectory in group]
         segments = [segment for trajectory in trajectories for segment in trajectory.segments]
@@ -102,7 +102,7 @@ class RLBatch(TokenBatch):
 
     @property
     def longest_turns(self) -> NDArray[np.int64]:
-        """[samples]: sampled tokens in the longest turn of each trajectory."""
+        """[samples]: number of sampled tokens in the longest turn of each trajectory."""
         is_sampled = self.turns >= 0
         sample = np.repeat(self.samples, self.lengths)[is_sampled]
         counts = np.zeros((len(self.groups), int(self.turns.max(initial=0)) + 1), np.int64)
@@ -111,10 +111,10 @@ class RLBatch(TokenBatch):
         return counts.max(axis=1)
 
     def start_from_rollout(self, weight_version: int) -> None:
-        """Use the engine's log-probs as old log-probs of the ratio, whatever its weights were.
+        """Use the engine's log-probs as the old log-probs of the importance ratio, for all weight versions.
 
-        `weight_version` is the trainer's version before the update. Engine and trainer are compared only on tokens
-        sampled with this version; `rollout_logprobs` of other tokens become NaN.
+        `weight_version` is the trainer's version before the update. `rollout_logprobs` of tokens sampled with other
+        versions become NaN, so that the mismatch between engine and trainer is measured for equal weights only.
         """
         self.per_token["old_logprobs"] = self.per_token["rollout_logprobs"]
         self.forget_stale_logprobs(weight_version)
@@ -122,19 +122,19 @@ class RLBatch(TokenBatch):
     def forget_stale_logprobs(self, weight_version: int) -> None:
         """Set `rollout_logprobs` to NaN on tokens sampled before `weight_version`.
 
-        Afterwards engine and trainer are compared only on tokens of equal weights.
+        The mismatch between engine and trainer is then measured for equal weights only.
         """
         is_stale = (self.weight_versions >= 0) & (self.weight_versions < weight_version)
         found = self.per_token["rollout_logprobs"]
         self.per_token["rollout_logprobs"] = np.where(is_stale, np.float32(np.nan), found)
 
     def minibatches(self, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> list[TokenBatch]:
-        """Return the minibatch of each update of a step, with its token weights.
+        """Return the minibatch of each optimizer update of a step, with token weights set.
 
-        Each of `train.epochs_per_step` passes visits all samples in `train.updates_per_step` updates. The first pass
-        keeps the given order. Later ones are shuffled with the seed, the step and the pass. `conversations` are
-        distributed over the updates of a pass and trained as an additional loss (`algorithm.ptx_coefficient`). Steps
-        training only the critic (`critic.warmup_steps`) have no update.
+        `train.epochs_per_step` passes visit all samples, each in `train.updates_per_step` updates. The first pass keeps
+        the given order. Later passes are shuffled with the seed, the step and the pass number. `conversations` are
+        supervised samples, distributed over the updates of a pass for an additional loss (`algorithm.ptx_coefficient`).
+        The result is empty for steps that train only the critic (`critic.warmup_steps`).
         """
         if step <= recipe.frozen_steps:
             return []
@@ -155,7 +155,7 @@ class RLBatch(TokenBatch):
         return minibatches
 
     def critic_minibatches(self, recipe: Recipe) -> list[TokenBatch]:
-        """Return the minibatch of each critic update of a step. Its loss is the mean over tokens."""
+        """Return the minibatch of each critic update of a step. The critic's loss is the mean over tokens."""
         algorithm = recipe.algorithm.model_copy(update={"aggregation": "token_mean"})
         # The critic reads only these; fewer arrays are less to send to the ranks.
         batch = self.with_arrays({name: self.per_token[name] for name in ("values", "returns")})
@@ -167,9 +167,9 @@ class RLBatch(TokenBatch):
 
 
 def assign_token_weights(batch: TokenBatch, algorithm: AlgorithmConfig, constant_length: int | None = None) -> None:
-    """Set a minibatch's `token_weights` [tokens]: the factor of each token's loss in the minibatch's total loss.
+    """Set a minibatch's `token_weights` [tokens]: the factor of each token's loss in the total loss.
 
-    All segments of a sample count together, as one sequence of `algorithms.reduction.token_weights`.
+    The segments of one sample count as a single sequence. `algorithms.reduction.token_weights` computes the factors.
     """
     # For the whole minibatch at once, so the loss does not depend on its split into ranks and microbatches.
     weights = token_weights(
@@ -183,7 +183,7 @@ def assign_token_weights(batch: TokenBatch, algorithm: AlgorithmConfig, constant
 
 
 def parts(samples: NDArray[np.int64], count: int) -> list[NDArray[np.int64]]:
-    """Split samples, int64 [samples], into `count` parts of equal size."""
+    """Split sample indices, int64 [samples], into `count` arrays of equal size."""
     size = len(samples) // count
     return [samples[start : start + size] for start in range(0, len(samples), size)]
 
@@ -234,14 +234,16 @@ def _experts(segments: Sequence[Segment]) -> NDArray[np.int64] | None:
 
 
 def _order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
-    """Return the order of the samples in a pass of a step: int64 [count], a permutation."""
+    """Return the order in which one pass visits the samples: a permutation, int64 [count], seeded by step and pass
+    number.
+    """
     if number == 0:
         return np.arange(count)
     return np.random.default_rng([seed, step, number]).permutation(count)
 
 
 def _mixed(minibatch: TokenBatch, conversations: TokenBatch, share: float) -> TokenBatch:
-    """Return a policy minibatch joined with supervised conversations; these have `share` of the total loss."""
+    """Return a policy minibatch joined with supervised conversations. These get the fraction `share` of the total loss."""
     policy = minibatch.with_arrays(minibatch.per_token)
     policy.per_token["token_weights"] = (1 - share) * policy.per_token["token_weights"]
     policy.per_token["supervised"] = np.zeros(len(policy.token_ids), np.float32)

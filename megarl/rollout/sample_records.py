@@ -17,18 +17,18 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 MOST_TOKENS = 512
-"""Recorded tokens per sample. A longer sample keeps half of them from its beginning and half from its end."""
+"""Maximum number of recorded tokens of a sample. Longer samples are cut in the middle."""
 _BYTES_OF_CHARACTER = 4
-"""Maximum bytes of a UTF-8 character, so also the maximum number of tokens in one character."""
+"""Maximum bytes of a UTF-8 character, and so the maximum number of tokens that share one character."""
 
 
 def with_rendered_prompts(
     records: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajectory], tokenizer: Tokenizer
 ) -> Iterator[dict[str, Any]]:
-    """Yield the records of these trajectories, each with `rendered_prompt`: the text of its first prompt's tokens.
+    """Yield the records of these trajectories with `rendered_prompt` added: the text of the first prompt's tokens.
 
-    It includes everything added by the chat template: tools, control tokens, and the opening of the assistant's turn. A
-    trajectory without sampled tokens has no `rendered_prompt`.
+    The text includes everything that the chat template adds: tools, control tokens, and the opening of the assistant's
+    turn. A trajectory without sampled tokens has no `rendered_prompt`.
     """
     known: dict[bytes, str] = {}  # Attempts at one problem share their prompt: decode it once.
     for record, trajectory in zip(records, trajectories, strict=True):
@@ -53,17 +53,17 @@ async def token_records(
     weight_version: int,
     starts_from_rollout: bool = False,
 ) -> list[dict[str, Any]]:
-    """Return records of `count` trajectories before the update: half with the highest advantages, half with the lowest.
+    """Return token-by-token records of `count` trajectories: half with the highest advantages, half with the lowest.
 
-    `batch` belongs to `groups` and has advantages. A record has the fields of `Trajectory.record` except the
+    `batch` is built from `groups` and has advantages. A record has the fields of `Trajectory.record` except the
     completion. Its `columns` have one entry per token of the last segment, from the first sampled token on:
 
     `text`; `advantage`; `rollout_logprob` and `trainer_logprob` in nats; `logprob_gap`, trainer minus engine, only for
     tokens sampled by `weight_version`, the trainer's current weights; `weight_version`; `turn`. Entries are null for
     tokens not sampled. `cut` is the number of tokens omitted in the middle.
 
-    `forward` computes the trainer's log-probs, float32 [tokens], unless the batch has them. With `starts_from_rollout`
-    the batch's old log-probs are the engine's.
+    `forward` computes the trainer's log-probs, float32 [tokens], if the batch lacks them. `starts_from_rollout`: the
+    batch's old log-probs are the engine's. Call it before the update.
     """
     trajectories = flatten(groups)
     chosen = _extremes(batch, count)
@@ -103,7 +103,7 @@ async def token_records(
 
 
 def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]:
-    """Return the text of each token [tokens]. For tokens sharing a character, the last has it; the others are empty."""
+    """Return the text of each token [tokens]. If tokens share a character, the last has it and the others are empty."""
     texts: list[str] = []
     pending: list[int] = []
     for number, token in enumerate(token_ids.tolist(), 1):
@@ -123,9 +123,9 @@ def token_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> list[str]
 
 
 def selected_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64], selected: NDArray[np.int64]) -> list[str]:
-    """Return the texts of the tokens at the places `selected`, decoded together with neighbours sharing a character.
+    """Return the texts of the tokens at the indices `selected`.
 
-    Only these are decoded: decoding a whole segment of 32k tokens takes seconds.
+    Only these, and neighbours sharing a character with them, are decoded: a whole segment of 32k tokens takes seconds.
     """
     texts: list[str] = []
     for run in np.split(selected, 1 + (np.diff(selected) > 1).nonzero()[0]):
@@ -138,14 +138,14 @@ def selected_texts(tokenizer: Tokenizer, token_ids: NDArray[np.int64], selected:
 
 
 def _begins_character(tokenizer: Tokenizer, token_ids: NDArray[np.int64]) -> bool:
-    """Return whether the first of these tokens begins a character."""
+    """Return whether the first of these tokens begins a new character of the text."""
     start = token_ids[:_BYTES_OF_CHARACTER].tolist()
     text = str(tokenizer.decode(start, skip_special_tokens=False, clean_up_tokenization_spaces=False))
     return not text.startswith("\ufffd")
 
 
 def _extremes(batch: RLBatch, count: int) -> NDArray[np.int64]:
-    """Return the places of `count` samples: highest mean advantages first, then the lowest."""
+    """Return the indices of `count` samples: half with the highest mean advantages, then half with the lowest."""
     sums = np.add.reduceat(np.where(batch.loss_mask, batch.per_token["advantages"], 0.0), batch.cu_samples[:-1])
     # Per token, because a sum would prefer long trajectories.
     means = sums / np.maximum(batch.num_sampled, 1)
@@ -158,7 +158,7 @@ def _extremes(batch: RLBatch, count: int) -> NDArray[np.int64]:
 def _numbers(
     values: NDArray[Any], is_known: NDArray[np.bool_], selected: NDArray[np.int64]
 ) -> list[float | int | None]:
-    """Return the values of the selected tokens with six significant digits; None where unknown or not finite."""
+    """Return the values of the selected tokens, rounded to six digits; None where a value is unknown or not finite."""
     shown = is_known & np.isfinite(values)
     return [
         (value if isinstance(value, int) else float(f"{value:.6g}")) if known else None

@@ -1,4 +1,4 @@
-"""Sources of problems, each with the sampler for its attempts. A run has one, or one per entry of its mixture."""
+"""Sources of problems, each with the sampler for its attempts. A run has one source, or one per entry of its mixture."""
 
 from __future__ import annotations
 
@@ -15,19 +15,17 @@ from megarl.types import Problem, SamplingSettings
 
 @dataclass(frozen=True, slots=True)
 class Source:
-    """A named source of problems. `recipe` is the run's recipe with this source's own settings applied."""
+    """A named source of problems. `recipe` is the run's recipe with the source's own settings applied."""
 
     name: str
     weight: float
     recipe: Recipe
     sampler: GroupSampler
     problems: Sequence[Problem] = ()
-    """Training problems, each with this source's name."""
+    """Training problems. Each carries the name of this source."""
     validation: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
     served_metrics: Callable[[], Mapping[str, float]] = dict
-    """Returns and resets the reward pool's counters, such as calls to scoring servers
-    (`rewards.scoring.RewardPool`).
-    """
+    """Function returning and resetting the reward pool's counters, such as calls to scoring servers."""
 
     def sampling(self, step: int) -> SamplingSettings:
         """Return the sampling parameters of a training step, with the temperature scheduled for it."""
@@ -36,7 +34,7 @@ class Source:
 
 
 def served_metrics(sources: Sequence[Source]) -> dict[str, float]:
-    """Return the counts of all reward pools since the last call: `reward/NAME/calls`, `reward/lost_processes`..."""
+    """Return the counts of all reward pools since the last call, by metric name, such as `reward/NAME/calls`."""
     total: dict[str, float] = {}
     for source in sources:
         for name, value in source.served_metrics().items():
@@ -45,7 +43,7 @@ def served_metrics(sources: Sequence[Source]) -> dict[str, float]:
 
 
 def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:
-    """Return the generator of training problems drawn from these sources."""
+    """Return the object that draws training problems from these sources by their weights."""
     streams = [
         SourceStream(
             source.name,
@@ -62,7 +60,9 @@ def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:
 def sampling_settings(
     config: SamplingConfig, temperature: float | None = None, *, repetition_penalty: float = 1.0
 ) -> SamplingSettings:
-    """Return request parameters from a recipe section. `temperature` replaces the section's own if given."""
+    """Return the sampling parameters of requests from a recipe's sampling section. `temperature` overrides the
+    section's.
+    """
     return SamplingSettings(
         max_new_tokens=config.max_new_tokens,
         temperature=config.temperature if temperature is None else temperature,

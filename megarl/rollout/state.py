@@ -22,22 +22,20 @@ from megarl.types import Archive, ConfigError, ExpertsHandle, FindProblem, Group
 METRICS = {
     "kl/coefficient": ("1", "coefficient of the KL in this step, if algorithm.kl_target adapts it"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 STATE, ARRAYS = "collection.json", "collection.safetensors"
 TIMES = "collection_times.json"
-"""File of measured times of trajectories. They differ between two otherwise equal runs, unlike
-the rest of this state.
-"""
+"""File with measured times of trajectories. It is separate because times differ between two otherwise equal runs."""
 
 
 class RLState:
-    """State carried from step to step of an RL run. With `save` and `load` a resumed run is bit-equal.
+    """State that an RL run carries from step to step. A run resumed from a saved state continues bit-equal.
 
-    `drawn` counts draws: batches of prompts in synchronous training, else single prompts (`buffer.BufferPolicy`).
-    `positions` are the sources' positions in their data. `waiting` holds complete groups for a later step, and
-    `started` the groups in flight, by their number. If draws are single prompts, every group drawn is `used` (given to
-    a step), `given_up` (dropped), `started` or `waiting`. `kl_coefficient` is the adapted coefficient.
+    `drawn` counts draws: batches of prompts in synchronous training, otherwise single prompts. `positions` are the
+    sources' positions in their data. `waiting` holds complete groups for a later step, `started` the groups in flight
+    by number. If single prompts are drawn, every group drawn is in exactly one of `used` (given to a step), `given_up`
+    (dropped), `started` and `waiting`. `kl_coefficient` is the current coefficient of the KL penalty.
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
@@ -51,23 +49,24 @@ class RLState:
         self._before_step: tuple[int, int, int, list[Group], Positions] | None = None
 
     def begin_step(self, *, repeats_draws: bool) -> None:
-        """Begin a step: the groups of the step before are trained.
+        """Begin a training step, after the previous step's groups are trained.
 
-        With `repeats_draws` `forget_step` also undoes the step's draws, so that the step draws and samples them again.
+        `repeats_draws`: if the step fails, `forget_step` also undoes its draws, so that the same prompts are drawn
+        again.
         """
         self._given = []
         before = self.drawn, self.used, self.given_up, self.waiting, self.positions
         self._before_step = before if repeats_draws else None
 
     def give(self, groups: Sequence[Group]) -> None:
-        """Remove the given groups from the waiting ones, because the current step trains on them."""
+        """Remove these groups from the waiting ones, because the current step trains on them."""
         draws = {draw_of(group) for group in groups}
         self.waiting = [group for group in self.waiting if draw_of(group) not in draws]
         self.used += len(groups)
         self._given = list(groups)
 
     def forget_step(self) -> None:
-        """Restore the state before the last step's draws or, if draws are not repeated, put its groups back."""
+        """Undo the current step: restore the state before its draws, or only make its groups wait again."""
         if self._before_step is not None:
             self.drawn, self.used, self.given_up, self.waiting, self.positions = self._before_step
             self.started = {}
@@ -78,15 +77,15 @@ class RLState:
 
     @property
     def waiting_experts(self) -> list[ExpertsHandle]:
-        """Handles of the routed experts of all groups waiting or in flight."""
+        """Handles of the stored routed experts (MoE) of all groups that wait or are in flight."""
         segments = [segment for group in self.waiting for trajectory in group for segment in trajectory.segments]
         started = [handle for group in self.started.values() for handle in group.experts]
         return [segment.routed_experts for segment in segments if segment.routed_experts is not None] + started
 
     def adapt_kl(self, metrics: Mapping[str, float], num_samples: int) -> dict[str, float]:
-        """Adapt the KL coefficient towards algorithm.kl_target, using a step's metrics.
+        """Adapt the KL coefficient towards algorithm.kl_target, from the KL measured in a step.
 
-        Returns `kl/coefficient` as used in this step, if the recipe adapts it.
+        Returns the metric `kl/coefficient` with the value used in this step; empty if the coefficient is fixed.
         """
         before = self.kl_coefficient
         divergence = metrics.get("kl/reference")
@@ -103,7 +102,7 @@ class RLState:
     def save(self, folder: Path) -> None:
         """Write the state into a checkpoint folder.
 
-        A completion in flight is saved with the tokens sampled before the last pause of the pool.
+        An unfinished completion is saved with the tokens sampled before the last pause of the engine pool.
         """
         archive = Archive()
         state = {
@@ -122,7 +121,7 @@ class RLState:
         (folder / ARRAYS).write_bytes(save(arrays))
 
     def load(self, folder: Path, find_problem: FindProblem) -> None:
-        """Restore the state from a checkpoint folder; `find_problem` looks up the run's problems."""
+        """Restore the state from a checkpoint folder. `find_problem` looks up problems by source and index."""
         state = json.loads((folder / STATE).read_text(encoding="utf-8"))
         archive = Archive(load_file(folder / ARRAYS), json.loads((folder / TIMES).read_text(encoding="utf-8")))
         self.drawn, self.used, self.given_up = state["drawn"], state["used"], state["given_up"]
@@ -140,7 +139,10 @@ class RLState:
 
 
 def problem_lookup(problems: Mapping[str, Sequence[Problem]]) -> FindProblem:
-    """Return a lookup of problems by source and index. It raises ConfigError for a problem the run no longer has."""
+    """Return a function that looks up problems by source and index.
+
+    It raises ConfigError if the recipe no longer has the problem.
+    """
     # An index of places once: problems of a streamed data set must not be scanned per lookup.
     places = {source: Places(found) for source, found in problems.items()}
 

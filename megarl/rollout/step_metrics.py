@@ -1,4 +1,4 @@
-"""Metrics of a step: its updates, and its sampled trajectories."""
+"""Metrics of a training step: its updates, its sampled trajectories, and the staleness of their tokens."""
 
 from __future__ import annotations
 
@@ -90,16 +90,16 @@ METRICS = {
         "and any metric of rewards and rollouts for this source",
     ),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 OLDEST = 8
-"""Largest distance in weight versions reported by itself. Older tokens are counted at it."""
+"""Largest staleness, in weight versions, with a metric of its own. Older tokens are counted there too."""
 
 
 def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics of a step's updates of one model.
+    """Merge the metrics of one model's updates in a step.
 
-    The loss is a sum within an update; over the updates it becomes a mean.
+    An update's loss is a sum over its tokens; the step's loss is the mean over updates.
     """
     return merge({**update, **_loss_of(update)} for update in updates)
 
@@ -109,11 +109,11 @@ def _loss_of(update: Mapping[str, Metric]) -> dict[str, Metric]:
 
 
 def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """Return the merged metrics of a step's updates. `logprob_gap/` compares the trainer's log-probs with the engine's.
+    """Return the merged metrics of a step's updates, with `logprob_gap/`: the trainer's log-probs minus the engine's.
 
-    Both log-probs of a token are computed with the weights used to sample it. In a later update, and for trajectories
-    waiting since an earlier step, the trainer's are `old_logprobs`. `logprob_gap/measured` is 1, with one exception:
-    under algorithm.old_logprobs = rollout it is the share of the first update's tokens sampled in this step.
+    Both are computed with the weights that sampled the token. For later updates of a step, and for trajectories from an
+    earlier step, the trainer's side is `old_logprobs`. `logprob_gap/measured` is the compared share of tokens. It is 1,
+    except under algorithm.old_logprobs = rollout: then only tokens sampled in this step are compared.
     """
     found = values(merge_updates(updates))
     if len(updates) == 1:
@@ -148,8 +148,8 @@ def step_metrics(
 def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[str, float]:
     """Return the metrics of one source of a mixture, computed from its own trajectories.
 
-    `environment/NAME/reward/...`, `/tools/...` and others come from `reward_metrics` and `rollout_metrics`. The
-    prefixes `rollout/` and `environment/` are removed: `/observed_tokens/mean`, `/time/engine_wait_seconds/mean`.
+    Names are `environment/SOURCE/` and the usual name, as in `environment/SOURCE/reward/mean`. Prefixes `rollout/` and
+    `environment/` of the usual name are removed: `environment/SOURCE/observed_tokens/mean`.
     """
     own = [t for t in trajectories if t.environment == name]
     metrics = {"share": len(own) / len(trajectories)}
@@ -160,7 +160,7 @@ def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[s
 
 
 def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, list[Trajectory]]:
-    """Group trajectories by data source, read from this field of their records (`rewards.scores.by_source_name`).
+    """Group trajectories by data source. The field `field` of their records names the source.
 
     Trajectories without a text in the field are omitted.
     """
@@ -171,7 +171,7 @@ def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dic
 
 
 def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, float]:
-    """Return reward metrics per data source (`rewards.scores.source_metrics`). Unscored trajectories are omitted."""
+    """Return reward metrics per data source, named by `field` of the records. Unscored trajectories are omitted."""
     rewarded = [t for t in trajectories if t.reward is not None]
     # A source may lose its verdicts in the middle of a step (`Answers`): earlier ones then do not count alone.
     unjudged = {t.environment for t in rewarded if t.reward and t.reward.answer_correct is None}
@@ -185,16 +185,18 @@ def data_source_metrics(trajectories: Sequence[Trajectory], field: str | None) -
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], weight_version: int) -> dict[str, float]:
-    """Return `staleness/` of trajectories used to update weights of this version."""
+    """Return `staleness/` metrics: how many weight versions the tokens of these trajectories lag behind
+    `weight_version`.
+    """
     staleness = [weight_version - t.oldest_version for t in trajectories if t.num_sampled]
     return {"staleness/mean": float(np.mean(staleness)), "staleness/max": float(max(staleness))}
 
 
 def reward_metrics(trajectories: Sequence[Trajectory], trained: Sequence[Trajectory] | None = None) -> dict[str, float]:
-    """Return reward metrics of a step's completions, per reward function too (`rewards.scores.function_metrics`).
+    """Return reward metrics of a step's completions, in total and per reward function.
 
-    Unscored attempts do not count in reward metrics. Metrics describe all attempts of the step (`trajectories`). An
-    exception is a reward model: it scores only the `trained` ones, so metrics of the total reward describe these.
+    Unscored attempts do not count. Metrics describe all attempts of the step (`trajectories`). A reward model scores
+    only the `trained` ones, so with one the total reward describes only these.
     """
     judged = [t.reward for t in trajectories if t.reward is not None]
     scored = [(t, t.reward) for t in (trajectories if trained is None else trained) if t.reward is not None]
@@ -222,10 +224,9 @@ def reward_metrics(trajectories: Sequence[Trajectory], trained: Sequence[Traject
 
 
 def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Return rollout metrics of a step's attempts.
+    """Return rollout metrics of a step's attempts: lengths, turns, times, and the environment's own metrics.
 
-    An environment's own numbers are named `environment/OWN`. Names beginning with `tools/` stay as they are
-    (`environments.tools.ToolEnvironment`).
+    A metric OWN of the environment is named `environment/OWN`. Names beginning with `tools/` are unchanged.
     """
     count = len(trajectories)
     prompts = [_first_prompt_tokens(t) for t in trajectories]
@@ -273,16 +274,17 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def _first_prompt_tokens(trajectory: Trajectory) -> int:
-    """Return the number of tokens before the first sampled one, or of the problem's prompt if none was sampled."""
+    """Return the number of tokens before the first sampled one; of the problem's prompt if none was sampled."""
     sampled = next((segment.loss_mask for segment in trajectory.segments if segment.loss_mask.any()), None)
     return len(trajectory.problem.prompt_token_ids) if sampled is None else int(sampled.argmax())
 
 
 def metrics_by_version(batch: RLBatch, weight_version: int, *, is_trainers: bool = True) -> dict[str, float]:
-    """Return METRICS of the trained tokens, before the update of the weights with this version.
+    """Return METRICS of the trained tokens by the weight version that sampled them, before the update.
 
-    Only shares are returned if log-probs computed by the trainer are missing for some tokens. `is_trainers` says
-    whether `old_logprobs` come from the trainer. Call this before stale log-probs are set to NaN.
+    `weight_version` is the trainer's version. Only shares of tokens are returned if some log-probs of the trainer are
+    missing. `is_trainers` says whether `old_logprobs` come from the trainer. Call this before stale log-probs become
+    NaN.
     """
     mask = batch.loss_mask
     if not mask.any():
@@ -304,9 +306,9 @@ def metrics_by_version(batch: RLBatch, weight_version: int, *, is_trainers: bool
 
 
 def known_gap(batch: RLBatch) -> float | None:
-    """Return the mean distance, in nats, of the trainer's old log-probs from the engine's over trained tokens.
+    """Return the mean absolute difference, in nats, of the trainer's and the engine's log-probs over trained tokens.
 
-    None if it is unknown before the update, because some of the trainer's log-probs are still missing.
+    None if some log-probs of the trainer are computed only in the update.
     """
     old_logprobs = batch.per_token.get("old_logprobs")
     if old_logprobs is None:
@@ -317,8 +319,9 @@ def known_gap(batch: RLBatch) -> float | None:
 
 
 def gap_metrics_before(batch: RLBatch, train: TrainConfig) -> dict[str, float]:
-    """Return `train/gap_exceeded` = 1 and `logprob_gap/mean` if the mismatch is known to be too large before any
-    update.
+    """Return `train/gap_exceeded` = 1 and `logprob_gap/mean` if the mismatch of engine and trainer forbids an update.
+
+    The result is empty if the mismatch is small enough, or not yet known.
     """
     if train.max_logprob_gap is None:
         return {}
@@ -329,12 +332,12 @@ def gap_metrics_before(batch: RLBatch, train: TrainConfig) -> dict[str, float]:
 
 
 def is_gap_exceeded(metrics: Mapping[str, Metric]) -> bool:
-    """Return whether an update was skipped because of the mismatch."""
+    """Return whether an update was skipped because engine and trainer log-probs differ too much."""
     return "train/gap_exceeded" in metrics and metrics["train/gap_exceeded"].number > 0
 
 
 def gap_exceeded_message(train: TrainConfig, step: int, gap: float) -> str:
-    """Return the error message for a step with too large a mismatch."""
+    """Return the error message for a step in which engine and trainer log-probs differ too much."""
     return (
         f"train.max_logprob_gap = {train.max_logprob_gap:g}: the trainer's log-probs of step {step} were {gap:.3g} "
         "nats from the engine's on average, so updates were skipped. Look for the cause in rollout.vllm, model.dtype "

@@ -18,22 +18,22 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class ModelCall:
-    """A prompt, int32 [prompt], and its completion."""
+    """A model call: a prompt, int32 [prompt], and its completion."""
 
     prompt_token_ids: NDArray[np.int32]
     completion: Completion
 
     @property
     def token_ids(self) -> NDArray[np.int64]:
-        """Prompt and completion, int64 [prompt + new_tokens]."""
+        """Tokens of prompt and completion, int64 [prompt + new_tokens]."""
         return np.concatenate([self.prompt_token_ids.astype(np.int64), self.completion.token_ids])
 
 
 @dataclass(slots=True)
 class _Chain:
-    """Model calls in which each prompt begins with all tokens of the previous call.
+    """Consecutive model calls: each prompt begins with all tokens of the previous call.
 
-    `num_tokens` and `digest` describe the tokens of the last call.
+    `num_tokens` and `digest` (a hash) describe the tokens of the last call.
     """
 
     numbers: list[int]
@@ -42,15 +42,16 @@ class _Chain:
 
 
 def stitch(calls: Sequence[ModelCall]) -> tuple[Segment, ...]:
-    """Return the segments of model calls, ordered by start. Every sampled token is trained in exactly one segment.
+    """Merge model calls into training segments, ordered by start. Every sampled token is trained in exactly one
+    segment.
 
-    A call extends the segment forming the longest prefix of its prompt. Tokens between two completions (observations)
-    are masked. Without such a segment the call opens a new one, with its whole prompt masked, including tokens sampled
-    earlier. This happens after a history was rewritten, or where another call already continued the prefix. The work is
-    linear in the tokens of all calls. Raises ValueError for an empty sequence.
+    A call extends the segment that is the longest prefix of its prompt. Tokens between two completions (observations)
+    are masked. If no segment is a prefix, the call opens a new one with its whole prompt masked, including tokens
+    sampled earlier. This happens after a history was rewritten, or after another call already continued the prefix. The
+    running time is linear in the tokens of all calls. Raises ValueError without calls.
     """
     if not calls:
-        raise ValueError("a segment needs a model call")
+        raise ValueError("no model calls were given; a segment needs a model call at least")
     chains: list[_Chain] = []
     for number, call in enumerate(calls):
         token_ids = call.token_ids
@@ -65,7 +66,7 @@ def stitch(calls: Sequence[ModelCall]) -> tuple[Segment, ...]:
 
 
 def _longest_prefix(chains: Sequence[_Chain], prompt: NDArray[np.int64]) -> _Chain | None:
-    """Return the chain with the longest prefix of a prompt; the first of equals.
+    """Return the chain of calls that is the longest prefix of a prompt; the first of equals; None: no chain.
 
     The prompt is hashed once for all chains. Comparing it with each chain would read it once per chain.
     """
@@ -85,7 +86,7 @@ def _longest_prefix(chains: Sequence[_Chain], prompt: NDArray[np.int64]) -> _Cha
 
 
 def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
-    """Return one training sequence made of these model calls of an attempt; each call extends the one before."""
+    """Return one training sequence made of the model calls `numbers`; each call extends the one before."""
     last = calls[numbers[-1]]
     # The last call's prompt holds all earlier completions, so its tokens are the whole segment.
     token_ids = last.token_ids

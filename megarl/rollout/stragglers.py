@@ -1,4 +1,4 @@
-"""Detection of straggling engine replicas, far slower than the others."""
+"""Detection of engine replicas that sample far slower than the others (stragglers)."""
 
 from __future__ import annotations
 
@@ -14,23 +14,23 @@ METRICS = {
         "steps",
     ),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 WINDOW = 5
-"""Maximum number of steps to judge a replica by."""
+"""Number of most recent steps over which a replica's speed is measured, at most."""
 MIN_STEPS = 3
-"""Minimum number of steps before a judgement. A replica's first step is not counted, because it
-includes one-time work.
+"""Number of measured steps required to call a replica slow. Its first step is excluded, because it includes one-time
+work.
 """
 MIN_SECONDS = 10.0
-"""Minimum seconds of sampling to judge a replica by."""
+"""Seconds of sampling required to call a replica slow."""
 SLOW_SHARE = 0.5
-"""A replica below this share of the other replicas' median is slow."""
+"""A replica is slow if its speed is below this fraction of the median of the other replicas."""
 
 
 @dataclass(slots=True)
 class Pace:
-    """Tokens sampled by a replica, its sampling time in seconds, and that time summed over its requests."""
+    """A replica's sampled tokens, seconds of sampling, and these seconds summed over its running requests."""
 
     num_tokens: int = 0
     seconds: float = 0.0
@@ -44,20 +44,20 @@ class Pace:
 
     @property
     def rate(self) -> float:
-        """Tokens per second."""
+        """Sampled tokens per second of the replica."""
         return self.num_tokens / max(self.seconds, 1e-9)
 
     @property
     def request_rate(self) -> float:
-        """Tokens per second of one running request."""
+        """Sampled tokens per second and running request."""
         return self.num_tokens / max(self.request_seconds, 1e-9)
 
 
 class StragglerDetector:
     """Finds slow replicas after each step, by name. Each is reported once, with its numbers.
 
-    Load alone explains one slow rate: with few requests, a replica samples few tokens per second; with many, few per
-    request. A replica counts as slow only if both rates are low.
+    A replica with few requests has a low total speed; one with many requests has a low speed per request. So a replica
+    counts as slow only if both speeds are low.
     """
 
     def __init__(self, notify: Callable[[str], object], min_seconds: float = MIN_SECONDS) -> None:
@@ -66,12 +66,12 @@ class StragglerDetector:
         self._reported: set[str] = set()
 
     def forget(self, name: str) -> None:
-        """Forget a lost replica. A replica returning under its name is judged anew."""
+        """Forget the measurements of a lost replica. A replacement under the same name is measured anew."""
         self._paces.pop(name, None)
         self._reported.discard(name)
 
     def metrics(self, paces: Mapping[str, Pace]) -> dict[str, float]:
-        """Return METRICS of a step, from the paces of the live replicas."""
+        """Return the METRICS of a step from the speeds (`Pace`) of the live replicas."""
         for name, pace in paces.items():
             # The first step is dropped: it includes one-time work, such as kernel compilation.
             if name not in self._paces:
@@ -83,7 +83,7 @@ class StragglerDetector:
         return {"rollout/slow_replicas": float(len(stragglers))}
 
     def _over_window(self, name: str) -> Pace | None:
-        """Return a replica's pace over the last steps; None if that is too little for a judgement."""
+        """Return a replica's speed over the last steps; None if it was measured for too short a time."""
         total = Pace()
         for pace in self._paces[name]:
             total.add(pace)

@@ -1,4 +1,4 @@
-"""The driver's side of distillation teachers: each one scores the samples of its sources."""
+"""Distillation teachers on the driver: each teacher scores the samples of its own sources of problems."""
 
 from __future__ import annotations
 
@@ -25,29 +25,27 @@ METRICS = {
     ),
     "distillation/clipped": ("share", "tokens with a log-ratio clipped to distillation.max_log_ratio"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
 class Teachers:
-    """The teachers of a run. A sample's source determines its teacher."""
+    """The teacher models of a distillation run. A sample's source determines its teacher."""
 
     def __init__(self, recipe: Recipe, models: Mapping[str, RankModel]) -> None:
         self._of_source = recipe.teacher_of_source
         self._models = [models[name] for name in recipe.teachers]
 
     def assign(self, batch: RLBatch) -> None:
-        """Set the batch's `target_keys` [sequences, 2]: number of the sequence's teacher, and of the sequence
-        in the step.
-        """
+        """Set the batch's `target_keys` [sequences, 2]: number of the teacher, and of the sequence within the step."""
         of_sample = np.array([self._of_source[name] for name in batch.environments], np.int64)
         numbers = np.arange(batch.num_sequences)
         # Samples are numbered from 0, in order.
         batch.target_keys = np.column_stack([of_sample[batch.samples], numbers])
 
     def leave_out_unknown(self, batch: RLBatch) -> dict[str, float]:
-        """Mask tokens missing from their teacher's vocabulary, such as sampled padding ids of the policy.
+        """Mask tokens that their teacher's vocabulary lacks, such as padding ids sampled by the policy.
 
-        Metric: `distillation/unknown`.
+        Returns the metric `distillation/unknown`, the share of these tokens.
         """
         num_trained = batch.loss_mask.sum()
         for model, sequences in self._parts(batch):
@@ -56,19 +54,19 @@ class Teachers:
         return {"distillation/unknown": float(1 - batch.loss_mask.sum() / max(num_trained, 1))}
 
     async def score(self, batch: TokenBatch) -> NDArray[np.float32]:
-        """Return the teachers' log-probs, float32 [tokens]; zero on the first token of each sequence."""
+        """Return the teachers' log-probs of the batch, float32 [tokens]; zero on the first token of each sequence."""
         logprobs = np.zeros(len(batch.token_ids), np.float32)
         for model, sequences in self._parts(batch):
             logprobs[batch.tokens_of(sequences)] = await model.forward(_known(batch.select(sequences), model))
         return logprobs
 
     async def teach(self, minibatch: TokenBatch) -> None:
-        """Have the teachers write their distributions for the policy's update on this minibatch."""
+        """Let the teachers store their distributions over this minibatch, for the policy's next update on it."""
         for model, sequences in self._parts(minibatch):
             await model.teach(_known(minibatch.select(sequences), model))
 
     def _parts(self, batch: TokenBatch) -> Iterator[tuple[RankModel, NDArray[np.int64]]]:
-        """Yield each teacher with sequences in the batch, and their indices [sequences of it]."""
+        """Yield each teacher with the indices of its sequences in the batch [sequences of the teacher]."""
         assert batch.target_keys is not None
         for number, model in enumerate(self._models):
             sequences = np.flatnonzero(batch.target_keys[:, 0] == number)
@@ -82,7 +80,7 @@ def _num_tokens(model: RankModel) -> int:
 
 
 def _known(batch: TokenBatch, model: RankModel) -> TokenBatch:
-    """Replace tokens unknown to the teacher by token 0, in place, and return the batch."""
+    """Replace, in place, tokens that the teacher's vocabulary lacks by token 0. Returns the batch."""
     # The teacher has no embedding for these ids. Their result is unused: `leave_out_unknown` masked them.
     batch.token_ids = np.where(batch.token_ids < _num_tokens(model), batch.token_ids, 0)
     return batch
@@ -91,13 +89,14 @@ def _known(batch: TokenBatch, model: RankModel) -> TokenBatch:
 def compute_teacher_advantages(
     batch: RLBatch, teacher_logprobs: NDArray[np.float32], config: DistillationConfig
 ) -> dict[str, float]:
-    """Set the batch's `advantages`: the log-ratio of teacher to policy at each sampled token, in nats.
+    """Set the batch's `advantages` [tokens]: log-prob by the teacher minus log-prob by the policy, in nats.
 
-    `teacher_logprobs` are [tokens]; the policy's are `old_logprobs`. With `gamma` above 0 an advantage includes
-    discounted log-ratios of the sample's later tokens.
+    `teacher_logprobs` are [tokens]; the policy's are the batch's `old_logprobs`. With `gamma` above 0 an advantage
+    includes discounted differences of the sample's later tokens.
 
-    Metrics: `distillation/reverse_kl` is the mean over trained tokens of policy minus teacher log-prob, in nats: an
-    estimate of KL(policy || teacher). With `max_log_ratio`, `distillation/clipped` is the share of tokens clipped.
+    Returns metrics. `distillation/reverse_kl` is the mean over trained tokens of policy minus teacher log-prob, in
+    nats: an estimate of KL(policy || teacher). With `max_log_ratio`, `distillation/clipped` is the share of tokens
+    clipped.
     """
     mask = torch.from_numpy(batch.loss_mask)
     log_ratios = torch.from_numpy(teacher_logprobs - batch.per_token["old_logprobs"])
