@@ -36,7 +36,7 @@ METRICS = {
         "fraction of tokens with an importance ratio clipped, zeroed or replaced by their sequence's",
     ),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
 def tis(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *, high: float) -> Tensor:

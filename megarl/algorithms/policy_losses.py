@@ -37,7 +37,7 @@ METRICS = {
     ),
     "train/dual_clip_fraction": ("share", "fraction of tokens with a loss limited by algorithm.dual_clip"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
 

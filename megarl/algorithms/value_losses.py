@@ -8,7 +8,7 @@ from torch import Tensor
 from megarl.algorithms.policy_losses import LossAndMetrics
 
 METRICS = {"critic/clipped": ("share", "fraction of tokens with a value limited by critic.clip")}
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
 def clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> LossAndMetrics:

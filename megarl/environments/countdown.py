@@ -18,7 +18,7 @@ from megarl.types import Problem
 METRICS = {
     "environment/guesses": ("count", "guesses in a game, mean over attempts"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 _OPERATIONS: dict[type[ast.operator], Callable[[Fraction, Fraction], Fraction]] = {
     ast.Add: operator.add,
     ast.Sub: operator.sub,

@@ -40,7 +40,7 @@ METRICS = {
     "tools/invalid": ("count", "calls of an unknown tool or with wrong arguments, mean over attempts"),
     "tools/truncated": ("count", "replies shortened in the middle, mean over attempts"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 CALL_THREAD = "call of "
 """Beginning of the name of a thread running a tool's function."""

@@ -21,7 +21,7 @@ METRICS = {
     "reward/code/cpu_seconds": ("seconds", "CPU time of a sample's tests, mean"),
     "reward/code/retries": ("count", "retried requests to a sandbox's server, mean over samples"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
 def code(

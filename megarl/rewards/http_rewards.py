@@ -43,7 +43,7 @@ METRICS = {
     "reward/NAME/cancelled": ("count", "requests aborted because the sample was aborted"),
     "reward/NAME/substituted": ("count", "samples with the function's parse_error_score"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 _COUNTED = tuple(name.rpartition("/")[2] for name in METRICS)
 COUNTED_FOR: ContextVar[str] = ContextVar("COUNTED_FOR", default="training")

@@ -40,7 +40,7 @@ METRICS = {
     "reward/source/SOURCE/FUNCTION": ("score", "score of a reward function in a data source, mean"),
     "reward/NAME/OWN": ("own", "a metric of the function itself, mean over the samples with it"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 MAX_SOURCES = 50
 """Maximum number of data sources with metrics of their own."""
 _REST = "other"

@@ -29,7 +29,7 @@ METRICS = {
         "reward processes that ended while scoring a sample, retried once in a fresh process",
     ),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
 _MAX_LOST = 2

@@ -29,7 +29,9 @@ class Answers:
     has_ended: bool = False
 
     def settle(self, trajectory: Trajectory) -> Trajectory:
-        """Return the trajectory. Its verdict is removed if the source's accuracy is no longer measured (`has_ended`)."""
+        """Return the trajectory. Its verdict is removed if the source's accuracy is no longer measured
+        (`has_ended`).
+        """
         reward = trajectory.reward
         # Declared verdicts come with every answer; only verdicts derived from rewards can stop.
         if reward is None or self.judging != "by_value":

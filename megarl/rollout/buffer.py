@@ -448,7 +448,9 @@ def _renumbered(groups: Sequence[Group]) -> list[Group]:
 
 
 def _span_metrics(groups: Sequence[Group], weight_version: int) -> dict[str, float]:
-    """Return metrics on how many weight versions sampled each trajectory of a step trained at version `weight_version`."""
+    """Return metrics on how many weight versions sampled each trajectory of a step trained at version
+    `weight_version`.
+    """
     versions = [
         np.concatenate([segment.weight_versions[segment.loss_mask] for segment in trajectory.segments])
         for trajectory in flatten(groups)

@@ -292,7 +292,9 @@ class EnginePool:
                 self._enqueue(pending, self._waiting, last=False)
 
     async def _count_unfinished(self, replica: Replica) -> None:
-        """Count the tokens of requests that stay in an engine during a pause, because they may finish in a later step."""
+        """Count the tokens of requests that stay in an engine during a pause, because they may finish in a later
+        step.
+        """
         try:
             found, *_ = await self._ranks.ask(replica.ranks, "sampled_so_far", [None] * len(replica.ranks))
         except PeerLostError as error:

@@ -243,7 +243,9 @@ def _order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
 
 
 def _mixed(minibatch: TokenBatch, conversations: TokenBatch, share: float) -> TokenBatch:
-    """Return a policy minibatch joined with supervised conversations. These get the fraction `share` of the total loss."""
+    """Return a policy minibatch joined with supervised conversations. These get the fraction `share` of the total
+    loss.
+    """
     policy = minibatch.with_arrays(minibatch.per_token)
     policy.per_token["token_weights"] = (1 - share) * policy.per_token["token_weights"]
     policy.per_token["supervised"] = np.zeros(len(policy.token_ids), np.float32)

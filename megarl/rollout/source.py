@@ -1,4 +1,6 @@
-"""Sources of problems, each with the sampler for its attempts. A run has one source, or one per entry of its mixture."""
+"""Sources of problems, each with the sampler for its attempts. A run has one source, or one per entry of its
+mixture.
+"""
 
 from __future__ import annotations
 

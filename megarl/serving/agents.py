@@ -50,7 +50,7 @@ METRICS = {
     "environment/model_calls": ("count", "completions of an agent, mean over attempts"),
     "environment/program_seconds": ("seconds", "run time of an agent's program, mean over attempts"),
 }
-"""Units and meanings by metric name, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 Result = TypeVar("Result")
 

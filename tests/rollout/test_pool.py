@@ -293,7 +293,7 @@ def test_a_request_id_is_used_once_at_a_time(group: WorkerGroup, runner: asyncio
         pool = EnginePool(group, ONE, max_running=8)
         first = asyncio.create_task(pool.generate(request("one", (5, 17), 4)))
         await asyncio.sleep(0)
-        with pytest.raises(ValueError, match="one is running"):
+        with pytest.raises(ValueError, match="one is in use"):
             await pool.generate(request("one", (5, 17), 4))
         await first
 
