@@ -1,22 +1,22 @@
-"""Rewards: functions of a sample's text, its gold answer and more.
+"""Rewards: functions that score a sample from its text, its gold answer and other values.
 
 A reward function is called with keyword arguments. Its parameters, in any order, are named after values of a sample
-(`calling.PARAMETERS`): `def f(completion_text, answer)`, RL2's `def reward_fn(messages, answer)` and `def f(record,
-num_tokens, **rest)` all work. It returns a `megarl.types.Reward`, a number, or None if it does not apply (`scores`). It
-may be slow: it runs in a separate process, killed at a deadline. A recipe names functions of the table below, or its
-own as `package.module:function` or `path/to/file.py:function`. Each may have a weight and keyword arguments.
+(the table `calling.PARAMETERS`): `def f(completion_text, answer)`, RL2's `def reward_fn(messages, answer)` and `def
+f(record, num_tokens, **rest)` all work. It returns a `megarl.types.Reward`, a number, or None if it does not apply to
+the sample. It may be slow: it runs in a separate process, killed at a deadline. A recipe names a function of the table
+`REWARDS`, or its own as `package.module:function` or `path/to/file.py:function`. Each may have a weight and keyword
+arguments.
 
 `reasoning_gym.TASK` is the scorer of a reasoning-gym task. `judge` and `remote` (or `judge.NAME` and `remote.NAME` for
-several) are not functions: the driver asks a server of the user over HTTP, many completions at once.
+several) are not functions: the driver sends requests to a server of the user over HTTP, many at once.
 
-Reading order: `boxed`, `think_answer_tags`, `gsm8k`, `math_competition`, `multiple_choice` (answers), `final_answers`
-(their places), `math_equivalence` (is the answer right), `quantities` and `units` (numbers with units), `formulas`
-(parser and comparison of formulas), `choice_answers` (letters of choices), `answer_format`, `length`, `harmless` (safe
-evaluation), `reasoning_gym`, `code` (does a program pass its tests), `code_cases` (formats of tests), `code_programs`
-(programs running them), `calling` (arguments of a function), `scores` (its results), `server` (process calling
-functions), `worker` (driver's side of one process, a `platform.killable` one), `served` (a scoring server), `judge` and
-`remote` (its two kinds), `scoring` (the pool). Importing this package imports no reward function; a function's module
-is imported in a reward process only.
+Reading order. Functions: `boxed`, `think_answer_tags`, `gsm8k`, `math_competition`, `multiple_choice`, `answer_format`,
+`length`, `reasoning_gym`, `code`. Where an answer stands in a completion: `final_answers`. Whether it is right:
+`math_equivalence`, `quantities` and `units` (numbers with units), `formulas` (parser and comparison of formulas),
+`choice_answers` (letters of choices). `harmless` checks text before it is evaluated. Tests of programs: `code_cases`
+(formats), `code_programs` (execution). Calling functions: `calling` (arguments), `results`, `reward_main` (the
+process), `reward_process` (its driver's side), `reward_pool`. Servers: `http_rewards`, `judge`, `remote_model`.
+Importing this package imports no reward function; a function's module is imported in a reward process only.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ SERVED = {
     "judge": "megarl.rewards.judge:Judge",
     "remote": "megarl.rewards.remote_model:RemoteModel",
 }
-"""Rewards from servers, asked by the driver."""
+"""Rewards from HTTP servers: name in a recipe, and import path of the client class in the driver."""
 
 RECORD_CHECKS = {
     "code": "megarl.rewards.code_cases:check_record",
@@ -54,9 +54,10 @@ RECORD_CHECKS = {
     "reasoning_gym": "megarl.rewards.reasoning_gym:check_record",
     "reasoning_gym.TASK": "megarl.rewards.reasoning_gym:check_metadata",
 }
-"""Functions of answer, record and the recipe's keyword arguments, called for every record before a start.
+"""Checks of data records before a run, by reward function. Each takes answer, record and the recipe's keyword
+arguments.
 
-They raise ValueError for a record that the reward cannot score. Their modules are light to import.
+A check raises ValueError for a record that the reward function cannot score. The modules import quickly.
 """
 
 ANSWER_READERS = {
@@ -68,9 +69,10 @@ ANSWER_READERS = {
     "reasoning_gym": "megarl.rewards.reasoning_gym:final_answer",
     "reasoning_gym.TASK": "megarl.rewards.reasoning_gym:final_answer",
 }
-"""Functions of completion, record and the recipe's keyword arguments.
+"""Readers of final answers for majority voting (`majority_at_K`), by reward function.
 
-They return the scored final answer as text, or None (for `majority_at_K`). Their modules are light to import.
+A reader takes completion, record and the recipe's keyword arguments. It returns the final answer as text, or None if
+there is none. The modules import quickly.
 """
 
 _BOXED = "Work through the problem step by step. Then write the final answer, and nothing else, in \\boxed{}."
@@ -101,7 +103,7 @@ SYSTEM_PROMPTS = {
     "reasoning_gym": _TAGS,
     "reasoning_gym.TASK": _TAGS,
 }
-"""Instructions for the formats of functions, used under `data.system_prompt: default`."""
+"""System prompts that describe the answer format of each reward function, used with `data.system_prompt: default`."""
 
 FORM_PROMPTS = {
     "boxed": _BOXED,
@@ -114,7 +116,9 @@ FORM_PROMPTS = {
         "and has nothing else."
     ),
 }
-"""Instructions for the forms chosen by a function's keyword arguments `forms`, `form` or `place`."""
+"""System prompts by answer form, for reward functions whose keyword argument `forms`, `form` or `place` selects a
+form.
+"""
 
 
 _CHOICES = Choices("reward.functions", "reward", "function", REWARDS | SERVED)
@@ -123,21 +127,27 @@ _SERVED_NAME = re.compile(rf"({'|'.join(SERVED)})(?:\.[\w-]+)?", re.ASCII)
 
 
 def locate(name: str) -> str:
-    """Return the import path of a recipe's reward name, without importing it. Raises ConfigError for an unknown
-    name."""
+    """Return the import path of a reward named in a recipe, without importing it. Raises ConfigError for an unknown
+    name.
+    """
     if task := _TASK.fullmatch(name):
         return f"megarl.rewards.reasoning_gym:{task[1]}"
     return _CHOICES.locate(served_kind(name) or name)
 
 
 def served_kind(name: str) -> str | None:
-    """Return the kind of server (`judge` or `remote`) of a recipe's reward name. None: it is a function."""
+    """Return the kind of HTTP server, `judge` or `remote`, of a reward named in a recipe; None: the name is a
+    function.
+    """
     found = _SERVED_NAME.fullmatch(name)
     return found[1] if found else None
 
 
 def system_prompt_of(name: str, kwargs: Mapping[str, Any]) -> str | None:
-    """Return the instruction for a reward function's format (the first of several forms). None: it has no format."""
+    """Return the system prompt describing a reward function's answer format; None: the function has no format.
+
+    For a function that accepts several forms, the prompt describes the first one.
+    """
     chosen = next((kwargs[key] for key in ("forms", "form", "place") if kwargs.get(key)), None)
     if chosen is None:
         return SYSTEM_PROMPTS.get(kind_of(name))
@@ -145,17 +155,19 @@ def system_prompt_of(name: str, kwargs: Mapping[str, Any]) -> str | None:
 
 
 def kind_of(name: str) -> str:
-    """Return the key of this package's tables for a recipe's reward name: `reasoning_gym.TASK` for all its tasks."""
+    """Return the key in this package's tables for a reward named in a recipe: `reasoning_gym` for any
+    `reasoning_gym.TASK`.
+    """
     return "reasoning_gym.TASK" if _TASK.fullmatch(name) else name
 
 
 def metric_name(name: str) -> str:
-    """Return the name of a reward function in metrics (`reward/NAME/mean`), without its module or file."""
+    """Return a reward function's short name for metrics (`reward/NAME/mean`), without its module or file."""
     return name.rpartition(":")[2]
 
 
 def resolve(name: str) -> Callable[..., Any]:
-    """Return the reward function `name`, importing its module or running its file.
+    """Import and return the reward function named `name` in a recipe.
 
     Raises ConfigError if the function does not exist or its module cannot be imported.
     """

@@ -1,4 +1,4 @@
-"""Reward for a completion's format alone."""
+"""Reward for the format of a completion alone; the answer is not judged."""
 
 from __future__ import annotations
 
@@ -27,15 +27,16 @@ def answer_format(
     valid_score: float = 1.0,
     invalid_score: float = 0.0,
 ) -> FunctionScore:
-    """Score the completion's form, or a full match with a regular expression `pattern`.
+    """Score whether a completion has an answer in the given `form`, or matches the regular expression `pattern`
+    completely.
 
-    With both, both must hold; `.` also matches line ends. The answer is not judged: `answer_correct` is left to other
-    functions. Metric: `valid`.
+    With both, both must hold; `.` also matches line ends. The result has no verdict on the answer. Metric: `valid`, the
+    share of completions in the format.
     """
     if form is None and pattern is None:
-        raise ValueError(f"give a form, one of {', '.join(_FORMS)}, or a pattern")
+        raise ValueError(f"kwargs.form and kwargs.pattern are missing: set one; form is one of {', '.join(_FORMS)}")
     if form is not None and form not in _FORMS:
-        raise ValueError(f"form is {form!r}; give one of {', '.join(_FORMS)}")
+        raise ValueError(f"kwargs.form = {form!r}: is not an answer form; set it to one of {', '.join(_FORMS)}")
     is_valid = form is None or _FORMS[form](completion_text)
     if is_valid and pattern is not None:
         is_valid = re.fullmatch(pattern, completion_text, re.DOTALL) is not None

@@ -1,4 +1,4 @@
-"""Arguments of reward functions, selected by the names of their parameters."""
+"""Arguments of reward functions. A function receives the values of a sample that its parameters name."""
 
 from __future__ import annotations
 
@@ -24,18 +24,19 @@ PARAMETERS = {
     "correct_score": "float: reward.correct_score",
     "sandbox": "megarl.sandbox.sandbox_fusion.AnySandbox: runs programs of the policy, if it is named",
 }
-"""Values of a sample available to a reward function, by parameter name."""
+"""Values of a sample that a reward function can take, by parameter name, with type and meaning."""
 
-_OF_THE_RECIPE = ("correct_score",)
-"""Parameters with values of the recipe, not of the sample. A function's kwargs may replace the values."""
-_WHEN_NAMED = "sandbox"
-"""Parameter passed only to functions naming it, never through `**rest`: most functions work on a machine without a
-sandbox."""
+_RECIPE_PARAMETERS = ("correct_score",)
+"""Parameters filled from the recipe instead of the sample. A function's `kwargs` in the recipe may override them."""
+_SANDBOX = "sandbox"
+"""Parameter `sandbox`. A function receives it only if it names it, never through `**rest`: a machine may lack a
+sandbox.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Sample:
-    """Completion to score, with its problem and its place in the attempt; JSON values."""
+    """A completion to score, with its problem and its place in the attempt. All values are JSON values."""
 
     completion_text: str
     answer: Any
@@ -55,7 +56,7 @@ class Sample:
         prompt_messages: Sequence[Mapping[str, Any]],
         turn: int,
     ) -> Sample:
-        """Return the sample of a completion. `turn` is its number among the attempt's completions, from 1."""
+        """Return the sample of a completion. `turn` is the number of the completion in the attempt, from 1."""
         return cls(
             completion_text,
             problem.answer,
@@ -67,7 +68,7 @@ class Sample:
         )
 
     def values(self, names: frozenset[str], correct_score: float) -> dict[str, Any]:
-        """Return the values of the given `PARAMETERS`."""
+        """Return the values of the sample for the parameters `names`, by name."""
         said = {"role": "assistant", "content": self.completion_text}
         known = {
             "completion_text": self.completion_text,
@@ -87,58 +88,60 @@ class Sample:
 
 @dataclass(frozen=True, slots=True)
 class BoundFunction:
-    """A reward function with its arguments."""
+    """A reward function together with the recipe's keyword arguments for it."""
 
     function: Callable[..., Any]
     needs: frozenset[str]
-    """The `PARAMETERS` passed to it, by name."""
+    """Names of the sample values that the function takes; keys of `PARAMETERS`."""
     positional: Mapping[str, Any]
-    """Its positional-only parameters in order, with their defaults."""
+    """The function's positional-only parameters in order, with their defaults."""
     kwargs: Mapping[str, Any]
-    """The recipe's keyword arguments for it."""
+    """Keyword arguments that the recipe sets for the function."""
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
-        """Return the function's result for a sample's values. Values without a parameter are not passed."""
+        """Call the function with a sample's values and return its result. Values without a parameter are ignored."""
         given = {name: values[name] for name in self.needs} | dict(self.kwargs)
         arguments = [given.pop(name, default) for name, default in self.positional.items()]
         return self.function(*arguments, **given)
 
 
 def bind(name: str, function: Callable[..., Any], kwargs: Mapping[str, Any]) -> BoundFunction:
-    """Bind a function to the recipe's `kwargs`.
+    """Combine a reward function with the recipe's keyword arguments `kwargs`.
 
-    Raises ConfigError for a required parameter without a value, and for unknown keyword arguments.
+    Raises ConfigError if a required parameter has no value, or a keyword argument is unknown.
     """
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         raise ConfigError(
-            f"reward.functions: {name!r}: its parameters cannot be read; call it from a function written in Python, "
+            f"reward.functions: {name!r}: the names of its parameters cannot be read; wrap it in a Python function "
             f"such as: {expected(name)}"
         ) from None
     takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters)
     named = {p.name: p for p in parameters if p.kind not in (p.VAR_KEYWORD, p.VAR_POSITIONAL)}
-    if reserved := [key for key in kwargs if key in PARAMETERS and key not in _OF_THE_RECIPE]:
+    if reserved := [key for key in kwargs if key in PARAMETERS and key not in _RECIPE_PARAMETERS]:
         raise ConfigError(
-            f"reward.functions: {name!r}: kwargs.{reserved[0]}: is a value of the sample, so the recipe cannot "
-            "set it; leave it out"
+            f"reward.functions: {name!r}: kwargs.{reserved[0]}: every sample has its own value of this, so the "
+            "recipe cannot set it; remove it"
         )
     if foreign := [key for key in kwargs if key not in named and not takes_any]:
         near = nearest(foreign[0], named)
         hint = f"did you mean {near}?" if near else f"it takes {', '.join(named) or 'none'}"
-        raise ConfigError(f"reward.functions: {name!r}: kwargs.{foreign[0]}: is not a parameter; {hint}")
+        raise ConfigError(
+            f"reward.functions: {name!r}: kwargs.{foreign[0]}: is not a parameter of the function; {hint}"
+        )
     for parameter in named.values():
         if parameter.default is parameter.empty and parameter.name not in (*PARAMETERS, *kwargs):
             raise ConfigError(_unknown(name, parameter.name))
     # A function with **rest gets every value of the sample except the sandbox.
-    wanted = named.keys() | (PARAMETERS.keys() - {_WHEN_NAMED} if takes_any else set())
+    wanted = named.keys() | (PARAMETERS.keys() - {_SANDBOX} if takes_any else set())
     needs = frozenset(key for key in PARAMETERS if key in wanted and key not in kwargs)
     positional = {p.name: p.default for p in named.values() if p.kind is p.POSITIONAL_ONLY}
     return BoundFunction(function, needs, positional, kwargs)
 
 
 def expected(name: str) -> str:
-    """Return an example of a reward function's definition."""
+    """Return an example definition of the reward function `name`, for error messages."""
     return f"def {metric_name(name)}(completion_text: str, answer: str) -> float | megarl.types.Reward"
 
 

@@ -1,4 +1,6 @@
-"""Answers naming the letter of a choice, optionally with its text: `(C) 12`, `C. 12`, `\\textbf{(C)}`."""
+"""Answers to multiple-choice questions: the letter of a choice, optionally with its text, as in `(C) 12` or
+`\textbf{(C)}`.
+"""
 
 from __future__ import annotations
 
@@ -17,27 +19,28 @@ _WITH_TEXT = re.compile(
     r"(?![\^_+*/=!']|\\(?:cdot|times|div|over|pm|mp|cup|cap|setminus|to|in|le|ge|ne|equiv|approx|mid)(?![A-Za-z]))(\S.*)",
     re.DOTALL,
 )
-"""A letter with a mark and a blank, and the choice's text. Text that continues a formula, `(N) (N-1)`, is none.
+"""Regular expression of a choice's letter with a mark and a blank, followed by the choice's text.
 
-Only a plain number may follow a bracket without a blank: `(C)12`.
+It does not match text that continues a formula, such as `(N) (N-1)`. After a bracket without a blank only a plain
+number may follow: `(C)12`.
 """
 ALSO_RIGHT = (
     r"[A-Z]\b[\s)*_]*(?i:(?:is|are|could|can|may|might|would)(?:\s+(?:also|be|equally|just|as|well|the))*"
     r"\s+(?:correct|right|true|valid|possible|plausible|acceptable|answer)\b|also\b|too\b)"
 )
-"""Regular expression of a letter called right like another: `C is also correct`."""
+"""Regular expression of a text saying that a second choice is right too: `C is also correct`."""
 _HEDGE = re.compile(
     r"^\W*(?:and|or|not)\b|^\s*[,;/&+]|\b(?:and|or|not|nor|maybe|perhaps)\b.*\b[A-Z]\b|\(\s*[A-Z]\s*\)"
     r"|(?:^|[\s,])[A-Z]\s*[).:](?:\s|$)|^\W*[A-Z](?:[\s,.;/&]+[A-Z])*\W*$|^\W*(?!I\b)[A-Z]\s*[,;&]"
     rf"|(?:^|[.;,]\s+){ALSO_RIGHT}"
 )
-"""Text naming a second choice after the first. `I, II` is a list of statements."""
+"""Regular expression of a text that names a second choice after the first. `I, II` is a list of statements instead."""
 
 
 def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, str], bool]) -> bool | None:
-    """Return whether two answers name the same letter, and agree in their choices' texts if both have one.
+    """Return whether two answers name the same letter of a choice, and the same text if both give one.
 
-    None: one is not a letter, or both are plain letters without text or brackets.
+    Returns None if an answer names no letter, or if both are plain letters without text or brackets.
     """
     gold, found = _letter_and_text(plain_text(answer)), _letter_and_text(plain_text(prediction))
     if gold is None or found is None:
@@ -47,13 +50,15 @@ def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, 
 
 
 def choice_letter(text: str) -> str | None:
-    """Return the letter of a text: alone, in brackets, or before a full stop and one choice's text."""
+    """Return the choice's letter in a text: alone, in brackets, or before a full stop and the choice's text. None: no
+    letter.
+    """
     found = _letter_and_text(text)
     return None if found is None else found[0]
 
 
 def _letter_and_text(text: str) -> tuple[str, str] | None:
-    """Return the letter of a text, and the choice's text, possibly empty. None: no letter, or several."""
+    """Return the choice's letter in a text, and the text of the choice ("" if missing). None: no letter, or several."""
     text = _LABEL.sub("", text)
     alone = _ALONE.fullmatch(text)
     if alone:
@@ -63,5 +68,5 @@ def _letter_and_text(text: str) -> tuple[str, str] | None:
 
 
 def is_hedged(text: str) -> bool:
-    """Return whether the text after a letter names another choice, or takes the letter back."""
+    """Return whether the text after a choice's letter names another choice, or withdraws the first."""
     return _HEDGE.search(text) is not None

@@ -35,18 +35,23 @@ def code(
     max_tests: int | None = None,
     field: str | None = None,
 ) -> Reward:
-    """Run the last fenced block of the completion on the tests of `code_cases`, or of a `field` of the record.
+    """Run the last fenced code block of the completion on the record's tests.
 
-    `score` all: `correct_score` for passing all tests; testing stops at the first failure. fraction: the passed share
-    of it. Only the first `max_tests` count. Testing also stops at the first timeout. The format is valid if the block
-    exists. Metrics: shares of the tests `passed`, `wrong`, `runtime_errors`, `timeouts`, `unrun`; `judge_errors`: wrong
-    because the comparison raised an error; `wall_timeouts`: timeouts by the wall clock; `cpu_seconds` of all runs;
-    `retries` of requests to a server.
+    The tests are in the record's `field`, or in the places known to `code_cases.read_cases`. With `score` all, passing
+    all tests gives `correct_score`, and testing stops at the first failure. With `score` fraction, the score is the
+    passed share times `correct_score`. Only the first `max_tests` tests are run. Testing also stops at the first
+    timeout. The format is valid if the code block exists.
+
+    Metrics are shares of the tests: `passed`, `wrong`, `runtime_errors`, `timeouts`, `unrun`; `judge_errors`: wrong
+    because the comparison raised an error; `wall_timeouts`: timeouts of wall-clock time. `cpu_seconds` sums all runs,
+    `retries` counts repeated requests to a sandbox server.
     """
     if score not in ("all", "fraction"):
-        raise ValueError(f"score is {score!r}; give all or fraction")
+        raise ValueError(f"kwargs.score = {score!r}: is not a valid value; set it to all or fraction")
     if max_tests is not None and max_tests < 1:
-        raise ValueError(f"max_tests is {max_tests}; give 1 at least, or leave it out for all")
+        raise ValueError(
+            f"kwargs.max_tests = {max_tests}: is not positive; set it to 1 or more, or remove it to run all tests"
+        )
     cases = read_cases(answer, record, field)[:max_tests]
     source = last_block(completion_text)
     if source is None:

@@ -1,12 +1,14 @@
-"""Tests of programs in the formats of ColossalRL, PRIME (APPS and TACO) and LiveCodeBench.
+"""Tests of programs, in the formats of ColossalRL, PRIME (APPS and TACO) and LiveCodeBench.
 
-- ColossalRL and PRIME: {"inputs": [...], "outputs": [...]}, or its JSON. With "fn_name" a function is called. An input
-  is then its arguments: a list, or a text with one JSON value a line. Without it an input is the standard input and an
-  output the expected print-out, each a text or a list of lines.
-- LiveCodeBench: [{"input", "output", "testtype": "stdin" or "functional"}, ...] or its JSON, in `public_test_cases` and
-  `private_test_cases` of the record, the latter possibly packed. The function's name is in `metadata`.
+- ColossalRL and PRIME: {"inputs": [...], "outputs": [...]}, or the same as JSON text. With "fn_name" a function is
+  tested: each input is its arguments, a list or a text with one JSON value a line. Without "fn_name" a program is
+  tested: an input is the standard input and an output the expected print-out, each a text or a list of lines.
+- LiveCodeBench: [{"input", "output", "testtype": "stdin" or "functional"}, ...] or the same as JSON text, in
+  `public_test_cases` and `private_test_cases` of the record. The latter may be packed. The function's name is in
+  `metadata`.
 
-A packed list is base64 of zlib of a pickle of a text. It is never unpickled: only the text is read from it.
+A packed list is a pickled text, compressed by zlib and encoded in base64. It is never unpickled: only the text is
+extracted.
 """
 
 from __future__ import annotations
@@ -33,11 +35,11 @@ _FORMS = (
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """A test. With `function`, its `arguments` must give the value `expected`; else `stdin` must make a program print
-    it.
+    """One test of a program or a function.
 
-    `text` is the expected value as written, if the data do not say whether it is a text such as "5" or the value it
-    spells. A function may return either.
+    With `function`, calling it with `arguments` must return `expected`. Otherwise the program, given `stdin`, must
+    print `expected`. `text` is the expected value as written, if the data do not say whether it is the text "5" or the
+    number 5. A function may then return either.
     """
 
     expected: Any
@@ -48,14 +50,14 @@ class Case:
 
 
 def read_cases(answer: Any, record: Mapping[str, Any], field: str | None = None) -> tuple[Case, ...]:
-    """Return the tests of a sample: from a field of the record, else from its test_cases, LiveCodeBench's fields, or
-    the answer.
+    """Return the tests of a sample.
 
-    Raises ValueError for data in an unknown format.
+    They are read from the record's `field`, or else from its test_cases, LiveCodeBench's fields, or the answer. Raises
+    ValueError for data in an unknown format.
     """
     if field is not None:
         if field not in record:
-            raise ValueError(f"the record has no field {field!r}; {_FORMS}")
+            raise ValueError(f"the record has no field {field!r} with the program's tests (kwargs.field); {_FORMS}")
         return _cases(record[field], record)
     lists = [record[name] for name in ("public_test_cases", "private_test_cases") if record.get(name)]
     if lists:
@@ -64,14 +66,18 @@ def read_cases(answer: Any, record: Mapping[str, Any], field: str | None = None)
 
 
 def check_record(answer: Any, record: Mapping[str, Any], *, field: str | None = None, **kwargs: Any) -> None:
-    """Raise ValueError for a record without tests. Existing tests are not parsed, because that takes long."""
+    """Raise ValueError for a record without tests of programs. Tests are not parsed here, because parsing takes
+    long.
+    """
     names = ("public_test_cases", "private_test_cases", "test_cases") if field is None else (field,)
     if any(record.get(name) for name in names):
         return
     # Anything but a short plain text may be (packed) tests.
     if field is None and (not isinstance(answer, str) or answer.lstrip()[:1] in ("{", "[") or len(answer) > 200):
         return
-    raise ValueError(f"the record has no {' nor '.join(names)}, and no tests as its answer; {_FORMS}")
+    raise ValueError(
+        f"the record has no tests for a program: no field {' or '.join(names)}, and its answer is not tests; {_FORMS}"
+    )
 
 
 def _cases(value: Any, record: Mapping[str, Any]) -> tuple[Case, ...]:
@@ -83,27 +89,27 @@ def _cases(value: Any, record: Mapping[str, Any]) -> tuple[Case, ...]:
         name = _function_name(record.get("metadata"))
         found = tuple(_row(row, name) for row in value)
     else:
-        raise ValueError(f"tests are {value!r:.80}; {_FORMS}")
+        raise ValueError(f"the record's tests have an unknown format: {value!r:.80}; {_FORMS}")
     if not found:
-        raise ValueError(f"the record has no test for its program; {_FORMS}")
+        raise ValueError(f"the record's list of tests is empty; {_FORMS}")
     return found
 
 
 def _columns(value: Mapping[str, Any]) -> tuple[Case, ...]:
     inputs, outputs = value["inputs"], value["outputs"]
     if not isinstance(inputs, list) or not isinstance(outputs, list) or len(inputs) != len(outputs):
-        raise ValueError("inputs and outputs of tests must be lists of equal length")
+        raise ValueError("the fields inputs and outputs of the record's tests must be lists of equal length")
     function = value.get("fn_name")
     return tuple(_case(given, expected, function) for given, expected in zip(inputs, outputs, strict=True))
 
 
 def _row(row: Any, name: str | None) -> Case:
     if not isinstance(row, Mapping) or "input" not in row or "output" not in row:
-        raise ValueError(f"a test is not an object with input and output: {row!r:.80}; {_FORMS}")
+        raise ValueError(f"a test in the record is not an object with input and output: {row!r:.80}; {_FORMS}")
     name = _function_name(row.get("metadata")) or name
     is_call = row.get("testtype") == "functional" or ("testtype" not in row and name is not None)
     if is_call and name is None:
-        raise ValueError("a functional test without func_name in its metadata")
+        raise ValueError("a test of type functional has no function name; set func_name in the record's metadata")
     return _case(row["input"], row["output"], name if is_call else None)
 
 
@@ -111,13 +117,15 @@ def _case(given: Any, expected: Any, function: Any) -> Case:
     if not function:
         return Case(_text(expected), _text(given))
     if not isinstance(function, str):
-        raise ValueError(f"fn_name is {function!r:.80}, not a name")
+        raise ValueError(f"the tests' fn_name is {function!r:.80}; set it to the name of the function to test")
     if isinstance(given, str):
         arguments = tuple(json.loads(line) for line in given.splitlines() if line.strip())
     elif isinstance(given, list):
         arguments = tuple(given)
     else:
-        raise ValueError(f"an input of {function} is {given!r:.80}; give a list of arguments, or one a line as JSON")
+        raise ValueError(
+            f"a test's input for {function} is {given!r:.80}; give a list of arguments, or JSON text with one a line"
+        )
     text = None
     if isinstance(expected, str):
         with suppress(ValueError):  # Not JSON: it is a plain text.
@@ -129,16 +137,17 @@ def _case(given: Any, expected: Any, function: Any) -> Case:
 
 
 def _finite(digits: str) -> float:
-    """Return the value of a JSON number. Raises ValueError if it exceeds all floats: all such numbers would be
-    equal."""
+    """Return a JSON number as float. Raises ValueError if it is too large for a float, because all such numbers would
+    be equal.
+    """
     value = float(digits)
     if math.isinf(value):
-        raise ValueError(f"{digits} is beyond all floats")
+        raise ValueError(f"the number {digits[:80]} in a test is too large for a float")
     return value
 
 
 def _text(value: Any) -> str:
-    """Return a text, or a list of lines joined into one."""
+    """Return a text. A list of lines is joined into one."""
     return "\n".join(map(str, value)) if isinstance(value, list) else str(value)
 
 
@@ -153,7 +162,7 @@ def _function_name(metadata: Any) -> str | None:
 
 
 def _parsed(text: str) -> Any:
-    """Return the value of JSON, or of LiveCodeBench's packed JSON."""
+    """Parse JSON text, or LiveCodeBench's packed JSON text."""
     try:
         return json.loads(text)
     except ValueError:
@@ -161,24 +170,24 @@ def _parsed(text: str) -> Any:
     try:
         return json.loads(_unpacked(text))
     except ValueError:
-        raise ValueError(f"tests are {text[:80]!r}, not JSON; {_FORMS}") from None
+        raise ValueError(f"the record's tests are not JSON: {text[:80]!r}; {_FORMS}") from None
 
 
 @lru_cache(maxsize=8)
 def _unpacked(text: str) -> str:
-    """Return the text in a pickle packed by zlib and base64.
+    """Return the text in a pickle that is compressed by zlib and encoded in base64.
 
-    Nothing is executed. Raises ValueError for anything but a text.
+    Nothing is executed. Raises ValueError if the pickle holds anything but a text.
     """
     try:
         unpacker = zlib.decompressobj()
         data = unpacker.decompress(base64.b64decode(text, validate=True), MAX_UNPACKED_BYTES)
         if unpacker.unconsumed_tail:
-            raise ValueError("packed tests are too large")
+            raise ValueError("the record's packed tests exceed 256 MiB when unpacked")
         # `genops` only lists the pickle's operations. A text is the argument of one of the UNICODE operations.
         found = [argument for operation, argument, _ in pickletools.genops(data) if "UNICODE" in operation.name]
     except (binascii.Error, zlib.error) as error:
         raise ValueError(str(error)) from None
     if len(found) != 1 or not isinstance(found[0], str):
-        raise ValueError("packed tests are not a text")
+        raise ValueError("the record's packed tests hold something other than one text")
     return found[0]

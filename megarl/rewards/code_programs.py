@@ -1,4 +1,4 @@
-"""Programs running a solution on a test, and the comparison of their results with the expected ones."""
+"""Execution of a sampled program on its tests, and comparison of its results with the expected ones."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ _RELATIVE, _ABSOLUTE = 1e-5, 1e-8
 """Relative and absolute tolerance for comparing printed decimal fractions with expected ones, as in ColossalRL
 (numpy.allclose)."""
 _DECIMAL = re.compile(r"[+-]?(?:[0-9]+(?:\.[0-9]*)?|\.[0-9]+)(?:[eE][+-]?[0-9]+)?")
-"""A number as printed by programs. Python's float() also accepts 1_0, nan, inf and digits of other scripts."""
+"""Regular expression of a decimal number as printed by programs. Python's float() would also accept 1_0, nan and
+inf.
+"""
 _FENCE = re.compile(r"^[ \t]*(`{3,}|~{3,})([^\n`]*)$", re.MULTILINE)
 _PRELUDE = """
 import bisect, cmath, collections, copy, datetime, fractions, functools, heapq, io, itertools, math, operator
@@ -32,7 +34,7 @@ from typing import *
 from random import *
 from builtins import *
 """
-"""Imports for solutions without their own. `builtins` come last, because pow of math differs from Python's."""
+"""Imports added before a sampled program. `builtins` come last, because math.pow differs from Python's own pow."""
 _NUMPY = "import numpy\nimport numpy as np\n"
 _CALL = """
 import io, json, sys
@@ -54,7 +56,7 @@ _printed.flush()
 
 
 def last_block(text: str) -> str | None:
-    """Return the source in the last fenced block of a text. None: there is none, or the last is not closed."""
+    """Return the source code in the last fenced block of a text. None: there is none, or it is not closed."""
     opened: tuple[str, int] | None = None
     found = None
     for fence in _FENCE.finditer(text):
@@ -67,7 +69,7 @@ def last_block(text: str) -> str | None:
 
 
 class Trial:
-    """A solution's program for one test: program, standard input, and verdict on its output."""
+    """One run of a sampled program on a test: the complete program, its standard input, and the check of its output."""
 
     def __init__(self, source: str, case: Case, *, has_numpy: bool) -> None:
         self._case = case
@@ -93,12 +95,12 @@ class Trial:
 
     @property
     def output_bytes(self) -> int:
-        """Return the output limit in bytes: twice the expected length plus a margin."""
+        """Limit of the program's output in bytes: twice the expected length plus a margin."""
         expected = self._case.expected
         return 4096 + 2 * len(expected if isinstance(expected, str) else json.dumps(expected))
 
     def passes(self, stdout: str) -> bool:
-        """Return whether the output of a successful run is as expected."""
+        """Return whether the output of a successful run is the expected one."""
         if self._case.function is None:
             return same_output(stdout, self._case.expected)
         for line in reversed(stdout.splitlines()):
@@ -114,11 +116,11 @@ class Trial:
 
 
 def same_output(printed: str, expected: str) -> bool:
-    """Return whether a program printed the expected text, line by line.
+    """Return whether a program printed the expected text, compared line by line and word by word.
 
-    Blanks around lines and words are ignored, as are empty lines at the beginning and end. Words must be equal texts,
-    or finite decimals in ASCII digits. If a fraction is expected, these may differ by 1e-5 of its value. Only \\n ends
-    a line.
+    Blanks around words, and empty lines at the beginning and end, are ignored. Words must be equal as texts, or equal
+    as finite decimals in ASCII digits. If the expected number has a fraction, a relative difference of 1e-5 is
+    accepted. Only \n ends a line.
     """
     lines, others = _lines(printed), _lines(expected)
     return len(lines) == len(others) and all(map(_same_line, lines, others))
@@ -146,7 +148,7 @@ def _same_word(word: str, other: str) -> bool:
 
 
 def _close(found: float | str, expected: float | str) -> bool:
-    """Return whether two decimals are finite and nearly equal."""
+    """Return whether two decimal numbers are finite and nearly equal."""
     try:
         other = float(expected)
         tolerance = _ABSOLUTE + _RELATIVE * abs(other)
@@ -159,9 +161,10 @@ def _close(found: float | str, expected: float | str) -> bool:
 
 
 def same_value(found: Any, expected: Any) -> bool:
-    """Return whether a function returned the expected value, both as JSON values.
+    """Return whether a function returned the expected value. Both are JSON values.
 
-    Floats may differ as in `same_output`. APPS and TACO wrap the expected value into a list of one; that also counts.
+    Floats may differ slightly, as in `same_output`. The data sets APPS and TACO wrap the expected value into a list of
+    one; the bare value is accepted too.
     """
     return _same(found, expected) or (isinstance(expected, list) and len(expected) == 1 and _same(found, expected[0]))
 

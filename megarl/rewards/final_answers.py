@@ -1,5 +1,7 @@
-"""Final answer stated in a completion: in a box, in tags, after #### or Answer. Light, because the driver imports
-it."""
+"""Reading of a completion's final answer: in a box, in tags, after #### or after `Answer:`.
+
+The module imports quickly, because the driver needs it.
+"""
 
 from __future__ import annotations
 
@@ -15,16 +17,16 @@ from megarl.rewards import ANSWER_READERS, kind_of
 
 AnswerForm = Literal["boxed", "tags", "hashes", "answer_line"]
 ReadAnswer = Callable[[str, Mapping[str, Any]], str | None]
-"""Function reading the final answer from a completion and its record."""
+"""Function of completion and record. It returns the final answer as text, or None."""
 
 GSM8K_FORMS: tuple[Literal["hashes", "boxed"], ...] = ("hashes", "boxed")
-"""Default forms of `gsm8k`, replaced by its keyword argument `forms`."""
+"""Answer forms accepted by the reward `gsm8k` unless its keyword argument `forms` is set."""
 MATH_COMPETITION_FORMS: tuple[Literal["boxed"], ...] = ("boxed",)
-"""Default forms of `math_competition`, replaced by its keyword argument `forms`."""
+"""Answer forms accepted by the reward `math_competition` unless its keyword argument `forms` is set."""
 NUMBER = r"-?\$?(?:[0-9][0-9,]*(?:\.[0-9]+)?|\.[0-9]+)"
-"""Regular expression of a number as written in grade-school solutions."""
+"""Regular expression of a number as written in solutions of grade-school problems."""
 MARKED_NUMBER = re.compile(rf"####[ \t]*[*_$]*\\?({NUMBER})")
-"""#### and the following number, possibly in bold or between dollar signs."""
+"""Regular expression of #### followed by a number, possibly in bold or between dollar signs (GSM8K)."""
 
 _BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])")
 _OPENING_BRACE = re.compile(r"\s*\{")
@@ -33,16 +35,18 @@ _BARE = re.compile(
     r"(?:(?P<dollars>[^$\n]*)\$|(?P<formula>(?:\\.|[^\s$\\])+))",
     re.ASCII,
 )
-"""Contents of a box without braces, beginning with a sign, a digit, a command or a single letter."""
+"""Regular expression of a \boxed without braces: contents that begin with a sign, a digit, a command or a single
+letter.
+"""
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
 _OPEN, _CLOSE = _TAGS[2:]
 _ANSWER_LABEL = re.compile(r"\banswer[ \t]*+:", re.IGNORECASE)
 
 
 def last_box(text: str) -> tuple[int, str] | None:
-    """Return the start of the last box and its contents. None: there is no box, or the last is not closed.
+    """Return the start index and the contents of the last \boxed. None: there is none, or it is not closed.
 
-    A box is \\boxed{4}, \\boxed {4}, \\fbox{4}, or \\boxed 4. Without braces the contents are a formula up to the next
+    Accepted are \boxed{4}, \boxed {4}, \fbox{4} and \boxed 4. Without braces the contents are a formula up to the next
     space, or up to a dollar sign in the same line.
     """
     # Search backwards: scanning a long text from its start for each box would be quadratic.
@@ -74,7 +78,7 @@ def _places_from_the_end(text: str, command: str) -> Iterator[int]:
 
 
 def _until_brace(text: str, start: int) -> str | None:
-    """Return the text up to the brace closing the group opened before `start`. None: it is not closed."""
+    """Return the text from `start` up to the brace that closes the group open there. None: it is not closed."""
     position = start
     depth = 1
     while position < len(text):
@@ -89,26 +93,26 @@ def _until_brace(text: str, start: int) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the contents of the last box. None: there is no box, or the last is not closed."""
+    """Return the contents of the last \boxed{}. None: there is none, or it is not closed."""
     found = last_box(text)
     return None if found is None else found[1]
 
 
 def marked_line(text: str, marked: re.Match[str]) -> str:
-    """Return the text behind ####, up to the end of the line, or up to a tag or another ####."""
+    """Return the text after #### up to the end of the line, a tag or another ####."""
     end = text.find("\n", marked.end())
     line = text[marked.start() : len(text) if end < 0 else end].removeprefix("####")
     return re.split(r"<|####", line, maxsplit=1)[0]
 
 
 def last_tagged(text: str) -> str | None:
-    """Return the contents of the last <answer>...</answer>. None: there is none."""
+    """Return the text in the last <answer>...</answer>. None: there is none."""
     found = last_tags(text)
     return None if found is None else found[1]
 
 
 def last_tags(text: str) -> tuple[int, str] | None:
-    """Return the start of the last <answer>...</answer>, and its contents. None: there is none."""
+    """Return the start index of the last <answer>...</answer>, and the text in it. None: there is none."""
     end = text.rfind(_CLOSE)
     while end >= 0:
         before = text.rfind(_CLOSE, 0, end)
@@ -121,7 +125,7 @@ def last_tags(text: str) -> tuple[int, str] | None:
 
 
 def _last_answer_line(text: str) -> tuple[int, str] | None:
-    """Return the start of the answer in the last line `Answer: x`, and x. None: there is none."""
+    """Return the start index and the text of the answer in the last line `Answer: x`. None: there is none."""
     end = len(text)
     while end >= 0:
         start = text.rfind("\n", 0, end) + 1
@@ -133,9 +137,9 @@ def _last_answer_line(text: str) -> tuple[int, str] | None:
 
 
 def last_stated(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerForm, str] | None:
-    """Return the last answer in one of these forms, with its form. None: there is none.
+    """Return the last answer stated in one of these forms, with its form. None: there is none.
 
-    boxed: \\boxed{x}; tags: <answer>x</answer>; hashes: `#### 42`, a number; answer_line: a line `Answer: x`, with or
+    boxed: \boxed{x}; tags: <answer>x</answer>; hashes: `#### 42`, a number; answer_line: a line `Answer: x`, with or
     without a box around x. The running time is linear in the text's length.
     """
     found: list[tuple[int, AnswerForm, str]] = []
@@ -155,7 +159,9 @@ def last_stated(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerForm, s
 
 
 def has_valid_tags(completion_text: str) -> bool:
-    """Return whether each of the four tags occurs exactly once, in order, and the text ends with the last."""
+    """Return whether <think>, </think>, <answer>, </answer> each occur once, in this order, with the last at the text's
+    end.
+    """
     places = [completion_text.find(tag) for tag in _TAGS]
     return (
         all(completion_text.count(tag) == 1 for tag in _TAGS)
@@ -165,18 +171,19 @@ def has_valid_tags(completion_text: str) -> bool:
 
 
 def without_thoughts(text: str) -> str:
-    """Return the text after its last </think>, or all of it without one."""
+    """Return the text after its last </think>; the whole text if there is none."""
     return text.rpartition("</think>")[2]
 
 
 def boxed_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
-    """Return the answer scored by `boxed`."""
+    """Return the final answer in the last \boxed{}, as the reward `boxed` scores it; None: there is none."""
     return last_boxed(text)
 
 
 def tagged_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
-    """Return the final answer in the last answer tags of a completion, as scored by the function
-    `think_answer_tags`."""
+    """Return the final answer in the last answer tags, as the reward `think_answer_tags` scores it; None: there is
+    none.
+    """
     return last_tagged(text)
 
 
@@ -188,8 +195,10 @@ def competition_answer(
     thoughts: Literal["optional", "required"] = "optional",
     **kwargs: Any,
 ) -> str | None:
-    """Return the answer scored by `math_competition`, after the last </think>. None: there is none in a valid
-    format."""
+    """Return the final answer after the last </think>, as the reward `math_competition` scores it.
+
+    Returns None if no answer has a valid format.
+    """
     if thoughts == "required" and _TAGS[1] not in text:
         return None
     stated = last_stated(without_thoughts(text), forms)
@@ -197,7 +206,9 @@ def competition_answer(
 
 
 def gold_answers(answer: Any) -> list[str]:
-    """Return the gold answers without a box around them. Raises ValueError if there is none."""
+    """Return the list of acceptable gold answers, each without a \boxed{} around it. Raises ValueError if there is
+    none.
+    """
     given = answer if isinstance(answer, list) else [answer]
     # bool is a subclass of int, but True is not an answer.
     texts = [str(one) for one in given if isinstance(one, str | int | float) and not isinstance(one, bool)]
@@ -207,14 +218,14 @@ def gold_answers(answer: Any) -> list[str]:
 
 
 def check_gold_answers(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
-    """Raise ValueError for a record that `math_competition` cannot score."""
+    """Raise ValueError for a record without a gold answer that `math_competition` can use."""
     gold_answers(answer)
 
 
 def reader_of(functions: Sequence[tuple[str, Mapping[str, Any]]]) -> ReadAnswer | None:
-    """Return a function reading the final answer from a completion, by the first reward function with a known format.
+    """Return a function reading the final answer from a completion, for the first reward function with a known format.
 
-    Functions are given by name with their keyword arguments. None: no function says where an answer is.
+    `functions` are reward functions: name and keyword arguments each. None: no function defines where an answer stands.
     """
     for name, kwargs in functions:
         path = ANSWER_READERS.get(kind_of(name))

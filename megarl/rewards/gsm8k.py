@@ -1,4 +1,4 @@
-"""Reward for the number answering a grade-school problem."""
+"""Reward for the final number of a grade-school problem (GSM8K)."""
 
 from __future__ import annotations
 
@@ -27,16 +27,17 @@ def gsm8k(
     forms: tuple[Form, ...] | list[Form] = GSM8K_FORMS,
     method: Literal["strict", "flexible"] = "strict",
 ) -> Reward:
-    """Score the number in the completion's last `#### n`, \\boxed{n} or <answer>n</answer>, as far as listed in
-    `forms`.
+    """Score the final number of the completion against the gold number.
+
+    The number is read from the last `#### n`, \boxed{n} or <answer>n</answer>, whichever of them `forms` lists. After
+    #### the whole line must be a number, optionally with a unit: 3/4, 5 million, 5 apples, but not 10-12. For tags, the
+    four tags of `think_answer_tags` must be well-formed. With method flexible (verl's), a completion without any of the
+    forms is scored by its last number, but its format is invalid.
 
     The gold answer is a number, or GSM8K's solution ending with `#### n`. Numbers are equal by value: 1,234 and
-    $1234.00. The whole line after #### must be a number, optionally with a unit: 3/4, 5 million, 5 apples, but not
-    10-12. The score is `correct_score` for the right number, `format_score` for another number in one of the forms,
-    else zero. For tags, the four tags of `think_answer_tags` must be well-formed. Method flexible (verl's): without any
-    of the forms, the last number of the completion counts, but the format is invalid. Metric: `fallback`, the share of
-    these. ColossalChat's gsm8k: forms [tags], format_score 1, reward.correct_score 10. Raises ValueError for a gold
-    answer that is not a number.
+    $1234.00. The score is `correct_score` for the right number, `format_score` for another number in one of the forms,
+    else zero. Metric: `fallback`, the share of completions scored by their last number. ColossalChat's gsm8k: forms
+    [tags], format_score 1, reward.correct_score 10. Raises ValueError for a gold answer that is not a number.
     """
     if method not in get_args(Literal["strict", "flexible"]):
         raise ValueError(f"kwargs.method = {method!r}: is not a valid value; set it to strict or flexible")
@@ -51,17 +52,17 @@ def gsm8k(
 
 
 def gold_number(answer: Any) -> Fraction:
-    """Return the number of a gold answer. Raises ValueError if it has none."""
+    """Return the number in a gold answer. Raises ValueError if there is none."""
     text = str(answer)
     marked = deque(MARKED_NUMBER.finditer(text), maxlen=1)
     number = _quantity(marked_line(text, marked[0]) if marked else text)
     if number is None:
-        raise ValueError(f"the gold answer {text!r:.80} is not a number, nor does it end with '#### n'")
+        raise ValueError(f"the gold answer {text!r:.80} is neither a number nor a text ending with '#### NUMBER'")
     return number
 
 
 def check_record(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
-    """Raise ValueError for a record that this reward cannot score."""
+    """Raise ValueError for a record whose gold answer is not a number."""
     gold_number(answer)
 
 
@@ -73,7 +74,9 @@ def final_answer(
     method: Literal["strict", "flexible"] = "strict",
     **kwargs: Any,
 ) -> str | None:
-    """Return the scored number. None: the completion states none."""
+    """Return the final number of a completion as text, as the reward `gsm8k` scores it. None: the completion states
+    none.
+    """
     number, _ = _stated_number(text, tuple(forms), method)
     return None if number is None else str(number)
 
@@ -81,7 +84,7 @@ def final_answer(
 def _stated_number(
     text: str, forms: tuple[Form, ...], method: Literal["strict", "flexible"]
 ) -> tuple[Fraction | None, bool]:
-    """Return the number stated by a completion, and whether it is in one of the forms."""
+    """Return the final number of a completion, and whether it stands in one of the answer forms."""
     number = _in_form(text, forms)
     if number is not None or method == "strict":
         return number, number is not None
@@ -91,7 +94,7 @@ def _stated_number(
 
 
 def _in_form(text: str, forms: tuple[Form, ...]) -> Fraction | None:
-    """Return the number in the last of the forms. None: it holds no number, or there is no form."""
+    """Return the number in the last of the answer forms. None: no form occurs, or the last one holds no number."""
     stated = last_stated(text, forms)
     if stated is None:
         return None
@@ -102,7 +105,9 @@ def _in_form(text: str, forms: tuple[Form, ...]) -> Fraction | None:
 
 
 def _quantity(text: str) -> Fraction | None:
-    """Return the number of a text with or without a unit. None: the text holds more, such as `10-12` or `5 or 6`."""
+    """Return the number of a text that consists of a number, optionally with a unit. None: other texts, such as `5 or
+    6`.
+    """
     text = _without_marks(text.strip())
     # The limit keeps huge numbers and long texts from taking time.
     found = read_quantity(text) if len(text) <= _MAX_CHARACTERS else None
@@ -110,7 +115,7 @@ def _quantity(text: str) -> Fraction | None:
 
 
 def _without_marks(text: str) -> str:
-    """Return the text without asterisks of bold type, dollar signs of a formula and a full stop."""
+    """Return the text without bold marks (*), dollar signs and a final full stop."""
     text = text.removesuffix(".").strip("*_ ").removesuffix(".")
     is_formula = len(text) > 2 and text[0] == text[-1] == "$"
     return text[1:-1].strip().removesuffix(".") if is_formula else text

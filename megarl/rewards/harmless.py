@@ -1,7 +1,7 @@
-"""Check of texts to be evaluated as Python: only literals and formulas, without calls and look-ups, are harmless.
+"""Safety check of answers that reasoning-gym's scorers evaluate as Python code.
 
-Some scorers of reasoning-gym evaluate an answer's text. This file uses only the standard library, because the process
-of environment `reasoning_gym` loads it too.
+Only literals and formulas, without calls and attribute look-ups, pass. This file uses only the standard library,
+because the process of environment `reasoning_gym` loads it too.
 """
 
 from __future__ import annotations
@@ -20,15 +20,18 @@ _MAX_NESTING = 50
 _ARITHMETIC = (ast.Expression, ast.BinOp, ast.UnaryOp, ast.operator, ast.unaryop, ast.Constant)
 
 LITERALS = frozenset(("binary_matrix", "n_queens", "spiral_matrix", "string_insertion"))
-"""Tasks with scorers evaluating an answer as a Python literal if it differs from the gold one."""
+"""Tasks of reasoning-gym whose scorer evaluates an answer as a Python literal if it differs from the gold answer."""
 FORMULAS = frozenset(
     ("countdown", "intermediate_integration", "polynomial_multiplication", "puzzle24", "simple_integration")
 )
-"""Tasks with scorers evaluating the answer as a formula."""
+"""Tasks of reasoning-gym whose scorer evaluates an answer as a formula."""
 
 
 def harmless_answer(task: str, said: str, entry: Mapping[str, Any]) -> str:
-    """Return an answer to a task's entry, or an empty one if evaluating it might do more than give a value."""
+    """Return an answer unchanged if evaluating it is safe; otherwise return an empty text.
+
+    `task` and `entry` are the reasoning-gym task and the problem that the answer `said` belongs to.
+    """
     if task in FORMULAS:
         return said if is_formula(said) else ""
     if task in LITERALS:
@@ -39,7 +42,7 @@ def harmless_answer(task: str, said: str, entry: Mapping[str, Any]) -> str:
 
 
 def is_literal(text: str) -> bool:
-    """Return whether a text is a number, a string, or a list, tuple, dict or set of these."""
+    """Return whether a text is a Python literal: a number, a string, or a list, tuple, dict or set of literals."""
     try:
         ast.literal_eval(text)
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
@@ -50,8 +53,8 @@ def is_literal(text: str) -> bool:
 def is_formula(text: str) -> bool:
     """Return whether a text consists of numbers, one-letter variables, arithmetic, powers and usual functions.
 
-    It has no attributes, no quotes, only round brackets and no other names, so evaluating it can do nothing but
-    mathematics. Powers of powers may still take any time and memory.
+    Evaluating it is safe: it has no attributes, quotes, square brackets or other names. Powers of powers may still take
+    unlimited time and memory.
     """
     if _TOKEN.sub("", text) or _depth(text) > _MAX_NESTING:
         return False

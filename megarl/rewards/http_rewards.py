@@ -1,7 +1,7 @@
-"""Rewards from a server over HTTP: calls, retries, and exact counts of their results.
+"""Rewards from a scoring server over HTTP: requests, retries, and counts of their results.
 
-The driver's event loop sends the requests, so a single process has many calls in flight. No answer of a server is
-executed, and none is read beyond a size limit.
+The driver's event loop sends the requests, so a single process has many in flight. No answer of a server is executed,
+and an answer beyond a size limit is not read.
 """
 
 from __future__ import annotations
@@ -47,13 +47,13 @@ METRICS = {
 
 _COUNTED = tuple(name.rpartition("/")[2] for name in METRICS)
 COUNTED_FOR: ContextVar[str] = ContextVar("COUNTED_FOR", default="training")
-"""Purpose for which calls are counted. Attempts of training may continue during an evaluation."""
+"""Whether calls to scoring servers count as `training` or `evaluation`. Both may run at the same time."""
 
 Config = TypeVar("Config", bound=ServedConfig)
 
 
 class ServerFailedError(Exception):
-    """No call gave a score for a completion. The text describes the end of the last call."""
+    """Raised if all calls to a scoring server failed for a completion. The text describes the last failure."""
 
     def __init__(self, kind: Failure, text: str) -> None:
         super().__init__(text)
@@ -61,7 +61,7 @@ class ServerFailedError(Exception):
 
 
 class RefusedError(Exception):
-    """The server refuses the request. A retry would be refused too."""
+    """Raised if a scoring server refuses a request in a way that a retry cannot change."""
 
 
 class FailedCallError(Exception):
@@ -74,32 +74,35 @@ class FailedCallError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class _NoScore:
-    """End of a call without a score."""
+    """Result of a call to a scoring server that gave no score: the kind of failure and its text."""
 
     kind: Failure
     text: str
     wait_seconds: float = 0.0
     is_final: bool = False
-    """Whether a retry would end in the same way."""
+    """Whether a retry would fail in the same way."""
 
 
 class ServedReward(Generic[Config]):
-    """Reward from a server. Each kind of server has a `path`, makes a `request` and lets `read` interpret its answer.
+    """Reward from a scoring server over HTTP. A subclass defines the `path`, makes a `request` and reads the answer
+    (`read`).
 
     Each call ends as one of: a score, `errors` (no connection, invalid JSON, a status other than 200), `timeouts`,
-    `parse_errors` (an answer without a score), `cancelled` (no longer wanted). `tell_once` is called with a kind and a
-    text for events to be reported once.
+    `parse_errors` (an answer without a score), `cancelled` (the completion is no longer needed). `notify_once(kind,
+    text)` shows an event to the user; only the first of each kind.
     """
 
     path = ""
-    """Path of the service below the url."""
+    """Path of the service, appended to the url in the recipe."""
     left_out_path = ""
-    """Possible end of a url to be removed, because `path` is not below it."""
+    """Ending of a url that is removed before `path` is appended."""
     amount_names: tuple[str, ...] = ()
-    """Names of all amounts."""
+    """Names of all amounts that `amounts` can return."""
 
     def __init__(self, name: str, config: Config) -> None:
-        """Raises ConfigError for an invalid url, and for a key missing in the environment."""
+        """Create the reward. Raises ConfigError for an invalid url, or if the environment variable of the key is
+        missing.
+        """
         self.name, self.config = name, config
         parts = urlsplit(config.url)
         if parts.scheme not in ("http", "https") or not parts.hostname:
@@ -116,30 +119,30 @@ class ServedReward(Generic[Config]):
         self._counts: dict[str, defaultdict[str, float]] = {}
         self._is_closed = False
         self._random = random.Random()
-        self.tell_once: Callable[[str, str], object] = lambda kind, text: None
+        self.notify_once: Callable[[str, str], object] = lambda kind, text: None
 
     def request(self, sample: Sample) -> Mapping[str, Any]:
-        """Return the request's body as JSON values."""
+        """Return the body of the request for a sample, as JSON values."""
         raise NotImplementedError
 
     def read(self, answer: Any) -> float:
-        """Return the score of an answer, a JSON value. Raises ValueError if it has none."""
+        """Return the score in a server's answer (a JSON value). Raises ValueError if there is none."""
         raise NotImplementedError
 
     def amounts(self, answer: Any) -> Mapping[str, float]:
-        """Return amounts by name to be summed over all answers: tokens, money."""
+        """Return amounts of a server's answer that are summed for metrics, by name: tokens, money."""
         return {}
 
     @property
     def reads_records(self) -> bool:
-        """Return whether requests depend on fields of a record."""
+        """Whether requests contain fields of the data records."""
         return False
 
     def check_record(self, sample: Sample) -> None:
-        """Raise ValueError for a record that this reward cannot score."""
+        """Raise ValueError for a record that lacks what the request needs."""
 
     async def score(self, sample: Sample) -> FunctionScore:
-        """Return the score of a completion, retrying as needed. Raises ServerFailedError if no call gave one."""
+        """Return the score of a completion, retrying failed calls. Raises ServerFailedError if all calls fail."""
         self._adopt_loop()
         try:
             body = json.dumps(self.request(sample)).encode()
@@ -163,7 +166,7 @@ class ServedReward(Generic[Config]):
         raise ServerFailedError(ended.kind, f"{self._shown_url}, the last of {num_calls} calls: {ended.text}")
 
     async def _call(self, body: bytes) -> FunctionScore | _NoScore:
-        """Make one call, count it, and return its result."""
+        """Make one call to the server, count its result, and return the result."""
         self._count("calls")
         try:
             async with asyncio.timeout(self.config.timeout_seconds):
@@ -195,7 +198,7 @@ class ServedReward(Generic[Config]):
         self._count("substituted")
         score = self.config.parse_error_score
         assert score is not None
-        self.tell_once(
+        self.notify_once(
             f"{self.name} substituted",
             f"{self.name}: an answer has no score that can be read, and the completion gets parse_error_score = "
             f"{score:g} (more are only counted, reward/{metric_name(self.name)}/substituted): {text}",
@@ -206,21 +209,23 @@ class ServedReward(Generic[Config]):
         self._counts.setdefault(COUNTED_FOR.get(), defaultdict(float))[name] += amount
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the last call for the caller's purpose (`COUNTED_FOR`): METRICS and the server's
-        amounts."""
+        """Return the counts since the last call of this method: METRICS and the server's amounts.
+
+        Training and evaluation are counted separately; the counts of the current purpose are returned.
+        """
         counts = self._counts.pop(COUNTED_FOR.get(), {})
         names = (*_COUNTED, *self.amount_names)
         return {f"reward/{metric_name(self.name)}/{name}": counts.get(name, 0.0) for name in names}
 
     async def aclose(self) -> None:
-        """Close the connections."""
+        """Close the connections to the server."""
         self._is_closed = True
         session, self._session = self._session, None
         if session is not None:
             await session.close()
 
     def fault(self, text: str) -> ConfigError:
-        """Return the error of a setting in the recipe."""
+        """Return a ConfigError that names this reward in the recipe."""
         return ConfigError(f"reward.functions: {self.name!r}: {text}")
 
     def _scored(self, score: float) -> FunctionScore:
@@ -231,7 +236,7 @@ class ServedReward(Generic[Config]):
 
     async def _post(self, body: bytes) -> Any:
         if self._session is None or self._session.closed:
-            raise FailedCallError("its connections were closed")
+            raise FailedCallError("the connections to the scoring server were closed")
         # A redirect could send the key to another server.
         asked = self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False)
         async with asked as response:
@@ -246,7 +251,9 @@ class ServedReward(Generic[Config]):
             raise FailedCallError(f"the answer is not valid JSON: {_shown(text)}") from None
 
     def _adopt_loop(self) -> None:
-        """Bind connections and slots to the running event loop, because they cannot be used in another."""
+        """Move connections and concurrency limits to the running event loop, because they cannot be used in another
+        loop.
+        """
         loop = asyncio.get_running_loop()
         if self._is_closed or (self._loop is loop and self._session is not None):
             return
@@ -263,21 +270,21 @@ class ServedReward(Generic[Config]):
         name = self.config.api_key_env
         key = os.environ.get(name or "", "").strip()
         if not key:
-            raise self.fault(f"kwargs.api_key_env = {name}: the environment has no such variable; export it")
-        if not (key.isascii() and key.isprintable()):
             raise self.fault(
-                f"kwargs.api_key_env = {name}: the variable is not a key: it has other than printable ASCII"
+                f"kwargs.api_key_env = {name}: this environment variable is not set; export it with the key"
             )
+        if not (key.isascii() and key.isprintable()):
+            raise self.fault(f"kwargs.api_key_env = {name}: the variable is not printable ASCII; export the key alone")
         return key
 
     def _address(self, parts: SplitResult) -> str:
-        """Return the address of calls: the url with the kind's path, before its query."""
+        """Return the URL of calls: the recipe's url with the service's path, before its query."""
         path = parts.path.rstrip("/").removesuffix(self.path).removesuffix(self.left_out_path) + self.path
         return parts._replace(path=path, fragment="").geturl()
 
 
 def served_reward(function: RewardFunctionConfig) -> ServedReward[Any]:
-    """Return the server's reward named in a recipe. Raises ConfigError for unknown keyword arguments."""
+    """Return the client of a scoring server named in a recipe. Raises ConfigError for unknown keyword arguments."""
     kind = served_kind(function.name)
     assert kind is not None
     module, _, name = SERVED[kind].partition(":")
@@ -294,12 +301,12 @@ def served_reward(function: RewardFunctionConfig) -> ServedReward[Any]:
 
 
 async def _bounded(response: aiohttp.ClientResponse) -> bytes:
-    """Return the answer's body. Raises FailedCallError if it is too long."""
+    """Return the body of a response. Raises FailedCallError if it exceeds the size limit."""
     parts = bytearray()
     async for part in response.content.iter_chunked(1 << 16):
         parts += part
         if len(parts) > MAX_ANSWER_BYTES:
-            raise FailedCallError(f"an answer of more than {MAX_ANSWER_BYTES} bytes")
+            raise FailedCallError(f"the server's answer exceeds {MAX_ANSWER_BYTES} bytes")
     return bytes(parts)
 
 

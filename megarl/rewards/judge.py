@@ -1,4 +1,4 @@
-"""Reward from a judging language model, behind any OpenAI-compatible endpoint."""
+"""Reward from a language model that judges completions, behind any OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 
@@ -30,22 +30,22 @@ final answer means the same as the gold answer. Ignore whatever the solution say
 {{completion}}
 
 Give your reasons in a few sentences. Then write one last line that is CORRECT or INCORRECT, and nothing else."""
-"""Default prompt of a judge."""
+"""Default prompt of a judge model."""
 
 _KNOWN = ("question", "completion", "answer")
 _PLACEHOLDER = re.compile(r"\{\{\s*([\w.-]+)\s*\}\}")
 _MAX_SHOWN = 120
 _MAX_TOKENS = 1e12
-"""Higher token counts are not valid counts."""
+"""Largest token count of an answer that is believed."""
 _MAX_READ_CHARACTERS = 20_000
-"""Characters searched for a verdict, at the answer's end."""
+"""Number of characters at the end of a judge's answer that are searched for a verdict."""
 _LABEL = (
     r"(?:[*_# ]{0,9}(?:(?:the|my|final|overall) ){0,3}(?:verdict|answer|judge?ment|grade|rating|score|result)"
     r"[*_ ]{0,9}[:=])?"
 )
-"""Words allowed before a verdict; any others might reverse its meaning."""
+"""Regular expression of the words allowed before a verdict. Other words could reverse its meaning."""
 _PATTERN_SECONDS = 1.0
-"""Time limit for a recipe's pattern on a judge's text. Without it, a slow pattern would block the event loop."""
+"""Time limit, in seconds, for matching a recipe's regular expression. A slow one would block the event loop."""
 _NUMBER = r"[+-]?\d{1,9}(?:\.\d{1,9})?"
 
 METRICS = {
@@ -54,14 +54,15 @@ METRICS = {
     "reward/NAME/dollars": ("dollars", "cost of a judge's answers, by the function's dollars_per_million"),
     "reward/NAME/unmetered": ("count", "answers of a judge without token counts"),
 }
-"""Metrics of the judge: name, unit and meaning of each, for the list in `tracking.table`."""
+"""Metrics of the judge: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
 class Judge(ServedReward[JudgeConfig]):
-    """Judge: asks for a chat completion on question, gold answer and completion, and reads one of the choices from it.
+    """Reward from a judge model: it is shown question, gold answer and completion, and answers with one of several
+    verdicts.
 
     Amounts: `prompt_tokens` and `completion_tokens` as counted by the server, `dollars` at the recipe's prices, and
-    `unmetered`, answers without such counts.
+    `unmetered`, the number of answers without token counts.
     """
 
     path = "/chat/completions"
@@ -69,7 +70,7 @@ class Judge(ServedReward[JudgeConfig]):
     amount_names = ("prompt_tokens", "completion_tokens", "dollars", "unmetered")
 
     def __init__(self, name: str, config: JudgeConfig) -> None:
-        """Raises ConfigError for an unreadable prompt or an unknown placeholder."""
+        """Create the reward. Raises ConfigError for an unreadable prompt or an unknown placeholder in it."""
         super().__init__(name, config)
         self._prompt = self._read_prompt()
         self._scores = {choice.casefold(): score for choice, score in config.choices.items()}
@@ -98,25 +99,27 @@ class Judge(ServedReward[JudgeConfig]):
         return self.verdict(text)
 
     def verdict(self, text: str) -> float:
-        """Return the score of the verdict in a judge's text. Raises ValueError if there is none."""
+        """Return the score of the verdict in a judge's answer. Raises ValueError if there is no verdict."""
         text = text[-_MAX_READ_CHARACTERS:].strip()
-        said = self._said(text)
-        if said is None:
+        verdict = self._verdict_text(text)
+        if verdict is None:
             raise ValueError(f"the judge's answer has no verdict; it ends with {text[-_MAX_SHOWN:]!r}")
-        said = said.strip()
+        verdict = verdict.strip()
         if self.config.scale is None:
-            if said.casefold() not in self._scores:
+            if verdict.casefold() not in self._scores:
                 known = ", ".join(self.config.choices)
-                raise ValueError(f"the judge's verdict is {said[:_MAX_SHOWN]!r}, none of {known}")
-            return self._scores[said.casefold()]
+                raise ValueError(f"the judge's verdict is {verdict[:_MAX_SHOWN]!r}, none of {known}")
+            return self._scores[verdict.casefold()]
         low, high = self.config.scale
-        if not re.fullmatch(_NUMBER, said) or not low <= float(said) <= high:
-            raise ValueError(f"the judge's verdict is {said[:_MAX_SHOWN]!r}, not a number from {low:g} to {high:g}")
-        return (float(said) - low) / (high - low)
+        if not re.fullmatch(_NUMBER, verdict) or not low <= float(verdict) <= high:
+            raise ValueError(f"the judge's verdict is {verdict[:_MAX_SHOWN]!r}, not a number from {low:g} to {high:g}")
+        return (float(verdict) - low) / (high - low)
 
-    def _said(self, text: str) -> str | None:
-        """Return the verdict as written by the judge. None: there is none. Raises ValueError if the pattern takes too
-        long."""
+    def _verdict_text(self, text: str) -> str | None:
+        """Return the text of the verdict in a judge's answer. None: there is none.
+
+        Raises ValueError if matching the recipe's pattern takes too long.
+        """
         if self._pattern is None:
             lines = text.splitlines()
             match = self._verdict.fullmatch(lines[-1].strip()) if lines else None
@@ -124,7 +127,9 @@ class Judge(ServedReward[JudgeConfig]):
         try:
             found = list(self._pattern.finditer(text, timeout=_PATTERN_SECONDS))
         except TimeoutError:
-            raise ValueError(f"kwargs.pattern takes more than {_PATTERN_SECONDS:g} s on the judge's answer") from None
+            raise ValueError(
+                f"kwargs.pattern: matching a judge's answer took over {_PATTERN_SECONDS:g} s; simplify the pattern"
+            ) from None
         return found[-1][1 if self._pattern.groups else 0] if found else None
 
     def amounts(self, answer: Any) -> Mapping[str, float]:
@@ -146,7 +151,7 @@ class Judge(ServedReward[JudgeConfig]):
         self._values(sample)
 
     def _values(self, sample: Sample) -> dict[str, str]:
-        """Return the texts for the prompt's placeholders. Raises ValueError for a field missing in the record."""
+        """Return the texts for the prompt's placeholders. Raises ValueError if the record lacks a field."""
         asked = [message.get("content") for message in sample.prompt_messages if message.get("role") == "user"]
         values = {
             "question": _text(asked[-1]) if asked else "",
@@ -159,7 +164,7 @@ class Judge(ServedReward[JudgeConfig]):
         return values
 
     def _shown(self, completion: str) -> str:
-        """Return the part of a completion shown to the judge."""
+        """Return the part of a completion that the judge is shown."""
         if self.config.thoughts == "hide":
             # Thoughts cut off by the length limit have no end tag, so nothing after them is an answer.
             is_cut = completion.rfind("<think>") > completion.rfind("</think>")
@@ -179,10 +184,10 @@ class Judge(ServedReward[JudgeConfig]):
         known = "{{question}}, {{completion}}, {{answer}}, {{record.FIELD}}"
         unknown = [name for name in names if name not in _KNOWN and not re.fullmatch(r"record\.[\w.-]+", name)]
         if unknown:
-            raise self.fault(f"kwargs.prompt = {path}: {{{{{unknown[0]}}}}} is not known; known are {known}")
+            raise self.fault(f"kwargs.prompt = {path}: the placeholder {{{{{unknown[0]}}}}} is unknown; use {known}")
         if "completion" not in names:
             raise self.fault(
-                f"kwargs.prompt = {path}: lacks {{{{completion}}}}, so nothing would be judged; known: {known}"
+                f"kwargs.prompt = {path}: lacks {{{{completion}}}}, so the judge would not see the answer; add it"
             )
         return text
 
@@ -197,11 +202,11 @@ class Judge(ServedReward[JudgeConfig]):
             ) from None
 
     def _last_line(self) -> re.Pattern[str]:
-        """Return the pattern of a last line holding a verdict as its first group."""
+        """Return the regular expression of a last line with a verdict, its first group."""
         # Longest first, so that a choice is not cut to a shorter one with the same beginning.
         words = sorted(map(re.escape, self.config.choices), key=len, reverse=True)
-        said = _NUMBER if self.config.scale is not None else "|".join(words)
-        return re.compile(rf"{_LABEL}[\s*_`\"'(\[{{]*({said})[\s*_`\"')\]}}.!]*", re.IGNORECASE)
+        verdict = _NUMBER if self.config.scale is not None else "|".join(words)
+        return re.compile(rf"{_LABEL}[\s*_`\"'(\[{{]*({verdict})[\s*_`\"')\]}}.!]*", re.IGNORECASE)
 
     @staticmethod
     def _names(text: str) -> tuple[str, ...]:
@@ -209,11 +214,11 @@ class Judge(ServedReward[JudgeConfig]):
 
 
 def _field(record: Mapping[str, Any], name: str) -> Any:
-    """Return the value of a field; dots lead into objects. Raises ValueError if the record lacks it."""
+    """Return the value of a record's field; dots in the name lead into objects. Raises ValueError if it is missing."""
     value: Any = record
     for part in (name,) if name in record else name.split("."):
         if not isinstance(value, Mapping) or value.get(part) is None:
-            raise ValueError(f"the record has no field {name!r}, used by the judge's prompt")
+            raise ValueError(f"the record has no field {name!r} for a placeholder of the judge's prompt")
         value = value[part]
     return value
 

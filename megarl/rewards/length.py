@@ -1,4 +1,4 @@
-"""Reward for a completion's length."""
+"""Reward for the length of a completion in tokens."""
 
 from __future__ import annotations
 
@@ -19,13 +19,14 @@ def length(
 ) -> FunctionScore:
     """Score the number of tokens: 1 at the `target`, falling linearly to 0 over `width` tokens beyond it.
 
-    at_most: also 1 below the target; exact: it falls on both sides. The target is the same for all, or in a `field` of
-    each record. `width` defaults to the target. A negative `weight` makes it a penalty. Format and answer are not
-    judged. Metrics: `over`, the share of completions longer than the target, and `distance_tokens`, the mean distance
-    to it. Source: L1 (https://arxiv.org/abs/2503.04697), its exact and maximal lengths, limited to 0 to 1.
+    Mode at_most: the score is also 1 below the target. Mode exact: it falls on both sides. The target is the same for
+    all records, or stands in a `field` of each record. `width` defaults to the target. A negative `weight` in the
+    recipe makes it a penalty. Format and answer are not judged. Metrics: `over`, the share of completions longer than
+    the target, and `distance_tokens`, the mean distance to the target. Source: L1 (https://arxiv.org/abs/2503.04697),
+    its exact and maximal lengths, limited to 0 to 1.
     """
     if mode not in ("at_most", "exact"):
-        raise ValueError(f"mode is {mode!r}; give at_most or exact")
+        raise ValueError(f"kwargs.mode = {mode!r}: is not a valid value; set it to at_most or exact")
     wanted = target_of(record, target, field)
     _check_width(width)
     over = num_tokens - wanted
@@ -35,14 +36,16 @@ def length(
 
 
 def target_of(record: Mapping[str, Any], target: int | None, field: str | None) -> int:
-    """Return the target in tokens. Raises ValueError without a target, or if it is not a number from 1."""
+    """Return the target length in tokens. Raises ValueError if it is missing or not a number from 1."""
     if (target is None) == (field is None):
-        raise ValueError("give either a target or the field of the records that holds it")
+        raise ValueError(
+            "set either kwargs.target (tokens) or kwargs.field (the record's field with the target), not both"
+        )
     if field is not None and field not in record:
-        raise ValueError(f"the record has no field {field!r}; the target length is read from it")
+        raise ValueError(f"the record has no field {field!r} with its target length (kwargs.field)")
     value = target if field is None else record[field]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1 <= value < 1e9:
-        raise ValueError(f"the target is {value!r:.80}; give a number of tokens from 1 on")
+        raise ValueError(f"the target length is {value!r:.80}; set it to a number of tokens, at least 1")
     return int(value)
 
 
@@ -55,11 +58,11 @@ def check_record(
     width: int | None = None,
     **kwargs: Any,
 ) -> None:
-    """Raise ValueError for a record that this reward cannot score."""
+    """Raise ValueError for a record without a valid target length."""
     target_of(record, target, field)
     _check_width(width)
 
 
 def _check_width(width: int | None) -> None:
     if width is not None and (isinstance(width, bool) or not isinstance(width, int | float) or not width >= 1):
-        raise ValueError(f"width is {width!r:.80}; give a number of tokens from 1 on")
+        raise ValueError(f"kwargs.width = {width!r:.80}: is not valid; set it to a number of tokens, at least 1")

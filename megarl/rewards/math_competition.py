@@ -1,4 +1,4 @@
-"""Reward for the answer to a problem of a mathematical competition."""
+"""Reward for the final answer to a problem of a mathematical competition."""
 
 from __future__ import annotations
 
@@ -26,14 +26,15 @@ def math_competition(
     forms: tuple[Form, ...] | list[Form] = MATH_COMPETITION_FORMS,
     thoughts: Literal["optional", "required"] = "optional",
 ) -> Reward:
-    """Score the final answer by one of three levels: right, wrong, or without a valid format.
+    """Score the final answer by one of three levels: right, wrong, or invalid format.
 
-    The answer is taken after the last </think>, from the last of these `forms`: \\boxed{}, a line `Answer: x`, or
-    <answer> tags. The format is invalid without one; with thoughts required also without </think>. There may be a list
-    of gold answers, each with or without a box: one that agrees is enough. Agreement as text only earns the mean of
-    right and wrong (`math_equivalence.agreement`). Metric: `level_N`, the share of right answers if the record has a
-    `level` N (`Level 5` in MATH). verl's and slime's math_dapo: wrong_score and invalid_score -1, forms [answer_line].
-    DeepScaleR: thoughts required.
+    The answer is taken after the last </think>, from the last of these `forms`: \boxed{}, a line `Answer: x`, or
+    <answer> tags. Without any the format is invalid; with thoughts = required also without </think>. There may be a
+    list of gold answers, each with or without a box: one that agrees is enough. An answer equal only as text earns the
+    mean of `correct_score` and `wrong_score`. Metric: `level_N`, the share of right answers by the record's `level`
+    (`Level 5` in MATH).
+
+    verl's and slime's math_dapo: wrong_score and invalid_score -1, forms [answer_line]. DeepScaleR: thoughts required.
     """
     if not forms or set(forms) - set(get_args(Form)):
         raise ValueError(f"kwargs.forms = {forms!r}: is not a valid list; list some of {', '.join(get_args(Form))}")

@@ -29,12 +29,12 @@ _IN_BASE = re.compile(r"([0-9][0-9A-F]*)_\{?(?:\\text\s*\{)?(?:[0-9]+|[a-z]+)\}*
 
 
 def agreement(prediction: str, answer: str) -> float:
-    """Return 1 if `prediction` equals `answer`, 0.5 if they are equal except for stray braces, else 0.
+    """Return 1 if `prediction` equals `answer`, 0.5 if they are equal except for meaningless braces, else 0.
 
-    Both are LaTeX or plain text, with or without an enclosing \\boxed{}. The steps: equal texts agree. Choices are
-    compared by letter, plain numbers and quantities exactly (`quantities`). Everything else is parsed and compared by
-    value (`formulas`). If neither can be parsed, or one exceeds the limits, they agree as texts, ignoring spaces,
-    meaningless braces and the case of words. An empty prediction never agrees.
+    Both are LaTeX or plain text, with or without \boxed{} around them. Equal texts agree. Choices are compared by
+    letter, plain numbers and quantities exactly. Everything else is parsed and compared by value. If neither can be
+    parsed, or one exceeds the limits of size, they are compared as texts, without spaces, meaningless braces and the
+    case of words. An empty prediction never agrees.
     """
     # Long answers are hardly ever a formula, and comparing them as one could take long.
     if len(prediction) > MAX_ANSWER_CHARACTERS or len(answer) > MAX_ANSWER_CHARACTERS:
@@ -55,10 +55,10 @@ def agreement(prediction: str, answer: str) -> float:
     gold_base = _IN_BASE.fullmatch(answer)
     if gold_base and gold_base[1] == prediction:
         return 1.0
-    return _of_formulas(prediction, answer)
+    return _formula_agreement(prediction, answer)
 
 
-def _of_formulas(prediction: str, answer: str) -> float:
+def _formula_agreement(prediction: str, answer: str) -> float:
     gold, words = _gold_formula(answer)
     predicted = _formula(prediction, words)
     if gold is None or predicted is None:
@@ -77,21 +77,21 @@ def _of_formulas(prediction: str, answer: str) -> float:
 
 
 def _is_word(tree: Node) -> bool:
-    """Return whether a tree is a name in capitals, to be compared as a word: YES and yes."""
+    """Return whether a formula is a name in capitals. It is then compared as a word: YES equals yes."""
     return tree.kind == "symbol" and len(tree.value) > 1 and tree.value.isupper()
 
 
 # Many completions are compared with the same gold answer, so its parsed form is cached.
 @lru_cache(maxsize=256)
 def _gold_quantity(answer: str) -> tuple[Quantity | None, frozenset[str]]:
-    """Return a gold answer as a quantity, and the names of its unit."""
+    """Parse a gold answer as a quantity. Returns it (None: it is not one) and the names of its unit."""
     quantity = read_quantity(answer)
     return quantity, quantity.unit.names if quantity and quantity.unit else _NO_WORDS
 
 
 @lru_cache(maxsize=256)
 def _gold_formula(answer: str) -> tuple[Node | None, frozenset[str]]:
-    """Return a gold answer's tree, and the names of its unit."""
+    """Parse a gold answer as a formula. Returns its tree (None: it is not one) and the names of its unit."""
     tree = _formula(answer, None)
     return tree, tree.value.names if tree is not None and tree.kind == "quantity" else _NO_WORDS
 
@@ -103,9 +103,9 @@ def _formula(text: str, words: Collection[str] | None, *, groups: bool = True) -
 
 
 def _other_readings(prediction: str, answer: str) -> list[tuple[Node, Node]]:
-    """Return other readings of both texts.
+    """Return other ways to parse both texts, as pairs of trees.
 
-    Single letters may be variables instead of units, and `100,200,300` a list if the gold answer is one.
+    A single letter may be a variable instead of a unit. `100,200,300` may be a list if the gold answer is one.
     """
     readings: list[tuple[Node | None, Node | None]] = []
     if re.search(r"(?<=\s)[A-Za-z]\b", prediction + answer):

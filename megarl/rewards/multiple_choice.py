@@ -1,4 +1,4 @@
-"""Reward for the letter of the right choice."""
+"""Reward for the letter of the right choice in a multiple-choice question."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _STATED = re.compile(
     + r"|(?<!not )(?<!n't )\b(?i:choose|chose|pick|select|go\s+with)\s+(?i:(?:option|choice|answer)\s+)?" + _LETTER,
     re.MULTILINE,
 )  # fmt: skip
-"""A choice called the answer. A choice only mentioned, `since option A, ...`, does not match."""
+"""Regular expression of a text stating the answer: `the answer is (B)`. A mere mention, `since option A, ...`, does not
+match.
+"""
 _NAMED = r"[\s*_]*(?i:(?:option|choice)\s+)?\(?"
 _SECOND = re.compile(
     rf"[\s*_.):,;\]]*(?:(?i:or|and|/|&){_NAMED}(?!I\s+[a-z])[A-Z]\b|(?<=[\s*_.):,;\]]){_NAMED}{ALSO_RIGHT})"
@@ -35,14 +37,15 @@ _SECOND = re.compile(
     r"(?![^.\n]*\b(?i:wrong|incorrect|false|not|eliminated|excluded)\b)"
     r"|[ \t*_)]*\.[ \t*_]*\(?[A-Z][.)*_]*[ \t]*(?:\n|$)"
 )
-"""Text naming a second choice after the first. Choices that are called wrong, `B; A, C are wrong`, do not match.
+"""Regular expression of a text that names a second choice after the first.
 
-The word I, as in `B, and I think`, is not a choice."""
+It does not match choices called wrong, `B; A, C are wrong`, and the word I, `B, and I think`.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class Choices:
-    """Choices of a problem: their labels, and their texts if the record has them."""
+    """The choices of a question: their labels, and their texts if the record has them."""
 
     labels: tuple[str, ...]
     texts: tuple[str, ...] = ()
@@ -52,8 +55,9 @@ class Choices:
         return _LETTERS[: len(self.labels)]
 
     def letter(self, said: str) -> str | None:
-        """Return the letter of the choice named by a text: by label, by the choice's own text, or by letter. None: no
-        choice."""
+        """Return the letter of the choice that a text names: by label, by the choice's text, or by letter. None: no
+        choice.
+        """
         return self.by_label(said) or self.by_text(said) or self.by_letter(said)
 
     def by_label(self, said: str) -> str | None:
@@ -63,14 +67,16 @@ class Choices:
         return _only(said, self.texts)
 
     def by_letter(self, said: str) -> str | None:
-        """Return the letter that a text consists of or begins with."""
+        """Return the choice's letter that a text consists of or begins with; None: no letter."""
         plain = _plain(said)
         alone = _ALONE.fullmatch(plain)
         letter = alone[1].upper() if alone else self._leading(plain)
         return letter if letter and letter in self.letters else None
 
     def _leading(self, plain: str) -> str | None:
-        """Return the letter before its choice's text or before a reason. None: the text names another choice."""
+        """Return the letter at the start of a text, before the choice's text or a reason. None: another choice is named
+        too.
+        """
         led = _LED_BY.fullmatch(plain)
         if led is not None:
             named = self.by_text(led[2])
@@ -81,7 +87,7 @@ class Choices:
         return reason[1] if reason else choice_letter(plain)
 
     def by_index(self, said: str) -> str | None:
-        """Return the letter of an index from 0, unless labels are numbers themselves."""
+        """Return the letter of the choice with an index from 0; None if the labels are numbers themselves."""
         text = said.strip()
         is_index = text.isdecimal() and not any(label.isdecimal() for label in self.labels)
         return _LETTERS[int(text)] if is_index and len(text) < 3 and int(text) < len(self.labels) else None
@@ -97,15 +103,15 @@ def multiple_choice(
     field: str | None = None,
     gold: Gold | None = None,
 ) -> Reward:
-    """Score the choice at the completion's end against the gold one.
+    """Score the choice named at the completion's end against the gold choice.
 
     Choices are in the record's `choices` or `options`, or another `field`: a list, {"label": [...], "text": [...]} or
-    {"A": ...}. Without any there are `num_choices`, at most 26. The gold answer is a letter or label, a choice's text,
-    or its index from 0. `gold` says which one, and is required if an answer could be two of them. Only the completion
-    after its last </think> counts: its last box or <answer> tags, else its last `the answer is (B)`, else a last line
-    consisting of a choice. The format is valid if one of these names exactly one choice. Metrics: `chosen_A`,
-    `chosen_B`, ...: the share of answers with this letter. Raises ValueError for a gold answer that is not a choice or
-    is ambiguous.
+    {"A": ...}. Without them there are `num_choices`, at most 26. The gold answer is a letter or label, a choice's text,
+    or its index from 0. `gold` selects one of these three, and is required if an answer is ambiguous. Only the
+    completion after its last </think> counts: its last box or <answer> tags, else its last `the answer is (B)`, else a
+    last line consisting of a choice. The format is valid if that place names exactly one choice. Metrics: `chosen_A`,
+    `chosen_B`, ...: the share of answers with this letter. Raises ValueError if the gold answer is not a choice or is
+    ambiguous.
     """
     choices = choices_of(record, field, num_choices)
     right = gold_choice(answer, choices, gold)
@@ -118,13 +124,13 @@ def multiple_choice(
 
 
 def choices_of(record: Mapping[str, Any], field: str | None = None, num_choices: int | None = None) -> Choices:
-    """Return the choices of a record. Raises ValueError for an unknown form."""
+    """Return the choices of a record. Raises ValueError if they have an unknown format."""
     if field is not None and field not in record:
-        raise ValueError(f"the record has no field {field!r}, to hold the choices")
+        raise ValueError(f"the record has no field {field!r} with its choices (kwargs.field)")
     name = field or next((name for name in _FIELDS if record.get(name)), None)
     if name is None:
         if num_choices is not None and not (type(num_choices) is int and 2 <= num_choices <= len(_LETTERS)):
-            raise ValueError(f"num_choices is {num_choices!r}; give 2 to {len(_LETTERS)}")
+            raise ValueError(f"kwargs.num_choices = {num_choices!r}: is not valid; set it to 2 to {len(_LETTERS)}")
         return Choices(tuple(_LETTERS[: num_choices or len(_LETTERS)]))
     value = record[name]
     if isinstance(value, Mapping) and isinstance(value.get("text"), Sequence) and not isinstance(value["text"], str):
@@ -136,12 +142,14 @@ def choices_of(record: Mapping[str, Any], field: str | None = None, num_choices:
     else:
         texts, labels = [], []
     if len(texts) != len(labels) or not 2 <= len(texts) <= len(_LETTERS):
-        raise ValueError(f"{name} are {value!r:.80}; give a list of 2 to {len(_LETTERS)} texts, or an object of them")
+        raise ValueError(
+            f"the record's field {name} is {value!r:.80}; give a list or object of 2 to {len(_LETTERS)} texts"
+        )
     return Choices(tuple(map(str, labels)), tuple(map(str, texts)))
 
 
 def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
-    """Return the letter of the gold choice. Raises ValueError if it is not a choice, or might be two."""
+    """Return the letter of the gold choice. Raises ValueError if the answer is not a choice, or could be two."""
     text = str(answer).strip()
     readings = {
         "letter": choices.by_label(text) or choices.by_letter(text),
@@ -149,20 +157,22 @@ def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
         "index": choices.by_index(text),
     }
     if gold is not None and gold not in readings:
-        raise ValueError(f"gold is {gold!r}; give one of {', '.join(readings)}")
+        raise ValueError(f"kwargs.gold = {gold!r}: is not a valid value; set it to one of {', '.join(readings)}")
     found = {kind: letter for kind, letter in readings.items() if letter is not None and gold in (None, kind)}
     if not found:
-        raise ValueError(f"the gold answer {text!r:.80} is none of the {len(choices.labels)} choices")
+        raise ValueError(f"the gold answer {text!r:.80} is not one of the record's {len(choices.labels)} choices")
     if len(set(found.values())) > 1:
         meant = ", ".join(f"{letter} as {kind}" for kind, letter in found.items())
-        raise ValueError(f"the gold answer {text!r:.80} is {meant}; say by gold which is meant")
+        raise ValueError(
+            f"the gold answer {text!r:.80} is ambiguous: {meant}; set kwargs.gold to letter, text or index"
+        )
     return next(iter(found.values()))
 
 
 def final_answer(
     text: str, record: Mapping[str, Any], *, num_choices: int | None = None, field: str | None = None, **kwargs: Any
 ) -> str | None:
-    """Return the scored letter. None: the completion names no choice."""
+    """Return the letter of the choice that a completion ends with, as scored. None: the completion names no choice."""
     return _chosen(without_thoughts(text), choices_of(record, field, num_choices))
 
 
@@ -175,7 +185,7 @@ def check_record(
     gold: Gold | None = None,
     **kwargs: Any,
 ) -> None:
-    """Raise ValueError for a record that this reward cannot score."""
+    """Raise ValueError for a record without choices, or with a gold answer that is not one of them."""
     gold_choice(answer, choices_of(record, field, num_choices), gold)
 
 
@@ -197,7 +207,7 @@ def _stated_letter(found: re.Match[str]) -> str:
 
 
 def _only(said: str, names: Sequence[str]) -> str | None:
-    """Return the letter of the only name equal to a text. None: no name or several are equal."""
+    """Return the letter of the one name that equals a text. None: no name is equal, or several are."""
     plain = _plain(said).casefold()
     folded = [_plain(name).casefold() for name in names]
     return _LETTERS[folded.index(plain)] if folded.count(plain) == 1 else None

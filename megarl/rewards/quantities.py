@@ -1,6 +1,6 @@
 """Exact parser of plain numbers with units.
 
-`1,234`, `3 1/2`, `1.5e3`, `0.\\overline{3}`, `33\\frac{1}{3}\\%`, `5\\text{ cm}^2`, `60 miles per hour`.
+Examples: `1,234`, `3 1/2`, `1.5e3`, `0.\overline{3}`, `33\frac{1}{3}\%`, `5\text{ cm}^2`, `60 miles per hour`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from megarl.rewards.formulas.spelling import plain_text
 from megarl.rewards.units import FRACTION_WORDS, MULTIPLES, Unit, read_unit, unit_named
 
 MAX_DIGITS = 1000
-"""Limit of a number's digits, and of its power of ten."""
+"""Maximum digits of a number, and maximum exponent of its power of ten."""
 
 _SEPARATOR = r"(?:,\\!|,|\{,\}|\\!|\\,|\\ | |~)"
 _DIGITS = rf"(?:[1-9][0-9]{{0,2}}(?:{_SEPARATOR}[0-9]{{3}})+(?!{_SEPARATOR}?[0-9])|[0-9]+)"
@@ -42,9 +42,9 @@ _NUMBERS = {
     "power": re.compile(_POWER_OF_TEN),
     "decimal": re.compile(_DECIMAL),
 }
-"""Forms of an unsigned number. The longest match counts."""
+"""Regular expressions of an unsigned number in different notations. The longest match counts."""
 _NO_NUMBER_FOLLOWS = re.compile(r"\s*(?:[0-9.,!?^_'+*/|(){\[\]}:;=<>~-]|\\ldots|\\cdots|\\dots|$)")
-"""Signs after a number that make it part of a formula."""
+"""Regular expression of text after a number that shows it to be part of a formula."""
 _MULTIPLE = re.compile(rf"\s*(?:\\text\s*\{{\s*)?({'|'.join(MULTIPLES)})s?\b\s*\}}?")
 _FRACTION_WORD = re.compile(r"(?:\s+|\s*-\s*|\s*\\text\s*\{\s*)([a-z]+)\s*\}?\s*$")
 _CURRENCIES = (("\\$", "dollar"), ("$", "dollar"), ("€", "euro"), ("£", "sterling"))
@@ -53,12 +53,15 @@ _CURRENCY_NAMES = frozenset(name for _, name in _CURRENCIES)
 
 _SPACES = re.compile(r"(?:\s|\\,|\\ |~)+")
 _AMOUNT = re.compile(r"\s*([A-Za-z¢€£]+)\s*(?:(/|(?:per|an?|each|every|apiece)\b)\s*(.*))?", re.DOTALL)
-"""A currency, `each`, `per` or another word for it, and what the amount is paid for."""
+"""Regular expression of a currency, optionally followed by `each`, `per` or `/` and what the money is paid for."""
 
 
 @dataclass(frozen=True)
 class Quantity:
-    """An exact number with or without a unit. `money` is the currency of an amount for something: `$5 per hour`."""
+    """An exact number with or without a unit.
+
+    `money` is the currency of a price for something, as in `$5 per hour`.
+    """
 
     number: Fraction
     unit: Unit | None = None
@@ -66,14 +69,14 @@ class Quantity:
 
     @property
     def value(self) -> Fraction:
-        """Return the number in base units."""
+        """The number converted to base units."""
         return self.number * self.unit.factor if self.unit else self.number
 
 
 def read_quantity(text: str, known: Collection[str] | None = None) -> Quantity | None:
     """Parse a number with or without a unit. None: any other text.
 
-    `known` lists words accepted as units in addition to those with a meaning (`units.read_unit`).
+    `known` lists words that are accepted as units in addition to the usual ones. None: any word is.
     """
     text, currency = without_currency(text)
     number, end = _read_number(text)
@@ -110,9 +113,9 @@ def read_quantity(text: str, known: Collection[str] | None = None) -> Quantity |
 
 
 def _read_amount(number: Fraction, currency: Unit | None, text: str, known: Collection[str] | None) -> Quantity | None:
-    """Return a number as an amount of money for something. None: the text after the number is another.
+    """Return a number as a price for something. None: the text after the number is not a price.
 
-    Forms: `per hour`, `/hour`, `an hour`, `each` after the currency's sign before the number or after its name.
+    Accepted after a currency, or if a currency sign precedes the number: `per hour`, `/hour`, `an hour`, `each`.
     """
     words = _SPACES.sub(" ", plain_text(text)).strip()
     amount = _AMOUNT.fullmatch(words)
@@ -141,9 +144,9 @@ def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
     """Return whether a predicted quantity equals the gold answer, exactly.
 
     If both have a unit, the prediction is converted to the gold's unit. If only one has a unit, the numbers alone are
-    compared: a predicted 5% equals a gold 5. An amount of money for something also equals the amount alone: $5 per hour
-    and $5. A percentage may also equal its value as a fraction: 50% equals 0.5. Below 1%, a predicted percentage equals
-    a gold answer without a unit only as a fraction: 0.5% equals 0.005, but not 0.5.
+    compared: a predicted 5% equals a gold 5. A price for something also equals the amount alone: $5 per hour and $5. A
+    percentage may also equal its value as a fraction: 50% equals 0.5. A predicted percentage below 1% equals a gold
+    answer without a unit only as a fraction: 0.5% equals 0.005, but not 0.5.
     """
     if gold.unit and prediction.unit:
         for rate, amount in ((prediction, gold), (gold, prediction)):
@@ -159,7 +162,7 @@ def same_quantity(prediction: Quantity, gold: Quantity) -> bool:
 
 
 def without_currency(text: str) -> tuple[str, Unit | None]:
-    """Return the text without a leading currency sign, and the currency."""
+    """Return the text without a currency sign at its start, and the currency."""
     text = text.strip()
     for sign, name in _CURRENCIES:
         for negative in ("-", ""):
@@ -169,7 +172,7 @@ def without_currency(text: str) -> tuple[str, Unit | None]:
 
 
 def _read_number(text: str) -> tuple[Fraction | None, int]:
-    """Return the number at the start of `text`, and the index of its end."""
+    """Return the number at the start of a text, and the index after it. None: there is no number."""
     sign = _SIGN.match(text)
     assert sign is not None
     found = [(form, match) for form, pattern in _NUMBERS.items() if (match := pattern.match(text, sign.end()))]
@@ -214,11 +217,14 @@ def _fraction(match: re.Match[str]) -> Fraction:
     for way in "123":
         if match[f"n{way}"] is not None:
             return Fraction(int(match[f"n{way}"]), int(match[f"d{way}"]))
-    raise AssertionError("a fraction has a numerator")
+    raise AssertionError("the regular expression of a fraction matched without a numerator")
 
 
 def _repeating(match: re.Match[str]) -> Fraction:
-    """Return the value of `0.1\\overline{6}`, or of `0.1666...` with a digit three times or several digits twice."""
+    """Return the value of a repeating decimal: `0.1\overline{6}` or `0.1666...`.
+
+    Before `...` a digit must occur three times, or a group of digits twice.
+    """
     if repeated := match["repeated"] or match["digit"]:
         fixed = re.match(r"[0-9.]+", match[0].replace("...", ""))
         assert fixed is not None

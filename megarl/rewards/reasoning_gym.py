@@ -1,6 +1,6 @@
-"""Scorers of reasoning-gym for its own records: `reasoning_gym.TASK`, or each record's own task.
+"""Rewards by the scorers of reasoning-gym: `reasoning_gym.TASK`, or `reasoning_gym` for each record's own task.
 
-The attribute of this module named after a task is the task's reward function.
+An attribute of this module named after a task is the task's reward function.
 """
 
 from __future__ import annotations
@@ -20,10 +20,12 @@ Place = Literal["tags", "boxed", "text"]
 # Scores are sums of floats, so a perfect one may be slightly below 1.
 _CORRECT_FROM = 0.99
 _MAX_CHARACTERS = 20_000
-"""Longer answers score zero: the time of some scorers grows with a power of the length."""
+"""Maximum characters of an answer. Longer ones score zero, because the time of some scorers grows with a power of the
+length.
+"""
 
 _BOARDS = ("arc_agi", "rearc")
-"""Tasks with scorers comparing tuples, stored by JSON as lists."""
+"""Tasks whose scorers compare tuples. JSON stores tuples as lists, so they must be converted back."""
 _NO_GOLD = ("null", "", "None")
 
 
@@ -35,9 +37,9 @@ def reasoning_gym(
     correct_score: float = 1.0,
     place: Place = "tags",
 ) -> Reward:
-    """Score the answer by the task in `metadata.source_dataset` of the record.
+    """Score the answer by the scorer of the task in the record's `metadata.source_dataset`.
 
-    Everything else is as in `scorer_of`. Metric: the mean score under the task's own name.
+    Other arguments are as in `scorer_of`. Metric: the mean score per task, under the task's name.
     """
     task = task_of(record)
     scored = _score(task, completion_text, answer, record, correct_score, place, {})
@@ -50,13 +52,13 @@ def reasoning_gym(
 
 
 def scorer_of(task: str) -> Callable[..., Reward]:
-    """Return the reward function of a task.
+    """Return the reward function of one reasoning-gym task.
 
-    It scores the last <answer> tags, the last \\boxed{} or all of the completion (`place`) by the task's own scorer,
-    multiplied by `correct_score`. The answer is correct from 0.99. The record needs reasoning-gym's `metadata`, an
-    object or its JSON, at the top or in `extra_info`. `config` has the task's settings, for scorers depending on them.
-    If a scorer evaluates the answer, one that is neither literal nor formula counts as empty (`harmless`). Metric:
-    `raw`, the scorer's own value.
+    It passes the last <answer> tags, the last \boxed{} or the whole completion (`place`) to the task's scorer, and
+    multiplies the score by `correct_score`. An answer is right from a score of 0.99 on. The record needs
+    reasoning-gym's `metadata`, an object or its JSON, at the top or in `extra_info`. `config` has the task's settings,
+    for scorers that depend on them. If the scorer evaluates answers as code, an answer that is neither literal nor
+    formula counts as empty. Metric: `raw`, the scorer's own value.
     """
 
     def score(
@@ -82,14 +84,14 @@ def __getattr__(name: str) -> Callable[..., Reward]:
 
 
 def check_task(task: str) -> None:
-    """Raise ConfigError for a task unknown to reasoning-gym."""
+    """Raise ConfigError for a task that reasoning-gym does not have."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
     if task == "composite":
         raise ConfigError(
-            "reward.functions: 'reasoning_gym.composite': is made of several tasks; name reasoning_gym, using the "
-            "task of each record"
+            "reward.functions: 'reasoning_gym.composite': is made of several tasks; use reasoning_gym, the reward that "
+            "scores each record by its own task"
         )
     if task in DATASETS:
         return
@@ -100,7 +102,9 @@ def check_task(task: str) -> None:
 
 
 def metadata_of(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
-    """Return reasoning-gym's metadata of a record. None: it has none. Raises ValueError if they are not an object."""
+    """Return reasoning-gym's metadata in a record. None: there are none. Raises ValueError if they are not an
+    object.
+    """
     extra = record.get("extra_info")
     places = [record, extra] if isinstance(extra, Mapping) else [record]
     value = next((place["metadata"] for place in places if place.get("metadata") is not None), None)
@@ -111,40 +115,42 @@ def metadata_of(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
         try:
             value = json.loads(value)
         except ValueError:
-            raise ValueError(f"its metadata are {value!r:.80}, not JSON") from None
+            raise ValueError(f"the record's metadata are not JSON: {value!r:.80}") from None
     if value is not None and not isinstance(value, Mapping):
-        raise ValueError(f"its metadata are {value!r:.80}, not an object")
+        raise ValueError(f"the record's metadata are not an object: {value!r:.80}")
     return value
 
 
 def task_of(record: Mapping[str, Any]) -> str:
-    """Return the task of a record. Raises ValueError if it names none."""
+    """Return the reasoning-gym task that a record names. Raises ValueError if it names none."""
     metadata = metadata_of(record)
     task = None if metadata is None else metadata.get("source_dataset")
     if not isinstance(task, str):
         raise ValueError(
-            "the record has no metadata.source_dataset, reasoning-gym's name of its task; name the task in the recipe: "
-            "reasoning_gym.TASK"
+            "the record has no field metadata.source_dataset with the name of its reasoning-gym task; name the task in "
+            "the recipe instead: reasoning_gym.TASK"
         )
     return task
 
 
 def check_record(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
-    """Raise ValueError for a record without the name of its task (`reasoning_gym`)."""
+    """Raise ValueError for a record that names no task, for the reward `reasoning_gym`."""
     task_of(record)
 
 
 def check_metadata(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
-    """Raise ValueError for a record without reasoning-gym's metadata (`reasoning_gym.TASK`)."""
+    """Raise ValueError for a record without reasoning-gym's metadata, for the reward `reasoning_gym.TASK`."""
     if metadata_of(record) is None:
-        raise ValueError("the record has no metadata, needed by reasoning-gym's scorers")
+        raise ValueError("the record has no field metadata; reasoning-gym's scorers need it")
 
 
 def final_answer(text: str, record: Mapping[str, Any], *, place: Place = "tags", **kwargs: Any) -> str | None:
-    """Return the scored answer. None: the completion states none. Raises ValueError for an unknown place."""
+    """Return the final answer of a completion, as scored. None: there is none. Raises ValueError for an unknown
+    `place`.
+    """
     places: dict[str, Callable[[str], str | None]] = {"tags": last_tagged, "boxed": last_boxed, "text": str}
     if place not in places:
-        raise ValueError(f"place is {place!r}; give one of {', '.join(places)}")
+        raise ValueError(f"kwargs.place = {place!r}: is not a valid value; set it to one of {', '.join(places)}")
     found = places[place](text)
     return None if found is None else found.strip()
 
@@ -175,7 +181,7 @@ def _score(
 
 
 def _raw(task: str, dataset: Any, said: str, entry: Mapping[str, Any]) -> float:
-    """Return the scorer's value, or 0 if it raises on the answer but not on the gold one."""
+    """Return the scorer's value; 0 if the scorer raises an error on the answer but not on the gold answer."""
     if task == "game_of_life_halting":
         # Its scorer evaluates any text as True.
         return float(said.casefold() == entry["answer"].casefold())
@@ -188,9 +194,9 @@ def _raw(task: str, dataset: Any, said: str, entry: Mapping[str, Any]) -> float:
 
 
 def _refuse_evaluated(task: str, entry: Mapping[str, Any]) -> None:
-    """Raise ValueError if a scorer would evaluate unsafe text from a record.
+    """Raise ValueError if the task's scorer would evaluate unsafe text of a record.
 
-    Data come from outside, like answers, so they are checked as well.
+    Data sets come from outside, like answers, so they are checked as well.
     """
     metadata = entry["metadata"]
     checks = {
@@ -203,7 +209,9 @@ def _refuse_evaluated(task: str, entry: Mapping[str, Any]) -> None:
     if task in checks:
         text, is_harmless = checks[task]
         if not is_harmless(str(text)):
-            raise ValueError(f"{task} would evaluate {text!r:.80} of the record as Python, but it is not a formula")
+            raise ValueError(
+                f"the scorer of {task} would run {text!r:.80} of the record, but it is not a formula or literal"
+            )
 
 
 @lru_cache(maxsize=128)
@@ -216,7 +224,7 @@ def _dataset(task: str, config: str) -> Any:
 
 
 def _as_made(value: Any) -> Any:
-    """Return metadata with whole numbers as keys, stored by JSON as texts."""
+    """Return metadata with the whole-number keys that JSON had turned into texts."""
     if isinstance(value, Mapping):
         keys = list(value)
         are_numbers = bool(keys) and all(isinstance(key, str) and key.lstrip("-").isdecimal() for key in keys)

@@ -1,4 +1,4 @@
-"""Reward of a model run by another server, over HTTP."""
+"""Reward from a reward model that another server runs, over HTTP."""
 
 from __future__ import annotations
 
@@ -13,7 +13,9 @@ from megarl.rewards.http_rewards import ServedReward
 
 
 class RemoteModel(ServedReward[RemoteModelConfig]):
-    """Reward model at a server, in slime's, OpenRLHF's or vLLM's protocol. The score is the server's own number."""
+    """Reward model on a server with slime's, OpenRLHF's or vLLM's protocol. The score is the number that the server
+    returns.
+    """
 
     config_class = RemoteModelConfig
 

@@ -1,10 +1,10 @@
 """Results of reward functions: validation, weighted sum, and metrics by function.
 
-A function returns
+A reward function returns one of
 - a `megarl.types.Reward`: a score, a valid or invalid format, a right or wrong answer;
-- a number, or True or False for 1 and 0: a score without flags of format and answer;
-- a `FunctionScore`: a score with metrics and the flags it knows;
-- None: it does not apply to this sample, and is excluded from the sum and the function's metrics.
+- a number, or True or False for 1 and 0: a score without verdicts on format and answer;
+- a `FunctionScore`: a score with metrics, and with the verdicts that the function can give;
+- None: the function does not apply to the sample, and is excluded from the sum and from its own metrics.
 """
 
 from __future__ import annotations
@@ -43,18 +43,22 @@ METRICS = {
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 MAX_SOURCES = 50
 """Maximum number of data sources with metrics of their own."""
-_REST = "other"
+_OTHER_SOURCES = "other"
 
 Item = TypeVar("Item")
 
 MAX_ABSOLUTE_SCORE = 1e6
-"""Limit of a score: float32 sums of squares of millions of them stay finite and exact enough."""
+"""Limit of a score's absolute value. Float32 sums of squares of millions of scores then stay finite and exact
+enough.
+"""
 
 
 @dataclass(frozen=True, slots=True)
 class FunctionScore:
-    """Score given by one reward function to one sample. A flag is None if the function does not judge format or
-    answer."""
+    """Score that one reward function gives to one sample.
+
+    `format_valid` and `answer_correct` are None if the function does not judge them.
+    """
 
     score: float
     format_valid: bool | None = None
@@ -63,9 +67,9 @@ class FunctionScore:
 
 
 def checked(result: Any) -> FunctionScore | None:
-    """Return the score in a reward function's result; None if the function does not apply to the sample.
+    """Convert a reward function's return value to a score; None if the function does not apply to the sample.
 
-    Raises TypeError or ValueError for an invalid result.
+    Raises TypeError or ValueError for an invalid value.
     """
     if result is None:
         return None
@@ -74,23 +78,25 @@ def checked(result: Any) -> FunctionScore | None:
     if not isinstance(result, Reward):
         # numpy's bool is not a Real.
         if not isinstance(result, Real | np.bool_):
-            raise TypeError(f"returned {result!r:.200}, not a number, None or a megarl.types.Reward")
+            raise TypeError(f"the function returned {result!r:.200}; return a number, None or a megarl.types.Reward")
         return FunctionScore(_moderate(float(result), result))
     if isinstance(result.score, bool) or not isinstance(result.score, Real):
-        raise TypeError(f"returned a score that is not a number: {result!r:.200}")
+        raise TypeError(f"the function returned a score that is not a number: {result!r:.200}")
     for name in ("format_valid", "answer_correct"):
         if getattr(result, name) not in (True, False):
-            raise TypeError(f"returned a Reward with a {name} other than True or False: {result!r:.200}")
+            raise TypeError(f"the function returned a Reward whose {name} is not True or False: {result!r:.200}")
     score = _moderate(float(result.score), result)
     return FunctionScore(score, bool(result.format_valid), bool(result.answer_correct), _finite(result.metrics))
 
 
 def _checked_score(result: FunctionScore) -> FunctionScore:
     if isinstance(result.score, bool) or not isinstance(result.score, Real):
-        raise TypeError(f"returned a score that is not a number: {result!r:.200}")
+        raise TypeError(f"the function returned a score that is not a number: {result!r:.200}")
     for name in ("format_valid", "answer_correct"):
         if getattr(result, name) not in (True, False, None):
-            raise TypeError(f"returned a FunctionScore with a {name} other than True, False or None: {result!r:.200}")
+            raise TypeError(
+                f"the function returned a FunctionScore whose {name} is not True, False or None: {result!r:.200}"
+            )
     metrics = _finite(result.metrics)
     return FunctionScore(_moderate(float(result.score), result), result.format_valid, result.answer_correct, metrics)
 
@@ -101,11 +107,11 @@ def combined(
     judges: Mapping[str, Judging],
     correct_score: float = 1.0,
 ) -> Reward:
-    """Return the reward: the sum of weight x score over the applying functions, with each function's own score.
+    """Return a sample's reward: the weighted sum of the scores of all functions that apply, with each function's score.
 
-    The format is valid if all functions judging it agree, or none judges it. The answer is right if all its `judges`
-    say so (`verdict`), and wrong if none of them applies. It is not judged (None) without a judge or if a verdict is
-    missing. Raises ValueError for a too large sum.
+    The format is valid if every function that judges it says so, or none judges it. The answer is right if every
+    function in `judges` says so, and wrong if none of them applies. It has no verdict (None) without a judge, or if a
+    judge's verdict is missing. Raises ValueError if the sum is too large.
     """
     opinions = {name: score for name, score in scores.items() if score is not None}
     total = float(sum(weights[name] * opinion.score for name, opinion in opinions.items()))
@@ -134,7 +140,12 @@ def _answer(opinions: Mapping[str, FunctionScore], judges: Mapping[str, Judging]
 
 
 def verdict(opinion: FunctionScore, judging: Judging, correct_score: float) -> bool | None:
-    """Return whether an answer-judging function calls the answer right. None: its score is not a verdict."""
+    """Return whether a reward function calls the answer right. None: its score is not a verdict.
+
+    `judging` is how the function judges answers: `declared`: a score of at least
+    `correct_score` means right; otherwise scores of 1 and 0 are verdicts. A verdict returned by the function has
+    precedence.
+    """
     if opinion.answer_correct is not None:
         return opinion.answer_correct
     # A function declared as judge without a flag of its own judges by reaching the score of a right answer.
@@ -144,7 +155,7 @@ def verdict(opinion: FunctionScore, judging: Judging, correct_score: float) -> b
 
 
 def verdict_by_value(score: float) -> bool | None:
-    """Return the verdict of a single score: 1 is right, 0 is wrong, any other is not a verdict."""
+    """Return the verdict that a score means: 1 is right, 0 is wrong, any other is none."""
     return bool(score) if score in (0.0, 1.0) else None
 
 
@@ -158,25 +169,25 @@ def with_served(
     judges_format: bool = True,
     judges_answer: bool = True,
 ) -> Reward:
-    """Return the reward of a sample scored by reward functions and reward servers.
+    """Return the reward of a sample scored by reward functions and scoring servers.
 
-    `own` is the combined reward of all functions. `served` has each server's score by the server's name. The result is
-    the same as `combined` returns for the scores of all functions and servers together. `judges_format` and
-    `judges_answer` are True if any function judged the format or the answer. `judges` has an entry for each function
-    and server. Raises ValueError if the sum exceeds MAX_ABSOLUTE_SCORE.
+    `own` is the combined reward of all functions. `served` has the score of each server by name. The result equals that
+    of `combined` for the scores of all functions and servers together. `judges_format` and `judges_answer` are True if
+    any function judged format or answer. `judges` has an entry for each function and server. Raises ValueError if the
+    sum exceeds MAX_ABSOLUTE_SCORE.
     """
     part = None
     if own is not None and any(score is not None for score in own.scores.values()):
         format_valid = own.format_valid if judges_format else None
         answer_correct = own.answer_correct if judges_answer else None
         part = FunctionScore(own.score, format_valid, answer_correct)
-    of_functions = strongest(kind for name, kind in judges.items() if name not in served)
+    function_judging = strongest(kind for name, kind in judges.items() if name not in served)
     # If the functions' judges have no opinion, the servers give the verdict.
-    of_own: Judging = "declared" if part is not None and part.answer_correct is not None else "none"
-    of_served: dict[str, Judging] = {name: judges.get(name, "none") for name in served}
+    own_judging: Judging = "declared" if part is not None and part.answer_correct is not None else "none"
+    server_judging: dict[str, Judging] = {name: judges.get(name, "none") for name in served}
     # The functions were weighted in their process already, so their sum gets weight 1.
-    total = combined({**served, "": part}, {**weights, "": 1.0}, {**of_served, "": of_own}, correct_score)
-    if total.answer_correct is None and of_functions == "declared" and of_own == "none":
+    total = combined({**served, "": part}, {**weights, "": 1.0}, {**server_judging, "": own_judging}, correct_score)
+    if total.answer_correct is None and function_judging == "declared" and own_judging == "none":
         total = replace(total, answer_correct=False)
     scores = {metric_name(name): score.score for name, score in served.items()}
     return Reward(
@@ -189,8 +200,10 @@ def with_served(
 
 
 def read_reply(reply: Mapping[str, Any], names: Iterable[str]) -> Reward:
-    """Return the reward of these functions from a process's reply. Raises KeyError, TypeError, ValueError if
-    invalid."""
+    """Return the reward in the reply of a reward process, for the functions `names`.
+
+    Raises KeyError, TypeError or ValueError if the reply is invalid.
+    """
     scores: dict[str, float | None] = {}
     for name in names:
         score = checked(reply["scores"][name])
@@ -203,10 +216,9 @@ def read_reply(reply: Mapping[str, Any], names: Iterable[str]) -> Reward:
 
 
 def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
-    """Return each function's scores and own metrics (`Reward.metrics`); names are in METRICS.
+    """Return the metrics of each reward function: its scores, and the metrics that it returned itself.
 
-    A sample without any function's opinion has score zero. Samples with failed scoring (`reward/errors`, `/timeouts`)
-    are excluded.
+    A sample to which no function applies has score zero. Samples whose scoring failed are excluded.
     """
     rewards = list(rewards)
     scored = [reward.scores for reward in rewards if reward.scores]
@@ -230,7 +242,9 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
 
 
 def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
-    """Return `accuracy`, the share of right answers, if all were judged. Otherwise `unjudged`, the unjudged share."""
+    """Return `accuracy`, the share of right answers, if all answers have a verdict. Otherwise return `unjudged`, the
+    share without.
+    """
     verdicts = [reward.answer_correct for reward in rewards]
     if None in verdicts:
         return {"unjudged": verdicts.count(None) / len(verdicts)}
@@ -240,7 +254,8 @@ def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
 def by_source_name(named: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
     """Group items by data source, under the source's name in metrics.
 
-    Characters other than letters, digits, dot, - and _ become _. From the 51st on, in order of size, all are `other`.
+    In a name, characters other than letters, digits, dot, - and _ become _. The 50 largest sources have groups of their
+    own; the rest are grouped as `other`.
     """
     found: dict[str, list[Item]] = {}
     for name, item in named:
@@ -248,12 +263,12 @@ def by_source_name(named: Iterable[tuple[str, Item]]) -> dict[str, list[Item]]:
     largest = sorted(found, key=lambda name: (-len(found[name]), name))
     rest = [item for name in largest[MAX_SOURCES:] for item in found.pop(name)]
     if rest:
-        found[_REST] = [*found.get(_REST, ()), *rest]
+        found[_OTHER_SOURCES] = [*found.get(_OTHER_SOURCES, ()), *rest]
     return found
 
 
 def source_metrics(rewards: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
-    """Return metrics of each data source's rewards, `reward/source/...`, by its name."""
+    """Return reward metrics per data source, named `reward/source/SOURCE/...`."""
     metrics: dict[str, float] = {}
     for name, found in rewards.items():
         own = {
@@ -271,18 +286,22 @@ def source_metrics(rewards: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
 
 
 def _finite(metrics: Any) -> dict[str, float]:
-    """Return a function's own metrics. Raises TypeError or ValueError if they are not finite numbers by name."""
+    """Return the metrics that a reward function returned. Raises TypeError or ValueError if they are not finite numbers
+    by name.
+    """
     if not isinstance(metrics, Mapping) or not all(
         isinstance(name, str) and isinstance(value, Real | np.bool_) for name, value in metrics.items()
     ):
-        raise TypeError(f"returned a Reward with metrics that are not numbers by name: {metrics!r:.200}")
+        raise TypeError(f"the function returned metrics that are not numbers by name: {metrics!r:.200}")
     found = {name: float(value) for name, value in metrics.items()}
     if not all(map(math.isfinite, found.values())):
-        raise ValueError(f"returned metrics that are not finite: {metrics!r:.200}")
+        raise ValueError(f"the function returned metrics that are not finite: {metrics!r:.200}")
     return found
 
 
 def _moderate(score: float, result: Any) -> float:
     if not math.isfinite(score) or abs(score) > MAX_ABSOLUTE_SCORE:
-        raise ValueError(f"returned a score outside -{MAX_ABSOLUTE_SCORE:g} to {MAX_ABSOLUTE_SCORE:g}: {result!r:.200}")
+        raise ValueError(
+            f"the function returned a score outside -{MAX_ABSOLUTE_SCORE:g} to {MAX_ABSOLUTE_SCORE:g}: {result!r:.200}"
+        )
     return score

@@ -1,4 +1,4 @@
-"""Main function of a reward process. It imports the functions and scores one completion after the other."""
+"""Main function of a reward process. It imports the reward functions and scores one completion after the other."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from megarl.types import ConfigError
 
 
 def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-    """Import the functions, and return what they need of a sample with the function that scores one.
+    """Import the reward functions. Returns a description of the values they need, and the function that scores a
+    sample.
 
-    `settings` names the functions, their weights and keyword arguments, and has the settings of a sandbox, started only
-    if a function needs one. A request has `values` of a sample. Raises RefusedError.
+    `settings` names the functions with weights and keyword arguments. It also has the settings of the sandbox, which is
+    started only if a function needs one. Raises RefusedError if a function cannot be used.
     """
     try:
         functions = {f["name"]: bind(f["name"], resolve(f["name"]), f["kwargs"]) for f in settings["functions"]}
@@ -42,14 +43,14 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
 
 def _started(settings: dict[str, Any]) -> AnySandbox:
-    """Return a working sandbox with these settings. Raises ConfigError or SandboxError if it does not work."""
+    """Start a sandbox with these settings and return it. Raises ConfigError or SandboxError if it does not work."""
     sandbox = open_sandbox(SandboxSettings(**settings))
     sandbox.start()
     return sandbox
 
 
 class _Weighing(NamedTuple):
-    """How scores become a reward (`scores.combined`)."""
+    """Weights and judging modes that turn the scores of several functions into one reward."""
 
     weights: dict[str, float]
     judges: dict[str, Judging]

@@ -1,7 +1,7 @@
-"""Pool of processes for reward functions. A process is replaced if it fails or exceeds its time limit.
+"""Pool of processes that run reward functions. A process that fails or exceeds its time limit is replaced.
 
-A process scores one completion at a time, so killing it loses no other. Scoring servers (`served`) are asked by the
-event loop itself.
+A process scores one completion at a time, so killing it loses no other. Requests to scoring servers are sent by the
+driver's event loop itself.
 """
 
 from __future__ import annotations
@@ -33,20 +33,22 @@ METRICS = {
 
 
 _MAX_LOST = 2
-"""Processes tried for a completion. A kill by the kernel or an operator is not its fault, so it is retried once."""
+"""Number of processes tried for one completion. The retry is for kills from outside, which the completion did not
+cause.
+"""
 
 
 class RewardPool:
-    """Scores completions in `num_workers` processes living until `close`.
+    """Scores completions in `num_workers` processes that live until `close`.
 
-    A completion gets score zero and a `Scored.failure` if scoring exceeds a time limit, raises, ends its process, or
-    returns anything not accepted by `scores`. The settings may drop such completions instead. Time counts from when a
-    process with imported functions takes the completion. Construction starts the processes without waiting for them.
-    Without functions there are no processes, and rewards come from servers, or are zero. Raises ConfigError for wrong
-    settings of a server.
+    If scoring exceeds a time limit, raises, ends its process or returns an invalid value, the completion gets score
+    zero and a `Scored.failure`. The settings may instead leave the completion without a reward. Time counts from when a
+    process with imported functions takes the completion. The constructor starts the processes without waiting for them.
+    Without functions there are no processes; rewards come from scoring servers, or are zero. Raises ConfigError for
+    wrong settings of a server.
 
-    `make_server` creates the processes, here or elsewhere. Their output goes to `log_folder/reward_NNNN.log`, numbered
-    from `first_log`. `notice` is called with the first failure of each kind.
+    `make_server` creates a process, on this machine or another one. Output of the processes goes to
+    `log_folder/reward_NNNN.log`, numbered from `first_log`. `notice` is called with the first failure of each kind.
     """
 
     def __init__(
@@ -63,7 +65,7 @@ class RewardPool:
         self._settings = settings
         self._served: dict[str, ServedReward[Any]] = {one.name: served_reward(one) for one in settings.served}
         for one in self._served.values():
-            one.tell_once = self._notices.tell
+            one.notify_once = self._notices.tell
         self._weights = {one.name: one.weight for one in settings.served}
         self._num_lost: Counter[str] = Counter()
         self._processes = ProcessPool(
@@ -81,12 +83,11 @@ class RewardPool:
         return len(self._processes)
 
     async def score(self, sample: Sample) -> Scored:
-        """Return the weighted sum of the functions' scores. Format and answer are good if all functions judging them
-        agree.
+        """Return the reward of a sample: the weighted sum of all scores, with verdicts on format and answer.
 
         Any number of calls may be awaited concurrently; each waits for a free process. Raises ConfigError if a function
-        cannot be imported, PeerLostError if the processes do not start or the pool is closed. If cancelled, the process
-        is killed and replaced, so that it does not continue unwanted work.
+        cannot be imported, and PeerLostError if the processes do not start or the pool is closed. If the call is
+        cancelled, its process is killed and replaced.
         """
         if not self._served and not len(self):
             scored = Scored(combined({}, {}, {}))
@@ -122,7 +123,7 @@ class RewardPool:
         return scored
 
     async def _by_process(self, sample: Sample, place: Place) -> Scored:
-        """Return the score given by a place's process, or by a fresh one if it ends meanwhile."""
+        """Score a sample in the process of `place`, or in a new process if the first one ends meanwhile."""
         settings = self._settings
         detail = ""
         for num_lost in range(_MAX_LOST):
@@ -141,8 +142,7 @@ class RewardPool:
         return replace(Scored.failed("error", detail), num_lost=_MAX_LOST)
 
     async def _by_all(self, sample: Sample) -> Scored:
-        """Return the scores of functions and servers, run concurrently. A server's failure is reported before a
-        function's."""
+        """Score a sample by functions and servers concurrently. If both fail, the server's failure is reported."""
         asked: list[Awaitable[Scored | FunctionScore | ServerFailedError]]
         asked = [_by_server(one, sample) for one in self._served.values()]
         if len(self):
@@ -175,20 +175,20 @@ class RewardPool:
             return Scored.failed("error", f"{', '.join(served)}: {error}")
 
     def metrics(self) -> dict[str, float]:
-        """Return counts since the last call: lost processes (METRICS) and each server's calls."""
+        """Return counts since the last call of this method: lost processes, and calls to each scoring server."""
         found = {key: value for one in self._served.values() for key, value in one.metrics().items()}
         if num_lost := self._num_lost.pop(COUNTED_FOR.get(), 0):
             found["reward/lost_processes"] = float(num_lost)
         return found
 
     async def aclose(self) -> None:
-        """Close the pool and the connections to servers."""
+        """Close the pool and the connections to scoring servers."""
         self.close()
         for one in self._served.values():
             await one.aclose()
 
     def close(self) -> None:
-        """Kill the processes and drop unfinished scorings. Calling it again does nothing."""
+        """Kill the processes and abandon unfinished scorings. A second call does nothing."""
         self._processes.close()
 
 

@@ -1,4 +1,4 @@
-"""Driver's side of reward processes: their settings, and scores made of their answers."""
+"""The driver's view of reward processes: their settings, and the scores in their answers."""
 
 from __future__ import annotations
 
@@ -20,33 +20,33 @@ from megarl.sandbox.sandbox import SandboxSettings
 from megarl.types import ConfigError, Reward
 
 _MEMORY_BYTES = 4 << 30
-"""Limit of a process's address space."""
+"""Limit of the address space of a reward process, in bytes."""
 _MAX_REPLY_BYTES = 64 << 10
-"""Limit of a reply: scores or a shortened traceback."""
+"""Maximum bytes of a reply, which holds scores or a shortened traceback."""
 
 Failure = Literal["error", "timeout", "parse_error"]
-"""Why a completion has no score: an error in scoring, a timeout, or a server's answer without a verdict."""
+"""Reason for a missing score: an error in scoring, a timeout, or a server's answer without a verdict."""
 
 
 @dataclass(frozen=True, slots=True)
 class Scored:
-    """Reward of a completion. If scoring failed, it is zero, with the kind of failure and its description."""
+    """Reward of a completion. If scoring failed, the reward is zero, and `failure` and a text describe the failure."""
 
     reward: Reward
     failure: Failure | None = None
     detail: str = ""
     judges_format: bool = True
-    """Whether any function judged the format."""
+    """Whether any function judged the format of the completion."""
     judges_answer: bool = True
-    """Whether any function judged the answer."""
+    """Whether any function judged the answer in the completion."""
     is_left_out: bool = False
-    """Whether the failed completion counts as one without a reward."""
+    """Whether the failed completion has no reward instead of zero."""
     num_lost: int = 0
     """Number of reward processes that ended or were killed from outside while scoring this completion."""
 
     @property
-    def kept_reward(self) -> Reward | None:
-        """Return the reward of its trajectory. None: it is left out."""
+    def trajectory_reward(self) -> Reward | None:
+        """The reward for the trajectory. None: it has no reward, because scoring failed and failures are left out."""
         return None if self.is_left_out else self.reward
 
     @classmethod
@@ -56,44 +56,44 @@ class Scored:
 
 @dataclass(frozen=True, slots=True)
 class WorkerSettings:
-    """Settings of reward processes: functions, folder, limits."""
+    """Settings of reward processes: functions, working folder, limits."""
 
     functions: tuple[RewardFunctionConfig, ...]
     correct_score: float
     timeout_seconds: float
-    """Limit of CPU seconds per completion, for the process and its descendants."""
+    """Limit of CPU seconds per completion, for the process together with its descendants."""
     wall_timeout_seconds: float
     """Limit of wall-clock seconds per completion."""
     search_path: tuple[str, ...]
-    """`sys.path` of the process."""
+    """Import paths (`sys.path`) of the process."""
     folder: str
-    """Current folder of the process."""
+    """Working folder of the process."""
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
-    """Sandbox for functions that take one. Its total CPU seconds are added to the first limit."""
+    """Sandbox for functions that take one. The CPU seconds of its programs are added to the CPU limit."""
     start_timeout_seconds: float = 300.0
-    """Limit of wall-clock seconds for importing the functions."""
+    """Limit of wall-clock seconds for importing the reward functions."""
     served: tuple[RewardFunctionConfig, ...] = ()
-    """Rewards from servers, asked by the driver without a process."""
+    """Rewards from scoring servers. The driver sends their requests itself."""
     on_failure: Literal["zero", "leave_out"] = "zero"
-    """Treatment of completions with failed scoring."""
+    """Reward of completions whose scoring failed: zero, or none (left out)."""
     judges: Mapping[str, Judging] = field(default_factory=dict)
-    """How each of `functions` and `served` judges the answer, by name. Missing ones do not judge it."""
+    """How each function and server judges answers, by name. Names not listed do not judge."""
 
     @property
     def names(self) -> str:
-        """Return the functions' names, for messages."""
+        """The names of all functions as one text, for messages."""
         return ", ".join(function.name for function in self.functions)
 
     @property
     def judging(self) -> Judging:
-        """Return how all of them together judge the answer."""
+        """How all functions and servers together judge the answer."""
         return strongest(self.judges.values())
 
 
 def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) -> WorkerSettings:
-    """Return settings for processes in the current folder.
+    """Return the settings of reward processes that run in the current folder.
 
-    The folder is on their search path only if the recipe names functions of a module there.
+    The folder is an import path only if the recipe names functions of a module in it.
     """
     folder = os.getcwd()
     search_path = [entry for entry in sys.path if entry]
@@ -115,7 +115,7 @@ def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) 
 
 
 def _is_in(folder: str, name: str) -> bool:
-    """Return whether a folder has the top-level module of a recipe's own reward function, without importing it."""
+    """Return whether a folder contains the top-level module of a reward function `name`, without importing it."""
     if ":" not in name:
         return False
     with suppress(ConfigError):
@@ -125,7 +125,7 @@ def _is_in(folder: str, name: str) -> bool:
 
 
 def server_settings(settings: WorkerSettings) -> ServerSettings:
-    """Return the settings of a reward process."""
+    """Return the settings for starting a reward process: its functions, folders and limits."""
     start = {
         "functions": [
             {
@@ -153,14 +153,14 @@ def server_settings(settings: WorkerSettings) -> ServerSettings:
 
 
 def request_limits(settings: WorkerSettings, *, has_sandbox: bool) -> RequestLimits:
-    """Return the limits of a completion, with additional time for programs run in the sandbox."""
+    """Return the time limits of scoring a completion, including the time of programs in the sandbox."""
     seconds = settings.sandbox.total_timeout_seconds if has_sandbox else 0.0
     # Programs may wait for a CPU on a busy machine, so wall-clock time grows by a multiple.
     return RequestLimits(settings.timeout_seconds + seconds, settings.wall_timeout_seconds + 10 * seconds)
 
 
 def read_answer(answer: Mapping[str, Any], settings: WorkerSettings, limits: RequestLimits) -> Scored:
-    """Return the score in a process's answer. Raises ValueError if the answer is not valid."""
+    """Convert the answer of a reward process to a score. Raises ValueError if the answer is not valid."""
     if "overdue" in answer:
         by_cpu = f"reward.timeout_seconds = {limits.cpu_seconds:g} CPU seconds"
         by_clock = f"reward.wall_timeout_seconds = {limits.wall_seconds:g} by the clock"

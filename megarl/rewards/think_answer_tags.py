@@ -11,7 +11,8 @@ def think_answer_tags(completion_text: str, answer: str, *, correct_score: float
     """Score the last <answer>...</answer> of the completion against the gold answer.
 
     The format is valid if each of the four tags occurs exactly once, in order, and the completion ends with </answer>.
-    The score is zero for an invalid format; otherwise as in `boxed`. `answer_correct` ignores the format.
+    An invalid format scores zero. Otherwise the right answer scores `correct_score`, one equal only as text half of it.
+    `answer_correct` ignores the format.
     """
     format_valid = has_valid_tags(completion_text)
     prediction = last_tagged(completion_text)

@@ -1,4 +1,4 @@
-"""Units after a number: recognition, and their multiples of base units."""
+"""Units after a number: their recognition, and their conversion to base units."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ MAX_UNIT_WORDS = 4
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit as a multiple of base units: `cm^2` is 1/10000 of metre^2; `%` is 1/100, without dimensions."""
+    """A unit as a multiple of base units: `cm^2` is 1/10000 of metre^2; `%` is 1/100 without dimensions."""
 
     factor: Fraction
     dimensions: Dimensions
@@ -25,11 +25,11 @@ class Unit:
 
     @property
     def names(self) -> frozenset[str]:
-        """Return the base units."""
+        """Names of the base units."""
         return frozenset(name for name, _ in self.dimensions)
 
     def over(self, other: Unit) -> Unit:
-        """Return this unit divided by another."""
+        """Return this unit divided by another one."""
         dimensions = Counter(dict(self.dimensions))
         dimensions.subtract(dict(other.dimensions))
         left = tuple(sorted((base, power) for base, power in dimensions.items() if power))
@@ -37,11 +37,11 @@ class Unit:
 
 
 def read_unit(text: str, known: Collection[str] | None = None) -> tuple[bool, Unit | None]:
-    """Return whether `text` is a unit, and its unit. The latter is None for words without meaning ("units", "th" of
+    """Return whether a text is a unit, and the unit; None for words that do not change the number ("units", "th" of
     "5th").
 
-    Any other word is a unit of its own if it is among `known`, in the singular. Without `known` every word is, except
-    words changing a number, such as "halves" or "about".
+    Words in `known` (singular) count as units of their own. With `known` None every word does, except words that change
+    a number, such as "halves" or "about".
     """
     factor = Fraction(1)
     dimensions: Counter[str] = Counter()
@@ -66,7 +66,7 @@ def read_unit(text: str, known: Collection[str] | None = None) -> tuple[bool, Un
 
 
 def _meaning(name: str, known: Collection[str] | None, *, is_text: bool) -> tuple[Fraction, dict[str, int]] | None:
-    """Return a unit's factor and dimensions. None: the word is not a unit."""
+    """Return a unit's factor and its base units with exponents. None: the word is not a unit."""
     singular = _singular(name.lower())
     found = _UNITS.get(name) or _UNITS.get(singular)
     # V, A and K are units only inside \\text{}; elsewhere they are variables.
@@ -82,7 +82,7 @@ def _meaning(name: str, known: Collection[str] | None, *, is_text: bool) -> tupl
 
 
 def is_number_word(word: str) -> bool:
-    """Return whether a word changes the number before it, or makes a formula of it."""
+    """Return whether a word changes the number before it, or makes it part of a formula."""
     word = word.lower()
     return word in _NOT_A_UNIT or _singular(word) in _NOT_A_UNIT or word in FRACTION_WORDS
 
@@ -97,7 +97,7 @@ _UNIT_PART = re.compile(
 
 
 def _unit_words(text: str) -> Iterator[tuple[str | None, int]]:
-    """Yield each word of a unit with its exponent, and None for text that cannot be in a unit."""
+    """Yield the words of a unit, each with its exponent. A text that cannot be part of a unit gives None."""
     text = _FRACTION.sub(r"\1/\2", text)
     text = _WRAPPED.sub(r" \1 ", text.replace("\\%", "%").replace("\\$", "dollar"))
     text = re.sub(r"\^\s*\{?\s*\\circ\s*\}?|\\degrees?\b|°", " degree ", text)
@@ -147,9 +147,9 @@ FRACTION_WORDS = {
 } | {
     "half": Fraction(1, 2), "halves": Fraction(1, 2), "quarter": Fraction(1, 4), "quarters": Fraction(1, 4),
 }  # fmt: skip
-"""Words after a whole number making it a fraction: 2 fifths."""
+"""Words that make a fraction with the whole number before them: 2 fifths."""
 MULTIPLES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-"""Words after a number that multiply it."""
+"""Words that multiply the number before them: 3 million."""
 _NOT_A_UNIT = set(MULTIPLES) | set(
     """
     and or no not half third quarter plus minus times time over to by less least more most than about approximately
@@ -165,7 +165,7 @@ _NOT_A_UNIT = set(MULTIPLES) | set(
     ninety quadrillion quintillion hundredfold fold tuple recurring repeating repeated
     """.split()  # noqa: SIM905
 )
-"""Words near a number that are not units: they change it, or make it something other than a number."""
+"""Words near a number that are not units: they change the number, or make it something else."""
 _COUNTED = set(
     """
     apple orange pear banana egg cookie cake pie pizza slice candy chocolate cupcake muffin donut doughnut bagel
@@ -184,7 +184,7 @@ _COUNTED = set(
     route function subset sequence soldier sailor
     """.split()  # noqa: SIM905
 ) - {"prime", "mile", "square", "point", "pair", "can", "cup"} | {"pair", "point"}
-"""Words for counted things, in the singular. They are units of their own in any answer."""
+"""Words for things that are counted (apples), in the singular. Each is a unit of its own in any answer."""
 
 _LENGTH, _TIME, _MASS, _VOLUME = {"metre": 1}, {"second": 1}, {"gram": 1}, {"metre": 3}
 _LITRE = Fraction(1, 1000)
@@ -256,6 +256,6 @@ _UNITS: dict[str, tuple[Fraction, dict[str, int]]] = {
 
 
 def unit_named(name: str) -> Unit:
-    """Return a known unit. Raises KeyError for another."""
+    """Return the unit called `name`. Raises KeyError for an unknown name."""
     factor, dimensions = _UNITS[name]
     return Unit(factor, tuple(sorted(dimensions.items())))

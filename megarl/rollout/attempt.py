@@ -233,7 +233,7 @@ async def attempt(
         turn=max(len(calls), 1),
     )
     scored = await score(sample)
-    return replace(trajectory, reward=scored.kept_reward, failure=scored.failure)
+    return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
 
 
 async def _watched(

@@ -1,4 +1,4 @@
-"""Attempts by a user's program: an agent calling the endpoint, in a process killed at the end with all it started."""
+"""Attempts made by a user's agent program. It calls the endpoint, and is killed with its child processes at the end."""
 
 from __future__ import annotations
 
@@ -57,35 +57,40 @@ Result = TypeVar("Result")
 COUNTS = (
     "forks", "abandoned_calls", "joined_retries", "overridden_fields", "refused_calls", "untrained_tokens",
 )  # fmt: skip
-"""Counts of a session logged as metrics `environment/NAME`."""
+"""Counts of a session that are logged as metrics `environment/NAME`."""
 INHERITED = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE",
     "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR",
 )  # fmt: skip
-"""Variables of the driver's environment passed to each program. Others may hold keys of trackers, judges and hubs, and
-a model's program could print them. `rollout.agent.environment` names further variables to pass."""
+"""Environment variables of the driver that each agent program inherits.
+
+Others may hold keys of trackers, judges and hubs, and an agent could leak them. `rollout.agent.environment` names
+further variables.
+"""
 _LEAVE_SECONDS = 2.0
 """Seconds to wait for a cancelled agent to end."""
 _TICK_SECONDS = 0.05
-"""Shortest wait between two checks of a program's time. The time stands still while the engines are paused, so one long
-wait would end too early."""
+"""Shortest wait, in seconds, between two checks of a program's time limit.
+
+Pauses of the engines extend the limit, so a single long wait would end too early.
+"""
 
 
 class _ProgramError(Exception):
-    """Error ending an attempt. Its text is the kind of error, a colon and the reason."""
+    """Raised to end an agent's attempt with an error. Its text has the form `KIND: reason`."""
 
 
 @dataclass(frozen=True, slots=True)
 class AgentProgram:
-    """The recipe's program or `Agent`, run once per attempt, each with its own session.
+    """Runs the recipe's agent, a program or an `Agent` class, once per attempt. Each attempt has a session of its own.
 
     The program's environment has OPENAI_BASE_URL, OPENAI_API_KEY, the variables in `INHERITED` and those named by the
     recipe, and no others. Its standard input is a JSON object with the problem's `messages`, `answer`, `record` and
     `index`, the attempt's `number` and its `seed`.
 
-    The reward is the last line of its output, a JSON number or {"reward": number}, or is posted to the endpoint.
-    Otherwise the recipe's reward functions score the last completion. A non-zero exit code or a timeout ends the
-    attempt with an error. It is killed with all its descendants at the end.
+    The reward is the last line of the program's output, a JSON number or {"reward": number}, or the program posts it to
+    the endpoint. Otherwise the recipe's reward functions score the last completion. A non-zero exit code or a timeout
+    ends the attempt with an error. The program is killed with all its descendants at the end.
     """
 
     config: AgentConfig
@@ -96,7 +101,9 @@ class AgentProgram:
     make_agent: Callable[[], Agent] | None = None
 
     async def attempt(self, task: Task, budget: Budget, pool: Generates) -> Trajectory:
-        """Run the program with completions from `pool`. Return the trajectory recorded by its session."""
+        """Run the agent for one attempt with completions from `pool`. Returns the trajectory that its session
+        recorded.
+        """
         began = time.monotonic()
         engines = WaitMeasuringPool(pool)
         # The semaphore limits the programs running at once (rollout.agent.max_processes).
@@ -131,23 +138,25 @@ class AgentProgram:
         if (given := session.reward if session.reward is not None else reward) is not None:
             return replace(trajectory, reward=Reward(given, True, verdict_by_value(given)))
         scored = await self.score(_sample(task.problem, session))
-        return replace(trajectory, reward=scored.kept_reward, failure=scored.failure)
+        return replace(trajectory, reward=scored.trajectory_reward, failure=scored.failure)
 
     async def _ask(self, task: Task, session: Session, pool: Generates) -> float | None:
-        """Run an `Agent` and return its reward, None if it gives none. Raises _ProgramError."""
+        """Run an `Agent` class and return its reward; None: it gives none. Raises _ProgramError."""
         assert self.make_agent is not None
         try:
             run = self.make_agent().run(_task_input(task), self.endpoint.url_of(session), session.secret)
             reward = await self._ended(run, pool)
         except TimeoutError:
-            raise _ProgramError(f"TimeoutError: it did not end within {self.config.timeout_seconds:g} s") from None
+            raise _ProgramError(
+                f"TimeoutError: the agent did not end within {self.config.timeout_seconds:g} s"
+            ) from None
         # A user's agent may raise anything. Its error ends the attempt, not the run.
         except Exception as error:
             raise _ProgramError(f"{type(error).__name__}: {error}") from error
         return None if reward is None else _checked(reward)
 
     async def _run(self, task: Task, session: Session, pool: Generates) -> float | None:
-        """Run the program and return its reward, None if it prints none. Raises _ProgramError."""
+        """Run the agent program and return its reward; None: it prints none. Raises _ProgramError."""
         names = (*INHERITED, *self.config.environment)
         environment = {
             **{name: os.environ[name] for name in names if name in os.environ},
@@ -175,7 +184,10 @@ class AgentProgram:
         return _reward(ended.stdout)
 
     async def _ended(self, work: Coroutine[Any, Any, Result], pool: Generates) -> Result:
-        """Return the result of `work`. Raises TimeoutError after its time limit, not counting paused engines."""
+        """Wait for `work` and return its result.
+
+        Raises TimeoutError after rollout.agent.timeout_seconds, not counting time in which the engines are paused.
+        """
         # Seconds in which the engines were paused before the start must not extend the limit.
         ends = time.monotonic() - pool.seconds_paused + self.config.timeout_seconds
         ending = asyncio.create_task(work)
@@ -193,11 +205,13 @@ class AgentProgram:
 
 @asynccontextmanager
 async def agent_program(
-    recipe: Recipe, pool: EnginePool, score: Score, sampling: SamplingSettings, tell: Callable[[str], object]
+    recipe: Recipe, pool: EnginePool, score: Score, sampling: SamplingSettings, notify: Callable[[str], object]
 ) -> AsyncIterator[AgentProgram | None]:
-    """Start the recipe's program or `Agent` with an open endpoint. Yield None for other environments.
+    """Start the endpoint for the recipe's agent, and stop it at the end. Yields None if the environment is not an
+    agent.
 
-    `sampling`: settings of training. Client requests changed or refused are reported.
+    `sampling` has the sampling parameters of training. `notify` is called with a text for the first change or refusal
+    of a client's request of each kind.
     """
     name = recipe.rollout.environment
     if not is_agent(name):
@@ -211,7 +225,7 @@ async def agent_program(
     context_tokens = recipe.data.max_prompt_tokens + longest
     codec = Codec(tokenizer_of(recipe.model), context_tokens, recipe.rollout.tool_parser)
     sessions = Sessions(pool, codec)
-    endpoint = Endpoint(sessions, recipe.rollout.endpoint, model=recipe.name, sampling=sampling, notice=tell)
+    endpoint = Endpoint(sessions, recipe.rollout.endpoint, model=recipe.name, sampling=sampling, notice=notify)
     try:
         await endpoint.start()
         config = recipe.rollout.agent
@@ -226,7 +240,7 @@ async def agent_program(
 
 
 def _task_input(task: Task) -> dict[str, Any]:
-    """Return the JSON object passed to the program."""
+    """Return the JSON object that the agent program reads from its standard input."""
     problem = task.problem
     return {
         "messages": [dict(message) for message in problem.messages],
@@ -239,7 +253,7 @@ def _task_input(task: Task) -> dict[str, Any]:
 
 
 def _checked(reward: object) -> float:
-    """Return the reward as a float. Raises _ProgramError unless it is a finite number."""
+    """Return an agent's reward as a float. Raises _ProgramError unless it is a finite number."""
     number = finite_reward(reward)
     if number is None:
         raise _ProgramError(f"ValueError: the program's reward is {reward!r:.80}, not a finite number")
@@ -247,7 +261,9 @@ def _checked(reward: object) -> float:
 
 
 def _reward(output: str) -> float | None:
-    """Return the reward in the last line of an output, None if absent. Raises _ProgramError unless it is finite."""
+    """Return the reward in the last line of a program's output; None: there is none. Raises _ProgramError unless it is
+    finite.
+    """
     text = output.strip().rpartition("\n")[2]
     try:
         found = json.loads(text)
@@ -274,7 +290,7 @@ def _trajectory(
     engine_seconds: float,
     environment_seconds: float,
 ) -> Trajectory:
-    """Return the unscored trajectory of a session."""
+    """Return the trajectory that a session recorded, without a reward."""
     answers = session.answers
     calls = [answer.call for answer in answers]
     ended: Ended = "done"
@@ -297,7 +313,10 @@ def _trajectory(
 
 
 def _new_messages(answers: Sequence[Answer]) -> list[Sequence[Message]]:
-    """Return the messages new before each answer: all of them if its prompt does not continue the previous answer."""
+    """Return, for each answer, the messages of its prompt that are new.
+
+    If the prompt does not continue the previous answer, all its messages are new.
+    """
     found: list[Sequence[Message]] = []
     before: Answer | None = None
     for answer in answers:
@@ -313,7 +332,7 @@ def _new_messages(answers: Sequence[Answer]) -> list[Sequence[Message]]:
 
 
 def _sample(problem: Problem, session: Session) -> Sample:
-    """Return the last completion, as input of reward functions."""
+    """Return the last completion of a session as a sample for reward functions."""
     answers = session.answers
     if not answers:
         # The program made no call. Reward functions score an empty completion.

@@ -79,9 +79,13 @@ def of_verl(data_source, solution_str, ground_truth, extra_info=None): ...
         pytest.param(
             of_verl, {"data_source": ""}, "solution_str is not known. Did you mean completion_text?", id="2nd"
         ),
-        pytest.param(reward_fn, {"k": 1}, "kwargs.k: is not a parameter; it takes messages, answer", id="foreign"),
-        pytest.param(reward_fn, {"message": 1}, "kwargs.message: is not a parameter; did you mean", id="misspelt"),
-        pytest.param(anything, {"answer": "7"}, "kwargs.answer: is a value of the sample", id="reserved"),
+        pytest.param(
+            reward_fn, {"k": 1}, "kwargs.k: is not a parameter of the function; it takes messages, answer", id="foreign"
+        ),
+        pytest.param(
+            reward_fn, {"message": 1}, "kwargs.message: is not a parameter of the function; did you mean", id="misspelt"
+        ),
+        pytest.param(anything, {"answer": "7"}, "kwargs.answer: every sample has its own value", id="reserved"),
         pytest.param(min, {}, "its parameters cannot be read", id="compiled"),
     ],
 )

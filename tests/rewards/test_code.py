@@ -94,7 +94,7 @@ def test_a_result_that_breaks_the_comparison_is_wrong(sandbox, monkeypatch):
 
 @pytest.mark.parametrize("most", [0, -1])
 def test_no_tests_are_no_tests_passed(sandbox, most):
-    with pytest.raises(ValueError, match=f"max_tests is {most}"):
+    with pytest.raises(ValueError, match=rf"max_tests = {most}"):
         code(RIGHT, SUMS, {}, sandbox, max_tests=most)
 
 

@@ -89,8 +89,8 @@ class Command:
     [
         pytest.param("42", "inputs", id="an answer that is no test"),
         pytest.param({"inputs": ["1"], "outputs": []}, "equal length", id="lengths"),
-        pytest.param({"inputs": [], "outputs": []}, "no test", id="none"),
-        pytest.param([{"input": "1"}], "a test is", id="without output"),
+        pytest.param({"inputs": [], "outputs": []}, "is empty", id="none"),
+        pytest.param([{"input": "1"}], "a test in the record", id="without output"),
         pytest.param([{"input": "1", "output": "1", "testtype": "functional"}], "func_name", id="without a name"),
         pytest.param(
             base64.b64encode(zlib.compress(pickle.dumps(Command()))).decode(), "not JSON", id="a pickle that runs"

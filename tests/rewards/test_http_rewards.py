@@ -114,14 +114,14 @@ async def test_a_failure_of_either_side_fails_the_completion():
     scored, metrics, _ = await judged(server, [sample(4, budget=3), sample(6)], broken, on_failure="leave_out")
     assert [one.failure for one in scored] == ["error", "error"]
     assert "HTTP 400" in scored[0].detail and "budget" in scored[1].detail
-    assert [one.kept_reward for one in scored] == [None, None]
+    assert [one.trajectory_reward for one in scored] == [None, None]
     assert metrics["reward/judge/retries"] == 0
 
 
 async def test_nonsense_is_left_out_or_scored_by_policy():
     server = JudgeServer({1: ["nonsense"] * 9})
     [left_out], *_ = await judged(server, [sample(1)], on_failure="leave_out")
-    assert left_out.failure == "parse_error" and left_out.kept_reward is None
+    assert left_out.failure == "parse_error" and left_out.trajectory_reward is None
     told = []
     server = JudgeServer({number: ["nonsense"] * 9 for number in (1, 2)})
     [given, _], metrics, _ = await judged(server, [sample(1), sample(2)], parse_error_score=0.25, notice=told.append)
@@ -185,7 +185,7 @@ def test_thoughts_that_do_not_end_are_hidden_and_long_completions_are_cut():
 
 
 def test_a_pattern_that_takes_for_ever_reads_nothing():
-    with pytest.raises(ValueError, match=r"kwargs\.pattern takes more than"):
+    with pytest.raises(ValueError, match=r"kwargs\.pattern: matching"):
         judge(pattern=r"(a|aa)+$").verdict("a" * 200 + "b")
 
 

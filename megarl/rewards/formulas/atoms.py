@@ -1,4 +1,4 @@
-"""Operands of a formula: numbers, symbols, powers, functions, brackets, sets, matrices."""
+"""Parser of a formula's operands: numbers, symbols, powers, functions, brackets, sets, matrices."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ _PRODUCT_LETTERS = frozenset("abcxyz")
 
 
 def is_product(word: str) -> bool:
-    """Return whether adjacent letters are a product of variables. Otherwise they are a word, a unit or a name such as
-    AB."""
+    """Return whether adjacent letters mean a product of variables (`xy`), not a word, a unit or a name of points such
+    as AB.
+    """
     if word.isupper() or len(word) > 4:
         return False
     if not word.islower():
@@ -48,10 +49,10 @@ def is_product(word: str) -> bool:
 
 
 class Atoms(Commands):
-    """Grammar of factors."""
+    """Part of the formula parser: factors, the operands of products."""
 
     def starts_factor(self) -> bool:
-        """Return whether the next token begins another factor of a product."""
+        """Return whether the next token can begin another factor of a product without a sign (`2x`)."""
         token = self.token
         if token.kind in ("number", "letter"):
             return True
@@ -71,7 +72,7 @@ class Atoms(Commands):
         )  # fmt: skip
 
     def power(self) -> Node:
-        """Parse a factor with its index, powers, factorials and percent."""
+        """Parse a factor, including its index, powers, factorials and percent sign."""
         self.descend()
         node = self.atom()
         while True:
@@ -134,7 +135,9 @@ class Atoms(Commands):
         return self._applied(Node("index", (index,), base.value))
 
     def script(self) -> Node:
-        """Parse the operand after ^ or _: a group, or one token. Digits without braces count as one number."""
+        """Parse the operand after ^ or _: a group in braces, or one token. Digits without braces count as one
+        number.
+        """
         token = self.token
         if token.text == "{" and token.kind == "sign":
             following = self.following()
@@ -182,7 +185,7 @@ class Atoms(Commands):
         return node
 
     def _skip_to_brace(self) -> int:
-        """Skip a group without inner groups. Returns the number of its tokens."""
+        """Skip a group in braces that contains no other group. Returns the number of skipped tokens."""
         self.advance()
         skipped = 0
         while self.token.text != "}":
@@ -225,7 +228,7 @@ class Atoms(Commands):
         return symbol(text) if len(text) == 1 or text.isupper() else Node("words", (), text.lower())
 
     def _applied(self, function: Node) -> Node:
-        """Return f(x) if the brackets after a symbol hold arguments, else the symbol."""
+        """Return the call f(x) if the brackets after a symbol hold arguments; otherwise the symbol itself."""
         if self.token.text != "(" or self.token.kind != "sign":
             return function
         name = function.value.rstrip("'")

@@ -1,4 +1,4 @@
-"""Commands with arguments: fractions, roots, functions, matrices."""
+"""Parser of LaTeX commands with arguments: fractions, roots, functions, matrices."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ _MATRICES = ("pmatrix", "matrix", "vmatrix", "Vmatrix", "array", "cases", "Bmatr
 
 
 class Commands(Cursor):
-    """Grammar of a command's arguments."""
+    """Part of the formula parser: arguments of LaTeX commands."""
 
     def until(self, *closing: str) -> Node:
-        """Return the items up to a closing sign."""
+        """Parse the items up to one of the closing signs `closing`."""
         self.brackets += 1
         # Bars outside the brackets cannot close inside them.
         bars, self.bars = self.bars, 0
@@ -29,9 +29,9 @@ class Commands(Cursor):
         return node
 
     def argument(self) -> Node:
-        r"""Parse the next argument of a command: a group in braces, or a single token.
+        r"""Parse the next argument of a LaTeX command: a group in braces, or a single token.
 
-        A digit is a token here: `\frac12` has the arguments 1 and 2.
+        A single digit is a token here: `\frac12` has the arguments 1 and 2.
         """
         token = self.token
         if token.text == "{" and token.kind == "sign":
@@ -59,7 +59,7 @@ class Commands(Cursor):
         return Node("call", (self.argument(), degree), "root")
 
     def spelled_argument(self) -> str:
-        """Return the tokens of an argument unchanged, as a name."""
+        """Return a command's next argument as plain text, to be used as a name."""
         if self.token.text != "{":
             token = self.token
             if token.kind not in ("letter", "word", "number"):
@@ -113,8 +113,10 @@ class Commands(Cursor):
         return Node("call", (argument,), name)
 
     def _function_argument(self) -> Node:
-        """Parse brackets, or the factors up to the next sign, function or bracket: `sin 2x cos x` is a product of two
-        functions."""
+        """Parse a function's argument: brackets, or the factors up to the next sign, function or bracket.
+
+        `sin 2x cos x` is therefore a product of two functions.
+        """
         if self.token.text == "(" and self.token.kind == "sign":
             self.advance()
             return self.until(")")

@@ -1,4 +1,4 @@
-"""Reader of tokens, counting its nesting depth."""
+"""Reader of a formula's tokens. It counts the nesting depth."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from megarl.rewards.formulas.nodes import Node
 from megarl.rewards.formulas.tokens import NotMathematicsError, Token
 
 MAX_DEPTH = 60
-"""Limit of nested brackets and of powers of powers. A level takes about ten of Python's thousand frames."""
+"""Maximum depth of nested brackets and powers. A level takes about ten of Python's thousand stack frames."""
 
 
 class Cursor:
-    """Position in the tokens of a text."""
+    """Reading position in the tokens of a formula; base class of the parser."""
 
     def __init__(self, source: str, tokens: list[Token]) -> None:
         self.source = source

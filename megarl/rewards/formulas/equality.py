@@ -14,9 +14,11 @@ from megarl.rewards.formulas.number_sets import INEQUALITIES, same_set
 from megarl.rewards.formulas.values import is_proportional, is_within_percent, same_value
 
 MAX_MATCHED = 40
-"""Longer lists are compared in order only, because matching them in any order takes quadratic time."""
+"""Maximum length of lists compared in any order, because that takes quadratic time. Longer ones are compared in
+order.
+"""
 MAX_SIGNS = 4
-"""Signs of a formula that are expanded: each doubles the number of values."""
+"""Maximum number of \pm and \mp in a formula that are expanded. Each doubles the number of values."""
 _FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "=": "=", "!=": "!="}
 _DOTS = symbol("ldots")
 _CONSTANTS_OF_INTEGRATION = ("C", "c", "K", "k")
@@ -24,7 +26,7 @@ _CONSTANTS_OF_INTEGRATION = ("C", "c", "K", "k")
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """Comparison of two answers. Numbers of the prediction are multiplied by `factor`, because of their unit."""
+    """Comparison of a predicted with a gold answer. `factor` multiplies predicted numbers, to convert their unit."""
 
     factor: Fraction = Fraction(1)
 
@@ -47,7 +49,7 @@ class Comparison:
         return self._unrelated(gold, predicted)
 
     def _named(self, gold: Node, predicted: Node) -> bool | None:
-        """Return the verdict on named values, `x=1, y=2`. None: neither side has them."""
+        """Return whether values with names, as in `x=1, y=2`, agree. None: neither answer has names."""
         golds, found = assignments(gold), assignments(predicted)
         if golds and found:
             return golds.keys() == found.keys() and all(self.same(golds[name], found[name]) for name in golds)
@@ -80,7 +82,9 @@ class Comparison:
         return _is_equation(predicted) and self._names_or_holds(gold, predicted.parts)
 
     def _names_or_holds(self, gold: Node, parts: Sequence[Node]) -> bool:
-        """Return whether an equation names the gold value (`x = 5`, `5 = x`) or is a computation of it."""
+        """Return whether a predicted equation assigns the gold value to a name (`x = 5`, `5 = x`) or computes it (`2+3
+        = 5`).
+        """
         values = [part for part in parts if not is_label(part)]
         # With two names or more, the gold answer must be a symbol itself: y = x.
         if len(values) < len(parts) - 1:
@@ -185,7 +189,7 @@ class Comparison:
         return [*found, *parts[MAX_MATCHED:]]
 
     def _match(self, golds: Sequence[Node], predicted: Sequence[Node]) -> bool:
-        """Return whether the items are equal in any order."""
+        """Return whether two lists of formulas have equal items, in any order."""
         if len(golds) != len(predicted):
             return False
         if len(golds) > MAX_MATCHED:
@@ -231,10 +235,10 @@ class Comparison:
 
 
 def both_signs(node: Node) -> Node:
-    r"""Return the formulas meant by one with \pm or \mp, as a list without repeated numbers.
+    r"""Expand \pm and \mp: return the list of formulas meant, without repeated numbers.
 
-    Every \pm is independent: `\pm1\pm i` means four numbers. With \mp all signs change together. In a relation the
-    first sign of each side changes together, then the second. Formulas of more than MAX_SIGNS signs are unchanged.
+    Every \pm is independent: `\pm1\pm i` means four numbers. With \mp all signs change together. In a relation, the
+    n-th signs of both sides change together. Formulas with more than MAX_SIGNS signs are returned unchanged.
     """
     if node.kind == "list":
         parts = [both_signs(part) for part in node.parts]
@@ -265,7 +269,7 @@ def _count_signs(node: Node) -> int:
 
 
 def _with_signs(node: Node, signs: Sequence[int]) -> Node:
-    """Return the formula with one sign for each of its signs, in the order of `_count_signs`."""
+    """Return the formula with each \pm and \mp replaced by one of `signs`, in order (1 or -1)."""
     if node.kind == "sign":
         inner = _with_signs(node.parts[0], signs[1:])
         return inner if node.value == signs[0] else negative(inner)
@@ -286,7 +290,7 @@ def _is_arithmetic(node: Node) -> bool:
 
 
 def _steps(node: Node) -> list[tuple[Node, str]]:
-    """Return the differences of a chain of inequalities with their signs; each must be less than zero."""
+    """Return a chain of inequalities as (difference, sign) pairs. Each difference must be below, or at most, zero."""
     found = []
     for left, sign, right in zip(node.parts, node.value, node.parts[1:], strict=False):
         if sign in (">", ">="):
@@ -297,7 +301,9 @@ def _steps(node: Node) -> list[tuple[Node, str]]:
 
 
 def _determines(left: Node, right: Node, difference: Node) -> bool:
-    """Return whether `left = right` is the only solution of `difference = 0`, which is linear in the symbol `left`."""
+    """Return whether `left = right` is the only solution of `difference = 0`. The equation is linear in the symbol
+    `left`.
+    """
     if left.kind != "symbol" or left.value in right.symbols() or left.value not in difference.symbols():
         return False
     zero = number(0)
@@ -328,13 +334,13 @@ def _is_number_set(node: Node) -> bool:
 
 
 def _without_point_name(node: Node) -> Node:
-    """Return the coordinates of a point with a name, `A(3,4)`."""
+    """Return only the coordinates of a point with a name, as in `A(3,4)`; other formulas unchanged."""
     is_point = node.kind == "product" and len(node.parts) == 2 and node.parts[1].kind == "tuple"
     return node.parts[1] if is_point and _is_choice(node.parts[0]) else node
 
 
 def _without_approximation(node: Node) -> Node:
-    r"""Return the formula without a following decimal within 1% of it: `\frac16 \approx 0.1667`."""
+    r"""Return the formula without a decimal approximation after it, if within 1 %: `\frac16 \approx 0.1667`."""
     if node.kind != "relation" or node.value[-1] != "approx" or not set(node.value[:-1]) <= {"="}:
         return node
     exact_part, rounded = node.parts[-2:]
@@ -354,7 +360,7 @@ def _as_quotient(node: Node) -> Node | None:
 
 
 def _with_matrix(node: Node) -> Node:
-    """Return a product of numbers and a matrix as the matrix of products."""
+    """Return a product of numbers and a matrix as one matrix, with each entry multiplied."""
     if node.kind == "negative" and node.parts[0].kind == "matrix":
         return _scaled(node.parts[0], [number(-1)])
     if node.kind != "product":
@@ -373,7 +379,7 @@ def _scaled(matrix: Node, factors: list[Node]) -> Node:
 
 
 def _degrees(node: Node) -> Node | None:
-    """Return the number of degrees. None: the formula is not in degrees."""
+    """Return the number of degrees in a formula such as `90^\circ`. None: the formula is not in degrees."""
     if node.kind == "negative":
         inner = _degrees(node.parts[0])
         return inner and negative(inner)
@@ -384,7 +390,7 @@ def _degrees(node: Node) -> Node | None:
 
 
 def _with_constant_of(gold: Node, predicted: Node) -> Node:
-    """Return the prediction with the gold answer's constant of integration: `x^2+C` and `x^2+c`."""
+    """Return the prediction with its constant of integration renamed to the gold answer's: `x^2+c` becomes `x^2+C`."""
     constant = symbol("C")
     if gold.kind != "sum" or predicted.kind != "sum" or constant not in gold.parts or constant in predicted.parts:
         return predicted

@@ -1,4 +1,4 @@
-"""Exact value of a formula of rational numbers."""
+"""Exact value of a formula made of rational numbers."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ from fractions import Fraction
 from megarl.rewards.formulas.nodes import Node
 
 MAX_BITS = 20_000
-"""Limit of an exact number. An operation then takes microseconds."""
+"""Maximum bits of an exact number. Below it an operation takes microseconds."""
 
 
 class NoValueError(ArithmeticError):
-    """The formula has no value, or one beyond the limits."""
+    """Raised if a formula has no value, or a value beyond the limits of size."""
 
 
 def exact(node: Node) -> Fraction | None:
-    """Return the value of a formula of rational numbers. None: other formulas, and values beyond the limits."""
+    """Return the exact value of a formula of rational numbers. None: another formula, or a value beyond the limits."""
     try:
         return _exact(node)
     except (NoValueError, ZeroDivisionError, OverflowError):

@@ -1,4 +1,4 @@
-"""Names given to values in answers: `x = 5`, `\\angle ABC = 90`, `x=1, y=2`, `(x,y)=(1,2)`."""
+"""Names given to values in answers: `x = 5`, `\angle ABC = 90`, `x=1, y=2`, `(x,y)=(1,2)`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,9 @@ from megarl.rewards.formulas.nodes import Node, symbol
 
 
 def is_label(node: Node) -> bool:
-    """Return whether a formula may name a value: `x`, `a_1`, `f(x)`, an angle, words, `|A|`, `m\\angle B`, `dy/dx`."""
+    """Return whether a formula can be the name of a value: `x`, `a_1`, `f(x)`, an angle, words, `|A|`, `m\angle B`,
+    `dy/dx`.
+    """
     if node.kind in ("symbol", "index", "apply", "words"):
         return node.value != "ldots"
     if node.kind == "call" and node.value == "abs":
@@ -23,7 +25,7 @@ def _is_shape(node: Node) -> bool:
 
 
 def same_label(one: Node, other: Node) -> bool:
-    """Return whether two names may mean the same value: equal names, a name in words, y and f(x)."""
+    """Return whether two names can mean the same value: equal names, one in words, or y and f(x)."""
     if one == other or "words" in (one.kind, other.kind):
         return True
     return {one.kind, other.kind} == {"symbol", "apply"} and symbol("y") in (one, other)
@@ -38,7 +40,7 @@ def _name(node: Node) -> str | None:
 
 
 def _pairs(node: Node) -> list[tuple[str, Node]] | None:
-    """Return the names and values of `x=1, y=2`, `(x,y)=(1,2)` or `x=y=2`. A name may occur twice."""
+    """Return (name, value) pairs of a formula such as `x=1, y=2`, `(x,y)=(1,2)` or `x=y=2`. A name may occur twice."""
     if node.kind == "relation" and set(node.value) == {"="}:
         left, right = node.parts[0], node.parts[-1]
         if left.kind == right.kind == "tuple" and len(node.parts) == 2 and len(left.parts) == len(right.parts):
@@ -60,14 +62,16 @@ def _pairs(node: Node) -> list[tuple[str, Node]] | None:
 
 
 def assignments(node: Node) -> dict[str, Node] | None:
-    """Return the values of at least two names, by name. None: any other formula."""
+    """Return values by name if a formula assigns values to at least two names. None: any other formula."""
     pairs = _pairs(node) if node.kind != "list" or node.value != "or" else None
     found = dict(pairs or ())
     return found if pairs and len(found) == len(pairs) > 1 else None
 
 
 def solutions(node: Node) -> tuple[str | None, Node]:
-    """Return the name and the values of `x=1 or x=2`. For other formulas: no name, and the formula itself."""
+    """Return the name and the values of alternatives such as `x=1 or x=2`. Other formulas: None and the formula
+    itself.
+    """
     if node.kind == "list":
         pairs = _pairs(node)
         if pairs and len({name for name, _ in pairs}) == 1:
@@ -81,7 +85,9 @@ def solutions(node: Node) -> tuple[str | None, Node]:
 
 
 def without_domain(node: Node) -> Node:
-    r"""Return the formula without a following domain of its parameter: `\frac{\pi}{2} + k\pi, k \in \mathbb{Z}`."""
+    r"""Return the formula without the set of its parameter's values after it: `\frac{\pi}{2} + k\pi, k \in
+    \mathbb{Z}`.
+    """
     if node.kind != "list" or node.value != "," or len(node.parts) < 2:
         return node
     last = node.parts[-1]

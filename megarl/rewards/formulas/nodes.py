@@ -1,4 +1,4 @@
-"""Tree of a formula."""
+"""Syntax tree of a formula."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Part of a formula. Equal trees are the same formula.
+    """Node of a formula's syntax tree. Equal trees are the same formula.
 
     Kinds: number (value: Fraction), symbol and constant (value: name), sum, product, quotient, power, negative, sign
-    (value: 1 for \\pm, -1 for \\mp), call (value: function), apply (value: unknown function), index (value: name;
+    (value: 1 for \pm, -1 for \mp), call (value: function), apply (value: unknown function), index (value: name;
     a_{n+1}), tuple (value: its brackets), list (value: `,`, `and` or `or`), set, builder (variable, condition), matrix
     (value: environment; parts: rows), row, relation (value: signs between the parts), setop (value: sign), ratio,
     transpose, words (value: text), quantity (value: unit), blank.
@@ -30,7 +30,7 @@ class Node:
             yield from part.walk()
 
     def symbols(self) -> set[str]:
-        """Return the names of all variables and unknown functions in this formula."""
+        """Return the names of all variables and unknown functions in the formula."""
         return {node.value for node in self.walk() if node.kind in ("symbol", "apply", "index")}
 
 
@@ -56,6 +56,8 @@ def negative(node: Node) -> Node:
 
 
 def joined(kind: str, parts: list[Node]) -> Node:
-    """Return a flat sum or product. A single part is returned unchanged."""
+    """Return a sum or product (`kind`) of `parts`, without nested sums or products. A single part is returned
+    unchanged.
+    """
     flat = [part for node in parts for part in (node.parts if node.kind == kind else (node,))]
     return flat[0] if len(flat) == 1 else Node(kind, tuple(flat))

@@ -1,4 +1,4 @@
-"""Sets of real numbers: intervals, unions, solutions of inequalities. Two sets are compared at points."""
+"""Sets of real numbers: intervals, unions, solutions of inequalities. Two sets are compared at sample points."""
 
 from __future__ import annotations
 
@@ -12,19 +12,21 @@ from megarl.rewards.formulas.nodes import BLANK, EMPTY_SET, INFINITY, Node, nega
 from megarl.rewards.formulas.values import as_fraction, real_value
 
 _NEAR = Fraction(1, 10**40)
-"""Relative distance below which two numbers are equal. Values have 50 digits."""
+"""Relative difference below which two numbers count as equal. Values are computed with 50 digits."""
 _STEPS = (Fraction(1, 10**12), Fraction(1, 10**6), Fraction(1, 100))
-"""Distances from an edge at which sets are compared."""
+"""Relative distances from an interval's end at which two sets are compared."""
 _GRID = (*(Fraction(step * 7, 3) for step in range(-9, 10)), Fraction(1001, 3), Fraction(-1001, 3))
-"""Points at which sets are always compared."""
+"""Points at which any two sets are compared."""
 INEQUALITIES = frozenset(("<", "<=", ">", ">=", "!="))
 MAX_EDGES = 40
 
 
 @dataclass(frozen=True, slots=True)
 class NumberSet:
-    """Set defined by its membership. `edges` are the numbers where membership may change, or None if not all are
-    known."""
+    """A set of real numbers, given as a function that tests membership.
+
+    `edges` are the numbers where membership may change; None if not all are known.
+    """
 
     contains: Callable[[Fraction], bool]
     edges: tuple[Fraction, ...] | None
@@ -32,7 +34,7 @@ class NumberSet:
 
 
 def same_set(one: Node, other: Node) -> bool | None:
-    """Return whether two formulas are the same set of real numbers. None: one is not a set of real numbers."""
+    """Return whether two formulas mean the same set of real numbers. None: one does not mean such a set."""
     first = number_set(one)
     second = number_set(other) if first is not None else None
     if first is None or second is None:
@@ -47,14 +49,14 @@ def same_set(one: Node, other: Node) -> bool | None:
 
 
 def _points(edges: tuple[Fraction, ...]) -> list[Fraction]:
-    beside = [edge + sign * step * (1 + abs(edge)) for edge in edges for step in _STEPS for sign in (-1, 1)]
+    near_edges = [edge + sign * step * (1 + abs(edge)) for edge in edges for step in _STEPS for sign in (-1, 1)]
     ordered = sorted(edges)
     between = [(low + high) / 2 for low, high in pairwise(ordered)]
-    return [*edges, *beside, *between, *_GRID]
+    return [*edges, *near_edges, *between, *_GRID]
 
 
 def number_set(node: Node) -> NumberSet | None:
-    """Return the set of real numbers meant by a formula. None: any other formula."""
+    """Return the set of real numbers that a formula means. None: the formula does not mean a set."""
     try:
         return _number_set(node)
     except NoValueError:
@@ -105,7 +107,7 @@ def _interval(node: Node) -> NumberSet | None:
 
 
 def _end(node: Node) -> Fraction | None:
-    """Return an interval's end. None: it is infinite."""
+    """Return the value of an interval's end. None: the end is infinite."""
     return None if node in (INFINITY, negative(INFINITY)) else _number(node)
 
 
@@ -134,7 +136,7 @@ def _combined(sets: list[NumberSet | None], sign: str) -> NumberSet | None:
 
 
 def _solutions(node: Node) -> NumberSet | None:
-    """Return the numbers satisfying inequalities or an equation in one variable: `1 < x \\le 2`."""
+    """Return the numbers satisfying inequalities or an equation in one variable, such as `1 < x \le 2`."""
     names = node.symbols() - {"mathbbR"}
     if node.value == ("in",) and node.parts[0].kind == "symbol":
         found = _number_set(node.parts[1])
@@ -173,7 +175,7 @@ def _holds(left: Fraction, sign: str, right: Fraction) -> bool:
 
 
 def _built(node: Node) -> NumberSet | None:
-    """Return the set `{x | condition}`."""
+    """Return the set written as `{x | condition}`."""
     head, condition = node.parts
     domain = None
     if head.kind == "relation" and head.value == ("in",):
@@ -190,7 +192,10 @@ def _built(node: Node) -> NumberSet | None:
 
 
 def _all_or_any(node: Node) -> NumberSet | None:
-    """Return the set of several relations: a union for `or`. Others are a union too, if no number satisfies all."""
+    """Return the set of numbers meant by several relations: the union for `or`, otherwise the intersection.
+
+    If the intersection is empty, the union is returned.
+    """
     sets = [_number_set(part) for part in node.parts]
     known = [each for each in sets if each is not None]
     if len(known) < len(sets) or len({each.variable for each in known}) > 1:

@@ -1,4 +1,4 @@
-"""Parser of answers in LaTeX or plain text. It rejects anything unknown."""
+"""Parser of mathematical answers in LaTeX or plain text. It rejects anything unknown."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.rewards.formulas.nodes import BLANK, Node, joined, negative, number
 from megarl.rewards.formulas.tokens import NotMathematicsError, Token, tokenized
 
 ReadUnit = Callable[[str, bool], tuple[bool, Any]]
-"""Function returning whether a text is a unit, and its unit. The flag: a space precedes the text."""
+"""Function returning whether a text is a unit, and the unit. Its second argument: whether a space precedes the text."""
 
 _RELATIONS = {
     "=": "=", "<": "<", ">": ">", "le": "<=", "ge": ">=", "ne": "!=", "in": "in", "notin": "notin", "approx": "approx",
@@ -25,9 +25,9 @@ _CONNECTIVES = {",": ",", ";": ",", "and": "and", "or": "or"}
 
 
 def parsed(text: str, read_unit: ReadUnit | None = None, *, groups: bool = True) -> Node | None:
-    """Return the tree of a normalised text. None: the text is not a formula.
+    """Parse a normalised text into a syntax tree. None: the text is not a formula.
 
-    `read_unit` reads a unit at the end of the text. `groups`: `1,234` outside brackets is one number.
+    `read_unit` parses a unit at the end of the text. `groups`: `1,234` outside brackets is one number.
     """
     try:
         return _Parser(text, read_unit, groups=groups).whole()
@@ -36,14 +36,14 @@ def parsed(text: str, read_unit: ReadUnit | None = None, *, groups: bool = True)
 
 
 class _Parser(Atoms):
-    """Grammar of statements, relations, sums and products. `Atoms` parses the operands."""
+    """Parser of statements, relations, sums and products. Its base class `Atoms` parses operands."""
 
     def __init__(self, text: str, read_unit: ReadUnit | None, *, groups: bool) -> None:
         super().__init__(text, _with_single_letters(tokenized(text, groups=groups)))
         self._read_unit = read_unit
 
     def whole(self) -> Node:
-        """Parse the whole text: a formula or a list of several, optionally with a unit at the end."""
+        """Parse the whole text: one formula or a list of several, optionally with a unit at the end."""
         node = self.items()
         if _has_words(node):
             raise NotMathematicsError("the text contains words outside a formula")
@@ -91,7 +91,7 @@ class _Parser(Atoms):
         return Node("relation", tuple(parts), tuple(signs)) if signs else parts[0]
 
     def _skip_label(self) -> None:
-        """Skip the words before a colon: `Answer: 12`."""
+        """Skip words before a colon, as in `Answer: 12`."""
         following = self.following()
         if self.token.kind == "text" and self.token.text.endswith(":") and len(self.token.text) > 3:
             self.advance()
@@ -174,7 +174,7 @@ class _Parser(Atoms):
         return self.power()
 
     def _factor_or_mixed(self) -> Node:
-        """Parse a factor, or a mixed number: `3 1/2`, `3\\frac12`."""
+        """Parse a factor of a product, or a mixed number such as `3 1/2` or `3\frac12`."""
         first, second = self.token, self.following()
         is_whole = first.kind == "number" and first.text.isdigit()
         if is_whole and second.kind == "command" and second.text == "frac" and not self._is_unit_at(second):
@@ -209,7 +209,7 @@ class _Parser(Atoms):
         return self._unit_here() is not None
 
     def _unit_here(self) -> tuple[Any] | None:
-        """Return the unit forming the remaining text, in a tuple of one. None: it is not a unit."""
+        """Return the unit that the remaining text consists of, in a tuple of one. None: the text is not a unit."""
         token = self.token
         if self._read_unit is None or self.brackets or token.kind == "end":
             return None
@@ -229,14 +229,14 @@ class _Parser(Atoms):
 
 
 def _has_words(node: Node) -> bool:
-    """Return whether there are words, except a name before an equals sign."""
+    """Return whether a formula contains words, apart from a name before an equals sign."""
     if node.kind == "relation" and node.parts[0].kind == "words":
         return any(_has_words(part) for part in node.parts[1:])
     return node.kind == "words" or any(_has_words(part) for part in node.parts)
 
 
 def _with_single_letters(tokens: list[Token]) -> list[Token]:
-    """Return the tokens with products of variables split into their letters."""
+    """Return the tokens, with products of variables such as `xy` split into single letters."""
     found: list[Token] = []
     for token in tokens:
         if token.kind == "word" and is_product(token.text):

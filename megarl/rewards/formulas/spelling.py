@@ -1,4 +1,4 @@
-"""Normalisation of the many ways to write the same LaTeX or Unicode, and comparison of texts brace by brace."""
+"""Normalisation of the many ways to write the same LaTeX or Unicode, and comparison of answers as text."""
 
 # ruff: noqa: RUF001
 
@@ -38,7 +38,7 @@ _WRITTEN_OTHERWISE = {
     r"\end{smallmatrix}": r"\end{matrix}", r"\therefore": "", r"\implies": r"\Rightarrow ", r"\rightarrow": r"\to ",
     r"\longrightarrow": r"\to ", "<=": r"\le ", ">=": r"\ge ",
 }  # fmt: skip
-"""Normalised spellings of Unicode characters and LaTeX commands."""
+"""Unicode characters and LaTeX commands with their normalised spelling."""
 _SPELLING = re.compile(
     "|".join(
         re.escape(sign) + ("(?![A-Za-z])" if sign[-1].isalpha() and sign[0] == "\\" else "")
@@ -56,7 +56,7 @@ _BOX = re.compile(r"\\(?:boxed|fbox)\s*\{")
 _BARE_BOX = re.compile(r"\\(?:boxed|fbox)(?![A-Za-z])\s*(?=[^\s{])")
 _PAIRS = (("$$", "$$"), ("$", "$"), (r"\(", r"\)"), (r"\[", r"\]"), ("**", "**"))
 _THIN = re.compile(r"(?<=\d)(?:\{,\}\s*|,?\\!|\\,|\\ |~)(?=\d{3}(?!\d))")
-"""Separators of thousands that cannot separate a list."""
+"""Regular expression of thousands separators that cannot be separators of a list."""
 _SPACE = re.compile(r"\\[,! ]|~|\s+")
 _POWER_TOWER = re.compile(r"(?:\^|\*\*)[\s{(+-]*(\d+)\s*(?:\^|\*\*)[\s{(+-]*(\d+)")
 _EXPONENT = re.compile(r"(?:\^|\*\*)[\s{(+-]*(\d+)")
@@ -71,11 +71,11 @@ _ALL_DOTTED = re.compile(r"\\dot\s*\{?(\d)\}?(\d*)\s*\\dot\s*\{?(\d)\}?")
 _BRACKETED_REPETEND = re.compile(r"(?<=\d\.)\((\d+)\)")
 _WHOLE_TEXT = re.compile(r"\\(?:text|textbf|textrm|mathrm|mbox)\s*\{([^{}]*\d[^{}]*)\}")
 _MEANINGFUL = re.compile(r"[_^]\s*\{|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{|\}\s*\{")
-"""A brace around an index, an exponent, or a command's argument."""
+"""Regular expression of a brace with a meaning: around an index, an exponent, or a command's argument."""
 
 
 def normalized(text: str) -> str:
-    """Return the text in normalised spelling, without an enclosing box, dollar signs or a final full stop."""
+    """Return the text in normalised spelling, without a \boxed{} around it, dollar signs or a final full stop."""
     text = text.strip()
     for _ in range(3):  # A box in dollars in a box is the deepest nesting seen in answers.
         text = _without_wrapping(text)
@@ -115,7 +115,7 @@ def _without_wrapping(text: str) -> str:
 
 
 def _closing_brace(text: str, position: int) -> int:
-    """Return the index of the brace closing the group open at `position`. -1: it is not closed."""
+    """Return the index of the brace that closes the group open at `position`; -1: it is not closed."""
     depth = 1
     while position < len(text):
         if text[position] == "\\":
@@ -129,7 +129,7 @@ def _closing_brace(text: str, position: int) -> int:
 
 
 def canonical(text: str) -> str:
-    """Return the text without meaningless spaces, and without braces around single tokens. Other braces stay."""
+    """Return the text without meaningless spaces, and without braces around single tokens."""
     text = _SPACE.sub(" ", text).strip()
     # \0 marks a space with a meaning, such as the one in "1, 234", while others are removed.
     text = re.sub(r"(?<=\d),\s+(?=\d{3}(?!\d))", ",\0", text)
@@ -150,16 +150,19 @@ def _without_braces_of_single(found: re.Match[str]) -> str:
 
 
 def is_same_text(one: str, other: str) -> bool:
-    """Return whether two normalised texts, not mathematics, say the same.
+    """Return whether two normalised answers that are not mathematics are the same text.
 
-    Words are compared without case, single letters with case. Only braces around an index, an exponent or an argument
-    count.
+    Words are compared without case, single letters with case. Braces are ignored unless they enclose an index, an
+    exponent or a command's argument.
     """
     return _loose(one) == _loose(other)
 
 
 def is_same_without_stray_braces(one: str, other: str) -> bool:
-    """Return whether two texts differ only in spaces and in braces not holding an index, exponent or argument."""
+    """Return whether two texts differ only in spaces and meaningless braces.
+
+    A brace has a meaning if it encloses an index, an exponent or a command's argument.
+    """
     if _MEANINGFUL.search(one) or _MEANINGFUL.search(other):
         return False
     return _without_braces(canonical(one)) == _without_braces(canonical(other))
@@ -179,12 +182,14 @@ def _lower_words(text: str) -> str:
 
 
 def plain_text(text: str) -> str:
-    r"""Return the text with its \text{...} unwrapped."""
+    r"""Return the text with each \text{...} replaced by its contents."""
     return " ".join(_TEXT.sub(r" \1 ", text).split())
 
 
 def is_within_caps(text: str) -> bool:
-    """Return whether a text's length, nesting, powers, factorials and binomials are small enough to evaluate."""
+    """Return whether a text is small enough to evaluate: length, nesting, powers, factorials and binomials are
+    limited.
+    """
     if len(text) > MAX_ANSWER_CHARACTERS or _NESTED_FACTORIAL.search(text):
         return False
     towers = _POWER_TOWER.findall(text)

@@ -7,26 +7,28 @@ from dataclasses import dataclass
 from fractions import Fraction
 
 MAX_DIGITS = 1000
-"""Longest number accepted in a formula, in digits. Also the limit of the exponent of its power of ten."""
+"""Maximum digits of a number in a formula, and maximum exponent of its power of ten."""
 MAX_TOKENS = 600
 
 
 class NotMathematicsError(ValueError):
-    """The text is not a formula of this grammar, or exceeds its limits."""
+    """Raised for a text that is not a formula known to the parser, or exceeds the limits of size."""
 
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """A token. `kind` is number, letter, word, command, text, sign or end; `start` is its index in the text."""
+    """Token of a formula. `kind` is number, letter, word, command, text, sign or end; `start` is its index in the
+    text.
+    """
 
     kind: str
     text: str
     start: int
     spaced: bool = False
-    """Whether a space precedes it."""
+    """Whether a space precedes the token."""
     number: Fraction | None = None
     origin: str = ""
-    """Whole word, in the token of its first letter."""
+    """The whole word, if this token is the first letter of a split word; otherwise empty."""
 
 
 FUNCTION_WORDS = frozenset(
@@ -34,7 +36,7 @@ FUNCTION_WORDS = frozenset(
     sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth log ln lg exp sqrt max min gcd lcm mod det
     """.split()  # noqa: SIM905
 )
-"""Functions that may be written without a backslash."""
+"""Function names such as sin and log that answers may write without a backslash."""
 _CONSTANT_WORDS = {"pi": "pi", "infinity": "infty", "inf": "infty", "oo": "infty", "theta": "theta"}
 _GROUPED = r"[1-9]\d{0,2}(?:,\d{3})+(?![\d,])"
 _PLAIN = r"\d+"
@@ -68,15 +70,15 @@ _ARGUMENT = re.compile(r"\*?\s*\{([^{}]*)\}")
 _MATHEMATICAL_TEXT = re.compile(
     r"[\s()]*(?:[A-Z](?:\s*[,)(&]+\s*|\s+and\s+|\s+or\s+))+[A-Z][\s()]*|[\s\d.,=+*/()<>-]*\d[^A-Za-z]*"
 )
-"""Letters of choices, or numbers, within a text."""
+"""Regular expression of the contents of a \text{} that are mathematics after all: letters of choices, or numbers."""
 _SPACES = frozenset((",", "!", " ", "\n", "/"))
 
 
 def tokenized(text: str, *, groups: bool = True) -> list[Token]:
-    """Return the tokens of a normalised text, ending with one of kind `end`. Raises NotMathematicsError beyond the
-    limits.
+    """Split a normalised text into tokens, ending with one of kind `end`.
 
-    `groups`: `1,234` outside brackets is one number, otherwise a list.
+    `groups`: `1,234` outside brackets is one number, otherwise a list. Raises NotMathematicsError beyond the limits of
+    size.
     """
     found: list[Token] = []
     position = depth = 0
@@ -135,7 +137,7 @@ def _word(word: str, position: int, spaced: bool) -> Token:
 
 
 def _command(text: str, position: int, spaced: bool, found: list[Token]) -> int:
-    """Append the token of the command at `position`. Returns the position after it."""
+    """Append the token of the LaTeX command at `position` to `found`. Returns the position after the command."""
     command = _COMMAND.match(text, position)
     if command is None:
         raise NotMathematicsError("the text ends with a lone backslash")
@@ -184,7 +186,9 @@ def _number(text: str, position: int, spaced: bool, *, groups: bool) -> tuple[To
 
 
 def decimal(text: str) -> Fraction:
-    """Return the value of `1,234.5` or `1.5e3`. Raises NotMathematicsError beyond MAX_DIGITS."""
+    """Return the value of a decimal number such as `1,234.5` or `1.5e3`. Raises NotMathematicsError beyond
+    MAX_DIGITS.
+    """
     exponent = re.split("[eE]", text)[1:]
     if len(text) > MAX_DIGITS or (exponent and (len(exponent[0]) > 5 or abs(int(exponent[0])) > MAX_DIGITS)):
         raise NotMathematicsError("a number has more than MAX_DIGITS digits, or a too large power of ten")
@@ -203,8 +207,10 @@ def _in_base(match: re.Match[str]) -> Fraction:
 
 
 def _repeating(match: re.Match[str]) -> Fraction:
-    r"""Return the value of `0.1\overline{6}`, `0.1\bar6`, or `0.1666...` (a digit three times or several digits
-    twice)."""
+    r"""Return the value of a repeating decimal: `0.1\overline{6}`, `0.1\bar6` or `0.1666...`.
+
+    Before `...` a digit must occur three times, or a group of digits twice.
+    """
     fixed, repeated = match["fixed"], match["braced"] or match["bare"]
     if match["dotted"] is not None:
         repeated = match["once"]

@@ -1,4 +1,4 @@
-"""Value of a formula in 50 digits, at chosen values of its symbols."""
+"""Numeric value of a formula in 50 digits, for chosen values of its variables."""
 
 from __future__ import annotations
 
@@ -16,9 +16,11 @@ from megarl.rewards.formulas.nodes import Node
 
 DIGITS = 50
 _TOLERANCE = mpmath.mpf(10) ** -40
-"""Tolerance relative to the values and to cancelled terms. It leaves 10 of 50 digits for rounding errors."""
+"""Tolerance for equality, relative to the values and to cancelled terms. It leaves 10 of 50 digits for rounding
+errors.
+"""
 MAX_MAGNITUDE = 400
-"""Limit of the binary exponent of arguments to functions and powers: the digits needed grow with it."""
+"""Maximum binary exponent of arguments to functions and powers, because the digits needed grow with it."""
 # Gamma of larger numbers would take too long.
 MAX_GAMMA = 1 << 24
 
@@ -31,9 +33,9 @@ _KINDS_OF_POINTS = ("positive", "large", "mixed", "mixed")
 
 
 class Evaluation:
-    """Numeric value of formulas, with one choice of values for their symbols.
+    """Numeric evaluation of formulas, for one choice of values of their variables.
 
-    `scale` is the largest summand so far. A difference small against it is a rounding error.
+    `scale` is the largest summand so far. A difference small against it counts as a rounding error.
     """
 
     def __init__(self, kind: str, seed: int) -> None:
@@ -42,7 +44,7 @@ class Evaluation:
         self.scale = _context.mpf(0)
 
     def value(self, node: Node) -> Any:
-        """Return the value. Raises NoValueError."""
+        """Return the numeric value of a formula. Raises NoValueError if it has none."""
         try:
             # mpmath raises all of these outside a function's domain, or for too large numbers.
             found = self._value(node)
@@ -101,7 +103,10 @@ class Evaluation:
         return _point(node.value, self._kind, self._seed)
 
     def _unknown_function(self, name: str, parts: list[Any]) -> Any:
-        """Return a smooth function of all arguments, different for every name."""
+        """Return the value of an unknown function f(x): a smooth function of all arguments, different for every name.
+
+        Two formulas with the same unknown function can thus be compared.
+        """
         found = _point(name, "positive", 0)
         for place, part in enumerate(parts):
             # Sines of large arguments lose digits.
@@ -207,11 +212,11 @@ def _call(name: str, parts: list[Any]) -> Any:
 
 
 def same_value(one: Node, other: Node, factor: Fraction = Fraction(1)) -> bool:
-    """Return whether `one` and `other * factor` have the same value for all values of their symbols.
+    """Return whether `one` and `other * factor` have the same value for all values of their variables.
 
-    Rational numbers are compared exactly, others in 40 digits at four points: two positive, two of any sign. Points of
-    any sign are skipped if both values are complex, or if one does not exist. A point with one complex value is skipped
-    if a formula has logarithms, or roots other than square roots.
+    Rational numbers are compared exactly. Others are compared in 40 digits at four points: two positive, two of any
+    sign. Points of any sign are skipped if both values are complex, or if one does not exist. A point with one complex
+    value is skipped if a formula has logarithms, or roots other than square roots.
     """
     first, second = exact(one), exact(other)
     if first is not None and second is not None:
@@ -234,7 +239,7 @@ def _is_longer(number: Fraction | None) -> bool:
 
 
 def _same_at(one: Node, other: Node, factor: Fraction, kind: str, seed: int) -> bool | None:
-    """Return whether two formulas agree at a point. None: they are not compared there."""
+    """Return whether two formulas have equal values at one point. None: they cannot be compared there."""
     evaluation = Evaluation(kind, seed)
     try:
         first = evaluation.value(one)
@@ -256,7 +261,11 @@ def _same_at(one: Node, other: Node, factor: Fraction, kind: str, seed: int) -> 
 
 
 def _has_branches(formula: Node) -> bool:
-    r"""Return whether equal forms of a formula may be real and complex: `\ln x^2` and `2\ln x`, roots of odd degree."""
+    r"""Return whether a formula has logarithms or odd roots: equal forms of it may then differ in being real or
+    complex.
+
+    An example is `\ln x^2` and `2\ln x` for negative x.
+    """
     return any(_is_of_several_branches(node) for node in formula.walk())
 
 
@@ -274,9 +283,9 @@ def is_close(first: Any, second: Any, scale: Any = 0) -> bool:
 
 
 def real_value(node: Node, values: dict[str, Any] | None = None) -> Any:
-    """Return a formula's value after replacing its variables by `values`.
+    """Return a formula's real value, with its variables replaced by `values`.
 
-    Raises NoValueError if a variable has no value, or if the result is not a real number.
+    Raises NoValueError if a variable has no value, or if the result is not real.
     """
     if values:
         node = _with_values(node, values)
@@ -295,7 +304,7 @@ def _with_values(node: Node, values: dict[str, Fraction]) -> Node:
 
 
 def is_within_percent(one: Node, other: Node) -> bool:
-    """Return whether two formulas without symbols have real values differing by 1% at most."""
+    """Return whether two formulas without variables have real values that differ by 1 % at most."""
     try:
         first, second = real_value(one), real_value(other)
     except NoValueError:
@@ -304,7 +313,7 @@ def is_within_percent(one: Node, other: Node) -> bool:
 
 
 def as_fraction(value: Any) -> Fraction:
-    """Return a real number's stored value. Raises NoValueError if it is enormous."""
+    """Return a floating-point number as an exact fraction. Raises NoValueError if it is too large."""
     sign, mantissa, exponent, _ = _context.mpf(value)._mpf_
     if abs(exponent) > MAX_BITS:
         raise NoValueError
@@ -312,7 +321,7 @@ def as_fraction(value: Any) -> Fraction:
 
 
 def is_proportional(one: Node, other: Node) -> int:
-    """Return 1 or -1 if `one` is `other` times a positive or a negative constant, else 0."""
+    """Return 1 or -1 if `one` equals `other` times a positive or a negative constant; 0: it does not."""
     ratios: list[Any] = []
     for seed, kind in enumerate(_KINDS_OF_POINTS):
         evaluation = Evaluation(kind, seed)
