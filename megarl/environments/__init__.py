@@ -1,7 +1,7 @@
-"""Environments for a policy: a small async protocol and a table of members. No torch.
+"""Environments, in which the policy acts: a small async protocol, and a table of the environments that megarl brings.
 
-To add an environment, add a file here and a line in `ENVIRONMENTS`. Or write a class in a file of your own and name it
-in the recipe (`rollout.environment: path/to/file.py:Class`).
+This package does not import torch. To add an environment, add a file here and a line in `ENVIRONMENTS`. Or write a
+class in a file of your own and name it in the recipe (`rollout.environment: path/to/file.py:Class`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from megarl.files.import_path import Choices
 from megarl.types import ConfigError, Problem, ToolCall
 
 Message = Mapping[str, Any]
-"""Message of a conversation: `role`, `content` and any other field read by the chat template."""
+"""Chat message: `role`, `content` and any other field that the chat template reads."""
 
 ENVIRONMENTS = {
     "single_turn": "megarl.environments.single_turn:SingleTurn",
@@ -32,12 +32,12 @@ ENVIRONMENTS = {
     "openenv": "megarl.environments.openenv:OpenEnv",
     "verifiers": "megarl.environments.verifiers:Verifiers",
 }
-"""Environments by their names in a recipe, with the import paths of their classes."""
+"""Environments by their name in a recipe, with the import path of the class."""
 
 
 @dataclass(frozen=True, slots=True)
 class Start:
-    """Beginning of an attempt: messages for the policy to answer, and tools it may call.
+    """Start of an attempt: messages for the policy to answer, and tools that it may call.
 
     `tools` are JSON schemas in OpenAI's form, {"type": "function", "function": {"name": ..., "description": ...,
     "parameters": {...}}}. The chat template writes them into the prompt.
@@ -49,11 +49,11 @@ class Start:
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """Completion of the policy: its text without special tokens, and its number within the attempt, from 0.
+    """One completion of the policy: its text without special tokens, and its number within the attempt, from 0.
 
     `finish_reason` is `length` if the completion met a length limit. `calls` are its tool calls in order, `reasoning`
-    is its thinking. `text` excludes both, `completion` includes them. `is_last`: `rollout.max_turns` allows no further
-    turn.
+    is its thinking. `text` excludes both, `completion` includes them. `is_last` is True if `rollout.max_turns` allows
+    no further turn.
     """
 
     number: int
@@ -67,12 +67,13 @@ class Turn:
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """Answer to a turn: observation (messages before the next turn), reward, and whether the attempt is done.
+    """The environment's response to a turn: messages before the next turn, reward, and whether the attempt is done.
 
     The reward of an attempt is the sum of its steps' rewards. If no step has one, the recipe's reward functions score
     the text of the last turn. `answer_correct` is the verdict for accuracy metrics and `algorithm.dynamic_sampling`. If
-    no step has a verdict, a sum of 1 counts as right and 0 as wrong; for any other sum no accuracy is logged. `metrics`
-    are numbers of this step, logged as `environment/NAME`: summed over steps, then averaged over attempts.
+    no step has a verdict, a total reward of 1 counts as right and 0 as wrong; for any other total no accuracy is
+    logged. `metrics` are numbers of the step, logged as `environment/NAME`: summed over steps, then averaged over
+    attempts.
     """
 
     messages: tuple[Message, ...] = ()
@@ -83,26 +84,27 @@ class Step:
 
 
 class EnvironmentUnavailableError(Exception):
-    """Fault outside the policy, such as an unreachable server: the attempt is retried from its beginning.
+    """Raised by an environment for a fault outside the policy, such as an unreachable server. The attempt is retried.
 
-    `rollout.budget.attempts` limits the attempts. After the last one there is no reward.
+    `rollout.budget.attempts` limits the tries. After the last one the attempt has no reward.
     """
 
 
 class Environment(Protocol):
-    """One attempt at a problem, constructed with the recipe's `rollout.environment_kwargs` and closed once.
+    """Protocol of an environment. One object serves one attempt at a problem.
 
-    Methods may be plain `def` and block. Attempts then run in processes (`rollout.environment_processes`).
+    The constructor takes the recipe's `rollout.environment_kwargs`; only `reset` may open resources that must be
+    closed. Methods may be plain `def` and block. Attempts then run in processes (`rollout.environment_processes`).
 
     An environment with constant tools may list them in an attribute `tools`, in the form of `Start`. They are then
-    checked before a run starts. An environment making its problems from their numbers (`Problem.index`) has
-    `makes_problems = True` and takes data `environment:COUNT`; the record's `split` is then train or validation. Its
-    constructor takes settings; only `reset` opens resources to be closed. An optional method `check()` is called once
-    before a run starts, and raises an error if something is wrong.
+    checked before a run starts. An environment that makes its own problems from their numbers (`Problem.index`) sets
+    `makes_problems = True`. Its data in the recipe are `environment:COUNT`, and the record's `split` is train or
+    validation. An optional method `check()` is called once before a run starts, and raises an error if something is
+    wrong.
     """
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        """Begin the attempt and return its first messages. Equal problems and seeds begin alike."""
+        """Start the attempt and return its first messages. Equal problems and seeds must give equal starts."""
         ...
 
     async def step(self, turn: Turn) -> Step:
@@ -111,42 +113,50 @@ class Environment(Protocol):
         ...
 
     async def close(self) -> None:
-        """Release resources. Called once, after the attempt's end or error."""
+        """Release the resources of the attempt. Called once, after its end or an error."""
         ...
 
 
 class Agent(Protocol):
-    """Agent making an attempt by itself at `rollout.endpoint`, constructed anew for each attempt. The endpoint records
-    it."""
+    """Protocol of an agent: a program that makes a whole attempt by itself, calling the policy over HTTP.
 
-    async def run(self, told: Mapping[str, Any], base_url: str, api_key: str) -> float | None:
-        """Make an attempt. Returns its reward, or None: the recipe's reward functions score the last completion.
+    The policy is served at `rollout.endpoint`, an OpenAI-compatible server that records the calls for training. A new
+    agent is constructed for each attempt.
+    """
 
-        `told` is the problem in the form given to the program of environment `command`. Any exception ends the attempt
-        with an error. The attempt is cancelled after `rollout.agent.timeout_seconds`.
+    async def run(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> float | None:
+        """Make an attempt. Returns its reward; None: the recipe's reward functions score the last completion.
+
+        `problem` has the fields of the JSON line that a program of environment `command` reads: messages, answer,
+        record and others. `base_url` and `api_key` are for an OpenAI client. Any exception ends the attempt with an
+        error. The attempt is cancelled after `rollout.agent.timeout_seconds`.
         """
         ...
 
 
 def is_agent(name: str) -> bool:
-    """Return whether a recipe's environment is a program or an `Agent`, using the endpoint. Raises ConfigError."""
+    """Return whether an environment named in a recipe is an agent: an external program, or a class with `run`.
+
+    Raises ConfigError if the environment cannot be imported.
+    """
     return name == "command" or inspect.iscoroutinefunction(getattr(_CHOICES.load(name), "run", None))
 
 
 METHODS = ("reset", "step", "close")
-"""Methods of an environment."""
+"""Methods that a class needs to be an environment."""
 TOOL_SCHEMA = "_megarl_tool_schema"
-"""Attribute marking a method as a tool (see `environments.tools`)."""
+"""Name of the attribute that marks a method as a tool."""
 PROCESSES_PER_CPU, MAX_DEFAULT_PROCESSES = 4, 64
-"""Defaults for a blocking environment: processes for each CPU, and at most this number of processes."""
+"""Default number of processes for an environment with blocking methods: per CPU, and at most."""
 _CHOICES = Choices("rollout.environment", "environment", "class", ENVIRONMENTS)
 
 
 def find_environment(name: str) -> Callable[..., Environment]:
-    """Return the class named in a recipe: one of `ENVIRONMENTS`, `package.module:Class` or `path/to/file.py:Class`.
+    """Return the environment class named in a recipe: a key of `ENVIRONMENTS`, `package.module:Class` or
+    `path/to/file.py:Class`.
 
-    A function `interact(messages)` is wrapped in an environment (`megarl.environments.interact`). Raises ConfigError if
-    the class does not exist or lacks a method of `Environment`.
+    A function `interact(messages)` is wrapped in an environment. Raises ConfigError if the class does not exist or
+    lacks a method of `Environment`.
     """
     from megarl.environments.interact import Interact, is_interact
 
@@ -155,7 +165,8 @@ def find_environment(name: str) -> Callable[..., Environment]:
         return partial(Interact, found)
     if not inspect.isclass(found):
         raise ConfigError(
-            f"rollout.environment: {name!r}: is not a class; give one with `async def` {', '.join(METHODS)}, or "
+            f"rollout.environment: {name!r}: is not a class; name a class with the methods "
+            f"`async def` {', '.join(METHODS)}, or "
             "a function interact(messages)"
         )
     if inspect.iscoroutinefunction(getattr(found, "run", None)):
@@ -166,10 +177,10 @@ def find_environment(name: str) -> Callable[..., Environment]:
 
 
 def num_processes(name: str, given: int | None) -> int:
-    """Return the number of processes for the attempts of an environment. 0: attempts run in the driver, as do agents.
+    """Return how many processes run the attempts of an environment. 0: attempts run in the driver, as do agents.
 
-    `given` is the recipe's `rollout.environment_processes`. Raises ConfigError if the driver would run a method other
-    than a coroutine.
+    `given` is the recipe's `rollout.environment_processes`. Raises ConfigError if it is 0 and a method of the
+    environment is not a coroutine, because the method would block the driver.
     """
     if is_agent(name):
         return 0
@@ -191,16 +202,17 @@ def num_processes(name: str, given: int | None) -> int:
 
 
 def with_sandbox(name: str, settings: Mapping[str, Any], sandbox: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return an environment's settings with the recipe's `sandbox` added, if its constructor takes one and none is
-    given."""
+    """Return an environment's settings. If its constructor takes `sandbox` and none is set, the recipe's section is
+    added.
+    """
     takes = "sandbox" in inspect.signature(find_environment(name)).parameters
     return {"sandbox": dict(sandbox), **settings} if takes else settings
 
 
 def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], Environment]:
-    """Return a function making the environment `name` with its settings, `rollout.environment_kwargs`.
+    """Return a function that makes the environment `name` with `settings` (`rollout.environment_kwargs`).
 
-    Raises the ConfigErrors of `find_environment`, and one for unknown or missing settings.
+    Raises ConfigError if the environment cannot be imported, or for unknown or missing settings.
     """
     found = find_environment(name)
     try:
@@ -208,7 +220,7 @@ def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], En
     except TypeError as error:
         known = ", ".join(str(parameter) for parameter in inspect.signature(found).parameters.values())
         raise ConfigError(
-            f"rollout.environment_kwargs = {dict(settings)}: {name} does not take them: {error}. "
-            f"Its settings: {known or 'none'}"
+            f"rollout.environment_kwargs = {dict(settings)}: the environment {name} does not take these settings: "
+            f"{error}; it takes: {known or 'none'}"
         ) from error
     return partial(found, **settings)

@@ -1,4 +1,4 @@
-"""A calculator as a tool: arithmetic of numbers and a few functions, limited in size."""
+"""Environment with a calculator as a tool: arithmetic and a few functions, limited in size."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Number = int | float
 
 MAX_CHARACTERS = 500
 MAX_BITS = 2048
-"""Maximum bits of an integer. Every operation then takes microseconds."""
+"""Maximum bits of an integer. Below it every operation takes microseconds."""
 MAX_DEPTH = 50
 
 _BINARY: dict[type[ast.operator], Callable[[Any, Any], Any]] = {
@@ -33,7 +33,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos,
 def _round(value: Number, digits: int = 0) -> Number:
     # More digits than a float has are useless, and huge numbers of them make `round` slow.
     if not isinstance(digits, int) or abs(digits) > 100:
-        raise ToolError("round takes up to 100 digits")
+        raise ToolError("round accepts at most 100 digits")
     return round(value, digits) if digits else round(value)
 
 
@@ -45,7 +45,7 @@ _CONSTANTS = {"pi": math.pi, "e": math.e}
 
 
 class Calculator(ToolEnvironment):
-    """Environment with the problem's messages and a calculator."""
+    """Environment with the problem's messages and the tool `calculator`."""
 
     @tool
     async def calculator(self, expression: str) -> str:
@@ -59,7 +59,7 @@ class Calculator(ToolEnvironment):
 def evaluate(expression: str) -> Number:
     """Return the value of an arithmetic expression. Integers are exact.
 
-    Raises ToolError for anything else or too large. Any expression takes at most milliseconds.
+    Raises ToolError for other text, and for too large numbers. Any expression takes at most milliseconds.
     """
     tree = arithmetic_tree(expression)
     try:
@@ -73,7 +73,7 @@ def evaluate(expression: str) -> Number:
 def arithmetic_tree(expression: str) -> ast.expr:
     """Return Python's syntax tree of an expression. Raises ToolError if the text is too long or not an expression."""
     if len(expression) > MAX_CHARACTERS:
-        raise ToolError(f"the expression has {len(expression)} characters, {MAX_CHARACTERS} are allowed")
+        raise ToolError(f"the expression has {len(expression)} characters; at most {MAX_CHARACTERS} are allowed")
     # Models also write the signs for times and divided by, and ^ for powers.
     written = expression.replace("\u00d7", "*").replace("\u00f7", "/").replace("^", "**").strip()
     try:
@@ -85,7 +85,7 @@ def arithmetic_tree(expression: str) -> ast.expr:
 
 
 def as_text(value: Number) -> str:
-    """Return an integer's digits, or up to twelve digits of a fraction without trailing zeros."""
+    """Return a number as text: all digits of an integer, at most twelve of a fraction."""
     return str(value) if isinstance(value, int) else f"{value:.12g}"
 
 
@@ -112,7 +112,7 @@ def _value(node: ast.expr, depth: int) -> Number:
     if isinstance(found, int) and found.bit_length() > MAX_BITS:
         raise ToolError("the number is too large")
     if isinstance(found, complex) or (isinstance(found, float) and not math.isfinite(found)):
-        raise ToolError("the result is no real number")
+        raise ToolError("the result is not a real number")
     return found
 
 

@@ -1,4 +1,4 @@
-"""Countdown: reach a target number from given numbers by + - * /."""
+"""Game Countdown: reach a target number from given numbers by + - * /."""
 
 from __future__ import annotations
 
@@ -31,18 +31,18 @@ _WRITTEN_OTHERWISE = str.maketrans({"\u00d7": "*", "\u00f7": "/", "\u2212": "-",
 
 
 class Countdown:
-    """Game of reaching a target with given numbers, drawn from the problem's index or from its record.
+    """Game of reaching a target with given numbers, each used at most once.
 
-    A record gives `numbers` and `target`. The guess is the last line of a turn with an expression; `= TARGET` may
-    follow. A wrong guess gets the reason as a reply, up to `max_guesses` guesses. The reward is 1 for the target, else
-    0. Each number may be used once.
+    A record may give `numbers` and `target`. Otherwise they are drawn from the problem's index. The guess is the last
+    line of a turn with an expression; `= TARGET` may follow. A wrong guess gets the reason as a reply, for up to
+    `max_guesses` guesses. The reward is 1 if the target is reached, else 0.
     """
 
     makes_problems = True
 
     def __init__(self, *, num_numbers: int = 4, max_number: int = 20, max_guesses: int = 1) -> None:
         if not 2 <= num_numbers <= 8 or max_number < 2 or max_guesses < 1:
-            raise ValueError("num_numbers must be from 2 to 8, max_number 2 at least, max_guesses 1 at least")
+            raise ValueError("num_numbers must be from 2 to 8, max_number at least 2, max_guesses at least 1")
         self.num_numbers = num_numbers
         self.max_number = max_number
         self.max_guesses = max_guesses
@@ -70,8 +70,7 @@ class Countdown:
 
 
 def draw(index: int, num_numbers: int, max_number: int) -> tuple[list[int], int]:
-    """Return numbers and a target reachable with some of them, but not equal to one. Equal arguments give equal
-    results."""
+    """Draw numbers, and a target that some of them reach but that equals none. Equal arguments give equal results."""
     # A text as seed gives the same problem in every process.
     generator = random.Random(f"countdown {index} {num_numbers} {max_number}")
     while True:
@@ -86,7 +85,7 @@ def draw(index: int, num_numbers: int, max_number: int) -> tuple[list[int], int]
 
 
 def fault_of(text: str, numbers: list[int], target: int) -> str | None:
-    """Return why the guess in a text misses the target. None: it reaches it."""
+    """Return why the guess in a text misses the target; None: the guess reaches it."""
     expression = guess_in(text)
     if expression is None:
         return "there is no expression"
@@ -104,7 +103,9 @@ def fault_of(text: str, numbers: list[int], target: int) -> str | None:
 
 
 def exact_value(expression: str) -> Fraction:
-    """Return the exact value of whole numbers with + - * / and brackets. Raises ToolError for anything else."""
+    """Return the exact value of an expression of whole numbers, + - * / and brackets. Raises ToolError for other
+    text.
+    """
     try:
         return _value(arithmetic_tree(expression), 0)
     except ZeroDivisionError:
@@ -124,7 +125,7 @@ def _value(node: ast.expr, depth: int) -> Fraction:
 
 
 def guess_in(text: str) -> str | None:
-    """Return the expression of the last line with one, without tags, \\boxed{} and any text after `=`."""
+    """Return the expression in the last line that has one, without tags, \boxed{} and any text after `=`."""
     for line in reversed(re.sub(r"</?\w+>", "\n", text).splitlines()):
         boxed = re.search(r"\\boxed\{(.*)\}", line)
         before = (boxed.group(1) if boxed else line).partition("=")[0].translate(_WRITTEN_OTHERWISE)

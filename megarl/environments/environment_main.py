@@ -1,4 +1,4 @@
-"""Main function of an environment's process. It plays one attempt after the other, one request a step."""
+"""Main function of a process that runs an environment's attempts, one after the other."""
 
 from __future__ import annotations
 
@@ -16,10 +16,11 @@ from megarl.types import MegarlError, Problem, ToolCall
 
 
 def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-    """Import an environment by its name in the recipe, and return the function that plays attempts.
+    """Import an environment by its name in the recipe, and return the function that answers requests.
 
-    A request has a method in `do`, with its arguments. The answer is a `value`, an `error` it raised, or `unavailable`
-    with the reason. `is_last` in an answer means the process is not fit for another attempt. Raises RefusedError.
+    A request has the name of an environment's method in `do`, with the method's arguments. The answer has the `value`
+    returned, the `error` raised, or `unavailable` with the reason. `is_last` in an answer means that the process cannot
+    run another attempt. Raises RefusedError if the environment cannot be used.
     """
     try:
         make = environment_maker(settings["environment"], settings["settings"])
@@ -29,7 +30,7 @@ def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
 
 
 class _Player:
-    """Player of attempts, with a new environment from `make` at each reset."""
+    """Runs attempts one after the other. Each reset makes a new environment with `make`."""
 
     def __init__(self, make: Callable[[], Environment], runner: asyncio.Runner) -> None:
         self._make = make
@@ -68,7 +69,7 @@ class _Player:
         return self._runner.run(_awaited(found)) if inspect.isawaitable(found) else found
 
     def _is_unfit(self) -> bool:
-        """Return whether, between two attempts, a hanging function still runs in its thread."""
+        """Whether a hanging function of the last attempt still runs in a thread of this process."""
         return self._environment is None and any(t.name.startswith(CALL_THREAD) for t in threading.enumerate())
 
 
@@ -81,7 +82,7 @@ def _start(start: Start) -> dict[str, Any]:
 
 
 def _step(step: Step) -> dict[str, Any]:
-    """Return the step as JSON values. Numbers of numpy become Python's."""
+    """Return an environment's step as JSON values. NumPy numbers become Python numbers."""
     return {
         "messages": list(map(dict, step.messages)),
         "reward": None if step.reward is None else float(step.reward),

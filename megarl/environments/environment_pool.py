@@ -1,4 +1,4 @@
-"""Environments in a pool of processes. Each runs one attempt at a time, so killing one affects no other attempt."""
+"""Pool of processes that run environments. A process runs one attempt at a time, so killing it affects no other."""
 
 from __future__ import annotations
 
@@ -17,18 +17,23 @@ from megarl.types import Problem
 
 
 class EnvironmentProcessError(EnvironmentUnavailableError):
-    """The process of an environment ended or gave an invalid answer. The attempt may be retried in another process."""
+    """Raised if an environment's process ended or gave an invalid answer. The attempt may be retried in another
+    process.
+    """
 
 
 class RaisedError(Exception):
-    """Exception raised by an environment in its process. The text begins with the error's type and a colon."""
+    """Raised for an exception of an environment in its process. The text begins with the type of the exception and a
+    colon.
+    """
 
 
 class EnvironmentPool:
-    """Processes for attempts: started on demand, at most `num_processes`, retained until `close`.
+    """At most `num_processes` processes for attempts, started on demand and reused until `close`.
 
-    A process is killed and replaced if it hangs, ended or is no longer fit. Output of environments goes to
-    `log_folder/environment_NNNN.log`, numbered from `first_log`. `make_server` starts a process, here or elsewhere.
+    A process is replaced if it hangs, ended, or cannot run another attempt. Output of environments goes to
+    `log_folder/environment_NNNN.log`, numbered from `first_log`. `make_server` starts a process, on this machine or
+    another one.
     """
 
     def __init__(
@@ -51,21 +56,21 @@ class EnvironmentPool:
 
     @asynccontextmanager
     async def seat(self) -> AsyncIterator[Seat]:
-        """Provide a process for one attempt as soon as one is free, with its environment imported.
+        """Reserve a process for one attempt, as soon as one is free and has imported the environment.
 
-        Raises ConfigError if the environment cannot be imported there, PeerLostError if the process does not start.
+        Raises ConfigError if the environment cannot be imported there, and PeerLostError if the process does not start.
         """
         async with self._processes.place() as place:
             await place.ready()
             yield Seat(place)
 
     def close(self) -> None:
-        """Kill the processes. Calling it again does nothing."""
+        """Kill all processes. A second call does nothing."""
         self._processes.close()
 
 
 class Seat:
-    """Place in a process for one attempt, which may begin several times."""
+    """A process reserved for one attempt. The attempt may be restarted several times."""
 
     def __init__(self, place: Place) -> None:
         self._place = place
@@ -76,15 +81,15 @@ class Seat:
         return self._place.num_killed
 
     def environment(self) -> SeatedEnvironment:
-        """Return the environment of an attempt in this process."""
+        """Return the environment object for this attempt; its methods run in the reserved process."""
         return SeatedEnvironment(self._place)
 
 
 class SeatedEnvironment:
-    """Environment running in another process.
+    """Environment whose methods run in another process.
 
-    Its methods raise RaisedError for errors of the environment, EnvironmentUnavailableError, and
-    EnvironmentProcessError if the process is gone. If cancelled, they kill the process.
+    A method raises RaisedError for an error of the environment, EnvironmentUnavailableError, and
+    EnvironmentProcessError if the process ended. A cancelled call kills the process.
     """
 
     def __init__(self, place: Place) -> None:
@@ -114,16 +119,19 @@ class SeatedEnvironment:
         if "unavailable" in answer:
             raise EnvironmentUnavailableError(str(answer["unavailable"]))
         if "invalid" in answer:
-            raise RaisedError(f"TypeError: the message to the environment is not valid JSON: {answer['invalid']}")
+            raise RaisedError(
+                f"TypeError: a value passed to the environment's process is not valid JSON: {answer['invalid']}"
+            )
         if "error" in answer:
             raise RaisedError(str(answer["error"]))
         return answer.get("value")
 
 
 def process_settings(environment: str, settings: Mapping[str, Any], memory_gib: float) -> ServerSettings:
-    """Return settings for processes in the current folder with this process's import paths.
+    """Return the settings of environment processes: they run in the current folder with this process's import paths.
 
-    `settings` are constructor arguments of the environment, from `rollout.environment_kwargs`.
+    `settings` are constructor arguments of the environment, from `rollout.environment_kwargs`. `memory_gib` limits the
+    address space.
     """
     folder = os.getcwd()
     return ServerSettings(

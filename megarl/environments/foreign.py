@@ -1,7 +1,8 @@
-"""Environments of other libraries, run in child processes with the library's own interpreter.
+"""Environments of other libraries, run in child processes with an interpreter that has the library.
 
-A child (`foreign_child`) serves many episodes, one request at a time. If it hangs, dies or gives an invalid answer, it
-is killed. The episode of the faulty request fails. Other episodes are replayed in a new child, to the same answers.
+A child runs `foreign_child.py` and serves many episodes, one request at a time. If it hangs, dies or gives an invalid
+answer, it is killed. The episode of the faulty request fails. Other episodes are replayed in a new child, where they
+must give the same answers.
 """
 
 from __future__ import annotations
@@ -31,33 +32,35 @@ _GIB = 1 << 30
 
 
 _Command = tuple[str, str, int | None]
-"""Interpreter, library, and limit of the address space in bytes."""
+"""What identifies a kind of child process: interpreter, library, and limit of the address space in bytes (None: no
+limit).
+"""
 _NAMES = itertools.count()
 
 
 class ChildError(Exception):
-    """A child process died or gave an invalid answer."""
+    """Raised if a child process died or gave an invalid answer."""
 
 
 class ForeignError(Exception):
-    """An exception raised by the library."""
+    """Raised for an exception of the library in its child process."""
 
 
 class NotRepeatedError(Exception):
-    """A replayed episode gave other answers in a new child than before."""
+    """Raised if an episode replayed in a new child gave other answers than before."""
 
 
 class ForeignEnvironment:
-    """Environment of a library, played in a child process.
+    """Environment of another library, run in a child process.
 
-    `python` is the interpreter with the library (default: megarl's own). `processes` is the number of children for all
-    attempts together. `seconds` limits the time of one answer, `memory_gib` a child's address space.
+    `python` is the interpreter that has the library (default: megarl's own). `processes` is the number of children for
+    all attempts together. `seconds` limits the time of one answer, `memory_gib` a child's address space.
     """
 
     makes_problems = True
     library: str
     package: str
-    """Name of the package for pip."""
+    """Name under which pip installs the library."""
 
     def __init__(
         self,
@@ -69,7 +72,7 @@ class ForeignEnvironment:
         memory_gib: float | None = None,
     ) -> None:
         if processes < 1 or seconds <= 0 or (memory_gib is not None and memory_gib <= 0):
-            raise ValueError("processes must be 1 at least, seconds and memory_gib above 0")
+            raise ValueError("processes must be at least 1; seconds and memory_gib must be above 0")
         self._settings = dict(settings)
         self._seconds = seconds
         self._command = python or sys.executable, self.library, int(memory_gib * _GIB) if memory_gib else None
@@ -112,7 +115,7 @@ class ForeignEnvironment:
             self._child = None
 
     def check(self) -> None:
-        """Make the first problem. Raises ConfigError if this fails."""
+        """Make the first problem, as a test before a run. Raises ConfigError if this fails."""
         try:
             asyncio.run(self._tried())
         except Exception as error:
@@ -125,14 +128,20 @@ class ForeignEnvironment:
             await close_shared()
 
     async def _request(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Return the child's answer. If another episode made the child end, first replay this one in a new child."""
+        """Send a request to the child and return its answer.
+
+        If the child was replaced meanwhile, because of another episode, this episode is first replayed in the new
+        child.
+        """
         assert self._child is not None
         async with self._child.place() as place:
             if place.process is not self._process:
                 # The answers so far must repeat exactly: otherwise the policy's history would not match the episode.
                 for earlier, known in self._answered:
                     if await self._child.request(place, self._name, earlier, self._seconds) != known:
-                        raise NotRepeatedError("the environment did not repeat itself in a new process")
+                        raise NotRepeatedError(
+                            "a replayed episode got other answers in a new process; make its environment repeatable"
+                        )
                 self._process = place.process
             value = await self._child.request(place, self._name, request, self._seconds)
         self._answered.append((request, value))
@@ -148,7 +157,7 @@ def _text(value: Mapping[str, Any]) -> str:
 
 @lru_cache(maxsize=64)
 def require(python: str, module: str, package: str) -> None:
-    """Raise ConfigError if the interpreter lacks the module. The module is not imported."""
+    """Raise ConfigError if the interpreter `python` does not have `module`. The module is not imported."""
     command = [python, "-c", f"import importlib.util as u; raise SystemExit(u.find_spec({module!r}) is None)"]
     try:
         found = run_command(command, seconds=_START_SECONDS).returncode == 0
@@ -165,7 +174,10 @@ def require(python: str, module: str, package: str) -> None:
 
 
 class _Child:
-    """A child process, started when first needed and replaced after it ended. Its requests wait for each other."""
+    """A child process of a library, started at its first use and restarted after it ended.
+
+    Requests are sent one at a time.
+    """
 
     def __init__(self, command: _Command) -> None:
         python, library, memory_bytes = command
@@ -175,11 +187,11 @@ class _Child:
         )  # fmt: skip
         self._pool = ProcessPool(settings, 1, log_name=library)
         self.closed_sessions: list[str] = []
-        """Sessions that the child may forget, as part of the next request."""
+        """Episodes that the child may close when it gets the next request."""
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Place]:
-        """Provide the child, ready for requests. Raises ChildError if it does not start."""
+        """Wait for the child to be free and ready for a request. Raises ChildError if it does not start."""
         async with self._pool.place() as place:
             try:
                 await place.ready()
@@ -188,7 +200,7 @@ class _Child:
             yield place
 
     async def request(self, place: Place, session: str, request: Mapping[str, Any], seconds: float) -> dict[str, Any]:
-        """Return the answer to a request, within `seconds`.
+        """Send a request and return the answer, within `seconds`.
 
         Raises ForeignError for errors of the library. Raises TimeoutError and ChildError after killing the child.
         """
@@ -198,14 +210,14 @@ class _Child:
         if "overdue" in answer:
             raise TimeoutError(f"the environment did not answer within {seconds:g} s")
         if "ended" in answer:
-            raise ChildError(f"the child {answer['ended']}: {answer.get('output', '')}")
+            raise ChildError(f"the child process of the environment {answer['ended']}: {answer.get('output', '')}")
         if "violation" in answer:
-            raise ChildError(f"the child's answer is not valid: it {answer['violation']}")
+            raise ChildError(f"the answer of the environment's child process is not valid: it {answer['violation']}")
         if "error" in answer:
             raise ForeignError(str(answer["error"]))
         if not isinstance(answer.get("value"), dict):
             place.kill()
-            raise ChildError(f"the child's answer is not valid: {answer!r:.200}")
+            raise ChildError(f"the answer of the environment's child process is not valid: {answer!r:.200}")
         return answer["value"]
 
     async def close(self) -> None:

@@ -30,7 +30,7 @@ import sys
 import warnings
 
 HELD_OUT_PARTS = 64
-"""Parts, of 256 equal ones, of all questions that are reserved for validation."""
+"""Share of all questions reserved for validation, in units of 1/256."""
 MAX_DRAWS = 2000
 # A prime stride keeps the problems of neighbouring seeds apart.
 SEED_STEP = 1_000_003
@@ -38,9 +38,10 @@ MAX_SEED = 1 << 32
 
 
 class ReasoningGym:
-    """Problem of a reasoning-gym task. `index` is its number, and the task's own scorer scores the answer.
+    """A problem of a reasoning-gym task, given by its number `index`. The task's own scorer scores the answer.
 
-    `is_heldout` selects questions by their hash, so training and validation never share one.
+    Questions are split by a hash, so training and validation never share one. `is_heldout` selects validation
+    questions.
     """
 
     def __init__(self, settings):
@@ -65,9 +66,12 @@ class ReasoningGym:
 
 
 @functools.cache
-def megarl_module(room, name):
-    """Import a file of megarl by its path."""
-    path = pathlib.Path(__file__).parents[1] / room / (name + ".py")
+def megarl_module(folder, name):
+    """Import a file of megarl by its path, because this interpreter need not have megarl.
+
+    `folder` is the subfolder of megarl, `name` the file without its extension.
+    """
+    path = pathlib.Path(__file__).parents[1] / folder / (name + ".py")
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -76,7 +80,10 @@ def megarl_module(room, name):
 
 
 def answer_in(text, place):
-    """Return the answer of a completion, or None. Listing all candidates must not score, so the last one counts."""
+    """Return the answer in a completion; None: there is none.
+
+    Only the last answer counts, so that listing many candidates does not score.
+    """
     if place == "text":
         return text.strip()
     pattern = r"<answer>\s*(.*?)\s*</answer>" if place == "tags" else r"\\boxed\{([^{}]*(?:\{[^{}]*\}[^{}]*)*)\}"
@@ -88,15 +95,17 @@ def system_prompt(name):
     from reasoning_gym.utils import SYSTEM_PROMPTS
 
     if name not in SYSTEM_PROMPTS:
-        raise ValueError(f"system {name!r} is not a prompt of reasoning-gym: {', '.join(SYSTEM_PROMPTS)}")
+        raise ValueError(
+            f"system = {name!r}: is not a system prompt of reasoning-gym; choose one of {', '.join(SYSTEM_PROMPTS)}"
+        )
     return SYSTEM_PROMPTS[name]
 
 
 @functools.lru_cache(maxsize=256)
 def problem_of(task, config, seed, is_heldout):
-    """Return the dataset of one problem, and the problem.
+    """Make one problem of a reasoning-gym task. Returns a dataset of size 1, and its entry.
 
-    Tasks make all their problems at once or each from its seed, so every problem gets a dataset of size 1.
+    Some tasks generate their whole dataset from one seed, so every problem gets a dataset of its own.
     """
     import reasoning_gym
 
@@ -109,11 +118,13 @@ def problem_of(task, config, seed, is_heldout):
         digest = hashlib.sha256(entry["question"].encode()).digest()
         if is_heldout is None or (digest[0] < HELD_OUT_PARTS) == is_heldout:
             return dataset, entry
-    raise ValueError(f"{task} has too few questions to keep some for validation; use settings that make more")
+    raise ValueError(
+        f"{task} has too few different questions to reserve some for validation; choose settings that generate more"
+    )
 
 
 class Gem:
-    """Environment of GEM, made by `gem.make`. Its seed follows from the problem's number."""
+    """An environment of GEM, made by `gem.make`. Its seed is computed from the problem's number."""
 
     def __init__(self, settings):
         for module in settings["modules"]:
@@ -140,7 +151,7 @@ class Gem:
 
 
 def shown(observation, info):
-    """Return an observation with the environment's prefix and suffix, as shown to the policy."""
+    """Return an observation with the environment's prefix and suffix: the text that the policy sees."""
     parts = [info.get("prefix"), observation, info.get("suffix")]
     return "\n".join(str(part).strip("\n") for part in parts if part)
 
@@ -160,7 +171,9 @@ LIBRARIES = {"reasoning_gym": import_reasoning_gym, "gem": import_gem}
 
 
 class Session:
-    """Episode with its own state of the global random generators, because libraries share these."""
+    """An episode with its own state of the global random generators. Libraries use these, so episodes would
+    interfere.
+    """
 
     def __init__(self, episode):
         self.episode = episode
@@ -186,7 +199,7 @@ def set_random_states(states):
 
 
 class Episodes:
-    """Sessions of a library by name."""
+    """Episodes in progress, by session name."""
 
     def __init__(self, library):
         self.library = library
@@ -219,7 +232,10 @@ class Episodes:
 
 
 def limit_address_space(limit):
-    """Limit the address space. Raise MemoryError if it is larger already: then little would be refused later."""
+    """Limit the address space of this process, in bytes.
+
+    Raises MemoryError if the process already uses more: the limit would then hardly refuse any allocation.
+    """
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     if used > limit:

@@ -1,4 +1,4 @@
-"""Any environment of GEM (gem-llm) by its name, such as `game:Mastermind-v0-easy` or `rg:leg_counting`."""
+"""Environments of GEM (gem-llm) by name, such as `game:Mastermind-v0-easy` or `rg:leg_counting`."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from megarl.environments.foreign import ForeignEnvironment
 
 
 class Gem(ForeignEnvironment):
-    """Environment `name` of GEM, made with `config`. Its seed is made of the problem's number and the run's `seed`.
+    """Environment `name` of GEM, made with `config`. Its random seed combines the problem's number and `seed`.
 
-    Each observation is a user message, without the earlier ones. `modules` are imported first and may register your own
-    environments. gem-llm cannot be installed together with megarl, because their pinned versions differ. So `python`
-    must be the interpreter of a virtual environment with gem-llm.
+    Each new observation is a user message. `modules` are imported first and may register your own environments. gem-llm
+    cannot be installed together with megarl, because their pinned versions differ. So `python` must be the interpreter
+    of a virtual environment with gem-llm.
     """
 
     library = "gem"
@@ -29,6 +29,6 @@ class Gem(ForeignEnvironment):
         **settings: Any,
     ) -> None:
         if seed < 0:
-            raise ValueError(f"seed is {seed}; it must be at least 0")
-        told = {"name": name, "config": dict(config or {}), "modules": list(modules), "seed": seed}
-        super().__init__(told, **settings)
+            raise ValueError(f"seed = {seed}: must be at least 0")
+        child_settings = {"name": name, "config": dict(config or {}), "modules": list(modules), "seed": seed}
+        super().__init__(child_settings, **settings)

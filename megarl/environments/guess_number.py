@@ -1,4 +1,4 @@
-"""Guess a number: a game of several turns with the hints higher and lower."""
+"""Game of guessing a number in several turns, with the hints higher and lower."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from megarl.types import Problem
 
 
 class GuessNumber:
-    """Number from 1 to `max_number`, drawn from the problem's index. The last number of a turn is its guess.
+    """Game of guessing a number from 1 to `max_number`, drawn from the problem's index.
 
-    The reward is 1 for the number within `max_guesses`, else 0.
+    The last number in a turn is the guess. The reward is 1 if the number is found within `max_guesses`, else 0.
     """
 
     makes_problems = True
 
     def __init__(self, *, max_number: int = 100, max_guesses: int = 8) -> None:
         if max_number < 2 or max_guesses < 1:
-            raise ValueError("max_number must be 2 at least, max_guesses 1 at least")
+            raise ValueError("max_number must be at least 2, max_guesses at least 1")
         self.max_number = max_number
         self.max_guesses = max_guesses
 

@@ -1,4 +1,6 @@
-"""RL2's `interact(messages)`: a function answering a conversation with new messages, or ending it.
+"""Environments given by a function `interact(messages)`, as in RL2.
+
+It returns new messages for the conversation, or an empty list to end the attempt:
 
     TOOL = {"name": "price", "description": "...", "parameters": {...}}     # or a list of them; may be missing
 
@@ -22,28 +24,29 @@ from megarl.environments.tools import begun
 from megarl.types import Problem
 
 KNOWN = ("messages", "answer", "record")
-"""Parameters filled with data of an attempt. Other parameters are settings."""
+"""Parameters of `interact` filled with data of the attempt. Other parameters are set by the recipe."""
 
 
 def is_interact(found: object) -> bool:
-    """Return whether an object is a function with a parameter `messages`."""
+    """Return whether an object is a function with a parameter `messages`, as RL2's environments are."""
     return inspect.isfunction(found) and "messages" in inspect.signature(found).parameters
 
 
 class Interact:
-    """Environment giving the problem's messages, then after each turn the messages returned by a function.
+    """Environment given by a function `interact(messages)`.
 
-    An empty list ends the attempt. The function is not called after the last turn allowed by `rollout.max_turns`. Its
-    `messages` are the whole conversation; the policy's turns include calls and reasoning as sampled. By name it may
-    take the problem's `answer` and `record`, and `settings`. It may be `async def`; otherwise it runs in a thread. The
-    policy sees the tools `TOOL` of its module. Reward functions score the last turn.
+    The attempt starts with the problem's messages. After each turn the function gets the whole conversation, including
+    tool calls and reasoning as sampled, and returns new messages. An empty list ends the attempt. The function is not
+    called after the last turn allowed by `rollout.max_turns`. It may also have parameters `answer` and `record`, for
+    values of the problem, and others set by the recipe. It may be `async def`; otherwise it runs in a thread. The
+    variable `TOOL` of its module lists tools for the policy. Reward functions score the last turn.
     """
 
     def __init__(self, function: Callable[..., Any], **settings: Any) -> None:
         parameters = inspect.signature(function).parameters
         self._function, self._settings = function, settings
-        self._told = [name for name in KNOWN if name in parameters]
-        inspect.signature(function).bind(**dict.fromkeys(self._told), **settings)  # Raises TypeError.
+        self._filled = [name for name in KNOWN if name in parameters]
+        inspect.signature(function).bind(**dict.fromkeys(self._filled), **settings)  # Raises TypeError.
         given = getattr(sys.modules.get(function.__module__), "TOOL", None) or ()
         self.tools = tuple(map(_schema, [given] if isinstance(given, Mapping) else given))
 
@@ -58,8 +61,8 @@ class Interact:
             return Step(done=True)
         problem = self._problem
         values = {"messages": self._messages, "answer": problem.answer, "record": dict(problem.record)}
-        told = copy.deepcopy({name: values[name] for name in self._told})  # The function may change its arguments.
-        new = await begun(self._function, told | self._settings)
+        filled = copy.deepcopy({name: values[name] for name in self._filled})  # The function may change its arguments.
+        new = await begun(self._function, filled | self._settings)
         if not isinstance(new, Sequence) or isinstance(new, str):
             raise TypeError(f"{self._function.__name__} gave {new!r:.80}, not a list of messages")
         self._messages += new
@@ -70,5 +73,5 @@ class Interact:
 
 
 def _schema(tool: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return a tool in the form for chat templates."""
+    """Return a tool's schema in OpenAI's form, as chat templates expect it."""
     return tool if "function" in tool else {"type": "function", "function": dict(tool)}

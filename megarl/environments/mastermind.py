@@ -1,4 +1,4 @@
-"""Mastermind: guess a word in several turns, by the number of letters in place."""
+"""Game Mastermind: guess a word in several turns from the number of letters in place."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ LETTERS = "ABCDEFGH"
 
 
 class Mastermind:
-    """Word of `length` letters from the first `num_letters`, drawn from the problem's index.
+    """Game of guessing a word of `length` letters, out of the first `num_letters` of the alphabet.
 
-    The guess is the last word of a turn with the right length and letters. The reward is 1 for the word within
-    `max_guesses`. Otherwise it is `partial_reward` (0: none) times the share of letters in place in the last guess.
+    The word is drawn from the problem's index. The guess is the last word of a turn with the right length and letters.
+    The reward is 1 if the word is found within `max_guesses`. Otherwise it is `partial_reward` (0: none) times the
+    share of letters in place in the last guess.
     """
 
     makes_problems = True
@@ -26,7 +27,7 @@ class Mastermind:
     ) -> None:
         if not 1 <= length <= 12 or not 2 <= num_letters <= len(LETTERS) or max_guesses < 1:
             raise ValueError(
-                f"length must be from 1 to 12, num_letters from 2 to {len(LETTERS)}, max_guesses 1 at least"
+                f"length must be from 1 to 12, num_letters from 2 to {len(LETTERS)}, max_guesses at least 1"
             )
         self.length = length
         self.letters = LETTERS[:num_letters]
@@ -59,6 +60,6 @@ class Mastermind:
 
 
 def marks(guess: str, secret: str) -> tuple[int, int]:
-    """Return the number of letters in place, and of letters elsewhere in the word."""
+    """Return how many letters of a guess are in place, and how many others occur elsewhere in the secret word."""
     right = sum(one == other for one, other in zip(guess, secret, strict=False))
     return right, (Counter(guess) & Counter(secret)).total() - right

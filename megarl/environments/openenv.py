@@ -1,4 +1,4 @@
-"""Environment behind an OpenEnv server: one websocket session for each attempt."""
+"""Environments behind an OpenEnv server. Each attempt is one websocket session."""
 
 from __future__ import annotations
 
@@ -24,27 +24,27 @@ _MAX_MESSAGE_BYTES = 16 << 20
 _START_SECONDS = 120.0
 _CAPACITY_SECONDS = 0.1
 _WORDS = {"done", "reward", "metadata"}
-"""Fields of an observation not shown to the policy."""
+"""Fields of a server's observation that the policy does not see."""
 
 
 class ServerError(Exception):
-    """The server's answer is an error or not valid."""
+    """Raised if an OpenEnv server answers with an error, or with invalid data."""
 
 
 class UnreachableError(EnvironmentUnavailableError):
-    """The server cannot be reached, or closed the connection during an attempt."""
+    """Raised if an OpenEnv server cannot be reached, or closed the connection during an attempt."""
 
 
 class OpenEnv:
-    """Environment of the OpenEnv server at `url`, or of a server started by `command`.
+    """Environment of the OpenEnv server at `url`, or of a server that megarl starts by `command`.
 
-    `command` is a program with arguments; `{port}` in them is replaced by a free port. A turn's text becomes the field
-    `action` of the environment's action; `action_fields` are its other fields. By default `action` is the only text
-    required by the server's schema. The observation's field `observation` is shown; by default its only text, or
-    everything as JSON. With `tools` the policy calls the environment's tools (MCP), and a turn without a call ends the
-    attempt. The problem's number is the seed of `reset`; the setting `reset` has its other parameters. At most
-    `max_sessions` attempts run at once. If the server takes fewer, each attempt waits up to `seconds`, the limit for
-    any answer.
+    `command` is a program with arguments; `{port}` in them is replaced by a free port. The policy's text becomes the
+    field `action` of the action sent; `action_fields` are its other fields. By default `action` is the only text field
+    that the server's schema requires. The policy sees the observation's field `observation`; by default the only text
+    field, or the whole observation as JSON. With `tools` the policy calls the environment's tools (MCP), and a turn
+    without a call ends the attempt. The problem's number is the seed of `reset`; the setting `reset` has other
+    parameters of it. At most `max_sessions` attempts run at once. If the server accepts fewer sessions, an attempt
+    waits for one, for up to `seconds`. `seconds` also limits any answer.
     """
 
     makes_problems = True
@@ -63,11 +63,13 @@ class OpenEnv:
         seconds: float = 60.0,
     ) -> None:
         if (url is None) == (command is None):
-            raise ValueError("give the url of a server, or the command that starts one")
+            raise ValueError(
+                "set either url (address of an OpenEnv server) or command (program that starts one), not both"
+            )
         if url is not None and not url.startswith(("http://", "https://")):
-            raise ValueError(f"url is {url!r}; it must begin with http:// or https://")
+            raise ValueError(f"url = {url!r}: must begin with http:// or https://")
         if command is not None and (not command or shutil.which(command[0]) is None):
-            raise ValueError(f"command is {list(command)}; there is no such program, give its path")
+            raise ValueError(f"command = {list(command)}: must begin with a program on PATH; give the program's path")
         if max_sessions < 1 or seconds <= 0:
             raise ValueError("max_sessions must be at least 1, and seconds must be above 0")
         self._key = url or "", tuple(command or ()), max_sessions
@@ -91,7 +93,7 @@ class OpenEnv:
             return Start(messages)
         listed = (await self._stepped({"type": "list_tools"}))["observation"].get("tools")
         if not isinstance(listed, list):
-            raise ServerError("the environment lists no tools; leave out the setting tools")
+            raise ServerError("tools = true: the OpenEnv server lists no tools; set tools to false")
         return Start(messages, tuple(_schema(tool) for tool in listed))
 
     async def step(self, turn: Turn) -> Step:
@@ -111,7 +113,7 @@ class OpenEnv:
             self._server.places.release()
 
     def check(self) -> None:
-        """Begin an attempt. Raises ConfigError if this fails."""
+        """Start a session, as a test before a run. Raises ConfigError if this fails."""
         try:
             asyncio.run(self._tried())
         except Exception as error:
@@ -126,7 +128,7 @@ class OpenEnv:
             await close_shared()
 
     async def _called(self, calls: Sequence[ToolCall]) -> Step:
-        """Return the replies to the calls of a turn in order, and the sum of their rewards."""
+        """Send a turn's tool calls to the server. Returns the replies in order, and the sum of their rewards."""
         messages: list[Message] = []
         rewards: list[float] = []
         # After a call that ends the episode the server accepts no further one.
@@ -146,7 +148,7 @@ class OpenEnv:
         return Step(tuple(messages), sum(rewards) if rewards else None, is_done)
 
     async def _connect(self, reset: Mapping[str, Any]) -> dict[str, Any]:
-        """Begin a session and return its first observation, waiting while the server is full."""
+        """Start a session and return its first observation. Waits while the server has no free session."""
         async with asyncio.timeout(self._seconds):
             while True:
                 self._connection = await self._server.connect()
@@ -161,7 +163,7 @@ class OpenEnv:
             return await self._answer({"type": "step", "data": action})
 
     async def _answer(self, message: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the server's observation. Raises ServerError and UnreachableError."""
+        """Send a message and return the server's observation. Raises ServerError and UnreachableError."""
         assert self._connection is not None
         try:
             await self._connection.send_str(json.dumps(message))
@@ -176,11 +178,11 @@ class OpenEnv:
                 raise _FullError
             raise ServerError(f"{data.get('code')}: {data.get('message')} {data.get('errors', '')}"[:1000])
         if not isinstance(data, dict) or not isinstance(data.get("observation"), dict):
-            raise ServerError(f"the answer is not an observation: {answer!r:.200}")
+            raise ServerError(f"the OpenEnv server's answer has no observation: {answer!r:.200}")
         return data
 
     def _shown(self, answer: Mapping[str, Any]) -> str:
-        """Return the observation as shown to the policy."""
+        """Return the part of a server's observation that the policy sees, as text."""
         observation = answer["observation"]
         if self._observation is not None:
             if self._observation not in observation:
@@ -192,11 +194,11 @@ class OpenEnv:
 
 
 class _FullError(Exception):
-    """The server has no free session."""
+    """Raised if the server has no free session."""
 
 
 def _words(value: Any) -> str:
-    """Return a value as text. MCP tools wrap it: in `data`, or in the texts of `content`."""
+    """Return a tool's result as text. MCP tools wrap it: in `data`, or in the texts of `content`."""
     if isinstance(value, Mapping):
         if isinstance(value.get("message"), str):
             return value["message"]
@@ -218,13 +220,13 @@ def _reward(answer: Mapping[str, Any]) -> float | None:
 
 
 def _schema(tool: Any) -> dict[str, Any]:
-    """Return a tool of the server in the form for chat templates."""
+    """Return a tool of the server as a schema in OpenAI's form, as chat templates expect it."""
     named = {"name": tool["name"], "description": tool.get("description", ""), "parameters": tool["input_schema"]}
     return {"type": "function", "function": named}
 
 
 class _Server:
-    """Server and its connections. With a command, it is started and stopped here."""
+    """An OpenEnv server and its sessions. A server with a command is started and stopped here."""
 
     def __init__(self, url: str, command: tuple[str, ...], max_sessions: int) -> None:
         self.places = asyncio.Semaphore(max_sessions)
@@ -235,7 +237,7 @@ class _Server:
         self._text_field: str | None = None
 
     async def start(self) -> None:
-        """Start the server if it is not running, and wait until it is healthy."""
+        """Start the server if needed, and wait until its health check succeeds."""
         async with self._lock:
             if self._client is None:
                 # Imported here: only recipes with this environment need aiohttp.
@@ -260,7 +262,7 @@ class _Server:
                 await asyncio.sleep(0.1)
 
     async def connect(self) -> aiohttp.ClientWebSocketResponse:
-        """Open a new session. Raises UnreachableError."""
+        """Open a new websocket session. Raises UnreachableError."""
         assert self._client is not None
         import aiohttp
 
@@ -270,7 +272,10 @@ class _Server:
             raise UnreachableError(f"{self._url}: the OpenEnv server opened no session: {error}") from None
 
     async def text_field(self) -> str:
-        """Return the only text field required for an action, by the server's schema."""
+        """Return the name of the only text field that the server's schema requires in an action.
+
+        Raises ConfigError if there is none or several.
+        """
         if self._text_field is not None:
             return self._text_field
         assert self._client is not None

@@ -1,4 +1,4 @@
-"""Python as a tool: programs of the policy, each run alone in the sandbox."""
+"""Environment with Python as a tool: the policy's programs, each run alone in the sandbox."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from megarl.types import ConfigError, Problem
 
 
 class Python(ToolEnvironment):
-    """Environment with the problem's messages and Python. `sandbox` defaults to the recipe's section of that name."""
+    """Environment with the problem's messages and the tool `python`. `sandbox` defaults to the recipe's section
+    sandbox.
+    """
 
     def __init__(self, *, sandbox: Mapping[str, Any] | None = None, **settings: Any) -> None:
         super().__init__(**settings)
@@ -27,7 +29,7 @@ class Python(ToolEnvironment):
         self._settings = replace(given, wall_timeout_seconds=wall_seconds, longest_seconds=longest_seconds)
 
     def check(self) -> None:
-        """Run a trial program. Raises ConfigError if the sandbox does not work."""
+        """Run a trial program before a run. Raises ConfigError if the sandbox does not work."""
         with contextlib.closing(open_sandbox(self._settings)) as sandbox:
             try:
                 sandbox.start()
@@ -35,12 +37,17 @@ class Python(ToolEnvironment):
                 raise ConfigError(str(error)) from None
 
     async def reset(self, problem: Problem, seed: int) -> Start:
-        """Begin with a running sandbox. Raises EnvironmentUnavailableError if it does not start."""
+        """Start the attempt, and the sandbox if needed. Raises EnvironmentUnavailableError if the sandbox does not
+        start.
+        """
         await begun(self._started, {})
         return await super().reset(problem, seed)
 
     def _started(self) -> AnySandbox:
-        """Return the sandbox. Its failures are not the policy's fault."""
+        """Return the running sandbox.
+
+        Raises EnvironmentUnavailableError if it does not start, because the policy is not at fault.
+        """
         try:
             return _sandbox(json.dumps(asdict(self._settings)))
         except (SandboxError, ConfigError) as error:
@@ -66,7 +73,7 @@ class Python(ToolEnvironment):
         raise ToolError("\n".join(filter(None, (why, ran.stdout.rstrip(), ran.stderr.rstrip()))))
 
     def _time_of(self, ran: Ran) -> str:
-        """Return the time limit that was exceeded."""
+        """Return the exceeded time limit as text: CPU time or wall-clock time, in seconds."""
         if not ran.is_by_clock:
             return f"{self._settings.timeout_seconds:g} seconds of CPU time"
         return f"{self._settings.timeout_seconds if self._settings.url else ran.wall_seconds:.2g} seconds by the clock"
@@ -74,7 +81,9 @@ class Python(ToolEnvironment):
 
 @lru_cache(maxsize=4)
 def _sandbox(settings: str) -> AnySandbox:
-    """Return this process's running sandbox with these settings. All attempts share it; it ends with the process."""
+    """Return this process's running sandbox with these settings. All attempts share it; it stops when the process
+    ends.
+    """
     # JSON serves as a hashable key for the cache. It turns tuples into lists.
     given = json.loads(settings)
     lists = {name: tuple(given[name]) for name in ("require", "packages")}

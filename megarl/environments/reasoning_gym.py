@@ -1,4 +1,4 @@
-"""Any task of reasoning-gym: problems made from numbers, answers scored by the task's own scorer."""
+"""Environments of reasoning-gym: problems generated from numbers, answers scored by the task's own scorer."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ Place = Literal["tags", "boxed", "text"]
 
 
 class ReasoningGym(ForeignEnvironment):
-    """Problem of a task, such as `basic_arithmetic`. `config` has the task's own settings.
+    """One question of a reasoning-gym task, such as `basic_arithmetic`. `config` has the task's own settings.
 
-    A problem is a function of its number and of `seed`. With data `environment:COUNT` a question is used either for
-    training or for validation. `answer` names the place of the answer: the last <answer> tags of the turn (tags), its
-    last \\boxed{} (boxed), or the whole text (text). `system` names a system prompt of reasoning-gym for problems
-    without one: default, simple, direct, chain_of_draft, DeepSeekZero.
+    The question is generated from the problem's number and `seed`. With data `environment:COUNT`, training and
+    validation never share a question. `answer` says where the answer stands: in the last <answer> tags of the turn
+    (tags), in its last \boxed{} (boxed), or in the whole text (text). `system` names a system prompt of reasoning-gym,
+    used for problems without one: default, simple, direct, chain_of_draft, DeepSeekZero.
     """
 
     library = "reasoning_gym"
@@ -33,8 +33,8 @@ class ReasoningGym(ForeignEnvironment):
         **settings: Any,
     ) -> None:
         if answer not in get_args(Place):
-            raise ValueError(f"answer is {answer!r}; it must be one of {', '.join(get_args(Place))}")
+            raise ValueError(f"answer = {answer!r}: must be one of {', '.join(get_args(Place))}")
         if seed < 0:
-            raise ValueError(f"seed is {seed}; it must be 0 at least")
-        told = {"task": task, "config": dict(config or {}), "seed": seed, "answer": answer, "system": system}
-        super().__init__(told, **settings)
+            raise ValueError(f"seed = {seed}: must be at least 0")
+        child_settings = {"task": task, "config": dict(config or {}), "seed": seed, "answer": answer, "system": system}
+        super().__init__(child_settings, **settings)

@@ -1,4 +1,4 @@
-"""Search over a local corpus as a tool, ranked by BM25 (Robertson and Zaragoza 2009, eq. 3.15)."""
+"""Environment with a search over a local corpus as a tool, ranked by BM25 (Robertson and Zaragoza 2009, eq. 3.15)."""
 
 from __future__ import annotations
 
@@ -18,18 +18,21 @@ from megarl.files.strict_json import parse
 from megarl.types import DataError
 
 SATURATION = 1.2
-"""k1 of BM25. With a smaller value, repeated occurrences of a term in a document add less."""
+"""Parameter k1 of BM25. With a smaller value, repeated occurrences of a term in a document add less."""
 LENGTH_NORMALIZATION = 0.75
-"""b of BM25. 0 ignores the documents' lengths, 1 counts occurrences in proportion to length."""
+"""Parameter b of BM25. 0 ignores the documents' lengths, 1 counts occurrences in proportion to length."""
 
 
 class Search(ToolEnvironment):
-    """Environment with the problem's messages and a search over a JSONL file `corpus` ("text", optionally "title")."""
+    """Environment with the problem's messages and the tool `search`.
+
+    `corpus` is a JSONL file of documents with a field "text" and optionally "title".
+    """
 
     def __init__(self, corpus: str, *, num_results: int = 3, **settings: Any) -> None:
         super().__init__(**settings)
         if num_results < 1:
-            raise ValueError(f"num_results is {num_results}; it must be 1 at least")
+            raise ValueError(f"num_results = {num_results}: must be at least 1")
         self.num_results = num_results
         self.index = _index_of_file(str(Path(corpus).resolve()))
 
@@ -46,7 +49,7 @@ class Search(ToolEnvironment):
 
 
 class Index:
-    """Index of a corpus: for each term, the texts containing it."""
+    """Search index of a corpus: for each term, the documents containing it."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(texts)
@@ -67,7 +70,7 @@ class Index:
         }
 
     def scores(self, query: str) -> NDArray[np.float64]:
-        """Return the score of each document, [documents]. It is 0 without a term of the query."""
+        """Return the BM25 score of each document for a query, [documents]; 0 if it contains no term of the query."""
         scores = np.zeros(len(self.texts))
         for term in dict.fromkeys(terms(query)):
             if term not in self._postings:
@@ -79,7 +82,9 @@ class Index:
         return scores
 
     def best(self, query: str, count: int) -> list[int]:
-        """Return numbers of the documents with the highest scores, best first. Ties follow the corpus's order."""
+        """Return the numbers of the `count` documents with the highest scores, best first. Ties are in the corpus's
+        order.
+        """
         scores = self.scores(query)
         # A stable sort keeps ties in order, so results do not depend on the machine.
         order = np.argsort(-scores, kind="stable")[:count]
@@ -93,14 +98,14 @@ def terms(text: str) -> list[str]:
 
 @lru_cache(maxsize=8)
 def _index_of_file(path: str) -> Index:
-    """Return the index of a JSONL file, made once in a process."""
+    """Return the search index of a JSONL file. A process builds it once."""
     try:
         lines = check_regular(Path(path)).read_bytes().splitlines()
     except OSError as error:
         raise DataError(f"{path}: the corpus cannot be read ({error.strerror}); correct its path") from error
     texts = [_text(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
     if not texts:
-        raise DataError(f'{path}: the corpus holds no document; write one {{"text": ...}} per line')
+        raise DataError(f'{path}: the corpus is empty; write one document {{"text": ...}} per line')
     return Index(texts)
 
 

@@ -1,4 +1,4 @@
-"""Processes and connections shared by all attempts of an event loop, until the loop's run ends."""
+"""Processes and connections that all attempts share, until their event loop ends."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Hashable, Any]] = Wea
 
 
 def shared(key: Hashable, make: Callable[[], Shared]) -> Shared:
-    """Return the object of this event loop under a key, made at first use."""
+    """Return the object that this event loop shares under `key`. The first call makes it with `make()`."""
     known = _SHARED.setdefault(asyncio.get_running_loop(), {})
     if key not in known:
         known[key] = make()
@@ -27,6 +27,6 @@ def shared(key: Hashable, make: Callable[[], Shared]) -> Shared:
 
 
 async def close_shared() -> None:
-    """Close all shared objects of this event loop."""
+    """Close all objects shared in this event loop."""
     for part in _SHARED.pop(asyncio.get_running_loop(), {}).values():
         await part.close()

@@ -1,4 +1,4 @@
-"""One question, one answer: the first step is done."""
+"""Environment of one question and one answer: the first step ends the attempt."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from megarl.types import Problem
 
 
 class SingleTurn:
-    """Environment with the problem's own messages and no reply. Reward functions score the answer."""
+    """Environment with the problem's messages and a single completion. Reward functions score the answer."""
 
     async def reset(self, problem: Problem, seed: int) -> Start:
         return Start(problem.messages)

@@ -1,4 +1,4 @@
-"""Environments whose tools are Python functions: the policy calls them, each call gets its reply, an answer ends it.
+"""Environments whose tools are Python functions. Each call gets a reply; a turn without a call ends the attempt.
 
     from megarl.environments.tools import ToolEnvironment, tool
 
@@ -43,14 +43,14 @@ METRICS = {
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 CALL_THREAD = "call of "
-"""Beginning of the name of a thread running a tool's function."""
+"""Prefix of the names of threads that run a tool's function."""
 
 
 def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any] | None = None) -> Any:
     """Mark a method of a `ToolEnvironment` as a tool. `schema` replaces the JSON schema of its parameters.
 
     Methods with `async def` run concurrently and must not block. Other methods may block: the environment then runs in
-    processes (`rollout.environment_processes`). There the tool runs in a thread, one call at a time within an attempt.
+    processes (`rollout.environment_processes`), and the tool in a thread, one call at a time within an attempt.
     Parameters need type hints known to JSON: str, int, float, bool, list, dict, Literal, X | None.
     """
 
@@ -62,12 +62,12 @@ def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any
 
 
 def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None = None) -> dict[str, Any]:
-    """Return the schema of a function in the form for chat templates, {"type": "function", "function": {...}}.
+    """Return a function's tool schema in OpenAI's form, {"type": "function", "function": {...}}.
 
     The docstring up to the first empty line describes the tool. A line `name: text` after it describes a parameter.
     Raises TypeError for a parameter without a type known to JSON.
     """
-    description, told = _described(inspect.getdoc(function) or "")
+    description, parameter_texts = _described(inspect.getdoc(function) or "")
     if parameters is None:
         hints = get_type_hints(function)
         properties, required = {}, []
@@ -77,8 +77,8 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
             if name not in hints or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
                 raise TypeError(f"tool {function.__name__}: parameter {name} needs a type, and may not be * or **")
             properties[name] = _schema_of_type(hints[name], f"tool {function.__name__}: parameter {name}")
-            if name in told:
-                properties[name]["description"] = told[name]
+            if name in parameter_texts:
+                properties[name]["description"] = parameter_texts[name]
             if parameter.default is parameter.empty:
                 required.append(name)
         parameters = {
@@ -92,14 +92,14 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
 
 
 def _described(text: str) -> tuple[str, dict[str, str]]:
-    """Return the description of a tool, and the descriptions of its parameters."""
+    """Split a docstring into the description of the tool, and the descriptions of its parameters by name."""
     description, _, rest = text.partition("\n\n")
-    told = {}
+    parameter_texts = {}
     for line in rest.splitlines():
         name, colon, words = line.strip().partition(":")
         if colon and name.isidentifier() and words.strip():
-            told[name] = words.strip()
-    return " ".join(description.split()), told
+            parameter_texts[name] = words.strip()
+    return " ".join(description.split()), parameter_texts
 
 
 _JSON_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
@@ -121,18 +121,19 @@ def _schema_of_type(hint: Any, place: str) -> dict[str, Any]:
 
 
 class ToolEnvironment:
-    """Environment with the problem's messages and the class's tools. The first turn without a call ends the attempt.
+    """Environment with the problem's messages and the tools of its class. The first turn without a call ends the
+    attempt.
 
-    Each call of a turn gets one reply, a message of role `tool`, in the order of the calls. An invalid call, a raising
-    tool and one slower than `tool_seconds` get an error as reply. EnvironmentUnavailableError is not the policy's
-    fault, so the attempt is retried. A reply longer than `max_reply_characters` is shortened in the middle
-    (`rollout.budget.reply_tokens` is a limit in tokens). `rollout.budget.invalid_calls` limits the invalid calls in a
-    row before the attempt ends.
+    Each tool call gets one reply, a message of role `tool`, in the order of the calls. An invalid call, a tool that
+    raises an error and one slower than `tool_seconds` get the error as reply. If a tool raises
+    EnvironmentUnavailableError, the attempt is retried, because the policy is not at fault. A reply longer than
+    `max_reply_characters` is shortened in the middle (`rollout.budget.reply_tokens` is a limit in tokens).
+    `rollout.budget.invalid_calls` limits the invalid calls in a row before the attempt ends.
     """
 
     def __init__(self, *, max_reply_characters: int = 4000, tool_seconds: float = 30.0) -> None:
         if max_reply_characters < 100 or tool_seconds <= 0:
-            raise ValueError("max_reply_characters must be 100 at least, tool_seconds above 0")
+            raise ValueError("max_reply_characters must be at least 100, tool_seconds above 0")
         self.max_reply_characters = max_reply_characters
         self.tool_seconds = tool_seconds
         # Blocking tools may change the environment's state, so calls of an attempt must not overlap.
@@ -161,14 +162,14 @@ class ToolEnvironment:
         pass
 
     async def _reply(self, call: ToolCall, metrics: dict[str, float]) -> Message:
-        """Return the message answering a call."""
+        """Carry out a tool call and return its reply as a message."""
         text = f"error: {call.error}" if call.error is not None else await self._called(call, metrics)
         cut = cut_in_the_middle(text, self.max_reply_characters)
         metrics["tools/truncated"] += cut != text
         return {"role": "tool", "name": call.name, "tool_call_id": call.id, "content": cut}
 
     async def _called(self, call: ToolCall, metrics: dict[str, float]) -> str:
-        """Return the result of a tool as text, or its error."""
+        """Carry out a tool call and return the tool's result, or its error, as text."""
         function = self._functions[call.name]
         metrics[f"tools/{call.name}/calls"] += 1
         start = time.perf_counter()
@@ -194,13 +195,13 @@ class ToolEnvironment:
 
 
 class ToolError(Exception):
-    """Error replied by a tool. Its text is the reply."""
+    """Raised by a tool to send its text to the policy as the reply."""
 
 
 def begun(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
-    """Start a call of a function, and return its awaitable.
+    """Start a call of a function, and return an awaitable of its result.
 
-    A blocking function gets a daemon thread, so that a hanging call does not keep the process from ending.
+    A blocking function runs in a daemon thread, so that a hanging call does not prevent the process from exiting.
     """
     if inspect.iscoroutinefunction(function):
         return function(**arguments)
@@ -226,9 +227,9 @@ def begun(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitab
 
 
 def cut_in_the_middle(text: str, max_characters: int) -> str:
-    """Return the text, or its beginning and end around a marker, `max_characters` in total."""
+    """Return the text; if it is longer than `max_characters`, return its beginning and end around a marker."""
     if len(text) <= max_characters:
         return text
     marker = f"\n[... {len(text) - max_characters} characters and more left out ...]\n"
-    kept = max(0, max_characters - len(marker))
-    return text[: kept - kept // 2] + marker + text[len(text) - kept // 2 :]
+    num_shown = max(0, max_characters - len(marker))
+    return text[: num_shown - num_shown // 2] + marker + text[len(text) - num_shown // 2 :]

@@ -1,4 +1,4 @@
-"""Checks of an environment's answers."""
+"""Type checks of the values that an environment returns."""
 
 from __future__ import annotations
 
@@ -12,30 +12,34 @@ from megarl.environments import Start, Step
 
 
 def checked_start(start: object) -> Start:
-    """Return the start if it is valid. Raises TypeError."""
+    """Return the value of `reset` if it is a valid `Start`. Raises TypeError otherwise."""
     if not isinstance(start, Start):
-        raise TypeError(f"reset gave {start!r:.80}, not a Start")
+        raise TypeError(f"the environment's reset returned {start!r:.80}; return a megarl.environments.Start")
     _check_messages(start.messages, "reset")
     if not _are_mappings(start.tools):
-        raise TypeError(f"reset gave the tools {start.tools!r:.80}, not JSON schemas")
+        raise TypeError(f"the environment's reset returned tools that are not JSON schemas: {start.tools!r:.80}")
     return start
 
 
 def checked_step(step: object) -> Step:
-    """Return the step if it is valid. Raises TypeError, and ValueError for numbers that are not finite."""
+    """Return the value of `step` if it is a valid `Step`. Raises TypeError, and ValueError for numbers that are not
+    finite.
+    """
     if not isinstance(step, Step):
-        raise TypeError(f"step gave {step!r:.80}, not a Step")
+        raise TypeError(f"the environment's step returned {step!r:.80}; return a megarl.environments.Step")
     _check_messages(step.messages, "step")
     if step.reward is not None and not _is_number(step.reward):
-        raise ValueError(f"step gave the reward {step.reward!r:.80}")
+        raise ValueError(f"the environment's step returned a reward that is not a finite number: {step.reward!r:.80}")
     if not isinstance(step.metrics, Mapping) or not all(map(_is_number, step.metrics.values())):
-        raise ValueError(f"step gave the metrics {step.metrics!r:.80}, not finite numbers by name")
+        raise ValueError(
+            f"the environment's step returned metrics that are not finite numbers by name: {step.metrics!r:.80}"
+        )
     return step
 
 
 def _check_messages(messages: object, method: str) -> None:
     if not _are_mappings(messages) or not all("role" in message for message in messages):
-        raise TypeError(f"{method} gave the messages {messages!r:.80}, not mappings with a role and a content")
+        raise TypeError(f"the environment's {method} returned messages without role and content: {messages!r:.80}")
 
 
 def _are_mappings(values: object) -> TypeGuard[Sequence[Mapping[str, Any]]]:

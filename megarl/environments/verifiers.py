@@ -1,4 +1,4 @@
-"""Any taskset of verifiers (its `v1`), played by one of its harnesses against the training engines."""
+"""Tasksets of the library verifiers (its `v1`), played by one of its harnesses against the training engines."""
 
 from __future__ import annotations
 
@@ -19,16 +19,17 @@ from megarl.types import ConfigError
 
 _SCRIPT = Path(__file__).with_name("verifiers_child.py")
 _START_SECONDS = 300.0
-"""Seconds to load a taskset."""
+"""Time limit in seconds for loading a taskset."""
 
 
 class Verifiers:
-    """Task of the taskset `taskset`, an installed package or a module of the current folder, with `config`.
+    """Agent that plays tasks of a verifiers taskset through the recording endpoint.
 
-    `harness` plays it (one of verifiers' or your own, with `harness_config`), in its own processes on this machine.
-    `env` has further fields of the environment's config. The first `max_tasks` tasks are used. With data
-    `environment:COUNT` the last tasks, a share of `heldout`, are for validation only, and the others for training only.
-    `python` is the interpreter of a virtual environment with verifiers and uv.
+    `taskset` is an installed package or a module of the current folder, with settings `config`. `harness` (one of
+    verifiers' or your own, with `harness_config`) plays a task in processes of its own on this machine. `env` has
+    further fields of the environment's config. The first `max_tasks` tasks are used. With data `environment:COUNT` the
+    last tasks, a share of `heldout`, are for validation only, and the others for training only. `python` is the
+    interpreter of a virtual environment with verifiers and uv.
     """
 
     makes_problems = True
@@ -46,7 +47,7 @@ class Verifiers:
         python: str | None = None,
     ) -> None:
         if max_tasks < 2 or not 0 < heldout < 1:
-            raise ValueError("max_tasks must be 2 at least, heldout between 0 and 1")
+            raise ValueError("max_tasks must be at least 2; heldout must be between 0 and 1")
         seat = {"harness": {"id": harness, **(harness_config or {})}, "runtime": {"type": "subprocess"}}
         settings = {"taskset": {"id": taskset, **(config or {})}, "agent": seat, **(env or {})}
         self._heldout = heldout
@@ -54,29 +55,31 @@ class Verifiers:
         require(self._command[0], "verifiers", "verifiers")
 
     async def run(self, problem: Mapping[str, Any], base_url: str, api_key: str) -> float:
-        """Play the problem's task at the endpoint. Returns its reward; raises ForeignError, ChildError."""
+        """Play the problem's task against the endpoint and return its reward. Raises ForeignError and ChildError."""
         player = _player(self._command)
         num_tasks = await player.start()
         task = task_of(problem["index"], problem["record"].get("split"), num_tasks, self._heldout)
         return await player.play({"task": task, "base_url": base_url, "api_key": api_key})
 
     def check(self) -> None:
-        """Load the taskset. Raises ConfigError if this fails."""
+        """Load the taskset, as a test before a run. Raises ConfigError if this fails."""
         try:
             asyncio.run(self._tried())
         except Exception as error:
-            raise ConfigError(f"verifiers: {error}") from error
+            raise ConfigError(f"rollout.environment = verifiers: {error}") from error
 
     async def _tried(self) -> None:
         try:
             if await _player(self._command).start() < 2:
-                raise ChildError("the taskset has less than two tasks")
+                raise ChildError(
+                    "the taskset has less than two tasks; at least one each is needed for training and validation"
+                )
         finally:
             await close_shared()
 
 
 def task_of(index: int, split: str | None, num_tasks: int, heldout: float) -> int:
-    """Return the number of a problem's task. The last tasks are for validation."""
+    """Return the number of the task used for a problem. The last tasks are for validation."""
     num_heldout = max(1, math.floor(num_tasks * heldout))
     if split is None:
         return index % num_tasks
@@ -90,7 +93,9 @@ def _player(command: tuple[str, str]) -> _Player:
 
 
 class _Player:
-    """Process with the taskset, forking for each task. It starts on demand, and again after it ended."""
+    """Child process that has loaded a taskset and forks for each task. It starts at its first use, and again if it
+    ended.
+    """
 
     def __init__(self, python: str, settings: str) -> None:
         self._python, self._settings = python, settings
@@ -101,7 +106,7 @@ class _Player:
         self._num_tasks = 0
 
     async def start(self) -> int:
-        """Return the number of tasks. Raises ChildError if they cannot be loaded."""
+        """Start the process if needed and return the number of tasks. Raises ChildError if they cannot be loaded."""
         async with self._lock:
             if self._process is not None:
                 return self._num_tasks
@@ -116,7 +121,11 @@ class _Player:
                         first = json.loads(await reader.readline() or b"{}")
                 if first.get("ready") is not True:
                     ended = await self._stop(process)
-                    reason = first.get("refused") or ended.refused or f"the child {ended}: {ended.stderr_tail()}"
+                    reason = (
+                        first.get("refused")
+                        or ended.refused
+                        or f"the process that loads the taskset {ended}: {ended.stderr_tail()}"
+                    )
                     raise ChildError(reason)
             except BaseException:
                 await self._stop(process)
@@ -127,7 +136,7 @@ class _Player:
             return self._num_tasks
 
     async def play(self, request: Mapping[str, Any]) -> float:
-        """Return the reward of a task. Raises ForeignError, and ChildError if the process ended."""
+        """Play a task and return its reward. Raises ForeignError, and ChildError if the process ended."""
         number = next(self._numbers)
         result = self._waiting[number] = asyncio.get_running_loop().create_future()
         try:
@@ -151,13 +160,13 @@ class _Player:
 
     def _write(self, message: Mapping[str, Any]) -> None:
         if self._process is None:
-            raise ChildError("the child ended")
+            raise ChildError("the process that plays the tasks ended")
         with suppress(ConnectionError, RuntimeError):
             self._writer.write(json.dumps(message).encode() + b"\n")
 
     async def _read(self, process: SupervisedProcess, reader: asyncio.StreamReader) -> None:
-        """Deliver answers to their waiting tasks until the process ends. Then it may be started again."""
-        reason = "the child ended"
+        """Pass answers to the coroutines waiting for them, until the process ends. It may then be started again."""
+        reason = "the process that plays the tasks ended"
         try:
             while line := await reader.readline():
                 answer = json.loads(line)

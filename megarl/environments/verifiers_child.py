@@ -24,18 +24,18 @@ import sys
 from contextlib import suppress
 
 MAX_ERROR_CHARACTERS = 900
-"""Limit of an error's text, so that a pipe takes an answer as one piece even from several writers."""
+"""Maximum characters of an error's text. An answer is then small enough to be written to the socket in one piece."""
 
 
 def load(settings):
-    """Return the environment and its first tasks."""
+    """Load the environment with these settings. Returns it and its first tasks."""
     loaders = importlib.import_module("verifiers.v1.utils.loaders")
     environment = loaders.load_environment(loaders.resolve_env_config(settings["env"]))
     return environment, list(itertools.islice(environment.taskset, settings["max_tasks"]))
 
 
 async def played(environment, task, base_url):
-    """Return the reward of an episode. Raises RuntimeError with its errors."""
+    """Play a task against the endpoint and return its reward. Raises RuntimeError with the errors of the episode."""
     vf = importlib.import_module("verifiers.v1")
     client = vf.EvalClientConfig(base_url=base_url, api_key_var="OPENAI_API_KEY")
     context = vf.ModelContext(client=client, model="policy", sampling=vf.SamplingConfig())
@@ -48,7 +48,7 @@ async def played(environment, task, base_url):
 
 
 def load_process_tree():
-    """Import megarl's functions for forks by the path of their file."""
+    """Import megarl's `process_tree.py` by its path, because this interpreter need not have megarl."""
     path = pathlib.Path(__file__).parents[1] / "processes" / "process_tree.py"
     spec = importlib.util.spec_from_file_location("process_tree", path)
     assert spec is not None and spec.loader is not None
@@ -58,7 +58,7 @@ def load_process_tree():
 
 
 def play(environment, tasks, request, connection):
-    """In a fork: play a task and answer."""
+    """Play a task in this forked process, and send its reward or error."""
     # The fork must not wake the parent's loop.
     signal.set_wakeup_fd(-1)
     os.environ["OPENAI_API_KEY"] = request["api_key"]
@@ -74,7 +74,7 @@ def answer(connection, message):
 
 
 def serve(connection, environment, tasks):
-    """Fork for each request until the driver closes the connection."""
+    """Fork a process for each request, until the driver closes the connection."""
     process_tree = load_process_tree()
     # `select` also wakes for SIGCHLD through this pipe, so ended forks are noticed at once.
     woken, wake = os.pipe()
@@ -105,7 +105,9 @@ def serve(connection, environment, tasks):
 
 
 def reap(running, kill_tree):
-    """Collect ended forks, and kill what they left. Yield the number and status of failed ones."""
+    """Collect ended forks and kill their remaining processes. Yields the request number and exit status of failed
+    ones.
+    """
     with suppress(ChildProcessError):
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)

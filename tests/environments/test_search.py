@@ -50,7 +50,7 @@ async def test_the_tool_replies_with_the_best_passages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("", "no document"), ("{\n", "line 1: not JSON"), ('{"text": "a"}\n{"txt": "a"}', "line 2: not a document")],
+    [("", "is empty"), ("{\n", "line 1: not JSON"), ('{"text": "a"}\n{"txt": "a"}', "line 2: not a document")],
 )
 def test_a_faulty_corpus_is_named(content: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"

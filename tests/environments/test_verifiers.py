@@ -109,7 +109,7 @@ async def test_a_task_that_is_given_up_is_killed(toy: None, tmp_path: Path) -> N
 
 async def test_a_process_that_died_is_started_again(toy: None) -> None:
     async def play() -> None:
-        with pytest.raises(ChildError, match="the child ended: noise on standard output"):
+        with pytest.raises(ChildError, match="the process that plays the tasks ended: noise on standard output"):
             await reward(4)
         assert await reward(7) == 0.7
 
@@ -119,7 +119,7 @@ async def test_a_process_that_died_is_started_again(toy: None) -> None:
 def test_the_output_of_a_process_that_ends_at_its_start_is_shown(toy: None, tmp_path: Path) -> None:
     ends = "import os, sys\nif 'verifiers_child' in str(sys.orig_argv): os.write(2, b'no licence'), os._exit(3)\n"
     (tmp_path / "sitecustomize.py").write_text(ends)
-    with pytest.raises(ConfigError, match=r"the child .*: no licence"):
+    with pytest.raises(ConfigError, match=r"the process that loads the taskset .*: no licence"):
         Verifiers("toy", config={"size": 2}).check()
 
 
