@@ -1,6 +1,7 @@
-"""OpenAI-compatible endpoint for training with any OpenAI client, and its sessions. Imports no torch.
+"""OpenAI-compatible endpoint through which agents sample from the policy, and which records their calls for training.
 
-`conversation` normalises a client's messages, `protocol` reads requests and writes answers, `codec` converts messages
-to tokens and back in its own thread. `sessions` samples and records, `endpoint` is the HTTP server, `agents` runs a
-recipe's program, `local_model` serves a trained model.
+A session is the record of one agent's attempt. `conversation` normalises a client's messages, `protocol` reads requests
+and writes answers, `codec` converts messages to tokens and back in a thread of its own. `sessions` samples and records,
+`endpoint` is the HTTP server, `agents` runs a recipe's agent program, `local_model` serves a trained model. This
+package does not import torch.
 """

@@ -1,4 +1,4 @@
-"""JSON bodies of requests: read with a limit of bytes, parsed, and checked before other code uses them."""
+"""JSON bodies of HTTP requests: reading with a size limit, parsing, and checks before other code uses them."""
 
 from __future__ import annotations
 
@@ -19,8 +19,11 @@ MAX_BODY_BYTES = 32 << 20
 _LARGE_BYTES = 64 << 10
 """Bodies from this size on are parsed in a thread. Parsing 64 KiB blocks other clients for about 1 ms."""
 _MAX_VALUES = 1 << 20
-"""Most commas and brackets in a body. Python's JSON parser holds the interpreter lock, in a thread too: 10 million
-empty lists take 4 s. A million is more than the context of any model, as text or as token ids."""
+"""Maximum number of commas and brackets in a body.
+
+Python's JSON parser holds the interpreter lock, in a thread too: 10 million empty lists take 4 s. A million is more
+than the context of any model, as text or as token ids.
+"""
 
 
 async def read_body(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:
@@ -43,7 +46,7 @@ async def read_body(request: web.Request) -> tuple[bytes, Mapping[str, Any]]:
 
 
 def parse_body(raw: bytes) -> Mapping[str, Any]:
-    """Return the JSON object in `raw`. Raises RequestError as `read_body` does."""
+    """Parse the JSON object in `raw`. Raises RequestError with status 400 if it is invalid or nested too deeply."""
     # Counted before parsing: bytes.count takes milliseconds for 32 MiB.
     if sum(raw.count(separator) for separator in (b",", b"[", b"{")) > _MAX_VALUES:
         raise RequestError(f"the body has more than {_MAX_VALUES} commas and brackets", status=413)

@@ -1,4 +1,4 @@
-"""Conversion between messages and tokens, in one thread off the event loop, with its own tokenizer."""
+"""Conversion between messages and tokens, in a thread off the event loop with a tokenizer of its own."""
 
 from __future__ import annotations
 
@@ -27,10 +27,10 @@ Result = TypeVar("Result")
 
 
 class Codec:
-    """Rendering, encoding and decoding for all sessions of an endpoint.
+    """Renders messages, and encodes and decodes tokens, for all sessions of an endpoint.
 
     The tokenizer must not be shared, because a fast tokenizer is not re-entrant. Tool calls are parsed in the format
-    shown by the chat template, or with `tool_parser` (`rollout.tool_parser`).
+    that the chat template shows, or with the parser `tool_parser` (`rollout.tool_parser`).
     """
 
     def __init__(self, tokenizer: Tokenizer, context_tokens: int, tool_parser: str | None = None) -> None:
@@ -40,16 +40,19 @@ class Codec:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="endpoint_codec")
 
     async def opening(self, conversation: Conversation) -> NDArray[np.int32]:
-        """Return a conversation's token ids [prompt]. Raises RequestError if refused by the template or too long."""
+        """Return the token ids of a conversation's prompt [prompt].
+
+        Raises RequestError if the chat template refuses the messages, or if the prompt is too long.
+        """
         messages, tools = conversation.messages, conversation.tools
         return await self._in_thread(lambda: self._dialogue.opening(messages, tools), messages)
 
     async def continued(
         self, token_ids: NDArray[np.int32], messages: Sequence[Message], tools: Sequence[ToolSchema]
     ) -> NDArray[np.int32]:
-        """Return `token_ids` [tokens], ending with an assistant's turn, followed by those of later messages.
+        """Return `token_ids` [tokens], ending with an assistant's turn, extended by the tokens of later `messages`.
 
-        Raises RequestError as `opening` does.
+        Raises RequestError if the chat template refuses the messages, or if the prompt is too long.
         """
         added = await self._in_thread(lambda: self._dialogue.observation(token_ids, messages, tools), messages)
         return np.concatenate([token_ids, added])
@@ -60,7 +63,11 @@ class Codec:
         return await self._in_thread(lambda: np.array(encode(self._dialogue.tokenizer, text), np.int32), messages)
 
     async def parsed(self, call: ModelCall, tools: Sequence[ToolSchema], turn: int) -> tuple[ParsedTurn, str]:
-        """Return a sampled turn's parts (without tools, its text only), and its whole text without special tokens."""
+        """Parse a sampled completion. Returns its parts (text, reasoning, tool calls), and its text without special
+        tokens.
+
+        Without `tools` the text is not searched for tool calls.
+        """
 
         def parts() -> tuple[ParsedTurn, str]:
             token_ids = call.completion.token_ids
@@ -77,7 +84,7 @@ class Codec:
         return await self._in_thread(lambda: [self._dialogue.text_with_special_tokens(token) for token in each])
 
     def check_tools(self, tools: Sequence[ToolSchema]) -> None:
-        """Raise RequestError for tools that are not JSON schemas, or if their calls could not be parsed."""
+        """Raise RequestError for tools that are not JSON schemas, or if the format of tool calls is unknown."""
         if not tools:
             return
         try:
@@ -88,12 +95,14 @@ class Codec:
             raise RequestError(f"tools: {error}", param="tools") from error
 
     def close(self) -> None:
-        """End the thread."""
+        """Stop the thread."""
         # Not waited for: a long tokenization must not delay the end of the run.
         self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[[], Result], messages: Sequence[Message] = ()) -> Result:
-        """Run `work` in the thread, after checking the length of `messages`. Raises RequestError."""
+        """Run `work` in the codec's thread, after checking the length of `messages`. Raises RequestError if they are
+        too long.
+        """
 
         def checked() -> Result:
             for message in messages:
@@ -111,7 +120,7 @@ class Codec:
 
 
 def too_long(context_tokens: int) -> RequestError:
-    """Return the error for a prompt longer than the context."""
+    """Return the error for a prompt longer than the model's context."""
     return RequestError(
         f"This model's maximum context length is {context_tokens} tokens; the prompt leaves no room for an answer. "
         "Please reduce the length of the messages.",

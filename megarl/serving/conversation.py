@@ -1,7 +1,7 @@
-"""Conversations in canonical form, for matching a history sent back by a client with its recorded tokens.
+"""Conversations in canonical form, to match the history that a client sends with the recorded tokens.
 
-Clients drop reasoning, add or omit empty lists of calls, serialise arguments again, change ids of calls and trim blanks
-around an answer. These changes are ignored. A changed word is a difference.
+Clients drop reasoning, add or omit empty lists of calls, serialise arguments differently, change ids of calls and trim
+blanks around an answer. The canonical form ignores these changes. A changed word remains a difference.
 """
 
 from __future__ import annotations
@@ -17,18 +17,20 @@ from megarl.files.strict_json import is_deeper, refuse_surrogates
 from megarl.serving.refusal import RequestError
 
 MAX_DEPTH = 64
-"""Largest depth of nested objects and lists in a request. Chat templates and json.dumps recurse into them, and Python
-raises RecursionError at about 1,000 frames."""
+"""Maximum depth of nested objects and lists in a request.
+
+Chat templates and json.dumps recurse into them, and Python raises RecursionError at about 1,000 stack frames.
+"""
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles accepted in messages."""
+"""Roles that a message may have."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversation:
-    """Messages in the form taken by chat templates, and the tools available.
+    """A conversation as chat templates expect it: messages and available tools.
 
-    `keys`: the messages in canonical form, without reasoning. `reasoning`: the reasoning of each message, empty if the
-    client sends none.
+    `keys` are the messages in canonical form, without reasoning. `reasoning` is the reasoning of each message; empty if
+    the client sends none.
     """
 
     messages: tuple[Message, ...]
@@ -38,17 +40,17 @@ class Conversation:
 
     @classmethod
     def read(cls, messages: Any, tools: Any = None) -> Conversation:
-        """Return a request's conversation. Raises RequestError unless `messages` is a list of messages with text."""
+        """Read the conversation of a request. Raises RequestError unless `messages` is a list of messages with text."""
         if not isinstance(messages, list) or not messages:
-            raise RequestError("messages: give a list of at least one message", param="messages")
+            raise RequestError("messages: must be a list of at least one message", param="messages")
         if tools is not None and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
-            raise RequestError("tools: give a list of JSON schemas", param="tools")
+            raise RequestError("tools: must be a list of JSON schemas", param="tools")
         # An empty list of tools and no tools render the same prompt.
         known = cls((), tuple(tools or ()), (), ())
         return known.followed_by(_read(message, place) for place, message in enumerate(messages))
 
     def followed_by(self, messages: Iterator[Message] | Sequence[Message]) -> Conversation:
-        """Return this conversation with further messages, given in the form taken by templates."""
+        """Return this conversation extended by further messages, which are in the form that chat templates expect."""
         added = tuple(messages)
         together = (*self.messages, *added)
         keys = [_key(message, places) for message, places in zip(together, _call_places(together), strict=True)]
@@ -56,7 +58,9 @@ class Conversation:
         return Conversation(together, self.tools, tuple(keys), (*self.reasoning, *reasoning))
 
     def digests(self) -> list[bytes]:
-        """Return a digest of the tools, then of tools and messages up to each message: [messages + 1]."""
+        """Return hashes of the conversation's beginnings, [messages + 1]: of the tools alone, then up to each
+        message.
+        """
         digest = hashlib.sha256(_json(self.tools).encode()).digest()
         found = [digest]
         for key in self.keys:
@@ -66,20 +70,24 @@ class Conversation:
         return found
 
     def common_messages(self, other: Conversation) -> int:
-        """Return the number of leading messages common to both conversations, 0 if their tools differ."""
+        """Return how many messages at the beginning are equal in both conversations; 0 if their tools differ."""
         if self.tools != other.tools:
             return 0
         pairs = enumerate(zip(self.keys, other.keys, strict=False))
         return next((place for place, (one, two) in pairs if one != two), min(len(self.keys), len(other.keys)))
 
     def has_reasoning_of(self, other: Conversation) -> bool:
-        """Return whether all reasoning given here equals that of `other`. This conversation begins with `other`."""
+        """Return whether all reasoning in this conversation equals that of `other`, a beginning of this
+        conversation.
+        """
         pairs = zip(self.reasoning, other.reasoning, strict=False)
         return all(not own or own == theirs for own, theirs in pairs)
 
 
 def answer_message(text: str, reasoning: str | None, calls: Sequence[tuple[str, str, str]]) -> Message:
-    """Return an assistant's message in the form taken by templates. `calls` are (id, name, arguments as sent)."""
+    """Return an assistant's message in the form that chat templates expect. `calls` are (id, name, arguments as
+    sent).
+    """
     message: dict[str, Any] = {"role": "assistant", "content": text}
     if reasoning:
         message["reasoning_content"] = reasoning
@@ -92,10 +100,10 @@ def answer_message(text: str, reasoning: str | None, calls: Sequence[tuple[str, 
 
 
 def _read(message: Any, place: int) -> Message:
-    """Return a message of a request in the form taken by chat templates: text, and arguments as an object."""
+    """Convert a message of a request to the form that chat templates expect. Raises RequestError if it is invalid."""
     where = f"messages.{place}"
     if not isinstance(message, Mapping):
-        raise RequestError(f"{where}: is not an object with role and content", param=where)
+        raise RequestError(f"{where}: must be an object with role and content", param=where)
     role = message.get("role")
     if role not in ROLES:
         raise RequestError(f"{where}.role: is {role!r:.40}; give one of {', '.join(ROLES)}", param=f"{where}.role")
@@ -117,25 +125,31 @@ def _read(message: Any, place: int) -> Message:
 
 
 def _text(content: Any, where: str) -> str:
-    """Return the text of a message's content: of a string, or of a list of text parts. Raises RequestError."""
+    """Return the text of a message's content, a string or a list of text parts. Raises RequestError for other
+    content.
+    """
     if content is None:
         return ""
     if isinstance(content, str):
         return content
     if isinstance(content, list) and all(isinstance(part, Mapping) and part.get("type") == "text" for part in content):
         return "".join(str(part.get("text", "")) for part in content)
-    raise RequestError(f"{where}: give text, or a list of parts of type text; this model reads no other", param=where)
+    raise RequestError(
+        f"{where}: must be text, or a list of parts of type text; this model reads no other types", param=where
+    )
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Return the tool calls of a message in the form taken by templates. Raises RequestError."""
+    """Convert a message's tool calls to the form that chat templates expect. Raises RequestError if they are
+    invalid.
+    """
     found = []
     # Anything but a list is read as one call, so that it is accepted or refused like a call.
     given: list[Any] = calls if isinstance(calls, list) else [calls]
     for place, call in enumerate(given):
         function = call.get("function") if isinstance(call, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(function.get("name"), str):
-            raise RequestError(f"{where}.{place}: give an object with function.name", param=where)
+            raise RequestError(f"{where}.{place}: must be an object with function.name", param=where)
         arguments = _parsed(function.get("arguments", {}))
         found.append(
             {
@@ -148,7 +162,7 @@ def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
 
 
 def _parsed(arguments: Any) -> Any:
-    """Return the object in the JSON text `arguments`. Other text, or too deeply nested JSON, is returned unchanged."""
+    """Parse the JSON object in `arguments`. Other text, or too deeply nested JSON, is returned unchanged."""
     if not isinstance(arguments, str):
         return arguments
     try:
@@ -165,7 +179,7 @@ def _parsed(arguments: Any) -> Any:
 
 
 def _call_places(messages: Sequence[Message]) -> Iterator[Mapping[str, int]]:
-    """Yield for each message the position of each call in the last assistant message before it, by call id."""
+    """Yield, for each message, the positions of the tool calls in the last assistant message before it, by call id."""
     places: dict[str, int] = {}
     for message in messages:
         yield places
@@ -174,7 +188,7 @@ def _call_places(messages: Sequence[Message]) -> Iterator[Mapping[str, int]]:
 
 
 def _key(message: Message, places: Mapping[str, int]) -> str:
-    """Return a message in canonical form. A call is identified by its position, because clients change ids."""
+    """Return a message in canonical form. A tool call is identified by its position, because clients change ids."""
     content = message["content"]
     if message["role"] == "assistant":
         calls = [[call["function"]["name"], call["function"]["arguments"]] for call in message.get("tool_calls", ())]

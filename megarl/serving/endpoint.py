@@ -1,4 +1,4 @@
-"""HTTP server with OpenAI's chat completions, completions and models, for agents with a session."""
+"""HTTP server with OpenAI's chat completions, completions and models. Each agent calls it within a session."""
 
 from __future__ import annotations
 
@@ -30,29 +30,33 @@ from megarl.terminal import FirstOfEachKind
 from megarl.types import ConfigError, SamplingSettings
 
 KEEP_ALIVE_SECONDS = 5.0
-"""Interval of keep-alive comments in a stream waiting for its answer."""
+"""Seconds between keep-alive comments in a stream whose answer is not ready yet."""
 SESSION_HEADER = "x-megarl-session"
-"""Header of the answer with the secret of a guest's new session."""
+"""HTTP header of an answer that carries the secret of a new session, opened for a client without one."""
 _SHUTDOWN_SECONDS = 2.0
-"""Seconds for open connections to end at shutdown."""
+"""Seconds that open connections get to end at shutdown."""
 _LINGERING_SECONDS = 1.0
-"""Seconds for reading and discarding a refused body, so that its client receives the answer and not a reset."""
+"""Seconds for reading and discarding the body of a refused request, so that the client receives the answer and not a
+reset.
+"""
 _LOGGED_A_MINUTE = 10
-"""Most malformed requests logged in a minute, one line each. The next line says how many were not logged."""
+"""Maximum log lines a minute about malformed requests. The next line says how many were not logged."""
 _OTHER_FILES = 512
-"""Open files of the process in addition to the endpoint's connections: ranks, programs, logs, refused clients."""
+"""Open files that the driver needs in addition to the endpoint's connections: ranks, programs, logs, refused
+clients.
+"""
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class Endpoint:
-    """OpenAI-compatible server in front of engines, on loopback or protected by a token.
+    """OpenAI-compatible server in front of the engines, on the loopback address or protected by a token.
 
     A request names its session by its path, `/s/SECRET/v1/...`, or by its key, `Authorization: Bearer SECRET`.
 
-    `guests`: limits for clients without a session. Each gets a session, and its secret in the answer's header. Guests
-    need the token, if there is one, and may set sampling parameters. None: clients without a session are refused.
-    `notice` is called with the first change of each kind made to a client's request.
+    A guest is a client without a session. With `guests` (limits of a session), each guest gets a session, and its
+    secret in the answer's header. Guests need the token, if there is one, and may set sampling parameters. With
+    `guests` None they are refused. `notice` is called with the first change of each kind made to a client's request.
     """
 
     def __init__(
@@ -73,7 +77,7 @@ class Endpoint:
         self.base_url = ""
 
     async def start(self) -> None:
-        """Listen. Raises ConfigError if the address is not available, or too few files may be open."""
+        """Start listening. Raises ConfigError if the address is not available, or if too few files may be open."""
         most = self._config.max_connections
         if (allowed := allow_open_files(most + _OTHER_FILES)) < most + _OTHER_FILES:
             raise ConfigError(
@@ -114,18 +118,18 @@ class Endpoint:
         self.base_url = f"http://{_in_url(host)}:{self._runner.addresses[0][1]}"
 
     async def close(self) -> None:
-        """End all sessions, then the server."""
+        """End all sessions, then stop the server."""
         await self._sessions.close()
         if self._runner is not None:
             await self._runner.cleanup()
 
     def url_of(self, session: Session) -> str:
-        """Return the base URL for an OpenAI client calling in a session."""
+        """Return the base URL with which an OpenAI client makes calls in a session."""
         return f"{self.base_url}/s/{session.secret}/v1"
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Answer a request; turn errors into OpenAI's form."""
+        """Handle a request. Errors become answers in OpenAI's form."""
         try:
             self._admit(request)
             return await handler(request)
@@ -140,7 +144,7 @@ class Endpoint:
         return response
 
     def _admit(self, request: web.Request) -> None:
-        """Count a connection, once for all its requests. Raises RequestError if there are too many."""
+        """Count a new connection. Raises RequestError if there are too many."""
         connection = request.protocol
         if connection in self._admitted:
             return
@@ -151,7 +155,7 @@ class Endpoint:
         if len(self._admitted) >= self._config.max_connections:
             raise RequestError(
                 f"this endpoint has {self._config.max_connections} connections "
-                "(rollout.endpoint.max_connections); come back later",
+                "(rollout.endpoint.max_connections); retry later",
                 status=503,
                 retry_after=1,
             )
@@ -181,7 +185,9 @@ class Endpoint:
     async def _one_model(self, request: web.Request) -> web.Response:
         self._check_key(request)
         if (name := request.match_info["model"]) != self._model:
-            raise RequestError(f"there is no model {name!r:.80}; there is {self._model}", status=404, code="not_found")
+            raise RequestError(
+                f"no model {name!r:.80} is served here; the only model is {self._model}", status=404, code="not_found"
+            )
         return web.json_response(model(self._model))
 
     async def _open(self, request: web.Request) -> web.Response:
@@ -200,7 +206,7 @@ class Endpoint:
         return web.json_response({"id": session.secret, "reward": session.reward})
 
     def _asked(self, body: Mapping[str, Any], session: Session) -> Asked:
-        """Return the request's parameters. Count and report the fields replaced by the recipe's values."""
+        """Return the sampling parameters of a request. Fields that the recipe overrides are counted and reported."""
         asked = Asked.read(body, session.sampling, is_training=self._guests is None)
         names = [*asked.overridden, *(["model"] if body.get("model") not in (None, self._model) else [])]
         for name in names:
@@ -210,7 +216,9 @@ class Endpoint:
         return asked
 
     def _session(self, request: web.Request) -> tuple[Session, bool]:
-        """Return the session of a request, and whether it is new. Raises RequestError as `_check_right` does."""
+        """Return the session of a request, and whether it is new. Raises RequestError if the client may not open
+        one.
+        """
         session = self._sessions.find(_secret(request))
         if session is not None:
             self._sessions.used(session)
@@ -219,19 +227,19 @@ class Endpoint:
         return self._guest(_secret(request)), True
 
     def _check_right(self, request: web.Request) -> None:
-        """Raise RequestError if a request has no session and may not open one. Does not read the body."""
+        """Raise RequestError if a request has no session and may not open one. The body is not read."""
         self._check_key(request)
         if self._sessions.find(_secret(request)) is None:
             self._guest_limits()
 
     def _guest(self, key: str) -> Session:
-        """Open a session for a client with the token. Raises RequestError for others."""
+        """Open a session for a guest whose key is the endpoint's token. Raises RequestError for other keys."""
         if not self._is_token(key):
             raise _unknown_key()
         return self._sessions.open("guest", "guest", self._sampling, self._guest_limits())
 
     def _guest_limits(self) -> Limits:
-        """Return the limits of a guest's session. Raises RequestError if the endpoint opens none."""
+        """Return the limits of a guest's session. Raises RequestError if the endpoint refuses guests."""
         if self._guests is None:
             raise RequestError(
                 "this request has no session: use the base URL and the key that the agent was started with "
@@ -242,7 +250,7 @@ class Endpoint:
         return self._guests
 
     def _check_key(self, request: web.Request) -> None:
-        """Raise RequestError if a request has neither a session's secret nor the token."""
+        """Raise RequestError if a request's key is neither the secret of a session nor the endpoint's token."""
         # A secret in the path must be a session's; the token is accepted in the header only.
         secret = _secret(request)
         if self._sessions.find(secret) is None and ("secret" in request.match_info or not self._is_token(secret)):
@@ -263,7 +271,7 @@ class Endpoint:
         is_chat: bool,
         is_new: bool,
     ) -> web.StreamResponse:
-        """Wait for a call's answer and send it whole or as a stream."""
+        """Wait for the answer of a model call, and send it to the client, as a whole or as a stream."""
         headers = {SESSION_HEADER: session.secret} if is_new else {}
         reply = Reply.new(session.name, self._model, is_chat=is_chat)
         with session.waiting(call):
@@ -295,7 +303,10 @@ class Endpoint:
         reply: Reply,
         headers: dict[str, str],
     ) -> web.StreamResponse:
-        """Send the answer as server-sent events. An error within the first seconds is sent as an HTTP status."""
+        """Send the answer of a model call as server-sent events.
+
+        An error within the first seconds is sent as an HTTP status, because the stream has not begun.
+        """
         answer = await session.answer(call, KEEP_ALIVE_SECONDS)
         response = web.StreamResponse(
             headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache", **headers}
@@ -318,25 +329,27 @@ class Endpoint:
         return response
 
     async def _tokens(self, answer: Answer, asked: Asked) -> list[str] | None:
-        """Return the text of each sampled token if log-probs are requested, else None."""
+        """Return the text of each sampled token if the request asks for log-probs, else None."""
         if not asked.has_logprobs:
             return None
         return await self._sessions.codec.tokens(answer.call.completion.token_ids)
 
 
 def _secret(request: web.Request) -> str:
-    """Return the credential of a request: the secret in its path, or the key in its header."""
+    """Return the secret or token that a request carries, in its path or in its header."""
     return request.match_info.get("secret") or _key(request)
 
 
 def _key(request: web.Request) -> str:
-    """Return the bearer token of a request, empty if there is none."""
+    """Return the bearer token in a request's header; empty if there is none."""
     scheme, _, key = request.headers.get("Authorization", "").partition(" ")
     return key.strip() if scheme.lower() == "bearer" else ""
 
 
 class _MalformedRequests(logging.Filter):
-    """Log filter for malformed requests: one line without a traceback, at most `_LOGGED_A_MINUTE` a minute."""
+    """Log filter for malformed requests: one line without a traceback, and at most `_LOGGED_A_MINUTE` lines a
+    minute.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -345,7 +358,7 @@ class _MalformedRequests(logging.Filter):
         self._num_dropped = 0
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Return whether to log the record. The record of a malformed request is shortened."""
+        """Return whether to log the record. A malformed request's record is shortened to one line."""
         error = record.exc_info[1] if record.exc_info else None
         if not isinstance(error, HttpProcessingError | web.RequestPayloadError):
             return True
@@ -367,7 +380,7 @@ class _MalformedRequests(logging.Filter):
 
 
 def _endpoint_log() -> logging.Logger:
-    """Return a logger used by one endpoint only, so that its filter is not added twice to a shared logger."""
+    """Return a logger of this endpoint alone, so that its filter is not added twice to a shared logger."""
     log = logging.Logger("megarl.serving.endpoint", logging.WARNING)
     log.parent = logging.getLogger("megarl")
     log.addFilter(_MalformedRequests())
@@ -375,20 +388,22 @@ def _endpoint_log() -> logging.Logger:
 
 
 def _is_retry(request: web.Request) -> bool:
-    """Return whether the client marks this request as a retry."""
+    """Return whether the client marks the request as a retry."""
     # OpenAI's clients, generated by Stainless, count their retries in this header.
     return request.headers.get("x-stainless-retry-count", "0") not in ("0", "")
 
 
 def _unknown_key() -> RequestError:
-    return RequestError("this key belongs to no session of this endpoint", status=401, code="invalid_api_key")
+    return RequestError(
+        "the request's API key does not belong to a session of this endpoint", status=401, code="invalid_api_key"
+    )
 
 
 def _event(data: Mapping[str, Any]) -> bytes:
-    """Return a server-sent event with JSON data."""
+    """Return a server-sent event that carries `data` as JSON."""
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
 
 def _in_url(host: str) -> str:
-    """Return the host as written in a URL: IPv6 addresses in brackets."""
+    """Return the host as it is written in a URL: IPv6 addresses in brackets."""
     return f"[{host}]" if ":" in host else host

@@ -1,4 +1,4 @@
-"""Prompts answered in a session, matched with the client's next request."""
+"""Conversations answered in a session. The client's next request is matched with them, to reuse their tokens."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _EXCERPT = 160
-"""Characters of both messages shown for a fork."""
+"""Characters shown of each of the two messages that differ at a fork."""
 
 ForkReason = Literal["tools", "system", "history"]
-"""Changed part of a conversation: the tools, the system message, or a later message."""
+"""What a client changed in its conversation: the tools, the system message, or a later message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answered:
-    """Conversation up to an answer, and its tokens, int32 [prompt + new_tokens]."""
+    """A conversation up to an answer, with its tokens, int32 [prompt + new_tokens]."""
 
     conversation: Conversation
     token_ids: NDArray[np.int32]
@@ -29,14 +29,17 @@ class Answered:
 
 @dataclass(frozen=True, slots=True)
 class Fork:
-    """First difference of a conversation from all answered ones: the reason, and both messages as text."""
+    """A request that does not continue any answered conversation of its session.
+
+    It has the kind of the first difference, and the two messages that differ, as text.
+    """
 
     reason: ForkReason
     text: str
 
 
 class History:
-    """Conversations and texts already answered in a session, with their token ids.
+    """Conversations and text prompts answered in a session, with their token ids.
 
     A new request often continues an answered one. Its prompt then repeats the stored token ids, exactly as sampled,
     instead of encoding the earlier text again.
@@ -54,7 +57,9 @@ class History:
         self._by_digest.setdefault(answered.conversation.digests()[-1], []).append(answered)
 
     def find(self, conversation: Conversation) -> Answered | None:
-        """Return the longest answered conversation continued by this one, the newest of several equal ones."""
+        """Return the longest answered conversation that `conversation` continues, the newest of equal ones; None: there
+        is none.
+        """
         # From the longest beginning to the shortest. The whole conversation is left out: its last message is new.
         for digest in conversation.digests()[-2:0:-1]:
             # The newest first: an agent that asked twice goes on from the later answer.
@@ -64,7 +69,8 @@ class History:
         return None
 
     def fork(self, conversation: Conversation, known: Answered | None) -> Fork | None:
-        """Return the difference from the most similar answered conversation. None: it continues one.
+        """Compare a conversation with the most similar answered one. Returns the difference; None: it continues an
+        answered one.
 
         Repeating an answered question is not a fork. `known` is the result of `find`.
         """
@@ -88,10 +94,10 @@ class History:
         return Fork(reason, f"message {common} ({conversation.messages[common]['role']}) was …{was} and is …{now}")
 
     def add_text(self, text: str, token_ids: NDArray[np.int32]) -> None:
-        """Remember a prompt with its completion as text, and their tokens `token_ids` [tokens]."""
+        """Store the text of a prompt and its completion, with their `token_ids` [tokens]."""
         self._texts.append((text, token_ids))
 
     def find_text(self, prompt: str) -> tuple[str, NDArray[np.int32]] | None:
-        """Return the longest remembered text at the start of a prompt, and its tokens [tokens]. None: there is none."""
+        """Return the longest stored text that a prompt begins with, and its tokens [tokens]. None: there is none."""
         found = [known for known in self._texts if prompt.startswith(known[0])]
         return max(found, key=lambda known: len(known[0]), default=None)

@@ -1,4 +1,4 @@
-"""Trained model served at the endpoint, with one engine on this machine."""
+"""Serving of a trained model at the OpenAI-compatible endpoint, with one engine on this machine."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ from megarl.tracking.earlier_run import newest_checkpoint
 from megarl.types import DataError, Request, SamplingSettings
 
 IDLE_SECONDS = 3600.0
-"""A guest's session ends after this time without a call."""
+"""Seconds without a call after which a client's session ends."""
 _MAX_CALLS = 1 << 31
-"""Limit of a guest's calls, practically none."""
+"""Maximum model calls of a client's session; practically no limit."""
 
 
 class EngineRank:
-    """Worker of a sampling-only rank.
+    """Rank process that only samples: one vLLM engine, without a trainer.
 
-    Without a `dtype` the weights have the type named by the model folder.
+    `dtype` None: the weights have the type that the model folder names.
     """
 
     def __init__(
@@ -47,7 +47,7 @@ class EngineRank:
         seed: int = 0,
         override: Mapping[str, Any] | None = None,
     ) -> None:
-        """Load the model's weights into an engine. `override` as in `engine.RolloutEngine`."""
+        """Load the model folder's weights into an engine. `override` sets engine options of vLLM."""
         # Imported in the rank's process: the driver needs neither torch nor vLLM.
         from megarl.engine.engine import RolloutEngine
 
@@ -63,21 +63,28 @@ class EngineRank:
     def advance(
         self, work: tuple[tuple[Request, ...], tuple[str, ...]], budget_seconds: float, leave_after: int | None
     ) -> list[Any]:
-        """Run the engine (see `engine.RolloutEngine.advance`). `work` is (requests, ids to abort)."""
+        """Let the engine sample for a while, and return the finished completions.
+
+        `work` is (new requests, ids of requests to abort). The call returns after `budget_seconds`, or after
+        `leave_after` completions.
+        """
         return self._engine.advance(*work, budget_seconds, leave_after=leave_after)
 
 
 def model_folder(path: Path, *, is_best: bool = False) -> Path:
-    """Return a run's exported model folder, or `path` if it is a model folder itself.
+    """Return the folder of a run's exported model, or `path` if it is a model folder itself.
 
-    `is_best`: return the model of the run's best evaluation. Raises DataError if there is no model or no weights.
+    `is_best`: return the model of the run's best evaluation. Raises DataError if there is no model, or if it has no
+    weights.
     """
     is_run = (path / "config.yaml").is_file()
     folder = path / ("hf_best" if is_best else "hf") if is_run else path
     if is_best and not (is_run and (folder / "config.json").is_file()):
-        raise DataError(f"{path}: is not a run with a model of its best evaluation, hf_best (checkpoint.best)")
+        raise DataError(
+            f"{path}: has no model of a best evaluation (folder hf_best); give a run that set checkpoint.best"
+        )
     if not (folder / "config.json").is_file():
-        hint = "give one of them"
+        hint = "give one of the two"
         if (path / "hf_best").is_dir():
             hint = "it has the model of its best evaluation, hf_best (megarl eval --best)"
         elif (checkpoint := newest_checkpoint(path)) is not None:
@@ -90,7 +97,7 @@ def model_folder(path: Path, *, is_best: bool = False) -> Path:
 
 
 async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, notify: Callable[[str], object]) -> None:
-    """Serve a model until SIGINT or SIGTERM. Reports its address."""
+    """Serve a model until the process receives SIGINT or SIGTERM. The address is passed to `notify`."""
     folder = model_folder(path)
     tokenizer = load_tokenizer(folder)
     context_tokens = int(read_object(folder / "config.json")["max_position_embeddings"])
@@ -136,7 +143,7 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, no
 
 
 def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a model folder by name. A tensor is read from disk when it is yielded."""
+    """Yield the tensors of a model folder by name, each read from disk only when it is yielded."""
     from safetensors import safe_open
 
     for name in weight_files(folder):

@@ -1,4 +1,4 @@
-"""OpenAI's wire format: parameters of a request, and its answer as one object or as chunks of a stream."""
+"""OpenAI's wire format: the parameters of a request, and its answer as one object or as a stream of chunks."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _CHUNK_CHARACTERS = 256
-"""Characters in a chunk of a stream."""
+"""Characters in one chunk of a streamed answer."""
 
 NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "frequency_penalty": (0,),
@@ -40,7 +40,9 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "structured_outputs": (),
 }
-"""Fields affecting the sampled distribution or the number of answers, and their values without effect."""
+"""Request fields that would change the sampled distribution or the number of answers, with the values that change
+nothing.
+"""
 
 _RANGES = {
     "temperature": (0.0, 2.0),
@@ -49,12 +51,12 @@ _RANGES = {
     "min_p": (0.0, 1.0),
     "repetition_penalty": (0.01, 2.0),
 }
-"""Accepted ranges of a request's sampling parameters. They apply where the recipe's values do not."""
+"""Accepted ranges of sampling parameters, for requests whose values are not overridden by the recipe."""
 
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """Sampling parameters and form of answer requested.
+    """Sampling parameters and form of the answer that a request asks for.
 
     `overridden` names the fields replaced by the recipe's values.
     """
@@ -67,12 +69,15 @@ class Asked:
 
     @classmethod
     def read(cls, body: Mapping[str, Any], recipe: SamplingSettings, *, is_training: bool) -> Asked:
-        """Read a request. Raises RequestError for invalid values, and for fields changing the distribution."""
+        """Read the parameters of a request.
+
+        Raises RequestError for invalid values, and for fields that would change the sampled distribution.
+        """
         # Refused, not ignored: training assumes that tokens come from the recipe's distribution.
         for name, neutral in NEUTRAL.items():
             if body.get(name) is not None and body[name] not in neutral:
                 raise RequestError(
-                    f"{name} = {body[name]!r:.80}: is not served, since it would change what is sampled; leave it out",
+                    f"{name} = {body[name]!r:.80}: is not supported, as it would change the samples; remove it",
                     param=name,
                     code="unsupported_parameter",
                 )
@@ -90,9 +95,9 @@ class Asked:
 def _sampling(
     body: Mapping[str, Any], recipe: SamplingSettings, *, is_training: bool
 ) -> tuple[SamplingSettings, tuple[str, ...]]:
-    """Return a request's sampling parameters, and the fields overridden by the recipe.
+    """Return a request's sampling parameters, and the names of fields that the recipe overrides.
 
-    Clients may set length limits and stop strings, within the recipe's limits.
+    In training, clients may set only length limits and stop strings, within the recipe's limits.
     """
     found, overridden = recipe, []
     for name, (low, high) in _RANGES.items():
@@ -120,25 +125,27 @@ def _sampling(
     if stop := body.get("stop"):
         stops = [stop] if isinstance(stop, str) else stop
         if not isinstance(stops, list) or not all(isinstance(text, str) and text for text in stops):
-            raise RequestError("stop: give a text or a list of texts", param="stop")
+            raise RequestError("stop: must be a text or a list of texts", param="stop")
         found = replace(found, stop=tuple(dict.fromkeys((*recipe.stop, *stops))))
     return found, tuple(overridden)
 
 
 def read_conversation(body: Mapping[str, Any]) -> Conversation:
-    """Return the conversation of a chat request. Raises RequestError, also if its last message is the assistant's."""
+    """Read the conversation of a chat request. Raises RequestError if it is invalid, or its last message is the
+    assistant's.
+    """
     tools = body.get("tools")
     # The model must not see the tools then.
     if body.get("tool_choice") == "none":
         tools = None
     conversation = Conversation.read(body.get("messages"), tools)
     if conversation.messages[-1]["role"] == "assistant":
-        raise RequestError("messages: the last one is the assistant's; it must be another's", param="messages")
+        raise RequestError("messages: the last message has role assistant; it must have another role", param="messages")
     return conversation
 
 
 def read_prompt(body: Mapping[str, Any]) -> str | NDArray[np.int32]:
-    """Return the prompt of a completion request: text, or token ids [prompt]. Raises RequestError."""
+    """Read the prompt of a completion request: text, or token ids [prompt]. Raises RequestError if it is invalid."""
     prompt = body.get("prompt")
     if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
         [prompt] = prompt
@@ -147,12 +154,12 @@ def read_prompt(body: Mapping[str, Any]) -> str | NDArray[np.int32]:
     # `type is int` excludes bool. 2^31 is the limit of int32.
     if isinstance(prompt, list) and prompt and all(type(token) is int and 0 <= token < 1 << 31 for token in prompt):
         return np.array(prompt, np.int32)
-    raise RequestError("prompt: give one text or one list of token ids, not empty", param="prompt")
+    raise RequestError("prompt: must be one text or one list of token ids, not empty", param="prompt")
 
 
 @dataclass(frozen=True, slots=True)
 class Reply:
-    """Writer of the answers to one request. `tokens`: texts of the sampled tokens if log-probs are requested."""
+    """Writer of the answer to one request. `tokens` are the texts of the sampled tokens, if log-probs are requested."""
 
     name: str
     model: str
@@ -161,11 +168,11 @@ class Reply:
 
     @classmethod
     def new(cls, name: str, model: str, *, is_chat: bool) -> Reply:
-        """Return a reply with an id made from the session's name."""
+        """Create a reply whose id is made from the session's name."""
         return cls(f"{'chatcmpl' if is_chat else 'cmpl'}-{name}", model, is_chat, int(time.time()))
 
     def whole(self, answer: Answer, tokens: Sequence[str] | None) -> dict[str, Any]:
-        """Return the answer as one JSON object."""
+        """Return the complete answer as one JSON object."""
         choice: dict[str, Any] = {"index": 0, "finish_reason": answer.finish_reason}
         if self.is_chat:
             choice["message"] = _message(answer)
@@ -176,7 +183,7 @@ class Reply:
         return self._object(kind, [choice]) | {"usage": _usage(answer)}
 
     def chunks(self, answer: Answer, tokens: Sequence[str] | None, *, has_usage: bool) -> Iterator[dict[str, Any]]:
-        """Yield the answer as objects of a stream. A tool call is sent as its name, then its arguments."""
+        """Yield the answer as JSON objects of a stream. A tool call is sent in two chunks: name, then arguments."""
         logprobs = None if tokens is None else self._logprobs(answer, tokens)
         if self.is_chat:
             yield self._chunk({"role": "assistant", "content": ""}, logprobs=logprobs)
@@ -225,7 +232,7 @@ class Reply:
 
 
 def finite_reward(value: object) -> float | None:
-    """Return a reward of a client or a program as a float, or None where it is not a finite number."""
+    """Return a reward sent by a client or printed by a program, as a float; None: it is not a finite number."""
     # JSON's true is a bool, which Python counts as an int.
     if isinstance(value, bool) or not isinstance(value, int | float):
         return None
@@ -237,17 +244,17 @@ def finite_reward(value: object) -> float | None:
 
 
 def models(name: str) -> dict[str, Any]:
-    """Return the list of served models: the only one."""
+    """Return OpenAI's list of models, which has the served model only."""
     return {"object": "list", "data": [model(name)]}
 
 
 def model(name: str) -> dict[str, Any]:
-    """Return the description of the served model."""
+    """Return OpenAI's description of the served model."""
     return {"id": name, "object": "model", "created": 0, "owned_by": "megarl"}
 
 
 def _message(answer: Answer) -> dict[str, Any]:
-    """Return the answer as a message in OpenAI's form."""
+    """Return the answer as a chat message in OpenAI's form."""
     message: dict[str, Any] = {"role": "assistant", "content": answer.text, "refusal": None}
     if answer.calls:
         # OpenAI's answers have null for an empty text next to tool calls.
@@ -262,12 +269,12 @@ def _message(answer: Answer) -> dict[str, Any]:
 
 
 def _usage(answer: Answer) -> dict[str, int]:
-    """Return the token counts of an answer."""
+    """Return the numbers of prompt and completion tokens of an answer, in OpenAI's form."""
     prompt, sampled = len(answer.call.prompt_token_ids), len(answer.call.completion.token_ids)
     return {"prompt_tokens": prompt, "completion_tokens": sampled, "total_tokens": prompt + sampled}
 
 
 def _pieces(text: str) -> Iterator[str]:
-    """Yield a text in pieces of `_CHUNK_CHARACTERS`."""
+    """Split a text into pieces of `_CHUNK_CHARACTERS`."""
     for start in range(0, len(text), _CHUNK_CHARACTERS):
         yield text[start : start + _CHUNK_CHARACTERS]

@@ -1,4 +1,4 @@
-"""Error for refused requests of clients."""
+"""Error that refuses a client's request."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 class RequestError(Exception):
-    """Refused request, with an HTTP status, a message, and OpenAI's `code` and `param`.
+    """Raised to refuse a request: HTTP status, message, and OpenAI's fields `code` and `param`.
 
-    `retry_after`: seconds after which to retry. 0: the answer asks the client not to retry.
+    `retry_after` is the number of seconds after which the client should retry; 0: it should not.
     """
 
     def __init__(
@@ -27,12 +27,12 @@ class RequestError(Exception):
         self.retry_after = retry_after
 
     def body(self) -> dict[str, Any]:
-        """Return the JSON body of the answer, in OpenAI's form."""
+        """Return the JSON body of the error answer, in OpenAI's form."""
         kind = "invalid_request_error" if self.status < 500 else "server_error"
         return {"error": {"message": str(self), "type": kind, "param": self.param, "code": self.code}}
 
     def headers(self) -> dict[str, str]:
-        """Return the headers of the answer. OpenAI's clients obey `x-should-retry`."""
+        """Return the HTTP headers of the error answer. OpenAI's clients obey `x-should-retry`."""
         if self.retry_after:
             return {"Retry-After": str(self.retry_after)}
         return {"x-should-retry": "false"}

@@ -1,4 +1,4 @@
-"""Sessions: an agent's model calls, sampled and recorded as tokens, until it ends with a reward."""
+"""Sessions of agents: the model calls of one attempt, sampled and recorded as tokens until the attempt ends."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _REMEMBERED = 100_000
-"""Number of ended sessions remembered. Late calls to them get status 410, calls to older ones get 401 (unknown key)."""
+"""Number of ended sessions that are remembered. Late calls to them get status 410; calls to older ones get 401 (unknown
+key).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,10 +44,10 @@ class Limits:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Answer:
-    """Answered model call. `number` is its place in the order of starts.
+    """A finished model call. `number` is its place in the order in which the calls started.
 
-    `text` is the answer without reasoning and calls, `completion_text` includes both. `calls` are the tool calls as
-    (id, name, arguments as text).
+    `text` is the answer without reasoning and tool calls, `completion_text` includes both. `calls` are the tool calls
+    as (id, name, arguments as text).
     """
 
     number: int
@@ -58,20 +60,20 @@ class Answer:
 
     @property
     def finish_reason(self) -> Literal["stop", "length", "tool_calls"]:
-        """Reason for the completion's end, in OpenAI's words."""
+        """Why the completion ended, in OpenAI's terms."""
         if self.calls:
             return "tool_calls"
         return "length" if self.call.completion.finish_reason == "length" else "stop"
 
     @property
     def message(self) -> Message:
-        """The answer as a message of the conversation."""
+        """The answer as a chat message of the conversation."""
         return answer_message(self.text, self.reasoning, self.calls)
 
 
 @dataclass(slots=True, eq=False)
 class ModelCallUnderWay:
-    """Model call in progress. Several requests may wait for it: the first one and its retries."""
+    """A model call in progress. Several HTTP requests may wait for it: the first one and its retries."""
 
     task: asyncio.Task[Answer]
     remember: Callable[[Answer], None]
@@ -82,8 +84,8 @@ class ModelCallUnderWay:
 class Session:
     """Record of one agent's attempt.
 
-    `answers` are the answers delivered to the agent, in the order of their calls' starts. `counts`: numbers of dropped,
-    joined and overridden things, by name.
+    `answers` are the answers delivered to the agent, in the order of their calls' starts. `counts` has numbers of
+    dropped calls, joined retries, overridden fields and others, by name.
     """
 
     def __init__(
@@ -115,13 +117,16 @@ class Session:
 
     @property
     def num_under_way(self) -> int:
-        """Number of calls not answered yet."""
+        """Number of model calls without an answer so far."""
         return sum(not call.task.done() for call in self._under_way)
 
     def chat(
         self, conversation: Conversation, sampling: SamplingSettings, body: bytes, *, is_retry: bool
     ) -> ModelCallUnderWay:
-        """Start a call answering a conversation. A retry joins the call with the same body. Raises RequestError."""
+        """Start a model call that answers a conversation.
+
+        A retry joins the call in progress with the same `body`. Raises RequestError if no call is allowed.
+        """
 
         def remember(answer: Answer) -> None:
             whole = conversation.followed_by([answer.message])
@@ -132,7 +137,10 @@ class Session:
     def complete(
         self, prompt: str | NDArray[np.int32], sampling: SamplingSettings, body: bytes, *, is_retry: bool
     ) -> ModelCallUnderWay:
-        """Start a call completing a text or token ids [prompt], like `chat`."""
+        """Start a model call that completes a text or token ids [prompt].
+
+        A retry joins the call in progress with the same `body`. Raises RequestError if no call is allowed.
+        """
 
         def remember(answer: Answer) -> None:
             if isinstance(prompt, str):
@@ -142,7 +150,9 @@ class Session:
 
     @contextmanager
     def waiting(self, call: ModelCallUnderWay) -> Iterator[None]:
-        """Register a request as waiting for a call. If the last waiting client disconnects, the call is aborted."""
+        """Count an HTTP request as waiting for a model call. If the last waiting client disconnects, the call is
+        aborted.
+        """
         call.num_waiting += 1
         try:
             yield
@@ -155,7 +165,7 @@ class Session:
             call.num_waiting -= 1
 
     async def answer(self, call: ModelCallUnderWay, seconds: float) -> Answer | None:
-        """Wait up to `seconds` for a call's answer. None: it is not finished, and the call continues.
+        """Wait up to `seconds` for the answer of a model call. None: it is not ready, and the call continues.
 
         Raises RequestError if the call was refused or the session has ended.
         """
@@ -168,7 +178,10 @@ class Session:
         return call.task.result()
 
     def deliver(self, call: ModelCallUnderWay) -> None:
-        """Record the delivery of a call's answer. Only then is it trained, and its conversation can continue."""
+        """Record that a client received the answer of a model call.
+
+        Only delivered answers are trained, and only their conversations can be continued.
+        """
         # An answer after the end would add tokens to a finished trajectory.
         if call.is_delivered or self.ended.is_set():
             return
@@ -179,7 +192,7 @@ class Session:
         self._delivered.append(answer)
 
     async def end(self, reward: float | None = None) -> None:
-        """End the session, once. Running calls are aborted. The reward of the first call to `end` counts."""
+        """End the session and abort running model calls. Only the first call has an effect, including its reward."""
         if self.ended.is_set():
             return
         self.ended.set()
@@ -204,7 +217,9 @@ class Session:
         sample: Callable[[], Coroutine[Any, Any, Answer]],
         remember: Callable[[Answer], None],
     ) -> ModelCallUnderWay:
-        """Start a call, or join the running call with the same body. Raises RequestError if no call is allowed."""
+        """Start a model call, or join the call in progress with the same body. Raises RequestError if no call is
+        allowed.
+        """
         if self.ended.is_set():
             raise ended_error()
         # The bytes of the body identify a retry: OpenAI's clients send the same bytes again.
@@ -225,7 +240,7 @@ class Session:
         return call
 
     async def _chat(self, conversation: Conversation, sampling: SamplingSettings) -> Answer:
-        """Answer a conversation, continuing the tokens of an earlier answer if possible."""
+        """Sample an answer to a conversation. If possible, the prompt reuses the tokens of an earlier answer."""
         number = self._num_started
         self._codec.check_tools(conversation.tools)
         # Appending to recorded tokens keeps a trajectory one sequence. Rendering again could tokenise it differently.
@@ -246,7 +261,7 @@ class Session:
         return Answer(number, call, text, whole, conversation.messages, turn.reasoning, _sent_calls(turn))
 
     async def _complete(self, prompt: str | NDArray[np.int32], sampling: SamplingSettings) -> Answer:
-        """Complete a prompt, continuing the tokens of an earlier text if possible."""
+        """Sample a completion of a prompt. If possible, the prompt reuses the tokens of an earlier text."""
         number = self._num_started
         if not isinstance(prompt, str):
             token_ids = prompt
@@ -260,7 +275,10 @@ class Session:
         return Answer(number, call, _until_stop(whole, call.completion, sampling), whole)
 
     async def _sample(self, number: int, token_ids: NDArray[np.int32], sampling: SamplingSettings) -> ModelCall:
-        """Sample a completion of `token_ids` [prompt]. Raises RequestError if it does not fit or is refused."""
+        """Sample a completion of `token_ids` [prompt].
+
+        Raises RequestError if the prompt leaves no room, or if the engine refuses it.
+        """
         tokens_left = self.limits.context_tokens - len(token_ids)
         if tokens_left <= 0:
             self.counts["refused_calls"] += 1
@@ -275,9 +293,9 @@ class Session:
         return ModelCall(token_ids, completion)
 
     def _seed_of(self, token_ids: NDArray[np.int32]) -> int:
-        """Return a 31-bit seed for a prompt [prompt].
+        """Return a 31-bit sampling seed for a prompt [prompt].
 
-        It depends on the session, the prompt and its number of repetitions, not on the order of calls.
+        The seed depends on the session, the prompt and how often it was repeated, but not on the order of calls.
         """
         prompt = hashlib.sha256(token_ids.tobytes()).digest()
         # An agent with parallel calls starts them in any order, and a repeated run must sample the same.
@@ -288,7 +306,10 @@ class Session:
 
 @dataclass(slots=True)
 class Sessions:
-    """Open sessions of an endpoint by secret. A session without calls for `Limits.idle_seconds` is ended."""
+    """Open sessions of an endpoint, by secret.
+
+    A session without a call for `Limits.idle_seconds` is ended.
+    """
 
     pool: Generates
     codec: Codec
@@ -301,7 +322,7 @@ class Sessions:
     def open(
         self, name: str, seed: str, sampling: SamplingSettings, limits: Limits, pool: Generates | None = None
     ) -> Session:
-        """Open a session with a unique name. `pool` replaces the endpoint's pool for its completions."""
+        """Open a session with a unique name. `pool` samples its completions in place of the endpoint's pool."""
         self._num_opened += 1
         session = Session(f"{name}-{self._num_opened}", seed, sampling, limits, pool or self.pool, self.codec)
         self._open[session.secret] = session
@@ -309,19 +330,19 @@ class Sessions:
         return session
 
     def find(self, secret: str) -> Session | None:
-        """Return the open session with this secret, None if unknown. Raises RequestError for an ended one."""
+        """Return the open session with this secret; None: unknown. Raises RequestError if the session has ended."""
         if secret in self._ended:
             raise ended_error()
         return self._open.get(secret)
 
     def used(self, session: Session) -> None:
-        """Restart the timer closing the session after `idle_seconds` without a request."""
+        """Restart the timer that ends the session after `idle_seconds` without a request."""
         self._stop_timer(session)
         loop = asyncio.get_running_loop()
         self._timers[session.secret] = loop.call_later(session.limits.idle_seconds, self._time_out, session)
 
     async def end(self, session: Session, reward: float | None = None) -> None:
-        """End a session and remember only its secret."""
+        """End a session. Only its secret is remembered, to answer late calls."""
         self._stop_timer(session)
         if self._open.pop(session.secret, None) is not None:
             self._ended[session.secret] = None
@@ -339,7 +360,7 @@ class Sessions:
             timer.cancel()
 
     def _time_out(self, session: Session) -> None:
-        """End a session after its idle time, unless a call is running."""
+        """End a session after its idle time, unless a model call is running."""
         # A long completion is not idleness.
         if session.num_under_way:
             self.used(session)
@@ -352,12 +373,15 @@ class Sessions:
 
 
 def ended_error() -> RequestError:
-    """Return the error for a call after the end of its session."""
+    """Return the error for a call that arrives after the end of its session."""
     return RequestError("this session has ended; its agent's attempt is over", status=410, code="session_ended")
 
 
 def _sent_calls(turn: ParsedTurn) -> tuple[tuple[str, str, str], ...]:
-    """Return tool calls as sent to clients. An invalid call has its error in place of arguments, not valid JSON."""
+    """Return a turn's tool calls in the form sent to clients.
+
+    An invalid call has the error in place of its arguments, which is not valid JSON.
+    """
     return tuple(
         (
             call.id,
@@ -369,7 +393,7 @@ def _sent_calls(turn: ParsedTurn) -> tuple[tuple[str, str, str], ...]:
 
 
 def _until_stop(text: str, completion: Completion, sampling: SamplingSettings) -> str:
-    """Return the text before the stop string that ended it, as in OpenAI's answers."""
+    """Return the text up to the stop string that ended it, as OpenAI does."""
     if completion.finish_reason != "stop":
         return text
     places = [text.find(stop) for stop in sampling.stop]
