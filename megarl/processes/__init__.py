@@ -1,1 +1,1 @@
-"""Child processes: supervised ones, pools of them, and fork servers."""
+"""Child processes of the driver: supervised processes, pools of them, and fork servers."""

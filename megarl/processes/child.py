@@ -16,7 +16,7 @@ from megarl.processes.process_tree import ENDING_SIGNALS, limit_memory
 
 
 def run(server: str, descriptor: str) -> NoReturn:
-    """Answer requests on the socket `descriptor` by the function `server` (`package.module:name`, a `frames.Start`)."""
+    """Answer requests on the socket `descriptor` by the function `server` (`package.module:name`). Never returns."""
     try:
         connection = socket.socket(fileno=int(descriptor))
         # Programs started by this process must not get it.
@@ -35,7 +35,7 @@ def run(server: str, descriptor: str) -> NoReturn:
 
 
 def _limited(start: Start) -> Start:
-    """Limit the memory after `start`: its imports do not count."""
+    """Return a start function that also limits memory after `start`, so that its imports do not count."""
 
     def limited(message: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         found = start(message)
@@ -47,7 +47,7 @@ def _limited(start: Start) -> Start:
 
 
 def _ignore_ending_signals() -> None:
-    """Ignore signals sent to the whole job. Child processes of this process get their default handlers back."""
+    """Ignore stop signals sent to the whole job. Child processes of this process get their default handlers back."""
     # A Python handler, not SIG_IGN: exec resets handlers to the default, but keeps ignored signals ignored.
     for number in ENDING_SIGNALS:
         signal.signal(number, lambda *_: None)
@@ -61,7 +61,7 @@ def _ignore_ending_signals() -> None:
         signal.pthread_sigmask(signal.SIG_UNBLOCK, ENDING_SIGNALS)
 
     def block() -> None:
-        """Block the signals across a fork, so that none reaches the child before `restore`."""
+        """Block stop signals during a fork, so that none reaches the child before `restore`."""
         signal.pthread_sigmask(signal.SIG_BLOCK, ENDING_SIGNALS)
 
     os.register_at_fork(before=block, after_in_parent=unblock, after_in_child=restore)

@@ -1,4 +1,4 @@
-"""Driver side of fork servers: a server imports modules once, then forks one process per request.
+"""The driver's side of fork servers. A fork server imports modules once, then forks one process per request.
 
 Importing torch, Megatron-Core and vLLM takes most of a rank's start time on a CPU. `fork_server_main` is the server's
 own side.
@@ -108,7 +108,7 @@ class ForkServer:
         self._num_forked = 0
         self._is_closed = False
         self.is_ready = False
-        """True once the first fork has confirmed the end of the imports."""
+        """Whether the imports are complete, as the first fork confirms."""
 
     @property
     def is_running(self) -> bool:
@@ -116,7 +116,7 @@ class ForkServer:
 
     @property
     def is_unused(self) -> bool:
-        """True if this server has no forked process left: all have been released."""
+        """Whether the server has no forked process left."""
         return self._num_forked == 0
 
     def exit_code(self) -> int:
@@ -148,7 +148,7 @@ class ForkServer:
         return ForkedProcess(self, connection, status)
 
     def kill(self) -> None:
-        """Kill the server and all processes forked by it."""
+        """Kill the server and all processes that it forked."""
         self._process.kill()
 
     def note_release(self) -> None:
@@ -157,12 +157,14 @@ class ForkServer:
         self._end_unused()
 
     def close(self) -> None:
-        """End the server as soon as all its forked processes are released."""
+        """Close the server: it ends as soon as all its forked processes are released."""
         self._is_closed = True
         self._end_unused()
 
     def end(self) -> None:
-        """Let the server kill leftovers of released process groups and exit. Kill it if it does not exit in time."""
+        """Let the server exit after it has killed the remaining members of its processes' groups. Kill it if that takes
+        too long.
+        """
         # Before the imports are done the server does not read its socket, so a closed socket would not end it.
         if self.is_ready:
             with suppress(OSError):
@@ -184,9 +186,9 @@ class ForkedProcess:
         self.exit_code: int | None = None
         """Exit code of the process: None while it runs, negative if a signal killed it (-9: SIGKILL)."""
         self.ended_with_server = False
-        """True if the fork server died and killed this process; `exit_code` is then the server's."""
+        """Whether the fork server died and killed this process; `exit_code` is then the server's."""
         self.ended: asyncio.Future[float] = asyncio.get_running_loop().create_future()
-        """Resolves when the process ends, to the time of its end (`time.time()`)."""
+        """Completes when the process ends, with the time of its end (`time.time()`)."""
         self._server = server
         self._status = status
         status.setblocking(False)
@@ -233,7 +235,9 @@ class ForkedProcess:
             self._status.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Close both sockets, so that the server kills leftovers and reaps the process."""
+        """Close both sockets. The server then kills the remaining members of the process's group and reaps the
+        process.
+        """
         asyncio.get_running_loop().remove_reader(self._status)
         self._status.close()
         self.connection.close()
@@ -262,7 +266,7 @@ def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: Bin
 
 
 def end_fork_servers(*, is_all: bool = True) -> None:
-    """End all fork servers and their processes. With `is_all=False`, end only servers without a process."""
+    """End all fork servers and their processes. With `is_all` False, end only servers without a process."""
     for key, server in list(_servers.items()):
         if is_all or server.is_unused:
             del _servers[key]

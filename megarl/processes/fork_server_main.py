@@ -24,7 +24,7 @@ from megarl.platform.imports import uncollected
 from megarl.processes.process_tree import ENDING_SIGNALS, die_with, fork, kill_tree
 
 STATUS = struct.Struct("<i")
-"""A status message: the process id after the fork, later the exit code (or the negative signal) after the end."""
+"""Status message: first the process id after the fork, later the exit code (negative: a signal)."""
 MAX_REQUEST_BYTES = 1 << 16
 """Largest request in bytes. A request is one packet, read by one call."""
 _NUM_DESCRIPTORS = 3
@@ -33,7 +33,7 @@ _NUM_DESCRIPTORS = 3
 
 @dataclass(slots=True)
 class _Forked:
-    """A forked process, not yet reaped. Its id is not reused before the driver closes its end of `status`."""
+    """A forked process that is not yet reaped. Its id is not reused before the driver closes its end of `status`."""
 
     pid: int
     status: socket.socket
@@ -51,14 +51,14 @@ class _Forked:
                 self.status.send(STATUS.pack(code))
 
     def release(self) -> None:
-        """Kill the rest of the process's group, after the driver closed its end of `status`."""
+        """Kill the remaining members of the process's group, after the driver closed its end of `status`."""
         self.is_released = True
         kill_tree(self.pid)
 
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """The task of a forked process."""
+    """What a forked process shall do, and the process id of its server."""
 
     content: bytes
     connection: int
@@ -86,16 +86,16 @@ class _Request:
 
 @dataclass(slots=True)
 class _Server:
-    """The loop of a fork server: reads requests, forks processes, reports their ends."""
+    """Main loop of a fork server: reads requests, forks processes, reports their ends."""
 
     requests: socket.socket
     forked: dict[int, _Forked] = field(default_factory=dict)
-    """Processes not yet reaped, by process id."""
+    """Forked processes that are not yet reaped, by process id."""
 
     def run(self) -> _Request | None:
         """Serve until the driver closes its socket, then kill all remaining processes.
 
-        Return the request in each forked process, and None in the server itself.
+        Returns the request in each forked process, and None in the server itself.
         """
         # SIGCHLD writes to this pair of sockets, so that one wait covers requests and ended processes.
         woken, wake = socket.socketpair()
@@ -130,9 +130,9 @@ class _Server:
         return None
 
     def _fork(self) -> _Forked | _Request | None:
-        """Fork a process for the next request. Return None if the driver closed its socket.
+        """Fork a process for the next request. Returns None if the driver closed its socket.
 
-        In the forked process, return the request.
+        In the forked process, the request is returned.
         """
         content, descriptors, _, _ = socket.recv_fds(self.requests, MAX_REQUEST_BYTES, _NUM_DESCRIPTORS)
         if not content:
@@ -159,7 +159,7 @@ class _Server:
                 forked.release()
 
     def _reap(self) -> None:
-        """Report ended processes, and reap them once the driver has released them."""
+        """Report ended processes to the driver, and reap them once the driver has released them."""
         for forked in list(self.forked.values()):
             forked.report()
             if forked.is_reported and forked.is_released:
@@ -176,7 +176,7 @@ def _set_num_threads() -> None:
 
 
 def _import(modules: Sequence[str]) -> None:
-    """Import the modules. Remove temporary files made by the imports, and variables naming these files.
+    """Import the modules. Remove temporary files that the imports made, and variables naming these files.
 
     Forked processes must not share them.
     """

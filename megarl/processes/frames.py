@@ -1,7 +1,7 @@
 """Messages between the driver and a supervised process: JSON objects, each preceded by its length in bytes.
 
-Received data is never executed or unpickled. Imports only the standard library, because interpreters of other libraries
-load this file by its path.
+Received data is never executed or unpickled. This module imports only the standard library, because interpreters of
+other libraries load it by its path.
 """
 
 from __future__ import annotations
@@ -17,35 +17,36 @@ from typing import Any
 
 _LENGTH = struct.Struct("!I")
 _PART_BYTES = 1 << 20
-"""Most bytes per `recv`, which allocates its buffer before any data arrives."""
+"""Maximum bytes of one `recv`, which allocates its buffer before any data arrives."""
 
 Patience = Callable[[], float]
-"""Timeout policy of a message: a function called before each wait for the connection.
+"""Time limit of a message, as a function called before each wait for the connection.
 
-It returns the longest time of this wait in seconds, and raises an error after the deadline. A parameter `patience` with
-the value None sets no deadline.
+It returns the longest time of this wait in seconds, and raises an error after the deadline. None: no deadline.
 """
 
 
 MAX_ERROR_CHARACTERS = 4000
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
-"""Function of a child process that carries out a request and returns its answer."""
+"""Function of a child process that carries out a request (JSON object) and returns its answer."""
 Start = Callable[[dict[str, Any]], tuple[dict[str, Any], Answer]]
-"""Function of a child process called with the first message. It returns an introduction, and the function answering
-requests. It raises RefusedError."""
+"""Function of a child process that is called with the first message.
+
+It returns an introduction, and the function that answers requests. It raises RefusedError if the process cannot start.
+"""
 
 
 class RefusedError(Exception):
-    """A child process cannot start as requested."""
+    """Raised if a child process cannot start as requested."""
 
 
 class FrameError(Exception):
-    """A received message violates this protocol."""
+    """Raised if a received message violates the protocol."""
 
 
 class UnsendableError(Exception):
-    """A message contains a value without a JSON form."""
+    """Raised if a message contains a value that JSON cannot express."""
 
 
 def send(connection: socket.socket, message: dict[str, Any], patience: Patience | None = None) -> None:
@@ -107,7 +108,7 @@ def receive_answer(
 
 
 def within(seconds: float) -> Patience:
-    """Return a timeout policy for `seconds` from now. It raises TimeoutError after them."""
+    """Return a time limit that ends `seconds` from now. After that it raises TimeoutError."""
     deadline = time.monotonic() + seconds
 
     def remaining() -> float:

@@ -24,7 +24,7 @@ def round_robin_over_nodes() -> MakeServer:
 
 
 class RayServerProcess:
-    """A `ServerProcess` in an actor on the next of `nodes`, or on another node if that one is lost."""
+    """A process that answers requests, in a Ray actor on the next of `nodes`; on another node if that one is lost."""
 
     def __init__(self, nodes: Iterator[str], settings: ServerSettings, log_file: str | None) -> None:
         self._is_closed = False
@@ -41,8 +41,11 @@ class RayServerProcess:
         return actor.remote(self._settings, self._log_file)
 
     def wait_until_ready(self) -> dict[str, Any]:
-        """See `ServerProcess.wait_until_ready`. Raises PeerLostError also if no node takes the actor in time, or if its
-        constructor fails."""
+        """Wait until the process is ready, and return its introduction.
+
+        Raises ConfigError if it refuses or takes too long. Raises PeerLostError if it ends, if no node takes the actor
+        in time, or if the actor's constructor fails.
+        """
         deadline = time.monotonic() + self._settings.start_seconds
         while True:
             try:
@@ -58,7 +61,7 @@ class RayServerProcess:
                 time.sleep(1.0)
             with self._lock:
                 if self._is_closed:
-                    raise PeerLostError("a process on Ray was closed while it started")
+                    raise PeerLostError("the process on Ray was closed while it started")
                 self._actor = self._placed()
 
     def request(self, message: Mapping[str, Any], limits: RequestLimits = NO_LIMITS) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""Limit of open files of this process."""
+"""The limit of open files of this process."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ import resource
 from megarl.types import ConfigError
 
 _MOST_OPEN_FILES = 1 << 20
-"""Highest limit of open files set by `provide_open_files`."""
+"""Highest limit of open files that megarl sets."""
 _OTHER_FILES = 256
-"""Open files reserved by `provide_open_files` for other uses."""
+"""Number of open files reserved for other uses."""
 
 
 def allow_open_files(number: int) -> int:
-    """Raise this process's limit of open files to `number`, or to the hard limit if lower. Return the new limit."""
+    """Raise this process's limit of open files to `number`, or to the hard limit if lower. Returns the new limit."""
     limit, highest = resource.getrlimit(resource.RLIMIT_NOFILE)
     if limit < number:
         limit = min(number, highest)

@@ -1,6 +1,6 @@
 """Pool of processes that answer requests. Each serves one user at a time, so killing it affects no other.
 
-A thread talks to a process over a socket, and the event loop awaits the thread.
+A thread exchanges messages with a process over a socket, and the event loop waits for the thread.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Result = TypeVar("Result")
 
 
 class ProcessPool:
-    """`num_processes` places for a process each: started on demand, retained until `close`, replaced after a kill.
+    """Pool of up to `num_processes` processes: started on demand, reused until `close`, replaced after a kill.
 
     Output of the processes goes to `log_folder/LOG_NAME_NNNN.log`, numbered from `first_log`. `make_server` starts a
-    process, here or elsewhere. A pool may be used by one event loop after another.
+    process, on this machine or another one. A pool may be used by one event loop after another.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class ProcessPool:
         self._waiting: deque[Future[Place]] = deque()
 
     def __len__(self) -> int:
-        """Return the number of places."""
+        """Return the maximum number of processes."""
         return len(self.places)
 
     def start(self) -> None:
@@ -60,7 +60,7 @@ class ProcessPool:
 
     @asynccontextmanager
     async def place(self) -> AsyncIterator[Place]:
-        """Provide a place as soon as one is free."""
+        """Reserve a place for one process, as soon as one is free."""
         place = await self._take()
         try:
             place.num_killed = 0
@@ -69,7 +69,7 @@ class ProcessPool:
             self._give_back(place)
 
     def close(self) -> None:
-        """Kill the processes. Calling it again does nothing."""
+        """Kill the processes. A second call does nothing."""
         if self.is_closed:
             return
         self.is_closed = True
@@ -77,7 +77,9 @@ class ProcessPool:
         self._threads.shutdown(cancel_futures=True)
 
     async def run_in_thread(self, call: Callable[[], Result]) -> Result:
-        """Return the result of a blocking call. Raises PeerLostError if the pool is closed before or meanwhile."""
+        """Run a blocking call in a thread and return its result. Raises PeerLostError if the pool is closed before or
+        meanwhile.
+        """
         if self.is_closed:
             raise PeerLostError("the pool of child processes is closed")
         result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
@@ -86,7 +88,7 @@ class ProcessPool:
         return result
 
     def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Make a blocking call in a thread."""
+        """Run a blocking call in a thread. Returns a future of its end."""
         return self._threads.submit(call)
 
     async def _take(self) -> Place:
@@ -113,25 +115,26 @@ class ProcessPool:
 
 
 class Place:
-    """Place for a process: empty before the first one and after a kill."""
+    """Place in the pool for one process. It is empty at first, and after its process was killed."""
 
     def __init__(self, pool: ProcessPool, make: Callable[[], Server]) -> None:
         self._pool = pool
         self._make = make
         self.process: Server | None = None
         self.num_killed = 0
-        """Processes killed or ended since the place was taken."""
+        """Number of processes killed or ended since the place was reserved."""
 
     def start(self) -> Server:
-        """Start a process, if there is none, without waiting for it."""
+        """Start a process in this place if there is none, without waiting for it."""
         if self.process is None:
             self.process = self._make()
         return self.process
 
     async def ready(self) -> dict[str, Any]:
-        """Start a process, if there is none, and return its introduction. Retry once if it ends meanwhile.
+        """Start a process if there is none, wait until it is ready, and return its introduction.
 
-        Raises ConfigError if it refuses to start, PeerLostError if it ends again or the pool is closed.
+        If it ends meanwhile, another is started once. Raises ConfigError if it refuses to start, PeerLostError if it
+        ends again or the pool is closed.
         """
         with suppress(PeerLostError):
             return await self._ready()
@@ -147,7 +150,10 @@ class Place:
             raise
 
     async def request(self, message: Mapping[str, Any], limits: RequestLimits = NO_LIMITS) -> dict[str, Any]:
-        """Return the answer, or why there is none: see `ServerProcess.request`. If cancelled, kill the process."""
+        """Send a request to the process. Returns its answer, or a dictionary with the reason why there is none.
+
+        The reasons are those of `ServerProcess.request`. A cancelled call kills the process.
+        """
         process = self.process
         if process is None:
             return {"ended": "was killed"}
@@ -161,7 +167,7 @@ class Place:
         return answer
 
     def kill(self) -> Future[None] | None:
-        """Kill the process, if any, and all its descendants, without waiting."""
+        """Kill the process, if there is one, and all its descendants, without waiting."""
         process, self.process = self.process, None
         if process is None:
             return None

@@ -1,6 +1,7 @@
-"""Linux facilities for groups of related processes: forks, death signals, subreapers, limits.
+"""Linux functions for trees of processes: forks, death signals, adoption of orphans, limits.
 
-Imports only the standard library, because supervisors import it, and interpreters of other libraries load it by path.
+This module imports only the standard library, because supervisors import it, and interpreters of other libraries load
+it by path.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ _PR_SET_PDEATHSIG = 1
 _PR_SET_CHILD_SUBREAPER = 36
 _TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _OUT_OF_MEMORY = 9
-"""Exit code of the child in `fault_of` after a MemoryError."""
+"""Exit code by which the child of `fault_of` reports a MemoryError."""
 _WALL_PER_CPU_SECOND = 10.0
 """Wall-clock seconds allowed per second of CPU time in `fault_of`, because a busy machine runs slowly."""
 # Loaded once: after a raw clone the child should not run the dynamic linker.
@@ -83,10 +84,7 @@ def send_signal(pid: int, number: signal.Signals) -> None:
 
 
 def kill_tree(pid: int) -> None:
-    """Kill a process of `fork`, its descendants and its process group. It must not be reaped yet.
-
-    Descendants are found in /proc; without it, the process and its group alone are killed.
-    """
+    """Kill a process forked by `fork_child`, its descendants and its process group."""
     for process in [*descendants(pid), pid]:
         with suppress(OSError):
             os.kill(process, signal.SIGKILL)
@@ -109,7 +107,9 @@ def descendants(pid: int) -> Iterator[int]:
 
 
 def kill_descendants() -> None:
-    """Kill and reap all descendants. Needs `adopt_orphans`; no other thread may wait for children."""
+    """Kill and reap all descendants of this process. Call `adopt_orphans` first; no other thread may wait for
+    children.
+    """
     # One pass may miss new processes. Repeat until no child is left: orphans become children, so none can escape.
     while True:
         for pid in list(descendants(os.getpid())):
@@ -153,10 +153,10 @@ def limit_memory(limit_bytes: int) -> None:
 
 
 def fault_of(work: Callable[[], object], *, seconds: float, memory_bytes: int) -> str | None:
-    """Run `work` on untrusted input in a forked process. Return the limit of time or memory exceeded by it.
+    """Run `work` on untrusted input in a forked process. Returns which limit it exceeds, time or memory.
 
-    `seconds` is CPU time; wall-clock time may be 10 times as long. Return None if `work` stayed within the limits, even
-    if it raised. Deterministic work then stays within them in this process too.
+    `seconds` is CPU time; wall-clock time may be 10 times as long. Returns None if `work` stays within the limits, even
+    if it raises. Deterministic work then stays within them in this process too.
     """
     with warnings.catch_warnings():
         # Python warns of forks in a process with threads. It is safe here: the child needs no lock held by a thread.

@@ -1,4 +1,4 @@
-"""A supervised process that answers requests, one after the other, within limits of time."""
+"""A supervised process that answers requests, one after the other, within time limits."""
 
 from __future__ import annotations
 
@@ -18,41 +18,43 @@ from megarl.processes.supervised_process import Ended, SupervisedProcess
 from megarl.types import ConfigError, PeerLostError
 
 _SHORT_SECONDS = 0.05
-"""CPU time is not measured for answers within this time in seconds, because measuring takes time itself."""
+"""Seconds; the CPU time of faster answers is not measured, because measuring takes time itself."""
 _LONGEST_WAIT_SECONDS = 3600.0
-"""Longest wait between two checks of a request without limits; sockets do not accept infinity."""
+"""Longest wait, in seconds, between two checks of a request without limits. Sockets do not accept infinity."""
 _MAX_OUTPUT_CHARACTERS = 2000
 
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """Code of a process, and its limits."""
+    """What a server process runs, and its limits."""
 
     server: str | tuple[str, ...]
-    """Function `package.module:name` that starts it, a `frames.Start`; or a program that calls `answer_requests`."""
+    """Function `package.module:name` that starts the process; or a program that calls `answer_requests`."""
     name: str
-    """Name of its code, for error messages."""
+    """Name of the process's code, for error messages."""
     field: str
-    """Recipe field to blame for a failed start."""
+    """Recipe field that error messages name if the process does not start."""
     start: Mapping[str, Any]
     """First message to the process."""
     search_path: tuple[str, ...]
-    """`sys.path` of the process, except for a program."""
+    """Import paths (`sys.path`) of the process; not used for a program."""
     folder: str
-    """Current folder of the process."""
+    """Working folder of the process."""
     memory_bytes: int | None
-    """Limit of the address space, in addition to the imports; a program's whole address space. None: no limit."""
+    """Limit of the address space in bytes, in addition to that of the imports; for a program, in total. None: no
+    limit.
+    """
     start_seconds: float = 300.0
-    """Limit of wall-clock seconds until it is ready."""
+    """Limit of wall-clock seconds until the process is ready."""
     max_answer_bytes: int = 16 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class RequestLimits:
-    """Limits of a request. None: no limit."""
+    """Time limits of a request. None: no limit."""
 
     cpu_seconds: float | None = None
-    """CPU time of the process and its descendants."""
+    """Limit of CPU seconds, for the process and its descendants."""
     wall_seconds: float | None = None
 
 
@@ -60,7 +62,7 @@ NO_LIMITS = RequestLimits()
 
 
 class Server(Protocol):
-    """A process that answers requests, on this node or another. See `ServerProcess`."""
+    """Protocol of a process that answers requests, on this node or another one."""
 
     def wait_until_ready(self) -> dict[str, Any]: ...
 
@@ -70,11 +72,11 @@ class Server(Protocol):
 
 
 MakeServer = Callable[[ServerSettings, str | None], Server]
-"""Function starting a process. The text is the path of its output's log."""
+"""Function that starts a process. Its second argument is the path of the log for the process's output."""
 
 
 class ServerProcess:
-    """Process answering requests. One thread at a time may ask it; any thread may close it."""
+    """A process on this machine that answers requests. One thread at a time may call it; any thread may close it."""
 
     def __init__(self, settings: ServerSettings, log_file: str | None = None) -> None:
         """Start the process without waiting for it. Raises PeerLostError if the machine cannot start it."""
@@ -96,7 +98,7 @@ class ServerProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of its supervisor."""
+        """Process id of the process's supervisor."""
         return self._process.pid
 
     def wait_until_ready(self) -> dict[str, Any]:
@@ -129,11 +131,12 @@ class ServerProcess:
         return message
 
     def request(self, message: Mapping[str, Any], limits: RequestLimits = NO_LIMITS) -> dict[str, Any]:
-        """Return the process's answer, or why there is none: a dictionary with one of these keys and a text.
+        """Send a request. Returns the answer, or a dictionary that says why there is none, with one of these keys and a
+        text.
 
-        `invalid`: the message is not JSON. After the others a new process is needed. `overdue`: a limit is exceeded.
-        `ended`: the process ended; `output` is its last output. `violation`: it broke the protocol. `lost`: its node is
-        lost. These three texts continue a sentence that begins with the process.
+        `invalid`: the message is not JSON. `overdue`: a limit is exceeded. `ended`: the process ended; `output` is its
+        last output. `violation`: it broke the protocol. `lost`: its node is lost. The last three texts continue a
+        sentence whose subject is the process. After any key except `invalid` a new process is needed.
         """
         self._num_requests += 1
         clock = _Clock(self._process.pid, limits)
@@ -162,13 +165,13 @@ class ServerProcess:
             self._ended = self._ended or self._process.kill()
 
     def _end(self) -> Ended:
-        """Return how the process ended after it closed its connection."""
+        """Wait until the process has ended, after it closed its connection, and return how it ended."""
         with self._lock:
             self._ended = self._ended or self._process.end()
             return self._ended
 
     def _logged(self) -> str:
-        """Return the end of its log, for an error message."""
+        """Return the end of the process's log, for an error message."""
         if self._log_file is None:
             return ""
         try:
@@ -178,7 +181,7 @@ class ServerProcess:
 
 
 class _OverdueError(Exception):
-    """A limit of time is exceeded. Its text is the kind of limit, `cpu` or `wall`."""
+    """Raised if a request exceeds a time limit. The text is the kind of limit, `cpu` or `wall`."""
 
 
 class _Clock:
@@ -193,7 +196,7 @@ class _Clock:
         self._cpu_used = 0.0
 
     def remaining(self) -> float:
-        """Return seconds until the limits must be checked again. Raises _OverdueError if one is exceeded."""
+        """Return the seconds until the limits must be checked again. Raises _OverdueError if one is exceeded."""
         elapsed = time.monotonic() - self._started
         if elapsed >= self._wall_limit:
             raise _OverdueError("wall")
@@ -209,7 +212,7 @@ class _Clock:
         return min(max(self._cpu_limit - self._cpu_used, 0.01), wall_left)
 
     def check_cpu(self) -> None:
-        """Raise _OverdueError if the CPU limit is exceeded. A quick answer is not measured."""
+        """Raise _OverdueError if the CPU limit is exceeded. The CPU time of quick answers is not measured."""
         if self._cpu_before is None:
             return
         # The time of descendants that ended may disappear from /proc, so never let it decrease.

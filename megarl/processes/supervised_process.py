@@ -1,4 +1,4 @@
-"""A supervised child process: killed with all its descendants, also when this process ends."""
+"""A supervised child process. It is killed with all its descendants, also when this process ends."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from megarl.processes.launcher import DEVNULL, LaunchedProgram
 _OWN_END_SECONDS = 2.0
 """Seconds for a process to exit by itself after it closed its connection, so that its exit code is known."""
 _END_SECONDS = 10.0
-"""Seconds for the supervisor to kill its processes and to report."""
+"""Seconds that the supervisor has to kill its processes and to report."""
 _PART_BYTES = 1 << 20
 _SUPERVISOR = """
 import json, sys
@@ -35,10 +35,12 @@ _ROOT = str(Path(megarl.__file__).parents[1])
 
 @dataclass(frozen=True, slots=True)
 class Ended:
-    """How a process ended, with the ends of its outputs (at most 64 KiB each) unless they went to a log."""
+    """How a process ended, with the last output (at most 64 KiB each of stdout and stderr) unless that went to a
+    log.
+    """
 
     exit_code: int | None
-    """128 plus the signal's number if it was killed by a signal; None if this process had it killed."""
+    """Exit code; 128 plus the signal's number if a signal killed the process; None if this process killed it."""
     stdout: str = ""
     stderr: str = ""
     refused: str = ""
@@ -59,11 +61,12 @@ class Ended:
 
 
 class SupervisedProcess:
-    """A program with a supervisor process between it and this one. It ends with this process.
+    """A program under a supervisor process, which stands between the program and this process. It ends with this
+    process.
 
-    `stdin` is its standard input. Its output goes to `log_file`, at most 1 MiB; without one, the last 64 KiB of each
-    output are in `Ended`. With `has_connection` it gets one end of a socket: the number of its descriptor is appended
-    to `command`, and `connection` is the other end. Raises OSError if the machine cannot start a process.
+    `stdin` is the program's standard input. Its output goes to `log_file`, at most 1 MiB. Without one, the last 64 KiB
+    of each output are in `Ended`. With `has_connection` the program gets one end of a socket: the descriptor's number
+    is appended to `command`, and `connection` is the other end. Raises OSError if the machine cannot start a process.
     """
 
     def __init__(
@@ -110,28 +113,28 @@ class SupervisedProcess:
 
     @property
     def pid(self) -> int:
-        """Process id of the supervisor, an ancestor of the process and of all its descendants."""
+        """Process id of the supervisor, an ancestor of the program and of all its descendants."""
         return self._supervisor.pid
 
     @property
     def connection(self) -> socket.socket:
-        """This side's end of the socket. Only with `has_connection`."""
+        """This process's end of the socket. Only with `has_connection`."""
         assert self._connection is not None
         return self._connection
 
     @property
     def has_ended(self) -> bool:
-        """Whether the process and its descendants ended."""
+        """Whether the program and its descendants have ended."""
         return self._ended is not None or bool(self._control_poll.poll(0))
 
     def end(self) -> Ended:
-        """Wait 2 s for a process that closed its connection, then `kill`."""
+        """Wait 2 s for a program that closed its connection to exit; then kill it. Returns how it ended."""
         if self._ended is None:
             self._receive_report(_OWN_END_SECONDS)
         return self.kill()
 
     def kill(self) -> Ended:
-        """Have the supervisor kill all processes and exit. Return how the process ended."""
+        """Let the supervisor kill all processes and exit. Returns how the program ended."""
         if self._ended is None:
             self._ask_for_end()
             if not self._receive_report(_END_SECONDS):
@@ -139,7 +142,7 @@ class SupervisedProcess:
         return self._finish()
 
     async def ended(self) -> Ended:
-        """Wait until the process and its descendants ended."""
+        """Wait until the program and its descendants have ended. Returns how the program ended."""
         loop = asyncio.get_running_loop()
         self._control.setblocking(False)
         while self._ended is None and (part := await loop.sock_recv(self._control, _PART_BYTES)):
@@ -147,7 +150,7 @@ class SupervisedProcess:
         return self._finish()
 
     async def stop(self) -> Ended:
-        """Kill all processes, as `kill`, without blocking the event loop."""
+        """Kill all processes without blocking the event loop. Returns how the program ended."""
         if self._ended is None:
             self._ask_for_end()
             try:

@@ -1,4 +1,4 @@
-"""Supervisor of a child process: its parent process. It caps the child's log and kills it when the driver ends.
+"""Supervisor: the parent process of a child process. It limits the child's log and kills it when the driver ends.
 
 The supervisor is a separate process, so that it can adopt orphans: all descendants of the child, even after they left
 its process group. It kills all of them when the child or the driver ends.
@@ -20,20 +20,20 @@ from typing import Any, NoReturn, Protocol
 from megarl.processes.process_tree import ENDING_SIGNALS, adopt_orphans, fork_child, kill_descendants
 
 MAX_LOG_BYTES = 1 << 20
-"""Limit of a process's log in bytes; further output is dropped."""
+"""Maximum bytes of a process's log; further output is dropped."""
 TAIL_BYTES = 1 << 16
-"""Bytes retained from the end of each output of a process without a log."""
+"""Number of bytes stored from the end of each output of a process without a log."""
 _PART_BYTES = 64 << 10
-"""Bytes per read; the capacity of a pipe on Linux (pipe(7))."""
+"""Bytes per read: the capacity of a pipe on Linux (pipe(7))."""
 
 
 def supervise(settings: Mapping[str, Any]) -> NoReturn:
     """Run the program `settings["command"]`, and report its end on the socket `control`. Never returns.
 
-    The end of file on `control` has all processes killed. `connection` is a descriptor passed to the program, or None.
-    With `log_file` all output goes there. Otherwise the ends of standard output and of standard error are part of the
-    report, a JSON object: `exit_code` (128 + signal if killed, null if the driver ended it), `stdout`, `stderr`, and
-    `refused`, the reason why the program cannot be started.
+    When the driver closes `control`, all processes are killed. `connection` is a descriptor passed to the program, or
+    None. With `log_file` all output goes there. Otherwise the ends of standard output and of standard error are part of
+    the report, a JSON object: `exit_code` (128 + signal if killed, null if the driver ended it), `stdout`, `stderr`,
+    and `refused`, the reason why the program cannot be started.
     """
     # Before the fork, so that no descendant can escape.
     adopt_orphans()
@@ -72,7 +72,7 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
 
 
 def _become(command: list[str], stdout: int, stderr: int, refuse: int) -> None:
-    """Replace this process by a program. Its standard input is that of the supervisor."""
+    """Replace this process by a program, which keeps the supervisor's standard input."""
     # Python ignores these, and a program would inherit that: a writer would not end with the reader of its pipe.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
@@ -86,7 +86,10 @@ def _become(command: list[str], stdout: int, stderr: int, refuse: int) -> None:
 
 
 def _watch(child: int, control: socket.socket, sinks: Mapping[int, _Sink]) -> int | None:
-    """Copy output and reap orphans until the child ends (return its exit code) or `control` is closed (None)."""
+    """Copy output and reap orphans until the child ends or the driver closes `control`.
+
+    Returns the child's exit code; None if the driver closed `control`.
+    """
     # SIGCHLD writes to this pipe, so that one poll() waits for output, for the driver and for the child's end.
     woken, wake = os.pipe()
     os.set_blocking(wake, False)
@@ -115,7 +118,7 @@ def _watch(child: int, control: socket.socket, sinks: Mapping[int, _Sink]) -> in
 
 
 def _reap(child: int) -> int | None:
-    """Reap all ended children. Return the exit code of `child` (128 + signal if killed), or None if it still runs."""
+    """Reap all ended children. Returns the exit code of `child` (128 + signal if killed); None: it still runs."""
     while True:
         pid, status = os.waitpid(-1, os.WNOHANG)
         if pid == 0:
@@ -132,7 +135,7 @@ class _Sink(Protocol):
 
 
 class _Tail:
-    """End of an output."""
+    """The last bytes of a process's output."""
 
     def __init__(self) -> None:
         self._content = b""
@@ -145,7 +148,7 @@ class _Tail:
 
 
 class _CappedLog:
-    """A log file, created with its first byte and limited to `MAX_LOG_BYTES`."""
+    """A log file that is created with its first byte and limited to `MAX_LOG_BYTES`."""
 
     def __init__(self, path: str) -> None:
         self._path = path

@@ -1,4 +1,4 @@
-"""Examination of this machine: layers of its sandbox, and the time of a run."""
+"""Examination of this machine: which protection layers of the sandbox it supports, and how long a run takes."""
 
 from __future__ import annotations
 
@@ -17,17 +17,17 @@ _RUNS = 10
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """Layers of this machine, and a sentence on whether programs run in them."""
+    """Result of the examination: the layers of this machine, and a sentence on whether programs run in them."""
 
     layers: Layers
     works: bool
     text: str
     landlock_version: int | None = None
-    """Landlock version of the kernel. None: the kernel has none."""
+    """Landlock version of the kernel; None: the kernel has no Landlock."""
 
     @property
     def notes(self) -> list[str]:
-        """Return the operations that an active layer does not cover here."""
+        """The operations that an active layer does not restrict on this machine."""
         if "landlock" not in self.layers.active or self.landlock_version is None:
             return []
         operations = landlock.ungoverned_operations(self.landlock_version)
@@ -36,7 +36,7 @@ class Examination:
 
     @property
     def is_complete(self) -> bool:
-        """Return whether programs run with all layers, the default of `sandbox.require`."""
+        """Whether programs run with all layers, as `sandbox.require` demands by default."""
         return self.works and not set(LAYERS) - self.layers.active
 
     def as_json(self) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""The process of a run: drop all rights, then run the program."""
+"""The process of a sandbox run: drops all rights, then runs the program."""
 
 from __future__ import annotations
 
@@ -34,22 +34,24 @@ READY = b"ready"
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """State of a machine's sandbox after its spawner has started."""
+    """What the spawner passes to every run: folders, address space, and how the kernel counts threads."""
 
     layers: frozenset[str]
     trees: tuple[str, ...]
-    """Folders readable for a program."""
+    """Folders that a program may read."""
     listable: tuple[str, ...]
-    """Folders in which a program may only list names."""
+    """Folders in which a program may only list file names."""
     search_path: tuple[str, ...]
     used_bytes: int
-    """Address space of the spawner in bytes, inherited by every run."""
+    """Bytes of the spawner's address space, which every run inherits."""
     counts_tasks: bool
-    """Whether the kernel counts a user's threads by namespace. Only then can they be limited."""
+    """Whether the kernel counts a user's threads per namespace. Only then can a run's threads be limited."""
 
 
 def confine(confinement: Confinement, limits: Mapping[str, Any]) -> None:
-    """Drop all rights except the rights of a run. Raises OSError if an available layer fails."""
+    """Drop all rights of this process except those that a sandboxed program needs. Raises OSError if an available layer
+    fails.
+    """
     layers = confinement.layers
     os.umask(0o077)
     if "namespaces" in layers:
@@ -162,7 +164,7 @@ def _exit_code(code: object) -> int:
 
 
 def _print_error(error: BaseException) -> None:
-    """Print the traceback without frames of this file."""
+    """Print the traceback of a program's error, without frames of this file."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename == __file__:
         trace = trace.tb_next
@@ -171,5 +173,5 @@ def _print_error(error: BaseException) -> None:
 
 
 def limits_of(text: bytes) -> Mapping[str, Any]:
-    """Return the limits of a run, given as JSON in its request."""
+    """Parse the limits of a run, which its request has as JSON."""
     return json.loads(text)

@@ -1,4 +1,4 @@
-"""System calls without a function in Python."""
+"""Linux system calls for which Python has no function."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _NUMBERS = {
 _SINCE_5 = {
     "mount_setattr": 442, "landlock_create_ruleset": 444, "landlock_add_rule": 445, "landlock_restrict_self": 446,
 }  # fmt: skip
-"""Numbers of calls added since Linux 5.0, equal on every machine."""
+"""Numbers of system calls added since Linux 5.0. They are the same on every processor."""
 
 CLONE_NEWTIME, CLONE_NEWNS, CLONE_NEWCGROUP = 0x80, 0x00020000, 0x02000000
 CLONE_NEWUTS, CLONE_NEWIPC, CLONE_NEWUSER = 0x04000000, 0x08000000, 0x10000000
@@ -35,7 +35,7 @@ _MOUNT_ATTR = {MS_RDONLY: 1, MS_NOSUID: 2, MS_NODEV: 4, MS_NOEXEC: 8}
 
 
 class KernelError(OSError):
-    """Failure of a system call; the text names the call."""
+    """Raised if a system call fails. The text names the call."""
 
 
 def machine() -> str:

@@ -1,4 +1,4 @@
-"""Layers of the sandbox: purpose of each, and remedies for a machine without it."""
+"""Protection layers of the sandbox: the purpose of each, and remedies for a machine without it."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ REMEDIES: Mapping[str, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Layers of a machine, and the reason for each missing one."""
+    """Protection layers that this machine supports, and the reason for each missing one."""
 
     active: frozenset[str]
     faults: Mapping[str, str]
@@ -41,7 +41,7 @@ class Layers:
         return self.faults.get(layer) or "not tried"
 
     def require(self, required: Collection[str]) -> None:
-        """Raise ConfigError for required layers missing on this machine."""
+        """Raise ConfigError if this machine lacks one of the required layers."""
         if missing := [layer for layer in LAYERS if layer in required and layer not in self.active]:
             reasons = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in missing)
             others = ", ".join(layer for layer in required if layer not in missing)
@@ -55,8 +55,8 @@ class Layers:
     def require_minimum(self) -> None:
         """Raise ConfigError without the layers needed under every setting.
 
-        Needed are an unprivileged user, and namespaces or seccomp. Without both, processes started by a program outlive
-        it and its limits.
+        These are an unprivileged user, and namespaces or seccomp. Without the latter two, processes started by a
+        program outlive the program and its limits.
         """
         if "unprivileged" not in self.active:
             self.require(("unprivileged",))
@@ -70,7 +70,7 @@ class Layers:
             )
 
     def notice(self, required: Collection[str]) -> str | None:
-        """Return a notice if a run continues without missing layers. None: no layer is missing."""
+        """Return a notice that the sandbox works without some layers; None: no layer is missing."""
         missing = [layer for layer in LAYERS if layer not in self.active and layer not in required]
         if not missing:
             return None

@@ -1,4 +1,4 @@
-"""A root folder with Python and nothing else, and namespaces without network, users or other processes."""
+"""Linux namespaces for sandbox runs: a root folder with only Python, no network, no other users or processes."""
 
 from __future__ import annotations
 
@@ -34,12 +34,12 @@ DEVICES = ("/dev/null", "/dev/zero", "/dev/full", "/dev/random", "/dev/urandom")
 HOST_NAME = "sandbox"
 _TMP = "/tmp"
 _OUTSIDE_TMP = "/.tmp"
-"""Mount point of trees below the machine's /tmp. Each run's own /tmp would cover them in their original place.
+"""Mount point of folders below the machine's /tmp. At their original place, each run's own /tmp would cover them.
 
-A symbolic link in the run's /tmp leads to them. Mounted there, they would be writable for Landlock, like all of /tmp.
+A symbolic link in the run's /tmp leads to them. Mounted there, Landlock would allow writing to them, as to all of /tmp.
 """
 _BUILT_AT = "/sys"
-"""Mount point for building the new root. No Python is ever run from /sys, and only this process sees the mount."""
+"""Mount point at which the new root is built. No Python is ever run from /sys, and only this process sees the mount."""
 # The spawner enters the first set once. Each run gets the second set anew.
 _SPAWNER_NAMESPACES = CLONE_NEWUSER | CLONE_NEWNS | CLONE_NEWNET | CLONE_NEWIPC | CLONE_NEWUTS | CLONE_NEWCGROUP
 _RUN_NAMESPACES = CLONE_NEWPID | CLONE_NEWNS | CLONE_NEWIPC
@@ -50,7 +50,7 @@ _NOBODY = 65534
 
 
 def become_unprivileged() -> None:
-    """As root, become a user owning nothing on this machine, for good. Raises OSError if that is impossible.
+    """As root, become a user who owns nothing on this machine, for good. Raises OSError if that is impossible.
 
     `nobody` is the second choice: other services may run as that user.
     """
@@ -63,7 +63,7 @@ def become_unprivileged() -> None:
         except OSError:
             continue
         return
-    raise PermissionError("setresuid: no unprivileged user id can be taken here")
+    raise PermissionError("setresuid: this process cannot change to an unprivileged user")
 
 
 def enter(trees: Sequence[str], prepare: bool) -> None:
@@ -94,15 +94,15 @@ def enter(trees: Sequence[str], prepare: bool) -> None:
 
 
 def start_run() -> int:
-    """Fork the first process of a run; return 0 in it.
+    """Fork the first process of a sandbox run; return 0 in it.
 
-    It sees no other process, and others do not see its mounts.
+    The process sees no other process, and others do not see its mounts.
     """
     return clone(_RUN_NAMESPACES)
 
 
 def mount_private_tmp(size_bytes: int) -> None:
-    """Cover /tmp with an empty one for a run, with the same links to trees. Raises OSError."""
+    """Mount an empty /tmp for a run, with the same links to folders as before. Raises OSError."""
     links = {name: os.readlink(f"{_TMP}/{name}") for name in os.listdir(_TMP)}
     options = f"size={size_bytes},nr_inodes={_MAX_FILES},mode=700"
     mount("tmpfs", _TMP, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)
@@ -149,7 +149,7 @@ def _build_folder(path: str) -> None:
 
 
 def _build_file(path: str) -> None:
-    """Mount a single file, unless its folder is already mounted."""
+    """Mount a single file into the new root, unless its folder is already mounted."""
     place = _place(path)
     if os.path.exists(place):
         return
@@ -160,7 +160,7 @@ def _build_file(path: str) -> None:
 
 
 def _place(path: str) -> str:
-    """Return the mount point of a tree while the root is built. A tree below /tmp also gets its link."""
+    """Return where a folder is mounted while the new root is built. A folder below /tmp also gets a link."""
     if not path.startswith(f"{_TMP}/"):
         return _BUILT_AT + path
     below = path.removeprefix(f"{_TMP}/")

@@ -1,4 +1,4 @@
-"""Sandbox of this machine: takes a program and its input, returns its output and exit."""
+"""Sandbox on this machine: takes a program and its input, returns its output and exit code."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ _KILL_SECONDS = 10.0
 _LEAST_EXTENSION_SECONDS = 0.05
 _PART_BYTES = 64 << 10
 _MAX_ERROR_BYTES = 16 << 10
-"""Limit of standard error; further output is dropped."""
+"""Maximum bytes of standard error; further output is dropped."""
 _MAX_MESSAGE_BYTES = 64 << 10
 # Seals make a memory file constant: the program cannot change its own source or input.
 _SEALED = fcntl.F_SEAL_WRITE | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SHRINK
@@ -53,13 +53,13 @@ _ENVIRONMENT = {
     "OMP_NUM_THREADS": "1",
 }
 _TRIAL = "import colorsys, os\nprint(os.getuid(), sum(range(10)))"
-"""Trial program importing a module that the spawner has not imported."""
+"""Trial program that tests the sandbox. It imports a module that the spawner has not imported."""
 
 Outcome = Literal["ok", "error", "timeout", "output"]
 
 
 class SandboxError(Exception):
-    """Failure of the sandbox itself, not of the program in it."""
+    """Raised if the sandbox itself fails, not the program in it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,18 +75,19 @@ class SandboxSettings:
     output_kib: int = 64
     packages: tuple[str, ...] = ("numpy",)
     longest_seconds: float | None = None
-    """Wall-clock limit of a run that computes or waits for a CPU. Default: three times the limit of an idle run."""
+    """Wall-clock limit in seconds of a run, including time computing or waiting for a CPU. None: three times
+    `wall_seconds`.
+    """
 
     @property
     def wall_seconds(self) -> float:
-        """Return the wall-clock limit of an idle run in seconds. Time of computing or waiting for a CPU is added to
-        it."""
+        """Wall-clock limit, in seconds, of a run's idle time. Time computing or waiting for a CPU is not counted."""
         return self.wall_timeout_seconds or max(10 * self.timeout_seconds, 30.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Ran:
-    """Result of a run.
+    """Result of a program's run.
 
     `outcome` is `ok` (exit code 0), `error` (another exit code, or 128 plus the signal's number), `timeout` (too long)
     or `output` (printed too much). Texts are decoded from UTF-8, with other bytes replaced.
@@ -99,15 +100,15 @@ class Ran:
     cpu_seconds: float
     wall_seconds: float
     retries: int = 0
-    """Retries of requests to a server."""
+    """Number of repeated requests to a sandbox server."""
     is_by_clock: bool = False
-    """Whether a `timeout` was due to the wall clock, not to CPU time."""
+    """Whether a `timeout` was due to wall-clock time, not to CPU time."""
 
 
 class Sandbox:
-    """Sandbox running programs one after the other, each in its own process. The spawner starts with the first program.
+    """Runs programs one after the other, each in a process of its own. The spawner starts with the first program.
 
-    Any thread may use it; close it at the end. `_without` leaves out layers, for tests of the others.
+    Any thread may use it; close it at the end. `_without` disables layers, for tests of the other ones.
     """
 
     def __init__(self, settings: SandboxSettings, *, _without: Sequence[str] = ()) -> None:
@@ -124,7 +125,7 @@ class Sandbox:
 
     @property
     def found(self) -> Layers | None:
-        """Return the layers found on this machine. None: not started yet."""
+        """The protection layers found on this machine; None: the sandbox has not started."""
         return self._layers
 
     def start(self) -> None:
@@ -139,9 +140,9 @@ class Sandbox:
     def run(
         self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
     ) -> Ran:
-        """Run a Python program with this standard input. Limits of the settings may be overridden.
+        """Run a Python program with this standard input. The arguments override limits of the settings.
 
-        Raises the errors of `start`.
+        Raises ConfigError or SandboxError if the sandbox does not start or fails.
         """
         with self._lock:
             self._ensure_started()
@@ -153,7 +154,7 @@ class Sandbox:
             )
 
     def close(self) -> None:
-        """Stop the spawner and its run. Safe to call again, and concurrently with `run`."""
+        """Stop the spawner and the current run. Safe to call again, and concurrently with `run`."""
         connection = self._connection
         if connection is not None:
             with contextlib.suppress(OSError):
@@ -284,7 +285,7 @@ class Sandbox:
 
 
 class _Run:
-    """Run in progress: reads its output within limits until it ends or must be killed."""
+    """A run in progress. Its output is read within limits until it ends or must be killed."""
 
     def __init__(
         self,
@@ -305,7 +306,9 @@ class _Run:
         self._ended: dict[str, float] = {}
 
     def watch(self) -> None:
-        """Read until the run has ended and its pipes are empty. Raises SandboxError if the machine prevents that."""
+        """Read the output until the run has ended and its pipes are empty. Raises SandboxError if the run cannot be
+        ended.
+        """
         poll = select.poll()
         for descriptor in (*self._content, self._connection.fileno()):
             poll.register(descriptor, select.POLLIN)
@@ -318,7 +321,9 @@ class _Run:
                 if descriptor == self._connection.fileno():
                     self._ended = json.loads(self._connection.recv(_MAX_MESSAGE_BYTES) or b"null")
                     if not self._ended:
-                        raise ConnectionError("the connection was closed before the result of a run arrived")
+                        raise ConnectionError(
+                            "the sandbox's spawner closed the connection before it sent the result of a run"
+                        )
                     poll.unregister(descriptor)
                     deadline = time.monotonic() + _KILL_SECONDS
                 elif not self._read_pipe(descriptor):
@@ -330,7 +335,7 @@ class _Run:
                     deadline = self._began_at + self._wall_seconds
             if time.monotonic() >= deadline and (num_open or not self._ended):
                 if self._ended:
-                    raise SandboxError("a program has ended, but a process started by it continues")
+                    raise SandboxError("a sandboxed program has ended, but a process that it started is still running")
                 if is_killed:
                     raise SandboxError("a run that was killed does not end")
                 deadline = self._extended_deadline()
@@ -381,7 +386,7 @@ class _Run:
 
 
 def _sealed(content: bytes) -> int:
-    """Return a descriptor of an unchangeable file in memory, positioned at its beginning."""
+    """Return the descriptor of an unchangeable file in memory with this content, positioned at its beginning."""
     file = os.memfd_create("megarl-sandbox", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     rest = memoryview(content)
     while rest:
@@ -393,7 +398,9 @@ def _sealed(content: bytes) -> int:
 
 @lru_cache(maxsize=1)
 def _python() -> tuple[str, list[str], list[str]]:
-    """Return the interpreter outside any virtual environment, the folders it reads, and its module search path."""
+    """Return the Python interpreter outside any virtual environment, the folders it reads, and its module search
+    path.
+    """
     interpreter = getattr(sys, "_base_executable", None) or sys.executable
     library = Path(sysconfig.get_path("stdlib", vars={"installed_base": sys.base_prefix}))
     search_path = [str(library), str(library / "lib-dynload")]
@@ -404,7 +411,9 @@ def _python() -> tuple[str, list[str], list[str]]:
 
 
 def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
-    """Return the folders of packages and their libraries (or module files), and the folders containing them."""
+    """Return the folders (or module files) of installed packages and of the libraries they need, and the folders
+    containing these.
+    """
     found: list[str] = []
     places: list[str] = []
     # Only plain names: `find_spec` of a dotted name would import the parent package here.
@@ -428,9 +437,9 @@ def _packages(names: Sequence[str]) -> tuple[list[str], list[str]]:
 
 
 def _busy_seconds(spawner: int) -> float:
-    """Return seconds during which the processes below a spawner had a CPU or waited for one.
+    """Return the seconds during which the processes below a spawner had a CPU or waited for one.
 
-    In a process, only the thread with the longest wait counts for waiting. 0: the kernel does not report it.
+    Of a process's threads, only the one with the longest wait counts. 0: the kernel does not report it.
     """
     nanoseconds = 0
     for pid in descendants(spawner):

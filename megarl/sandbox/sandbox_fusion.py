@@ -1,4 +1,4 @@
-"""Programs run by a SandboxFusion server: its POST /run_code (https://bytedance.github.io/SandboxFusion)."""
+"""Sandbox on a SandboxFusion server, by its POST /run_code (https://bytedance.github.io/SandboxFusion)."""
 
 from __future__ import annotations
 
@@ -16,46 +16,48 @@ from megarl.types import ConfigError
 MAX_TRIES = 5
 _FIRST_WAIT_SECONDS = 0.25
 _PATIENCE_SECONDS = 30.0
-"""Extra seconds to wait for an answer beyond the run's own limit, because a server queues requests."""
+"""Seconds to wait for an answer in addition to the run's own limit, because a server queues requests."""
 _MAX_ANSWER_BYTES = 64 << 20
 # HTTP status codes of a busy server: request timeout, too early, too many requests.
 _BUSY = (408, 425, 429)
 
 
 class AnySandbox(Protocol):
-    """A sandbox, local or remote."""
+    """Protocol of a sandbox, on this machine or on a server."""
 
     @property
     def settings(self) -> SandboxSettings:
-        """Return its settings."""
+        """The settings of the sandbox."""
         ...
 
     def start(self) -> None:
-        """See `Sandbox.start`."""
+        """Start the sandbox and run a trial program. Raises ConfigError or SandboxError if it does not work."""
         ...
 
     def run(
         self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
     ) -> Ran:
-        """See `Sandbox.run`."""
+        """Run a Python program with this standard input. The arguments override limits of the settings."""
         ...
 
     def close(self) -> None:
-        """Close it."""
+        """Close the sandbox."""
         ...
 
 
 def open_sandbox(settings: SandboxSettings) -> AnySandbox:
-    """Return the sandbox of a recipe's settings: a server if `url` is set, else this machine. The caller closes it."""
+    """Return the sandbox of a recipe's settings: on a server if `url` is set, else on this machine. The caller closes
+    it.
+    """
     return Sandbox(settings) if settings.url is None else RemoteSandbox(settings)
 
 
 class RemoteSandbox:
-    """Sandbox running programs on a server.
+    """Runs programs on a SandboxFusion server.
 
-    A request is retried up to `MAX_TRIES` times with doubling pauses, if it gets no answer or a server error (5xx, 429,
-    SandboxError). `Ran.retries` counts the retries. Time limits are the server's, by its clock. A user and password in
-    the address are sent as HTTP basic authorization.
+    A request is repeated up to `MAX_TRIES` times with doubling pauses, if it gets no answer or a server error (5xx,
+    429, SandboxError). `Ran.retries` counts the repetitions. The server measures time limits by its own clock. A user
+    and password in the address are sent as HTTP basic authorization.
     """
 
     def __init__(self, settings: SandboxSettings, *, sleep: Callable[[float], None] = time.sleep) -> None:
@@ -94,7 +96,7 @@ class RemoteSandbox:
     def run(
         self, program: str, stdin: str = "", *, cpu_seconds: float | None = None, output_bytes: int | None = None
     ) -> Ran:
-        """Run a program on the server (see `Sandbox.run`). Raises SandboxError if every try failed."""
+        """Run a program on the server. Raises SandboxError if every try fails."""
         seconds = self._settings.timeout_seconds if cpu_seconds is None else cpu_seconds
         # SandboxFusion compiles before running; both get the limit of the run.
         request = {
@@ -121,7 +123,7 @@ class RemoteSandbox:
         raise SandboxError(f"{self._url} gave no answer in {MAX_TRIES} tries; the last one failed with {fault}")
 
     def close(self) -> None:
-        """Do nothing: no connection is kept open."""
+        """Do nothing: no connection stays open."""
 
     def _post(self, body: bytes, seconds: float) -> Mapping[str, Any]:
         connection = self._connect(self._host, timeout=seconds)
@@ -146,7 +148,7 @@ class RemoteSandbox:
 
 
 class _BusyError(Exception):
-    """Failure of the server, not of the program: a retry may succeed."""
+    """Raised for a failure of the server, not of the program. A retry may succeed."""
 
 
 def _ran(answer: Mapping[str, Any], max_bytes: int, wall_seconds: float, retries: int) -> Ran:

@@ -1,4 +1,4 @@
-"""System call filter: calls not on the list are refused (seccomp(2), the kernel's seccomp_filter.rst).
+"""Filter of system calls for sandboxed programs: calls not on a list are refused (seccomp(2)).
 
 A program has one process. It may start threads, but no processes and no other programs, and it has no outside socket.
 """
@@ -33,14 +33,14 @@ sched_get_priority_max:146:125 sched_get_priority_min:147:126 capget:125:90 fute
 get_robust_list:274:100 set_tid_address:218:96 rseq:334:293 arch_prctl:158:- exit:60:93 exit_group:231:94 wait4:61:260
 waitid:247:95 restart_syscall:219:128 getrandom:318:278 recvfrom:45:207
 """
-"""Entries are name:number on x86_64:number on aarch64, or - if the processor has no such call."""
+"""Allowed system calls, as name:number on x86_64:number on aarch64; - if the processor has no such call."""
 _OF_ITS_OWN = """
 kill:62:129 tkill:200:130 tgkill:234:131 chmod:90:- fchmod:91:52 fchmodat:268:53 truncate:76:45 utime:132:-
 utimensat:280:88
 """
-"""Calls allowed only if a program sees just its own processes and files.
+"""System calls allowed only if a program sees just its own processes and files.
 
-Otherwise it must not signal the user's processes. Landlock does not govern modes and times of files, and before its
+Otherwise it could signal the user's processes. Landlock does not restrict modes and times of files, and before its
 version 3 not their sizes.
 """
 # Calls allowed only with certain arguments, by processor.
@@ -58,9 +58,11 @@ _AT_CONDITION = {
 }
 _ARCHITECTURE = {"x86_64": 0xC000003E, "aarch64": 0xC00000B7}
 _HARMLESS_IOCTLS = (0x5401, 0x5413, 0x541B, 0x5421, 0x5450, 0x5451)
-"""TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX: used by Python itself on a descriptor."""
+"""Allowed ioctl commands, which Python itself uses: TCGETS, TIOCGWINSZ, FIONREAD, FIONBIO, FIONCLEX, FIOCLEX."""
 _FILE_COMMANDS = (0, 1, 2, 3, 5, 6, 7, 36, 37, 38, 1030, 1032, 1033, 1034)
-"""Commands of fcntl: duplicates, flags, locks, a pipe's size, seals. None makes the kernel signal a file's owner."""
+"""Allowed commands of fcntl: duplicates, flags, locks, a pipe's size, seals. None makes the kernel signal a file's
+owner.
+"""
 _F_SETFL, _O_ASYNC = 4, 0x2000
 _AF_UNIX = 1
 
@@ -72,11 +74,11 @@ _SET_MODE_FILTER = 1
 _TO_THE_END = -1
 
 _Instruction = tuple[int, int, int, int]
-"""Fields: code, jump if true, jump if false, constant."""
+"""Instruction of the kernel's filter language: code, jump if true, jump if false, constant."""
 
 
 def program(name: str, *, is_alone: bool) -> bytes:
-    """Return the filter in the kernel's format for a processor, `x86_64` or `aarch64`.
+    """Return the filter program in the kernel's format for a processor, `x86_64` or `aarch64`.
 
     `is_alone`: the program sees just its own processes and files.
     """
@@ -111,7 +113,10 @@ def _if_number(number: int, then: list[_Instruction]) -> list[_Instruction]:
 
 
 def _only_if(tests: list[tuple[int, int, int]]) -> list[_Instruction]:
-    """Return steps allowing a call if any test holds for the low 32 bits of an argument: code, argument, constant."""
+    """Return filter instructions that allow a call if any test holds.
+
+    A test is (code, argument number, constant), and looks at the low 32 bits of the argument.
+    """
     steps: list[_Instruction] = []
     for code, argument, constant in tests:
         steps += [(_LOAD, 0, 0, _ARGUMENTS + 8 * argument), (code, 0, 1, constant), (_RETURN, 0, 0, _ALLOW)]
@@ -139,7 +144,7 @@ _SENDTO: list[_Instruction] = [
 
 
 def apply(*, is_alone: bool) -> None:
-    """Filter the system calls of this process from now on. Raises KernelError."""
+    """Filter all later system calls of this process. Raises KernelError."""
     code = program(machine(), is_alone=is_alone)
     buffer = ctypes.create_string_buffer(code, len(code))
     header = ctypes.create_string_buffer(struct.pack("@HxxxxxxP", len(code) // 8, ctypes.addressof(buffer)), 16)

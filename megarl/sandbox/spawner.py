@@ -1,6 +1,6 @@
-"""The spawner: a small process forking and ending a process for each run.
+"""Spawner of the sandbox: a small process that forks a process for each run, and ends it.
 
-It receives a run as descriptors only, and never reads a program or its output. Memory inherited by a run therefore
+It receives a run as file descriptors only, and never reads a program or its output. Memory inherited by a run therefore
 holds nothing of other runs.
 """
 
@@ -32,14 +32,16 @@ _PREIMPORTED = """
 collections heapq bisect itertools functools math random string re datetime copy statistics operator io json typing
 fractions decimal time enum dataclasses array queue cmath numbers abc contextlib inspect textwrap struct
 """.split()  # noqa: SIM905
-"""Modules often imported by test programs. Each fork inherits them."""
+"""Modules that test programs often import. Each forked run inherits them."""
 _TMP_BYTES = 64 << 20
 _COUNTS_BY_NAMESPACE = (5, 14)
-"""Kernel version counting a user's tasks by user namespace. Earlier kernels also count the user's other tasks."""
+"""First kernel version that counts a user's tasks by user namespace. Earlier kernels also count the user's other
+tasks.
+"""
 
 
 def spawn(control: int, start: dict[str, Any]) -> NoReturn:
-    """Serve runs until the other side closes the connection. `start` names the layers to try, and folders."""
+    """Execute runs until the driver closes the connection. `start` has the layers to try, and folders."""
     connection = socket.socket(fileno=control)
     confinement, faults = _set_up(start)
     connection.send(json.dumps({"layers": sorted(confinement.layers), "faults": faults}).encode())
@@ -104,8 +106,10 @@ def _kernel() -> tuple[int, ...]:
 
 
 def _import_packages(names: Sequence[str], folders: Sequence[str]) -> None:
-    """Import packages once for all programs, as their user. A failing package fails again in the program importing
-    it."""
+    """Import packages once for all programs, with the program's rights.
+
+    A package that fails here fails again in the program that imports it.
+    """
     before = list(sys.path)
     sys.path += folders
     for name in names:
@@ -226,7 +230,7 @@ def _above(descriptor: int) -> int:
 
 
 def main() -> NoReturn:
-    """Start the spawner process. Arguments: the connection's descriptor, and `start` as JSON."""
+    """Main function of the spawner process. Arguments: the connection's descriptor, and `start` as JSON."""
     control, start = int(sys.argv[1]), json.loads(sys.argv[2])
     sys.argv[:] = [""]
     nothing = os.open(os.devnull, os.O_RDWR)
