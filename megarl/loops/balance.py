@@ -16,21 +16,23 @@ METRICS = {
         "recent steps",
     ),
 }
-"""Units and meanings by metric name, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 WINDOW = 5
-"""Largest number of recent steps averaged for one verdict."""
+"""Maximum number of recent steps averaged for one verdict."""
 FEWEST = 3
-"""Steps needed before the first verdict. The run's first step never counts, because it includes one-time work."""
+"""Number of steps needed before the first verdict. A run's first step never counts, because it includes one-time
+work.
+"""
 MARGIN = 0.1
-"""A side is the bottleneck if the other side's idle share is larger by more than this."""
+"""The trainer or the engines are the bottleneck if the other side's idle share is larger by more than this."""
 
 
 class Balance:
-    """Detector of the slower side, trainer or engines, updated after each step.
+    """Finds out after each step which side, trainer or engines, slows the run down.
 
-    It calls back with the first verdict and every change of it. `takes_turns`: trainer and engines never work at the
-    same time, so both are idle part of the time with any number of ranks.
+    It reports the first verdict and every change of it. `takes_turns`: trainer and engines never work at the same time,
+    so both are idle part of the time with any number of ranks.
     """
 
     def __init__(
@@ -43,7 +45,9 @@ class Balance:
         self._told = ""
 
     def of_step(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the METRICS of a step, from its times so far (`seconds`) and the engines' `time/engines_idle`."""
+        """Return the METRICS of a step, from its times so far (`seconds` by name) and the engines'
+        `time/engines_idle`.
+        """
         whole, waited = seconds["time/step_seconds"], seconds.get("time/rollout_seconds", 0.0)
         idle = min(1.0, waited / max(whole, 1e-9))
         found = {"time/rollout_waited_seconds": waited}
@@ -60,7 +64,7 @@ class Balance:
         return found | {"rollout/balanced_ranks": ranks}
 
     def _balanced_ranks(self, trainer_idle: float, engines_idle: float) -> float:
-        """Return the number of engine ranks for equal load on both sides, if work divides evenly over ranks."""
+        """Return the number of engine ranks that gives both sides equal load, if work divides evenly over ranks."""
         training, sampling = (1 - trainer_idle) * self._num_trainers, (1 - engines_idle) * self._num_engines
         # The bound avoids 0 / 0 if both sides were idle throughout.
         return (self._num_trainers + self._num_engines) * sampling / max(training + sampling, 1e-9)

@@ -17,11 +17,11 @@ from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 
 BEST = "best.json"
-"""File in a retained model folder with its step, metric and value."""
+"""File in an exported model's folder with the step, metric and value of its evaluation."""
 
 
 class BestModel:
-    """Model of the best evaluated step so far.
+    """The model of the best evaluated step so far, and its folder.
 
     Before a step's evaluation, while the engines sleep, its model is exported to `hf_candidate/`. If the evaluation is
     the best so far, the folder is renamed to `hf_best/`, else it is removed. A run killed in between still has the
@@ -29,13 +29,13 @@ class BestModel:
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: WorkerGroup) -> None:
-        """Read the best model retained earlier. Raises StorageError or DataError if it cannot be read."""
+        """Read which model was the best before a resume. Raises StorageError or DataError if that cannot be read."""
         self._recipe, self._tracker, self._ranks = recipe, tracker, ranks
         self._metric = recipe.checkpoint.best
         self._candidate, self._kept = folder.path / "hf_candidate", folder.path / "hf_best"
         self._taken_at: int | None = None
         self.step: int | None = None
-        """Step of the best model. None: no step was evaluated."""
+        """Step of the best model; None: no step has been evaluated."""
         self._value = math.nan
         if self._metric is None:
             return
@@ -56,7 +56,7 @@ class BestModel:
             self.step, self._value = found["step"], float(found["value"])
 
     async def take(self, step: int) -> None:
-        """Export the model of a step followed by an evaluation. The engines must sleep. Raises DiskFullError."""
+        """Export the model of a step that will be evaluated. The engines must sleep. Raises DiskFullError."""
         if self._metric is None or not self._recipe.evaluates_at(step):
             return
         with self._tracker.phase("export"):
@@ -65,7 +65,7 @@ class BestModel:
         self._taken_at = step
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the model exported at `step` if its evaluation is the best so far, else remove it."""
+        """Make the model exported at `step` the best one if its evaluation is the best so far; otherwise remove it."""
         if self._metric is None or self._taken_at != step:
             return
         self._taken_at = None
@@ -114,7 +114,7 @@ def _removed(folder: Path) -> Path:
 
 
 def _replace(folder: Path, newer: Path) -> None:
-    """Rename `newer` to `folder`, which may be missing. `_settle` completes an interrupted call."""
+    """Rename folder `newer` to `folder`, which may be missing. `_settle` completes an interrupted call."""
     shutil.rmtree(_removed(folder), ignore_errors=True)
     if folder.exists():
         folder.rename(_removed(folder))
@@ -126,7 +126,7 @@ def _replace(folder: Path, newer: Path) -> None:
 
 
 def _settle(folder: Path) -> None:
-    """Complete a `_replace` interrupted by the end of the process."""
+    """Complete a renaming by `_replace` that the end of the process interrupted."""
     if not _removed(folder).exists():
         return
     if folder.exists():

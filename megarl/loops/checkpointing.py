@@ -1,7 +1,7 @@
-"""Driver side of checkpoints: atomic saves, verification before use, removal of old ones.
+"""The driver's part in checkpoints: atomic saves, verification before use, removal of old ones.
 
-`checkpoints/step_NNNNNN/` contains the trainer's state (`training.checkpoint`), `driver.json` and `manifest.json`,
-written last. RL adds its position in the data (`collection`). `checkpoints/latest` names the newest checkpoint.
+`checkpoints/step_NNNNNN/` contains the trainer's state, `driver.json` and `manifest.json`, written last. RL runs add
+their position in the data (`collection`). `checkpoints/latest` names the newest checkpoint.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ _LEFTOVER = re.compile(r"\.step_\d{6,}\.(partial|removed)")
 
 
 class Checkpoints:
-    """Saves of a run at the steps named by its recipe.
+    """Saves a run's checkpoints at the steps that its recipe demands.
 
-    Adds `time/checkpoint_seconds`, the time training waited for saves, to a step's metrics.
+    Adds `time/checkpoint_seconds`, the time for which training waited for saves, to a step's metrics.
     """
 
     def __init__(
         self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: WorkerGroup, inputs: Mapping[str, Any]
     ) -> None:
-        """Create the saves of a run. `inputs` identifies models and data; a resumed run compares it with its own."""
+        """Prepare the saves of a run. `inputs` identifies models and data; a resumed run compares it with its own."""
         self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
         self._inputs = inputs
         self._unlogged: Mapping[str, float] | None = None
@@ -47,7 +47,7 @@ class Checkpoints:
         self._best = BestModel(recipe, folder, tracker, ranks)
 
     async def begin(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
-        """Start the exports and the save due after a step's updates.
+        """Start the exports and the save that are due after a step's updates.
 
         `save_driver` writes the driver's state into the checkpoint folder. Raises DiskFullError.
         """
@@ -63,7 +63,7 @@ class Checkpoints:
             await self._begin(step, save_driver, settings.asynchronous, is_resharded=False)
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Keep the step's model in `hf_best/` if its evaluation, part of `metrics`, is the best so far."""
+        """Move the step's model to `hf_best/` if its evaluation, part of `metrics`, is the best so far."""
         self._best.judge(step, metrics)
 
     async def save(
@@ -72,7 +72,7 @@ class Checkpoints:
         save_driver: Callable[[Path], None] | None = None,
         unlogged: Mapping[str, float] | None = None,
     ) -> None:
-        """Save the state after a step and its reshard, unless a checkpoint exists, and wait for it.
+        """Save the state after a step and its reshard, and wait for the save. Does nothing if the checkpoint exists.
 
         `unlogged` are the step's metrics if its evaluation was interrupted. The resumed run logs them.
         """
@@ -96,7 +96,7 @@ class Checkpoints:
             await self._of_ranks("save_checkpoint", partial, asynchronous, is_resharded)
 
     async def complete(self, *, wait: bool = False) -> None:
-        """Publish the save under way if all ranks have written their part.
+        """Publish the save in progress if all ranks have written their part.
 
         `wait`: wait until they have.
         """
@@ -154,7 +154,7 @@ class Checkpoints:
 
     @contextmanager
     def _removed_when_full(self) -> Iterator[None]:
-        """Remove the incomplete save if the body raises DiskFullError."""
+        """Context that removes the incomplete save if a DiskFullError is raised in it."""
         try:
             yield
         except DiskFullError:
@@ -165,13 +165,13 @@ class Checkpoints:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Newest good checkpoint, and the reason for each newer damaged one, by name."""
+    """Newest valid checkpoint, and the reasons why newer ones are damaged, by name."""
 
     good: Path | None
     damaged: Mapping[str, str]
 
     def settle(self, home: Path) -> None:
-        """Rename damaged checkpoints, remove incomplete saves, and let `latest` name the good checkpoint.
+        """Rename damaged checkpoints, remove incomplete saves, and let `latest` name the valid checkpoint.
 
         Raises StorageError.
         """
@@ -186,10 +186,10 @@ class Survey:
 
 
 def survey(earlier: EarlierRun) -> Survey:
-    """Find the newest checkpoint with files matching its manifest. Changes nothing.
+    """Find the newest checkpoint whose files match its manifest. Changes nothing.
 
-    A checkpoint is damaged only if a file is proved wrong. Raises StorageError if a checkpoint cannot be read at all.
-    Raises DataError if there are checkpoints but no good one.
+    A checkpoint counts as damaged only if a file is proved wrong. Raises StorageError if a checkpoint cannot be read at
+    all. Raises DataError if there are checkpoints but no valid one.
     """
     # Imported here because it loads torch's checkpoint code, which a run without checkpoints does not need.
     from megarl.checkpoint.torch_dist_reader import check_harmless
@@ -222,7 +222,7 @@ def plain_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _rename_damaged(folder: Path) -> None:
-    """Rename a folder to NAME.damaged, or NAME.damaged_2 and so on. It is kept for inspection."""
+    """Rename a folder to NAME.damaged, or NAME.damaged_2 and so on, so that it can be inspected."""
     target, number = folder.with_name(f"{folder.name}.damaged"), 1
     while target.exists():
         number += 1

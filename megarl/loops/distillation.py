@@ -1,4 +1,4 @@
-"""On-policy distillation: sample, score with the teachers, update the policy, reshard, repeat."""
+"""Loop of on-policy distillation: sample, score with the teachers, update the policy, reshard, repeat."""
 
 from __future__ import annotations
 
@@ -19,10 +19,7 @@ from megarl.rollout.teachers import Teachers, compute_teacher_advantages
 
 
 async def train(session: Session) -> None:
-    """Repeat sample, score, update, save, reshard and evaluate. Rewards are measured but train nothing.
-
-    Logs the `distillation/` metrics of `rollout.teachers` and `training.objective.divergence_objective`.
-    """
+    """Run the loop: sample, score, update, save, reshard and evaluate. Rewards are measured but train nothing."""
     recipe, models, phase = session.recipe, session.models, session.tracker.phase
     algorithm, policy = recipe.algorithm, session.models["policy"]
     teachers = Teachers(recipe, models)

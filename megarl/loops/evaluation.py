@@ -1,7 +1,7 @@
-"""Stand-alone evaluation: engines with a model's weights, a recipe's validation sets, no trainer.
+"""Evaluation outside of training (`megarl eval`): engines with a model's weights sample a recipe's validation sets.
 
-Prompts, sampling parameters, random numbers and rewards are the recipe's. A run evaluating these sets makes the same
-attempts.
+Prompts, sampling parameters, random numbers and rewards are the recipe's. A training run that evaluates these sets
+makes the same attempts.
 """
 
 from __future__ import annotations
@@ -51,10 +51,10 @@ _OUT_EXISTS = "--out {}: already exists; give a new folder, or leave it out"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """Checked evaluation, ready to run.
+    """An evaluation whose inputs are checked, ready to run.
 
-    `recipe` has the model folder as its model. `layout` gives the engines' ranks. `sets` names the validation sets.
-    Results go to `folder`.
+    `recipe` has the model folder as its model. `layout` has the engines' parallel sizes. `sets` names the validation
+    sets. Results go to `folder`.
     """
 
     model: Path
@@ -139,7 +139,7 @@ def _without_training_data(data: DataConfig) -> DataConfig:
 
 
 def _checked(recipe: Recipe) -> ParallelConfig:
-    """Return the layout of the engines. Raises ConfigError for a recipe unable to run."""
+    """Return the parallel sizes of the engines. Raises ConfigError for a recipe that cannot be evaluated."""
     layout = check(recipe, is_trained=False)
     check_rewards(recipe)
     if not layout.is_separate:
@@ -152,7 +152,9 @@ def _checked(recipe: Recipe) -> ParallelConfig:
 
 
 def _made(out: Path | None, wanted: Path) -> Path:
-    """Create and return `out`, or the first free name from `wanted` on. Raises ConfigError if `out` exists."""
+    """Create and return the output folder: `out`, or else `wanted`, with a number if that exists. Raises ConfigError if
+    `out` exists.
+    """
     number, folder = 1, out or wanted
     while True:
         with storage_faults_named(folder):
@@ -169,7 +171,7 @@ def _made(out: Path | None, wanted: Path) -> Path:
 
 
 async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
-    """Make and score the attempts on the ranks of the recipe's cluster.
+    """Sample and score all attempts on the ranks of the recipe's cluster.
 
     Writes to the folder: `config.yaml` (the recipe), `answers.jsonl` (all attempts, set by set), `metrics.json` and
     `logs/`. Raises StoppedError on a signal, MegarlError if too many attempts could not be scored.
@@ -200,7 +202,7 @@ async def run(evaluation: Evaluation) -> list[EvaluatedSet]:
 
 
 async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExitStack) -> list[Source]:
-    """Return the recipe's sources with the chosen validation sets, on engines closed together with `stack`."""
+    """Return the recipe's sources with the chosen validation sets, and with engines that `stack` closes."""
     recipe, screen = evaluation.recipe, _Screen()
     dropped: Dropped = Counter()
     heldout = {source.name: read_heldout(source.recipe, tokenizer, dropped) for source in recipe.sources}
@@ -241,7 +243,7 @@ async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExi
 
 
 class _Screen:
-    """Terminal output, implementing `sources.Screen`."""
+    """Terminal output of an evaluation; implements the protocol `sources.Screen`."""
 
     def __init__(self) -> None:
         display = Display()
@@ -251,7 +253,7 @@ class _Screen:
 
 @contextmanager
 def _leaving_on_signals(folder: Path) -> Iterator[None]:
-    """Cancel the calling task on a stop signal received within, and raise StoppedError."""
+    """Context that cancels the calling task on a stop signal, and raises StoppedError."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     heard: list[str] = []
@@ -276,7 +278,7 @@ def _leaving_on_signals(folder: Path) -> Iterator[None]:
 
 
 def _summary(evaluation: Evaluation, found: Sequence[EvaluatedSet]) -> dict[str, Any]:
-    """Return the JSON object for metrics.json."""
+    """Return the contents of metrics.json, a JSON object."""
 
     def plain(measures: Mapping[str, Measure]) -> dict[str, Any]:
         return {name: measure._asdict() for name, measure in measures.items()}

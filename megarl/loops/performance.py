@@ -50,7 +50,7 @@ METRICS = {
         "the same as predicted by `megarl plan` before the start, for the measured phases",
     ),
 }
-"""Units and meanings by metric name, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 _PHASES = {
     "advance": "rollout",
@@ -63,13 +63,13 @@ _PHASES = {
     "save_checkpoint": "checkpoint",
     "export": "export",
 }
-"""Phase of a call to the ranks, by method name. A model's call counts by its method: `policy.update` by `update`."""
+"""Phase of a step that a call to the ranks belongs to, by method name. `policy.update` counts as `update`."""
 _OfEngines = tuple[list[Activity], list[dict[str, Metric]]]
-"""Activities of separate engines' ranks, and metrics of all engines, since the previous request for them."""
+"""Call statistics of separate engines' ranks, and metrics of all engines, since they were last fetched."""
 
 
 class Performance:
-    """Measurement of a run's steps: METRICS, and the engines' own metrics."""
+    """Measures a run's steps: METRICS, and the engines' own metrics."""
 
     def __init__(
         self,
@@ -78,7 +78,7 @@ class Performance:
         models: Mapping[str, RankModel],
         predicted: Mapping[str, int] | None = None,
     ) -> None:
-        """Create the measurement. `predicted`: planned bytes of the fullest rank, by phase."""
+        """Create the measurement. `predicted` has the planned bytes of the rank with most memory, by phase."""
         self._predicted = predicted or {}
         self._ranks = ranks
         self._work = models["policy"].work
@@ -99,7 +99,7 @@ class Performance:
             self._first_began = time.monotonic()
 
     def ask_engines(self) -> asyncio.Future[_OfEngines]:
-        """Request the engines' measurements now, for the next `of_step`. If not called, `of_step` requests them."""
+        """Fetch the engines' measurements now, for the next `of_step`. If not called, `of_step` fetches them."""
 
         async def ask() -> _OfEngines:
             activities = await self._ranks.call_engines("__activity__") if self._ranks.is_separate else []
@@ -114,7 +114,7 @@ class Performance:
     async def of_step(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of the time since the previous call.
 
-        `seconds`: the step's times by name. `scalars`: the step's metrics so far.
+        `seconds` are the step's times by name, `scalars` the step's metrics so far.
         """
         if self._first_began is not None:
             # The tracker counts the first step's time from the start of the run, start-up included.
@@ -137,7 +137,7 @@ class Performance:
         return metrics | self._throughput(seconds, scalars)
 
     def _planned(self, measured: Mapping[str, float]) -> dict[str, float]:
-        """Return `memory/PHASE_predicted_gib` for the phases with measured memory."""
+        """Return `memory/PHASE_predicted_gib` for the phases whose memory was measured."""
         phases = [phase for phase in self._predicted if f"memory/{phase}_gib" in measured]
         return {f"memory/{phase}_predicted_gib": self._predicted[phase] / 2**30 for phase in phases}
 
@@ -166,7 +166,7 @@ class Performance:
         return metrics
 
     async def _ask_for_peak(self) -> None:
-        """Ask the ranks once for their devices' peak. The smallest counts; None if a device is unknown."""
+        """Fetch the peak performance of the ranks' devices, once. The smallest counts; None if a device is unknown."""
         if not self._knows_peak:
             peaks = await self._ranks.trainers.call("peak_tflops")
             self._peak_tflops = None if None in peaks else min(peaks)
@@ -174,14 +174,14 @@ class Performance:
 
 
 def idle_share(activities: Sequence[Activity], seconds: float) -> float:
-    """Return the share of `seconds` in which ranks ran no call, as a mean over ranks."""
+    """Return the fraction of `seconds` in which ranks executed no call, as a mean over ranks."""
     busy = sum(activity.busy_seconds for activity in activities) / len(activities)
     # Calls are timed on the ranks and the step on the driver, so the share can be slightly outside [0, 1].
     return min(1.0, max(0.0, 1 - busy / seconds))
 
 
 def peak_memory(activities: Sequence[Activity]) -> dict[str, float]:
-    """Return `memory/PHASE_gib`, the largest peak of any rank in each phase."""
+    """Return `memory/PHASE_gib`, the largest peak of any rank in each phase of a step."""
     found: dict[str, float] = {}
     for activity in activities:
         for method, num_bytes in activity.peak_bytes.items():

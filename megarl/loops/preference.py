@@ -1,4 +1,4 @@
-"""Preference learning of a policy or reward model: one update per step, evaluation on held-out answers."""
+"""Loop of preference learning for a policy or reward model: one update per step, evaluation on held-out answers."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ from megarl.types import TrainingSequence
 
 
 async def train(session: Session) -> None:
-    """Train on pairs, or on judged answers, for the remaining steps.
+    """Train on pairs of answers, or on judged answers, for the remaining steps.
 
-    Logs `train/loss` (mean over pairs or answers) and the metrics of `preference_objective`; for kto also
-    `kl/reference`, in nats per answer.
+    Logs `train/loss` (mean over pairs or answers) and other metrics of the loss; for kto also `kl/reference`, in nats
+    per answer.
     """
     recipe, tracker = session.recipe, session.tracker
     keep = collect_for(recipe, session.folder.path)
@@ -56,12 +56,12 @@ async def train(session: Session) -> None:
 
 
 def _batch(answers: Sequence[Answers]) -> TokenBatch:
-    """Return all answers as one batch. The two of a pair are consecutive."""
+    """Return all answers as one batch. The two answers of a pair are consecutive."""
     return TokenBatch.from_sequences([sequence for together in answers for sequence in together])
 
 
 async def _add_reference(session: Session, batch: TokenBatch) -> None:
-    """Add the reference's log-probs to a batch if the loss needs them."""
+    """Add the reference model's log-probs to a batch, if the loss needs them."""
     if session.recipe.has_reference:
         batch.per_token["reference_logprobs"] = await session.models["reference"].forward(batch)
 
@@ -91,9 +91,9 @@ async def _divergence(session: Session, batch: TokenBatch) -> float:
 async def _evaluate(session: Session, held_out: Mapping[str, Sequence[Answers]]) -> dict[str, float]:
     """Return `val/SET/accuracy` for each held-out set.
 
-    Pairs: the share in which the chosen answer has the larger `worths`. Judged answers: the probability of a desirable
-    one having a larger worth than an undesirable one (AUC). Reward model: the share of pairs with the higher score for
-    the chosen answer.
+    For pairs: the share in which the chosen answer has the larger worth (`worths`). For judged answers: the probability
+    that a desirable one has a larger worth than an undesirable one (AUC). For a reward model: the share of pairs with
+    the higher score for the chosen answer.
     """
     scalars: dict[str, float] = {}
     policy = session.models["policy"]
@@ -118,10 +118,10 @@ async def _evaluate(session: Session, held_out: Mapping[str, Sequence[Answers]])
 
 
 def worths(batch: TokenBatch, logprobs: NDArray[np.float32], *, by_length: bool) -> NDArray[np.float64]:
-    """Return each answer's log-ratio of policy and reference, or its mean log-prob without a reference.
+    """Return each answer's log-ratio of policy and reference, or without a reference its mean log-prob.
 
-    `logprobs`: float32 [tokens]. `by_length`: use means over tokens, as with preference.normalize_by_length. Returns
-    float64 [sequences], in nats.
+    `logprobs` are float32 [tokens]. `by_length` takes means over tokens, as preference.normalize_by_length does.
+    Returns float64 [sequences], in nats.
     """
     reference = batch.per_token.get("reference_logprobs")
     gains = logprobs if reference is None else logprobs - reference

@@ -1,4 +1,4 @@
-"""Profiles of steps (`train.profile_steps`): spans of driver and ranks on one time axis, as a Chrome trace."""
+"""Profiles of steps (`train.profile_steps`): times of driver and ranks on one time axis, as a Chrome trace."""
 
 from __future__ import annotations
 
@@ -17,28 +17,30 @@ from megarl.tracking.trace import Track, chrome_trace, covered
 from megarl.tracking.tracker import Tracker
 
 Call = Callable[[str, bool], Awaitable[list[Any]]]
-"""Function calling a method on all ranks of a group, with a flag."""
+"""Async function that calls a method on all ranks of a group, with a flag as its argument."""
 
 _SAME_CLOCK_SECONDS = 0.1
-"""Clock offsets below this count as 0. Different machines were not booted within such a short time of each other, so a
-small offset means one machine."""
+"""Clock differences below this number of seconds count as 0.
+
+Different machines do not boot within such a short time of each other, so a small difference means one machine.
+"""
 
 
 class Profiles:
-    """Recorder of steps, writing their traces to profiles/ in the run folder.
+    """Records steps and writes their traces to profiles/ in the run folder.
 
-    Separate engines answer only after receiving the weights on their way. No step waits for this: their spans are
-    fetched and the trace is written in the background.
+    Separate engines answer only after they have received the weights in transfer. No step waits for that: their times
+    are fetched and the trace is written in the background.
     """
 
     def __init__(self, ranks: RunRanks, folder: RunFolder, tracker: Tracker) -> None:
         self._ranks, self._folder, self._tracker = ranks, folder, tracker
         self._writing: asyncio.Task[None] | None = None
-        """Task writing the trace of the newest recorded step."""
+        """Task that writes the trace of the newest recorded step."""
 
     @asynccontextmanager
     async def of_step(self, number: int) -> AsyncIterator[None]:
-        """Record the step run within. A failed step has no trace."""
+        """Context that records a step. A failed step has no trace."""
         # Not awaited here: the engines may be busy receiving weights, and the step must not wait for them.
         offsets_of_engines = asyncio.create_task(self._begin_engines(self._writing))
         try:
@@ -67,14 +69,17 @@ class Profiles:
             await self._writing
 
     async def close(self) -> None:
-        """Cancel a trace not written yet."""
+        """Cancel writing the trace, if it is not written yet."""
         if self._writing is not None:
             self._writing.cancel()
             # Wait for the end of the task: it uses the ranks, closed next.
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _begin_engines(self, earlier: asyncio.Task[None] | None) -> list[float]:
-        """Start recording on separate engines once the `earlier` trace is written. Return `_begin` of their ranks."""
+        """Start recording on separate engines once the `earlier` trace is written.
+
+        Returns the seconds by which the driver's clock is ahead of each rank's.
+        """
         if not self._ranks.is_separate:
             return []
         if earlier is not None:
@@ -92,8 +97,8 @@ class Profiles:
     ) -> None:
         """Write the trace of a step.
 
-        `own`: spans of the driver. `spans` and `offsets`: of the trainer ranks. `offsets_of_engines`: of the engine
-        ranks. `facts`: values shown with the trace.
+        `own` are time spans of the driver. `spans` and `offsets` (clock differences) belong to the trainer ranks,
+        `offsets_of_engines` to the engine ranks. `facts` are values shown with the trace.
         """
         offsets = offsets + await offsets_of_engines
         if self._ranks.is_separate:
@@ -123,7 +128,7 @@ class Profiles:
 
 
 async def _begin(call: Call) -> list[float]:
-    """Start recording on ranks. Return the seconds by which the driver's clock is ahead of each rank's."""
+    """Start recording on ranks. Returns the seconds by which the driver's clock is ahead of each rank's."""
     # In the first round ranks may still be busy. The round with the shorter answer time bounds the offset better.
     rounds = [await _ask_clocks(call) for _ in range(2)]
     asked, answered, clocks = min(rounds, key=lambda told: told[1] - told[0])
@@ -133,7 +138,7 @@ async def _begin(call: Call) -> list[float]:
 
 
 async def _ask_clocks(call: Call) -> tuple[float, float, list[float]]:
-    """Start recording on ranks. Return the time of the request, the time of the last answer, and each rank's clock."""
+    """Start recording on ranks. Returns the time of the request, the time of the last answer, and each rank's clock."""
     asked = time.monotonic()
     clocks = [clock for clock, _ in await call("__spans__", True)]
     return asked, time.monotonic(), clocks

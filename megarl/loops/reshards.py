@@ -1,4 +1,4 @@
-"""Reshards of a run, with all ranks waiting or in the background of the next step's training."""
+"""Reshards of a run (copies of the trainer's weights to the engines), with all ranks waiting or in the background."""
 
 from __future__ import annotations
 
@@ -44,12 +44,14 @@ METRICS = {
         "distance between the log-probs of an engine with converted weights and the trainer's, where compared",
     ),
 }
-"""Units and meanings by metric name, for `tracking.table`. Metrics of a background reshard are logged with the step it
-ran in."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them.
+
+Metrics of a background reshard are logged with the step in which it ran.
+"""
 
 
 class Reshards:
-    """Copies of the trainer's weights into the engines after a step. `performance` measures the steps."""
+    """Copies the trainer's weights into the engines after a step. `performance` measures the steps."""
 
     def __init__(
         self,
@@ -60,15 +62,15 @@ class Reshards:
         pool: EnginePool,
         performance: Performance,
     ) -> None:
-        """Create the reshards. `replacements` provides the separate engine replicas restarted after a loss."""
+        """Prepare the reshards. `replacements` restarts separate engine replicas after a loss."""
         self._recipe, self._ranks, self._transfer, self._replacements = recipe, ranks, transfer, replacements
         self._pool, self._performance = pool, performance
         self._sending: asyncio.Task[dict[str, float]] | None = None
         self._reports: Reports = []
-        """Reports returned by the engines about the current reshard."""
+        """Reports of the engines about the current reshard."""
 
     async def run(self, step: int) -> dict[str, float]:
-        """Reshard and wait. Return the slowest rank's seconds and the bytes of all ranks.
+        """Copy the weights and wait. Returns the slowest rank's seconds and the bytes of all ranks, as metrics.
 
         First completes a background reshard and adds its metrics. Requests running in separate engines pause, then
         continue with the new weights. `reshard/probe_gap` is included if the log-probs of converted weights were
@@ -84,11 +86,11 @@ class Reshards:
         return _with_earlier(before, _measured(reports) | pause)
 
     async def begin(self, step: int) -> dict[str, float]:
-        """Start a background reshard if the recipe allows it at this step, else call `run`.
+        """Start a background reshard if the recipe allows it at this step; otherwise reshard and wait.
 
         On return, the trainers have copies of their weights and the engines have paused. All tokens sampled so far are
-        thus counted in this step. The engines have the weights after `finish` at the latest. Returns the measurements
-        of the previous background reshard, or those of `run`.
+        thus counted in this step. The engines have the weights after `finish` at the latest. Returns the metrics of the
+        previous background reshard, or those of `run`.
         """
         before = await self.finish()
         # A restarted replica joins through a new cross-world process group. The trainers must help create it, so this
@@ -105,7 +107,9 @@ class Reshards:
         return before
 
     async def finish(self) -> dict[str, float]:
-        """Wait until the engines have received the weights under way. Return their measurements, {} without any."""
+        """Wait until the engines have received the weights of a background reshard. Returns its metrics; empty if there
+        is none.
+        """
         if self._sending is None:
             return {}
         began = time.monotonic()
@@ -120,18 +124,18 @@ class Reshards:
         )
 
     async def close(self) -> None:
-        """Cancel the reshard under way."""
+        """Cancel the reshard in progress."""
         if self._sending is not None:
             self._sending.cancel()
             await asyncio.gather(self._sending, return_exceptions=True)
 
     def _is_verified(self, step: int) -> bool:
-        """Return whether the reshard of this step is verified (weights.verify_every)."""
+        """Return whether the weights are compared after this step's reshard (weights.verify_every)."""
         every = self._recipe.weights.verify_every
         return every > 0 and step % every == 0
 
     async def _run_separate(self, step: int) -> tuple[Reports, dict[str, float]]:
-        """Pause separate engines and reshard. Return each rank's report and the engines' metrics.
+        """Pause separate engines and reshard. Returns each rank's report and the engines' metrics.
 
         Restarted replicas join first and sample from then on.
         """
@@ -146,7 +150,7 @@ class Reshards:
         return reports, self._settled(began)
 
     async def _send(self, step: int, copied: asyncio.Future[None]) -> dict[str, float]:
-        """Reshard from copies of the trainers' weights. Return the measurements.
+        """Reshard from copies of the trainers' weights, and return the metrics.
 
         Sets `copied` when the trainers have the copies and the engines have paused.
         """
@@ -184,7 +188,7 @@ class Reshards:
         return metrics | {"time/reshard_hidden_seconds": self._ranks.trainers.seconds_in_calls - worked_before}
 
     def _settled(self, began: float) -> dict[str, float]:
-        """Register the engines with new weights for sampling after the pool's release. Return their metrics."""
+        """Let the engines that have the new weights sample again, and return the metrics of the pause."""
         self._pool.set_live_replicas(self._leaders)
         return {
             "perf/engine_pause_seconds": time.monotonic() - began,
@@ -194,7 +198,7 @@ class Reshards:
 
     @property
     def _leaders(self) -> set[int]:
-        """First ranks of the separate engine replicas alive now."""
+        """First ranks of the separate engine replicas that are alive now."""
         return {group.part.first_rank for group in self._ranks.replicas}
 
 
@@ -209,7 +213,7 @@ def _measured(reports: Reports) -> dict[str, float]:
 
 
 def _with_earlier(earlier: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the summed metrics of two reshards ending in one step. `rollout/replicas` is that of the later one."""
+    """Return the sums of the metrics of two reshards that ended in one step. `rollout/replicas` is the later one's."""
     # Counter.update adds values, dict.update would replace them.
     total = Counter(earlier)
     total.update(metrics)

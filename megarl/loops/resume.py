@@ -1,4 +1,4 @@
-"""Resumption: find the newest good checkpoint for this model and this data.
+"""Resuming a run: find the newest valid checkpoint of the same model and the same data.
 
 Everything is read and checked before the run folder is changed.
 """
@@ -30,14 +30,14 @@ Resume = Literal["if-any", "must"]
 """"must": a checkpoint is required. "if-any": without a checkpoint the run starts from the beginning."""
 
 _PASSING_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
-"""Fields of config.json not identifying a model. They change with the path or the version of transformers."""
+"""Fields of config.json that do not identify a model. They change with the path or the version of transformers."""
 
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """Identities of a run's models and data, by recipe field: sha256 of config.json and of each data file.
+    """What identifies a run's models and data, by recipe field: sha256 of config.json and of each data file.
 
-    `template` is the sha256 of the chat template's text. `kept` is the result of `preflight.count_records`.
+    `template` is the sha256 of the chat template's text. `kept` says how many records were dropped as too long.
     """
 
     models: Mapping[str, str]
@@ -47,7 +47,7 @@ class Inputs:
 
     @classmethod
     def read(cls, recipe: Recipe, kept: Kept | None = None) -> Self:
-        """Hash the files named by the recipe.
+        """Hash the files that the recipe names.
 
         Raises DataError for a broken config.json, ConfigError for a missing chat template file, StorageError for
         unreadable files.
@@ -75,7 +75,7 @@ class Inputs:
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """Starting point of a run: a checkpoint, or None for the beginning.
+    """Where a run starts: at a checkpoint, or (None) from the beginning.
 
     `unlogged` are the metrics of the checkpoint's step if a signal interrupted its evaluation.
     """
@@ -86,13 +86,13 @@ class Origin:
 
 
 def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: Kept | None = None) -> Origin:
-    """Find the checkpoint to resume from, then begin the attempt in the run folder.
+    """Find the checkpoint to resume from, then register a new attempt of the run in its folder.
 
-    `kept` is the result of `preflight.count_records`.
+    `kept` says how many records were dropped as too long.
 
     Raises ConfigError for another model or chat template. Raises DataError for a checkpoint of another schema, changed
-    training data, or another set of dropped records. Raises DataError too if all checkpoints are damaged. Raises
-    StorageError for failed reads or writes. The folder is unchanged after an error.
+    training data, another set of dropped records, or if all checkpoints are damaged. Raises StorageError for failed
+    reads or writes. The folder is unchanged after an error.
     """
     console = Console(highlight=False, soft_wrap=True, markup=False)
     inputs = Inputs.read(recipe, kept)
@@ -159,7 +159,7 @@ def _refuse_other_template(earlier: Mapping[str, Any], recipe: Recipe, inputs: I
 def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
     """Raise ConfigError if the way to draw prompts changed.
 
-    A run with groups continuing over steps draws single prompts, another run draws batches. Positions in the data
+    A run whose groups continue over several steps draws single prompts; other runs draw batches. Positions in the data
     cannot be converted.
     """
     names = ("stragglers", "placement", "max_staleness")
@@ -178,7 +178,7 @@ def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
 
 
 def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> list[str]:
-    """Return warnings about changed validation files. Raise DataError for changed training files."""
+    """Return warnings about changed validation files. Raises DataError for changed training files."""
     before, paths = earlier.get("data", {}), data_paths(recipe)
     changed = {
         field: f"{paths[field]}: {field} is not what the run was trained on: its sha256 is {sha256}, it was "
@@ -197,9 +197,9 @@ def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) ->
 
 
 def _refuse_other_kept(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
-    """Raise DataError if other records are dropped as too long than before.
+    """Raise DataError if not the same records as before are dropped as too long.
 
-    The run's position in the data counts the retained records only, so it would point at other records.
+    The run's position in the data counts only the other records, so it would point at other records than before.
     """
     before = earlier.get("kept", {})
     wrong = [
@@ -215,7 +215,7 @@ def _refuse_other_kept(earlier: Mapping[str, Any], recipe: Recipe, inputs: Input
 
 
 def _model_identity(folder: Path, override: Mapping[str, Any]) -> str:
-    """Return the sha256 of a model's config.json with overrides, without the fields not identifying it."""
+    """Return the sha256 of a model's config.json with overrides, without the fields that do not identify it."""
     config = overridden(read_object(folder / "config.json"), override)
     return canonical_sha256({name: value for name, value in config.items() if name not in _PASSING_FIELDS})
 

@@ -18,7 +18,7 @@ from megarl.types import TrainingSequence
 METRICS = {
     "val/SET/loss": ("nats", "loss of held-out conversations, mean over the assistant's tokens"),
 }
-"""Units and meanings by metric name, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 HeldOut = Mapping[str, Sequence[TrainingSequence]]
 """Conversations of data.validation_conversations, by name of their set."""
