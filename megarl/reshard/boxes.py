@@ -1,4 +1,4 @@
-"""Boxes and pieces: index ranges of Hugging Face tensors, and their places in a local storage.
+"""Boxes and pieces: index ranges of Hugging Face tensors, and where a rank or file stores them.
 
 This module uses integers and names only, no torch. Layouts can be computed, intersected and checked on any machine.
 """
@@ -12,7 +12,7 @@ from math import prod
 
 @dataclass(frozen=True, slots=True, order=True)
 class Box:
-    """A half-open index range of the Hugging Face tensor `name`. Raises ValueError if it is empty."""
+    """A half-open index range of the Hugging Face tensor `name`. Raises ValueError for an empty range."""
 
     name: str
     start: tuple[int, ...]
@@ -35,7 +35,7 @@ class Box:
 
 @dataclass(frozen=True, slots=True, order=True)
 class Piece:
-    """A box and the place of its elements in a local storage.
+    """A box (index range of a Hugging Face tensor) and where its elements are stored.
 
     `storage` names a local parameter or a file. Element (i, j, ...) of the box lies at `offset + i * strides[0] + j *
     strides[1] + ...`. Offset and strides count elements from the parameter's first element.
@@ -48,7 +48,7 @@ class Piece:
 
 
 Layout = tuple[Piece, ...]
-"""All pieces of one rank."""
+"""All pieces (stored index ranges of Hugging Face tensors) of one rank."""
 
 
 def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
@@ -58,5 +58,5 @@ def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def dense_piece(name: str, shape: tuple[int, ...], storage: str, offset: int) -> Piece:
-    """Return the piece of a whole tensor stored contiguously from `offset` on."""
+    """Return the piece for a whole tensor that is stored contiguously from element `offset` on."""
     return Piece(Box(name, (0,) * len(shape), shape), storage, offset, contiguous_strides(shape))

@@ -1,4 +1,6 @@
-"""The cost model of a plan, computed without starting a rank: bytes per link, copies, messages, memory and GPU time."""
+"""Cost of a plan of weight copies, computed without starting a rank: bytes per link, copies, messages, memory, GPU
+time.
+"""
 
 from __future__ import annotations
 
@@ -25,11 +27,11 @@ class Speeds(NamedTuple):
     """The bandwidths of a GPU in bytes per second."""
 
     nvlink: float
-    """NVLink, in each direction."""
+    """NVLink bandwidth in bytes per second, in each direction."""
     infiniband: float
-    """Network, in each direction."""
+    """Network bandwidth in bytes per second, in each direction."""
     memory: float
-    """Device memory, reads plus writes."""
+    """Device memory bandwidth in bytes per second, reads plus writes."""
 
 
 SPEEDS = {
@@ -51,34 +53,35 @@ _Bytes = NDArray[np.int64]
 class Traffic:
     """The bytes that a plan moves, by rank.
 
-    `received` and `sent` are [tier, rank] in the order of TIERS; other arrays are [rank].
+    `received` and `sent` are [tier, rank], where a tier is a kind of link, in the order of TIERS. Other arrays are
+    [rank].
     """
 
     received: _Bytes
     sent: _Bytes
     lower_bound: _Bytes
-    """The least bytes that each rank must receive: the part of its engine shard missing from its trainer shard."""
+    """Minimum bytes that each rank must receive [rank]: the part of its engine shard that its trainer shard lacks."""
     gathered: _Bytes
-    """Bytes received by each rank if full tensors were gathered first. [tier, rank]."""
+    """Bytes that each rank would receive if full tensors were gathered first, [tier, rank]."""
     copies: _Bytes
-    """The number of strided copies on each rank: local copies, packing and unpacking."""
+    """Number of strided copies on each rank [rank]: local copies, packing and unpacking."""
     messages: int
-    """The number of pairs of ranks exchanging data, summed over buckets."""
+    """Number of pairs of ranks that exchange data, summed over the exchanges (buckets)."""
     buckets: int
     staging: _Bytes
-    """The staging memory of each rank: its largest bucket."""
+    """Staging memory of each rank in bytes [rank]: its largest bucket."""
     wire_seconds: float
     """Seconds of all exchanges at NVLink and InfiniBand bandwidth. Each bucket takes as long as its busiest rank."""
     speeds: Speeds
 
     @property
     def ratio(self) -> float:
-        """Return the bytes received from other ranks divided by their lower bound; 1.0 if nothing must be sent."""
+        """Bytes received from other ranks divided by their lower bound; 1.0 if nothing must be sent."""
         least = int(self.lower_bound.sum())
         return int(self.received[1:].sum()) / least if least else 1.0
 
     def summary(self) -> dict[str, Any]:
-        """Return JSON values: means, maxima and sums over the ranks."""
+        """Return the numbers as JSON values: means, maxima and sums over the ranks."""
 
         def over_ranks(values: _Bytes) -> dict[str, float]:
             return {"mean": float(values.mean()), "max": int(values.max())}
@@ -115,10 +118,9 @@ def forecast(
     bucket_bytes: int,
     gpu: str = "h200",
 ) -> dict[str, Any]:
-    """Return the cost of the live reshard, the cost with other rank orders, and the assumed bandwidths, as JSON values.
+    """Predict the cost of copying weights from trainer to engine, also with other rank orders, as JSON values.
 
-    `engine_ranks_per_node` is set only for separate engines on nodes of another size (see `reshard_plan`). `gpu` is a
-    key of SPEEDS.
+    `engine_ranks_per_node` is set only for separate engines on nodes of another size. `gpu` is a key of SPEEDS.
     """
     speeds = SPEEDS[gpu]
     planned = partial(
@@ -150,7 +152,7 @@ def forecast(
 
 
 def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
-    """Return the traffic of a plan over all its ranks. Each kind of tensor is counted once and reused."""
+    """Count the bytes that a plan moves over all its ranks. Tensors of one kind are counted once."""
     num = plan.num_ranks
     received, sent = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64)
     lower_bound, gathered, copies = np.zeros(num, np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
@@ -196,7 +198,7 @@ def reshard_plan(
     itemsize: int,
     bucket_bytes: int,
 ) -> Plan:
-    """Return the plan of the live reshard, from Megatron's to vLLM's layouts, both computed from the model's shape.
+    """Return the plan of the copies from Megatron's to vLLM's layouts, both computed from the model's sizes.
 
     `engine_ranks_per_node` is given if separate engines run on nodes with another number of GPUs.
     """
@@ -211,7 +213,7 @@ def reshard_plan(
 
 
 def _topology(parallel: ParallelConfig, ranks_per_node: int, engine_ranks_per_node: int | None) -> list[tuple[int]]:
-    """Return the node of each rank."""
+    """Return the node number of each rank."""
     if engine_ranks_per_node is None:
         return [(rank // ranks_per_node,) for rank in range(parallel.num_ranks)]
     trainers = [(rank // ranks_per_node,) for rank in range(parallel.world_size)]
@@ -221,7 +223,7 @@ def _topology(parallel: ParallelConfig, ranks_per_node: int, engine_ranks_per_no
 
 
 def align(model: ModelShape, parallel: ParallelConfig, *, ranks_per_node: int) -> ParallelConfig:
-    """Return the layout with the rank permutation needing the fewest sent bytes.
+    """Return the parallel sizes with the permutation of trainer ranks for which a reshard sends the fewest bytes.
 
     Returns `parallel` itself for separate engines and where no permutation exists.
     """
@@ -265,7 +267,7 @@ def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[s
 
 
 def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tuple[int, int]]:
-    """Return the identity, then permutations giving the ranks of one engine neighbouring trainer coordinates."""
+    """Return the identity, then permutations that give the ranks of one engine neighbouring places in the trainer."""
     found = [(1, 1)]
     for size in sorted({parallel.tp, parallel.etp * parallel.ep if model.num_experts else parallel.tp}):
         small, large = sorted((size, parallel.rollout_tp))
@@ -275,7 +277,7 @@ def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tupl
 
 
 class _Turn(NamedTuple):
-    """The elements and copies of one tensor for one choice among its replicas: [tier, rank] or [rank].
+    """Elements and copies for one tensor, for one choice among ranks with equal copies of it: [tier, rank] or [rank].
 
     `pairs` encodes each remote (source, destination) pair as `source * num_ranks + destination`.
     """
@@ -287,7 +289,7 @@ class _Turn(NamedTuple):
 
 
 def _turn(plan: Plan, overlap: Overlap, turn: int, num_slices: int) -> _Turn:
-    """Return the numbers of elements sent and received, and of copies made, by each rank to reshard one tensor."""
+    """Count the elements that each rank sends and receives, and the copies it makes, to reshard one tensor."""
     num = plan.num_ranks
     received, sent, copies = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
     pairs = []
@@ -306,7 +308,7 @@ def _turn(plan: Plan, overlap: Overlap, turn: int, num_slices: int) -> _Turn:
 
 
 def _lower_bound(plan: Plan, overlap: Overlap) -> _Bytes:
-    """Return the elements [ranks] that each rank needs and does not hold itself."""
+    """Return, for each rank, the number of elements that it needs and does not have itself: [ranks]."""
     missing = np.zeros(plan.num_ranks, np.int64)
     for route in overlap.routes:
         takers = np.asarray(route.takers)
@@ -315,7 +317,7 @@ def _lower_bound(plan: Plan, overlap: Overlap) -> _Bytes:
 
 
 def _gathered(plan: Plan, overlap: Overlap) -> _Bytes:
-    """Return the elements [tier, rank] received if every rank gathered the full tensor."""
+    """Return the number of elements that each rank would receive if it gathered the full tensor: [tier, rank]."""
     gathered = np.zeros((3, plan.num_ranks), np.int64)
     for numel, holders in overlap.cells:
         ranks = np.asarray(holders)
@@ -334,5 +336,5 @@ def _count_distinct(codes: list[NDArray[np.int64]], num_ranks: int) -> int:
 
 
 def _wire_seconds(by_link: NDArray[Any], speeds: Speeds) -> float:
-    """Return the seconds of the busiest rank, NVLink and InfiniBand in parallel; `by_link` is bytes [tier, rank]."""
+    """Return the seconds of the busiest rank, with NVLink and network in parallel. `by_link` is bytes [tier, rank]."""
     return float(max(by_link[1].max() / speeds.nvlink, by_link[2].max() / speeds.infiniband))

@@ -1,4 +1,4 @@
-"""The live reshard: a copy of the trainer's parameters into the engine's, planned once and executed at every step.
+"""Live reshard: copies the trainer's parameters into the engine's. It is planned once and executed at every step.
 
 `Reshard` writes an engine's live parameters in place. For modules that quantise, it collects all weights of a module,
 then calls vLLM's own quantiser. `GatheredReshard` passes full tensors to vLLM's own loader. It is used for engines with
@@ -33,13 +33,14 @@ from megarl.reshard.verify import checksum, verify
 from megarl.types import MegarlError
 
 LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
-"""vLLM's loader of full checkpoint tensors: pairs of a name and a tensor."""
+"""Function that loads checkpoint tensors, given as (name, tensor) pairs, into vLLM."""
 
 
 def record(
     model: nn.Module | None, shape: ModelShape, dtype: torch.dtype, group: dist.ProcessGroup | None = None
 ) -> tuple[Layout | None, str]:
-    """Return the recorded layout of this rank's engine and "", or None and the reason why direct writes are impossible.
+    """Record the layout of this rank's engine. Returns it and "", or None and the reason why direct writes are
+    impossible.
 
     A rank without `model` has no engine: its layout is empty. A collective over `group` (default: the world). If one
     rank's engine cannot be written in place, no rank writes in place.
@@ -56,7 +57,7 @@ def record(
 
 
 class Reshard:
-    """The plan between two layouts over a group of ranks, bound to this rank's trainer and engine parameters.
+    """Copies the trainer's live parameters into the engine's, by a plan over a group of ranks.
 
     A rank that only trains has no `engine`; a rank that only samples has no `parameters`. Without `group`, the world is
     used. `sources` and `destinations` are the computed layouts of all ranks. `recorded` is the recorded layout of this
@@ -85,7 +86,7 @@ class Reshard:
         wanted = destinations if self.is_computed and destinations is not None else gathered(recorded, group)
         modules = quantised_modules(engine)
         self.quantises = any(gathered(bool(modules), group))
-        """Whether some rank's engine converts arriving weights to FP8."""
+        """Whether some rank's engine converts the weights it receives to FP8."""
         plan = make_plan(
             sources,
             wanted,
@@ -125,7 +126,7 @@ class Reshard:
 
     @torch.no_grad()
     def run(self) -> dict[str, float]:
-        """Move all weights, in lockstep with the other ranks. Returns seconds and bytes by stage."""
+        """Copy all weights, together with the other ranks. Returns seconds and bytes by stage."""
         if self._engine is not None:
             zero_padding(self._engine)
         with self._room.opened(QuantisedModule.write):
@@ -146,7 +147,7 @@ class Reshard:
     def _compare(self, taken: dict[Transfer, Tensor], differing: list[str]) -> None:
         """Send all weights again without writing live parameters of quantised modules.
 
-        `taken` receives the checksums at this rank, `differing` the names of differing live parameters.
+        Fills `taken` with the checksums at this rank, and `differing` with the names of differing live parameters.
         """
         _, _, destinations = self._bound
         waiting: dict[str, list[Transfer]] = defaultdict(list)
@@ -175,9 +176,10 @@ class Reshard:
 
     @torch.no_grad()
     def self_test(self) -> dict[str, float]:
-        """Fill the engine's parameters with NaN, reshard, compare. Raises MegarlError naming the first difference.
+        """Fill the engine's parameters with NaN, copy all weights, and compare. Raises MegarlError naming the first
+        difference.
 
-        Returns the reshard's seconds and bytes, and the comparison's `verify_seconds`.
+        Returns the seconds and bytes of the copies, and the comparison's `verify_seconds`.
         """
         for parameter in self._live.values():
             spoil(parameter)
@@ -196,7 +198,7 @@ class Reshard:
 
 
 class GatheredReshard:
-    """A reshard through full tensors and vLLM's loader `load`, for engines that convert their weights.
+    """Passes full tensors to vLLM's loader `load`, for engines that convert their weights.
 
     Converted weights have no bytes to compare: `reshard.probe` compares log-probs instead. A rank without `load` has no
     engine and only sends. `sources` are the layouts of all ranks; ranks from `first_engine` on have engines. Memory in
@@ -237,7 +239,7 @@ class GatheredReshard:
 
     @torch.no_grad()
     def run(self) -> dict[str, float]:
-        """Load all weights, in lockstep with the other ranks. Returns seconds and bytes by stage."""
+        """Send and load all weights, together with the other ranks. Returns seconds and bytes by stage."""
         report: dict[str, float] = {}
         if self._load is not None:
             self._load(self._gathered(report))
@@ -247,7 +249,7 @@ class GatheredReshard:
         return report
 
     def self_test(self) -> dict[str, float]:
-        """Load all weights once. Returns the reshard's seconds and bytes."""
+        """Send and load all weights once. Returns seconds and bytes by stage."""
         return self.run()
 
     def _gathered(self, report: dict[str, float]) -> Iterator[tuple[str, Tensor]]:

@@ -1,6 +1,7 @@
-"""The overlap of sources and destinations: all copies of one kind of tensor, before source ranks are chosen.
+"""Overlap of source and destination layouts: all copies of one kind of tensor, before source ranks are chosen.
 
-An overlap is computed once for all tensors with equal holdings. The plan then fills in ranks, layers and experts.
+An overlap is computed once for all tensors that the same ranks store in the same way. The plan then fills in ranks,
+layers and experts.
 """
 
 from __future__ import annotations
@@ -17,7 +18,9 @@ from megarl.reshard.world import Holding, StorageSlot
 
 
 class CopyTemplate(NamedTuple):
-    """A copy of `shape` elements from a strided view of one storage slot to a strided view of another."""
+    """A copy of `shape` elements from a strided view of one storage to a strided view of another, without layer and
+    expert numbers.
+    """
 
     shape: tuple[int, ...]
     source: StorageSlot
@@ -29,7 +32,7 @@ class CopyTemplate(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A part of a tensor needed by one destination. Each entry of `sources`, one per kind of holder, has all of it."""
+    """A part of a tensor that one destination needs. Each entry of `sources` contains all of it."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -41,16 +44,16 @@ class Region(NamedTuple):
         return prod(b - a for a, b in zip(self.start, self.stop, strict=True))
 
     def staged(self, num_slices: int) -> int:
-        """Return the elements of the largest of `num_slices` slices along the first dimension."""
+        """Return the elements of the largest slice if the part is cut into `num_slices` along its first dimension."""
         rows = self.stop[0] - self.start[0]
         return self.numel // rows * -(-rows // num_slices)
 
 
 @dataclass(slots=True)
 class Route:
-    """All regions with the same source ranks `holders` and destination ranks `takers`, both ascending.
+    """All parts of a tensor with the same source ranks (`holders`) and destination ranks (`takers`), both ascending.
 
-    A taker receives all these regions from one holder. `made` caches the results of `copy_templates`.
+    A destination rank receives all these parts from one source rank. `made` caches the results of `copy_templates`.
     """
 
     holders: Sequence[int]
@@ -59,7 +62,9 @@ class Route:
     made: dict[tuple[int, ...], list[list[CopyTemplate]]] = field(default_factory=dict)
 
     def copy_templates(self, source: int, num_slices: int) -> list[list[CopyTemplate]]:
-        """Return the copies from rank `source` to any taker, by slice, with series merged."""
+        """Return the copies from rank `source` to any destination rank, by slice. Equal copies at constant steps are
+        merged.
+        """
         # Holders with the same kind of holding need the same copies, so the cache key names kinds instead of ranks.
         kinds = tuple(next(i for i, h in enumerate(r.sources) if source in h.ranks) for r in self.regions)
         key = (num_slices, *kinds)
@@ -73,9 +78,10 @@ class Route:
 
 
 class Overlap:
-    """The routes of one kind of tensor, with `tensor` as its example. Raises ValueError if an element has no source.
+    """All routes from source to destination ranks for one kind of tensor, with `tensor` as its example.
 
-    Sources holding the same part are merged into one with all their ranks. Overlapping parts are split first.
+    Sources with the same part are merged into one with all their ranks. Overlapping parts are split first. Raises
+    ValueError if an element has no source.
     """
 
     def __init__(self, tensor: TensorName, sources: Sequence[Holding], destinations: Sequence[Holding]) -> None:
@@ -96,14 +102,14 @@ class Overlap:
                 raise ValueError(f"no source holds all of {tensor.name} from {wanted.start} to {wanted.stop}")
         self.routes = tuple(routes.values())
         self.cells = tuple((prod(b - a for a, b in zip(*c[:2], strict=True)), c[3]) for c in cells)
-        """The number of elements and the holders of each disjoint part of the tensor."""
+        """For each disjoint part of the tensor, the number of its elements and its source ranks."""
         self.turns = max((len(route.holders) for route in self.routes), default=1)
-        """The period, in tensors, of the rotating choice among replicas."""
+        """Number of tensors after which the rotating choice among equal source ranks repeats."""
         self.longest = max((r.stop[0] - r.start[0] for route in self.routes for r in route.regions), default=1)
-        """The largest useful number of slices: the rows of the longest region."""
+        """Maximum useful number of slices: the rows of the longest part."""
 
     def roles(self, rank: int) -> tuple[tuple[int, Route], ...]:
-        """Return the routes used by a rank as sender or receiver, with their indices."""
+        """Return the routes in which a rank is sender or receiver, with their indices."""
         return tuple((i, k) for i, k in enumerate(self.routes) if rank in k.takers or rank in k.holders)
 
 
@@ -153,7 +159,7 @@ def _stacked(run: list[CopyTemplate]) -> CopyTemplate:
 
 
 def _copy_template(region: Region, source: Holding) -> CopyTemplate:
-    """Return the copy of a region from one of its sources."""
+    """Return the copy of a tensor's part from one of its sources."""
 
     def offset(holding: Holding) -> int:
         steps = zip(region.start, holding.start, holding.strides, strict=True)
@@ -187,7 +193,7 @@ _Cell = tuple[tuple[int, ...], tuple[int, ...], tuple[Holding, ...]]
 
 
 def _cells(holdings: Sequence[Holding]) -> list[_Cell]:
-    """Return disjoint boxes covering the holdings' union, each with all holdings containing it."""
+    """Return disjoint boxes that cover the stored parts of a tensor, each with all stored parts that contain it."""
     corners = [corner for holding in holdings for corner in (holding.start, holding.stop)]
     # Cutting at every edge of every holding makes each cell lie wholly inside or outside each holding.
     cuts = [sorted(set(edges)) for edges in zip(*corners, strict=True)]

@@ -1,9 +1,9 @@
-"""The plan: which rank copies which elements to which rank, in which order and bucket. Integers and names, no torch.
+"""Plan of a reshard: which rank copies which elements to which rank, in which order and bucket. No torch.
 
 A plan is a function of the source and destination layouts. Each rank computes its own part, consistently with its
-peers. The source of a piece is the rank itself if possible. Otherwise it is a holder on the same node, then one under
-the same switch, then any holder. Takers are spread evenly over equally near holders. This rotation differs from tensor
-to tensor.
+peers. The source of a piece is the rank itself if possible. Otherwise it is a rank on the same node with the piece,
+then one under the same switch, then any. Destinations are spread evenly over equally near sources. This choice rotates
+from tensor to tensor.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from megarl.reshard.overlap import CopyTemplate, Overlap
 from megarl.reshard.world import Layouts, ListedLayouts
 
 RankTopology = Sequence[Sequence[int | str]]
-"""The node of each rank and the switches above it, nearest first. All ranks list the same number."""
+"""For each rank, its node and the network switches above the node, nearest first. All ranks list the same number."""
 
 
 class View(NamedTuple):
-    """A strided view of a storage: element (i, j, ...) is at `offset + i * strides[0] + j * strides[1] + ...`."""
+    """Strided view of a storage: element (i, j, ...) is at `offset + i * strides[0] + j * strides[1] + ...`."""
 
     storage: str
     offset: int
@@ -36,7 +36,7 @@ class View(NamedTuple):
 
 
 class Transfer(NamedTuple):
-    """One copy of `shape` elements of tensor `name`, from a view on one rank to a view on any rank."""
+    """One copy of `shape` elements of tensor `name`, from a view on one rank to a view on the same or another rank."""
 
     source_rank: int
     destination_rank: int
@@ -52,9 +52,10 @@ class Transfer(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class RankBucket:
-    """One rank's part of a bucket. Sends are sorted by receiving rank, receives by sending rank.
+    """One rank's part of a bucket, the copies made in one exchange.
 
-    `is_exchanged` is true if any two ranks exchange data in this bucket. All ranks then take part.
+    Sends are sorted by receiving rank, receives by sending rank. `is_exchanged` is True if any two ranks exchange data
+    in this bucket. All ranks then take part.
     """
 
     local: tuple[Transfer, ...]
@@ -65,7 +66,7 @@ class RankBucket:
 
 @dataclass(frozen=True, slots=True)
 class RankPlan:
-    """The transfers of one rank by bucket. All ranks have the same number of buckets."""
+    """The copies of one rank by bucket (exchange). All ranks have the same number of buckets."""
 
     rank: int
     num_ranks: int
@@ -74,19 +75,19 @@ class RankPlan:
 
     @property
     def staging_numel(self) -> int:
-        """Return the elements of this rank's largest bucket, sends plus receives."""
+        """Number of elements, sent plus received, in this rank's largest bucket."""
         return max((sum(t.numel for t in (*b.sends, *b.receives)) for b in self.buckets), default=0)
 
 
 _Copies = tuple[CopyTemplate, list[tuple[int, int]]]
-"""A copy template and the pairs (source rank, destination rank) using it."""
+"""A copy without rank numbers, and the pairs (source rank, destination rank) that make it."""
 
 NOTHING: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
-"""Empty array, used in place of the staged elements per rank for a tensor sent by no rank."""
+"""Empty array, for a tensor that no rank sends."""
 
 
 class _Loads(NamedTuple):
-    """The elements staged by each rank for each slice of a tensor: int64 [ranks], or `NOTHING`."""
+    """Number of elements that each rank sends and receives for each slice of a tensor: int64 [ranks], or `NOTHING`."""
 
     of_slice: NDArray[np.int64]
     num_slices: int
@@ -94,7 +95,7 @@ class _Loads(NamedTuple):
 
 
 class Step(NamedTuple):
-    """The transfers of one tensor: slice i is in `buckets[i]`; `turn` rotates the choice among replicas."""
+    """The copies of one tensor: slice i is in `buckets[i]`; `turn` rotates the choice among equal source ranks."""
 
     tensor: TensorName
     overlap: Overlap
@@ -103,7 +104,7 @@ class Step(NamedTuple):
 
 
 class Plan:
-    """All transfers from source to destination layouts in execution order, divided into buckets.
+    """All copies from source to destination layouts in execution order, divided into buckets (exchanges).
 
     `make_plan` creates it.
     """
@@ -136,7 +137,9 @@ class Plan:
         return self._near[0]
 
     def for_rank(self, rank: int) -> RankPlan:
-        """Return the part of the plan executed by one rank. Its cost grows with the rank's own pieces only."""
+        """Return the part of the plan that one rank executes. The running time grows with the rank's own pieces
+        only.
+        """
         own: list[tuple[list[Transfer], list[Transfer], list[Transfer]]] = [([], [], []) for _ in self.exchanged]
         copies_of = cache(partial(self._copies, rank))
         for tensor, overlap, turn, buckets in self.steps:
@@ -167,14 +170,14 @@ class Plan:
         return RankPlan(rank, self.num_ranks, self.itemsize, buckets)
 
     def digest(self) -> str:
-        """Return a hash of the plan's inputs and bucket boundaries, for a comparison between ranks."""
+        """Return a hash of the plan's inputs and bucket boundaries, by which ranks compare their plans."""
         digest = hashlib.sha256(repr((self._near.tolist(), self.itemsize, self.bucket_bytes, len(self.steps))).encode())
         digest.update(repr([step.buckets for step in self.steps]).encode())
         digest.update(f"{self.sources!r} -> {self.destinations!r}".encode())
         return digest.hexdigest()
 
     def chosen(self, holders: Sequence[int], takers: Sequence[int], turn: int) -> NDArray[np.int64]:
-        """Return the source rank of each taker: int64 [takers]."""
+        """Return the source rank of each destination rank: int64 [takers]."""
         key = (holders, takers, turn)
         if key not in self._chosen:
             ranks, who = np.asarray(holders), np.asarray(takers)
@@ -192,7 +195,7 @@ class Plan:
         return self._chosen[key]
 
     def _copies(self, rank: int, overlap: Overlap, turn: int, num_slices: int) -> list[list[_Copies]]:
-        """Return a rank's copies of one tensor by slice; empty if the rank takes no part."""
+        """Return a rank's copies of one tensor by slice; empty if the rank has none."""
         slices: list[list[_Copies]] = [[] for _ in range(num_slices)]
         for index, route in overlap.roles(rank):
             takers, chosen = np.asarray(route.takers), self.chosen(route.holders, route.takers, turn + index)
@@ -206,10 +209,10 @@ class Plan:
         return slices if any(slices) else []
 
     def _make_steps(self, limit: int) -> None:
-        """Distribute the tensors over buckets such that no rank stages more than `limit` elements in one.
+        """Distribute the tensors over buckets so that no rank sends plus receives more than `limit` elements in one.
 
-        The first tensor of each group of holders comes first, then each second one, and so on. Thus all ranks send at
-        the same time, instead of one pipeline stage or expert rank after another.
+        The first tensor of each group of source ranks comes first, then each second one, and so on. Thus all ranks send
+        at the same time, instead of one pipeline stage or expert rank after another.
         """
         rounds: dict[tuple[int, str], list[tuple[TensorName, Overlap, _Loads]]] = {}
         overlaps: dict[tuple[int, int], tuple[Overlap, _Loads]] = {}
@@ -245,7 +248,9 @@ class Plan:
                 self.steps.append(Step(tensor, overlap, turn, tuple(own)))
 
     def _fit(self, overlap: Overlap, limit: int) -> _Loads:
-        """Return upper bounds of the elements staged by each rank per slice of a tensor, and the number of slices."""
+        """Return upper bounds of the elements that each rank sends and receives per slice of a tensor, and the number
+        of slices.
+        """
         reach = [self._reach(route.holders, route.takers) for route in overlap.routes]
         if not any(reach) and not self._bounds_local:
             return _Loads(NOTHING, 1, is_exchanged=False)
@@ -265,7 +270,9 @@ class Plan:
             num_slices = min(max(num_slices + 1, -(-2 * largest * num_slices // limit)), overlap.longest)
 
     def _reach(self, holders: Sequence[int], takers: Sequence[int]) -> int:
-        """Return the largest number of takers served by one holder, over all turns; 0 if every taker is a holder."""
+        """Return the largest number of destination ranks of one source rank, over all rotations; 0 if all copies are
+        local.
+        """
         who, source = np.asarray(takers), self.chosen(holders, takers, 0)
         most, is_left = 0, source != who
         # A turn shifts the choices at each distance among holders at this distance. The maxima of all distances may
@@ -278,9 +285,9 @@ class Plan:
 
 
 def _numbered(topology: RankTopology) -> NDArray[np.int64]:
-    """Return group numbers of ranks by link class, nearest first: int64 [classes, ranks].
+    """Return group numbers of ranks by kind of link, nearest first: int64 [link kinds, ranks].
 
-    Two ranks have the same number where a link of this class joins them.
+    Two ranks have the same number if a link of this kind joins them.
     """
     rows = []
     for level in range(len(topology[0]) + 1):

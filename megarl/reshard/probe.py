@@ -1,4 +1,4 @@
-"""The check of a reshard into converted weights: log-probs of a fixed prompt, by the trainer and by the engine.
+"""Check of a reshard into converted weights: trainer and engine compute the log-probs of a fixed prompt.
 
 Engines that convert the checkpoint's weights have no bytes to compare.
 """
@@ -21,9 +21,9 @@ alone gives about 1e-6 (float32) and 1e-2 (bfloat16). Weights of another model g
 
 
 def probe_prompt(vocab_size: int, max_tokens: int) -> NDArray[np.int64]:
-    """Return the prompt: int64 [tokens], `NUM_TOKENS` or `max_tokens`, drawn with a fixed seed.
+    """Return the fixed prompt for checks: int64 [tokens], drawn from the whole vocabulary with a fixed seed.
 
-    It is drawn from the whole vocabulary.
+    Its length is `NUM_TOKENS`, or `max_tokens` if smaller.
     """
     return np.random.default_rng(0).integers(0, vocab_size, min(NUM_TOKENS, max_tokens))
 

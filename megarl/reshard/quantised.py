@@ -1,4 +1,4 @@
-"""A shared buffer for incoming weights of quantised modules: each module waits there until all its pieces arrived."""
+"""Shared buffer for arriving weights of modules that quantise: a module's weights wait there until all have arrived."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from megarl.reshard.layouts.vllm_quantised import QuantisedModule
 from megarl.reshard.plan import Plan
 
 Take = Callable[[QuantisedModule, Mapping[str, Tensor]], None]
-"""Callback for a module and its complete weights by name."""
+"""Function called with a module and its complete weights by name."""
 
 
 class WaitingRoom:
-    """The buffer holding a quantised module's weights from its first piece to its last.
+    """Buffer for the weights of quantising modules, each from the arrival of its first piece to its last.
 
-    `destinations` maps names to these weights. They are views of one buffer; a module owns its place from its first
+    `destinations` maps names to these weights. They are views of one buffer; a module occupies its place from its first
     bucket to its last. The buffer has memory only within `opened`. The buckets follow from the plan and are the same on
     all ranks of an engine, so its ranks quantise together.
     """
@@ -36,9 +36,9 @@ class WaitingRoom:
         device: torch.device,
         collective: Callable[[], AbstractContextManager[None]] = nullcontext,
     ) -> None:
-        """Allocate places for `modules`. `layout` belongs to this rank.
+        """Assign places in the buffer to `modules`. `layout` is this rank's.
 
-        `collective` is entered around each quantisation, because an engine's ranks exchange maxima there.
+        `collective` is a context entered around each quantisation, because an engine's ranks exchange maxima there.
         """
         self._collective = collective
         spans = spans_of({module.name: module.shapes for module in modules}, plan, layout)
@@ -57,7 +57,7 @@ class WaitingRoom:
 
     @contextmanager
     def opened(self, take: Take | None = None) -> Iterator[None]:
-        """Give the buffer memory within the context, and release it at the end.
+        """Context in which the buffer has memory.
 
         `take` is called with each module once its weights are complete.
         """
@@ -72,7 +72,7 @@ class WaitingRoom:
             storage.resize_(0)
 
     def arrived(self, bucket: int) -> None:
-        """Call `take` for each module completed by this bucket. All pieces of the bucket must be in place."""
+        """Call `take` for each module that this bucket completes. All pieces of the bucket must have arrived."""
         assert self._take is not None
         for module in self._due.get(bucket, ()):
             with self._collective():
@@ -80,9 +80,9 @@ class WaitingRoom:
 
 
 def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout) -> dict[str, tuple[int, int]]:
-    """Return the first and the last bucket of each module's pieces in a rank's layout; `modules` map to storage names.
+    """Return the first and the last bucket with pieces of each module, for a rank's layout.
 
-    Raises ValueError for a module without pieces.
+    `modules` maps module names to storage names. Raises ValueError for a module without pieces.
     """
     owners = {name: module for module, names in modules.items() for name in names}
     of_tensor: dict[str, set[str]] = defaultdict(set)
@@ -99,7 +99,7 @@ def spans_of(modules: Mapping[str, Collection[str]], plan: Plan, layout: Layout)
 
 
 def shared_places(spans: Sequence[tuple[int, int, int]]) -> tuple[list[int], int]:
-    """Return the start of each span in one buffer, and the buffer's size.
+    """Return the start of each module's place in one buffer, and the buffer's size.
 
     `spans` lists (first bucket, last bucket, size) of each module. The search is first fit. A place is free again two
     buckets after its last: a bucket is unpacked while the next one is copied.

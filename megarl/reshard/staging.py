@@ -1,4 +1,5 @@
-"""Staging memory of the transport: two slots used by buckets in turn, private or shared on one machine.
+"""Staging memory of a reshard: two slots that exchanges use in turn, private or shared between processes of one
+machine.
 
 An exchange calls `claim` (wait for the slot), packs, calls `depart` (send) and `arrive` (wait for the peers' data),
 unpacks, and calls `release`. An exchange arrives at the latest after the next one departs.
@@ -30,11 +31,11 @@ from megarl.reshard.plan import RankBucket, RankPlan
 Value = TypeVar("Value")
 
 _END_MILLISECONDS = 1000
-"""Time limit between the end of a process's files and the end of the process."""
+"""Milliseconds, after the files of a process were closed, within which the process ends."""
 
 
 class OwnSlots:
-    """Two private slots, each for all elements sent and received by a rank in one bucket."""
+    """Two private slots of staging memory, each for all elements that a rank sends and receives in one exchange."""
 
     def __init__(
         self, plan: RankPlan, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
@@ -45,7 +46,7 @@ class OwnSlots:
         self._travelling: deque[dist.Work] = deque()
 
     def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the slot views of an exchange: elements to send [sent], and each rank's received elements
+        """Return the parts of an exchange's slot: elements to send [sent], and those received from each rank
         [received].
         """
         outgoing, incoming = self._parts(exchange)
@@ -74,7 +75,7 @@ class OwnSlots:
 
 
 class SharedSlots:
-    """Two shared-memory slots for the elements sent by a rank. Its peers map the memory and unpack from there.
+    """Two slots of shared memory for the elements that a rank sends. Other ranks map the memory and unpack from it.
 
     A head page stores three int64 counters: exchanges packed by the rank, exchanges read by it, and 1 after it left.
     """
@@ -112,9 +113,9 @@ class SharedSlots:
         self._nothing = torch.empty(0, dtype=dtype)
 
     def _map(self, files: Sequence[tuple[int, int]]) -> list[mmap.mmap]:
-        """Map the peers' files, each given as process id and file descriptor.
+        """Map the other ranks' shared memory, given as process id and file descriptor.
 
-        `_ended` signals a peer's end from then on.
+        `_ended` signals from then on that a peer's process ended.
         """
         watched: list[int] = []
         weakref.finalize(self, _close_all, watched)
@@ -133,9 +134,10 @@ class SharedSlots:
             raise
 
     def of(self, exchange: int) -> tuple[Tensor, Sequence[Tensor]]:
-        """Return the views of an exchange: elements to send [sent], and each rank's elements for this one [received].
+        """Return the parts of an exchange's slot: elements to send [sent], and those from each rank for this one
+        [received].
 
-        The received elements are views of the peers' memory.
+        The received elements are views of the other ranks' memory.
         """
         messages = [self._nothing] * len(self._slots)
         for rank, numel in enumerate(self._received[exchange]):
@@ -145,7 +147,7 @@ class SharedSlots:
         return self._slots[self._rank][exchange % 2][:sent] if sent else self._nothing, messages
 
     def claim(self, exchange: int) -> None:
-        """Wait until all readers have read the slot's earlier exchange."""
+        """Wait until all other ranks have read the slot's earlier exchange."""
         packed = self._counts[self._rank][0]
         # A later exchange may leave the one before unread: it is in the other slot. The first of a reshard may not,
         # because the last exchange of the reshard before may have used either slot.
@@ -180,7 +182,7 @@ class SharedSlots:
 
 
 def _tell_left(counts: NDArray[np.int64]) -> None:
-    """Mark in the shared counters that this rank left."""
+    """Record in the shared counters that this rank has left."""
     counts[2] = 1
 
 
@@ -211,7 +213,7 @@ def gathered(value: Value, group: dist.ProcessGroup | None = None) -> list[Value
 
 
 def splits(plan: RankPlan, bucket: RankBucket) -> tuple[list[int], list[int]]:
-    """Return the elements sent to and received from each rank."""
+    """Return the number of elements sent to each rank, and received from each rank, in a bucket."""
     sent, received = [0] * plan.num_ranks, [0] * plan.num_ranks
     for t in bucket.sends:
         sent[t.destination_rank] += t.numel

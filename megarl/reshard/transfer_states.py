@@ -10,11 +10,11 @@ from collections.abc import Mapping
 from enum import Enum
 
 MOST_ATTEMPTS = 3
-"""Attempts of one transfer before the run fails."""
+"""Maximum number of attempts at one weight transfer before the run fails."""
 
 
 class State(Enum):
-    """Phase of the ranks' work. The cross-world group connects trainers and engines."""
+    """State of a weight transfer. The cross-world group is the process group that connects trainers and engines."""
 
     DISCONNECTED = "no usable cross-world group"
     IDLE = "connected, no transfer in flight"
@@ -29,7 +29,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """Occurrence on the ranks, or request of the loop."""
+    """What happened on the ranks, or what the training loop requests."""
 
     START = "a transfer is requested; the trainers wait for it"
     START_OVERLAPPING = "a transfer of copies is requested"
@@ -44,7 +44,7 @@ class Event(Enum):
 
 
 class Command(Enum):
-    """Action of the caller after a transition."""
+    """What the caller must do after a change of state."""
 
     NOTHING = "nothing"
     JOIN = "let all ranks create a cross-world group and send the weights"
@@ -99,23 +99,26 @@ TRANSITIONS: Mapping[tuple[State, Event], tuple[State, Command]] = {
     (State.REJOINING, Event.PEER_MISSING): (State.LOST_PEER, Command.NOTHING),
     (State.REJOINING, Event.FAILED): (State.DISCONNECTED, Command.NOTHING),
 }
-"""Next state and command, by state and event. All other pairs are errors of megarl."""
+"""Next state and command for each state and event. Any other pair is an error in megarl."""
 
 
 class TransitionError(RuntimeError):
-    """An event that the table does not permit in the present state."""
+    """Raised for an event that is not allowed in the present state."""
 
 
 class TransferStates:
-    """State of the run's weight transfers, and the number of the current transfer's attempts."""
+    """The state of the run's weight transfers, and the number of attempts at the current one."""
 
     def __init__(self) -> None:
         self.state = State.DISCONNECTED
         self.attempt = 0
-        """Attempts begun in the current transfer. A transfer of copies counts only once it is repeated."""
+        """Number of attempts at the current transfer. An overlapping transfer is counted only once it is repeated."""
 
     def handle(self, event: Event) -> Command:
-        """Take the transition of an event and return its command. Raises TransitionError if the table has none."""
+        """Change the state for an event and return the command for the caller.
+
+        Raises TransitionError for an event that is not allowed in the present state.
+        """
         if (self.state, event) not in TRANSITIONS:
             raise TransitionError(f"a weight transfer in state {self.state.name} cannot handle {event.name}")
         self.state, command = TRANSITIONS[self.state, event]
@@ -126,7 +129,7 @@ class TransferStates:
         return command
 
     def end_attempt(self, *, has_suspect: bool = False) -> Command:
-        """Handle that all remaining ranks have answered, according to the number of attempts.
+        """Handle the end of an attempt, after all remaining ranks have answered. Returns the next command.
 
         `has_suspect`: all replicas are alive, and one that the run can lose left the group first. It is most likely at
         fault and is ended before the last attempt.

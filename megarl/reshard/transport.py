@@ -1,4 +1,4 @@
-"""The transport: executes a rank's part of a plan on live tensors, any number of times.
+"""Transport: executes one rank's part of a reshard's plan on live tensors, any number of times.
 
 For each bucket, remote elements are packed and sent in one exchange. Meanwhile local elements are copied in place and
 the previous bucket is unpacked. CPU ranks on one machine pack into shared memory, and their peers unpack from there.
@@ -25,17 +25,17 @@ from megarl.reshard.plan import RankPlan, Transfer, View
 from megarl.reshard.staging import OwnSlots, SharedSlots, is_one_machine
 
 _SMALL_BYTES = 1 << 20
-"""Copies smaller than this share one launch: on a GPU the launch takes longer than the copy."""
+"""Copies below this number of bytes share one kernel launch: on a GPU the launch takes longer than the copy."""
 _BITS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
 @dataclass(slots=True)
 class _Copies:
-    """Destination views paired with the source views copied into them."""
+    """Pairs of a destination view and the source view that is copied into it."""
 
     tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     small: list[tuple[Tensor, Tensor]] = field(default_factory=list)
-    """Pairs copied together by one launch."""
+    """Pairs copied together by one kernel launch."""
     on_cpu: list[tuple[Tensor, Tensor]] = field(default_factory=list)
 
     def add(self, destination: Tensor, source: Tensor) -> None:
@@ -70,17 +70,17 @@ class _Copies:
 
 @dataclass(slots=True)
 class _Step:
-    """A bucket with all its views."""
+    """One bucket (exchange) of the plan, with all its views of memory."""
 
     local: _Copies
     pack: _Copies
     unpack: _Copies
     exchange: int | None
-    """Its index among the exchanges of a reshard. None if no rank sends anything."""
+    """Index of the bucket among the exchanges of a reshard; None if no rank sends anything."""
 
 
 class Transport:
-    """A rank's plan bound to its storages; `reshard` moves the weights.
+    """One rank's part of a plan, bound to its tensors; `reshard` copies the weights.
 
     `sources` and `destinations` map storage names to contiguous tensors. They are read and written in place and must
     keep their memory. `dtype` is the type of sent elements. It has the plan's item size and is the same on all ranks.
@@ -101,7 +101,7 @@ class Transport:
         shared_memory: bool = True,
         arrived: Callable[[int], None] | None = None,
     ) -> None:
-        """Bind the plan.
+        """Bind the plan to tensors.
 
         `arrived` is called with each bucket, in order, once all its elements for this rank are in place.
         """
@@ -126,11 +126,11 @@ class Transport:
 
     @torch.no_grad()
     def reshard(self) -> dict[str, float]:
-        """Move all weights, in lockstep with the other ranks.
+        """Copy all weights, together with the other ranks.
 
-        Returns the seconds spent packing, waiting for the wire, copying locally and unpacking (`pack_seconds`,
+        Returns the seconds spent packing, waiting for data, copying locally and unpacking (`pack_seconds`,
         `wire_seconds`, `local_seconds`, `unpack_seconds`). Also returns their wall time `total_seconds`, and the bytes
-        `local_bytes`, `sent_bytes` and `received_bytes`. With `arrived`, `quantise_seconds` is the time spent there.
+        `local_bytes`, `sent_bytes` and `received_bytes`. With `arrived`, `quantise_seconds` is the time spent in it.
         """
         clock = _Clock(self._device)
         travelling: _Step | None = None
@@ -155,7 +155,7 @@ class Transport:
         return seconds | self._bytes
 
     def _tell_arrived(self, bucket: int, clock: _Clock) -> None:
-        """Call `arrived` for a bucket and time the call."""
+        """Call `arrived` for a bucket, and measure the time of the call."""
         if self._arrived is not None:
             with clock.stage("quantise"):
                 self._arrived(bucket)
@@ -198,7 +198,7 @@ def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -
 def _bind(
     plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], slots: OwnSlots | SharedSlots
 ) -> Iterator[_Step]:
-    """Yield each bucket with views of its storages and slots."""
+    """Yield each bucket of the plan with views of its tensors and staging memory."""
 
     def source(t: Transfer) -> Tensor:
         return strided_view(_storage(sources, t.source.storage), t.source, t.shape, t.name)

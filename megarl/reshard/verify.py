@@ -122,7 +122,9 @@ def _exchange(
     outgoing: Tensor,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Return the sources' checksums of the copies received by this rank: int64 [receives]."""
+    """Exchange the checksums of sent elements. Returns those for the copies that this rank receives: int64
+    [receives].
+    """
     if plan.num_ranks == 1:
         return outgoing
     counts = [[0] * plan.num_ranks, [0] * plan.num_ranks]
@@ -138,6 +140,6 @@ def _exchange(
 
 
 def _stacked(checksums: Iterable[Tensor], device: torch.device) -> Tensor:
-    """Return checksums as int64 [num_checksums], also for none."""
+    """Return checksums in one tensor, int64 [num_checksums], empty for none."""
     stacked = list(checksums)
     return torch.stack(stacked).to(device) if stacked else torch.zeros(0, dtype=torch.int64, device=device)

@@ -1,7 +1,7 @@
-"""The layouts of all ranks, stored once per kind of tensor instead of once per rank.
+"""Layouts of all ranks, stored once per kind of tensor instead of once per rank.
 
-Tensors of one kind are held alike by the same ranks; only their layer and expert numbers differ. Planning by kind costs
-no more than one rank's own pieces, for any number of ranks.
+Tensors of one kind are stored in the same way by the same ranks; only their layer and expert numbers differ. Planning
+by kind costs no more than one rank's own pieces, for any number of ranks.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from megarl.reshard.boxes import Box, Layout, Piece
 
 
 class StorageSlot(NamedTuple):
-    """The storages of one kind of tensor: a name with `{layer}` and `{expert}`, numbered from the rank's first ones."""
+    """Storages of one kind of tensor: a name with `{layer}` and `{expert}`, counted from the rank's first ones."""
 
     storage: str
     first_layer: int = 0
@@ -25,13 +25,13 @@ class StorageSlot(NamedTuple):
     """Distance in elements from one expert to the next, if the storage stacks experts in one tensor; else 0."""
 
     def of(self, tensor: TensorName) -> tuple[str, int]:
-        """Return the name of a tensor's storage, and the offset added for its expert."""
+        """Return the name of the storage of a tensor, and the element offset of its expert in it."""
         expert = tensor.expert - self.first_expert
         return self.storage.format(layer=tensor.layer - self.first_layer, expert=expert), expert * self.expert_step
 
 
 class Holding(NamedTuple):
-    """Indices `start` to `stop` of a tensor, and the ranks (ascending) storing them, all at the same place."""
+    """A part of a tensor (indices `start` to `stop`), and the ranks that store it, ascending, all at the same place."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -46,19 +46,19 @@ class Holding(NamedTuple):
 
 
 class Layouts(Sequence[Layout]):
-    """The layouts of all ranks: a sequence by rank, made on demand, with the holdings by tensor.
+    """Layouts of all ranks: a sequence by rank, created on demand, and the stored parts of each tensor.
 
     Layouts with an equal `repr` are equal: `Plan.digest` relies on it.
     """
 
     @cached_property
     def tensors(self) -> Sequence[TensorName]:
-        """Return every tensor held by some rank, by layer, template and expert."""
+        """All tensors that some rank stores, sorted by layer, name and expert."""
         raise NotImplementedError
 
     @abstractmethod
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
-        """Return the holdings of a tensor. All tensors of a kind share one object."""
+        """Return the stored parts of a tensor, with their ranks. All tensors of a kind share one object."""
 
     # `Sequence` also declares slices; no caller takes a slice of all ranks' layouts.
     def __getitem__(self, rank: int) -> Layout:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -73,7 +73,7 @@ class Layouts(Sequence[Layout]):
 
 
 class PlacedLayouts(Layouts):
-    """Layouts of consecutive ranks, starting at rank `first` of `num_ranks`. All other ranks hold nothing."""
+    """Layouts of consecutive ranks, starting at rank `first` of `num_ranks`. All other ranks store nothing."""
 
     def __init__(self, layouts: Layouts, first: int, num_ranks: int) -> None:
         assert first + len(layouts) <= num_ranks, f"{len(layouts)} ranks from rank {first} on exceed {num_ranks} ranks"

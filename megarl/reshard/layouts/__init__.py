@@ -1,4 +1,4 @@
-"""Layouts of live parameters: the boxes of Hugging Face tensors held by each rank.
+"""Layouts of live parameters: which index ranges of Hugging Face tensors each rank has.
 
 Trainers: `megatron`, computed from sizes and coordinates. Engines: `vllm`, recorded from vLLM's own loader, and
 `vllm_computed`, computed without a vLLM. Layouts of files are in `megarl.checkpoint`.

@@ -15,7 +15,7 @@ from megarl.reshard.layouts.megatron import MegatronLayouts
 
 @dataclass(frozen=True)
 class AdapterLayouts(MegatronLayouts):
-    """The layouts of all trainer ranks' adapters. `rank` is the LoRA rank."""
+    """The layouts of the LoRA adapters on all trainer ranks. `rank` is the LoRA rank."""
 
     targets: tuple[str, ...] = ()
     rank: int = 0
@@ -30,7 +30,9 @@ class AdapterLayouts(MegatronLayouts):
 
 
 def adapter_layouts(base: MegatronLayouts, targets: tuple[str, ...], rank: int) -> AdapterLayouts:
-    """Return the layouts of the adapters of these targets; `base` is the model's layout, `rank` the LoRA rank."""
+    """Return the layouts of the LoRA adapters of modules `targets`. `base` is the model's layout, `rank` the LoRA
+    rank.
+    """
     return AdapterLayouts(
         base.model, base.parallel, base.padded_vocab_size, base.transformer_engine, targets=targets, rank=rank
     )

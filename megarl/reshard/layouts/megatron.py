@@ -1,4 +1,4 @@
-"""The layouts of Megatron's parameters, computed from the model's shape and the ranks' coordinates.
+"""Layouts of Megatron's parameters, computed from the model's sizes and the ranks' parallel coordinates.
 
 The computation needs neither a collective nor a model, so each rank knows the layouts of all ranks. `check_against`
 compares one of them with a live model.
@@ -30,7 +30,7 @@ def megatron_layouts(
 
 
 def parameter_shapes(layouts: MegatronLayouts, coordinates: Coordinates) -> dict[str, tuple[int, ...]]:
-    """Return the local shapes of a rank's parameters by name, in the order of the model, with vocabulary padding."""
+    """Return the shapes of a rank's local parameters by name, in the order of the model, with vocabulary padding."""
     shapes = {}
     per_rank = layouts.model.num_experts // layouts.parallel.ep
     experts = range(coordinates.ep * per_rank, (coordinates.ep + 1) * per_rank)
@@ -48,12 +48,14 @@ def parameter_shapes(layouts: MegatronLayouts, coordinates: Coordinates) -> dict
 
 
 def chunk_prefix(chunk: int, vpp: int) -> str:
-    """Return the prefix of the parameter names of a model chunk; empty if a stage has one chunk."""
+    """Return the prefix of parameter names in a model chunk (virtual pipeline stage); empty if a stage has one
+    chunk.
+    """
     return f"chunk{chunk}." if vpp > 1 else ""
 
 
 def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, Any]) -> None:
-    """Compare a live model's parameters with `parameter_shapes`. Raises ConfigError naming the first that differs."""
+    """Compare a live model's parameters with the computed shapes. Raises ConfigError naming the first that differs."""
     for name, value in live.items():
         if name not in shapes:
             raise ConfigError(
@@ -73,7 +75,7 @@ def check_against(shapes: Mapping[str, tuple[int, ...]], live: Mapping[str, Any]
 
 
 class ModelChunk(NamedTuple):
-    """Contiguous layers: virtual stage `vp_stage` of pipeline stage `stage`."""
+    """Model chunk: the contiguous layers of virtual stage `vp_stage` on pipeline stage `stage`."""
 
     stage: int
     vp_stage: int
@@ -83,11 +85,11 @@ class ModelChunk(NamedTuple):
 
 @dataclass(frozen=True)
 class MegatronLayouts(Layouts):
-    """The layouts of all trainer ranks.
+    """Layouts of all trainer ranks.
 
-    `padded_vocab_size` is Megatron's (a multiple of tp); padding rows belong to no box. With `transformer_engine`,
-    fused norms and grouped experts have Transformer Engine's names. Names begin with `chunk_prefix`. Raises ConfigError
-    if a size does not divide.
+    `padded_vocab_size` is Megatron's (a multiple of tp); padding rows correspond to no part of a Hugging Face tensor.
+    With `transformer_engine`, fused norms and grouped experts have Transformer Engine's names. Names begin with
+    `chunk_prefix`. Raises ConfigError if a size does not divide.
     """
 
     model: ModelShape
@@ -129,16 +131,18 @@ class MegatronLayouts(Layouts):
         return self._made[key]
 
     def slot(self, rule: Rule, chunk: ModelChunk, ep: int) -> StorageSlot:
-        """Return where a model chunk stores the parameter described by a rule: name, first layer, first expert. `ep` is
-        the expert-parallel coordinate of the storing ranks."""
+        """Return where a model chunk stores a parameter: its name, and the first layer and expert of the chunk.
+
+        `rule` is the family's description of the parameter, `ep` the expert-parallel coordinate.
+        """
         own = rule.transformer_engine if self.transformer_engine and rule.transformer_engine else rule.parameter
         first_expert = ep * (self.model.num_experts // self.parallel.ep) if rule.is_expert else 0
         return StorageSlot(chunk_prefix(chunk.vp_stage, self.parallel.vpp) + own, chunk.first_layer, first_expert)
 
     def cut(self, rule: Rule) -> tuple[int, ...]:
-        """Return the length of a rank's part of each block along the split dimension.
+        """Return the length of a rank's part of a parameter along its split dimension, for each of its fused blocks.
 
-        Raises ConfigError for a remainder.
+        Raises ConfigError if a block cannot be divided evenly.
         """
         lengths = [sum(segment.stop - segment.start for segment in block) for block in rule.blocks]
         # Megatron splits the padded vocabulary. The real rows then end inside the last ranks' parts.
@@ -152,7 +156,7 @@ class MegatronLayouts(Layouts):
         return tuple(length // splits for length in lengths)
 
     def splits(self, rule: Rule) -> int:
-        """Return the number of ranks that share a parameter."""
+        """Return the number of ranks over which a parameter is split."""
         return 1 if rule.dim is None else self.parallel.etp if rule.is_expert else self.parallel.tp
 
     @cached_property
@@ -178,7 +182,7 @@ class MegatronLayouts(Layouts):
         return tuple(ModelChunk(i % pp, i // pp, sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
     def chunk(self, layer: int) -> ModelChunk:
-        """Return the chunk with a layer, numbered from 0."""
+        """Return the model chunk that contains a layer, numbered from 0."""
         return self._chunk_of_layer[layer]
 
     @cached_property
@@ -186,14 +190,14 @@ class MegatronLayouts(Layouts):
         return tuple(chunk for chunk in self.chunks for _ in range(chunk.num_layers))
 
     def chunks_of(self, rule: Rule) -> tuple[ModelChunk, ...]:
-        """Return the chunks containing a parameter that is not part of a layer."""
+        """Return the model chunks that contain a parameter outside the layers, such as an embedding."""
         # A model with tied embeddings has a second copy of them on the last stage, if there are several stages.
         if rule.place == "last_of_several_stages":
             return self.chunks[-1:] if self.parallel.pp > 1 else ()
         return {"first_stage": self.chunks[:1], "last_stage": self.chunks[-1:]}[rule.place]
 
     def _holdings(self, rule: Rule, template: str, chunk: ModelChunk, ep: int) -> Iterator[Holding]:
-        """Yield the holdings of one tensor of a rule."""
+        """Yield the parts of one tensor and the ranks that store them."""
         dim, parts, shape = rule.dim or 0, self.cut(rule), dict(rule.tensors)[template]
         place, strides = self.slot(rule, chunk, ep), contiguous_strides(_local_shape(rule, parts))
         for split in range(self.splits(rule)):

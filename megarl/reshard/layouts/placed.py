@@ -1,4 +1,4 @@
-"""Sources and destinations of the live reshard on all its ranks, with shared or separate trainer and engine ranks."""
+"""Source and destination layouts of the live reshard on all ranks, for shared or separate trainer and engine ranks."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.reshard.world import Layouts, PlacedLayouts
 
 
 class Ends(NamedTuple):
-    """The computed layouts of the trainer and of the engines on all ranks of the reshard, and the first engine rank."""
+    """The computed layouts of trainer and engines on all ranks of a reshard, and the first rank with an engine."""
 
     sources: Layouts
     destinations: Layouts
@@ -22,7 +22,9 @@ class Ends(NamedTuple):
 def reshard_ends(
     model: ModelShape, parallel: ParallelConfig, num_ranks: int, *, transformer_engine: bool = False
 ) -> Ends:
-    """Return both ends over `num_ranks` ranks. With separate engines, only the participating replicas count."""
+    """Return the layouts of trainer and engines over `num_ranks` ranks. With separate engines, only live replicas
+    count.
+    """
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
     trainer = megatron_layouts(model, parallel, padded_vocab_size=padded, transformer_engine=transformer_engine)
     first = parallel.world_size if parallel.is_separate else 0

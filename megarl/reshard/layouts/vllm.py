@@ -1,8 +1,8 @@
-"""The layout of vLLM's live parameters, recorded from vLLM's own loader.
+"""Layout of vLLM's live parameters, recorded from vLLM's own loader.
 
-`load_weights` runs once on meta tensors, and every copy into a live parameter is recorded as a piece. Fused
-projections, replicated KV heads, padding and experts thus need no rules here. A loader that computes instead of copying
-raises an error naming the parameter. For a module that quantises its weights, the layout describes the weights before
+`load_weights` runs once on meta tensors, and every copy into a live parameter is recorded. Fused projections,
+replicated KV heads, padding and experts thus need no rules here. A loader that computes instead of copying raises an
+error naming the parameter. For a module that quantises its weights, the layout describes the weights before
 quantisation (`layouts.vllm_quantised`).
 """
 
@@ -26,11 +26,11 @@ PLAIN_MOE_BACKENDS = ("TRITON", "BATCHED_TRITON", "CPU")
 
 
 class DirectWriteError(MegarlError):
-    """The live parameters are not plain slices of the checkpoint's tensors."""
+    """Raised if an engine's live parameters are not plain slices of the checkpoint's tensors."""
 
 
 def record_layout(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Layout:
-    """Return the pieces of a live vLLM model; `tensors` maps checkpoint names to shapes and dtypes.
+    """Record the layout of a live vLLM model. `tensors` maps checkpoint names to shapes and dtypes.
 
     A piece's storage is the parameter's name in `named_parameters()`. Live values do not change. Raises
     DirectWriteError, with the name, if the loader copies or pads more or fewer elements of a parameter than it has.
@@ -51,7 +51,7 @@ def record_layout(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...],
 
 
 def check_direct_write(model: nn.Module) -> None:
-    """Raise DirectWriteError for a layer that converts its weights after loading."""
+    """Raise DirectWriteError if a layer of the model converts its weights after loading."""
     for name, module in model.named_modules():
         method = type(getattr(module, "quant_method", None)).__name__
         if is_quantised(module):
@@ -80,7 +80,9 @@ def zero_padding(model: nn.Module) -> None:
 
 
 class _Recorder(TorchDispatchMode):
-    """A dispatch mode that records copies from the sources into live parameters, without executing these writes."""
+    """A torch dispatch mode that records copies from checkpoint tensors into live parameters, without executing the
+    writes.
+    """
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -139,7 +141,7 @@ class _Recorder(TorchDispatchMode):
     def check_coverage(self, unfilled: Mapping[str, int]) -> None:
         """Raise DirectWriteError if more or fewer elements of a parameter are written than it has.
 
-        `unfilled` counts the elements that the loader leaves to be zeroed later, by parameter.
+        `unfilled` counts, by parameter, the elements that the loader leaves to be zeroed later.
         """
         copied: dict[str, int] = defaultdict(int)
         for piece in self.pieces:

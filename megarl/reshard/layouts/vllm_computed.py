@@ -1,7 +1,7 @@
-"""The layouts of vLLM's live parameters, computed from the model's shape; `layouts.vllm` records them instead.
+"""Layouts of vLLM's live parameters, computed from the model's sizes; `layouts.vllm` records them instead.
 
-Every rank thus knows the layouts of all engines, and a plan needs no running rank. Another model or another vLLM may
-have a different recorded layout. In this case the recorded layout is used.
+Every rank thus knows the layouts of all engines, and a plan needs no running rank. If a model's recorded layout
+differs, for example with another vLLM, the recorded one is used.
 """
 
 from __future__ import annotations
@@ -22,14 +22,17 @@ from megarl.types import ConfigError
 
 
 class Part(NamedTuple):
-    """One tensor of a stack, and its split over ranks along the stack's split dimension."""
+    """One tensor within a fused parameter, and how it is split over ranks."""
 
     tensor: str
     split: Literal["even", "heads", "vocabulary", "copy"]
 
 
 class Stack(NamedTuple):
-    """A live parameter: parts concatenated along `dim`. With `stacks_experts`, the local experts are stacked too."""
+    """A live (possibly fused) parameter: tensors concatenated along `dim`.
+
+    With `stacks_experts`, the rank's experts are stacked too.
+    """
 
     storage: str
     dim: int
@@ -39,7 +42,7 @@ class Stack(NamedTuple):
 
 @dataclass(frozen=True)
 class VllmLayouts(Layouts):
-    """The layouts of `world_size` ranks, with engines of `tp` contiguous ranks each.
+    """Layouts of `world_size` engine ranks; `tp` contiguous ranks form an engine.
 
     With `ep` (vLLM's `enable_expert_parallel`) a rank has whole experts, distributed in contiguous runs. `holdings`
     raises ConfigError for a size that does not divide.
@@ -68,11 +71,13 @@ class VllmLayouts(Layouts):
         return self._made[key]
 
     def numel_on(self, rank: int) -> int:
-        """Return the elements of a rank's live parameters, padding included."""
+        """Return the number of elements of a rank's live parameters, including padding."""
         return sum(prod(shape) * count for _, shape, count in self.stacks_on(rank))
 
     def stacks_on(self, rank: int) -> Iterator[tuple[Stack, tuple[int, ...], int]]:
-        """Yield a rank's live parameters by kind: the stack, the shape of one (or of one expert), and their number."""
+        """Yield a rank's live parameters by kind: the fused parameter, the shape of one (or of one expert), and their
+        number.
+        """
         part = rank % self.tp
         for stack in self._stacks:
             template = stack.parts[0].tensor
@@ -106,7 +111,7 @@ class VllmLayouts(Layouts):
                 )
 
     def _range(self, stack: Stack, part: Part, rank: int) -> tuple[int, int, int]:
-        """Return start and stop of a rank's part of a tensor, and its length in the parameter, padding included."""
+        """Return start and stop of a rank's part of a tensor, and its length in the parameter, including padding."""
         length, tp = self._shapes[part.tensor][stack.dim], self.tp
         if part.split == "copy" or (stack.stacks_experts and self.ep):
             return 0, length, length
@@ -123,9 +128,9 @@ class VllmLayouts(Layouts):
         return min(rank * stored, length), min((rank + 1) * stored, length), stored
 
     def _owner(self, expert: int) -> int:
-        """Return the engine rank that holds an expert.
+        """Return the engine rank that has an expert.
 
-        The first `more` ranks have one expert more than the others, as in vLLM.
+        If experts do not divide evenly, the first ranks have one more than the others, as in vLLM.
         """
         each, more = divmod(self.model.num_experts, self.tp)
         return expert // (each + 1) if expert < more * (each + 1) else more + (expert - more * (each + 1)) // each

@@ -1,8 +1,8 @@
-"""vLLM modules with FP8 weights: the parameters they load into, and vLLM's quantisation of these.
+"""vLLM modules with FP8 weights: the parameters that they load into, and vLLM's quantisation of these.
 
-vLLM's online quantisation loads a module's weights in the checkpoint's form, then computes FP8 weights and scales. Both
-sides use vLLM's own code here. The loading parameters are the ones remembered by vLLM for its reload. The quantiser is
-the module's own method, run on a copy of the module. No live tensor is replaced.
+vLLM's online quantisation loads a module's weights in the checkpoint's form, then computes FP8 weights and scales. Here
+vLLM's own code does both. The loading parameters are the ones that vLLM remembers for its reload. The quantiser is the
+module's own method, run on a copy of the module. No live tensor is replaced.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ METHODS = (
     "Fp8PtpcOnlineLinearMethod",
     "Fp8PtpcOnlineMoEMethod",
 )
-"""Methods of vLLM 0.30 with a repeatable quantiser: blocks of 128 x 128, and rows (output channels)."""
+"""Quantisation methods of vLLM 0.30 that give equal results when repeated: by blocks of 128 x 128, and by rows."""
 
 LINEAR_KERNELS = (
     "TritonFp8BlockScaledMMKernel",
@@ -44,20 +44,22 @@ EXPERT_BACKENDS = (
     "BATCHED_DEEPGEMM",
     "CPU",
 )
-"""Expert backends with the same property as `LINEAR_KERNELS`. Others store more than weights and scales: workspaces,
-sort orders, factors of their own. CUTLASS stores strides on the device, outside parameters and buffers; a deep sleep
-would lose them."""
+"""Backends of MoE layers that use weights and scales unchanged, or in an order determined by these alone.
+
+Others store more than weights and scales: workspaces, sort orders, factors of their own. CUTLASS stores strides on the
+device, outside parameters and buffers; a deep sleep would lose them.
+"""
 
 _NAN_BITS = 0x7F
-"""The bits of NaN in e4m3, without the sign bit."""
+"""Bits of NaN in the FP8 format e4m3, without the sign bit."""
 
 
 class UnknownKernelError(MegarlError):
-    """A module whose kernel stores FP8 weights in a layout unknown to megarl."""
+    """Raised for a module whose kernel stores FP8 weights in an order unknown to megarl."""
 
 
 class QuantisedModule:
-    """A module of a live vLLM model with FP8 weights; `name` is its path in the model.
+    """A module of a live vLLM model with FP8 weights. `name` is its path in the model.
 
     Raises UnknownKernelError, naming module and kernel.
     """
@@ -70,16 +72,16 @@ class QuantisedModule:
 
     @property
     def live(self) -> dict[str, Tensor]:
-        """Return the live weights [*shape] and scales [*blocks], by their names in the model."""
+        """The live weights [*shape] and scales [*blocks], by their names in the model."""
         return {f"{self.name}.{key}": parameter for key, parameter in self._live.items()}
 
     @property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shapes of the weights before quantisation, by their names in the model."""
+        """The shapes of the module's weights before quantisation, by their names in the model."""
         return {f"{self.name}.{key}": tuple(parameter.shape) for key, parameter in self._loaded.items()}
 
     def padding(self) -> dict[str, int]:
-        """Return the number of elements of these weights missing from the checkpoint, by name.
+        """Return the number of elements of the module's weights that the checkpoint lacks, by name.
 
         Only experts have any: their sizes are rounded up to whole blocks.
         """
@@ -95,7 +97,7 @@ class QuantisedModule:
 
     @contextmanager
     def loadable(self) -> Iterator[None]:
-        """Give the module its loading parameters, on the meta device, within the context."""
+        """Context in which the module has the parameters that it loads into, on the meta device."""
         live = self._module._parameters
         kept = {key: live[key] for key in _kept(self._module) if key in live}
         # `vars` bypasses `nn.Module.__setattr__`: the whole dictionary is exchanged, and no parameter is registered
@@ -107,8 +109,8 @@ class QuantisedModule:
             vars(self._module)["_parameters"] = live
 
     def quantised(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """Return vLLM's quantised weights [*shape] and scales [*blocks], by the names of `live`. A collective over the
-        engine.
+        """Quantise weights [*shape] with vLLM. Returns FP8 weights and scales by the names of `live`. A collective over
+        the engine.
 
         `weights` are named and shaped by `shapes`; their padding need not be set. Raises MegarlError if a result has
         another layout than the live tensor.
@@ -142,12 +144,12 @@ class QuantisedModule:
         return {name: made[name] for name in self.live}
 
     def write(self, weights: Mapping[str, Tensor]) -> None:
-        """Quantise loaded weights [*shape] into the live tensors, without moving these."""
+        """Quantise loaded weights [*shape] and write the result into the live tensors, which stay in place."""
         for name, made in self.quantised(weights).items():
             _bits(self.live[name]).copy_(_bits(made))
 
     def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of live weights and scales differing in any bit from the quantised `weights` [*shape]."""
+        """Return the names of live weights and scales that differ in any bit from the quantised `weights` [*shape]."""
         made = self.quantised(weights)
         return [name for name, live in self.live.items() if not torch.equal(_bits(live), _bits(made[name]))]
 
@@ -172,7 +174,7 @@ class QuantisedModule:
 
 
 def is_quantised(module: nn.Module) -> bool:
-    """Return whether a module's method quantises loaded weights to FP8."""
+    """Return whether a module's method quantises the weights it loads to FP8."""
     return type(getattr(module, "quant_method", None)).__name__ in METHODS
 
 
@@ -184,7 +186,7 @@ def quantised_modules(model: nn.Module | None) -> list[QuantisedModule]:
 
 @contextmanager
 def all_loadable(modules: Sequence[QuantisedModule]) -> Iterator[None]:
-    """Make all these modules `loadable` within the context."""
+    """Context in which all these modules have the parameters that they load into."""
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(module.loadable())
@@ -192,7 +194,7 @@ def all_loadable(modules: Sequence[QuantisedModule]) -> Iterator[None]:
 
 
 def spoil(parameter: Tensor) -> None:
-    """Fill a live parameter [*shape] with NaN. Integers, having no NaN, get all bits set."""
+    """Fill a live parameter [*shape] with NaN. Integer types have no NaN, so all their bits are set."""
     if parameter.dtype.itemsize == 1:
         _bits(parameter).fill_(_NAN_BITS)
     elif parameter.is_floating_point():
@@ -202,14 +204,14 @@ def spoil(parameter: Tensor) -> None:
 
 
 def is_spoilt(parameter: Tensor) -> bool:
-    """Return whether some element of a parameter [*shape] is NaN; false for integers."""
+    """Return whether some element of a parameter [*shape] is NaN; False for integer types."""
     if parameter.dtype.itemsize == 1:
         return bool(((_bits(parameter) & _NAN_BITS) == _NAN_BITS).any())
     return bool(parameter.is_floating_point() and parameter.isnan().any())
 
 
 def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters created by vLLM for loading, on the meta device, with their own loaders."""
+    """Return the parameters that vLLM created for loading, on the meta device, with their own loaders."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -226,14 +228,14 @@ def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _kept(module: nn.Module) -> set[str]:
-    """Return the parameters of a module that are not quantised. They are written like in any other module."""
+    """Return the names of a module's parameters that are not quantised. They are written as in any other module."""
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
     return {key for key in module._parameters if key in SKIP_TENSORS}
 
 
 def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
-    """Return weights [*shape] as a parameter with the class and the attributes made by vLLM's loader."""
+    """Return weights [*shape] as a parameter with the class and attributes that vLLM's loader gives it."""
     parameter = weights.detach()
     parameter.__class__ = like.__class__
     vars(parameter).update(vars(like))
@@ -241,7 +243,7 @@ def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
 
 
 def _laid_out(method: Any) -> Any:
-    """Return the part of an experts' method after quantising, without the creation of a new kernel."""
+    """Return the part of an MoE method that runs after quantising, without the creation of a new kernel."""
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import convert_to_fp8_moe_kernel_format
     from vllm.model_executor.utils import replace_parameter
 
@@ -265,5 +267,7 @@ def _form(tensor: Tensor) -> tuple[Any, ...]:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    """Return a view [*shape] of a one-byte parameter as uint8: FP8 has no comparison and few fills in torch 2.13."""
+    """Return a view [*shape] of a one-byte parameter as uint8, because torch 2.13 cannot compare FP8 and hardly fill
+    it.
+    """
     return tensor.data.view(torch.uint8) if tensor.dtype.itemsize == 1 else tensor.data
