@@ -1,4 +1,4 @@
-"""Records of a run's samples, written to samples/ in the run folder."""
+"""Records of a run's samples, written to the folder samples/ of the run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class SampleWriter:
-    """Writer of trajectories and token records."""
+    """Writes a run's trajectories and token-by-token records to its folder samples/."""
 
     recipe: Recipe
     tracker: Tracker
@@ -35,14 +35,14 @@ class SampleWriter:
     async def write_step(
         self, step: int, trajectories: Sequence[Trajectory], tokens: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """Write a step's trajectories, if they are due, and its token records `tokens`."""
+        """Write a step's trajectories if they are due, and its token-by-token records `tokens`."""
         if self.is_due(step):
             await self.write(step, [trajectory.record() for trajectory in trajectories], trajectories)
         if tokens:
             self.tracker.token_samples(step, tokens)
 
     async def write(self, step: int, records: Sequence[Mapping[str, Any]], trajectories: Sequence[Trajectory]) -> None:
-        """Write the trajectories' records in a thread.
+        """Write the records of trajectories in a thread.
 
         Thousands of records take seconds, and the driver must answer other calls meanwhile.
         """

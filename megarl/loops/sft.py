@@ -21,11 +21,11 @@ METRICS = {
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 HeldOut = Mapping[str, Sequence[TrainingSequence]]
-"""Conversations of data.validation_conversations, by name of their set."""
+"""Conversations of data.validation_conversations, by the name of their set."""
 
 
 async def train(session: Session) -> None:
-    """Train for the remaining steps.
+    """Train on the conversations for the remaining steps.
 
     Logs `train/loss` (nats per trained token), `train/entropy`, `train/tokens`, `train/grad_norm`.
     """
@@ -55,7 +55,7 @@ async def train(session: Session) -> None:
 
 
 async def _resume_or_evaluate(session: Session, held_out: HeldOut) -> None:
-    """Repeat an evaluation interrupted before the resume, or evaluate before the first step."""
+    """Evaluate before the first step; after a resume, repeat an interrupted evaluation."""
     step = Step(session.folder.resumed_step, is_trained=True)
     if step.number and session.origin.unlogged is None:
         return

@@ -34,7 +34,7 @@ Data = tuple[Sequence[Problem], dict[str, Sequence[Problem]]]
 
 
 class Screen(Protocol):
-    """Terminal for messages to the user. `Tracker` implements it."""
+    """Protocol of a terminal that shows messages to the user. `Tracker` implements it."""
 
     def tell(self, text: str) -> None:
         """Print a line."""
@@ -45,12 +45,12 @@ class Screen(Protocol):
         ...
 
     def notice_once(self, kind: str, text: str) -> None:
-        """Print the first warning of each kind."""
+        """Print a warning if it is the first of its kind."""
         ...
 
 
 def read_data(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Path) -> dict[str, Data]:
-    """Read the training problems and validation sets of each source, as far as its loop samples them.
+    """Read the training problems and validation sets of each source that the loop samples.
 
     Dropped problems are counted in `dropped`. On-disk records are indexed in `folder`.
     """
@@ -68,7 +68,9 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Pa
 
 
 def read_heldout(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped) -> dict[str, Sequence[Problem]]:
-    """Read a source's validation sets by name, each up to evaluation.max_problems. `dropped` as in `read_data`."""
+    """Read a source's validation sets by name, each up to evaluation.max_problems. Dropped problems are counted in
+    `dropped`.
+    """
     sets = recipe.data.validation.items()
     heldout = {name: read_problems(recipe, tokenizer, path, dropped, is_heldout=True) for name, path in sets}
     return {name: problems[: recipe.evaluation.max_problems] for name, problems in heldout.items()}
@@ -77,7 +79,7 @@ def read_heldout(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped) -> dict
 def start_rewards(
     recipe: Recipe, stack: AsyncExitStack, log_folder: Path, notice: Callable[[str], object]
 ) -> dict[str, RewardPool]:
-    """Start the reward processes of each source, closed with `stack`. Sources with equal settings share them."""
+    """Start the reward processes of each source. `stack` closes them. Sources with equal settings share them."""
     by_settings: list[tuple[WorkerSettings, RewardPool]] = []
     found: dict[str, RewardPool] = {}
     for source in recipe.sources:
@@ -101,7 +103,7 @@ def start_rewards(
 
 
 def start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) -> dict[str, EnvironmentPool]:
-    """Start the environment processes of each source, closed with `stack`. In-driver environments have none."""
+    """Start the environment processes of each source. `stack` closes them. Environments within the driver have none."""
     found: dict[str, EnvironmentPool] = {}
     num_started = 0
     for source in recipe.sources:
@@ -122,7 +124,7 @@ def start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) 
 
 
 def _settings(recipe: Recipe) -> Mapping[str, Any]:
-    """Return the settings of a recipe's environment, sandbox included."""
+    """Return the settings of a recipe's environment, including its sandbox."""
     rollout = recipe.rollout
     return with_sandbox(rollout.environment, rollout.environment_kwargs, recipe.sandbox.model_dump(mode="json"))
 
@@ -139,10 +141,10 @@ async def make_source(
     screen: Screen,
     had_ended: bool = False,
 ) -> Source:
-    """Create a source sampling with these engines. An agent's endpoint is open until `stack` closes.
+    """Create a source that samples with these engines. An agent's endpoint stays open until `stack` closes.
 
-    `screen` gets its settings and the first failure of each kind. `had_ended`: earlier steps showed that its rewards
-    are not verdicts (`rollout.answers`).
+    `screen` shows settings and the first failure of each kind. `had_ended`: earlier steps showed that the source's
+    rewards are not right-or-wrong verdicts.
     """
     recipe = given.recipe
     rollout = recipe.rollout

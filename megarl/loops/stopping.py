@@ -1,6 +1,7 @@
 """Signal handling of a run.
 
-Stop signals (time limit, preemption, Ctrl-C, closed terminal) ask the run to save and stop. SIGQUIT asks for stacks.
+Stop signals (time limit, preemption, Ctrl-C, closed terminal) request the run to save and stop. SIGQUIT requests the
+stacks of all threads.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from pathlib import Path
 from megarl.types import EndedError, StoppedError
 
 _ONE_REQUEST_SECONDS = 2.0
-"""Two signals within this time are one request, except two SIGINT."""
+"""Two stop signals within this number of seconds are one request, except two SIGINT."""
 
 
 def stop_signals() -> list[signal.Signals]:
-    """Return the stop signals, without those ignored at the start of the run (nohup, a script's `&`)."""
+    """Return the stop signals, except those ignored at the start of the run (nohup, a script's `&`)."""
     kept = [number for number in (signal.SIGHUP, signal.SIGINT) if signal.getsignal(number) is not signal.SIG_IGN]
     # Slurm sends SIGUSR1 before the time limit if the job asks for it, and SIGTERM on preemption.
     return [signal.SIGUSR1, signal.SIGTERM, *kept]
 
 
 class StopRequest:
-    """Request to save and stop, with the name of its signal.
+    """Request to save and stop a run, with the name of the signal.
 
-    Before `steps_begin` there is nothing to save, so a signal cancels the listening task. Afterwards the first signal
-    makes the loop save after its step, and a second one cancels the task.
+    Before `steps_begin` there is nothing to save, so a signal cancels the task that handles signals. Afterwards the
+    first signal makes the loop save after its step, and a second one cancels the task.
     """
 
     def __init__(self) -> None:
@@ -42,7 +43,7 @@ class StopRequest:
         return self.by is not None
 
     def ask(self, signal_name: str) -> None:
-        """Ask the run to save and stop, unless it was asked before."""
+        """Request the run to save and stop, if that was not requested before."""
         if self.by is None:
             self.by = signal_name
             self._notice(
@@ -52,14 +53,14 @@ class StopRequest:
             )
 
     def steps_begin(self) -> None:
-        """Mark the begin of the first step. From now on there is progress to save."""
+        """Record the begin of the first step. From now on there is progress to save."""
         self._has_steps = True
 
     @contextmanager
     def heard(self, notice: Callable[[str], object], run_folder: Path) -> Iterator[None]:
-        """Handle stop signals for the calling task within. `notice` prints on the terminal.
+        """Context that handles stop signals for the calling task. `notice` prints on the terminal.
 
-        After the end, stop signals are ignored. Raises StoppedError or EndedError if a signal cancelled the task.
+        After its end, stop signals are ignored. Raises StoppedError or EndedError if a signal cancelled the task.
         """
         loop, task = asyncio.get_running_loop(), asyncio.current_task()
         assert task is not None
@@ -103,7 +104,7 @@ class StopRequest:
 
 @contextmanager
 def stopping_at_once() -> Iterator[None]:
-    """Raise StoppedError on a stop signal within, until a `StopRequest` listens. There is nothing to save yet."""
+    """Context that raises StoppedError on a stop signal, as long as there is nothing to save."""
 
     def leave(number: int, _: object) -> None:
         raise StoppedError(f"{signal.Signals(number).name}: stopped before a step began; start it again with --resume")
@@ -117,7 +118,9 @@ def stopping_at_once() -> Iterator[None]:
 
 
 class StackRequest:
-    """Request for stacks by SIGQUIT. `ask_others`, set once the ranks exist, asks them too."""
+    """Request, by SIGQUIT, for the stacks of all threads. `ask_others`, set once the ranks exist, passes it on to
+    them.
+    """
 
     def __init__(self) -> None:
         self.ask_others: Callable[[], object] = lambda: None
@@ -125,7 +128,7 @@ class StackRequest:
 
 @contextmanager
 def stacks_on_quit(logs_folder: Path) -> Iterator[StackRequest]:
-    """Write the stacks of all the driver's threads to `driver.log` on SIGQUIT within. The run continues."""
+    """Context that writes the stacks of all the driver's threads to `driver.log` on SIGQUIT. The run continues."""
     request = StackRequest()
     path = logs_folder / "driver.log"
 
