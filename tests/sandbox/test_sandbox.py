@@ -139,7 +139,7 @@ def test_a_process_that_outlives_its_run_is_an_error_of_the_sandbox(monkeypatch:
         os.write(pipes[2][1], b"ready")
         theirs.send(b'{"exit_code": 0, "cpu_seconds": 0.1}')
         before = time.process_time()
-        with pytest.raises(SandboxError, match="a process started by it continues"):
+        with pytest.raises(SandboxError, match="a process that it started is still running"):
             run.watch()
         assert time.process_time() - before < 0.1, "it waits, and does not ask again and again"
     finally:
