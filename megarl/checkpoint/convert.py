@@ -57,12 +57,12 @@ SLAB_BYTES = 1 << 26
 TRACKER, RELEASE, COMPANIONS = "latest_checkpointed_iteration.txt", "release", "hf"
 
 Source = FolderReader | CheckpointReader
-"""A reader of weights: pieces and dtypes by Hugging Face tensor, and the storages named by the pieces."""
+"""A reader of weights: for each Hugging Face tensor, its dtype and the pieces (stored index ranges) that make it up."""
 
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """The result of a conversion. `is_verified`: the result was read back and compared."""
+    """Result of a conversion. `is_verified`: the written weights were read back and compared."""
 
     folder: Path
     num_tensors: int
@@ -82,7 +82,8 @@ def to_megatron(
     dtype: torch.dtype | None = None,
     verify: bool = False,
 ) -> Conversion:
-    """Convert a model folder to a `torch_dist` checkpoint, sharded for tp, pp, ep and etp. Any layout can load it.
+    """Convert a model folder to a `torch_dist` checkpoint, sharded for tp, pp, ep and etp. Any parallel sizes can load
+    it.
 
     `out/release` is the checkpoint. `out/hf` has copies of the folder's other files. `out/manifest.json` is written
     last. Raises ConfigError for parallel sizes that do not fit the model and if `out` exists. Raises DataError with the
@@ -119,12 +120,12 @@ def to_hf(
     verify: bool = False,
     override: Mapping[str, Any] | None = None,
 ) -> Conversion:
-    """Convert a `torch_dist` checkpoint of any layout to a model folder.
+    """Convert a `torch_dist` checkpoint, sharded in any way, to a model folder.
 
-    `megatron` is the checkpoint, or a folder searched by `find_checkpoint`. `hf` is a folder with config.json,
-    tokenizer and other files; it may be omitted for a checkpoint made by `to_megatron`. `override` changes fields of
-    config.json (`config.override`). Tensors go to the files of the folder's index, else to files of `shard_bytes`.
-    Raises ConfigError if `out` exists, DataError with the name of a truncated file.
+    `megatron` is the checkpoint, or a folder that contains it (a run or Megatron's own folder). `hf` is a folder with
+    config.json, tokenizer and other files; it may be omitted for a checkpoint made by `to_megatron`. `override` changes
+    fields of config.json. Tensors go to the files that the folder's index names, else to files of `shard_bytes`. Raises
+    ConfigError if `out` exists, DataError with the name of a truncated file.
     """
     started = time.perf_counter()
     checkpoint = find_checkpoint(megatron)
@@ -163,7 +164,10 @@ def to_hf(
 
 @dataclass(frozen=True, slots=True)
 class _Slab:
-    """A contiguous box to fill. Its `pieces` lie in the storage "slab"; `write` is called with the filled tensor."""
+    """A part of a tensor to be filled from the source. `write` is called with the filled part.
+
+    `pieces` place its elements in a contiguous storage called "slab".
+    """
 
     pieces: Sequence[Piece]
     shape: tuple[int, ...]
@@ -172,7 +176,7 @@ class _Slab:
 
 
 def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
-    """Fill the slabs in order. Each is written in the background while the next one is filled."""
+    """Fill the parts in order. Each is written in the background while the next one is filled."""
     with ThreadPoolExecutor(1) as writer:
         writing = None
         for slab in slabs:
@@ -185,7 +189,7 @@ def _stream(source: Source, slabs: Iterable[_Slab]) -> None:
 
 
 def _fill(source: Source, slab: _Slab) -> Tensor:
-    """Return the slab's elements read from the source, in the slab's shape and dtype."""
+    """Read the elements of a part from the source. Returns them in the part's shape and dtype."""
     # Vocabulary padding is covered by no piece, and must be zero.
     is_covered = sum(piece.box.numel for piece in slab.pieces) == prod(slab.shape)
     target = (torch.empty if is_covered else torch.zeros)(slab.shape, dtype=slab.dtype)
@@ -201,7 +205,7 @@ def _fill(source: Source, slab: _Slab) -> Tensor:
 
 
 def _write_chunks(source: Source, chunks: Sequence[StoredShard], manifest: ManifestWriter) -> list[Stored]:
-    """Write chunks to their ranks' files. Returns the place of each chunk."""
+    """Write parts of tensors to the files of their ranks. Returns where each is stored."""
     stored: list[Stored] = []
 
     def write(chunk: StoredShard, tensor: Tensor) -> None:
@@ -226,7 +230,7 @@ def _write_records(
     chunks: Sequence[StoredShard],
     stored: Sequence[Stored],
 ) -> None:
-    """Write the checkpoint's files other than weights: `.metadata`, `common.pt`, `metadata.json`."""
+    """Write the files of a checkpoint that are not weights: `.metadata`, `common.pt`, `metadata.json`."""
     # All extra states are equal, so one stored `[None]` serves every key.
     objects = dict.fromkeys(extra_states(model), _save(manifest, stored[0].file, [None]))
     manifest.append(f"{RELEASE}/{METADATA}", metadata_bytes(list(zip(chunks, stored, strict=True)), objects))
@@ -263,7 +267,7 @@ def _write_files(
 
 
 def _slices(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
-    """Yield the boxes of a tensor from front to back, each at most SLAB_BYTES or one row."""
+    """Yield consecutive parts of a tensor, each at most SLAB_BYTES or one row."""
     rows = max(1, SLAB_BYTES // (dtype.itemsize * prod(shape[1:])))
     for low in range(0, shape[0], rows):
         yield Box(name, (low, *(0,) * (len(shape) - 1)), (min(low + rows, shape[0]), *shape[1:]))
@@ -274,7 +278,7 @@ def _slab(box: Box, dtype: torch.dtype, write: Callable[[Tensor], None]) -> _Sla
 
 
 def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path) -> None:
-    """Read a conversion back: compare hashes of files and bits of tensors. Raises DataError with the first
+    """Read a conversion back and compare hashes of files and bits of tensors. Raises DataError with the first
     difference.
     """
     with ThreadPoolExecutor(1) as reader:
@@ -291,8 +295,10 @@ def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path)
 
 @contextmanager
 def _checked(folder: Path) -> Iterator[None]:
-    """Check a folder's files against its manifest, if it has one, as a context manager. File sizes are checked on
-    entry. Hashes are computed in a thread while the `with` block runs, and compared at its end."""
+    """Context that checks a folder's files against its manifest, if it has one.
+
+    File sizes are checked on entry. Hashes are computed in a thread meanwhile, and compared at the end.
+    """
     expected = check_sizes(folder)
     with ThreadPoolExecutor(1) as reader:
         hashed = reader.submit(check_hashes, folder, expected)
@@ -314,8 +320,8 @@ def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> Paralle
 
 
 def _files_of_index(folder: Path, tensors: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """Return the tensors of each file in a folder's index, in the model's order. None if they are not the model's
-    tensors.
+    """Return the tensors of each file in a folder's index, in the model's order. None: the index is not this
+    model's.
     """
     files = weight_files(folder)
     where = {name: file for file, names in files.items() for name in names}
@@ -340,8 +346,7 @@ def _copy_companions(
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Return the checkpoint in a folder: the folder itself, the one named by Megatron's tracker file, or a run's
-    newest.
+    """Find the checkpoint in a folder: the folder itself, the one named by Megatron's tracker file, or a run's newest.
 
     Raises ConfigError for a run, or its `checkpoints` folder, without checkpoints. Raises DataError for an invalid
     tracker file.

@@ -30,7 +30,7 @@ _MOST_OPEN = 256
 
 
 class ManifestWriter:
-    """A writer of a folder that hashes every byte written."""
+    """Writes files into a folder, and hashes every byte for the folder's manifest."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
@@ -50,8 +50,8 @@ class ManifestWriter:
         return start
 
     def _file(self, name: str) -> IO[bytes]:
-        """Return the open file. It stays open: opening it for each write would be many times slower on a file
-        system.
+        """Return the open file `name`. Files stay open, because opening one for each write would be many times
+        slower.
         """
         if name not in self._open:
             path = self.folder / name
@@ -75,11 +75,11 @@ class ManifestWriter:
 
     @property
     def files(self) -> dict[str, dict[str, Any]]:
-        """Return size and sha256 of each file."""
+        """Size and sha256 of each file written so far."""
         return {name: {"size": size, "sha256": self._hashes[name].hexdigest()} for name, size in self.sizes.items()}
 
     def close(self, layout: Mapping[str, Any]) -> None:
-        """Write the manifest: name, size and hash of each file of the folder."""
+        """Write the manifest: name, size and sha256 of each file in the folder."""
         self.release()
         write_manifest(self.folder, self.files, layout)
 
@@ -94,7 +94,7 @@ class ManifestWriter:
 
 
 class _Stream:
-    """A minimal file object over `ManifestWriter.append`, with the methods used by torch.save."""
+    """File object that writes through `ManifestWriter`, with the methods that torch.save needs."""
 
     def __init__(self, manifest: ManifestWriter, name: str) -> None:
         self._manifest, self._name = manifest, name
@@ -121,8 +121,9 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[ManifestWriter]:
-    """Create a folder that appears only if the block raises nothing. Raises ConfigError if it exists and is not
-    empty.
+    """Context that creates a folder, which appears only if no error is raised.
+
+    Raises ConfigError if the folder exists and is not empty.
     """
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ConfigError(f"{folder}: exists already. Choose another --out, or remove it.")

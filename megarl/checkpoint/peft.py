@@ -19,7 +19,7 @@ from megarl.reshard.layouts.lora import AdapterLayouts
 
 
 def adapter_config(layouts: AdapterLayouts, model: str, *, alpha: float, dropout: float) -> dict[str, Any]:
-    """Return PEFT's adapter_config.json. `model` is the base model's folder."""
+    """Return the contents of PEFT's adapter_config.json. `model` is the base model's folder."""
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",

@@ -39,7 +39,7 @@ SHARD_BYTES = 5_000_000_000
 
 
 class FolderReader:
-    """The tensors of a model folder. Each is a storage under its own name, memory-mapped on demand.
+    """Reader of the tensors in a model folder, each memory-mapped when it is used.
 
     Raises DataError for a truncated file, and for a dtype not accepted for training. Raises DataError for a tensor
     missing, unknown or with a wrong shape. The error names the file or tensor.
@@ -56,14 +56,14 @@ class FolderReader:
         self.dtypes = {name: DTYPES[stored.code] for name, stored in found.items()}
 
     def storage(self, name: str) -> Tensor:
-        """Return a tensor's elements in the stored dtype, flat: [elements]."""
+        """Return all elements of a tensor in the stored dtype: [elements]."""
         path = self._files[name]
         if path not in self._open:
             self._open[path] = safe_open(path, "pt")
         return self._open[path].get_tensor(name).view(-1)
 
     def file_of(self, name: str) -> Path:
-        """Return the path of the file with this tensor."""
+        """Return the path of the file that contains a tensor."""
         return self._files[name]
 
     def release(self) -> None:
@@ -102,9 +102,9 @@ def load(
 
 
 def head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | None = None) -> Tensor:
-    """Return the rows of these tokens in a language model's output head, as stored: [rows, hidden_size].
+    """Read rows (a range of token ids) of a language model's output layer, as stored: [rows, hidden_size].
 
-    `override` as in `load`. Raises DataError for an invalid folder.
+    `override` changes fields of config.json. Raises DataError for an invalid folder.
     """
     model = read_model_shape(folder, override)
     name = EMBEDDING if model.tie_word_embeddings else HEAD
@@ -115,7 +115,7 @@ def head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | 
 
 @torch.no_grad()
 def _is_finite(piece: Piece, parameter: Tensor) -> bool:
-    """Return whether all elements of a piece are finite.
+    """Return whether the elements of a parameter's stored part are all finite.
 
     Only the minimum and maximum are tested, since both are NaN if an element is NaN: one pass without a copy.
     """

@@ -12,14 +12,14 @@ from megarl.families.shape import ModelShape
 from megarl.files.model_folder import read_safetensors_header, weight_files
 
 CODES = ("F64", "F32", "F16", "BF16")
-"""Dtype codes of safetensors files accepted for training."""
+"""Dtype codes in safetensors files that are accepted for training."""
 
 # Faults listed of each kind: a wrong config.json can cause one for every tensor.
 _NAMED = 5
 
 
 class Stored(NamedTuple):
-    """The file of a tensor, and safetensors' code of its dtype."""
+    """The file that stores a tensor, and the tensor's dtype code in safetensors."""
 
     path: Path
     code: str
@@ -33,7 +33,7 @@ class Fault(NamedTuple):
 
 
 def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Stored], list[Fault]]:
-    """Return the model's tensors found in a folder's files, and faults of their names, dtypes and shapes.
+    """Return where the model's tensors are stored in a folder, and faults of their names, dtypes and shapes.
 
     Raises DataError for a folder without safetensors and for a truncated file.
     """
@@ -68,9 +68,9 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
 
 
 def tensor_faults(folder: str | Path, model: ModelShape) -> Iterator[str]:
-    """Yield the faults of a folder's tensors, one a line: the first few of each kind, and the number of others.
+    """Yield the faults of a folder's tensors as lines: the first few of each kind, and the number of others.
 
-    Raises DataError like `stored_tensors`.
+    Raises DataError for a folder without safetensors and for a truncated file.
     """
     by_kind: dict[str, list[str]] = defaultdict(list)
     for fault in stored_tensors(folder, model)[1]:

@@ -42,10 +42,10 @@ METADATA, BACKEND, COMMON = ".metadata", "metadata.json", "common.pt"
 
 @dataclass(frozen=True, slots=True)
 class StoredShard:
-    """A box of a global tensor, stored under each of `keys`.
+    """A part of a global tensor in the checkpoint, stored under each of `keys`.
 
-    `pieces`, in a contiguous storage "slab", cover the box except vocabulary padding. `offset` and `shape` include the
-    leading layer and expert. `rank` is the trainer rank with this box.
+    `pieces` give the Hugging Face elements of the part, except vocabulary padding, in a contiguous storage "slab".
+    `offset` and `shape` include the leading dimensions layer and expert. `rank` is the trainer rank that stores it.
     """
 
     keys: tuple[str, ...]
@@ -69,7 +69,7 @@ class Parameter:
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Return the key in Transformer Engine's spec, and the local spec's key if it differs."""
+        """Key of the parameter with Transformer Engine's layers, and with Megatron's local layers if that differs."""
         rule = self.rule
         name = rule.parameter if rule.is_expert else rule.transformer_engine or rule.parameter
         key = name.replace("{layer}.", "").replace(".local_experts.{expert}.", ".experts.")
@@ -80,14 +80,14 @@ class Parameter:
         return (key,)
 
     def shape(self, padded_vocab: int) -> tuple[int, ...]:
-        """Return the shape of the parameter over all tensor-parallel ranks."""
+        """Return the shape of the whole parameter, not split over tensor-parallel ranks."""
         shape, dim = list(self.rule.tensors[0][1]), self.rule.dim or 0
         shape[dim] = padded_vocab if self.rule.padded else sum(s.stop - s.start for b in self.rule.blocks for s in b)
         return tuple(shape)
 
     def pieces(self, box: Box, storage: str) -> Iterator[Piece]:
-        """Yield the pieces, in Hugging Face's coordinates, of a contiguous storage with `box`, a part of the
-        parameter.
+        """Yield the Hugging Face elements of a part (`box`) of the parameter, with their places in a contiguous
+        storage.
         """
         dim = self.rule.dim or 0
         strides = contiguous_strides(box.shape)
@@ -121,7 +121,7 @@ def parameters(model: ModelShape) -> Iterator[Parameter]:
 def split(
     model: ModelShape, parallel: ParallelConfig, dtypes: Mapping[str, torch.dtype], chunk_bytes: int
 ) -> Iterator[StoredShard]:
-    """Yield the chunks of a layout's ranks. None is larger than `chunk_bytes`, unless it is a single row.
+    """Yield the parts of tensors that each rank stores, none larger than `chunk_bytes` except single rows.
 
     `dtypes` are by Hugging Face tensor. Raises ConfigError if a parallel size does not divide the model. Raises
     DataError if tensors fused into one parameter have different dtypes.
@@ -156,7 +156,7 @@ def split(
 
 
 def _boxes(rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, limit: int) -> Iterator[tuple[int, Box]]:
-    """Yield tensor-parallel ranks with their boxes: equal parts of each block, in slices of at most `limit`
+    """Yield tensor-parallel ranks with their parts: equal parts of each fused block, in slices of at most `limit`
     elements.
     """
     dim, base = rule.dim or 0, 0
@@ -171,7 +171,7 @@ def _boxes(rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, limit: 
 
 
 def extra_states(model: ModelShape) -> Iterator[str]:
-    """Yield the keys of the extra states required by Megatron-Core's linear layers, each stored as `[None]`."""
+    """Yield the keys of the extra states that Megatron-Core's linear layers require, each stored as `[None]`."""
     for parameter in parameters(model):
         module, _, kind = parameter.keys[0].rpartition(".")
         # Linear layers of Megatron-Core 0.16.1 save an extra state with each weight (Transformer Engine: the FP8 state)
@@ -183,7 +183,7 @@ def extra_states(model: ModelShape) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """The place of an item: bytes `start` to `start + length` of a file."""
+    """Place of an item in a checkpoint: bytes `start` to `start + length` of a file."""
 
     file: str
     start: int
@@ -191,7 +191,7 @@ class Stored:
 
 
 def metadata_bytes(chunks: Sequence[tuple[StoredShard, Stored]], objects: Mapping[str, Stored]) -> bytes:
-    """Return the contents of `.metadata`."""
+    """Return the contents of the checkpoint's file `.metadata`: the place of each tensor part and object."""
     tensors: dict[str, Any] = {}
     storage: dict[MetadataIndex, _StorageInfo] = {}
     for chunk, stored in chunks:
@@ -209,7 +209,7 @@ def metadata_bytes(chunks: Sequence[tuple[StoredShard, Stored]], objects: Mappin
 
 
 def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
-    """Return the contents of `common.pt`, read by Megatron-LM's options `--load` and `--use-checkpoint-args`."""
+    """Return the contents of `common.pt`, which Megatron-LM reads with `--load` and `--use-checkpoint-args`."""
     arguments = Namespace(
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,

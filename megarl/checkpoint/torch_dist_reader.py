@@ -1,4 +1,4 @@
-"""A reader of `torch_dist` checkpoints written by any Megatron, without running code from them.
+"""Reader of `torch_dist` checkpoints written by any Megatron. It runs no code from them.
 
 `.metadata` is a pickle. Its unpickler allows a short list of plain records and refuses everything else. Chunks are read
 with `weights_only`.
@@ -44,19 +44,21 @@ _ALLOWED = {
     }.items()
     for name in names.split()
 } | {("torch", "Size"), ("torch.serialization", "_get_layout"), ("pathlib", "PosixPath")}
-"""The classes allowed in a `.metadata` file, in addition to torch's dtypes: plain records without behaviour."""
+"""Classes allowed in a `.metadata` file, in addition to torch's dtypes: plain records without behaviour."""
 
 
 _SECONDS, _BYTES_PER_SECOND = 10, 1_000_000
 _MEMORY = 1 << 30
-"""Limits of reading `.metadata`: seconds (plus 1 for each MB) and bytes of memory (plus 64 for each byte)."""
+"""Limits for reading `.metadata`: seconds (plus 1 for each MB), and bytes of memory (plus 64 for each byte of the
+file).
+"""
 
 
 class CheckpointReader:
-    """A `torch_dist` checkpoint of a given model, in Hugging Face's coordinates.
+    """Reader of a `torch_dist` checkpoint of a given model, by the names of Hugging Face tensors.
 
-    `pieces` and `dtypes` are by Hugging Face tensor. Raises DataError naming the file for anything missing, truncated,
-    or of another model.
+    `pieces` (stored index ranges) and `dtypes` are by Hugging Face tensor. Raises DataError naming the file for
+    anything missing, truncated, or of another model.
     """
 
     def __init__(self, folder: Path, model: ModelShape) -> None:
@@ -75,7 +77,7 @@ class CheckpointReader:
                 raise DataError(f"{folder / METADATA}: the checkpoint does not hold all of {name}. {_AGAIN}")
 
     def storage(self, name: str) -> Tensor:
-        """Return the elements of a chunk named by a piece, memory-mapped: [elements]."""
+        """Return the elements of a stored part of a tensor, memory-mapped: [elements]."""
         place, shape, dtype = self._chunks[name]
         if name not in self._starts:
             self._starts[name] = place.start + self._locate(place, shape, dtype)
@@ -110,7 +112,7 @@ class CheckpointReader:
                 self.dtypes[piece.box.name] = tensor.dtype
 
     def _locate(self, place: Stored, shape: tuple[int, ...], dtype: torch.dtype) -> int:
-        """Return the offset in bytes of a chunk's elements in its stored item. Only the pickle around the elements is
+        """Return the byte offset of a part's elements within its file item. Only the pickle around the elements is
         read.
         """
         path = self.folder / place.file
@@ -134,7 +136,10 @@ _AGAIN = "Copy or convert the checkpoint again."
 
 @dataclass(frozen=True, slots=True)
 class _StoredTensor:
-    """A global tensor of `.metadata`. `chunks` maps leading indices to offset, shape and place of each chunk."""
+    """A global tensor listed in `.metadata`.
+
+    `chunks` maps leading indices (layer, expert) to offset, shape and place of each stored part.
+    """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
@@ -158,7 +163,7 @@ def _check_backend(folder: Path) -> None:
 
 
 class _Unpickler(pickle.Unpickler):
-    """An unpickler for `_ALLOWED` and torch's dtypes only, because other classes can run code."""
+    """Unpickler that allows only listed classes and torch's dtypes, because other classes can run code."""
 
     def find_class(self, module_name: str, global_name: str) -> Any:
         if (module_name, global_name) in _ALLOWED:
@@ -173,8 +178,7 @@ def _loads(content: bytes) -> Metadata:
 
 
 def read_metadata(path: Path) -> Metadata:
-    """Return the contents of a `.metadata` file. Its pickle may contain plain records only. Raises DataError,
-    StorageError.
+    """Read a `.metadata` file. Its pickle may contain plain records only. Raises DataError and StorageError.
 
     A few bytes of pickle can take endless work. So it is first read in a child process with limits of time and memory.
     """
@@ -194,8 +198,8 @@ def read_metadata(path: Path) -> Metadata:
 
 
 def check_harmless(folder: Path) -> None:
-    """Read with `weights_only` everything that Megatron's own loader would unpickle. After that its loader is safe to
-    use.
+    """Check all files that Megatron's loader would unpickle, by reading them with `weights_only`. Then that loader is
+    safe.
 
     Raises DataError naming the file with anything except numbers, texts and tensors. Raises StorageError for an
     unreadable file.
@@ -220,7 +224,7 @@ def check_harmless(folder: Path) -> None:
 
 
 class _Metadata:
-    """The contents of `.metadata`, validated on access."""
+    """Contents of a checkpoint's `.metadata`, validated on access."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / METADATA
@@ -234,7 +238,7 @@ class _Metadata:
             raise DataError(f"{self._path}: cannot be read ({error}). {_AGAIN}") from None
 
     def find(self, parameter: Parameter) -> tuple[str, tuple[int, ...]]:
-        """Return a parameter's key in the checkpoint, and its layer and expert as indices of the stored tensor.
+        """Return the key of a parameter in the checkpoint, and its layer and expert as indices of the stored tensor.
 
         Some checkpoints have the layer in the key instead of an index.
         """
@@ -249,8 +253,9 @@ class _Metadata:
         raise DataError(f"{self._path}: lacks {parameter.keys[0]}. {_AGAIN}")
 
     def tensor(self, key: str, depth: int) -> _StoredTensor:
-        """Return the tensor of a key. Its first `depth` dimensions are leading ones; no chunk spans several of their
-        indices.
+        """Return the tensor stored under a key.
+
+        Its first `depth` dimensions are layer and expert; no stored part spans several of their indices.
         """
         if key not in self._tensors:
             try:
@@ -286,7 +291,7 @@ class _Metadata:
         return _StoredTensor(tuple(record.size), record.properties.dtype, chunks)
 
     def _size(self, path: Path) -> int:
-        """Return a file's size in bytes, cached: a file has thousands of chunks."""
+        """Return a file's size in bytes. It is cached, because a file has thousands of parts."""
         if path.name not in self._sizes:
             if not path.is_file():
                 raise DataError(f"{path}: not found. {_AGAIN}")
