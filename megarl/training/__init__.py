@@ -1,8 +1,8 @@
 """The trainer of one rank: packed rows in, summed gradients and an optimizer step out.
 
-`engine` holds the model and runs Megatron's schedules, `objective` defines the loss, `batch` packs sequences into rows.
-A step's loss is a sum of weight x token loss over the global batch. The weights are part of the data, so a gradient
-does not depend on the split of the batch.
+`training_engine` holds the model and runs Megatron's schedules, `objective` defines the loss, `microbatch` packs
+sequences into rows. A step's loss is a sum of weight x token loss over the global batch. The weights are part of the
+data, so a gradient does not depend on the split of the batch.
 """
 
 from megarl.platform import megatron_on_cpu, transformer_engine

@@ -1,7 +1,8 @@
-"""The trainer's state on disk, in Megatron's `torch_dist` format: written in the background, read with any layout.
+"""The trainer's state on disk, in Megatron's `torch_dist` format: written in the background, readable with any parallel
+sizes.
 
 Planning and finishing a save are collectives, so they run when the driver calls them. Between the two, each rank only
-writes its own copies to its own file, in a thread. Megatron's way is a fork. A fork would hold copies of the rank's
+writes its own copies to its own file, in a thread. Megatron itself forks. A fork would hold copies of the rank's
 sockets, locks and CUDA context. It would also outlive a killed rank and write into its successor's folder.
 """
 
@@ -49,11 +50,11 @@ _FORMAT = {
     "singleton_local_shards": False,
 }
 _OVERHEAD_BYTES = 4096
-"""Upper bound of the bytes spent on one tensor by torch and the manifest, in addition to its elements."""
+"""Upper bound of the bytes that torch and the manifest need for one tensor, in addition to its elements."""
 
 
 class Save:
-    """One checkpoint on its way from this rank's memory to a folder. `num_bytes` is the size of all ranks' files."""
+    """One save of a checkpoint, from this rank's memory to a folder. `num_bytes` is the size of all ranks' files."""
 
     def __init__(self, folder: Path, request: AsyncRequest) -> None:
         self._folder, self._request = folder, request
@@ -69,7 +70,7 @@ class Save:
         self.num_bytes = int(total)
 
     def write(self, *, asynchronous: bool) -> None:
-        """Write this rank's share: in the background, from copies, if `asynchronous`. Raises DiskFullError."""
+        """Write this rank's share; with `asynchronous` in the background, from copies. Raises DiskFullError."""
         # Check the space before the large files are written: a partial checkpoint is useless.
         check_space(self._folder, self.num_bytes)
         self._buckets = [
@@ -132,7 +133,7 @@ class Save:
 
 
 def _own_storage(data: Any) -> Any:
-    """Return a tensor with a storage of its own: torch writes the whole storage of a tensor."""
+    """Return a tensor with memory of its own, because torch saves the whole memory that a tensor is a view of."""
     if not isinstance(data, torch.Tensor) or data.untyped_storage().nbytes() == data.nbytes:
         return data
     return data.clone()
@@ -140,7 +141,7 @@ def _own_storage(data: Any) -> Any:
 
 @contextmanager
 def changed_models_loaded(models: Mapping[str, Model]) -> Iterator[None]:
-    """Load frozen models with changed weights onto the device within the context; the other models stay on the host.
+    """Context in which frozen models with changed weights are on the device; other frozen models stay on the host.
 
     Changed models are part of a save. Tensors on the device are copied before a save continues in the background.
     """
@@ -151,10 +152,10 @@ def changed_models_loaded(models: Mapping[str, Model]) -> Iterator[None]:
 
 
 def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any) -> Save:
-    """Plan the save of the models' states, this rank's random numbers and `driver`'s values. A collective.
+    """Plan a save of the models' states, this rank's random numbers and `driver`'s values. A collective.
 
     Tensor names begin with the name in `models`; an empty name keeps Megatron's names. Frozen models are saved only if
-    their weights changed, within `changed_models_loaded`. `layout` describes the ranks' division of the state in words.
+    their weights changed, within `changed_models_loaded`. `layout` describes in words how ranks divide the state.
     Random numbers are restored only with the same layout. Raises DiskFullError.
     """
     moved = _changed_models(models)
@@ -178,7 +179,8 @@ def stage(folder: Path, models: Mapping[str, Model], layout: str, **driver: Any)
 
 
 def restore(folder: Path, models: Mapping[str, Model], layout: str) -> dict[str, Any]:
-    """Read the states into the models, for any saved layout, and return the driver's values. A collective.
+    """Load a checkpoint's states into the models, whatever its parallel sizes. Returns the driver's values. A
+    collective.
 
     A frozen model with unchanged weights stays as it is. Megatron's loader unpickles: the folder must have passed
     `checkpoint.torch_dist_reader.check_harmless`.
@@ -207,7 +209,7 @@ def _changed_models(models: Mapping[str, Model]) -> list[str]:
 
 
 def _models_to_save(models: Mapping[str, Model], moved: Collection[str]) -> dict[str, Model]:
-    """Return the models with weights differing from their folders: all trained models, and frozen ones that changed."""
+    """Return the models whose weights differ from their folders: all trained models, and frozen ones that changed."""
     return {name: model for name, model in models.items() if isinstance(model, TrainingEngine) or name in moved}
 
 
@@ -289,7 +291,9 @@ def _is_torch(optimizer: Any) -> bool:
 
 
 def _allocate_moments(optimizer: Any) -> None:
-    """Give an optimizer without a step its later state; otherwise Megatron-Core 0.16.1 fails with torch's Adam."""
+    """Allocate the state of an optimizer before its first step, without which Megatron-Core 0.16.1 fails with torch's
+    Adam.
+    """
     if is_hybrid(optimizer):
         allocate_moments(optimizer)
         return

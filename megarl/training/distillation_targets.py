@@ -27,7 +27,7 @@ from megarl.training.microbatch import Microbatch, is_predicted, places_in_row
 
 
 class StoredTargets:
-    """Distillation targets stored by this rank for the next update, by sequence number.
+    """Distillation targets that this rank stores for the next update, by sequence number.
 
     A sequence's targets are uint8 [trained tokens, bytes].
     """
@@ -37,7 +37,7 @@ class StoredTargets:
 
     @property
     def numbers(self) -> list[int]:
-        """Return the numbers of the sequences stored here."""
+        """Numbers of the sequences whose targets are stored here."""
         return list(self._rows)
 
     def keep(self, number: int, rows: NDArray[np.uint8]) -> None:
@@ -55,13 +55,13 @@ class StoredTargets:
 
 @dataclass(frozen=True, slots=True)
 class TargetPositions:
-    """Positions of a padded row predicting a trained token, in row order. All arrays are [positions]."""
+    """Positions in a padded row that predict a trained token, in row order. All arrays are [positions]."""
 
     place: NDArray[np.int64]
     sequence: NDArray[np.int64]
-    """The index of the position's sequence in the row."""
+    """Index of the position's sequence in the row."""
     ordinal: NDArray[np.int64]
-    """The number of earlier trained tokens in its sequence."""
+    """Number of earlier trained tokens in the position's sequence."""
 
     @classmethod
     def of_row(cls, row: TokenBatch, padded: NDArray[np.int64]) -> TargetPositions:
@@ -74,7 +74,9 @@ class TargetPositions:
         return cls(places_in_row(row.lengths, padded)[is_trained] - 1, sequence, ordinal)
 
     def among(self, local: NDArray[np.int64]) -> tuple[TargetPositions, NDArray[np.int64]]:
-        """Return the positions at a rank's places of the row, in the rank's order, and their indices there."""
+        """Return the positions that are on this rank, in its order, and their indices there. `local` are the rank's
+        places in the row.
+        """
         found = np.full(max(local.max(initial=-1), self.place.max(initial=-1)) + 1, -1)
         found[self.place] = np.arange(len(self.place))
         chosen = found[local]
@@ -84,7 +86,7 @@ class TargetPositions:
 
 
 class TargetFetcher:
-    """The policy's side on one rank: it fetches distillation targets and holds the teachers' heads.
+    """Fetches distillation targets for the policy on one rank, and has the teachers' output layers (heads).
 
     A head turns a teacher's hidden states into logits. All arguments are lists by teacher number. `widths` are the
     bytes of a target. `num_local_tokens` counts the rows of this rank's part of the policy's head with tokens known to
@@ -105,10 +107,10 @@ class TargetFetcher:
         self._on_device: list[Tensor | None] = []
 
     def fetch(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> list[list[TeacherTargets]]:
-        """Return the targets of each row by each teacher, in host memory. A collective over the world.
+        """Fetch the targets of each row from each teacher, into host memory. A collective over the world.
 
-        Only the last stage gets any. Only its first tensor rank has their contents; `complete` broadcasts them. The
-        ranks' stored targets are removed.
+        Only the last pipeline stage gets any. Only its first tensor-parallel rank has their contents; `complete`
+        broadcasts them. The targets stored on the ranks are removed.
         """
         is_last = parallel_state.is_pipeline_last_stage(ignore_virtual=True)
         # One tensor rank asks for all: the network carries each target once, and NVLink the copies.
@@ -136,7 +138,7 @@ class TargetFetcher:
         return all_targets if is_last else [[] for _ in rows]
 
     def complete(self, all_targets: Sequence[TeacherTargets]) -> list[TeacherTargets]:
-        """Return a row's targets on the device of every tensor rank, with the teachers' heads.
+        """Return a row's targets on the device of every tensor-parallel rank, with the teachers' heads.
 
         A collective of these ranks.
         """
@@ -151,7 +153,7 @@ class TargetFetcher:
         return completed
 
     def release(self) -> None:
-        """Free the device memory of the heads."""
+        """Free the device memory of the teachers' heads."""
         self._on_device = []
 
     def _stored_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.uint8]:
@@ -165,7 +167,7 @@ def _runs(row: TokenBatch, positions: TargetPositions) -> NDArray[np.int64]:
 
 
 def _own_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[TargetPositions, NDArray[np.int64]]:
-    """Return this rank's positions taught by one teacher, and their indices among its tokens."""
+    """Return the positions on this rank that one teacher teaches, and their indices among the rank's tokens."""
     assert row.target_keys is not None and batch.row.local is not None
     own, indices = TargetPositions.of_row(row, batch.padded).among(batch.row.local.cpu().numpy())
     chosen = row.target_keys[own.sequence, 0] == teacher

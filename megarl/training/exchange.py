@@ -1,4 +1,4 @@
-"""Exchanges of array rows between all ranks: with known counts, or for tokens requested by the receiving rank."""
+"""Exchanges of array rows between all ranks: sent in known numbers, or requested by the receiving rank."""
 
 from __future__ import annotations
 
@@ -12,9 +12,10 @@ from numpy.typing import NDArray
 
 
 def exchange_rows(values: NDArray[Any], num_sent: NDArray[np.int64], num_received: NDArray[np.int64]) -> NDArray[Any]:
-    """Return rows [sum of num_received, ...] from all ranks in order. A collective over the world, from host to host.
+    """Send rows to all ranks, and return those received, in order of the ranks: [sum of num_received, ...].
 
-    `values` [sum of num_sent, ...] are the rows for all ranks, in order.
+    `values` [sum of num_sent, ...] are the rows for all ranks, in order. A collective over the world, from host to
+    host.
     """
     row_bytes = values.itemsize * int(np.prod(values.shape[1:]))
     received = np.empty((int(num_received.sum()), *values.shape[1:]), values.dtype)
@@ -34,11 +35,11 @@ def fetch_values(
     read_values: Callable[[int, int, int, int], NDArray[Any]],
     nothing: NDArray[Any],
 ) -> NDArray[Any]:
-    """Return the values [tokens, ...] of all runs' tokens, in order, from the ranks holding them.
+    """Fetch values of spans of tokens (runs) from the ranks that store them: [tokens, ...], in order.
 
-    A collective over the world. A run is a span of consecutive tokens of a sequence. `runs` [runs, 3] lists its
-    sequence number, first token and end. `holders` [runs] lists the rank holding each. `read_values` returns this
-    rank's values for (rank, number, first, end). `nothing` [0, ...] has the dtype and the trailing shape of the result.
+    A collective over the world. `runs` [runs, 3] lists sequence number, first token and end of each span. `holders`
+    [runs] lists the rank that stores each. `read_values` returns this rank's values for (rank, number, first, end).
+    `nothing` [0, ...] has the dtype and the trailing shape of the result.
     """
     world_size = dist.get_world_size()
     # `exchange_rows` expects rows in rank order.

@@ -25,7 +25,7 @@ _SETTINGS = (
     "pin_cpu_params",
     "overlap_cpu_optimizer_d2h_h2d",
 )
-"""Settings in its parameter groups in addition to Adam's."""
+"""Settings of Megatron's `HybridDeviceOptimizer` in its parameter groups, in addition to Adam's."""
 
 
 def set_host_fraction(settings: OptimizerConfig, fraction: float) -> None:
@@ -46,12 +46,14 @@ def set_host_fraction(settings: OptimizerConfig, fraction: float) -> None:
 
 
 def is_hybrid(optimizer: Any) -> bool:
-    """Return whether one of Megatron's optimizers works on the host, for some or all of its parameters."""
+    """Return whether a Megatron optimizer has some or all of its state in host memory."""
     return isinstance(optimizer.optimizer, HybridDeviceOptimizer)
 
 
 def allocate_moments(optimizer: Any) -> None:
-    """Give an optimizer without a step its later state, all zeros. Its own `dummy_step` would change the weights."""
+    """Allocate the state of an optimizer before its first step, all zeros. Megatron's `dummy_step` would change the
+    weights.
+    """
     inner = optimizer.optimizer
     for part in inner.sub_optimizers:
         for parameter in _parameters(part):
@@ -76,7 +78,7 @@ def set_step(optimizer: Any, step: int) -> None:
 
 
 def without_settings(state: dict[str, Any]) -> dict[str, Any]:
-    """Return a distributed optimizer's state with the groups of an optimizer without host part; classes are removed."""
+    """Return a distributed optimizer's state without the settings that exist only if a part of it is in host memory."""
     inner = state["optimizer"]
     # A checkpoint must not depend on the host fraction: it is read with and without one.
     groups = [

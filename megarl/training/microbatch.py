@@ -1,4 +1,4 @@
-"""Packed rows: the tensors of one microbatch."""
+"""Microbatches: packed rows of sequences, as tensors."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.models.logprobs import Support
 
 @dataclass(frozen=True, slots=True)
 class Microbatch:
-    """One packed row. All tensors are [tokens] except `input_ids` and `labels`, [1, tokens].
+    """A microbatch: one packed row. All tensors are [tokens] except `input_ids` and `labels`, [1, tokens].
 
     Position t of a sequence predicts its token t + 1, so values of this token are stored at t. The last position of a
     sequence and the padding predict nothing: their mask is False and their weight zero.
@@ -32,16 +32,18 @@ class Microbatch:
     row: PackedRow
     mask: Tensor
     per_token: dict[str, Tensor]
-    """Values carried by the sequences: `token_weights`, `advantages`, `old_logprobs`, ..."""
+    """Values of each token by name: `token_weights`, `advantages`, `old_logprobs` and others."""
     lengths: NDArray[np.int64]
     padded: NDArray[np.int64]
-    """[sequences]: `lengths` are the tokens of each sequence of the whole row, `padded` its tokens with padding."""
+    """[sequences]: number of tokens of each sequence of the whole row with padding; `lengths` is the number without."""
     samples: NDArray[np.int64]
-    """[sequences]: the sample containing each segment, in ascending order."""
+    """[sequences]: number of the sample that each segment belongs to, in ascending order."""
     support: Support | None = None
-    """The token sets over which log-probs are renormalised. None: the whole vocabulary everywhere."""
+    """For each token, the set of tokens over which its log-prob is renormalised. None: the whole vocabulary
+    everywhere.
+    """
     temperature: float | Tensor = 1.0
-    """The sampling temperature applied to the log-probs: one for all, or [tokens]."""
+    """Sampling temperature applied to the log-probs: one for all tokens, or [tokens]."""
 
 
 def pack_row(
@@ -98,9 +100,8 @@ def pack_row(
 
 
 def row_tokens(batch: Microbatch, parts: int = 1, part: int = 0) -> RowTokens:
-    """Return part `part` of `parts` of this context-parallel rank's tokens of a row.
-
-    Sequence parallelism splits a row's tokens in this way.
+    """Return part `part` of `parts` of this context-parallel rank's tokens of a row, as sequence parallelism splits
+    them.
     """
     assert batch.row.local is not None
     local = np.split(batch.row.local.cpu().numpy(), parts)[part]
@@ -140,7 +141,10 @@ def is_predicted(cu_seqlens: NDArray[np.int64]) -> NDArray[np.bool_]:
 
 
 def padded_lengths(lengths: Sequence[int] | NDArray[np.int64], *, cp: int, multiple: int) -> NDArray[np.int64]:
-    """Return the padded lengths of a row's sequences; see `pack_row`."""
+    """Return the lengths of a row's sequences with padding.
+
+    With cp > 1 each length is a multiple of 2 * cp. The last one makes the row a multiple of cp * `multiple`.
+    """
     # Zigzag context parallelism cuts each sequence into 2 * cp chunks: rank r gets chunks r and 2 * cp - 1 - r.
     each = 2 * cp if cp > 1 else 1
     padded = -(-np.asarray(lengths, np.int64) // each) * each
@@ -151,7 +155,7 @@ def padded_lengths(lengths: Sequence[int] | NDArray[np.int64], *, cp: int, multi
 
 
 def unpack_row(values: Tensor, lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDArray[np.float32]:
-    """Return per-token values of a whole padded row in the batch's order: float32 [tokens], zero on first tokens."""
+    """Return per-token values of a padded row in the batch's order: float32 [tokens], zero on first tokens."""
     row_values = values.float().cpu().numpy()
     predicted = is_predicted(borders(lengths))
     unpacked = np.zeros(len(predicted), np.float32)
@@ -160,7 +164,7 @@ def unpack_row(values: Tensor, lengths: NDArray[np.int64], padded: NDArray[np.in
 
 
 def whole_row(values: Tensor, row: PackedRow) -> Tensor:
-    """Return the whole row's values on every context-parallel rank, from `values` [tokens, ...] of each rank's part."""
+    """Gather the whole row's values on every context-parallel rank, from `values` [tokens, ...] of each rank's part."""
     group: Any = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return values

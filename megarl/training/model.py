@@ -1,4 +1,4 @@
-"""A model's shard on one rank, and Megatron's schedules over packed rows."""
+"""One rank's shard of a model, and Megatron's schedules over packed rows."""
 
 from __future__ import annotations
 
@@ -35,14 +35,15 @@ from megarl.training.routed_experts import ExpertExchange, OwnTokens, fetch_rout
 
 Policy = TypeVar("Policy", bound=PolicyModel)
 LoadWeights = Callable[[Mapping[str, Tensor]], None]
-"""Function filling a model's parameters, given by name, in place."""
+"""Function that fills a model's parameters, given by name, in place."""
 
 
 class ModelShard:
-    """The chunks of a model on this pipeline stage: one in `chunks`, or `layout.vpp` of them.
+    """One rank's shard of a model: the chunks of this pipeline stage, one or `layout.vpp` of them.
 
     All ranks build it together; the first model also creates Megatron's process groups. Every method is a collective
-    over the trainer's ranks. `load_weights` fills the parameters. With a `replica`, only its first rank receives rows.
+    over the trainer's ranks. `load_weights` fills the parameters. With a `replica` (the ranks of a data-parallel
+    replica), only its first rank receives rows.
     """
 
     def __init__(
@@ -81,9 +82,9 @@ class ModelShard:
                 parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  (a mark of Megatron's)
         load_weights(self.parameters)
         self.expert_exchange: ExpertExchange | None = None
-        """Source of replayed expert choices. None: the model's router chooses."""
+        """Fetches the experts that the engine chose, for router replay. None: the model's own router chooses."""
         self.target_fetcher: TargetFetcher | None = None
-        """Source of distillation targets, if the model learns from distributions."""
+        """Fetches distillation targets, if the model learns from a teacher's distributions."""
 
     def _build(self, index: int) -> PackedModel:
         if self.shape.has_value_head:
@@ -107,12 +108,12 @@ class ModelShard:
 
     @property
     def models(self) -> Sequence[torch.nn.Module]:
-        """Return the modules run by Megatron's schedule: the model chunks, or their wrappers."""
+        """The modules that Megatron's schedule runs: the model chunks, or wrappers around them."""
         return self.chunks
 
     @property
     def parameters(self) -> dict[str, Tensor]:
-        """Return the live parameters [*shape] on this rank, by their names in Megatron's layout."""
+        """The live parameters [*shape] on this rank, by Megatron's names."""
         return {
             chunk_prefix(index, len(self.chunks)) + name: parameter
             for index, chunk in enumerate(self.chunks)
@@ -121,17 +122,17 @@ class ModelShard:
 
     @property
     def reports(self) -> bool:
-        """Return whether this rank holds results of its replica.
+        """Whether this rank returns results of its data-parallel replica.
 
-        These ranks are the last stage's first tensor rank, for each context-parallel part.
+        These ranks are the last stage's first tensor-parallel rank, for each context-parallel part.
         """
         return parallel_state.is_pipeline_last_stage() and parallel_state.get_tensor_model_parallel_rank() == 0
 
     def forward(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """Return log-probs of every token of this replica's rows, or a critic's values before each token.
+        """Compute log-probs of every token of this replica's rows, or a critic's values before each token.
 
-        All ranks of the replica receive `rows`. With `replica`, its first rank does, and the others pass None. Returns
-        a float32 array [tokens of the row] per row on the ranks that report, elsewhere None.
+        All ranks of the replica receive `rows`. With `replica`, only its first rank does, and the others pass None.
+        Returns a float32 array [tokens of the row] per row on the ranks that report, elsewhere None.
         """
         found = self._outputs(rows, 1)
         return None if found is None else [values for [values] in found]
@@ -147,12 +148,14 @@ class ModelShard:
         ]
 
     def _forward_only(self, rows: Sequence[TokenBatch], of_row: Callable[..., Any]) -> list[Any]:
-        """Run the rows through the model in evaluation mode, without gradients; see `passes`."""
+        """Run the rows through the model in evaluation mode, without gradients. `of_row` is called with each row's
+        output.
+        """
         with torch.no_grad(), evaluating(self.chunks):
             return get_forward_backward_func()(**self.passes(rows, of_row, forward_only=True))
 
     def shared(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
-        """Return the rows given to this rank's replica."""
+        """Return the rows for this rank: those of the first rank of its data-parallel replica."""
         if self._replica is not None:
             return self._replica.share(rows)
         assert rows is not None
@@ -160,16 +163,16 @@ class ModelShard:
 
     @property
     def _parts(self) -> int:
-        """Return the number of tensor-parallel ranks sharing a row's tokens."""
+        """Number of tensor-parallel ranks that share a row's tokens (sequence parallelism)."""
         return self.layout.tp if self.sequence_parallel else 1
 
     @property
     def _multiple(self) -> int:
-        """Return the divisor required of a context-parallel rank's tokens per row."""
+        """Divisor of the number of tokens that a context-parallel rank has of a row."""
         return self._parts * (FP8_BLOCK if self.recipe.trainer.fp8 == "blockwise" else 1)
 
     def forget_fp8_weights(self) -> None:
-        """Free the FP8 copies of weights cached by Transformer Engine's layers. The next pass creates them again."""
+        """Free the FP8 copies of weights that Transformer Engine's layers cached. The next pass creates them again."""
         for chunk in self.chunks:
             for module in chunk.modules():
                 # Transformer Engine 2.11 offers no public way to drop these caches.
@@ -184,7 +187,7 @@ class ModelShard:
         return [layer.layer_number - 1 for layer in layers]
 
     def _fetch_routes(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Tensor | None]:
-        """Return the replayed experts of each row's tokens on this rank, int16 [tokens, own layers, top_k], or None.
+        """Fetch the experts to replay for each row's tokens on this rank, int16 [tokens, own layers, top_k], or None.
 
         A collective over the world if an engine chose the experts.
         """
@@ -202,7 +205,7 @@ class ModelShard:
     def _fetch_targets(
         self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]
     ) -> Sequence[Sequence[TeacherTargets]]:
-        """Return the distillation targets of each row on the last stage, if the model learns from distributions.
+        """Fetch the distillation targets of each row on the last stage, if the model learns from distributions.
 
         A collective over the world in this case.
         """
@@ -282,7 +285,7 @@ class ModelShard:
 class FrozenModel(ModelShard):
     """A model that is never trained: a reference, a teacher or a reward model. Between passes it is in host memory.
 
-    `has_moved` is true if its weights differ from the loaded ones.
+    `has_moved` says that its weights differ from those loaded from its folder.
     """
 
     def __init__(
@@ -306,9 +309,9 @@ class FrozenModel(ModelShard):
 
     @contextmanager
     def in_memory(self, *, is_changed: bool = False) -> Iterator[None]:
-        """Load the model onto the device within the context.
+        """Context in which the model is on the device.
 
-        Parameters are copied back only with `is_changed`.
+        Parameters are copied back to the host only with `is_changed`.
         """
         # The host copies keep their memory and values; only the device copies are dropped. This saves a copy back per
         # pass.
@@ -331,7 +334,8 @@ class FrozenModel(ModelShard):
             return super().forward(rows)
 
     def move_towards(self, parameters: Mapping[str, Tensor], share: float) -> None:
-        """Set each parameter to share * the given one + (1 - share) * itself, computed in float32.
+        """Move the weights towards others: set each to share * the given one + (1 - share) * itself, computed in
+        float32.
 
         `parameters` [*shape] belong to a model of the same shape and layout, by the same names. Source: TR-DPO
         (Gorbatovski et al. 2024, arXiv 2404.09656, eq. 3 and 4: the soft update, and the hard one at share 1).

@@ -1,4 +1,4 @@
-"""Objectives: a microbatch's part of the global loss, by the formulas of `algorithms`."""
+"""Training objectives: a microbatch's part of the global loss, by the formulas of `algorithms`."""
 
 from __future__ import annotations
 
@@ -57,15 +57,15 @@ METRICS = {
     "preference/chosen": ("score", "mean reward of chosen, or desirable, answers"),
     "preference/rejected": ("score", "mean reward of rejected, or undesirable, answers"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
 @dataclass(frozen=True, slots=True)
 class StepNumbers:
-    """Numbers of a loss that change between updates."""
+    """Numbers in a loss that change between updates."""
 
     kl_coefficient: float
-    """Weight of the KL to the reference (RL)."""
+    """Weight of the KL to the reference model (RL)."""
     kto_kl: float | None = None
     """KTO's reference point: the policy's KL from the reference in nats per answer, not negative."""
 
@@ -75,7 +75,7 @@ RowLoss = tuple[Tensor, Tensor, dict[str, Metric]]
 
 
 class Objective(Protocol):
-    """A function from the model's output to a microbatch's part of the global loss.
+    """Function from a model's output to a microbatch's part of the global loss.
 
     A policy's output is log-probs and entropies [2, tokens], a critic's or reward model's values [1, tokens].
     """
@@ -90,12 +90,13 @@ def supervised(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLo
 
 
 def policy_objective(config: AlgorithmConfig) -> Objective:
-    """Return the recipe's policy loss with its correction, KL to the reference and entropy bonus, if it has them.
+    """Return the recipe's policy loss, with importance weights, KL to the reference and entropy bonus if the recipe has
+    them.
 
     Metrics: `train/` those of the policy loss and `entropy`; `kl/reference` if the KL is part of the loss; with
     algorithm.k3_max `kl/capped`, 1 on tokens with a limited estimate; `train/ptx_loss` if conversations are trained
-    too; `logprob_gap/`, listed in `rollout.metrics.update_metrics`. All metrics except the loss are computed on the
-    policy's tokens.
+    too; `logprob_gap/`, the mismatch of trainer and engine. All metrics except the loss are computed on the policy's
+    tokens.
     """
     policy_loss: Callable[..., LossAndMetrics] = function_of(config.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
     settings = supported_kwargs(
@@ -162,9 +163,10 @@ def old_logprobs_or_own(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
 
 
 def divergence_objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
-    """Return the divergence of policy and teacher, for the output [3, tokens] of a `models.distillation.StudentModel`.
+    """Return the divergence of policy and teacher, from a student model's output [3, tokens].
 
-    Metrics: `distillation/divergence` (nats per token), `train/entropy`, and `logprob_gap/` as in `policy_objective`.
+    The output holds log-probs, entropies and divergences. Metrics: `distillation/divergence` (nats per token),
+    `train/entropy`, and `logprob_gap/`, the mismatch of trainer and engine.
     """
     policy_logprobs, entropies, divergences = output
     metrics = {"distillation/divergence": divergences, "train/entropy": entropies}
@@ -187,7 +189,7 @@ def preference_objective(config: PreferenceConfig) -> Objective:
 def reward_objective(config: PreferenceConfig) -> Objective:
     """Return the loss of a reward model.
 
-    Metrics as in `preference_objective`; `chosen` and `rejected` are its scores.
+    Metrics as in `preference_objective`; `preference/chosen` and `preference/rejected` are its scores.
     """
     return _answers_objective(bradley_terry, config)
 
@@ -204,7 +206,7 @@ def critic_objective(config: CriticConfig) -> Objective:
 
 
 def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: PreferenceConfig) -> Objective:
-    """Return the objective of a loss of whole answers."""
+    """Return the objective for a loss of whole answers, such as DPO's."""
     settings = supported_kwargs(preference_loss, config.model_dump(exclude={"loss", "loss_kwargs"}))
     settings |= config.loss_kwargs
 
@@ -265,7 +267,8 @@ def _mean(values: Tensor) -> Mean:
 
 
 def _mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Metric]:
-    """Return the `logprob_gap/` metrics of tokens [tokens] with both log-probs from the same weights.
+    """Return the `logprob_gap/` metrics: the mismatch of trainer and engine over tokens [tokens] sampled by these
+    weights.
 
     The engine's log-prob of all other tokens is NaN.
     """
@@ -306,7 +309,9 @@ def _on_whole_row(
     batch: Microbatch,
     settings: dict[str, Any],
 ) -> LossAndMetrics:
-    """Return a loss of whole trajectories, including all their segments, on this context-parallel rank's tokens."""
+    """Return a policy loss of whole trajectories, including all their segments, on this context-parallel rank's
+    tokens.
+    """
     row, own = batch.row, batch.row.local
     assert own is not None
     policy_logprobs, *others = (whole_row(tensor.detach(), row) for tensor in arguments)

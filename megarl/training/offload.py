@@ -13,7 +13,7 @@ from megarl.reshard.layouts.megatron import chunk_prefix
 
 
 class Offloadable:
-    """A set of tensors with memory that can be released and reallocated; the tensors and their views stay valid.
+    """A set of tensors whose device memory can be released and reallocated; the tensors and their views stay valid.
 
     `tensors` lists them at each release: an optimizer has none before its first step. Without `keeps_values`, they come
     back as zeros and need no host memory.
@@ -25,7 +25,7 @@ class Offloadable:
         self._host: dict[int, Tensor] = {}
 
     def offload(self) -> None:
-        """Move the contents to host memory and free the accelerator's memory."""
+        """Move the contents to host memory and free the GPU memory."""
         if self._away:
             return
         # Several tensors may share one storage: each storage is moved once.
@@ -44,7 +44,7 @@ class Offloadable:
             storage.resize_(0)
 
     def onload(self) -> None:
-        """Bring the contents back."""
+        """Allocate the GPU memory again and move the contents back."""
         for storage, size in self._away:
             storage.resize_(size)
             if self._keeps_values:
@@ -60,9 +60,9 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 class MergedWeights:
-    """Tensors for a plan, by Megatron's names in `weights`; their values are valid within `merged_lora`.
+    """Weights with LoRA adapters merged in, by Megatron's names in `weights`, valid within the context `merged_lora`.
 
-    A linear layer with an adapter has a separate tensor here. Its memory exists within `merged_lora` only; the frozen
+    A linear layer with an adapter has a separate tensor for it. Its memory exists within `merged_lora` only; the frozen
     weight is never written. Merging needs no other rank: adapters are split like their weights.
     """
 
@@ -79,7 +79,7 @@ class MergedWeights:
 
     @contextmanager
     def merged_lora(self) -> Iterator[None]:
-        """Compute the current merged weights within the context. The trainer's own must be on the device."""
+        """Context in which the merged weights are valid. The trainer's own must be on the device."""
         self._offloadable.onload()
         with torch.no_grad():
             for name, (adapter, weight) in self._adapters.items():
@@ -89,8 +89,7 @@ class MergedWeights:
 
 
 BLOCK_BYTES = 1 << 30
-"""Block size. torch's allocator of page-locked memory rounds up to powers of two and retains blocks for the next
-save."""
+"""Bytes of a block of pinned host memory. torch rounds up to powers of two and reuses blocks for the next save."""
 # Copies start at multiples of a cache line, so any dtype can view them.
 _ALIGNMENT = 64
 

@@ -60,13 +60,13 @@ def build_optimizer(
 
 
 def adam_module() -> str:
-    """Return the package of Megatron's Adam, chosen at import: transformer_engine, apex or torch."""
+    """Return the package whose Adam Megatron chose at import: transformer_engine, apex or torch."""
     return Adam.__module__.partition(".")[0]
 
 
 @torch.no_grad()
 def step_if_finite(optimizer: ChainedOptimizer, *, is_wanted: bool) -> tuple[float, bool]:
-    """Apply the reduced gradients, unless `is_wanted` is false or the gradient is not finite.
+    """Apply the reduced gradients, unless `is_wanted` is False or the gradient is not finite.
 
     Returns the global gradient norm before clipping, and whether parameters changed. Both are equal on all ranks if
     `is_wanted` is.

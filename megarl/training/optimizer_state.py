@@ -1,9 +1,9 @@
-"""The state of an optimizer sharded over data-parallel ranks, as boxes of the model's own tensors.
+"""The state of an optimizer sharded over data-parallel ranks, as rectangular parts (boxes) of the model's own tensors.
 
 Megatron's formats either gather everything on all ranks (`fully_reshardable`) or require equal tensor- and
 pipeline-parallel sizes (`dp_reshardable`). Here each rank's flat range of a parameter is cut into the few boxes
 covering it. Names and shapes are those of `fully_reshardable` on disk. Nothing is gathered. Each rank writes and reads
-only its own share, directly in the live tensors. Any layout can read another layout's checkpoint.
+only its own share, directly in the live tensors. A checkpoint can be read with any parallel sizes.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor
 from megarl.training.host_optimizer import is_hybrid, without_settings
 
 _TENSORS = ("param", "exp_avg", "exp_avg_sq")
-"""Main weights and Adam's two moments, by Megatron's names."""
+"""Megatron's names of the optimizer's tensors: main weights and Adam's two moments."""
 
 
 def sharded_optimizer_state(
@@ -60,7 +60,7 @@ def copy_into(optimizer: DistributedOptimizer, loaded: Mapping[Any, Any], chunks
 
 
 def _boxes_of(optimizer: DistributedOptimizer, chunks: Mapping[str, Any]) -> dict[int, dict[str, ShardedTensor]]:
-    """Return the boxes of each parameter partly stored on this rank, by the parameter's index among this rank's."""
+    """Return the parts of each parameter that this rank stores, by the parameter's index on this rank."""
     sharded: dict[str, Any] = dict(chunks)
     kept, _ = extract_sharded_tensors_and_factories(sharded)
     described = {id(base.data): base for base in nested_values(kept)}
@@ -139,7 +139,7 @@ def flat_boxes(shape: tuple[int, ...], start: int, stop: int) -> Iterator[tuple[
 def _within(
     shape: tuple[int, ...], index: int, start: int, stop: int
 ) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
-    """Yield the boxes of a range inside one row of a tensor."""
+    """Yield offset and shape of the boxes that cover a range within one row of a tensor."""
     before = index * prod(shape[1:])
     for offset, box in flat_boxes(shape[1:], start - before, stop - before):
         yield (index, *offset), (1, *box)

@@ -1,4 +1,4 @@
-"""The ranks of one data-parallel replica: the first one shares the driver's rows with the others."""
+"""The ranks of one data-parallel replica: the first one passes the driver's rows on to the others."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _BLOCK_BYTES = 1 << 20
 
 
 class Replica:
-    """The replica of this rank. Its constructor is a collective over the world.
+    """The data-parallel replica of this rank. Its constructor is a collective over the world.
 
     Its messages use gloo, from host to host, and none of Megatron's groups. A stage waiting for its rows thus delays
     its own replica only.
@@ -37,7 +37,7 @@ class Replica:
         self._first = self._ranks[0]
 
     def share(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
-        """Return the rows of the replica's first rank on all its ranks; the others pass None.
+        """Broadcast the rows of the replica's first rank to all its ranks; the others pass None.
 
         A collective of the replica.
         """
@@ -48,6 +48,6 @@ class Replica:
         return signed.broadcast(conversation, rows, self._group, self._first, _BLOCK_BYTES)
 
     def close(self) -> None:
-        """Leave the group."""
+        """Leave the replica's process group."""
         if self._group is not None:
             dist.destroy_process_group(self._group)

@@ -23,13 +23,13 @@ from megarl.training.exchange import fetch_values, token_runs
 from megarl.types import DataError, ExpertsHandle
 
 _MOST_RANKS = 1 << 20
-"""A number modulo this value is the rank that issued it, so numbers of different ranks never collide."""
+"""Number of ranks that can issue distinct numbers: a number modulo this value is the rank that issued it."""
 
 
 class StoredExperts:
-    """Experts of completions sampled by this rank, int16 [tokens, layers, top_k], by number, in host memory.
+    """Routed experts of completions sampled by this rank, int16 [tokens, layers, top_k], by number, in host memory.
 
-    After a resume with another world size, rank r modulo this size holds the experts of rank r.
+    After a resume with another world size, rank r modulo this size has the experts of rank r.
     """
 
     def __init__(self, rank: int, world_size: int) -> None:
@@ -45,13 +45,15 @@ class StoredExperts:
         return ExpertsHandle(self._rank, number)
 
     def retain(self, handles: Iterable[ExpertsHandle]) -> int:
-        """Remove all experts except these; handles of other ranks are ignored. Returns the bytes held before."""
+        """Remove all experts except those with these handles. Handles of other ranks are ignored. Returns the bytes
+        before.
+        """
         num_bytes = sum(experts.nbytes for experts in self._arrays.values())
         self._arrays = {number: self._arrays[number] for number in self._own(handles)}
         return num_bytes
 
     def of_tokens(self, number: int, first: int, end: int) -> NDArray[np.int16]:
-        """Return experts [end - first, layers, top_k] of a token span of the sequence ended by this completion.
+        """Return the experts [end - first, layers, top_k] of a span of tokens of a completion's sequence.
 
         The last token was sampled but never went through the model. Nothing follows it, so any experts are valid.
         """
@@ -68,7 +70,7 @@ class StoredExperts:
                 _file(folder, sampler).write_bytes(save(found))
 
     def load(self, folder: Path, handles: Iterable[ExpertsHandle]) -> None:
-        """Load this rank's share of these experts from a checkpoint's folder.
+        """Load this rank's share of the experts with these handles from a checkpoint's folder.
 
         Raises DataError if the checkpoint lacks one.
         """
@@ -94,7 +96,7 @@ def _file(folder: Path, sampler: int) -> Path:
 
 
 class ExpertExchange:
-    """Exchange of experts between the ranks storing them and the ranks training their tokens.
+    """Sends routed experts from the ranks that store them to the ranks that train their tokens.
 
     Its constructor is a collective. `layers` are the numbers, from 0, of this rank's layers; only these are fetched.
     """
@@ -104,7 +106,7 @@ class ExpertExchange:
         self._layers_by_rank = signed.gather(list(layers), purpose="layers")
 
     def fetch(self, runs: NDArray[np.int64]) -> NDArray[np.int16]:
-        """Return experts [tokens of all runs, own layers, top_k] of these tokens. A collective over the world.
+        """Fetch the experts of spans of tokens: [tokens of all runs, own layers, top_k]. A collective over the world.
 
         `runs` [runs, 4] lists, for each span of consecutive tokens: storing rank, number, first token and end.
         """
@@ -112,12 +114,12 @@ class ExpertExchange:
         return fetch_values(runs[:, 1:], runs[:, 0] % dist.get_world_size(), self._stored_for, nothing)
 
     def _stored_for(self, rank: int, number: int, first: int, end: int) -> NDArray[np.int16]:
-        """Return the experts of these tokens in the layers of a rank."""
+        """Return the experts of a span of tokens in the layers of another rank."""
         return self._stored.of_tokens(number, first, end)[:, self._layers_by_rank[rank]]
 
 
 class OwnTokens:
-    """The tokens of a packed row seen by this rank's experts, and their places."""
+    """The tokens of a packed row that this rank's MoE layers see, and their places in the row."""
 
     def __init__(self, batch: TokenBatch, padded: NDArray[np.int64], places: NDArray[np.int64]) -> None:
         """Find the tokens.
@@ -132,11 +134,12 @@ class OwnTokens:
         """[own tokens]: False on padding."""
         sequence, token = sequence[self.is_token], token[self.is_token]
         self.runs = token_runs(batch.experts, sequence, token)
-        """[runs, 4] for `ExpertExchange.fetch`, in the order of the own tokens."""
+        """[runs, 4]: the spans of tokens whose experts are fetched, in the order of the rank's tokens."""
 
 
 def fetch_routes(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[torch.Tensor]:
-    """Return the experts of each row's own tokens, int16 [own tokens, own layers, top_k]. A collective over the world.
+    """Fetch the experts of each row's tokens on this rank, int16 [own tokens, own layers, top_k]. A collective over the
+    world.
 
     Padding is routed to the first top_k experts.
     """

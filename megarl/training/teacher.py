@@ -1,4 +1,4 @@
-"""A teacher on one rank: a frozen model computing distillation targets for the policy's next update."""
+"""A teacher model on one rank: a frozen model that computes distillation targets for the policy's next update."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from megarl.training.model import FrozenModel
 
 
 class Teacher(FrozenModel):
-    """A teacher whose whole distribution is learnt, not only its log-probs of sampled tokens.
+    """A teacher whose whole distributions are learnt, not only its log-probs of sampled tokens.
 
     `num_common_tokens` counts the tokens shared with the policy's vocabulary. Targets are stored in `stored`.
     """
@@ -80,7 +80,9 @@ class Teacher(FrozenModel):
 
 
 class ModelInOwnGroups:
-    """A frozen model with its own layout: it runs in the process groups in which it was built."""
+    """A frozen model with other parallel sizes than the policy's. It runs in the process groups in which it was
+    built.
+    """
 
     def __init__(self, model: FrozenModel, groups: RankGroups) -> None:
         self._model, self._groups = model, groups

@@ -1,4 +1,4 @@
-"""A trained model on one rank: its shard, gradients and optimizer."""
+"""A trained model on one rank: its shard of the model, gradients and optimizer."""
 
 from __future__ import annotations
 
@@ -51,7 +51,7 @@ METRICS = {
     "train/update_skipped": ("0 or 1", "whether an update changed no parameter"),
     "train/gap_exceeded": ("0 or 1", "whether updates were skipped because of train.max_logprob_gap"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +62,17 @@ class Role:
     optimizer: OptimizerConfig
     num_updates: int
     skip_ratio: float | None = None
-    """An update is skipped if the mean ratio of its tokens is larger."""
+    """Maximum mean probability ratio of an update's tokens; above it the update is skipped."""
     max_logprob_gap: float | None = None
-    """An update is skipped if the mean distance of its tokens' log-probs from the engine's is larger, in nats."""
+    """Maximum mean difference, in nats, of trainer and engine log-probs of an update's tokens; above it the update is
+    skipped.
+    """
     field: str = "optimizer"
-    """The recipe's section with the optimizer's settings."""
+    """Recipe section with the optimizer's settings, for messages."""
 
 
 def role_of_policy(recipe: Recipe) -> Role:
-    """Return the role of the policy, or of the model trained by another loop."""
+    """Return objective and settings of the policy, or of the model that another loop trains."""
     steps, algorithm = recipe.train.steps, recipe.algorithm
     if recipe.is_on_policy:
         updates = (steps - recipe.frozen_steps) * recipe.train.num_updates
@@ -86,14 +88,14 @@ def role_of_policy(recipe: Recipe) -> Role:
 
 
 def role_of_critic(recipe: Recipe) -> Role:
-    """Return the role of the critic; its values are the policy's baseline."""
+    """Return objective and settings of the critic, whose values are the policy's baseline."""
     critic = recipe.critic
     updates = recipe.train.steps * critic.updates_per_step
     return Role(critic_objective(critic), critic.optimizer, updates, field="critic.optimizer")
 
 
 class TrainingEngine(ModelShard):
-    """A trained model; `models` are its chunks with their gradients.
+    """A trained model on one rank. `models` are its chunks with gradient buffers.
 
     `load_weights` fills the parameters before the optimizer copies them. A model with a `memory_owner` uses the owner's
     memory while it works, and is offloaded otherwise.
@@ -148,11 +150,11 @@ class TrainingEngine(ModelShard):
 
     @property
     def models(self) -> list[DistributedDataParallel]:
-        """Return the model chunks, each with the buffers of its gradients."""
+        """The model chunks, each with the buffers of its gradients."""
         return self._wrapped
 
     def _attach_adapters(self) -> None:
-        """Freeze the model and add new adapters: only these are trained."""
+        """Freeze the model and add new LoRA adapters, which alone are trained."""
         lora = self.recipe.lora
         for chunk in self.chunks:
             lora_modules.attach(
@@ -180,7 +182,7 @@ class TrainingEngine(ModelShard):
 
     @property
     def overlaps_reduction(self) -> bool:
-        """Return whether gradients are reduced during the backward pass.
+        """Whether gradients are reduced during the backward pass.
 
         The recipe decides. By default, they are if their ranks are on several nodes.
         """
@@ -193,7 +195,7 @@ class TrainingEngine(ModelShard):
         return any(len({rank // size for rank in get_process_group_ranks(group)}) > 1 for group in groups)
 
     def offload(self, *, but: Collection[str] = ()) -> None:
-        """Give the memory listed in `trainer.offload` to the engine, except the names in `but`."""
+        """Free the device memory listed in `trainer.offload` for the engine, except the names in `but`."""
         self.optimizer.zero_grad()
         self.forget_fp8_weights()
         for name in self.recipe.trainer.offload:
@@ -204,12 +206,12 @@ class TrainingEngine(ModelShard):
             torch.cuda.empty_cache()
 
     def onload(self, names: Iterable[str] = ("parameters", "gradients", "optimizer")) -> None:
-        """Take offloaded memory back. All other methods of the trainer need it."""
+        """Move offloaded contents back to the device. All other methods of the trainer need them there."""
         for name in names:
             self._offloadable[name].onload()
 
     def _gradients(self) -> Iterator[Tensor]:
-        """Yield the gradient buffers, dense and expert ones."""
+        """Yield the gradient buffers of dense and expert parameters."""
         for model in self.models:
             buffers: Any = model.buffers  # Megatron's list of gradient buffers hides torch's method of this name.
             yield from (buffer.grad_data for buffer in (*buffers, *model.expert_parallel_buffers))
@@ -228,19 +230,19 @@ class TrainingEngine(ModelShard):
 
     @property
     def weights(self) -> dict[str, Tensor]:
-        """Return the weights [*shape] for the engine and for model folders, by Megatron's names.
+        """The weights [*shape] for the engine and for model folders, by Megatron's names.
 
-        Valid within `merged`.
+        Valid within the context `merged`.
         """
         return self._merged.weights
 
     def merged(self) -> AbstractContextManager[None]:
-        """Merge adapters into `weights` within the context."""
+        """Context in which LoRA adapters are merged into `weights`."""
         return self._merged.merged_lora()
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:
-        """Load the model into memory within the context, in place of the owner of its memory."""
+        """Context in which the model is in device memory, in place of the model that usually has this memory."""
         if self._memory_owner is None:
             yield
             return
@@ -255,12 +257,12 @@ class TrainingEngine(ModelShard):
             return super().forward(rows)
 
     def forward_with_entropies(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """Return log-probs and entropies in nats, float32 [2, tokens of the row] per row; otherwise like `forward`."""
+        """Compute log-probs and entropies in nats, float32 [2, tokens of the row] per row, on the ranks that report."""
         with self.in_memory():
             return self._outputs(rows, 2)
 
     def forward_frozen(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """Return `forward` of the model at the start of training: without adapters and without replayed experts."""
+        """Compute log-probs of the model at the start of training: without adapters and without replayed experts."""
         with lora_modules.adapters_switched(self.chunks, on=False, drops=False):
             return self.forward([replace(row, experts=None) for row in self.shared(rows)])
 
@@ -272,9 +274,9 @@ class TrainingEngine(ModelShard):
         `rows` are given as in `forward`. `kl_coefficient` weighs the KL to the reference (default:
         algorithm.kl_coefficient). `kto_kl` is KTO's reference point, a KL in nats per answer.
 
-        No parameter changes (`train/update_skipped`) if loss or gradient is not finite. The same holds if the mean
-        ratio exceeds `algorithm.skip_ratio`, or the mismatch exceeds `train.max_logprob_gap`. Raises MegarlError after
-        too many consecutive updates that were not finite.
+        No parameter changes (metric `train/update_skipped`) if loss or gradient is not finite, the mean ratio exceeds
+        `algorithm.skip_ratio`, or the mismatch exceeds `train.max_logprob_gap`. Raises MegarlError after too many
+        consecutive updates that were not finite.
         """
         own = self.shared(rows)
         if kl_coefficient is None:
@@ -302,7 +304,7 @@ class TrainingEngine(ModelShard):
             return metrics
 
     def _begin_balance(self, rows: Sequence[TokenBatch]) -> None:
-        """Prepare the expert-balance losses for an update on this replica's rows of the global batch.
+        """Prepare the MoE balancing losses for an update on this replica's rows of the global batch.
 
         Losses over the whole batch need its tokens per expert. A forward pass counts these first.
         """
@@ -314,7 +316,7 @@ class TrainingEngine(ModelShard):
                 self._forward_only([row.with_arrays({}) for row in rows], lambda *_, **__: None)
 
     def _step(self, losses: Sequence[Mapping[str, Metric]]) -> dict[str, Metric]:
-        """Run the optimizer's step on the gradients of these microbatches; see `update`."""
+        """Run the optimizer's step on the gradients of these microbatches, unless the update must be skipped."""
         # The schedule advances for skipped updates too, so it ends with the last update.
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
@@ -342,7 +344,7 @@ class TrainingEngine(ModelShard):
         return merge([metrics, *losses])
 
     def _on_all_ranks(self, flag: bool) -> bool:
-        """Return whether the flag is true on all ranks."""
+        """Return whether the flag is True on all ranks."""
         flags = torch.tensor([float(flag)], device=self.device)
         torch.distributed.all_reduce(flags, torch.distributed.ReduceOp.MIN)
         return bool(flags.item())
@@ -378,7 +380,9 @@ def _sum_gradients(model: list[Any], num_tokens: Tensor | None = None, **kwargs:
 
 
 class Snapshot:
-    """Copies of a policy's `weights` with adapters merged in, by the same names. Their memory never moves."""
+    """Copies of a policy's weights with LoRA adapters merged in, by Megatron's names. The copies stay at their
+    addresses.
+    """
 
     def __init__(self, policy: TrainingEngine) -> None:
         self._policy = policy
