@@ -1,4 +1,4 @@
-"""Models built by Megatron-Core, from a Hugging Face folder's shape to log-probs.
+"""Models that Megatron-Core builds from a Hugging Face model's sizes, with log-probs as output.
 
 `configuration` makes Megatron's config, `policy` the model. It uses Transformer Engine's layers if installed. Otherwise
 it uses Megatron's local layers with `norm` and `attention` of this package. The output is log-probs of given tokens

@@ -25,7 +25,7 @@ _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 
 @dataclass(frozen=True)
 class Part:
-    """Queries of this rank and their keys, sequence by sequence, aligned at the ends of the sequences.
+    """Queries of this rank and their keys, sequence by sequence; each sequence's last query belongs to its last key.
 
     Shapes: `queries` [num_queries] indexes this rank's tokens. `keys` [num_keys] indexes all context-parallel ranks'
     tokens, rank after rank. None means all, in order. `num_queries` and `num_keys` [sequences] are lengths, on the
@@ -43,12 +43,12 @@ class Part:
 
     @cached_property
     def padded_queries(self) -> Tensor:
-        """Return the flat index of each query in [sequences, longest_query]: [num_queries]."""
+        """Flat index of each query in an array [sequences, longest_query]: [num_queries]."""
         return self._padded_places(self.num_queries, self.longest_query)
 
     @cached_property
     def padded_keys(self) -> Tensor:
-        """Return the flat index of each key in [sequences, longest_key]: [num_keys]."""
+        """Flat index of each key in an array [sequences, longest_key]: [num_keys]."""
         return self._padded_places(self.num_keys, self.longest_key)
 
     def mask(self, window: int) -> Tensor | None:
@@ -62,7 +62,7 @@ class Part:
 
     @cached_property
     def _masks(self) -> dict[int, Tensor | None]:
-        """Return the masks made so far by window: all layers share them."""
+        """Attention masks made so far, by window size; all layers share them."""
         return {}
 
     def _new_mask(self, window: int) -> Tensor | None:
@@ -233,7 +233,9 @@ class PackedAttention(nn.Module):
         return kernel(_gather_rows(q, part.queries), _gather_rows(k, part.keys), _gather_rows(v, part.keys), part)
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Return `attend` by torch's flash kernel."""
+        """Compute the attention of one part of a row with torch's variable-length flash kernel. Shapes as in
+        `attend`.
+        """
         from torch.nn.attention.varlen import varlen_attn
 
         grouped: dict[str, Any] = {}
@@ -258,7 +260,9 @@ class PackedAttention(nn.Module):
         return out
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Return the result of `attend`, computed by torch's SDPA on sequences padded to the longest one."""
+        """Compute the attention of one part of a row with torch's SDPA, on sequences padded to the longest. Shapes as
+        in `attend`.
+        """
         place, keys, mask = part.padded_queries, part.padded_keys, part.mask(self.window)
         # Padding follows the tokens of its sequence, so the causal mask alone excludes it.
         q = _to_padded(q, place, len(part.num_queries), part.longest_query)

@@ -1,4 +1,4 @@
-"""Megatron's TransformerConfig from a model's shape and the trainer's settings."""
+"""Megatron's TransformerConfig, made from a model's sizes and the trainer's settings."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def transformer_config(
 
 @contextmanager
 def refusals_named(overrides: Mapping[str, Any]) -> Iterator[None]:
-    """Convert errors of Megatron-Core during a model's construction into ConfigError naming `trainer.megatron`.
+    """Context that converts errors of Megatron-Core in a model's construction to a ConfigError naming
+    `trainer.megatron`.
 
     Without overrides, errors pass unchanged: the recipe is not their cause.
     """
@@ -116,7 +117,7 @@ def accumulates_in_transformer_engine(config: TransformerConfig, overrides: Mapp
 
 
 def _without_apex(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return overrides without the flag requiring apex's kernel, if apex is not installed.
+    """Return overrides without the flag that requires apex's kernel, if apex is not installed.
 
     `accumulates_in_transformer_engine` handles Transformer Engine's layers. Raises ConfigError without them.
     """
@@ -132,7 +133,9 @@ def _without_apex(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
 
 
 def _fused_kernels() -> dict[str, bool]:
-    """Return the fused kernels with unchanged results. Those of Megatron's own layers need apex."""
+    """Return Megatron's settings for fused kernels that do not change results. Those of Megatron's own layers need
+    apex.
+    """
     return {
         # Without this fusion, Megatron-Core 0.16.1 reads every sequence's length from the GPU, in each layer, twice.
         "apply_rope_fusion": uses_transformer_engine(),

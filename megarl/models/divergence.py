@@ -1,4 +1,4 @@
-"""Vocab-parallel, chunked comparison of two models' distributions, without the full logits of either in memory."""
+"""Comparison of two models' distributions over a vocabulary split across ranks, chunk by chunk, without full logits."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from torch import Tensor
 from megarl.models.logprobs import HeadGradients, all_reduce, columns_of, vocabulary_blocks
 
 DivergenceFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
-"""A function of `algorithms.divergences` with its keywords bound."""
+"""A divergence from `algorithms.divergences` with its keyword arguments set."""
 _BLOCK_SHARE = 3
-"""Memory for a block in units of a block's log-probs: both models' log-probs and the divergence's results."""
+"""Memory for a block of the vocabulary, as a multiple of its log-probs: those of both models, and the results."""
 
 
 def vocab_parallel_divergence(
@@ -45,7 +45,7 @@ def vocab_parallel_divergence(
 
 
 class _VocabParallelDivergence(torch.autograd.Function):
-    """Three passes over the vocabulary: both models' log totals, the sums over probabilities, and the gradient."""
+    """Three passes over the vocabulary: normalisers of both models, sums over probabilities, and the gradient."""
 
     @staticmethod
     def forward(
@@ -222,7 +222,7 @@ def _others(logits: Tensor, columns: Tensor, is_here: Tensor) -> Tensor:
 
 
 def _log_totals(hidden: Tensor, weight: Tensor, blocks: list[range], temperature: float, group: Any) -> Tensor:
-    """Return the logarithm of the sum of exponentials of all logits, float32 [tokens]."""
+    """Return the log of the sum of exponentials of all logits (the normaliser), float32 [tokens]."""
     parts = _no_parts(hidden, blocks)
     for index, block in enumerate(blocks):
         parts[index] = _logits(hidden, weight, block, temperature).logsumexp(-1)
@@ -230,12 +230,12 @@ def _log_totals(hidden: Tensor, weight: Tensor, blocks: list[range], temperature
 
 
 def _no_parts(hidden: Tensor, blocks: list[range]) -> Tensor:
-    """Return log totals of empty blocks, at least one: float32 [blocks, tokens]."""
+    """Return minus infinity as normaliser of an empty vocabulary: float32 [blocks, tokens], at least one block."""
     return hidden.new_full((max(len(blocks), 1), len(hidden)), -torch.inf, dtype=torch.float32)
 
 
 def _log_total(parts: Tensor, group: Any) -> Tensor:
-    """Return the log total [tokens] of all parts [parts, tokens] of all ranks."""
+    """Return the log of the sum of exponentials [tokens] over all blocks `parts` [parts, tokens] of all ranks."""
     own = parts.logsumexp(0)
     largest = own.clone()
     all_reduce(largest, group, dist.ReduceOp.MAX)
@@ -247,5 +247,5 @@ def _log_total(parts: Tensor, group: Any) -> Tensor:
 
 
 def _logits(hidden: Tensor, weight: Tensor, block: range, temperature: float) -> Tensor:
-    """Return a block's logits, float32 [tokens, block], with the precision of a product in the models' dtype."""
+    """Return the logits of a block of the vocabulary, float32 [tokens, block], multiplied in the model's dtype."""
     return (hidden @ weight[block.start : block.stop].T).float().div_(temperature)

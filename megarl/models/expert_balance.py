@@ -1,4 +1,4 @@
-"""Balancing losses of a mixture of experts, as means over all tokens of an update."""
+"""Balancing losses of MoE layers, as means over all tokens of an update."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ METRICS = {
     ),
     "train/moe_z_loss": ("1", "squared logsumexp of the router's logits without its coefficient, mean over tokens"),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 _METRIC_NAMES = {
     "aux_loss": "train/moe_aux_loss",
@@ -35,10 +35,10 @@ _METRIC_NAMES = {
     "seq_aux_loss": "train/moe_seq_aux_loss",
     "z_loss": "train/moe_z_loss",
 }
-"""The metric of each loss, by its name in Megatron-Core's settings."""
+"""Metric of each balancing loss, by the loss's name in Megatron-Core's settings."""
 
 _WHOLE_BATCH = ("aux_loss", "global_aux_loss")
-"""Losses comparing with the tokens per expert of the whole update."""
+"""Balancing losses that need the number of tokens per expert in the whole update."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,12 +68,12 @@ class UpdateRouter(TopKRouter):
         self.expert_count = config.num_moe_experts
         self.losses = balance_losses(config)
         self.row: RowTokens | None = None
-        """The tokens of the next forward pass."""
+        """Tokens of the next forward pass."""
         self.num_tokens = 0
-        """Tokens of the update, on all ranks."""
+        """Number of tokens of the update, on all ranks."""
         self.is_counting = False
         self.tokens_per_expert: Tensor | None = None
-        """[experts], float32: the update's tokens choosing each expert."""
+        """[experts], float32: number of the update's tokens that chose each expert."""
         self.sums: dict[str, Tensor] = {}
         """This rank's part of each loss, without its coefficient."""
         self._recomputed: deque[RowTokens] = deque()
@@ -120,7 +120,8 @@ class UpdateRouter(TopKRouter):
         return self._with_batch_loss(probs, scores_for_aux_loss, "global_aux_loss")
 
     def _with_batch_loss(self, probs: Tensor, scores: Tensor, name: str) -> Tensor:
-        """Attach experts / top_k * sum_i f_i P_i, with f and P means over the update's tokens.
+        """Attach the Switch balancing loss: experts / top_k * sum_i f_i P_i, with f and P means over the update's
+        tokens.
 
         Source: Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, eq. 4 to 6), over the global batch like Qiu et
         al. 2025 (arXiv 2501.11873).
@@ -178,7 +179,7 @@ class UpdateRouter(TopKRouter):
         return self._current
 
     def _take_row(self) -> None:
-        """Find the row of this pass.
+        """Select the row of this pass.
 
         A recomputed layer runs first without gradients, then again in the backward pass, row by row in the same order.
         Other rows may pass between the two.
@@ -191,7 +192,7 @@ class UpdateRouter(TopKRouter):
 
 
 def balance_losses(config: TransformerConfig) -> dict[str, float]:
-    """Return the losses of a model's routers, with their coefficients."""
+    """Return the balancing losses that a model's MoE routers have, with their coefficients."""
     kinds, coefficients = config.moe_router_load_balancing_type, config.moe_aux_loss_coeff
     if isinstance(kinds, str):
         kinds = [kinds]
@@ -202,12 +203,12 @@ def balance_losses(config: TransformerConfig) -> dict[str, float]:
 
 
 def needs_update_router(config: TransformerConfig) -> bool:
-    """Return whether a model's routers have losses or noise and thus need `UpdateRouter`."""
+    """Return whether a model's MoE routers have balancing losses or noise, and so need `UpdateRouter`."""
     return config.num_moe_experts is not None and bool(balance_losses(config) or config.moe_input_jitter_eps)
 
 
 class ExpertBalance:
-    """The balancing losses of a rank's model chunks: their preparation for an update, and their metrics."""
+    """The balancing losses of a rank's model chunks: preparation for an update, and metrics."""
 
     def __init__(self, config: TransformerConfig, chunks: Sequence[nn.Module]) -> None:
         self._losses = balance_losses(config) if config.num_moe_experts is not None else {}
@@ -215,12 +216,12 @@ class ExpertBalance:
 
     @property
     def is_on(self) -> bool:
-        """Return whether the model has a balancing loss."""
+        """Whether the model has a balancing loss."""
         return bool(self._losses)
 
     @property
     def needs_counts(self) -> bool:
-        """Return whether a loss needs the update's tokens per expert before its gradients."""
+        """Whether a loss needs the update's tokens per expert before its gradients."""
         return any(name in self._losses for name in _WHOLE_BATCH)
 
     def begin(self, num_tokens: int) -> None:
@@ -230,7 +231,7 @@ class ExpertBalance:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """Count tokens per expert in forward passes within the context.
+        """Context whose forward passes count the tokens per expert.
 
         At its end, counts are summed over the ranks.
         """
@@ -266,5 +267,5 @@ class ExpertBalance:
 
 
 def routers_of(*chunks: nn.Module) -> list[UpdateRouter]:
-    """Return the routers of model chunks with losses or noise."""
+    """Return the MoE routers of model chunks that have balancing losses or noise."""
     return [module for chunk in chunks for module in chunk.modules() if isinstance(module, UpdateRouter)]

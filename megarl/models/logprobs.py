@@ -1,4 +1,6 @@
-"""Vocab-parallel, chunked log-probs and entropy from hidden states, without the full logits in memory."""
+"""Log-probs and entropies from hidden states, over a vocabulary split across ranks, chunk by chunk, without full
+logits.
+"""
 
 from __future__ import annotations
 
@@ -11,9 +13,10 @@ from torch import Tensor
 
 
 class Support(NamedTuple):
-    """Token sets over which distributions are renormalised: `token_ids` int [sum of counts], `counts` int [tokens].
+    """For each token, the set of tokens over which its distribution is renormalised.
 
-    A count of 0 keeps the whole vocabulary. A set contains the token's target.
+    `token_ids` is int [sum of counts], `counts` int [tokens]. A count of 0 means the whole vocabulary. A set contains
+    the token's target.
     """
 
     token_ids: Tensor
@@ -49,7 +52,7 @@ def vocab_parallel_logprobs(
 
 
 class _VocabParallelLogprobs(torch.autograd.Function):
-    """Log-probs and entropies, chunked over the vocabulary instead of over tokens.
+    """Log-probs and entropies, computed in chunks of the vocabulary instead of tokens.
 
     Each row of the weight's gradient is then one matrix product, accumulated in full precision and written once. Chunks
     of tokens would need a float32 buffer for the whole gradient.
@@ -160,7 +163,7 @@ class HeadGradients:
 
 
 class _Truncation:
-    """The mask of tokens outside the support sets, block by block of this rank's vocabulary."""
+    """Mask of tokens outside the sets that distributions are renormalised over, by block of this rank's vocabulary."""
 
     def __init__(self, support: Support, first_token_id: int, blocks: list[range]) -> None:
         self._blocks = blocks

@@ -33,10 +33,11 @@ from megarl.models.policy import PackedModel
 from megarl.types import ConfigError
 
 _COLUMN = ("linear_qkv", "linear_fc1")
-"""Column-parallel linear layers (split over output features). The others are row-parallel (split over input
-features)."""
+"""Names of column-parallel linear layers (split over output features). Others are row-parallel (over input
+features).
+"""
 _ALIKE, _APART = "adapters-alike", "adapters-apart"
-"""Random states of the dropout: equal, and different, on the tensor-parallel ranks of a replica."""
+"""Names of the dropout's random states: equal, and different, on the tensor-parallel ranks of a replica."""
 
 
 class Adapter(nn.Module):
@@ -126,10 +127,10 @@ class Adapter(nn.Module):
 
 
 def attach(chunk: PackedModel, linears: Collection[str], *, rank: int, scale: float, dropout: float, seed: int) -> None:
-    """Attach new adapters, with B = 0, to a chunk's linear layers of these names; freeze all other parameters.
+    """Attach new LoRA adapters, with B = 0, to a chunk's linear layers of these names; freeze all other parameters.
 
     Call it after the chunk's weights are loaded, and before gradient buffers and optimizer are created. Raises
-    ConfigError for layers fusing several experts' weights.
+    ConfigError for layers that fuse several experts' weights.
     """
     chunk.requires_grad_(False)
     first_expert = 0
@@ -157,14 +158,14 @@ def attach(chunk: PackedModel, linears: Collection[str], *, rank: int, scale: fl
 
 
 def adapters_of(chunks: Sequence[nn.Module]) -> Iterator[tuple[int, str, Adapter]]:
-    """Yield chunk index, name and module of every adapter."""
+    """Yield chunk index, name and module of every LoRA adapter in model chunks."""
     for index, chunk in enumerate(chunks):
         yield from ((index, name, module) for name, module in chunk.named_modules() if isinstance(module, Adapter))
 
 
 @contextmanager
 def adapters_switched(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> Iterator[None]:
-    """Switch adapters `on` or off (the frozen model) within the context, with their dropout if `drops`.
+    """Context in which LoRA adapters are on, with their dropout if `drops`, or off (the frozen model).
 
     Outside of it they are on, without dropout.
     """
@@ -182,7 +183,7 @@ def adapters_switched(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> 
 
 
 def sharded_state(chunk: nn.Module) -> dict[str, ShardedTensor]:
-    """Return a chunk's trained parameters by name, as Megatron's sharded tensors: any layout can load them."""
+    """Return a chunk's trained parameters by name, as Megatron's sharded tensors, which any parallel sizes can load."""
     state = {}
     for _, name, adapter in adapters_of([chunk]):
         replica = (
@@ -218,7 +219,9 @@ def _random_values(shape: tuple[int, int], name: str) -> Tensor:
 
 
 def _seed_dropout(seed: int) -> None:
-    """Seed the dropout's random states, differently per replica and stage. Megatron's tracker stores them."""
+    """Seed the random states of the adapters' dropout, differently per replica and stage. Megatron's tracker stores
+    them.
+    """
     tracker: Any = get_cuda_rng_tracker()
     tp = parallel_state.get_tensor_model_parallel_rank()
     replica = parallel_state.get_data_parallel_rank(with_context_parallel=True)

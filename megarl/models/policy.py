@@ -50,7 +50,7 @@ class RMSNorm(nn.Module):
 
 
 def layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
-    """Return Transformer Engine's layer spec if usable, else Megatron's local one.
+    """Return Transformer Engine's layer spec if it can be used, else Megatron's local one.
 
     The local spec gets this package's norm and attention. Routers with balancing losses or noise are replaced by
     `UpdateRouter`.
@@ -99,7 +99,7 @@ def accumulate_in_main_gradients(chunk: torch.nn.Module) -> None:
 
 @contextmanager
 def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Set the modules of these model chunks to evaluation mode within the context: no dropout, no router noise."""
+    """Context in which these model chunks are in evaluation mode: no dropout, no router noise."""
     modules = [module for chunk in chunks for module in chunk.modules()]
     # Transformer Engine 2.11 selects other attention kernels in evaluation mode. Old log-probs must come from the
     # kernels of the training pass. Attention has no dropout, so its mode can stay. Its backends are modules of their
@@ -117,7 +117,7 @@ def evaluating(chunks: Sequence[torch.nn.Module]) -> Iterator[None]:
 
 
 class PackedModel(GPTModel):
-    """A pipeline stage of a model over packed rows; with `vp_stage`, this virtual stage of it."""
+    """A pipeline stage of a model over packed rows; with `vp_stage`, one virtual stage of it."""
 
     def __init__(self, config: TransformerConfig, shape: ModelShape, *, vp_stage: int | None = None) -> None:
         tp = parallel_state.get_tensor_model_parallel_world_size()
@@ -183,9 +183,9 @@ class PolicyModel(PackedModel):
         self._support: Support | None = None
 
     def sample_as(self, temperature: float | Tensor, support: Support | None) -> None:
-        """Compute log-probs and entropies of the next forward pass under the engine's sampling settings.
+        """Let the next forward pass use the engine's sampling settings for log-probs and entropies.
 
-        `temperature` is one for all or [tokens]; distributions are renormalised over `support`.
+        `temperature` is one for all or [tokens]; distributions are renormalised over the sets in `support`.
         """
         self._temperature, self._support = temperature, support
 
@@ -252,5 +252,5 @@ class ValueModel(PackedModel):
         return F.linear(hidden_states.squeeze(1).float(), self.value_head.weight.float()).T
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
-        """Return the state of the modules; GPTModel's own method would look for an output layer."""
+        """Return the state of the model's modules. GPTModel's own method would look for an output layer."""
         return MegatronModule.sharded_state_dict(self, prefix, sharded_offsets, metadata)

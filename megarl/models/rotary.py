@@ -41,7 +41,7 @@ def _yarn(plain: Tensor, divided: Tensor, rotary: Rotary, num_channels: int) -> 
     """Return YaRN's frequencies [pairs] (arXiv:2309.00071, section 3.2): a ramp between plain and divided ones."""
 
     def pair_with(rotations: float) -> float:
-        """Return the pair of channels, a real number, with this many rotations over the original context."""
+        """Return the (real-valued) number of the channel pair with this many rotations over the original context."""
         turns = rotary.original_positions / (rotations * 2 * math.pi)
         return num_channels * math.log(turns) / (2 * math.log(rotary.theta))
 

@@ -1,8 +1,8 @@
-"""The two sides of a distillation by distributions: a teacher computing targets, and a policy learning from them.
+"""The two models of distillation by distributions: a teacher that computes targets, and a policy that learns from them.
 
-A target is a row of bytes for each trained token. With full_vocabulary it is the teacher's hidden state
-before its head. With top_k it is the ids of the most likely tokens, their log-probs and the log-prob of all others. One
-byte tensor is easier to send and store than several kinds of tensors.
+A target is a row of bytes for each trained token. With full_vocabulary it is the teacher's hidden state before its
+head. With top_k it is the ids of the most likely tokens, their log-probs and the log-prob of all others. One byte
+tensor is easier to send and store than several kinds of tensors.
 """
 
 from __future__ import annotations
@@ -32,19 +32,19 @@ _OTHERS_BYTES = 4
 
 
 def bound_divergence(config: DistillationConfig) -> DivergenceFunction:
-    """Return the recipe's divergence, with its keywords bound."""
+    """Return the recipe's divergence function, with its keyword arguments set."""
     function = DIVERGENCES[config.divergence]
     return partial(function, **supported_kwargs(function, {"beta": config.jsd_beta}))
 
 
 def target_bytes(config: DistillationConfig, hidden_size: int, dtype: torch.dtype) -> int:
-    """Return the bytes of a token's target by a teacher of this hidden size."""
+    """Return the bytes of one token's target, computed by a teacher with this hidden size."""
     top_k_bytes = config.top_k * _TOP_K_BYTES + _OTHERS_BYTES
     return top_k_bytes if config.loss == "top_k" else hidden_size * dtype.itemsize
 
 
 class TeacherModel(PolicyModel):
-    """A teacher: its last stage returns targets of the requested tokens, uint8 [tokens, bytes of a target].
+    """A teacher. Its last pipeline stage returns targets of the requested tokens, uint8 [tokens, bytes of a target].
 
     `num_common_tokens` counts the tokens shared with the policy's vocabulary.
     """
@@ -61,7 +61,7 @@ class TeacherModel(PolicyModel):
         self._is_wanted = is_wanted
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
-        """Return targets of all positions in order; zeros at positions not requested."""
+        """Return the targets of all positions in order, with zeros at positions not requested."""
         trained_hidden = hidden[self._is_wanted]
         if self._distillation.loss == "top_k":
             token_ids, *logprobs = vocab_parallel_top_k(
@@ -83,7 +83,7 @@ class TeacherModel(PolicyModel):
 
 
 class TeacherTargets(NamedTuple):
-    """The targets by one teacher at some of a row's positions on this rank.
+    """Distillation targets of one teacher, for some of a row's positions on this rank.
 
     Shapes: places int64 [target tokens], rows uint8 [target tokens, bytes of a target].
     """
@@ -91,13 +91,15 @@ class TeacherTargets(NamedTuple):
     places: Tensor
     rows: Tensor
     num_local_tokens: int
-    """The number of leading rows of this rank's part of the policy's head with tokens known to the teacher."""
+    """Number of leading rows of this rank's part of the policy's output layer whose tokens the teacher knows."""
     head: Tensor | None
-    """The teacher's head rows of these tokens, [local tokens, teacher's hidden_size] (full_vocabulary)."""
+    """The teacher's output-layer rows for these tokens, [local tokens, teacher's hidden_size] (full_vocabulary; else
+    None).
+    """
 
 
 class StudentModel(PolicyModel):
-    """A policy learning from targets: its last stage returns log-probs, entropies and divergences [3, tokens].
+    """A policy that learns from targets. Its last stage returns log-probs, entropies and divergences [3, tokens].
 
     Only the divergences, float32, in nats, carry gradient. They are zero at positions without a target.
     """
@@ -109,7 +111,7 @@ class StudentModel(PolicyModel):
         self._targets: Sequence[TeacherTargets] = ()
 
     def set_targets(self, all_targets: Sequence[TeacherTargets]) -> None:
-        """Compare the next forward pass with these targets. Their places must be disjoint."""
+        """Set the targets that the next forward pass is compared with. Their places must be disjoint."""
         self._targets = all_targets
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
@@ -138,7 +140,7 @@ class StudentModel(PolicyModel):
         )
 
     def _top_k_divergence(self, hidden: Tensor, weight: Tensor, targets: TeacherTargets) -> Tensor:
-        """Return divergences [target tokens] over the teacher's most likely tokens and the tail."""
+        """Return divergences [target tokens] over the teacher's most likely tokens and all others as one."""
         token_ids, of_tokens = targets.rows.tensor_split([self._distillation.top_k * torch.int32.itemsize], -1)
         teacher_logprobs = of_tokens.contiguous().view(torch.float32)
         policy_logprobs = vocab_parallel_gathered(
