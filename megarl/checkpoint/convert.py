@@ -57,7 +57,7 @@ SLAB_BYTES = 1 << 26
 TRACKER, RELEASE, COMPANIONS = "latest_checkpointed_iteration.txt", "release", "hf"
 
 Source = FolderReader | CheckpointReader
-"""A reader of weights: for each Hugging Face tensor, its dtype and the pieces (stored index ranges) that make it up."""
+"""A reader of weights: for each Hugging Face tensor, its dtype and the pieces (stored index ranges) making it up."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ def to_hf(
 ) -> Conversion:
     """Convert a `torch_dist` checkpoint, sharded in any way, to a model folder.
 
-    `megatron` is the checkpoint, or a folder that contains it (a run or Megatron's own folder). `hf` is a folder with
+    `megatron` is the checkpoint, or a folder containing it (a run or Megatron's own folder). `hf` is a folder with
     config.json, tokenizer and other files; it may be omitted for a checkpoint made by `to_megatron`. `override` changes
     fields of config.json. Tensors go to the files that the folder's index names, else to files of `shard_bytes`. Raises
     ConfigError if `out` exists, DataError with the name of a truncated file.
@@ -295,7 +295,7 @@ def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path)
 
 @contextmanager
 def _checked(folder: Path) -> Iterator[None]:
-    """Context that checks a folder's files against its manifest, if it has one.
+    """Context checking a folder's files against its manifest, if it has one.
 
     File sizes are checked on entry. Hashes are computed in a thread meanwhile, and compared at the end.
     """

@@ -94,7 +94,7 @@ class ManifestWriter:
 
 
 class _Stream:
-    """File object that writes through `ManifestWriter`, with the methods that torch.save needs."""
+    """File object writing through `ManifestWriter`, with the methods that torch.save needs."""
 
     def __init__(self, manifest: ManifestWriter, name: str) -> None:
         self._manifest, self._name = manifest, name
@@ -121,7 +121,7 @@ def write_manifest(folder: Path, files: Mapping[str, Mapping[str, Any]], layout:
 
 @contextmanager
 def new_folder(folder: Path) -> Iterator[ManifestWriter]:
-    """Context that creates a folder, which appears only if no error is raised.
+    """Context creating a folder, which appears only if no error is raised.
 
     Raises ConfigError if the folder exists and is not empty.
     """

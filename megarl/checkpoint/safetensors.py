@@ -63,7 +63,7 @@ class FolderReader:
         return self._open[path].get_tensor(name).view(-1)
 
     def file_of(self, name: str) -> Path:
-        """Return the path of the file that contains a tensor."""
+        """Return the path of the file containing a tensor."""
         return self._files[name]
 
     def release(self) -> None:

@@ -19,7 +19,7 @@ _NAMED = 5
 
 
 class Stored(NamedTuple):
-    """The file that stores a tensor, and the tensor's dtype code in safetensors."""
+    """The file storing a tensor, and the tensor's dtype code in safetensors."""
 
     path: Path
     code: str

@@ -45,7 +45,7 @@ class StoredShard:
     """A part of a global tensor in the checkpoint, stored under each of `keys`.
 
     `pieces` give the Hugging Face elements of the part, except vocabulary padding, in a contiguous storage "slab".
-    `offset` and `shape` include the leading dimensions layer and expert. `rank` is the trainer rank that stores it.
+    `offset` and `shape` include the leading dimensions layer and expert. `rank` is the trainer rank storing it.
     """
 
     keys: tuple[str, ...]

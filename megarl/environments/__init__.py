@@ -97,7 +97,7 @@ class Environment(Protocol):
     closed. Methods may be plain `def` and block. Attempts then run in processes (`rollout.environment_processes`).
 
     An environment with constant tools may list them in an attribute `tools`, in the form of `Start`. They are then
-    checked before a run starts. An environment that makes its own problems from their numbers (`Problem.index`) sets
+    checked before a run starts. An environment making its own problems from their numbers (`Problem.index`) sets
     `makes_problems = True`. Its data in the recipe are `environment:COUNT`, and the record's `split` is train or
     validation. An optional method `check()` is called once before a run starts, and raises an error if something is
     wrong.
@@ -118,9 +118,9 @@ class Environment(Protocol):
 
 
 class Agent(Protocol):
-    """Protocol of an agent: a program that makes a whole attempt by itself, calling the policy over HTTP.
+    """Protocol of an agent: a program making a whole attempt by itself, calling the policy over HTTP.
 
-    The policy is served at `rollout.endpoint`, an OpenAI-compatible server that records the calls for training. A new
+    The policy is served at `rollout.endpoint`, an OpenAI-compatible server recording the calls for training. A new
     agent is constructed for each attempt.
     """
 
@@ -145,7 +145,7 @@ def is_agent(name: str) -> bool:
 METHODS = ("reset", "step", "close")
 """Methods that a class needs to be an environment."""
 TOOL_SCHEMA = "_megarl_tool_schema"
-"""Name of the attribute that marks a method as a tool."""
+"""Name of the attribute marking a method as a tool."""
 PROCESSES_PER_CPU, MAX_DEFAULT_PROCESSES = 4, 64
 """Default number of processes for an environment with blocking methods: per CPU, and at most."""
 _CHOICES = Choices("rollout.environment", "environment", "class", ENVIRONMENTS)
@@ -210,7 +210,7 @@ def with_sandbox(name: str, settings: Mapping[str, Any], sandbox: Mapping[str, A
 
 
 def environment_maker(name: str, settings: Mapping[str, Any]) -> Callable[[], Environment]:
-    """Return a function that makes the environment `name` with `settings` (`rollout.environment_kwargs`).
+    """Return a function making the environment `name` with `settings` (`rollout.environment_kwargs`).
 
     Raises ConfigError if the environment cannot be imported, or for unknown or missing settings.
     """

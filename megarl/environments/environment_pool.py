@@ -1,4 +1,4 @@
-"""Pool of processes that run environments. A process runs one attempt at a time, so killing it affects no other."""
+"""Pool of processes running environments. A process runs one attempt at a time, so killing it affects no other."""
 
 from __future__ import annotations
 

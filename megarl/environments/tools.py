@@ -43,7 +43,7 @@ METRICS = {
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 CALL_THREAD = "call of "
-"""Prefix of the names of threads that run a tool's function."""
+"""Prefix of the names of threads running a tool's function."""
 
 
 def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any] | None = None) -> Any:
@@ -124,11 +124,11 @@ class ToolEnvironment:
     """Environment with the problem's messages and the tools of its class. The first turn without a call ends the
     attempt.
 
-    Each tool call gets one reply, a message of role `tool`, in the order of the calls. An invalid call, a tool that
-    raises an error and one slower than `tool_seconds` get the error as reply. If a tool raises
-    EnvironmentUnavailableError, the attempt is retried, because the policy is not at fault. A reply longer than
-    `max_reply_characters` is shortened in the middle (`rollout.budget.reply_tokens` is a limit in tokens).
-    `rollout.budget.invalid_calls` limits the invalid calls in a row before the attempt ends.
+    Each tool call gets one reply, a message of role `tool`, in the order of the calls. An invalid call, a tool raising
+    an error and one slower than `tool_seconds` get the error as reply. If a tool raises EnvironmentUnavailableError,
+    the attempt is retried, because the policy is not at fault. A reply longer than `max_reply_characters` is shortened
+    in the middle (`rollout.budget.reply_tokens` is a limit in tokens). `rollout.budget.invalid_calls` limits the
+    invalid calls in a row before the attempt ends.
     """
 
     def __init__(self, *, max_reply_characters: int = 4000, tool_seconds: float = 30.0) -> None:

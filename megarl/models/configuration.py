@@ -92,8 +92,7 @@ def transformer_config(
 
 @contextmanager
 def refusals_named(overrides: Mapping[str, Any]) -> Iterator[None]:
-    """Context that converts errors of Megatron-Core in a model's construction to a ConfigError naming
-    `trainer.megatron`.
+    """Context converting errors of Megatron-Core in a model's construction to a ConfigError naming `trainer.megatron`.
 
     Without overrides, errors pass unchanged: the recipe is not their cause.
     """
@@ -117,7 +116,7 @@ def accumulates_in_transformer_engine(config: TransformerConfig, overrides: Mapp
 
 
 def _without_apex(overrides: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Return overrides without the flag that requires apex's kernel, if apex is not installed.
+    """Return overrides without the flag requiring apex's kernel, if apex is not installed.
 
     `accumulates_in_transformer_engine` handles Transformer Engine's layers. Raises ConfigError without them.
     """

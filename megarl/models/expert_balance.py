@@ -38,7 +38,7 @@ _METRIC_NAMES = {
 """Metric of each balancing loss, by the loss's name in Megatron-Core's settings."""
 
 _WHOLE_BATCH = ("aux_loss", "global_aux_loss")
-"""Balancing losses that need the number of tokens per expert in the whole update."""
+"""Balancing losses needing the number of tokens per expert in the whole update."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""The two models of distillation by distributions: a teacher that computes targets, and a policy that learns from them.
+"""The two models of distillation by distributions: a teacher computing targets, and a policy learning from them.
 
 A target is a row of bytes for each trained token. With full_vocabulary it is the teacher's hidden state before its
 head. With top_k it is the ids of the most likely tokens, their log-probs and the log-prob of all others. One byte
@@ -99,7 +99,7 @@ class TeacherTargets(NamedTuple):
 
 
 class StudentModel(PolicyModel):
-    """A policy that learns from targets. Its last stage returns log-probs, entropies and divergences [3, tokens].
+    """A policy learning from targets. Its last stage returns log-probs, entropies and divergences [3, tokens].
 
     Only the divergences, float32, in nats, carry gradient. They are zero at positions without a target.
     """

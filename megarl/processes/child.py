@@ -1,4 +1,4 @@
-"""Main function of a child process that runs megarl's own code."""
+"""Main function of a child process running megarl's own code."""
 
 from __future__ import annotations
 

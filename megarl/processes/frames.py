@@ -29,11 +29,11 @@ It returns the longest time of this wait in seconds, and raises an error after t
 MAX_ERROR_CHARACTERS = 4000
 
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
-"""Function of a child process that carries out a request (JSON object) and returns its answer."""
+"""Function of a child process carrying out a request (JSON object) and returning its answer."""
 Start = Callable[[dict[str, Any]], tuple[dict[str, Any], Answer]]
 """Function of a child process that is called with the first message.
 
-It returns an introduction, and the function that answers requests. It raises RefusedError if the process cannot start.
+It returns an introduction, and the function answering requests. It raises RefusedError if the process cannot start.
 """
 
 
@@ -108,7 +108,7 @@ def receive_answer(
 
 
 def within(seconds: float) -> Patience:
-    """Return a time limit that ends `seconds` from now. After that it raises TimeoutError."""
+    """Return a time limit ending `seconds` from now. After that it raises TimeoutError."""
     deadline = time.monotonic() + seconds
 
     def remaining() -> float:

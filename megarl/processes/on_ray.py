@@ -1,4 +1,4 @@
-"""Processes that answer requests on any node of a Ray cluster."""
+"""Processes answering requests on any node of a Ray cluster."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from megarl.processes.server_process import NO_LIMITS, MakeServer, RequestLimits
 from megarl.types import PeerLostError
 
 
-def round_robin_over_nodes() -> MakeServer:
-    """Return a constructor of processes, round-robin over the cluster's nodes."""
+def on_nodes_in_turn() -> MakeServer:
+    """Return a function creating processes on the nodes of the Ray cluster, one node after the other."""
     nodes = cycle([node["NodeID"] for node in ray.nodes() if node["Alive"]])
     return lambda settings, log_file: RayServerProcess(nodes, settings, log_file)
 
 
 class RayServerProcess:
-    """A process that answers requests, in a Ray actor on the next of `nodes`; on another node if that one is lost."""
+    """A process answering requests, in a Ray actor on the next of `nodes`; on another node if that one is lost."""
 
     def __init__(self, nodes: Iterator[str], settings: ServerSettings, log_file: str | None) -> None:
         self._is_closed = False

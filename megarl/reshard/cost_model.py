@@ -66,7 +66,7 @@ class Traffic:
     copies: _Bytes
     """Number of strided copies on each rank [rank]: local copies, packing and unpacking."""
     messages: int
-    """Number of pairs of ranks that exchange data, summed over the exchanges (buckets)."""
+    """Number of pairs of ranks exchanging data, summed over the exchanges (buckets)."""
     buckets: int
     staging: _Bytes
     """Staging memory of each rank in bytes [rank]: its largest bucket."""
@@ -267,7 +267,7 @@ def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[s
 
 
 def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tuple[int, int]]:
-    """Return the identity, then permutations that give the ranks of one engine neighbouring places in the trainer."""
+    """Return the identity, then permutations giving the ranks of one engine neighbouring places in the trainer."""
     found = [(1, 1)]
     for size in sorted({parallel.tp, parallel.etp * parallel.ep if model.num_experts else parallel.tp}):
         small, large = sorted((size, parallel.rollout_tp))

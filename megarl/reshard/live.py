@@ -33,7 +33,7 @@ from megarl.reshard.verify import checksum, verify
 from megarl.types import MegarlError
 
 LoadTensors = Callable[[Iterable[tuple[str, Tensor]]], None]
-"""Function that loads checkpoint tensors, given as (name, tensor) pairs, into vLLM."""
+"""Function loading checkpoint tensors, given as (name, tensor) pairs, into vLLM."""
 
 
 def record(
@@ -198,7 +198,7 @@ class Reshard:
 
 
 class GatheredReshard:
-    """Passes full tensors to vLLM's loader `load`, for engines that convert their weights.
+    """Passes full tensors to vLLM's loader `load`, for engines converting their weights.
 
     Converted weights have no bytes to compare: `reshard.probe` compares log-probs instead. A rank without `load` has no
     engine and only sends. `sources` are the layouts of all ranks; ranks from `first_engine` on have engines. Memory in

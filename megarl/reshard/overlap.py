@@ -193,7 +193,7 @@ _Cell = tuple[tuple[int, ...], tuple[int, ...], tuple[Holding, ...]]
 
 
 def _cells(holdings: Sequence[Holding]) -> list[_Cell]:
-    """Return disjoint boxes that cover the stored parts of a tensor, each with all stored parts that contain it."""
+    """Return disjoint boxes that cover the stored parts of a tensor, each with all stored parts containing it."""
     corners = [corner for holding in holdings for corner in (holding.start, holding.stop)]
     # Cutting at every edge of every holding makes each cell lie wholly inside or outside each holding.
     cuts = [sorted(set(edges)) for edges in zip(*corners, strict=True)]

@@ -80,7 +80,7 @@ class RankPlan:
 
 
 _Copies = tuple[CopyTemplate, list[tuple[int, int]]]
-"""A copy without rank numbers, and the pairs (source rank, destination rank) that make it."""
+"""A copy without rank numbers, and the pairs (source rank, destination rank) making it."""
 
 NOTHING: NDArray[np.int64] = np.zeros(0, dtype=np.int64)
 """Empty array, for a tensor that no rank sends."""

@@ -1,6 +1,6 @@
 """Check of a reshard into converted weights: trainer and engine compute the log-probs of a fixed prompt.
 
-Engines that convert the checkpoint's weights have no bytes to compare.
+Engines converting the checkpoint's weights have no bytes to compare.
 """
 
 from __future__ import annotations

@@ -14,7 +14,7 @@ MOST_ATTEMPTS = 3
 
 
 class State(Enum):
-    """State of a weight transfer. The cross-world group is the process group that connects trainers and engines."""
+    """State of a weight transfer. The cross-world group is the process group connecting trainers and engines."""
 
     DISCONNECTED = "no usable cross-world group"
     IDLE = "connected, no transfer in flight"

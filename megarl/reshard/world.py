@@ -31,7 +31,7 @@ class StorageSlot(NamedTuple):
 
 
 class Holding(NamedTuple):
-    """A part of a tensor (indices `start` to `stop`), and the ranks that store it, ascending, all at the same place."""
+    """A part of a tensor (indices `start` to `stop`), and the ranks storing it, ascending, all at the same place."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]

@@ -1,4 +1,4 @@
-"""Rewards: functions that score a sample from its text, its gold answer and other values.
+"""Rewards: functions scoring a sample from its text, its gold answer and other values.
 
 A reward function is called with keyword arguments. Its parameters, in any order, are named after values of a sample
 (the table `calling.PARAMETERS`): `def f(completion_text, answer)`, RL2's `def reward_fn(messages, answer)` and `def
@@ -103,7 +103,7 @@ SYSTEM_PROMPTS = {
     "reasoning_gym": _TAGS,
     "reasoning_gym.TASK": _TAGS,
 }
-"""System prompts that describe the answer format of each reward function, used with `data.system_prompt: default`."""
+"""System prompts describing the answer format of each reward function, used with `data.system_prompt: default`."""
 
 FORM_PROMPTS = {
     "boxed": _BOXED,

@@ -34,7 +34,7 @@ _HEDGE = re.compile(
     r"|(?:^|[\s,])[A-Z]\s*[).:](?:\s|$)|^\W*[A-Z](?:[\s,.;/&]+[A-Z])*\W*$|^\W*(?!I\b)[A-Z]\s*[,;&]"
     rf"|(?:^|[.;,]\s+){ALSO_RIGHT}"
 )
-"""Regular expression of a text that names a second choice after the first. `I, II` is a list of statements instead."""
+"""Regular expression of a text naming a second choice after the first. `I, II` is a list of statements instead."""
 
 
 def choice_agreement(prediction: str, answer: str, is_same_text: Callable[[str, str], bool]) -> bool | None:

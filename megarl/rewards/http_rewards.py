@@ -225,7 +225,7 @@ class ServedReward(Generic[Config]):
             await session.close()
 
     def fault(self, text: str) -> ConfigError:
-        """Return a ConfigError that names this reward in the recipe."""
+        """Return a ConfigError naming this reward in the recipe."""
         return ConfigError(f"reward.functions: {self.name!r}: {text}")
 
     def _scored(self, score: float) -> FunctionScore:

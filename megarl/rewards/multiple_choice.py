@@ -37,7 +37,7 @@ _SECOND = re.compile(
     r"(?![^.\n]*\b(?i:wrong|incorrect|false|not|eliminated|excluded)\b)"
     r"|[ \t*_)]*\.[ \t*_]*\(?[A-Z][.)*_]*[ \t]*(?:\n|$)"
 )
-"""Regular expression of a text that names a second choice after the first.
+"""Regular expression of a text naming a second choice after the first.
 
 It does not match choices called wrong, `B; A, C are wrong`, and the word I, `B, and I think`.
 """

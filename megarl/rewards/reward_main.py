@@ -16,8 +16,7 @@ from megarl.types import ConfigError
 
 
 def start(settings: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
-    """Import the reward functions. Returns a description of the values they need, and the function that scores a
-    sample.
+    """Import the reward functions. Returns a description of the values they need, and the function scoring a sample.
 
     `settings` names the functions with weights and keyword arguments. It also has the settings of the sandbox, which is
     started only if a function needs one. Raises RefusedError if a function cannot be used.

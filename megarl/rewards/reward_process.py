@@ -69,7 +69,7 @@ class WorkerSettings:
     folder: str
     """Working folder of the process."""
     sandbox: SandboxSettings = field(default_factory=SandboxSettings)
-    """Sandbox for functions that take one. The CPU seconds of its programs are added to the CPU limit."""
+    """Sandbox for functions taking one. The CPU seconds of its programs are added to the CPU limit."""
     start_timeout_seconds: float = 300.0
     """Limit of wall-clock seconds for importing the reward functions."""
     served: tuple[RewardFunctionConfig, ...] = ()
@@ -91,7 +91,7 @@ class WorkerSettings:
 
 
 def worker_settings(reward: RewardConfig, sandbox: SandboxConfig | None = None) -> WorkerSettings:
-    """Return the settings of reward processes that run in the current folder.
+    """Return the settings of reward processes running in the current folder.
 
     The folder is an import path only if the recipe names functions of a module in it.
     """

@@ -40,8 +40,8 @@ def read_unit(text: str, known: Collection[str] | None = None) -> tuple[bool, Un
     """Return whether a text is a unit, and the unit; None for words that do not change the number ("units", "th" of
     "5th").
 
-    Words in `known` (singular) count as units of their own. With `known` None every word does, except words that change
-    a number, such as "halves" or "about".
+    Words in `known` (singular) count as units of their own. With `known` None every word does, except words changing a
+    number, such as "halves" or "about".
     """
     factor = Fraction(1)
     dimensions: Counter[str] = Counter()
@@ -147,9 +147,9 @@ FRACTION_WORDS = {
 } | {
     "half": Fraction(1, 2), "halves": Fraction(1, 2), "quarter": Fraction(1, 4), "quarters": Fraction(1, 4),
 }  # fmt: skip
-"""Words that make a fraction with the whole number before them: 2 fifths."""
+"""Words making a fraction with the whole number before them: 2 fifths."""
 MULTIPLES = {"hundred": 100, "thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10**12, "dozen": 12}
-"""Words that multiply the number before them: 3 million."""
+"""Words multiplying the number before them: 3 million."""
 _NOT_A_UNIT = set(MULTIPLES) | set(
     """
     and or no not half third quarter plus minus times time over to by less least more most than about approximately

@@ -167,7 +167,7 @@ class GroupBuffer:
 
         In synchronous training, groups waiting for a later step get theirs too, while the trainer still has the weights
         that sampled them. In asynchronous training several weight versions sampled a waiting group. Its old log-probs
-        are then computed just before the update that trains on it. `forward` computes log-probs of a batch.
+        are then computed just before the update training on it. `forward` computes log-probs of a batch.
         """
         if self.policy.is_synchronous:
             taken, self.state.waiting = await complete_logprobs(groups, self.state.waiting, self._recipe, forward)
@@ -346,7 +346,7 @@ class GroupBuffer:
                 state.given_up += 1
 
     def _observe(self, group: Group) -> None:
-        """Report a complete group's share of right answers to the curriculum that selects problems.
+        """Report a complete group's share of right answers to the curriculum selecting problems.
 
         Raises MegarlError if the recipe needs right-or-wrong verdicts and the group has none.
         """

@@ -41,7 +41,7 @@ class BufferPolicy:
 
 @dataclass(frozen=True, slots=True)
 class StepDemand:
-    """Number of groups that a training step needs, and the weight versions that decide which groups are too old.
+    """Number of groups that a training step needs, and the weight versions deciding which groups are too old.
 
     `step` is the step's number, and the version of the weights it trains. `engine_version` is the version of the
     engines' weights.

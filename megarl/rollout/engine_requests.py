@@ -30,7 +30,7 @@ class Generates(Protocol):
         ...
 
     def forget(self, affinity: str) -> None:
-        """Forget the replica that holds a finished trajectory's prefix cache; see `EnginePool.forget`."""
+        """Forget the replica holding a finished trajectory's prefix cache; see `EnginePool.forget`."""
         ...
 
     @property
@@ -110,7 +110,7 @@ class WaitMeasuringPool:
                 self.seconds += max(0.0, seconds - (self.seconds_paused - self._paused_before))
 
     def forget(self, affinity: str) -> None:
-        """Forget the replica that holds a finished trajectory's prefix cache; see `EnginePool.forget`."""
+        """Forget the replica holding a finished trajectory's prefix cache; see `EnginePool.forget`."""
         self._pool.forget(affinity)
 
     @property

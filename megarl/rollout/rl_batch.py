@@ -134,7 +134,7 @@ class RLBatch(TokenBatch):
         `train.epochs_per_step` passes visit all samples, each in `train.updates_per_step` updates. The first pass keeps
         the given order. Later passes are shuffled with the seed, the step and the pass number. `conversations` are
         supervised samples, distributed over the updates of a pass for an additional loss (`algorithm.ptx_coefficient`).
-        The result is empty for steps that train only the critic (`critic.warmup_steps`).
+        The result is empty for steps training only the critic (`critic.warmup_steps`).
         """
         if step <= recipe.frozen_steps:
             return []

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 MOST_TOKENS = 512
 """Maximum number of recorded tokens of a sample. Longer samples are cut in the middle."""
 _BYTES_OF_CHARACTER = 4
-"""Maximum bytes of a UTF-8 character, and so the maximum number of tokens that share one character."""
+"""Maximum bytes of a UTF-8 character, and so the maximum number of tokens sharing one character."""
 
 
 def with_rendered_prompts(

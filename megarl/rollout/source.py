@@ -45,7 +45,7 @@ def served_metrics(sources: Sequence[Source]) -> dict[str, float]:
 
 
 def mixture_of(sources: Sequence[Source], seed: int) -> Mixture:
-    """Return the object that draws training problems from these sources by their weights."""
+    """Return the object drawing training problems from these sources by their weights."""
     streams = [
         SourceStream(
             source.name,

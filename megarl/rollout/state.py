@@ -77,7 +77,7 @@ class RLState:
 
     @property
     def waiting_experts(self) -> list[ExpertsHandle]:
-        """Handles of the stored routed experts (MoE) of all groups that wait or are in flight."""
+        """Handles of the stored routed experts (MoE) of all groups waiting or are in flight."""
         segments = [segment for group in self.waiting for trajectory in group for segment in trajectory.segments]
         started = [handle for group in self.started.values() for handle in group.experts]
         return [segment.routed_experts for segment in segments if segment.routed_experts is not None] + started
@@ -139,7 +139,7 @@ class RLState:
 
 
 def problem_lookup(problems: Mapping[str, Sequence[Problem]]) -> FindProblem:
-    """Return a function that looks up problems by source and index.
+    """Return a function looking up problems by source and index.
 
     It raises ConfigError if the recipe no longer has the problem.
     """

@@ -1,4 +1,4 @@
-"""Detection of engine replicas that sample far slower than the others (stragglers)."""
+"""Detection of engine replicas sampling far slower than the others (stragglers)."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Spawner of the sandbox: a small process that forks a process for each run, and ends it.
+"""Spawner of the sandbox: a small process forking and ending a process for each run.
 
 It receives a run as file descriptors only, and never reads a program or its output. Memory inherited by a run therefore
 holds nothing of other runs.

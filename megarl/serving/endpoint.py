@@ -32,7 +32,7 @@ from megarl.types import ConfigError, SamplingSettings
 KEEP_ALIVE_SECONDS = 5.0
 """Seconds between keep-alive comments in a stream whose answer is not ready yet."""
 SESSION_HEADER = "x-megarl-session"
-"""HTTP header of an answer that carries the secret of a new session, opened for a client without one."""
+"""HTTP header of an answer carrying the secret of a new session, opened for a client without one."""
 _SHUTDOWN_SECONDS = 2.0
 """Seconds that open connections get to end at shutdown."""
 _LINGERING_SECONDS = 1.0
@@ -400,7 +400,7 @@ def _unknown_key() -> RequestError:
 
 
 def _event(data: Mapping[str, Any]) -> bytes:
-    """Return a server-sent event that carries `data` as JSON."""
+    """Return a server-sent event carrying `data` as JSON."""
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
 
 

@@ -40,7 +40,7 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "structured_outputs": (),
 }
-"""Request fields that would change the sampled distribution or the number of answers, with the values that change
+"""Request fields that would change the sampled distribution or the number of answers, with the values changing
 nothing.
 """
 

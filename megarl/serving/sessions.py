@@ -123,7 +123,7 @@ class Session:
     def chat(
         self, conversation: Conversation, sampling: SamplingSettings, body: bytes, *, is_retry: bool
     ) -> ModelCallUnderWay:
-        """Start a model call that answers a conversation.
+        """Start a model call answering a conversation.
 
         A retry joins the call in progress with the same `body`. Raises RequestError if no call is allowed.
         """
@@ -336,7 +336,7 @@ class Sessions:
         return self._open.get(secret)
 
     def used(self, session: Session) -> None:
-        """Restart the timer that ends the session after `idle_seconds` without a request."""
+        """Restart the timer ending the session after `idle_seconds` without a request."""
         self._stop_timer(session)
         loop = asyncio.get_running_loop()
         self._timers[session.secret] = loop.call_later(session.limits.idle_seconds, self._time_out, session)

@@ -35,10 +35,10 @@ def fetch_values(
     read_values: Callable[[int, int, int, int], NDArray[Any]],
     nothing: NDArray[Any],
 ) -> NDArray[Any]:
-    """Fetch values of spans of tokens (runs) from the ranks that store them: [tokens, ...], in order.
+    """Fetch values of spans of tokens (runs) from the ranks storing them: [tokens, ...], in order.
 
     A collective over the world. `runs` [runs, 3] lists sequence number, first token and end of each span. `holders`
-    [runs] lists the rank that stores each. `read_values` returns this rank's values for (rank, number, first, end).
+    [runs] lists the rank storing each. `read_values` returns this rank's values for (rank, number, first, end).
     `nothing` [0, ...] has the dtype and the trailing shape of the result.
     """
     world_size = dist.get_world_size()

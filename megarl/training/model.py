@@ -132,7 +132,7 @@ class ModelShard:
         """Compute log-probs of every token of this replica's rows, or a critic's values before each token.
 
         All ranks of the replica receive `rows`. With `replica`, only its first rank does, and the others pass None.
-        Returns a float32 array [tokens of the row] per row on the ranks that report, elsewhere None.
+        Returns a float32 array [tokens of the row] per row on the ranks reporting, elsewhere None.
         """
         found = self._outputs(rows, 1)
         return None if found is None else [values for [values] in found]
@@ -163,7 +163,7 @@ class ModelShard:
 
     @property
     def _parts(self) -> int:
-        """Number of tensor-parallel ranks that share a row's tokens (sequence parallelism)."""
+        """Number of tensor-parallel ranks sharing a row's tokens (sequence parallelism)."""
         return self.layout.tp if self.sequence_parallel else 1
 
     @property

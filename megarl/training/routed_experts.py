@@ -96,7 +96,7 @@ def _file(folder: Path, sampler: int) -> Path:
 
 
 class ExpertExchange:
-    """Sends routed experts from the ranks that store them to the ranks that train their tokens.
+    """Sends routed experts from the ranks storing them to the ranks training their tokens.
 
     Its constructor is a collective. `layers` are the numbers, from 0, of this rank's layers; only these are fetched.
     """

@@ -1,4 +1,4 @@
-"""A teacher model on one rank: a frozen model that computes distillation targets for the policy's next update."""
+"""A teacher model on one rank: a frozen model computing distillation targets for the policy's next update."""
 
 from __future__ import annotations
 

@@ -257,7 +257,7 @@ class TrainingEngine(ModelShard):
             return super().forward(rows)
 
     def forward_with_entropies(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """Compute log-probs and entropies in nats, float32 [2, tokens of the row] per row, on the ranks that report."""
+        """Compute log-probs and entropies in nats, float32 [2, tokens of the row] per row, on the ranks reporting."""
         with self.in_memory():
             return self._outputs(rows, 2)
 
@@ -269,7 +269,7 @@ class TrainingEngine(ModelShard):
     def update(
         self, rows: Sequence[TokenBatch] | None, kl_coefficient: float | None = None, kto_kl: float | None = None
     ) -> dict[str, Metric]:
-        """Run one optimizer step on this replica's share of the global batch. Returns metrics on the ranks that report.
+        """Run one optimizer step on this replica's share of the global batch. Returns metrics on the ranks reporting.
 
         `rows` are given as in `forward`. `kl_coefficient` weighs the KL to the reference (default:
         algorithm.kl_coefficient). `kto_kl` is KTO's reference point, a KL in nats per answer.

@@ -1,4 +1,5 @@
-"""Worker classes of the ranks, with one method per call of the driver.
+"""Worker classes: the objects on a rank whose methods the driver calls.
 
-A rank trains (`trainer`), samples (`engine`), or does both (`colocated`). `weights` is a rank's side of the reshard.
+A rank trains (`trainer_worker`), samples (`engine_worker`), or does both (`colocated`). `rank_transfer` and
+`weight_copier` are a rank's side of copying weights from trainer to engine.
 """

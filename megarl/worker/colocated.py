@@ -1,4 +1,4 @@
-"""The worker of a rank both training and sampling: trainer and engine alternate on its device."""
+"""Worker class of a rank that both trains and samples: trainer and engine alternate on one device."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from megarl.worker.weight_copier import WeightCopier
 
 
 class Worker(TrainerWorker):
-    """A trainer's rank with a shard of an engine, if the recipe has one."""
+    """Worker of a training rank that also has a shard of a vLLM engine, if the recipe samples."""
 
     def __init__(
         self,
@@ -30,7 +30,11 @@ class Worker(TrainerWorker):
         topology: RankTopology,
         teacher_layout: ParallelConfig | None = None,
     ) -> None:
-        """Build engine and models. `topology` describes the world; `teacher_layout` as in `TrainerWorker`."""
+        """Build the engine and the models.
+
+        `layout` and `teacher_layout` are the parallel sizes of the trainer and of teacher models. `topology` is the
+        place of all ranks in the network.
+        """
         self._join_world(rank, world_size, recipe, layout)
         # The engine first: vLLM needs its memory to be free before the trainer takes a share. Then it sleeps, because
         # building the models needs that memory.
@@ -40,7 +44,7 @@ class Worker(TrainerWorker):
             self.engine.sleep()
         self._build_models(teacher_layout)
         self.copier: WeightCopier | None = None
-        """Copies of the policy's weights into the engine; None without an engine."""
+        """Object copying the policy's weights into the engine; None without an engine."""
         if self.engine is not None:
             self.copier = WeightCopier(
                 recipe,
@@ -54,7 +58,9 @@ class Worker(TrainerWorker):
             self.weight_version = self.engine.weight_version
 
     def reshard(self, verify: bool, version: int) -> Report:
-        """Copy the policy's weights into the engines; see `WeightCopier.run`."""
+        """Copy the policy's weights into the engines. `verify` compares them afterwards. Returns seconds and bytes by
+        stage.
+        """
         assert self.copier is not None
         report = self.copier.run(verify=verify, version=version)
         self.weight_version = version
@@ -63,29 +69,31 @@ class Worker(TrainerWorker):
     def advance(
         self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
     ) -> list[Completion]:
-        """Step the engine: new requests and aborts in, finished completions out. Leaders only.
+        """Let the engine sample for a while, and return the finished completions. Only for the first rank of a vLLM
+        group.
 
-        `work` is (requests, ids to abort). `budget_seconds` and `leave_after`: see `RolloutEngine.advance`.
+        `work` is (new requests, ids of requests to abort). The call returns after `budget_seconds`, or after
+        `leave_after` completions.
         """
         assert self.engine is not None
         return self.engine.advance(*work, budget_seconds, leave_after=leave_after)
 
     def engine_metrics(self) -> dict[str, Metric]:
-        """Return the engine's metrics since the last call. Leaders only."""
+        """Return the engine's metrics since the last call. Only for the first rank of a vLLM group."""
         return self.engine.metrics() if self.engine else {}
 
     def start_notices(self) -> list[str]:
         return (self.copier.notices if self.copier else []) + (self.engine.sleep_notices if self.engine else [])
 
     def sleep_engine(self) -> None:
-        """Free the engine's memory for the trainer, until the next reshard."""
+        """Free the engine's device memory for the trainer, until the next reshard."""
         if self.engine:
             self.engine.sleep()
         # After the engine's sleep: the device has no room for both.
         self.policy.onload()
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Differs from the trainer's: the engine takes over the loaded weight version."""
+        """Load the trainer's checkpoint. Unlike the base class, also set the engine's weight version."""
         super().load_checkpoint(folder)
         if self.engine:
             # The next reshard adds 1 to it, so versions continue where the saved run stopped.

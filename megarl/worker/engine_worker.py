@@ -1,4 +1,4 @@
-"""The worker of a sampling rank: its shard of one engine replica, in a torch world of the replica's ranks."""
+"""Worker class of a rank that only samples: a shard of one engine replica, in a torch world of the replica's ranks."""
 
 from __future__ import annotations
 
@@ -21,42 +21,53 @@ from megarl.worker.rank_transfer import RankTransfer, Report
 
 
 class EngineWorker:
-    """Methods called by the driver on a rank of a separate engine replica."""
+    """Worker of a rank of a separate vLLM engine replica. The driver calls its methods."""
 
     def __init__(self, rank: int, world_size: int, recipe: Recipe, layout: ParallelConfig, replica: int) -> None:
-        """Initialize the replica's world and build the engine. `replica` is the engine's number."""
+        """Create the replica's torch world and build the engine. `replica` is the engine's number."""
         world.initialize(recipe.cluster.collective_timeout_seconds)
         self._engine = build_engine(recipe)
         self._transfer = RankTransfer(recipe, layout, rank, engine=self._engine, replica=replica)
 
     def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
-        """Join a cross-world group with the trainers and receive their weights; see `RankTransfer.join`."""
+        """Join a process group with the trainers and receive their weights. Returns seconds and bytes.
+
+        `meeting` says how to join the group, `topology` places its ranks in the network, `version` is the weights'
+        version.
+        """
         return self._transfer.join(meeting, topology, version)
 
     def start_notices(self) -> list[str]:
-        """Return start-up notices for the user about how this run is executed."""
+        """Return texts for the user at the start, about how the engine runs."""
         return self._transfer.copier.notices if self._transfer.copier else []
 
     def advance(
         self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None
     ) -> list[Completion]:
-        """Step the engine: new requests and aborts in, finished completions out; see `colocated.Worker.advance`."""
+        """Let the engine sample for a while, and return the finished completions. Only for the first rank of a vLLM
+        group.
+
+        `work` is (new requests, ids of requests to abort). The call returns after `budget_seconds`, or after
+        `leave_after` completions.
+        """
         return self._engine.advance(*work, budget_seconds, leave_after=leave_after)
 
     def sampled_so_far(self, _: None) -> dict[str, int]:
-        """Return the tokens sampled so far by each unfinished request, by id. Leaders only."""
+        """Return the number of tokens sampled so far by each unfinished request, by id. Only for the first rank of a
+        vLLM group.
+        """
         return self._engine.sampled_so_far()
 
     def engine_metrics(self) -> dict[str, Metric]:
-        """Return the engine's metrics since the last call. Leaders only."""
+        """Return the engine's metrics since the last call. Only for the first rank of a vLLM group."""
         return self._engine.metrics()
 
     def reshard(self, verify: bool, version: int) -> Report:
-        """Receive the trainers' weights of this version between two engine steps; see `RankTransfer.run`."""
+        """Receive the trainers' weights of this version. The engine is between two steps meanwhile."""
         return self._transfer.run(verify, version)
 
     def close(self) -> None:
-        """Close the engine; leave the cross-world group and this replica's world."""
+        """Close the engine, leave the process group with the trainers, and destroy the replica's torch world."""
         # The cross-world group first: trainers then fail fast instead of waiting for this rank.
         self._transfer.leave()
         self._engine.close()
@@ -66,9 +77,9 @@ class EngineWorker:
 def build_engine(
     recipe: Recipe, keep_experts: Callable[[NDArray[np.integer[Any]]], ExpertsHandle] | None = None
 ) -> RolloutEngine:
-    """Build this rank's shard of the recipe's engine. A collective over the world.
+    """Build this rank's shard of the recipe's vLLM engine. A collective over the world.
 
-    `keep_experts` stores routed experts and returns their handle; see `RolloutEngine`.
+    `keep_experts` stores the routed experts (MoE) of a completion and returns a handle for them.
     """
     rollout = recipe.rollout
     samplings = [source.recipe.rollout.sampling for source in recipe.sources]

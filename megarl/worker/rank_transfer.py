@@ -1,4 +1,4 @@
-"""One rank's part in weight transfers to separate engines: its cross-world group, copies, and losses of peers."""
+"""One rank's part in weight transfers to separate engines: process group, copies, and reports of lost peers."""
 
 from __future__ import annotations
 
@@ -23,18 +23,21 @@ if TYPE_CHECKING:
     from megarl.training.training_engine import Snapshot, TrainingEngine
 
 Report = Mapping[str, Any]
-"""Seconds and bytes of a transfer by name. After a loss: `lost`, the reason, and `missing`, ranks that never joined."""
+"""Seconds and bytes of a weight transfer by name.
+
+After the loss of a peer: `lost`, the reason, and `missing`, the ranks that never joined.
+"""
 
 
 class RankTransfer:
-    """A rank's part in the weight transfers between worlds. The rank has either the `policy` or an `engine`.
+    """One rank's part in weight transfers between the torch worlds of trainers and engines.
 
-    With a `snapshot` of the policy, its copy is sent. The policy may then be trained during the transfer.
-    `transformer_engine` says whether the trainer uses Transformer Engine's layers; None on ranks with an engine.
-    `replica` is the engine's number.
+    A rank has either the `policy` or an `engine`. With a `snapshot` of the policy, the snapshot is sent, so that the
+    policy can be trained meanwhile. `transformer_engine` says whether the trainer uses Transformer Engine's layers;
+    None on ranks with an engine. `replica` is the engine's number.
 
-    A lost peer is reported and not raised: this rank is sound and can join the next cross-world group. Errors of this
-    rank are raised.
+    A lost peer is reported and not raised: this rank is sound and can join the next process group. Errors of this rank
+    are raised.
     """
 
     def __init__(
@@ -61,13 +64,14 @@ class RankTransfer:
         }
         self._group: dist.ProcessGroup | None = None
         self.copier: WeightCopier | None = None
-        """This rank's end of the planned copies; None outside of a cross-world group."""
+        """Object executing this rank's share of the copies; None without a process group."""
         self._sending: Future[dict[str, float]] | None = None
 
     def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
-        """Join a cross-world group and send or receive the weights of this version. `topology` describes its ranks.
+        """Join a process group of trainers and engines, and send or receive the weights of this version.
 
-        A collective of all its ranks; leaves an earlier group first.
+        `topology` places the group's ranks in the network. An earlier group is left first. A collective of all ranks in
+        the group.
         """
         self.leave()
         if self._snapshot is not None:
@@ -80,7 +84,9 @@ class RankTransfer:
         return self.copier.first_report
 
     def run(self, verify: bool, version: int) -> Report:
-        """Send or receive the weights of this version; see `WeightCopier.run`."""
+        """Send or receive the weights of this version. With `verify` they are compared afterwards. Returns seconds and
+        bytes.
+        """
         assert self.copier is not None
         if self._snapshot is not None:
             self._snapshot.take(version)
@@ -90,9 +96,9 @@ class RankTransfer:
             return self._report_loss(error)
 
     def start(self, verify: bool, version: int) -> None:
-        """Copy the policy's weights, and start sending the copy in the background with this version.
+        """Copy the policy's weights into the snapshot, and start sending the snapshot in the background.
 
-        The rank stays free for other calls, except calls using the cross-world group: `finish` must come first.
+        The rank can execute other calls meanwhile. Calls using the process group must wait for `finish`.
         """
         assert self.copier is not None and self._snapshot is not None and self._sending is None
         self._snapshot.take(version)
@@ -111,7 +117,7 @@ class RankTransfer:
         self._sending = background.begin(send)
 
     def finish(self) -> Report:
-        """Wait for the sending begun by `start`, and return its report."""
+        """Wait until the sending that `start` began is complete, and return its report."""
         assert self._sending is not None
         sending, self._sending = self._sending, None
         try:
@@ -120,12 +126,14 @@ class RankTransfer:
             return self._report_loss(error)
 
     def leave(self) -> None:
-        """Leave the cross-world group, if there is one."""
+        """Leave the process group of trainers and engines, if there is one."""
         leave_group(self._group)
         self.copier = self._group = None
 
     def _report_loss(self, error: Exception) -> Report:
-        """Leave the group after another rank left it, so that peers waiting for this rank fail too."""
+        """Leave the process group after a peer left it, so that peers waiting for this rank fail too. Returns the
+        report.
+        """
         report = loss_report(error)
         self.leave()
         return report

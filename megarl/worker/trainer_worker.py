@@ -1,4 +1,4 @@
-"""The worker of a training rank: its shards of the models, and of everything saved from them."""
+"""Worker class of a training rank: its shards of the models, and their checkpoints and exports."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ Model = TypeVar("Model", bound=ModelShard)
 
 
 class TrainerWorker:
-    """Methods called by the driver on a training rank, directly or on one of its models, such as `policy.update`.
+    """Worker of a training rank. The driver calls its methods, or those of one of its models, such as `policy.update`.
 
     The models are the recipe's: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on.
     """
@@ -53,7 +53,10 @@ class TrainerWorker:
         layout: ParallelConfig,
         teacher_layout: ParallelConfig | None = None,
     ) -> None:
-        """Join the world and build the models. `teacher_layout` is the teachers' layout; None: the trainer's."""
+        """Create the torch world and build the models.
+
+        `layout` has the parallel sizes of the trainer, `teacher_layout` those of teacher models; None: the same.
+        """
         self._join_world(rank, world_size, recipe, layout)
         self._build_models(teacher_layout)
         self.policy.onload()
@@ -63,11 +66,13 @@ class TrainerWorker:
         world.initialize(recipe.cluster.collective_timeout_seconds)
         self.replica = Replica(layout)
         self.further_groups: dict[tuple[ParallelConfig, bool], tuple[RankGroups, Replica]] = {}
-        """Process groups of models with other groups than the policy's, by layout and by having experts."""
+        """Process groups of models whose parallel sizes differ from the policy's, by layout and by whether they have
+        experts.
+        """
         self.held_experts = StoredExperts(rank, world_size)
         self.stored_targets = StoredTargets()
         self.weight_version = 0
-        """Version of the engines' weights: the number of reshards."""
+        """Version of the engines' weights: the number of reshards so far."""
 
     def _build_models(self, teacher_layout: ParallelConfig | None) -> None:
         recipe, layout = self.recipe, self.layout
@@ -109,38 +114,44 @@ class TrainerWorker:
         )
 
     def join(self, meeting: Meeting, topology: RankTopology, version: int) -> Report:
-        """Join a cross-world group with separate engines and send them the weights; see `RankTransfer.join`."""
+        """Join a process group with separate engines and send them the weights. Returns seconds and bytes.
+
+        `meeting` says how to join the group, `topology` places its ranks in the network, `version` is the weights'
+        version.
+        """
         return self._note_version(version, self.transfer.join(meeting, topology, version))
 
     def reshard(self, verify: bool, version: int) -> Report:
-        """Send the policy's weights to the engines; see `RankTransfer.run`."""
+        """Send the policy's weights of this version to the engines. With `verify` they are compared afterwards."""
         return self._note_version(version, self.transfer.run(verify, version))
 
     def start_reshard(self, verify: bool, version: int) -> None:
-        """Send a copy of the policy's weights in the background; see `RankTransfer.start`."""
+        """Start sending a copy of the policy's weights in the background. The policy can be trained meanwhile."""
         self.transfer.start(verify, version)
         self.weight_version = version
 
     def finish_reshard(self) -> Report:
-        """Wait for the sending begun by `start_reshard`, and return its report."""
+        """Wait until the sending that `start_reshard` began is complete, and return its report."""
         return self.transfer.finish()
 
     def _note_version(self, version: int, report: Report) -> Report:
-        """Set the version of the engines' weights after a transfer without loss, and return the transfer's report."""
+        """Record the version of the engines' weights after a transfer, unless a peer was lost. Returns the transfer's
+        report.
+        """
         if "lost" not in report:
             self.weight_version = version
         return report
 
     def start_notices(self) -> list[str]:
-        """Return start-up notices for the user about how this run is executed."""
+        """Return texts for the user at the start, about how the trainer runs."""
         return self.transfer.copier.notices if self.transfer.copier else []
 
     def peak_tflops(self) -> float | None:
-        """Return the peak of this rank's device at the model's dtype, in TFLOP/s; None if unknown."""
+        """Return the peak performance of this rank's device at the model's dtype, in TFLOP/s; None if unknown."""
         return device.peak_tflops(self.recipe.model.dtype)
 
     def export(self, folder: Path, model: str = "policy") -> None:
-        """Export a model to a Hugging Face folder, and its LoRA adapters, if any, to a sibling folder.
+        """Export a model to a Hugging Face folder. LoRA adapters, if any, go to a folder next to it.
 
         Raises DiskFullError.
         """
@@ -185,10 +196,10 @@ class TrainerWorker:
                     )
 
     def save_checkpoint(self, folder: Path, asynchronous: bool, is_resharded: bool) -> None:
-        """Save the trainer's state into an empty folder. With `asynchronous` only start the save.
+        """Save the trainer's state into an empty folder. With `asynchronous` only start saving.
 
-        `is_resharded` says the engines already have these weights. The saved version is then one less, because a
-        resumed run reshards them once more.
+        `is_resharded` says that the engines already have these weights. The saved version is then one less, because a
+        resumed run copies the weights once more.
         """
         # A bool counts as 0 or 1. Without an engine there are no weight versions.
         version = self.weight_version - is_resharded if self.recipe.has_engine else 0
@@ -198,31 +209,31 @@ class TrainerWorker:
             self._save.write(asynchronous=asynchronous)
 
     def finish_checkpoint(self, wait: bool) -> dict[str, dict[str, Any]] | None:
-        """Finish the save; see `training.checkpoint.Save.finish`."""
+        """Finish an asynchronous save. `wait` blocks until it is complete; otherwise None is returned while it runs."""
         return self._save.finish(wait=wait)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Load a checkpoint checked by `check_harmless`. Afterwards the engines need a reshard."""
+        """Load a checkpoint that was checked for harmful pickles. Afterwards the engines need the weights again."""
         with self._everything_saved() as models:
             driver = checkpoint.restore(folder, models, str(self.layout))
         self.weight_version = driver["weight_version"]
 
     def retain_experts(self, handles: Sequence[ExpertsHandle]) -> int:
-        """Drop all routed experts except these handles' ones. Returns the bytes stored before."""
+        """Delete all stored routed experts (MoE) except those with these handles. Returns the bytes stored before."""
         return self.held_experts.retain(handles)
 
     def load_experts(self, folder: Path, handles: Sequence[ExpertsHandle]) -> None:
-        """Load the routed experts of trajectories waiting in a checkpoint; see `StoredExperts.load`."""
+        """Load the routed experts (MoE) of trajectories waiting in a checkpoint."""
         self.held_experts.load(folder, handles)
 
     def move_reference(self) -> None:
-        """Mix the policy's weights into the reference (algorithm.reference_mixing)."""
+        """Mix the policy's weights into the reference model's, in the ratio algorithm.reference_mixing."""
         assert isinstance(self.reference, FrozenModel)
         self.reference.move_towards(self.policy.parameters, self.recipe.algorithm.reference_mixing)
 
     @contextmanager
     def _everything_saved(self) -> Iterator[dict[str, checkpoint.Model]]:
-        """Yield the models of a checkpoint by prefix, in device memory.
+        """Yield the models that a checkpoint contains, by the prefix of their tensors, while they are in device memory.
 
         The policy's prefix is empty, so its tensors have Megatron's own names.
         """
@@ -238,11 +249,11 @@ class TrainerWorker:
 
     @property
     def _critic_source(self) -> str:
-        """Folder of the critic's initial weights."""
+        """Folder from which the critic's initial weights are loaded."""
         return self.recipe.further_models.get("critic.path", self.recipe.model.folder)
 
     def _own_template(self) -> dict[str, str]:
-        """Return the recipe's chat template by file name, if it differs from the tokenizer's."""
+        """Return the recipe's chat template as file name and text, if it differs from the tokenizer's; else empty."""
         model = self.recipe.model
         if model.chat_template is None and not model.chat_template_kwargs:
             return {}
@@ -257,10 +268,10 @@ class TrainerWorker:
         layout: ParallelConfig | None = None,
         replica: Replica | None = None,
     ) -> Model:
-        """Build a model and load its weights from a folder.
+        """Build a model of class `kind` and load its weights from a folder.
 
-        `has_value_head` adds a new value head if the folder has none. `layout` and its `replica` default to the
-        trainer's.
+        `has_value_head` adds a new value head if the folder has none. `layout` and `replica` default to the trainer's
+        parallel sizes and data-parallel replica.
         """
         shape = self._shape_of(folder)
         shape = shape.with_value_head() if has_value_head else shape
@@ -276,11 +287,11 @@ class TrainerWorker:
             return kind(self.recipe, layout, shape, load_weights, replica=replica or self.replica)
 
     def _shape_of(self, folder: str) -> ModelShape:
-        """Return the shape of a folder's model, with the recipe's overrides."""
+        """Return the sizes of the model in a folder, with the recipe's overrides."""
         return read_model_shape(folder, self.recipe.override_of(folder))
 
     def _build_teacher(self, folder: str, layout: ParallelConfig) -> FrozenModel | ModelInOwnGroups:
-        """Build a folder's teacher, with its own process groups if the policy's do not fit."""
+        """Build the teacher model in a folder. It gets process groups of its own if the policy's do not fit."""
         kind = self._teacher_kind(folder)
         has_experts = [bool(self._shape_of(model).num_experts) for model in (folder, self.recipe.model.folder)]
         if layout == self.layout and has_experts[0] == has_experts[1]:
@@ -294,18 +305,19 @@ class TrainerWorker:
             return ModelInOwnGroups(self._build(kind, folder, layout=layout, replica=replica), groups)
 
     def _teacher_kind(self, folder: str) -> Callable[..., FrozenModel]:
-        """Return the constructor of a teacher: scoring sampled tokens, or writing distributions."""
+        """Return the class of a teacher: one scoring sampled tokens, or one storing whole distributions."""
         if self.recipe.has_advantages:
             return FrozenModel
         return partial(Teacher, num_common_tokens=self._num_common_tokens(folder), stored=self.stored_targets)
 
     def _num_common_tokens(self, teacher: str) -> int:
-        """Return the size of the vocabulary shared by policy and teacher. Further rows are padding."""
+        """Return the number of tokens that the vocabularies of policy and teacher share. Further rows are padding."""
         return min(self._shape_of(folder).vocab_size for folder in (teacher, self.recipe.model.folder))
 
     def _target_fetcher(self) -> TargetFetcher:
-        """Return the policy's fetcher of targets. On the last pipeline stage it has this rank's rows of the teachers'
-        heads.
+        """Return the object reading the teachers' targets for the policy's update.
+
+        On the last pipeline stage it has this rank's rows of the teachers' output layers.
         """
         recipe, last = self.recipe, self.policy.chunks[-1]
         assert isinstance(last, StudentModel)
@@ -335,7 +347,7 @@ class TrainerWorker:
         )
 
     def close(self) -> None:
-        """Leave the cross-world group and the world."""
+        """Leave the process group with separate engines, and destroy the torch world."""
         self.transfer.leave()
         # Before the world: process groups cannot be destroyed after it.
         for replica in (self.replica, *(replica for _, replica in self.further_groups.values())):

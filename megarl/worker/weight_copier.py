@@ -1,4 +1,4 @@
-"""A rank's end of the weight copies: the trainer's weights, the engine's weights, or both."""
+"""One rank's share of copying weights from trainers to engines."""
 
 from __future__ import annotations
 
@@ -32,13 +32,13 @@ if TYPE_CHECKING:
 
 
 class WeightCopier:
-    """Copies weights from trainers to engines, as executed by one rank.
+    """Executes one rank's share of copying weights from trainers to engines.
 
-    The rank has a `policy` (or a `snapshot` of it), an `engine`, or both. `topology` lists all ranks of the reshard,
-    trainers first: the world's, or the ranks of `group`. `version` is the version of the current weights; None: the
-    engine's next one.
+    The rank has a `policy` (or a `snapshot` of it), an `engine`, or both. `topology` lists all ranks taking part,
+    trainers first: the world's, or the ranks of `group`. `version` is the version of the current weights; None: one
+    more than the engine's.
 
-    Construction is a collective of all ranks. It plans the reshard, copies all weights once and verifies them. Raises
+    Construction is a collective of all ranks. It plans the copies, copies all weights once and verifies them. Raises
     MegarlError naming the first wrong parameter.
     """
 
@@ -56,7 +56,7 @@ class WeightCopier:
         group: dist.ProcessGroup | None = None,
         version: int | None = None,
     ) -> None:
-        """Plan the reshard, run it once and verify it.
+        """Plan the copies of weights, execute them once and verify them.
 
         `transformer_engine` says whether the trainer uses Transformer Engine's layers; None on ranks without a trainer.
         `replica` is the number of this rank's engine, for messages.
@@ -70,12 +70,12 @@ class WeightCopier:
             next(known for known in gathered(transformer_engine, group) if known is not None)
         )
         self.notices: list[str] = []
-        """Notices for the user about how the weights are copied."""
+        """Texts for the user about how the weights are copied."""
         with self._in_memory(version):
             # Inside the context: planning and self-test need the live weights of both sides in memory.
             self.resharding = self._planned()
             self.first_report = self.resharding.self_test()
-            """Seconds and bytes of the first reshard, as returned by a verified `run`."""
+            """Seconds and bytes of the first copy, by stage."""
             trainer_logprobs = self._probe_trainer() if self._is_probed else None
         if self._is_probed:
             started = time.perf_counter()
@@ -84,11 +84,11 @@ class WeightCopier:
             self.first_report["verify_seconds"] = time.perf_counter() - started
 
     def run(self, *, verify: bool = False, version: int | None = None) -> dict[str, float]:
-        """Copy the trainer's weights into the engines; with `verify` compare them. Returns seconds and bytes by stage.
+        """Copy the trainer's weights into the engines. With `verify`, compare them. Returns seconds and bytes by stage.
 
-        The comparison uses checksums. If an engine stores converted weights, it uses log-probs, and `probe_gap` is
-        their mean distance in nats. Raises MegarlError with the first differing parameter, or with the rank of
-        differing log-probs.
+        The comparison uses checksums. If an engine stores converted (such as quantised) weights, log-probs of a probe
+        prompt are compared, and `probe_gap` is their mean distance in nats. Raises MegarlError with the first differing
+        parameter, or with the rank of differing log-probs.
         """
         trainer_logprobs = None
         meet_seconds = self._meet()
@@ -126,9 +126,7 @@ class WeightCopier:
         return {"meet_seconds": time.perf_counter() - started}
 
     def _planned(self) -> Reshard | GatheredReshard:
-        """Return the planned reshard: in place, or via full tensors if the engine's weights cannot be
-        written in place.
-        """
+        """Plan the copies: in place, or via full tensors if the engine's weights cannot be written in place."""
         policy, engine = self._policy, self._engine
         dtype = getattr(torch, self._recipe.model.dtype)
         ends = reshard_ends(self._shape, self._layout, len(self._topology), transformer_engine=self._transformer_engine)
@@ -179,8 +177,7 @@ class WeightCopier:
 
     @contextmanager
     def _in_memory(self, version: int | None) -> Iterator[None]:
-        """Keep only the weights of trainer and engine on the device inside the context. Afterwards the engine can
-        sample.
+        """Context with only the weights of trainer and engine in device memory. Afterwards the engine can sample.
 
         A trainer without an engine on its device keeps everything else there too.
         """
@@ -207,7 +204,7 @@ class WeightCopier:
                 engine.weights_updated(version)
 
     def _load(self, tensors: Iterable[tuple[str, Tensor]]) -> None:
-        """Have the engine load tensors as the reshard yields them. Errors of the reshard are raised as they are."""
+        """Pass tensors to the engine's weight loader as they arrive. Errors of the transfer are raised unchanged."""
         failed: list[Exception] = []
 
         def incoming() -> Iterator[tuple[str, Tensor]]:
@@ -228,21 +225,24 @@ class WeightCopier:
             raise
 
     def _engine_errors_marked(self) -> AbstractContextManager[None]:
-        """Return a context marking errors of the engine's own world, to distinguish them from the
-        cross-world group's.
+        """Return a context marking errors of the engine's own torch world, to distinguish them from those of the
+        trainers' group.
         """
         return nullcontext() if self._group is None else replica_collectives_marked()
 
     @property
     def _is_probed(self) -> bool:
-        """Whether reshards are verified by log-probs of a probe prompt, because the engines store converted weights.
+        """Whether copies are verified by log-probs of a probe prompt, because the engines store converted weights.
 
-        Other reshards are verified by checksums of the weights.
+        Otherwise checksums of the weights are compared.
         """
         return isinstance(self.resharding, GatheredReshard)
 
     def _probe_trainer(self) -> NDArray[np.float32] | None:
-        """Return the trainer's log-probs of the probe prompt, float32 [prompt], on reporting ranks. A collective."""
+        """Compute the trainer's log-probs of the probe prompt, float32 [prompt]. A collective.
+
+        Only the ranks reporting results return them; the others return None.
+        """
         # Synchronise first. If an engine left and some trainers noticed, the others must not start waiting for them.
         gathered(None, self._group)
         if self._policy is None:
@@ -254,7 +254,7 @@ class WeightCopier:
         return found[0] if found else None
 
     def _check_probe(self, trainer_logprobs: NDArray[np.float32] | None) -> float:
-        """Return the mean distance, in nats, between the engines' and the trainer's log-probs of the probe prompt."""
+        """Compare the engines' log-probs of the probe prompt with the trainer's. Returns the mean distance in nats."""
         tolerance = self._recipe.weights.probe_tolerance or TOLERANCES[self._recipe.model.dtype]
         with self._engine_errors_marked():
             logprobs = None if self._engine is None else self._engine.prompt_logprobs(self._probe_prompt())
@@ -267,6 +267,6 @@ class WeightCopier:
         )
 
     def _probe_prompt(self) -> NDArray[np.int64]:
-        """Return the token ids of the probe prompt, int64 [prompt]."""
+        """Return the token ids of the probe prompt, with which copied weights are verified: int64 [prompt]."""
         # One token less: vLLM samples one token after a prompt even if only its log-probs are needed.
         return probe_prompt(self._shape.vocab_size, self._recipe.trained_tokens - 1)

@@ -182,7 +182,7 @@ class MegatronLayouts(Layouts):
         return tuple(ModelChunk(i % pp, i // pp, sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
     def chunk(self, layer: int) -> ModelChunk:
-        """Return the model chunk that contains a layer, numbered from 0."""
+        """Return the model chunk containing a layer, numbered from 0."""
         return self._chunk_of_layer[layer]
 
     @cached_property
@@ -190,14 +190,14 @@ class MegatronLayouts(Layouts):
         return tuple(chunk for chunk in self.chunks for _ in range(chunk.num_layers))
 
     def chunks_of(self, rule: Rule) -> tuple[ModelChunk, ...]:
-        """Return the model chunks that contain a parameter outside the layers, such as an embedding."""
+        """Return the model chunks containing a parameter outside the layers, such as an embedding."""
         # A model with tied embeddings has a second copy of them on the last stage, if there are several stages.
         if rule.place == "last_of_several_stages":
             return self.chunks[-1:] if self.parallel.pp > 1 else ()
         return {"first_stage": self.chunks[:1], "last_stage": self.chunks[-1:]}[rule.place]
 
     def _holdings(self, rule: Rule, template: str, chunk: ModelChunk, ep: int) -> Iterator[Holding]:
-        """Yield the parts of one tensor and the ranks that store them."""
+        """Yield the parts of one tensor and the ranks storing them."""
         dim, parts, shape = rule.dim or 0, self.cut(rule), dict(rule.tensors)[template]
         place, strides = self.slot(rule, chunk, ep), contiguous_strides(_local_shape(rule, parts))
         for split in range(self.splits(rule)):

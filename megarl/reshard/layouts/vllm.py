@@ -1,9 +1,9 @@
 """Layout of vLLM's live parameters, recorded from vLLM's own loader.
 
 `load_weights` runs once on meta tensors, and every copy into a live parameter is recorded. Fused projections,
-replicated KV heads, padding and experts thus need no rules here. A loader that computes instead of copying raises an
-error naming the parameter. For a module that quantises its weights, the layout describes the weights before
-quantisation (`layouts.vllm_quantised`).
+replicated KV heads, padding and experts thus need no rules here. A loader computing instead of copying raises an error
+naming the parameter. For a module quantising its weights, the layout describes the weights before quantisation
+(`layouts.vllm_quantised`).
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def zero_padding(model: nn.Module) -> None:
 
 
 class _Recorder(TorchDispatchMode):
-    """A torch dispatch mode that records copies from checkpoint tensors into live parameters, without executing the
+    """A torch dispatch mode recording copies from checkpoint tensors into live parameters, without executing the
     writes.
     """
 

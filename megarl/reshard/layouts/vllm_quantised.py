@@ -44,7 +44,7 @@ EXPERT_BACKENDS = (
     "BATCHED_DEEPGEMM",
     "CPU",
 )
-"""Backends of MoE layers that use weights and scales unchanged, or in an order determined by these alone.
+"""Backends of MoE layers using weights and scales unchanged, or in an order determined by these alone.
 
 Others store more than weights and scales: workspaces, sort orders, factors of their own. CUTLASS stores strides on the
 device, outside parameters and buffers; a deep sleep would lose them.
@@ -243,7 +243,7 @@ def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
 
 
 def _laid_out(method: Any) -> Any:
-    """Return the part of an MoE method that runs after quantising, without the creation of a new kernel."""
+    """Return the part of an MoE method running after quantising, without the creation of a new kernel."""
     from vllm.model_executor.layers.fused_moe.oracle.fp8 import convert_to_fp8_moe_kernel_format
     from vllm.model_executor.utils import replace_parameter
 

@@ -23,7 +23,7 @@ MAX_EDGES = 40
 
 @dataclass(frozen=True, slots=True)
 class NumberSet:
-    """A set of real numbers, given as a function that tests membership.
+    """A set of real numbers, given as a function testing membership.
 
     `edges` are the numbers where membership may change; None if not all are known.
     """
