@@ -1,16 +1,28 @@
-"""Throughput, utilisation and memory of a step, from measurements of the ranks and the driver."""
+"""Measurement of a run's steps on ranks and driver: throughput, utilisation, memory, bottleneck, traces.
+
+Traces (`train.profile_steps`) show the spans of driver and ranks on one time axis.
+"""
 
 from __future__ import annotations
 
 import asyncio
+import json
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
+from contextlib import asynccontextmanager
+from typing import Any
 
 from megarl.cluster.activity import Activity
 from megarl.cluster.rank_model import RankModel
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
+from megarl.files.atomic import replace_text
+from megarl.platform.spans import Span, record, seconds_of_a_span
 from megarl.tracking.metrics import Metric, merge, values
+from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.trace import Track, chrome_trace, covered
+from megarl.tracking.tracker import Tracker
 
 METRICS = {
     "perf/tokens_per_second_per_rank": (
@@ -49,6 +61,15 @@ METRICS = {
         "GiB",
         "the same as predicted by `megarl plan` before the start, for the measured phases",
     ),
+    "time/rollout_waited_seconds": (
+        "seconds",
+        "part of the rollout during which the trainer waited for groups, with separate engines",
+    ),
+    "rollout/balanced_ranks": (
+        "ranks",
+        "number of the run's ranks to give the engines so that both sides take equally long, estimated from "
+        "recent steps",
+    ),
 }
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
@@ -66,6 +87,20 @@ _PHASES = {
 """Phase of a step that a call to the ranks belongs to, by method name. `policy.update` counts as `update`."""
 _OfEngines = tuple[list[Activity], list[dict[str, Metric]]]
 """Call statistics of separate engines' ranks, and metrics of all engines, since they were last fetched."""
+
+WINDOW = 5
+"""Largest number of recent steps averaged for one verdict."""
+FEWEST = 3
+"""Steps needed before the first verdict. The run's first step never counts, because it includes one-time work."""
+MARGIN = 0.1
+"""A side is the bottleneck if the other side's idle share is larger by more than this."""
+
+Call = Callable[[str, bool], Awaitable[list[Any]]]
+"""Function calling a method on all ranks of a group, with a flag."""
+
+_SAME_CLOCK_SECONDS = 0.1
+"""Clock offsets below this count as 0. Different machines were not booted within such a short time of each other, so a
+small offset means one machine."""
 
 
 class Performance:
@@ -99,7 +134,10 @@ class Performance:
             self._first_began = time.monotonic()
 
     def ask_engines(self) -> asyncio.Future[_OfEngines]:
-        """Fetch the engines' measurements now, for the next `of_step`. If not called, `of_step` fetches them."""
+        """Request the engines' measurements now, for the next `measure_step`.
+
+        Without this call `measure_step` requests them itself.
+        """
 
         async def ask() -> _OfEngines:
             activities = await self._ranks.call_engines("__activity__") if self._ranks.is_separate else []
@@ -107,11 +145,11 @@ class Performance:
 
         # A request sent before a background reshard is answered at once. A later one would wait for the weights.
         self._asked = asyncio.ensure_future(ask())
-        # Retrieve the exception, or asyncio warns of it if the run ends before `of_step` raises it.
+        # Retrieve the exception, or asyncio warns of it if the run ends before `measure_step` raises it.
         self._asked.add_done_callback(lambda asked: asked.cancelled() or asked.exception())
         return self._asked
 
-    async def of_step(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
+    async def measure_step(self, seconds: Mapping[str, float], scalars: Mapping[str, float]) -> dict[str, float]:
         """Return the metrics of the time since the previous call.
 
         `seconds` are the step's times by name, `scalars` the step's metrics so far.
@@ -189,3 +227,174 @@ def peak_memory(activities: Sequence[Activity]) -> dict[str, float]:
                 name = f"memory/{phase}_gib"
                 found[name] = max(found.get(name, 0.0), num_bytes / 2**30)
     return found
+
+
+class Balance:
+    """Detector of the slower side, trainer or engines, updated after each step.
+
+    It calls back with the first verdict and every change of it. `takes_turns`: trainer and engines never work at the
+    same time, so both are idle part of the time with any number of ranks.
+    """
+
+    def __init__(
+        self, num_trainers: int, num_engines: int, notify: Callable[[str], object], *, takes_turns: bool = False
+    ) -> None:
+        self._num_trainers, self._num_engines = num_trainers, num_engines
+        self._notify, self._takes_turns = notify, takes_turns
+        self._idle: deque[tuple[float, float]] = deque(maxlen=WINDOW)
+        self._is_first = True
+        self._verdict = ""
+
+    def observe_step(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
+        """Return the METRICS of a step, from its times so far (`seconds`) and the engines' `time/engines_idle`."""
+        whole, waited = seconds["time/step_seconds"], seconds.get("time/rollout_seconds", 0.0)
+        idle = min(1.0, waited / max(whole, 1e-9))
+        found = {"time/rollout_waited_seconds": waited}
+        # The first step includes work done only once, so its shares would mislead.
+        if self._is_first:
+            self._is_first = False
+            return found
+        self._idle.append((idle, metrics["time/engines_idle"]))
+        if len(self._idle) < FEWEST:
+            return found
+        trainer, engines = (sum(shares) / len(self._idle) for shares in zip(*self._idle, strict=True))
+        ranks = self._balanced_ranks(trainer, engines)
+        self._judge(trainer, engines, ranks)
+        return found | {"rollout/balanced_ranks": ranks}
+
+    def _balanced_ranks(self, trainer_idle: float, engines_idle: float) -> float:
+        """Return the number of engine ranks for equal load on both sides, if work divides evenly over ranks."""
+        training, sampling = (1 - trainer_idle) * self._num_trainers, (1 - engines_idle) * self._num_engines
+        # The bound avoids 0 / 0 if both sides were idle throughout.
+        return (self._num_trainers + self._num_engines) * sampling / max(training + sampling, 1e-9)
+
+    def _judge(self, trainer_idle: float, engines_idle: float, ranks: float) -> None:
+        difference = trainer_idle - engines_idle
+        slow = "engines" if difference > MARGIN else "trainer" if difference < -MARGIN else "neither"
+        # Report changes only: a verdict repeated at each step would fill the log.
+        if slow == self._verdict:
+            return
+        self._verdict = slow
+        whole = self._num_trainers + self._num_engines
+        side = "neither side is the bottleneck" if slow == "neither" else f"the bottleneck is the {slow}"
+        turns = "; under rollout.max_staleness = 0 one waits while the other works" if self._takes_turns else ""
+        self._notify(
+            f"{side}: over {len(self._idle)} steps the trainer waited for samples {trainer_idle:.0%} of the time, the "
+            f"engines were idle {engines_idle:.0%}{turns}. Of {whole} ranks about {ranks:.1f} for the engines would "
+            f"balance them (rollout.ranks, now {self._num_engines})"
+        )
+
+
+class Profiles:
+    """Recorder of steps, writing their traces to profiles/ in the run folder.
+
+    Separate engines answer only after receiving the weights on their way. No step waits for this: their spans are
+    fetched and the trace is written in the background.
+    """
+
+    def __init__(self, ranks: RunRanks, folder: RunFolder, tracker: Tracker) -> None:
+        self._ranks, self._folder, self._tracker = ranks, folder, tracker
+        self._writing: asyncio.Task[None] | None = None
+        """Task writing the trace of the newest recorded step."""
+
+    @asynccontextmanager
+    async def record_step(self, number: int) -> AsyncIterator[None]:
+        """Record the step run within. A failed step has no trace."""
+        # Not awaited here: the engines may be busy receiving weights, and the step must not wait for them.
+        offsets_of_engines = asyncio.create_task(self._begin_engines(self._writing))
+        try:
+            offsets = await _begin(self._ranks.trainers.call)
+            record(True)
+            began = time.monotonic()
+            try:
+                yield
+                whole = (f"step {number}", began, time.monotonic())
+            finally:
+                own = record(False)
+            of_trainers = await self._ranks.trainers.call("__spans__", False)
+        # Includes cancellation: a signal may end the step.
+        except BaseException:
+            offsets_of_engines.cancel()
+            raise
+        spans = [spans for _, spans in of_trainers]
+        facts = {"step": number, "seconds_of_a_span": seconds_of_a_span()}
+        self._writing = asyncio.create_task(self._write(whole, own, offsets, spans, offsets_of_engines, facts))
+        if not self._ranks.is_separate:
+            await self._writing
+
+    async def finish(self) -> None:
+        """Wait until the trace of the newest recorded step is written."""
+        if self._writing is not None:
+            await self._writing
+
+    async def close(self) -> None:
+        """Cancel a trace not written yet."""
+        if self._writing is not None:
+            self._writing.cancel()
+            # Wait for the end of the task: it uses the ranks, closed next.
+            await asyncio.gather(self._writing, return_exceptions=True)
+
+    async def _begin_engines(self, earlier: asyncio.Task[None] | None) -> list[float]:
+        """Start recording on separate engines once the `earlier` trace is written. Return `_begin` of their ranks."""
+        if not self._ranks.is_separate:
+            return []
+        if earlier is not None:
+            await earlier
+        return await _begin(self._ranks.call_engines)
+
+    async def _write(
+        self,
+        whole: Span,
+        own: list[Span],
+        offsets: list[float],
+        spans: list[list[Span]],
+        offsets_of_engines: asyncio.Task[list[float]],
+        facts: dict[str, Any],
+    ) -> None:
+        """Write the trace of a step.
+
+        `own`: spans of the driver. `spans` and `offsets`: of the trainer ranks. `offsets_of_engines`: of the engine
+        ranks. `facts`: values shown with the trace.
+        """
+        offsets = offsets + await offsets_of_engines
+        if self._ranks.is_separate:
+            spans = spans + [found for _, found in await self._ranks.call_engines("__spans__", False)]
+        number = facts["step"]
+        # Spans and offsets are matched by position, so a changed set of engines would mix up ranks.
+        if len(spans) != len(offsets):
+            self._tracker.notice(f"step {number} has no profile: an engine was lost or has joined during the step")
+            return
+        tracks = [Track("driver", own)] + [
+            Track(f"rank {rank} on {self._ranks.topology[rank][0]}", found).moved(offset)
+            for rank, (found, offset) in enumerate(zip(spans, offsets, strict=True))
+        ]
+        share, of_ranks_alone = covered(tracks, whole), covered(tracks[1:], whole)
+        facts = facts | {
+            "covered": share,
+            "covered_by_ranks": of_ranks_alone,
+            "spans": [len(track.spans) for track in tracks],
+        }
+        path = self._folder.profiles_folder / f"step_{number:06d}.json"
+        path.parent.mkdir(exist_ok=True)
+        replace_text(path, json.dumps(chrome_trace(tracks, whole, facts)))
+        self._tracker.tell(
+            f"profile of step {number}: {path}, {share:.1%} of its time in spans, {of_ranks_alone:.1%} in calls of "
+            "ranks; open it in ui.perfetto.dev"
+        )
+
+
+async def _begin(call: Call) -> list[float]:
+    """Start recording on ranks. Return the seconds by which the driver's clock is ahead of each rank's."""
+    # In the first round ranks may still be busy. The round with the shorter answer time bounds the offset better.
+    rounds = [await _ask_clocks(call) for _ in range(2)]
+    asked, answered, clocks = min(rounds, key=lambda one: one[1] - one[0])
+    # As in NTP: the clock was read about halfway between request and answer.
+    found = [(asked + answered) / 2 - clock for clock in clocks]
+    return [0.0 if abs(offset) < max(_SAME_CLOCK_SECONDS, answered - asked) else offset for offset in found]
+
+
+async def _ask_clocks(call: Call) -> tuple[float, float, list[float]]:
+    """Start recording on ranks. Return the time of the request, the time of the last answer, and each rank's clock."""
+    asked = time.monotonic()
+    clocks = [clock for clock, _ in await call("__spans__", True)]
+    return asked, time.monotonic(), clocks

@@ -7,7 +7,7 @@ from contextlib import aclosing
 
 from megarl.data.sampler import DataOrder
 from megarl.data.token_batch import TokenBatch
-from megarl.loops.balance import Balance
+from megarl.loops.performance import Balance
 from megarl.loops.session import Session, Step
 from megarl.platform.spans import span
 from megarl.preflight import kept_kv, read_conversations, uncorrected, uncorrected_fp8
@@ -112,7 +112,7 @@ async def train(session: Session) -> None:
                 step.log(session.pool.metrics())
                 if balance is not None:
                     # After the pool's metrics, because it reads `time/engines_idle` from them.
-                    step.log(balance.of_step(session.tracker.seconds, step.metrics))
+                    step.log(balance.observe_step(session.tracker.seconds, step.metrics))
                 # A reward model adds scores to `groups` only, so the sampled trajectories lack them.
                 shown = flatten(groups) if "reward_model" in models else buffer.sampled
                 await session.samples.write_step(number, shown, token_records)

@@ -27,8 +27,7 @@ from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.import_path import function_of
 from megarl.loops import distillation, preference, rl, sft
 from megarl.loops.checkpointing import Checkpoints
-from megarl.loops.performance import Performance
-from megarl.loops.profile import Profiles
+from megarl.loops.performance import Performance, Profiles
 from megarl.loops.reshards import Reshards
 from megarl.loops.resume import Origin, Resume, find_origin
 from megarl.loops.sample_writer import SampleWriter

@@ -13,8 +13,7 @@ from megarl.cluster.rank_model import RankModel
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
 from megarl.loops.checkpointing import Checkpoints
-from megarl.loops.performance import Performance
-from megarl.loops.profile import Profiles
+from megarl.loops.performance import Performance, Profiles
 from megarl.loops.reshards import Reshards
 from megarl.loops.resume import Origin
 from megarl.loops.sample_writer import SampleWriter
@@ -120,14 +119,14 @@ class Session:
         # Before the step's first call to the ranks, so that start-up does not count.
         await self.performance.begin()
         is_profiled = number in self.recipe.train.profile_steps
-        recorded = self.profiles.of_step(number) if is_profiled else nullcontext()
+        recorded = self.profiles.record_step(number) if is_profiled else nullcontext()
         if self.dropped:
             step.log({"data/dropped": float(self.dropped.total())})
         async with recorded:
             async with self.leaving_in_order(step, state):
                 yield step
             with span("log"):
-                step.log(await self.performance.of_step(self.tracker.seconds, step.metrics))
+                step.log(await self.performance.measure_step(self.tracker.seconds, step.metrics))
                 self.log(step)
                 self.folder.set_status(step=number)
             # An asynchronous save is published at the end of the first step after it was written.

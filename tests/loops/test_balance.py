@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.loops.balance import FEWEST, WINDOW, Balance
+from megarl.loops.performance import FEWEST, WINDOW, Balance
 
 
 def of_step(balance: Balance, waited: float, engines_idle: float) -> dict[str, float]:
     """A step of ten seconds."""
     seconds = {"time/step_seconds": 10.0, "time/rollout_seconds": 10 * waited}
-    return balance.of_step(seconds, {"time/engines_idle": engines_idle})
+    return balance.observe_step(seconds, {"time/engines_idle": engines_idle})
 
 
 def test_the_bottleneck_is_told_once_known_and_again_when_it_changes() -> None:

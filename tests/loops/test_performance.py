@@ -58,7 +58,7 @@ def measured(peaks: tuple[float | None, float | None] = (None, None), **cluster:
     )
     ranks, work = Ranks(peaks), Work(update_tokens=600, flops=16e12)
     performance = Performance(recipe, ranks, {"policy": SimpleNamespace(work=work)})  # type: ignore[arg-type, dict-item]
-    steps = [asyncio.run(performance.of_step(SECONDS, {"rollout/sampled_tokens": 400.0})) for _ in range(2)]
+    steps = [asyncio.run(performance.measure_step(SECONDS, {"rollout/sampled_tokens": 400.0})) for _ in range(2)]
     assert ranks.asked.count("peak_tflops") == (0 if cluster else 1)
     return steps
 
@@ -68,7 +68,7 @@ async def test_what_was_planned_stands_beside_what_is_measured() -> None:
     planned = {"train": 7 * GIB, "rollout": 4 * GIB, "checkpoint": GIB}
     models: Any = {"policy": SimpleNamespace(work=Work())}
     ranks: Any = Ranks((None, None))
-    step = await Performance(recipe, ranks, models, planned).of_step(SECONDS, {})
+    step = await Performance(recipe, ranks, models, planned).measure_step(SECONDS, {})
     assert step["memory/train_gib"] == 5.0 and step["memory/train_predicted_gib"] == 7.0
     assert step["memory/rollout_predicted_gib"] == 4.0
     assert "memory/checkpoint_predicted_gib" not in step, "nothing was saved in this step"
@@ -104,7 +104,7 @@ async def test_attempts_that_go_on_are_sampled_outside_the_phase_too() -> None:
         )  # fmt: skip
         performance = Performance(recipe, Ranks((None, None)), {"policy": SimpleNamespace(work=Work())})  # type: ignore[arg-type, dict-item]
         sampled = {"rollout/sampled_tokens": 400.0, "perf/engines_open_seconds": 8.0}
-        found = await performance.of_step(SECONDS, sampled)
+        found = await performance.measure_step(SECONDS, sampled)
         rates.append(found["perf/rollout_tokens_per_second_per_rank"])
     assert rates == [40.0, 25.0]
 
@@ -154,7 +154,7 @@ async def test_a_first_step_s_throughput_is_without_the_start() -> None:
     rates = []
     for _ in range(2):
         work.update_tokens = 600
-        found = await performance.of_step(SECONDS, {})
+        found = await performance.measure_step(SECONDS, {})
         rates.append(found["perf/tokens_per_second_per_rank"])
     # The 10 seconds that the tracker counts are, of the first step, those since the start of the run.
     assert rates[0] > 100 and rates[1] == 30

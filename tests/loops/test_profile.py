@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from megarl.loops.profile import Profiles
+from megarl.loops.performance import Profiles
 from megarl.types import MegarlError
 
 
@@ -45,7 +45,7 @@ async def test_steps_do_not_wait_for_weights_that_are_under_way(tmp_path: Path) 
         ranks = Ranks()
         profiles = profiles_of(ranks, tmp_path)
         for number in (1, 2):
-            async with asyncio.timeout(20), profiles.of_step(number):
+            async with asyncio.timeout(20), profiles.record_step(number):
                 await asyncio.sleep(0)
         assert not (tmp_path / "profiles").exists() and ranks.asked == [True]
         ranks.has_weights.set()
@@ -63,7 +63,7 @@ async def test_a_step_that_fails_has_no_trace(tmp_path: Path) -> None:
     ranks = Ranks()
     profiles = profiles_of(ranks, tmp_path)
     with pytest.raises(MegarlError, match="broken"):
-        async with profiles.of_step(1):
+        async with profiles.record_step(1):
             raise MegarlError("broken")
     ranks.has_weights.set()
     await profiles.finish()

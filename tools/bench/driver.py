@@ -213,7 +213,7 @@ class Driver:
         with measured("step.metrics"):
             metrics |= update_metrics(updates) | self._metrics_of(groups, number)
             seconds = {"time/step_seconds": time.monotonic() - began}
-            metrics |= await self.performance.of_step(seconds, metrics)
+            metrics |= await self.performance.measure_step(seconds, metrics)
         with measured("step.reshard"):
             reports = await self.group.call("reshard", verify=False)
             metrics |= {name: max(report[name] for report in reports) for name in reports[0]}
