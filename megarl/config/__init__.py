@@ -295,6 +295,11 @@ class Recipe(Section):
         source_names = [name for source in self.sources for name in source.recipe.data.validation]
         return tuple(dict.fromkeys([*source_names, *self.data.validation_conversations]))
 
+    @property
+    def evaluates_first(self) -> bool:
+        """Return whether the run evaluates before its first step."""
+        return self.evaluation.at_start or not self.train.steps
+
     def evaluates_at(self, step: int) -> bool:
         """Return whether the step ends with an evaluation: every `evaluation.every_steps` steps, and the last step."""
         every = self.evaluation.every_steps

@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from megarl.data.preferences import Answers
 from megarl.data.sampler import DataOrder
 from megarl.data.token_batch import TokenBatch
+from megarl.loops.models import move_reference
 from megarl.loops.session import Session
 from megarl.preflight import collect_for, read_preferences
 from megarl.rollout.rl_batch import assign_token_weights
@@ -31,10 +32,10 @@ async def train(session: Session) -> None:
         name: read_preferences(recipe, session.tokenizer, path, session.dropped)[: recipe.evaluation.max_problems]
         for name, path in recipe.data.validation.items()
     }
-    if not session.folder.resumed_step and session.evaluates_first:
+    if not session.folder.resumed_step and recipe.evaluates_first:
         tracker.log(0, await _evaluate(session, held_out))
-    for number in session.steps:
-        async with session.step(number) as step:
+    for number in session.steps.remaining:
+        async with session.steps.step(number) as step:
             step.log({"data/epoch": order.epochs(number - 1)})
             batch = _batch([answers[index] for index in order.batch(number - 1)])
             with tracker.phase("logprobs"):
@@ -49,7 +50,7 @@ async def train(session: Session) -> None:
                 step.log(values(await session.models["policy"].update(batch, kto_kl=kto_kl)))
                 if kto_kl is not None:
                     step.log({"kl/reference": kto_kl})
-            step.log(await session.move_reference(number))
+            step.log(await move_reference(session.models, recipe, number))
             await session.checkpoints.begin(number)
             if recipe.evaluates_at(number):
                 step.log(await _evaluate(session, held_out))

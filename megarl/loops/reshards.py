@@ -69,6 +69,18 @@ class Reshards:
         self._reports: Reports = []
         """Reports of the engines about the current reshard."""
 
+    async def sleep_engines(self) -> None:
+        """Free the engines' memory for the trainer until the next reshard. Their requests pause until then.
+
+        Separate engines never sleep. Engines asleep already are left alone.
+        """
+        # Colocated engines are paused by this method only. `run` wakes the engines, then resumes the pool.
+        if self._ranks.is_separate or self._pool.is_paused:
+            return
+        with span("sleep engines"):
+            await self._pool.pause()
+            await self._ranks.trainers.call("sleep_engine")
+
     async def run(self, step: int) -> dict[str, float]:
         """Copy the weights and wait. Returns the slowest rank's seconds and the bytes of all ranks, as metrics.
 

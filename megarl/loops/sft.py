@@ -8,7 +8,8 @@ import numpy as np
 
 from megarl.data.sampler import DataOrder
 from megarl.data.token_batch import TokenBatch
-from megarl.loops.session import Session, Step
+from megarl.loops.session import Session
+from megarl.loops.steps import Step
 from megarl.platform.spans import span
 from megarl.preflight import collect_for, read_conversations
 from megarl.rollout.rl_batch import assign_token_weights
@@ -39,8 +40,8 @@ async def train(session: Session) -> None:
     order = DataOrder(len(conversations), recipe.train.prompts_per_step, recipe.seed, recipe.data.shuffle)
     await _resume_or_evaluate(session, held_out)
 
-    for number in session.steps:
-        async with session.step(number) as step:
+    for number in session.steps.remaining:
+        async with session.steps.step(number) as step:
             step.log({"data/epoch": order.epochs(number - 1)})
             with span("batch"):
                 batch = TokenBatch.from_sequences([conversations[index] for index in order.batch(number - 1)])
@@ -59,18 +60,18 @@ async def _resume_or_evaluate(session: Session, held_out: HeldOut) -> None:
     step = Step(session.folder.resumed_step, is_trained=True)
     if step.number and session.origin.unlogged is None:
         return
-    async with session.leaving_in_order(step):
+    async with session.steps.saving_on_stop(step):
         if session.origin.unlogged is not None:
             step.log(session.origin.unlogged)
             await _evaluate(session, step, held_out)
         else:
             # The engines start awake and have the trainer's initial weights, so sampling comes first.
-            if session.evaluates_first:
+            if session.recipe.evaluates_first:
                 step.log(await session.evaluate(0))
-            await session.sleep_engines()
-            if session.evaluates_first:
+            await session.reshards.sleep_engines()
+            if session.recipe.evaluates_first:
                 step.log(await _losses(session, held_out))
-    session.finish(step)
+    session.steps.finish(step)
 
 
 async def _evaluate(session: Session, step: Step, held_out: HeldOut) -> None:
@@ -81,7 +82,7 @@ async def _evaluate(session: Session, step: Step, held_out: HeldOut) -> None:
         with session.tracker.phase("reshard"):
             evaluated |= await session.reshards.run(step.number)
         evaluated |= await session.evaluate(step.number)
-        await session.sleep_engines()
+        await session.reshards.sleep_engines()
     step.log(evaluated)
 
 

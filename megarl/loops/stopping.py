@@ -57,8 +57,8 @@ class StopRequest:
         self._has_steps = True
 
     @contextmanager
-    def heard(self, notice: Callable[[str], object], run_folder: Path) -> Iterator[None]:
-        """Context that handles stop signals for the calling task. `notice` prints on the terminal.
+    def listening(self, notice: Callable[[str], object], run_folder: Path) -> Iterator[None]:
+        """Handle stop signals for the calling task within. `notice` prints on the terminal.
 
         After its end, stop signals are ignored. Raises StoppedError or EndedError if a signal cancelled the task.
         """
@@ -66,7 +66,7 @@ class StopRequest:
         assert task is not None
         self._notice, first_at = notice, float("inf")
 
-        def hear(number: signal.Signals) -> None:
+        def receive(number: signal.Signals) -> None:
             nonlocal first_at
             # One request can arrive twice: at the batch script and its processes, or through a rank. Ctrl-C pressed
             # twice means two requests.
@@ -82,7 +82,7 @@ class StopRequest:
 
         numbers = stop_signals()
         for number in numbers:
-            loop.add_signal_handler(number, hear, number)
+            loop.add_signal_handler(number, receive, number)
         try:
             yield
         except asyncio.CancelledError:
@@ -132,7 +132,7 @@ def stacks_on_quit(logs_folder: Path) -> Iterator[StackRequest]:
     request = StackRequest()
     path = logs_folder / "driver.log"
 
-    def hear(*_: object) -> None:
+    def receive(*_: object) -> None:
         request.ask_others()
         # Use os.write, because the signal may have interrupted the console or a stream while it held its lock.
         with suppress(OSError):
@@ -140,7 +140,7 @@ def stacks_on_quit(logs_folder: Path) -> Iterator[StackRequest]:
 
     # faulthandler writes to a file descriptor, so the file stays open within the context.
     with path.open("a") as log:
-        earlier = signal.signal(signal.SIGQUIT, hear)
+        earlier = signal.signal(signal.SIGQUIT, receive)
         # `chain` calls the Python handler set above after the stacks are written.
         faulthandler.register(signal.SIGQUIT, log, all_threads=True, chain=True)
         try:

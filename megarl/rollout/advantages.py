@@ -24,6 +24,7 @@ from megarl.data.token_batch import TokenBatch
 from megarl.files.import_path import function_of
 from megarl.rewards import metric_name
 from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.step_metrics import metrics_by_version
 from megarl.types import ConfigError
 
 METRICS = {
@@ -38,6 +39,24 @@ METRICS = {
     "entropy/kept": ("share", "trained tokens kept by algorithm.entropy_top_share; more than that with ties"),
 }
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+
+def weigh(batch: RLBatch, recipe: Recipe, weight_version: int, kl_coefficient: float) -> dict[str, float]:
+    """Set the batch's advantages, and the weights of its tokens, by the recipe. Return all metrics.
+
+    `weight_version` is the version of the trainer's weights before the update. Log-probs sampled by earlier versions
+    are forgotten if groups may span several (`RLBatch.forget_stale_logprobs`).
+    """
+    algorithm = recipe.algorithm
+    metrics = compute_advantages(batch, recipe, kl_coefficient)
+    metrics |= compute_importance_weights(batch, algorithm)
+    # After the importance weights: it sets some of them to zero.
+    metrics |= keep_highest_entropies(batch, algorithm)
+    if recipe.rollout.carries_groups:
+        # Before stale log-probs are forgotten: the metrics compare them.
+        metrics |= metrics_by_version(batch, weight_version, is_trainers=algorithm.old_logprobs == "trainer")
+        batch.forget_stale_logprobs(weight_version)
+    return metrics
 
 
 def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) -> dict[str, float]:

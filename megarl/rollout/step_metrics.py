@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import get_args
 
@@ -10,12 +10,11 @@ import numpy as np
 import torch
 
 from megarl.algorithms.importance import mismatch_metrics, mismatch_moments
-from megarl.config import Recipe, TrainConfig
+from megarl.config import Recipe
 from megarl.data.formats import value_at
 from megarl.rewards.results import accuracy_metrics, by_source_name, function_metrics, source_metrics
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.state import flatten
-from megarl.tracking.metrics import Mean, Metric, merge, values
 from megarl.types import Ended, Group, Reward, Trajectory
 
 METRICS = {
@@ -94,37 +93,6 @@ METRICS = {
 
 OLDEST = 8
 """Largest staleness, in weight versions, with a metric of its own. Older tokens are counted there too."""
-
-
-def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
-    """Merge the metrics of one model's updates in a step.
-
-    An update's loss is a sum over its tokens; the step's loss is the mean over updates.
-    """
-    return merge({**update, **_loss_of(update)} for update in updates)
-
-
-def _loss_of(update: Mapping[str, Metric]) -> dict[str, Metric]:
-    return {"train/loss": Mean(update["train/loss"].number)} if "train/loss" in update else {}
-
-
-def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
-    """Return the merged metrics of a step's updates, with `logprob_gap/`: the trainer's log-probs minus the engine's.
-
-    Both are computed with the weights that sampled the token. For later updates of a step, and for trajectories from an
-    earlier step, the trainer's side is `old_logprobs`. `logprob_gap/measured` is the compared share of tokens. It is 1,
-    except under algorithm.old_logprobs = rollout: then only tokens sampled in this step are compared.
-    """
-    found = values(merge_updates(updates))
-    if len(updates) == 1:
-        # It is measured in an update's forward pass, before the optimizer step: there one update has moved nothing.
-        found.pop("kl/update", None)
-    gap = {
-        name.removeprefix("logprob_gap/"): found.pop(name) for name in list(found) if name.startswith("logprob_gap/")
-    }
-    if "mean" in gap:
-        found |= {f"logprob_gap/{name}": value for name, value in mismatch_metrics(gap).items()}
-    return found | {f"logprob_gap/{name}": gap[name] for name in ("max", "measured") if name in gap}
 
 
 def step_metrics(
@@ -298,48 +266,8 @@ def metrics_by_version(batch: RLBatch, weight_version: int, *, is_trainers: bool
     moments = mismatch_moments(torch.from_numpy(old[mask]).double(), torch.from_numpy(rollout[mask]).double())
     for one in np.unique(distances):
         is_at_distance = torch.from_numpy(distances == one)
-        gap = mismatch_metrics({name: float(values[is_at_distance].mean()) for name, values in moments.items()})
-        found |= {f"logprob_gap/{name}/age_{one}": gap[name] for name in ("mean", "k3")}
-        found[f"importance/ess/age_{one}"] = gap["ess"]
+        mismatch = mismatch_metrics({name: float(values[is_at_distance].mean()) for name, values in moments.items()})
+        found |= {f"logprob_gap/{name}/age_{one}": mismatch[name] for name in ("mean", "k3")}
+        found[f"importance/ess/age_{one}"] = mismatch["ess"]
         found[f"importance/ratio/age_{one}"] = float(moments["ratio"][is_at_distance].mean())
     return found
-
-
-def known_gap(batch: RLBatch) -> float | None:
-    """Return the mean absolute difference, in nats, of the trainer's and the engine's log-probs over trained tokens.
-
-    None if some log-probs of the trainer are computed only in the update.
-    """
-    old_logprobs = batch.per_token.get("old_logprobs")
-    if old_logprobs is None:
-        return None
-    # float64: a batch has millions of tokens, and float32 sums lose the small differences.
-    gaps = np.abs(old_logprobs - batch.per_token["rollout_logprobs"])[batch.loss_mask].astype(np.float64)
-    return None if not len(gaps) or np.isnan(gaps).any() else float(gaps.mean())
-
-
-def gap_metrics_before(batch: RLBatch, train: TrainConfig) -> dict[str, float]:
-    """Return `train/gap_exceeded` = 1 and `logprob_gap/mean` if the mismatch of engine and trainer forbids an update.
-
-    The result is empty if the mismatch is small enough, or not yet known.
-    """
-    if train.max_logprob_gap is None:
-        return {}
-    gap = known_gap(batch)
-    if gap is None or gap <= train.max_logprob_gap:
-        return {}
-    return {"train/gap_exceeded": 1.0, "logprob_gap/mean": gap}
-
-
-def is_gap_exceeded(metrics: Mapping[str, Metric]) -> bool:
-    """Return whether an update was skipped because engine and trainer log-probs differ too much."""
-    return "train/gap_exceeded" in metrics and metrics["train/gap_exceeded"].number > 0
-
-
-def gap_exceeded_message(train: TrainConfig, step: int, gap: float) -> str:
-    """Return the error message for a step in which engine and trainer log-probs differ too much."""
-    return (
-        f"train.max_logprob_gap = {train.max_logprob_gap:g}: the trainer's log-probs of step {step} were {gap:.3g} "
-        "nats from the engine's on average, so updates were skipped. Look for the cause in rollout.vllm, model.dtype "
-        "and logprob_gap/ of earlier steps; or raise the limit"
-    )

@@ -1,4 +1,4 @@
-"""When a run evaluates, and how its samples are written while the driver goes on hearing others."""
+"""When a run evaluates, how it writes samples while the driver answers others, and what its steps are checked for."""
 
 from __future__ import annotations
 
@@ -6,19 +6,15 @@ import asyncio
 import errno
 import threading
 from collections.abc import Callable
-from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.config import Recipe
-from megarl.config.health import HealthConfig
 from megarl.loops.reshards import Reshards
 from megarl.loops.sample_writer import SampleWriter
-from megarl.loops.session import Session, Step
-from megarl.rollout.tool_use import ToolUse
-from megarl.tracking.health import Health
+from megarl.loops.step_checks import StepChecks
 
 
 @pytest.mark.parametrize(
@@ -33,7 +29,7 @@ def test_the_first_evaluation_may_be_left_out(settings: dict[str, Any], first: b
     recipe = Recipe.model_validate(
         {"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}, **settings}
     )
-    assert session_with(recipe=recipe).evaluates_first is first
+    assert recipe.evaluates_first is first
 
 
 def writer_with(write: Callable[[int, object], None]) -> SampleWriter:
@@ -44,23 +40,17 @@ def writer_with(write: Callable[[int, object], None]) -> SampleWriter:
     return SampleWriter(recipe, tracker, unused, unused)
 
 
-def session_with(**parts: Any) -> Session:
-    """A session that has these parts alone."""
-    others: dict[str, Any] = {field.name: None for field in fields(Session)}
-    return Session(**others | parts)
-
-
-def test_the_driver_hears_others_while_samples_are_written() -> None:
-    heard, written = threading.Event(), []
+def test_the_driver_answers_others_while_samples_are_written() -> None:
+    answered, written = threading.Event(), []
 
     def write(step: int, records: object) -> None:
-        assert heard.wait(120)
+        assert answered.wait(120)
         written.append(step)
 
     async def play() -> None:
         writer = writer_with(write)
         step = writer.recipe.samples_every_steps
-        asyncio.get_running_loop().call_soon(heard.set)
+        asyncio.get_running_loop().call_soon(answered.set)
         await writer.write_step(step, [])
         assert written == [step], "the step goes on when its samples are written"
 
@@ -77,11 +67,11 @@ def test_a_full_disk_under_samples_ends_the_run() -> None:
 
 
 def test_a_run_that_ends_meanwhile_waits_for_its_samples() -> None:
-    begun, heard, written = threading.Event(), threading.Event(), []
+    begun, answered, written = threading.Event(), threading.Event(), []
 
     def write(step: int, records: object) -> None:
         begun.set()
-        assert heard.wait(120)
+        assert answered.wait(120)
         written.append(step)
 
     async def play() -> None:
@@ -89,7 +79,7 @@ def test_a_run_that_ends_meanwhile_waits_for_its_samples() -> None:
         task = asyncio.ensure_future(writer.write_step(writer.recipe.samples_every_steps, []))
         assert await asyncio.to_thread(begun.wait, 120)
         task.cancel()
-        asyncio.get_running_loop().call_soon(heard.set)
+        asyncio.get_running_loop().call_soon(answered.set)
         with pytest.raises(asyncio.CancelledError):
             await task
         assert written
@@ -126,33 +116,58 @@ class Engines:
 def test_engines_are_held_while_they_sleep() -> None:
     engines: Any = Engines()
     recipe = Recipe.model_validate({"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}})
-    session = session_with(recipe=recipe, ranks=engines, pool=engines)
-    no_replacements: Any = None
-    reshards = Reshards(recipe, engines, engines, no_replacements, engines, session.performance)
+    unused: Any = None
+    reshards = Reshards(recipe, engines, engines, unused, engines, unused)
 
     async def play() -> None:
-        await session.sleep_engines()
-        await session.sleep_engines()
+        await reshards.sleep_engines()
+        await reshards.sleep_engines()
         await reshards.run(1)
-        await session.sleep_engines()
+        await reshards.sleep_engines()
 
     asyncio.run(play())
     assert engines.asked == ["hold", "sleep_engine", "reshard", "release", "hold", "sleep_engine"]
 
 
-def test_a_tool_that_is_never_called_is_said_once() -> None:
-    told: dict[str, str] = {}
-    tracker = SimpleNamespace(log=lambda step, metrics: None, notice_once=told.setdefault)
-    nothing = SimpleNamespace(judge=lambda step, metrics: None)
-    folder = SimpleNamespace(path="runs/shop")
-    health = Health(HealthConfig())
-    session = session_with(tracker=tracker, checkpoints=nothing, folder=folder, tool_use=ToolUse(), health=health)
-    session.log(Step(0, {"val/heldout/accuracy": 0.5}))
-    assert told == {} and session.tool_use.never_called == []
-    session.log(Step(1, {"tools/price/calls": 0.25, "tools/stock/calls": 0.0, "tools/stock/seconds": 0.0}))
-    session.log(Step(2, {"tools/price/calls": 0.0, "tools/stock/calls": 0.0}))
-    [text] = told.values()
+def checks_with(tracker: Any, **settings: Any) -> StepChecks:
+    """The checks of a run without earlier steps."""
+    recipe = Recipe.model_validate(
+        {"name": "r", "loop": "rl", "model": {"path": "m"}, "data": {"train": "t"}, "train": settings}
+    )
+    earlier = {"path": "runs/shop", "resumed_step": 0, "findings": [], "logged_steps": list}
+    return StepChecks(recipe, SimpleNamespace(**earlier), tracker)  # type: ignore[arg-type]
+
+
+def test_a_tool_that_is_never_called_is_reported_once() -> None:
+    notices: dict[str, str] = {}
+    ends: list[str] = []
+    checks = checks_with(SimpleNamespace(notice_once=notices.setdefault, notice=ends.append))
+    checks.check(0, {"val/heldout/accuracy": 0.5})
+    checks.report_unused_tools()
+    assert notices == {} and ends == []
+    checks.check(1, {"tools/price/calls": 0.25, "tools/stock/calls": 0.0, "tools/stock/seconds": 0.0})
+    checks.check(2, {"tools/price/calls": 0.0, "tools/stock/calls": 0.0})
+    [text] = notices.values()
     assert "up to step 1: stock;" in text and text.endswith("megarl samples runs/shop")
-    assert session.tool_use.never_called == ["stock"]
-    session.log(Step(3, {"tools/price/calls": 0.0, "tools/stock/calls": 1.0}))
-    assert session.tool_use.never_called == [] and len(told) == 1
+    checks.report_unused_tools()
+    assert len(ends) == 1 and "in this start of the run: stock;" in ends[0]
+    checks.check(3, {"tools/price/calls": 0.0, "tools/stock/calls": 1.0})
+    checks.report_unused_tools()
+    assert len(notices) == len(ends) == 1
+
+
+@pytest.mark.parametrize(("action", "is_last"), [("stop", True), ("skip", False)])
+def test_a_mismatch_beyond_its_limit_ends_the_run_or_is_reported_once(action: str, is_last: bool) -> None:
+    notices: list[str] = []
+    tracker = SimpleNamespace(notice_once=lambda kind, text: notices.append(text))
+    checks = checks_with(tracker, max_logprob_gap=0.1, on_logprob_gap=action)
+    assert checks.check(1, {"logprob_gap/mean": 0.3, "train/gap_exceeded": 0.0}) is None and notices == []
+    fault = checks.check(2, {"logprob_gap/mean": 0.3, "train/gap_exceeded": 1.0})
+    found = [str(fault)] if is_last else notices
+    assert len(found) == 1 and "step 2 were 0.3 nats" in found[0]
+    assert (fault is not None) is is_last and len(notices) == (not is_last)
+
+
+def test_a_limit_removed_by_a_resume_no_longer_counts() -> None:
+    """The metrics of an evaluation that a signal interrupted were saved under the limit."""
+    assert checks_with(SimpleNamespace()).check(2, {"logprob_gap/mean": 0.3, "train/gap_exceeded": 1.0}) is None

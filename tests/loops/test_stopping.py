@@ -31,7 +31,7 @@ terminal = Terminal(soft_wrap=True)
 
 async def steps(folder):
     stop = StopRequest()
-    with stop.heard(terminal.print, folder.path):
+    with stop.listening(terminal.print, folder.path):
         if phase == "steps":
             stop.steps_begin()
             folder.set_status("running", step=3)

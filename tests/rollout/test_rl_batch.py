@@ -15,13 +15,10 @@ from megarl.config import AlgorithmConfig, TrainConfig
 from megarl.rollout.advantages import compute_advantages, compute_importance_weights
 from megarl.rollout.step_metrics import (
     data_source_metrics,
-    gap_metrics_before,
-    known_gap,
-    merge_updates,
     reward_metrics,
     staleness_metrics,
-    update_metrics,
 )
+from megarl.rollout.updates import PolicyUpdates, excess_mismatch, merge_updates, mismatch_before_update, update_metrics
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.types import Trajectory
 from tests.rollout.batches import attempt, batch_of, masked, of_sequences, recipe, rl_batch, segmented, weighed, weights
@@ -158,12 +155,12 @@ def test_minibatches_part_trajectories_not_their_segments() -> None:
         assert np.bincount(both.astype(int)).tolist() == [2, 4, 6, 8]
 
 
-def test_the_gap_is_that_of_all_updates() -> None:
-    def update(gap: float, loss: float, tokens: float) -> dict[str, Metric]:
-        moments = mismatch_moments(torch.tensor([-1.0 - gap]), torch.tensor([-1.0]))
+def test_the_mismatch_is_that_of_all_updates() -> None:
+    def update(mismatch: float, loss: float, tokens: float) -> dict[str, Metric]:
+        moments = mismatch_moments(torch.tensor([-1.0 - mismatch]), torch.tensor([-1.0]))
         found: dict[str, Metric] = {f"logprob_gap/{n}": Mean(float(v), tokens) for n, v in moments.items()}
         return found | {
-            "logprob_gap/max": Max(gap),
+            "logprob_gap/max": Max(mismatch),
             "logprob_gap/measured": Mean(1.0, tokens),
             "train/loss": Sum(loss),
         }
@@ -300,16 +297,26 @@ def test_a_lone_sample_and_masked_sequences_count_as_the_recipe_says() -> None:
         assert weighed(batch, algorithm, 10)[0] == pytest.approx([0, 0, of_a_token])
 
 
-def test_a_gap_is_known_before_the_update_where_all_old_logprobs_are() -> None:
+def test_a_mismatch_is_known_before_the_update_where_all_old_logprobs_are() -> None:
     """Three trained tokens, 0.1, 0.2 and 0.6 nats apart; a prompt's token is not among them."""
     batch = rl_batch("-xx", "x")
     batch.per_token["rollout_logprobs"] = np.array([-9.0, -1.0, -2.0, -3.0], np.float32)
-    assert known_gap(batch) is None
+    assert mismatch_before_update(batch) is None
     batch.per_token["old_logprobs"] = np.array([0.0, -1.1, -1.8, -2.4], np.float32)
-    assert known_gap(batch) == pytest.approx(0.3)
-    assert gap_metrics_before(batch, TrainConfig(max_logprob_gap=0.31)) == {}
+    assert mismatch_before_update(batch) == pytest.approx(0.3)
+    assert excess_mismatch(batch, TrainConfig(max_logprob_gap=0.31)) == {}
     expected = {"train/gap_exceeded": 1.0, "logprob_gap/mean": pytest.approx(0.3)}
-    assert gap_metrics_before(batch, TrainConfig(max_logprob_gap=0.29)) == expected
-    assert gap_metrics_before(batch, TrainConfig()) == {}
+    assert excess_mismatch(batch, TrainConfig(max_logprob_gap=0.29)) == expected
+    assert excess_mismatch(batch, TrainConfig()) == {}
     batch.per_token["old_logprobs"][2] = np.nan
-    assert known_gap(batch) is None
+    assert mismatch_before_update(batch) is None
+
+
+@pytest.mark.parametrize(("exceeded", "expected"), [([0.0, 0.0, 0.0], 0.0), ([0.0, 1.0], 1.0)])
+def test_updates_end_with_the_first_one_beyond_the_limit(exceeded: list[float], expected: float) -> None:
+    updates = PolicyUpdates(rl_batch("xx", "xx", "xx"), recipe(train={"updates_per_step": 3}), step=1)
+    num_updates = 0
+    for _ in updates:
+        updates.add({"train/gap_exceeded": Max(exceeded[num_updates])})
+        num_updates += 1
+    assert num_updates == len(exceeded) and updates.metrics() == {"train/gap_exceeded": expected}

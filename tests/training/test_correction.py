@@ -20,7 +20,7 @@ from megarl.config import AlgorithmConfig, Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.advantages import compute_importance_weights
-from megarl.rollout.step_metrics import update_metrics
+from megarl.rollout.updates import update_metrics
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge
 from megarl.types import TrainingSequence

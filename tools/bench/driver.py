@@ -44,8 +44,9 @@ from megarl.rollout.pool import EnginePool
 from megarl.rollout.rl_batch import RLBatch
 from megarl.rollout.source import Source
 from megarl.rollout.state import Group, RLState
-from megarl.rollout.step_metrics import step_metrics, update_metrics
+from megarl.rollout.step_metrics import step_metrics
 from megarl.rollout.stitch import ModelCall, stitch
+from megarl.rollout.updates import update_metrics
 from megarl.types import Problem, Request, Reward, SamplingSettings, Trajectory
 
 SAMPLES_PER_PROMPT, PROMPT_TOKENS = 16, 512

@@ -128,7 +128,7 @@ async def sampled(recipe: Recipe, layout: ParallelConfig, count: int, logs: Path
     """So many trajectories, what differs from what was sampled, and the batch with the trainer's log-probs."""
     from megarl.cluster.launchers import start_ranks
     from megarl.data.chat import load_tokenizer
-    from megarl.loops.run import _models
+    from megarl.loops.models import models_of
 
     tokenizer = load_tokenizer(recipe.model.path)
     forgetful = copy.deepcopy(tokenizer)
@@ -159,7 +159,7 @@ async def sampled(recipe: Recipe, layout: ParallelConfig, count: int, logs: Path
             found += half
         await ranks.call("sleep_engine")
         batch = RLBatch.from_groups([[trajectory] for trajectory in found])
-        trained = await _models(recipe, layout, ranks.trainers)["policy"].forward(batch)
+        trained = await models_of(recipe, layout, ranks.trainers)["policy"].forward(batch)
     gap = np.abs(trained - batch.per_token["rollout_logprobs"])[batch.loss_mask]
     return {
         "trajectories": found, "differing": num_differing, "sampled": num_sampled,

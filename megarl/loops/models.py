@@ -1,0 +1,109 @@
+"""Models of a run on its ranks, and the calls that change them apart from updates."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+
+from megarl.algorithms.policy_losses import POLICY_LOSSES, is_sequence_loss
+from megarl.cluster.rank_model import RankModel
+from megarl.cluster.worker_group import WorkerGroup
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.data.packing import attention_ratio
+from megarl.families.shape import ModelShape, read_model_shape
+from megarl.files.import_path import function_of
+from megarl.platform.spans import span
+from megarl.preflight import layout_of, row_multiple
+from megarl.rollout.state import RLState
+from megarl.tracking.run_folder import RunFolder
+
+METRICS = {
+    "rollout/routed_experts_bytes": ("bytes", "size of the routed experts held by the ranks for router replay"),
+    "kl/reference_moved": ("count", "1 in steps moving the reference, with algorithm.reference_update_steps"),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+
+def models_of(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[str, RankModel]:
+    """Return the recipe's models by name: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on."""
+    shape = _shape_of(recipe, recipe.model.folder)
+    policy = RankModel(
+        ranks,
+        layout,
+        recipe.trainer.max_tokens_per_microbatch,
+        row_multiple(recipe),
+        attention_ratio(shape),
+        together=recipe.sequences_per_example,
+        shape=shape.with_value_head() if recipe.loop == "reward_model" else shape,
+        # A backward pass costs two forward passes. With LoRA the base weights need no gradients, which saves one.
+        update_passes=2.0 if recipe.lora.rank else 3.0,
+    )
+    models = {"policy": policy} | {
+        name: replace(policy, name=name, shape=own, update_passes=3.0)
+        for name, own in _shapes_beyond_policy(recipe, shape).items()
+    }
+    teacher = policy
+    if recipe.distillation.sizes:
+        own = recipe.for_teachers
+        teacher = replace(policy, layout=layout_of(own), row_multiple=row_multiple(own))
+    for name, folder in recipe.teachers.items():
+        models[name] = replace(teacher, name=name, shape=_shape_of(recipe, folder))
+    if recipe.has_advantages:
+        policy_loss = function_of(recipe.algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
+        models["policy"] = replace(policy, keeps_samples=is_sequence_loss(policy_loss))
+    return models
+
+
+def _shape_of(recipe: Recipe, folder: str) -> ModelShape:
+    return read_model_shape(folder, recipe.override_of(folder))
+
+
+def _shapes_beyond_policy(recipe: Recipe, shape: ModelShape) -> dict[str, ModelShape]:
+    """Return the shapes of the models with the policy's layout, by name. `shape` is the policy's."""
+    shapes: dict[str, ModelShape] = {}
+    if recipe.has_reference:
+        shapes["reference"] = shape
+    if recipe.has_critic:
+        folder = recipe.further_models.get("critic.path", recipe.model.folder)
+        shapes["critic"] = _shape_of(recipe, folder).with_value_head()
+    if (reward_model := recipe.further_models.get("reward.model")) is not None:
+        shapes["reward_model"] = _shape_of(recipe, reward_model)
+    return shapes
+
+
+async def move_reference(models: Mapping[str, RankModel], recipe: Recipe, step: int) -> dict[str, float]:
+    """Move the reference towards the policy after a step's updates, if due. Metric: `kl/reference_moved`."""
+    every = recipe.algorithm.reference_update_steps
+    if every is None or "reference" not in models:
+        return {}
+    is_due = step % every == 0
+    if is_due:
+        await models["reference"].group.call("move_reference")
+    return {"kl/reference_moved": float(is_due)}
+
+
+async def load_experts(models: Mapping[str, RankModel], recipe: Recipe, state: RLState, checkpoint: Path) -> None:
+    """Load the routed experts of groups waiting in a checkpoint. Used with router replay only."""
+    if recipe.trainer.router_replay:
+        await models["policy"].group.call("load_experts", checkpoint, state.waiting_experts)
+
+
+async def retain_experts(models: Mapping[str, RankModel], recipe: Recipe, state: RLState) -> dict[str, float]:
+    """Drop the ranks' routed experts, except for groups waiting for a later step. Used with router replay only.
+
+    Metric: `rollout/routed_experts_bytes`, their size before.
+    """
+    if not recipe.trainer.router_replay:
+        return {}
+    with span("retain experts"):
+        sizes = await models["policy"].group.call("retain_experts", state.waiting_experts)
+    return {"rollout/routed_experts_bytes": float(sum(sizes))}
+
+
+async def export(models: Mapping[str, RankModel], folder: RunFolder) -> None:
+    """Export the trained model, and the critic if any. The engines must sleep."""
+    await models["policy"].group.call("export", folder.model_folder)
+    if "critic" in models:
+        await models["critic"].group.call("export", folder.path / "hf_critic", "critic")

@@ -1,0 +1,88 @@
+"""Checks of each logged step: tools never called, log-prob mismatch beyond its limit, broken health rules."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from megarl.config import Recipe
+from megarl.preflight.learning import learning_rate_finding, thresholds
+from megarl.rollout.tool_use import ToolUse, uncalled_text
+from megarl.rollout.updates import mismatch_exceeded_message
+from megarl.tracking.health import LEARNING_RATE, Health
+from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.tracker import Tracker
+from megarl.types import MegarlError, UnhealthyError
+
+
+class StepChecks:
+    """Checks of a run's steps. They warn, or end the run after a step."""
+
+    def __init__(self, recipe: Recipe, folder: RunFolder, tracker: Tracker) -> None:
+        """Restore the state of the health rules from earlier attempts."""
+        self._recipe, self._train, self._folder, self._tracker = recipe, recipe.train, folder, tracker
+        self._tool_use = ToolUse()
+        self._health = Health(thresholds(recipe))
+        self._health.replay(folder.logged_steps())
+        # A step after the checkpoint may have warned. It is trained again and its metrics are dropped, but the warning
+        # is not repeated.
+        self._health.warned.update(finding["rule"] for finding in folder.findings)
+
+    def check_learning_rate(self) -> None:
+        """Warn of an unusual learning rate, before the first step.
+
+        Raises UnhealthyError for such a rate if train.on_unhealthy = stop, because there is nothing to save yet.
+        """
+        if not self._health.takes(LEARNING_RATE):
+            return
+        finding = learning_rate_finding(self._recipe, self._folder.resumed_step)
+        if finding is None:
+            return
+        self._health.warned.add(finding.rule)
+        self._tracker.unhealthy(finding)
+        if self._train.on_unhealthy == "stop":
+            raise UnhealthyError(f"train.on_unhealthy = stop: {finding.text}")
+
+    def check(self, step: int, metrics: Mapping[str, float]) -> MegarlError | None:
+        """Warn of problems in a logged step. Return its fault: the error ending the run once the step is saved."""
+        self._tool_use.add(metrics)
+        for tool in self._tool_use.never_called:
+            text = uncalled_text([tool], f"up to step {step}", self._look)
+            self._tracker.notice_once(f"tool {tool} is not called", text)
+        faults = self._check_mismatch(step, metrics), self._check_health(step, metrics)
+        return next((fault for fault in faults if fault is not None), None)
+
+    def report_unused_tools(self) -> None:
+        """Warn of tools never called since this start of the run."""
+        if tools := self._tool_use.never_called:
+            self._tracker.notice(uncalled_text(tools, "in this start of the run", self._look))
+
+    @property
+    def _look(self) -> str:
+        """Command printing the run's samples."""
+        return f"megarl samples {self._folder.path}"
+
+    @property
+    def _go_on(self) -> str:
+        return f"The state after the step is saved; go on with: megarl train {self._folder.path} --resume"
+
+    def _check_mismatch(self, step: int, metrics: Mapping[str, float]) -> MegarlError | None:
+        """Return the fault of a step with too large a log-prob mismatch of trainer and engine (train.on_logprob_gap).
+
+        With train.on_logprob_gap = skip, warn once.
+        """
+        message = mismatch_exceeded_message(metrics, self._train, step)
+        if message is None:
+            return None
+        if self._train.on_logprob_gap == "stop":
+            return MegarlError(f"{message}. {self._go_on}")
+        self._tracker.notice_once("mismatch", f"{message} (train/gap_exceeded counts such steps)")
+        return None
+
+    def _check_health(self, step: int, metrics: Mapping[str, float]) -> MegarlError | None:
+        """Warn of broken health rules. If train.on_unhealthy = stop, return the fault for the first of them."""
+        findings = self._health.observe(step, metrics)
+        for finding in findings:
+            self._tracker.unhealthy(finding)
+        if not findings or self._train.on_unhealthy != "stop":
+            return None
+        return UnhealthyError(f"train.on_unhealthy = stop: {findings[0].text} {self._go_on}")

@@ -1,0 +1,159 @@
+"""Steps of a run: each is measured, logged and checked, and a stop signal or a fault ends the run after a save."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Mapping
+from contextlib import asynccontextmanager, nullcontext
+from dataclasses import dataclass, field
+
+from megarl.config import Recipe
+from megarl.loops.checkpointing import Checkpoints
+from megarl.loops.performance import Performance, Profiles
+from megarl.loops.reshards import Reshards
+from megarl.loops.step_checks import StepChecks
+from megarl.loops.stopping import StopRequest
+from megarl.platform.spans import span
+from megarl.preflight import Dropped
+from megarl.rollout.pool import AbandonedError
+from megarl.rollout.state import RLState
+from megarl.tracking.run_folder import RunFolder
+from megarl.tracking.tracker import Tracker
+from megarl.types import MegarlError, StoppedError
+
+METRICS = {
+    "data/dropped": ("count", "records dropped because they are too long"),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+
+@dataclass
+class Step:
+    """Step in progress, with its metrics.
+
+    `is_trained`: its updates have begun. A stop signal then saves this step, else the previous one.
+    """
+
+    number: int
+    metrics: dict[str, float] = field(default_factory=dict)
+    is_trained: bool = False
+
+    def log(self, metrics: Mapping[str, float]) -> None:
+        """Add metrics. They are written at the step's end."""
+        self.metrics |= metrics
+
+
+@dataclass(frozen=True, kw_only=True)
+class Steps:
+    """Steps of a run. When `stop` asks for it, they save to `checkpoints` and raise StoppedError."""
+
+    recipe: Recipe
+    folder: RunFolder
+    tracker: Tracker
+    checkpoints: Checkpoints
+    reshards: Reshards
+    stop: StopRequest
+    performance: Performance
+    profiles: Profiles
+    checks: StepChecks
+    dropped: Dropped
+    """Number of records dropped because they are too long, by data source."""
+
+    @property
+    def remaining(self) -> range:
+        """Numbers of the remaining steps."""
+        return range(self.folder.resumed_step + 1, self.recipe.train.steps + 1)
+
+    @asynccontextmanager
+    async def step(self, number: int, state: RLState | None = None) -> AsyncIterator[Step]:
+        """Enter a context for one training step. At its end, log metrics; end the run on a fault or a stop signal.
+
+        `state`: state of the RL loop, saved with the step.
+        """
+        step = Step(number)
+        self.tracker.begin(number)
+        # Before the step's first call to the ranks, so that start-up does not count.
+        await self.performance.begin()
+        if self.dropped:
+            step.log({"data/dropped": float(self.dropped.total())})
+        is_profiled = number in self.recipe.train.profile_steps
+        async with self.profiles.record_step(number) if is_profiled else nullcontext():
+            async with self.saving_on_stop(step, state):
+                yield step
+            with span("log"):
+                step.log(await self.performance.measure_step(self.tracker.seconds, step.metrics))
+                fault = self._log(step)
+                self.folder.set_status(step=number)
+            # An asynchronous save is published at the end of the first step after it was written.
+            await self.checkpoints.complete()
+        if fault is not None:
+            # Saved first, so that a resumed run continues after this step.
+            await self._save(number, state)
+            raise fault
+        await self._stop_if_asked(number, state)
+
+    def finish(self, step: Step) -> None:
+        """Log a step made outside `step`, and end the run on its fault. A checkpoint of its state exists already."""
+        if (fault := self._log(step)) is not None:
+            raise fault
+
+    def abandon_if_asked(self) -> None:
+        """Abandon the step if a signal asked the run to stop. Its updates must not have begun.
+
+        A stop now loses only this step's samples; the state of the previous step is saved.
+        """
+        if self.stop:
+            raise AbandonedError
+
+    @asynccontextmanager
+    async def saving_on_stop(self, step: Step, state: RLState | None = None) -> AsyncIterator[None]:
+        """Save the progress and raise StoppedError if a stop signal aborts sampling within.
+
+        Before the step's updates, the previous step is saved. After them, this step is saved without its evaluation.
+        """
+        try:
+            yield
+        except AbandonedError:
+            if step.is_trained:
+                self.folder.set_status(step=step.number)
+                await self._stop_if_asked(step.number, state, unlogged=step.metrics)
+            else:
+                if state is not None:
+                    # This step will be sampled again, so its groups must not count as drawn.
+                    state.forget_step()
+                await self._stop_if_asked(step.number - 1, state)
+            raise
+
+    async def complete_background_work(self) -> None:
+        """Wait for the reshard, the trace and the save under way."""
+        await self.reshards.finish()
+        await self.profiles.finish()
+        await self.checkpoints.complete(wait=True)
+
+    def _log(self, step: Step) -> MegarlError | None:
+        """Log a step's metrics, and keep its model if it is the best so far. Return its fault (`StepChecks.check`)."""
+        self.tracker.log(step.number, step.metrics)
+        self.checkpoints.judge(step.number, step.metrics)
+        return self.checks.check(step.number, step.metrics)
+
+    async def _stop_if_asked(
+        self, step: int, state: RLState | None, unlogged: Mapping[str, float] | None = None
+    ) -> None:
+        """Save the state after `step` and raise StoppedError, if a signal asked the run to stop.
+
+        `unlogged` are the step's metrics if its evaluation was interrupted. The resumed run repeats the evaluation and
+        logs them.
+        """
+        if not self.stop:
+            return
+        saved = "there is nothing to save yet"
+        if step > 0:
+            await self._save(step, state, unlogged)
+            saved = f"saved after step {step} of {self.recipe.train.steps}"
+        raise StoppedError(f"{self.stop.by}: {saved}; go on with: megarl train {self.folder.path} --resume")
+
+    async def _save(self, step: int, state: RLState | None, unlogged: Mapping[str, float] | None = None) -> None:
+        """Save a checkpoint outside of the regular steps, with the engines asleep."""
+        await self.reshards.sleep_engines()
+        await self.checkpoints.save(step, state and state.save, unlogged)
+        # The run ends after this save, so pending traces are written now.
+        await self.profiles.finish()

@@ -1,0 +1,134 @@
+"""Updates of critic and policy in a step, and the limit of the log-prob mismatch for them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import numpy as np
+
+from megarl.algorithms.importance import mismatch_metrics
+from megarl.cluster.rank_model import RankModel
+from megarl.config import Recipe, TrainConfig
+from megarl.data.token_batch import TokenBatch
+from megarl.platform.spans import span
+from megarl.rollout.rl_batch import RLBatch
+from megarl.tracking.metrics import Mean, Metric, merge, values
+
+METRICS = {
+    "critic/NAME": ("as train/NAME", "the training metric NAME of the critic"),
+}
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
+
+
+class PolicyUpdates:
+    """Updates of the policy in one step. Iterate over the minibatches, and `add` the metrics of each one's update.
+
+    The remaining minibatches are left out once the policy's log-probs are too far from the engine's
+    (train.max_logprob_gap). `train/gap_exceeded` is then 1.
+    """
+
+    def __init__(self, batch: RLBatch, recipe: Recipe, step: int, conversations: TokenBatch | None = None) -> None:
+        """Split a step's batch into minibatches, with `conversations` as in `RLBatch.minibatches`."""
+        # A mismatch beyond the limit before the first update means no update at all in this step.
+        self._excess = excess_mismatch(batch, recipe.train)
+        self._minibatches = [] if self._excess else batch.minibatches(recipe, step, conversations)
+        self._updates: list[Mapping[str, Metric]] = []
+
+    def __iter__(self) -> Iterator[TokenBatch]:
+        for minibatch in self._minibatches:
+            yield minibatch
+            # The rest of the step's minibatches would be trained with wrong ratios.
+            if _is_mismatch_exceeded(self._updates[-1]):
+                return
+
+    def add(self, metrics: Mapping[str, Metric]) -> None:
+        """Add the metrics of the newest minibatch's update."""
+        self._updates.append(metrics)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of all updates (`update_metrics`)."""
+        with span("metrics"):
+            return self._excess | update_metrics(self._updates)
+
+
+async def update_critic(batch: RLBatch, critic: RankModel, recipe: Recipe) -> dict[str, float]:
+    """Update the critic on the batch's `returns`, in as many optimizer steps as the recipe demands.
+
+    Returns metrics `critic/loss`, `critic/grad_norm`, `critic/clipped` and others.
+    """
+    updates = [await critic.update(minibatch) for minibatch in batch.critic_minibatches(recipe)]
+    return {name.replace("train/", "critic/", 1): value for name, value in values(merge_updates(updates)).items()}
+
+
+def merge_updates(updates: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
+    """Merge the metrics of one model's updates in a step.
+
+    An update's loss is a sum over its tokens; the step's loss is the mean over updates.
+    """
+    return merge({**update, **_loss_of(update)} for update in updates)
+
+
+def _loss_of(update: Mapping[str, Metric]) -> dict[str, Metric]:
+    return {"train/loss": Mean(update["train/loss"].number)} if "train/loss" in update else {}
+
+
+def update_metrics(updates: Sequence[Mapping[str, Metric]]) -> dict[str, float]:
+    """Return the merged metrics of a step's updates, with `logprob_gap/`: the trainer's log-probs minus the engine's.
+
+    Both are computed with the weights that sampled the token. For later updates of a step, and for trajectories from an
+    earlier step, the trainer's side is `old_logprobs`. `logprob_gap/measured` is the compared share of tokens. It is 1,
+    except under algorithm.old_logprobs = rollout: then only tokens sampled in this step are compared.
+    """
+    found = values(merge_updates(updates))
+    if len(updates) == 1:
+        # It is measured in an update's forward pass, before the optimizer step: there one update has moved nothing.
+        found.pop("kl/update", None)
+    mismatch = {
+        name.removeprefix("logprob_gap/"): found.pop(name) for name in list(found) if name.startswith("logprob_gap/")
+    }
+    if "mean" in mismatch:
+        found |= {f"logprob_gap/{name}": value for name, value in mismatch_metrics(mismatch).items()}
+    return found | {f"logprob_gap/{name}": mismatch[name] for name in ("max", "measured") if name in mismatch}
+
+
+def mismatch_before_update(batch: RLBatch) -> float | None:
+    """Return the mean absolute difference, in nats, of the trainer's and the engine's log-probs over trained tokens.
+
+    None if some log-probs of the trainer are computed only in the update.
+    """
+    old_logprobs = batch.per_token.get("old_logprobs")
+    if old_logprobs is None:
+        return None
+    # float64: a batch has millions of tokens, and float32 sums lose the small differences.
+    distances = np.abs(old_logprobs - batch.per_token["rollout_logprobs"])[batch.loss_mask].astype(np.float64)
+    return None if not len(distances) or np.isnan(distances).any() else float(distances.mean())
+
+
+def excess_mismatch(batch: RLBatch, train: TrainConfig) -> dict[str, float]:
+    """Return `train/gap_exceeded` = 1 and `logprob_gap/mean` if the mismatch of engine and trainer forbids an update.
+
+    The result is empty if the mismatch is small enough, or not yet known.
+    """
+    if train.max_logprob_gap is None:
+        return {}
+    distance = mismatch_before_update(batch)
+    if distance is None or distance <= train.max_logprob_gap:
+        return {}
+    return {"train/gap_exceeded": 1.0, "logprob_gap/mean": distance}
+
+
+def _is_mismatch_exceeded(metrics: Mapping[str, Metric]) -> bool:
+    """Return whether an update was skipped because engine and trainer log-probs differ too much."""
+    return "train/gap_exceeded" in metrics and metrics["train/gap_exceeded"].number > 0
+
+
+def mismatch_exceeded_message(metrics: Mapping[str, float], train: TrainConfig, step: int) -> str | None:
+    """Return the message for a step with too different log-probs of engine and trainer; None for any other step."""
+    # The limit may be missing although the step exceeded it: a resume can remove it before the step is logged.
+    if train.max_logprob_gap is None or not metrics.get("train/gap_exceeded"):
+        return None
+    return (
+        f"train.max_logprob_gap = {train.max_logprob_gap:g}: the trainer's log-probs of step {step} were "
+        f"{metrics['logprob_gap/mean']:.3g} nats from the engine's on average, so updates were skipped. Look for the "
+        "cause in rollout.vllm, model.dtype and logprob_gap/ of earlier steps; or raise the limit"
+    )
