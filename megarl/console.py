@@ -123,9 +123,9 @@ def print_report(page: Path, num_bytes: int, found: Sequence[RecordedRun] | Sequ
     for number, evaluation in enumerate(evaluations):
         for line in _accuracies(evaluation, evaluations[0] if number else None):
             print(printable(line))
-    told = [one.name if isinstance(one, RecordedEvaluation) else f"{one.name} ({one.state}, step {one.step})"
+    names = [one.name if isinstance(one, RecordedEvaluation) else f"{one.name} ({one.state}, step {one.step})"
             for one in found]  # fmt: skip
-    print(printable(f"wrote {page}: {size_text(num_bytes)}; {', '.join(told)}. Open it in a browser."))
+    print(printable(f"wrote {page}: {size_text(num_bytes)}; {', '.join(names)}. Open it in a browser."))
 
 
 def _accuracies(evaluation: RecordedEvaluation, first: RecordedEvaluation | None) -> Iterator[str]:

@@ -247,7 +247,7 @@ class _Screen:
 
     def __init__(self) -> None:
         display = Display()
-        self.tell, self.notice = display.tell, display.warn
+        self.info, self.notice = display.info, display.warn
         self.notice_once = FirstOfEachKind(display.warn).tell
 
 
@@ -256,12 +256,12 @@ def _leaving_on_signals(folder: Path) -> Iterator[None]:
     """Context that cancels the calling task on a stop signal, and raises StoppedError."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
-    heard: list[str] = []
+    received: list[str] = []
 
     def leave(number: signal.Signals) -> None:
-        if not heard:
+        if not received:
             task.cancel()
-        heard.append(number.name)
+        received.append(number.name)
 
     numbers = stop_signals()
     for number in numbers:
@@ -269,9 +269,9 @@ def _leaving_on_signals(folder: Path) -> Iterator[None]:
     try:
         yield
     except asyncio.CancelledError:
-        if not heard:
+        if not received:
             raise
-        raise StoppedError(f"{heard[0]}: stopped before the end; {folder} has the finished sets") from None
+        raise StoppedError(f"{received[0]}: stopped before the end; {folder} has the finished sets") from None
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)

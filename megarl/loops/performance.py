@@ -377,7 +377,7 @@ class Profiles:
         path = self._folder.profiles_folder / f"step_{number:06d}.json"
         path.parent.mkdir(exist_ok=True)
         replace_text(path, json.dumps(chrome_trace(tracks, whole, facts)))
-        self._tracker.tell(
+        self._tracker.info(
             f"profile of step {number}: {path}, {share:.1%} of its time in spans, {of_ranks_alone:.1%} in calls of "
             "ranks; open it in ui.perfetto.dev"
         )

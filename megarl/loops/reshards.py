@@ -152,7 +152,7 @@ class Reshards:
         Restarted replicas join first and sample from then on.
         """
         began = time.monotonic()
-        with span("hold engines"):
+        with span("pause engines"):
             await self._pool.pause(aborts=self._recipe.rollout.recompute_kv)
         # Settle before adding: a lost replica and its replacement have the same first rank. Requests paused in the lost
         # one must move to others.

@@ -109,9 +109,9 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
         _refuse_other_draws(earlier, recipe)
         warnings = _data_changes(earlier, recipe, inputs)
         _refuse_other_kept(earlier, recipe, inputs)
-        _tell(console, [f"checkpoint {name} is left out: {reason}" for name, reason in found.damaged.items()])
+        _warn(console, [f"checkpoint {name} is left out: {reason}" for name, reason in found.damaged.items()])
         console.print(f"resuming from {found.good}")
-        _tell(console, warnings)
+        _warn(console, warnings)
         for change in recipe_changes(earlier["recipe"], recipe):
             console.print(f"changed since then: {change}", style="yellow")
     elif resume:
@@ -122,7 +122,7 @@ def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: 
     if resume:
         found.settle(folder.checkpoints_folder)
     if unreadable:
-        _tell(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are skipped"])
+        _warn(console, [f"{folder.metrics_file}: {unreadable} lines are not readable and are skipped"])
     # The step's metrics may have been logged after the save. Logging them again would duplicate the step.
     unlogged = None if folder.has_logged_resumed_step else earlier.get("unlogged")
     return Origin(found.good, inputs, unlogged)
@@ -169,10 +169,10 @@ def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
         return
     then, now = before.model_dump(include=set(names)), recipe.rollout.model_dump(include=set(names))
     changed = [name for name in names if now[name] != then[name]]
-    told = ", ".join(f"rollout.{name} = {now[name]}" for name in changed)
+    fields = ", ".join(f"rollout.{name} = {now[name]}" for name in changed)
     back = " ".join(f"rollout.{name}={'null' if then[name] is None else then[name]}" for name in changed)
     raise ConfigError(
-        f"{told}: the run began with {back} and cannot continue, because it counts its position in the data "
+        f"{fields}: the run began with {back} and cannot continue, because it counts its position in the data "
         f"differently; set {back}, choose another name=NAME, or start over with --restart"
     )
 
@@ -228,7 +228,7 @@ def _value_at(recipe: Mapping[str, Any], field: str) -> Any:
     return value
 
 
-def _tell(console: Console, warnings: list[str]) -> None:
+def _warn(console: Console, warnings: list[str]) -> None:
     """Print warnings on the terminal."""
     for text in warnings:
         console.print(f"warning: {text}", style="yellow")

@@ -89,7 +89,7 @@ async def _export(session: Session, display: Display) -> None:
     """Export the trained models. A run with 0 training steps exports nothing."""
     if not session.recipe.train.steps:
         return
-    with display.phase("exporting the model", is_told=True):
+    with display.phase("exporting the model", is_printed=True):
         await session.reshards.sleep_engines()
         await export(session.models, session.folder)
 
@@ -128,12 +128,12 @@ async def _started(
         tokenizer = tokenizer_of(recipe.model)
         dropped: Dropped = Counter()
         # Before the ranks start: an error in the data is then reported within seconds.
-        with display.phase("reading data", is_told=True):
+        with display.phase("reading data", is_printed=True):
             data = read_data(recipe, tokenizer, dropped, folder.path)
         with tracker.phase("start"):
             ranks = await start.ranks(stacks)
             transfer = WeightTransfer(ranks)
-            with display.phase("building models", is_told=True):
+            with display.phase("building models", is_printed=True):
                 await start.workers(ranks, transfer)
             folder.describe({"machine": await _hardware(ranks)})
         replacements = await stack.enter_async_context(start.replacements(ranks))
@@ -162,7 +162,7 @@ async def _started(
             steps=steps,
         )
         if origin.checkpoint:
-            with display.phase("loading the checkpoint", is_told=True):
+            with display.phase("loading the checkpoint", is_printed=True):
                 await session.reshards.sleep_engines()
                 await ranks.trainers.call("load_checkpoint", origin.checkpoint)
         # Last: until here a signal ends the run at once, because there is no progress to save.
@@ -186,7 +186,7 @@ class _Start:
     async def ranks(self, stacks: StackRequest) -> RunRanks:
         """Start the processes of all ranks."""
         layout, folder = self.layout, self.folder
-        with self.display.phase(f"starting {_count_of_ranks(self.recipe)}", is_told=True):
+        with self.display.phase(f"starting {_count_of_ranks(self.recipe)}", is_printed=True):
             replicas = [layout.rollout_tp] * (layout.rollout_ranks // layout.rollout_tp)
             ranks = await start_ranks(self.recipe.cluster, folder.logs_folder, replicas)
         self.stack.push_async_callback(ranks.close)
@@ -219,7 +219,7 @@ class _Start:
         """Print the nodes of the ranks and what checks of them found. Raises ConfigError naming the unfit nodes."""
         recipe, tracker = self.recipe, self.tracker
         if len(nodes := dict.fromkeys(place[0] for place in ranks.topology)) > 1:
-            tracker.tell(f"ranks on {', '.join(nodes)}")
+            tracker.info(f"ranks on {', '.join(nodes)}")
         uses_gpu = recipe.cluster.device != "cpu" and device.current().type == "cuda"
         if uses_gpu and (notice := device.toolkit_notice()) is not None:
             tracker.notice(notice)
@@ -229,7 +229,7 @@ class _Start:
         if wrong:
             raise ConfigError(error_page(f"nodes of run {recipe.name}", wrong))
         for line in lines:
-            tracker.tell(line)
+            tracker.info(line)
 
     @asynccontextmanager
     async def replacements(self, ranks: RunRanks) -> AsyncIterator[Replacements]:

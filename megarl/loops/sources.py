@@ -36,7 +36,7 @@ Data = tuple[Sequence[Problem], dict[str, Sequence[Problem]]]
 class Screen(Protocol):
     """Protocol of a terminal that shows messages to the user. `Tracker` implements it."""
 
-    def tell(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Print a line."""
         ...
 
@@ -151,14 +151,14 @@ async def make_source(
     has_turns = rollout.turns_of_attempt > 1
     # Agents send their history themselves, so the template cannot change it unnoticed.
     if recipe.has_engine and has_turns and not is_agent(rollout.environment):
-        screen.tell(history_notice(history_faults(tokenizer), rollout.history))
+        screen.info(history_notice(history_faults(tokenizer), rollout.history))
     judges = judges_answers(recipe)
     if recipe.has_engine and recipe.reward.functions and (text := unjudged_text(recipe, given.name)):
         screen.notice(text)
     sampling = sampling_settings(rollout.sampling)
     agent = await stack.enter_async_context(agent_program(recipe, pool, rewards.score, sampling, screen.notice))
     if agent is not None:
-        screen.tell(f"endpoint at {agent.endpoint.base_url}/v1")
+        screen.info(f"endpoint at {agent.endpoint.base_url}/v1")
     sampler = GroupSampler(
         pool=pool,
         dialogue=Dialogue(tokenizer, rollout.tool_parser),

@@ -272,8 +272,8 @@ class _Browser:
             self._console.print("no sample matches the selection", style="dim")
             return
         chosen = self._selection
-        told = f"{self._place + 1} of {len(self._found)}" + (
+        position = f"{self._place + 1} of {len(self._found)}" + (
             "" if chosen.order == "file" else f", {chosen.order} first"
         )
-        self._console.print(f"\n{told}", style="dim")
+        self._console.print(f"\n{position}", style="dim")
         self._console.print(sample_text(self._found[self._place], chosen.text))

@@ -245,9 +245,9 @@ def phase_times(rows: Rows) -> dict[str, Any]:
         phase: [_finite(row.get(name)) for _, row in timed] for phase, name in phases.items()
     }
     whole = [_finite(row["time/step_seconds"]) for _, row in timed]
-    told = [sum(values[index] for values in columns.values()) for index in range(len(timed))]
+    known_totals = [sum(values[index] for values in columns.values()) for index in range(len(timed))]
     # The phases may add up to slightly more than the step's time, and a negative time cannot be drawn.
-    columns["other"] = [max(0.0, all_of - known) for all_of, known in zip(whole, told, strict=True)]
+    columns["other"] = [max(0.0, all_of - known) for all_of, known in zip(whole, known_totals, strict=True)]
     total = {phase: sum(values) for phase, values in columns.items() if any(values)}
     order = sorted(total, key=lambda phase: (phase == "other", -total[phase]))
     bins = Bins.of(len(timed), _NUM_COLUMNS)

@@ -226,14 +226,14 @@ def _attempt(run: RecordedRun, place: int) -> dict[str, Any]:
         if isinstance(record.get(section), Mapping)
         for name, value in record[section].items()
     }
-    told = {
+    facts = {
         name: shortened_text(str(record[name]), 2000)
         for name in ("started", "ended", "state", "cause", "exit_code", "rank", "step", "resumed_step", "command")
         if record.get(name) is not None
     }
     changes = _changes(run.attempts[place - 1], attempt) if place else []
     return {
-        "number": attempt.number, **told, "environment": environment, "changes": changes,
+        "number": attempt.number, **facts, "environment": environment, "changes": changes,
         "stacks": [shortened_text(name, 120) for name in attempt.stacks],
         "notices": [
             {"step": notice.get("step"), "text": shortened_text(str(notice.get("text", "")), _VALUE)}

@@ -77,9 +77,9 @@ class RecordedRun:
 
     @property
     def steps(self) -> int | None:
-        """Planned number of steps, from the newest attempt, else from the recipe. None: unknown."""
-        told = [attempt.record.get("steps") for attempt in reversed(self.attempts)]
-        known = [steps for steps in [*told, self.config.get("train.steps")] if type(steps) is int and steps > 0]
+        """Planned number of steps, from the newest attempt or else the recipe. None: not known."""
+        planned = [attempt.record.get("steps") for attempt in reversed(self.attempts)]
+        known = [steps for steps in [*planned, self.config.get("train.steps")] if type(steps) is int and steps > 0]
         return known[0] if known else None
 
     @property
@@ -129,8 +129,8 @@ def refuse_other_folders(path: Path) -> None:
         raise ConfigError(f"{path}: is a file; give the folder of a run, such as runs/NAME")
     with storage_faults_named(path):
         inside = [name for name in _names(path) if any((path / name / mark).is_file() for mark in _MARKS)]
-    told = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
-    raise ConfigError(f"{path}: is not a run folder, it has none of {', '.join(_MARKS)}{told}. Give runs/NAME")
+    contents = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
+    raise ConfigError(f"{path}: is not a run folder, it has none of {', '.join(_MARKS)}{contents}. Give runs/NAME")
 
 
 def owner_is_gone(path: Path) -> bool:

@@ -14,8 +14,7 @@ from pathlib import Path
 import numpy as np
 
 from megarl.config import Recipe
-from megarl.rollout.buffer_policy import BufferPolicy, StepDemand
-from megarl.rollout.dynamic_sampling import passes_filter, refuse_unjudged, starved_text
+from megarl.rollout.buffer_policy import BufferPolicy, StepDemand, passes_filter, refuse_unjudged, starved_text
 from megarl.rollout.pool import BUDGET_SECONDS, AbandonedError
 from megarl.rollout.recording import RecordedPool, StartedGroup
 from megarl.rollout.scoring import Forward, complete_logprobs, lacks_logprobs, with_logprobs

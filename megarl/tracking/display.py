@@ -106,11 +106,10 @@ class Display:
             yield
 
     @contextmanager
-    def phase(self, name: str, *, is_told: bool = False) -> Iterator[None]:
-        """Show the run's phase while the context manager is active. `is_told`: without a live line, print a line for
-        it."""
-        if is_told and not self.is_live:
-            self.tell(name)
+    def phase(self, name: str, *, is_printed: bool = False) -> Iterator[None]:
+        """Show the phase of the run within. `is_printed`: print a line for it if there is no live line."""
+        if is_printed and not self.is_live:
+            self.info(name)
         self._phases.append((name, self._clock()))
         try:
             yield
@@ -125,7 +124,7 @@ class Display:
         """Set the number of the current step."""
         self._current = step
 
-    def tell(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Print a line."""
         self.console.print(text, style="dim", soft_wrap=True, markup=False)
 
@@ -156,8 +155,8 @@ class Display:
             rows.append(("model", closing.model))
         for name, (before, after) in closing.accuracies.items():
             rows.append(("accuracy", f"{name} {before:.4g} -> {after:.4g}"))
-        if told := _shares(closing.phase_seconds):
-            rows.append(("time", told))
+        if shares := _shares(closing.phase_seconds):
+            rows.append(("time", shares))
         rows += [("" if number else "next", command) for number, command in enumerate(closing.next_commands)]
         for label, text in rows:
             self.console.print(Text.assemble((f"{label:<10}", "bold"), text), soft_wrap=True)
@@ -193,7 +192,7 @@ class Display:
             return True
         if not self._has_noted_thinning:
             self._has_noted_thinning = True
-            self.tell(f"about {MOST_LINES} of {self._steps} steps have a line here; metrics.jsonl has all")
+            self.info(f"about {MOST_LINES} of {self._steps} steps have a line here; metrics.jsonl has all")
         assert self._first_logged is not None
         # The first two steps and the last always have lines: they show that a run works, and how it ends.
         is_end = step in (self._first_logged[0], self._first_logged[0] + 1, self._steps)

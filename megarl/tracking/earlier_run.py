@@ -72,16 +72,16 @@ class EarlierRun:
         """Raise ConfigError if a start from the beginning would overwrite trained steps."""
         if self.checkpoints or self.damaged:
             kept = ", ".join(folder.name for folder in (*self.checkpoints, *self.damaged))
-            told = f"with checkpoints ({kept})"
+            state = f"with checkpoints ({kept})"
         # A broken status.json may hide a finished run, so a start over it is refused too.
         elif self.has_status and "state" not in self.status:
-            told = "whose status.json cannot be read"
+            state = "whose status.json cannot be read"
         elif self.step > 0 or self.status.get("state") == "done":
-            told = f"which is {self.status['state']} at step {self.step}"
+            state = f"which is {self.status['state']} at step {self.step}"
         else:
             return
         raise ConfigError(
-            f"name: {self.path} already holds a run, {told}. Choose another with name=NAME, continue this one with "
+            f"name: {self.path} already holds a run, {state}. Choose another with name=NAME, continue this one with "
             "--resume, or start over with --restart, which moves the old run to earlier/."
         )
 

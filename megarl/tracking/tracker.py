@@ -144,9 +144,9 @@ class Tracker:
                 del self._trackers[name]
                 self._give_up(name, error)
 
-    def tell(self, text: str) -> None:
+    def info(self, text: str) -> None:
         """Print a line on the console."""
-        self._display.tell(text)
+        self._display.info(text)
 
     def notice(self, text: str) -> None:
         """Print a warning on the console and record it in the run folder."""

@@ -39,7 +39,7 @@ def share_of_digits(completion_text, answer, correct_score):
 
 
 @pytest.mark.parametrize("recomputes", [True, False])
-def test_the_gap_of_interrupted_requests(
+def test_the_mismatch_of_interrupted_requests(
     tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType], recomputes: bool
 ) -> None:
     tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=64, heldout=8)

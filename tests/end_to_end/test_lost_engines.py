@@ -95,7 +95,7 @@ def steps_of(folder: Path) -> list[dict[str, float]]:
     return [line for line in lines if line["step"]]
 
 
-def told(folder: Path, text: str) -> list[str]:
+def logged(folder: Path, text: str) -> list[str]:
     """Return the text that matches in the run's output, or its first group."""
     return re.findall(text, re.sub(r"\s+", " ", (folder / "screen").read_text()))
 
@@ -122,7 +122,7 @@ def check_that_nothing_is_lost_or_doubled(folder: Path, steps: list[dict[str, fl
 def is_back(folder: Path, last_step: int) -> bool:
     """Whether both engines sample after a reshard that compared their weights with the trainer's.
 
-    `last_step` was the last one with a line when the loss was told: the reshard of the next may have been before it.
+    `last_step` was the last one with a line when the loss was logged: the reshard of the next may have been before it.
     """
     return any(
         step["rollout/replicas"] == 2 and step.get("time/reshard_verify_seconds", 0.0) > 0
@@ -145,20 +145,20 @@ def test_the_run_goes_on_and_the_engine_comes_back(folder: Path) -> None:
         ranks = rank_processes(driver.pid)
         assert sorted(ranks) == [0, 1, 2]
         os.kill(ranks[1], signal.SIGKILL)
-        back = until(driver, folder, lambda: told(folder, "the engine of rank 1 is lost"))
+        back = until(driver, folder, lambda: logged(folder, "the engine of rank 1 is lost"))
         last_step = step_of(folder)
         assert back < 2.0 + BUSY_SECONDS
-        assert told(folder, "was killed by SIGKILL")
-        back += until(driver, folder, lambda: told(folder, "the engine of rank 1 has started again"))
+        assert logged(folder, "was killed by SIGKILL")
+        back += until(driver, folder, lambda: logged(folder, "the engine of rank 1 has started again"))
         back += until(driver, folder, lambda: is_back(folder, last_step))
         again = rank_processes(driver.pid)
         assert again[1] != ranks[1] and again[0] == ranks[0] and again[2] == ranks[2]
 
         os.kill(again[2], signal.SIGSTOP)
-        until(driver, folder, lambda: told(folder, "the engine of rank 2 is lost"))
+        until(driver, folder, lambda: logged(folder, "the engine of rank 2 is lost"))
         last_step = step_of(folder)
         # Mostly `advance`; or it was stopped in what comes between two of them.
-        assert told(folder, "did not (?:answer `|come to )")
+        assert logged(folder, "did not (?:answer `|come to )")
         assert not is_alive(again[2])
         until(driver, folder, lambda: is_back(folder, last_step))
         driver.send_signal(signal.SIGTERM)
@@ -166,12 +166,12 @@ def test_the_run_goes_on_and_the_engine_comes_back(folder: Path) -> None:
     finally:
         driver.kill()
         driver.wait()
-    returns = [float(seconds) for seconds in told(folder, r"has started again in ([\d.]+) s")]
+    returns = [float(seconds) for seconds in logged(folder, r"has started again in ([\d.]+) s")]
     assert len(returns) == 2 and max(back, *returns) <= 2 * start_seconds(folder) + BUSY_SECONDS, (back, returns)
     steps = steps_of(folder)
     assert steps[0]["rollout/replicas"] == steps[-1]["rollout/replicas"] == 2
     # Who is lost in another call has no requests.
-    if told(folder, "(?:during|answer) `advance`"):
+    if logged(folder, "(?:during|answer) `advance`"):
         assert sum(step["rollout/lost_requests"] for step in steps) > 0
     assert all(step["logprob_gap/max"] <= 1e-5 for step in steps)
     check_that_nothing_is_lost_or_doubled(folder, steps)

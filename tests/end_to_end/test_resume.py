@@ -371,11 +371,11 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
     found = survey(EarlierRun.read(tmp_path))
     assert found.good == home / names[0] and not found.damaged
     for name in names[:-1]:
-        told = fault(home / name)
+        reason = fault(home / name)
         older = home / names[names.index(name) + 1]
         found = survey(EarlierRun.read(tmp_path))
         assert found.good == older and (home / name).is_dir()
-        assert [*found.damaged] == [name] and re.search(told, found.damaged[name])
+        assert [*found.damaged] == [name] and re.search(reason, found.damaged[name])
         found.settle(home)
         assert (home / f"{name}.damaged").is_dir() and (home / "latest").read_text() == f"{older.name}\n"
     fault(home / names[-1])

@@ -17,7 +17,7 @@ from megarl.loops.checkpointing import BestModel
 
 
 class Ranks:
-    """Writes, where ranks would export a model, how many it has exported; with adapters beside it."""
+    """Writes, where ranks would export a model, how many it has exported; with adapters next to it."""
 
     exports = 0
 
@@ -128,11 +128,11 @@ def test_a_death_between_two_renames_loses_no_model(tmp_path: Path) -> None:
     assert run.names == {"hf_best", "adapter_best"}
 
 
-def test_a_metric_that_no_evaluation_has_is_told(tmp_path: Path) -> None:
+def test_a_metric_that_no_evaluation_has_is_reported(tmp_path: Path) -> None:
     run = Run(tmp_path)
     best = run.begin()
     asyncio.run(best.take(2))
     best.judge(2, {"val/a/format_valid": 1.0})
     assert run.names == set() and best.step is None
-    [told] = run.notices
-    assert "checkpoint.best = val/a/accuracy" in told and "val/a/format_valid" in told
+    [notice] = run.notices
+    assert "checkpoint.best = val/a/accuracy" in notice and "val/a/format_valid" in notice

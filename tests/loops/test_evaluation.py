@@ -88,7 +88,7 @@ def test_of_a_run_the_last_or_the_best_model(recipe: Path, tiny_model: Callable[
 
 
 @pytest.mark.parametrize(
-    ("overrides", "given", "told"),
+    ("overrides", "given", "message"),
     [
         ([], {"sets": ["esy"]}, "--set esy: is not a validation set of recipe.yaml; give easy or hard"),
         ([], {"options": {"samples_per_prompt": 4, "k": [8]}}, "evaluation.k = [8]"),
@@ -99,26 +99,26 @@ def test_of_a_run_the_last_or_the_best_model(recipe: Path, tiny_model: Callable[
     ],
 )
 def test_what_does_not_fit_is_one_error_and_nothing_is_written(
-    recipe: Path, tiny_model: Callable[..., Path], overrides: Sequence[str], given: dict[str, Any], told: str
+    recipe: Path, tiny_model: Callable[..., Path], overrides: Sequence[str], given: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(MegarlError) as caught:
         prepare(tiny_model(), recipe, overrides, **({"options": {}} | given))
-    assert told in str(caught.value)
+    assert message in str(caught.value)
     assert not Path("evaluations").exists()
 
 
 @pytest.mark.parametrize(
-    ("loop", "validation", "told"),
+    ("loop", "validation", "message"),
     [
         ("preference", "{a: heldout.jsonl}", "loop = preference: samples no answers"),
         ("rl", "{}", r"has no data\.validation"),
     ],
 )
 def test_a_recipe_must_have_sets_and_sample_answers(
-    recipe: Path, tiny_model: Callable[..., Path], loop: str, validation: str, told: str
+    recipe: Path, tiny_model: Callable[..., Path], loop: str, validation: str, message: str
 ) -> None:
     recipe.write_text(f"{{name: r, loop: {loop}, model: {{path: m}}, data: {{train: t, validation: {validation}}}}}")
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=message):
         prepare(tiny_model(), recipe, [], options={})
 
 

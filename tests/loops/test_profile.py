@@ -36,7 +36,7 @@ class Ranks:
 
 
 def profiles_of(ranks: Ranks, folder: Path) -> Profiles:
-    tracker = SimpleNamespace(tell=lambda text: None)
+    tracker = SimpleNamespace(info=lambda text: None)
     return Profiles(ranks, SimpleNamespace(profiles_folder=folder / "profiles"), tracker)  # type: ignore[arg-type]
 
 

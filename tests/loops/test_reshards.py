@@ -1,4 +1,4 @@
-"""A reshard beside the next step, as the driver conducts it: who waits when, what is measured, what fails whom."""
+"""A reshard in the background of the next step: waits of the driver, measurements and failures."""
 
 from __future__ import annotations
 
@@ -89,9 +89,9 @@ class Run:
 
     def ask_engines(self) -> asyncio.Future[None]:
         self.asked += 1
-        told = asyncio.get_running_loop().create_future()
-        told.set_result(None)
-        return told
+        done = asyncio.get_running_loop().create_future()
+        done.set_result(None)
+        return done
 
     def sampling(self) -> asyncio.Task[Any]:
         """A request that waits for the engine."""

@@ -165,9 +165,9 @@ def test_changes_are_named_and_another_model_is_refused(
         overriding = changed.model.model_copy(update={"override_config": {"rms_norm_eps": 1e-5}})
         with pytest.raises(ConfigError, match=r"its config\.json, or model\.override_config, differs"):
             find_origin(changed.model_copy(update={"model": overriding}), folder, "if-any")
-    told = capsys.readouterr().out
-    assert "changed since then: seed: 0 -> 3\n" in told
-    assert f"changed since then: model.path: {tmp_path}/model -> {other}\n" in told
+    printed = capsys.readouterr().out
+    assert "changed since then: seed: 0 -> 3\n" in printed
+    assert f"changed since then: model.path: {tmp_path}/model -> {other}\n" in printed
 
 
 def test_another_chat_template_is_refused_wherever_it_stands(recipe: Recipe, tmp_path: Path) -> None:

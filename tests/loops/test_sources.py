@@ -23,7 +23,7 @@ async def test_the_history_that_a_policy_is_shown_is_no_warning(tiny_model: Call
     )  # fmt: skip
     lines: list[str] = []
     warnings: list[str] = []
-    screen: Any = SimpleNamespace(tell=lines.append, notice=warnings.append, notice_once=None)
+    screen: Any = SimpleNamespace(info=lines.append, notice=warnings.append, notice_once=None)
     rewards: Any = SimpleNamespace(score=None, metrics=dict)
     pool: Any = None
 

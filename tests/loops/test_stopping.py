@@ -82,7 +82,7 @@ def status(runs_folder: Path) -> dict[str, Any]:
 
 
 @pytest.mark.parametrize(
-    ("number", "phase", "step", "told"),
+    ("number", "phase", "step", "saved"),
     [
         (signal.SIGINT, "steps", 3, "saved after step 3"),
         (signal.SIGHUP, "steps", 3, "saved after step 3"),
@@ -91,13 +91,13 @@ def status(runs_folder: Path) -> dict[str, Any]:
     ],
 )
 def test_the_first_signal_ends_a_run_with_75(
-    tmp_path: Path, number: signal.Signals, phase: str, step: int, told: str
+    tmp_path: Path, number: signal.Signals, phase: str, step: int, saved: str
 ) -> None:
     with start(tmp_path, phase) as driver:
         assert driver.stdout is not None and driver.stdout.readline() == b"listening\n"
         driver.send_signal(number)
         output, errors = driver.communicate(timeout=60)
-    cause = f"{number.name}: {told}; go on with: megarl train {tmp_path / 'a'} --resume"
+    cause = f"{number.name}: {saved}; go on with: megarl train {tmp_path / 'a'} --resume"
     assert driver.returncode == 75, (output, errors)
     assert errors.decode() == f"error: {cause}\n"
     expected = {"state": "stopped", "step": step, "cause": f"StoppedError: {cause}", "exit_code": 75}

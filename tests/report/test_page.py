@@ -199,8 +199,8 @@ def test_long_attempts_are_shown_in_part(tmp_path: Path, opened: Callable[[Path]
     sample = content(page)["runs"][0]["samples"]["turns"][0]
     assert [turn["number"] for turn in sample["turns"]] == [*range(1, 21), *range(81, 101)]
     assert sample["turns"][20]["completion"].startswith("81 ")
-    told = [message["text"] for message in sample["turns"][0]["observation"]][3]
-    assert told == "[... 3 messages left out ...]" and len(sample["turns"][0]["observation"]) == 7
+    text = [message["text"] for message in sample["turns"][0]["observation"]][3]
+    assert text == "[... 3 messages left out ...]" and len(sample["turns"][0]["observation"]) == 7
     assert sample["prompt"][20]["text"] == "[... 59 messages left out ...]" and len(sample["prompt"]) == 41
     assert "[... 60 turns left out ...]" in opened(page)
 
@@ -224,16 +224,16 @@ def test_starts_tell_what_changed_and_what_they_warned_of(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize(
-    ("out", "told"),
+    ("out", "text"),
     [
         pytest.param("no/report.html", "there is no folder", id="no folder"),
         pytest.param("run", "is a folder", id="folder"),
         pytest.param("run/config.yaml", "is not an HTML page", id="other file"),
     ],
 )
-def test_where_the_page_may_not_be(tmp_path: Path, out: str, told: str) -> None:
+def test_where_the_page_may_not_be(tmp_path: Path, out: str, text: str) -> None:
     folder = make_run(tmp_path / "run", steps=2)
-    with pytest.raises(ConfigError, match=told):
+    with pytest.raises(ConfigError, match=text):
         write_report([folder], tmp_path / out)
 
 

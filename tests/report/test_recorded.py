@@ -53,7 +53,7 @@ def test_a_run_that_lacks_a_part_is_read(tmp_path: Path, name: str, content: byt
     if content is not None:
         (folder / name).write_bytes(content)
     run = read_run(folder)
-    # Of an empty metrics.jsonl there is nothing to tell: no step was logged.
+    # Of an empty metrics.jsonl there is nothing to show: no step was logged.
     assert bool(run.notes) == (content != b"" or name != "metrics.jsonl")
     assert run.name == "run"
 
@@ -68,7 +68,7 @@ def test_what_is_no_run_is_refused_and_its_runs_are_named(tmp_path: Path) -> Non
         read_run(tmp_path / "runs/first/config.yaml")
 
 
-def test_an_end_that_nobody_wrote_is_told(tmp_path: Path) -> None:
+def test_an_end_that_nobody_wrote_is_shown(tmp_path: Path) -> None:
     folder = make_run(tmp_path / "run", steps=2)
     (folder / "status.json").write_text('{"state": "running", "step": 2}   \n')
     (folder / "lock").write_text(f"host {socket.gethostname()}, pid {os.getpid()}\n")

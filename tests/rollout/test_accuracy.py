@@ -21,14 +21,14 @@ def verdicts(found: list[Trajectory]) -> list[bool | None]:
 
 
 def test_the_first_reward_without_a_verdict_ends_accuracy_for_good_and_is_logged_once() -> None:
-    told: list[tuple[str, str]] = []
-    answers = Answers("by_value", "mine", lambda kind, text: told.append((kind, text)))
+    notices: list[tuple[str, str]] = []
+    answers = Answers("by_value", "mine", lambda kind, text: notices.append((kind, text)))
     first = [answers.settle(attempt(score, verdict)) for score, verdict in ((1.0, True), (0.0, False))]
-    assert verdicts(first) == [True, False] and not told
+    assert verdicts(first) == [True, False] and not notices
     second = [answers.settle(attempt(score, verdict)) for score, verdict in ((1.0, True), (0.3, None), (1.0, True))]
     third = [answers.settle(attempt(score, verdict)) for score, verdict in ((0.0, False), (0.7, None))]
     assert verdicts(second) == [True, None, None] and verdicts(third) == [None, None]
-    [(_, text)] = told
+    [(_, text)] = notices
     assert "0.3" in text and "judges_answer: true" in text
     assert reward_metrics(first)["reward/accuracy"] == 0.5 and "reward/unjudged" not in reward_metrics(first)
     assert reward_metrics(second)["reward/unjudged"] == pytest.approx(2 / 3)

@@ -442,7 +442,7 @@ def test_an_attempt_ends_with_its_budget(
         pytest.param(LeavingAtItsClose, "SystemExit", 1, id="leaves the process at its close"),
     ],
 )
-def test_an_error_ends_its_attempt_alone_and_is_told_once(
+def test_an_error_ends_its_attempt_alone_and_is_reported_once(
     environment: Any,
     kind: str,
     num_turns: int,
@@ -450,16 +450,16 @@ def test_an_error_ends_its_attempt_alone_and_is_told_once(
     runner: asyncio.Runner,
     problems: Any,
 ) -> None:
-    told: list[str] = []
+    notices: list[str] = []
     closed = environment.closed
-    notify_once = FirstOfEachKind(told.append).tell
+    notify_once = FirstOfEachKind(notices.append).tell
     made = sampler(environment, 2000, max_turns=4, truncated_turn="close", notify_once=notify_once)
     found = runner.run(made.sample(problems, SAMPLING, seed="s"))
     assert environment.closed == closed + 3
     for trajectory in found:
         assert trajectory.ended == "error" and trajectory.reward is None and trajectory.num_turns == num_turns
         assert trajectory.failure is not None and trajectory.failure.startswith(f"{kind}: ")
-    [text] = told
+    [text] = notices
     assert f"rollout/errors/{kind}" in text
 
 

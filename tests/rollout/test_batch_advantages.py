@@ -87,14 +87,14 @@ def test_advantages_of_tokens(algorithm: dict[str, Any], expected: list[list[flo
         assert found == [pytest.approx(part, abs=1e-6) for part in expected]
 
 
-def turns(group: int, rewards: Sequence[float], beside: float = 0.0, is_scored: bool = True) -> Trajectory:
+def turns(group: int, rewards: Sequence[float], whole: float = 0.0, is_scored: bool = True) -> Trajectory:
     """A trajectory of two tokens a turn, a token of context before each; each turn's reward, and one for all."""
     of_tokens = np.concatenate([[-1, turn, turn] for turn in range(len(rewards))]).astype(np.int16)
     mask = of_tokens >= 0
     segment = Segment(
         np.arange(len(mask)), mask, np.zeros(len(mask), np.float32), np.where(mask, 1, -1).astype(np.int32), of_tokens
     )
-    reward = Reward(sum(rewards) + beside, True, True) if is_scored else None
+    reward = Reward(sum(rewards) + whole, True, True) if is_scored else None
     return Trajectory(
         "game", Problem(group, (), (), "7"), group, 0, (segment,), reward, turn_rewards=tuple(enumerate(rewards))
     )
@@ -126,7 +126,7 @@ def test_returns_of_turns() -> None:
             id="not scored",
         ),
         # What a reward function gave counts at the last turn: returns 0.5 * 2 and 2 against 0 and 0.
-        pytest.param(0.5, [turns(0, [0.0, 0.0], 2.0), turns(0, [0.0, 0.0])], [[0.5, 1.0], [-0.5, -1.0]], id="beside"),
+        pytest.param(0.5, [turns(0, [0.0, 0.0], 2.0), turns(0, [0.0, 0.0])], [[0.5, 1.0], [-0.5, -1.0]], id="whole"),
         # The groups are apart: the second has one turn only.
         pytest.param(
             1.0,

@@ -15,7 +15,7 @@ from megarl.config import AlgorithmConfig, Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.rollout.attempt import Task
 from megarl.rollout.buffer import GroupBuffer
-from megarl.rollout.dynamic_sampling import passes_filter
+from megarl.rollout.buffer_policy import passes_filter
 from megarl.rollout.source import Source
 from megarl.rollout.state import TIMES, Group, RLState, flatten
 from megarl.rollout.stitch import ModelCall, stitch

@@ -79,7 +79,7 @@ async def whole_ones(group: WorkerGroup, count: int) -> list[tuple[Request, Comp
     return chosen[:count]
 
 
-async def gaps(group: WorkerGroup, asked: Request, done: Completion) -> np.ndarray:
+async def mismatches(group: WorkerGroup, asked: Request, done: Completion) -> np.ndarray:
     """Distances of a completion's log-probs from those of a pass over all of it with the weights as they are."""
     tokens = [*asked.prompt_token_ids.tolist(), *done.token_ids.tolist()]
     [scores, *_] = await group.call("logprobs", tokens)
@@ -113,8 +113,10 @@ def test_it_goes_on_over_the_old_keys_and_later_requests_do_not(group: WorkerGro
             assert done.token_ids[:STEPS].tolist() == before.token_ids[:STEPS].tolist()
             np.testing.assert_allclose(done.rollout_logprobs[:STEPS], before.rollout_logprobs[:STEPS], atol=1e-5)
             # No version's: the new weights, over what the old ones left.
-            assert (await gaps(group, asked, done))[STEPS:].max() > 1e-3
-        assert (await gaps(group, first, later)).max() <= 1e-5 and (await gaps(group, first, again)).max() <= 1e-5
+            assert (await mismatches(group, asked, done))[STEPS:].max() > 1e-3
+        assert (await mismatches(group, first, later)).max() <= 1e-5 and (
+            await mismatches(group, first, again)
+        ).max() <= 1e-5
 
     runner.run(drive())
 
@@ -138,7 +140,7 @@ def test_a_request_that_has_not_begun_is_the_new_weights_own(model_path: str) ->
             interrupted, waited = await asyncio.gather(*generating)
             assert set(interrupted.weight_versions.tolist()) == {version, version + 1}
             assert set(waited.weight_versions.tolist()) == {version + 1} and waited.num_cached == 0
-            assert (await gaps(group, second, waited)).max() <= 1e-5
+            assert (await mismatches(group, second, waited)).max() <= 1e-5
 
     asyncio.run(drive())
 

@@ -149,7 +149,7 @@ def scale_of(version: int) -> float:
     return 1.0 - 0.01 * (version % 5)
 
 
-async def gaps(group: WorkerGroup, trajectories: Sequence[Trajectory]) -> list[float]:
+async def mismatches(group: WorkerGroup, trajectories: Sequence[Trajectory]) -> list[float]:
     """By how much recorded log-probs exceed those under the weights that each token's version names."""
     found: list[float] = []
     versions = sorted({int(v) for t in trajectories for v in versions_of(t)})
@@ -164,9 +164,9 @@ async def gaps(group: WorkerGroup, trajectories: Sequence[Trajectory]) -> list[f
     return found
 
 
-async def gap(group: WorkerGroup, trajectories: Sequence[Trajectory]) -> float:
+async def mismatch(group: WorkerGroup, trajectories: Sequence[Trajectory]) -> float:
     """How far recorded log-probs are from those under the weights that each token's version names."""
-    return max(map(abs, await gaps(group, trajectories)))
+    return max(map(abs, await mismatches(group, trajectories)))
 
 
 def versions_of(trajectory: Trajectory) -> list[int]:
@@ -209,7 +209,7 @@ def test_a_step_takes_the_first_groups_and_each_is_given_out_once_within_its_bou
         assert max(ages) == 1 and num_kept > 0
         assert max(len(set(versions_of(t))) for _, t in given) == 2
         assert not any(t.restarts for _, t in given)
-        assert await gap(group, [trajectory for _, trajectory in given]) <= 1e-5
+        assert await mismatch(group, [trajectory for _, trajectory in given]) <= 1e-5
 
     runner.run(drive())
 
@@ -255,12 +255,12 @@ def test_attempts_of_several_turns_go_on_over_reshards_and_a_resume(
         assert all(t.ended in ("done", "length") for t in given)
         assert all(versions_of(t) == sorted(versions_of(t)) for t in given)
         if top_p == 1.0:
-            assert await gap(group, given) <= 1e-5
+            assert await mismatch(group, given) <= 1e-5
             return
         for trajectory in given:
             assert_in_kept_sets(trajectory)
         # What was sampled from had TOP_P of all at least, under the weights of each token.
-        found = await gaps(group, given)
+        found = await mismatches(group, given)
         assert min(found) >= -1e-5 and 0.01 < max(found) <= -math.log(TOP_P) + 1e-5
 
     runner.run(drive())
@@ -289,7 +289,7 @@ def test_recorded_calls_are_repeated_until_an_attempt_asks_for_something_else(
         found = [await first.generate(request("a.0", 7)), await first.generate(request("a.1", 7, 8))]
         await first.generate(request("a.2", 7, 9))
         again = RecordedPool(engines, calls)
-        # In another order, as from calls of an agent beside each other, and under another name.
+        # In another order, as from concurrent calls of an agent, and under another name.
         assert await again.generate(request("b.0", 7, 8)) is found[1]
         assert await again.generate(request("b.1", 7)) is found[0] and not again.is_restarted
         await again.generate(request("b.2", 7))

@@ -106,7 +106,7 @@ class Noted:
     [((True,) * 16, 100, None), ((True,) * 15 + (False,), 100, 1), ((True,) * 16, 8, 1)],
     ids=["nothing follows", "a turn follows", "requests wait"],
 )
-def test_the_driver_is_told_at_once_only_where_a_request_may_follow(
+def test_the_driver_is_notified_at_once_only_where_a_request_may_follow(
     group: WorkerGroup, runner: asyncio.Runner, are_last: tuple[bool, ...], max_running: int, least: int | None
 ) -> None:
     async def drive() -> None:
@@ -183,8 +183,8 @@ def test_a_request_that_is_refused_leaves_the_others_as_they_were(group: WorkerG
         good = [request(f"good{n}", (5, 17, n), 12, n) for n in range(3)]
         alone = await asyncio.gather(*map(pool.generate, good))
         bad = [request("long", (5,) * 300, 4), request("empty", (), 4), request("unknown", (10**9,), 4)]
-        *beside, too_long, empty, unknown = await asyncio.gather(*map(pool.generate, [*good, *bad]))
-        assert [c.token_ids.tolist() for c in beside] == [c.token_ids.tolist() for c in alone]
+        *together, too_long, empty, unknown = await asyncio.gather(*map(pool.generate, [*good, *bad]))
+        assert [c.token_ids.tolist() for c in together] == [c.token_ids.tolist() for c in alone]
         for completion in (too_long, empty, unknown):
             assert completion.finish_reason == "error" and completion.error and not len(completion.token_ids)
 

@@ -225,7 +225,7 @@ def test_each_pass_visits_all_sequences_in_an_order_of_its_own() -> None:
     assert [len(update) for update in lengths(1, epochs_per_step=2)] == [8, 8]
 
 
-def test_each_pass_learns_all_conversations_beside() -> None:
+def test_each_pass_learns_all_conversations_too() -> None:
     twice = recipe(algorithm={"ptx_coefficient": 0.5}, train={"updates_per_step": 2, "epochs_per_step": 2})
     updates = rl_batch("-x", "-xx").minibatches(twice, 1, masked("-xxx", "-xxxx"))
     assert [update.lengths[-1] for update in updates] == [4, 5, 4, 5]
@@ -234,10 +234,10 @@ def test_each_pass_learns_all_conversations_beside() -> None:
 def test_accuracy_is_of_the_same_samples_with_and_without_a_reward_model() -> None:
     drawn = [attempt(0, 1.0, 3), attempt(0, -1.0, 5, "length"), attempt(1, -1.0, 1), attempt(1, -1.0, 7)]
     kept = [attempt(0, 10.0, 3), attempt(0, -10.0, 5, "length")]
-    alone, beside = reward_metrics(drawn), reward_metrics(drawn, trained=kept)
+    alone, with_model = reward_metrics(drawn), reward_metrics(drawn, trained=kept)
     of_the_reward = {"reward/mean": 0.0, "reward/std": 10.0, "reward/zero_variance_groups": 0.0}
     of_the_reward |= {"reward/min": -10.0, "reward/max": 10.0}
-    assert beside == alone | of_the_reward and alone["reward/accuracy"] == 0.25
+    assert with_model == alone | of_the_reward and alone["reward/accuracy"] == 0.25
 
 
 def test_reward_metrics() -> None:

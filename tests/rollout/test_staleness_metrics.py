@@ -27,7 +27,7 @@ def batch_of(versions: list[int], old: list[float] | None, rollout: list[float])
     return RLBatch.from_groups([[trajectory]])
 
 
-def test_ratios_and_gaps_are_those_of_each_age_and_old_ages_are_one() -> None:
+def test_ratios_and_mismatches_are_those_of_each_age_and_old_ages_are_one() -> None:
     old, rollout = [-1.0, -2.0, -1.0, -1.5, -3.0], [-1.0, -1.0, -2.0, -1.0, -1.0]
     found = metrics_by_version(batch_of([20, 19, 19, 12, 3], old, rollout), weight_version=20)
     assert {name.rpartition("_")[2] for name in found} == {"0", "1", "8"}

@@ -65,7 +65,7 @@ def test_who_is_slow_is_reported_once_with_numbers_and_counted_while_it_lasts() 
         pytest.param(Pace(500, 10.0, 10.0), id="one long request, at full speed"),
         pytest.param(Pace(6000, 10.0, 320.0), id="four times as many, each slower"),
         pytest.param(Pace(2100, 10.0, 80.0), id="half as fast"),
-        pytest.param(Pace(10, 1.0, 8.0), id="too little to tell"),
+        pytest.param(Pace(10, 1.0, 8.0), id="too few samples"),
         pytest.param(Pace(), id="nothing to do"),
     ],
 )

@@ -34,7 +34,7 @@ def watched():
 display.status = watched
 with display.live():
     display.begin_steps(3)
-    with display.phase("starting 2 ranks", is_told=True):
+    with display.phase("starting 2 ranks", is_printed=True):
         pass
     display.step(1, {"reward/mean": 0.25, "time/step_seconds": 1.0})
     display.warn("look out")
@@ -177,7 +177,7 @@ def test_long_runs_have_fewer_lines() -> None:
 
 
 @pytest.mark.parametrize(
-    ("steps", "resumed_step", "last", "told"),
+    ("steps", "resumed_step", "last", "summary"),
     [
         (100, 0, 100, "100 steps in"),
         (100, 80, 100, "steps 81 to 100 in"),
@@ -186,14 +186,14 @@ def test_long_runs_have_fewer_lines() -> None:
         (0, 0, None, "evaluation in"),
     ],
 )
-def test_a_summary_has_the_steps_of_its_attempt(steps: int, resumed_step: int, last: int | None, told: str) -> None:
+def test_a_summary_has_the_steps_of_its_attempt(steps: int, resumed_step: int, last: int | None, summary: str) -> None:
     display, _, text = displayed()
     display.begin_steps(steps)
     if last is not None:
         display.step(last, {"time/step_seconds": 1.0})
     text.truncate(0)
     display.close(Closing(None, {}, {}, [], resumed_step))
-    assert text.getvalue().replace("\0", "").startswith(f"done      {told} 0:00:00")
+    assert text.getvalue().replace("\0", "").startswith(f"done      {summary} 0:00:00")
 
 
 def test_a_summary_closes_the_run() -> None:

@@ -118,14 +118,14 @@ def test_any_end_can_be_written_to_a_full_disk(
     assert (ended["state"], ended["step"], ended["exit_code"]) == (state, 3, code)
 
 
-def test_a_start_on_a_full_disk_is_told_in_one_line(small_disk: Callable[[str], Path]) -> None:
+def test_a_start_on_a_full_disk_is_reported_in_one_line(small_disk: Callable[[str], Path]) -> None:
     disk = small_disk("size=64k")
     fill(disk)
     with pytest.raises(DiskFullError, match=f"^{disk / 'small'}: no room on its disk"):
         RunFolder(recipe_on(disk))
 
 
-def test_a_run_folder_that_is_gone_is_told_in_one_line(tmp_path: Path) -> None:
+def test_a_run_folder_that_is_gone_is_reported_in_one_line(tmp_path: Path) -> None:
     folder = RunFolder(recipe_on(tmp_path))
     folder.begin()
     with pytest.raises(StorageError) as caught, folder:
