@@ -124,7 +124,7 @@ class SamplingSettings:
 class Request:
     """Request to sample a completion from exactly these prompt tokens, int32 [prompt], with its own seed.
 
-    The last `num_kept` prompt tokens belong to the completion. They were sampled before it was paused, and a stop
+    The last `num_retained` prompt tokens belong to the completion. They were sampled before it was paused, and a stop
     string may begin in them.
     """
 
@@ -132,7 +132,7 @@ class Request:
     prompt_token_ids: NDArray[np.int32]
     sampling: SamplingSettings
     seed: int
-    num_kept: int = 0
+    num_retained: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -148,7 +148,8 @@ class Archive:
     def put(self, record: Segment | Completion, names: tuple[str, ...], prefix: str) -> None:
         """Add these array fields of a record, except None, and its sampling sets."""
         found = {name: getattr(record, name) for name in names}
-        if (sets := record.kept_sets) is not None:
+        if (sets := record.retained_sets) is not None:
+            # The key has an older name, so that checkpoints of earlier versions can be read.
             found |= {"kept_sets.counts": sets.counts, "kept_sets.token_ids": sets.token_ids}
         self.arrays.update({f"{prefix}{name}": array for name, array in found.items() if array is not None})
 
@@ -160,7 +161,7 @@ class Archive:
             found["routed_experts"] = ExpertsHandle(*found["routed_experts"].tolist())
         if f"{prefix}kept_sets.counts" in self.arrays:
             sets = (self.arrays[f"{prefix}kept_sets.{name}"] for name in ("counts", "token_ids"))
-            found["kept_sets"] = KeptSets(*sets)
+            found["retained_sets"] = RetainedSets(*sets)
         return found
 
 
@@ -173,7 +174,7 @@ class ExpertsHandle(NamedTuple):
 
 
 @dataclass(frozen=True, slots=True)
-class KeptSets:
+class RetainedSets:
     """Sampling sets: the tokens left by top-p, top-k and min-p, for each token of a completion, sequence or batch.
 
     `counts` int32 [tokens] are the sizes of the sets; 0 if nothing was excluded or nothing sampled. `token_ids` int32
@@ -198,7 +199,7 @@ class Completion:
     is the last token.
 
     `weight_versions` count the reshards before each token. They differ within a completion paused during a reshard.
-    `kept_sets` are the sampling sets of the new tokens, in training with truncation only. `routed_experts`, if
+    `retained_sets` are the sampling sets of the new tokens, in training with truncation only. `routed_experts`, if
     requested, cover every token read by the model: the prompt and all new tokens except the last. A refused request has
     no tokens, finish reason `error`, and the engine's message in `error`.
     """
@@ -209,7 +210,7 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: NDArray[np.int32]
     routed_experts: ExpertsHandle | None = None
-    kept_sets: KeptSets | None = None
+    retained_sets: RetainedSets | None = None
     error: str | None = None
     num_cached: int = 0
     """Number of prompt tokens with keys and values in the engine's prefix cache."""
@@ -281,7 +282,7 @@ class Segment:
     """Entropies of the trainer with the sampling weights, in nats; 0 for tokens not sampled. None: not computed."""
     routed_experts: ExpertsHandle | None = None
     """Routed experts of the last completion. Its prompt is the rest of the segment, so all tokens are covered."""
-    kept_sets: KeptSets | None = None
+    retained_sets: RetainedSets | None = None
     """Sampling sets of the tokens, if top-p, top-k or min-p excluded any."""
 
     def __len__(self) -> int:
@@ -483,7 +484,7 @@ class TrainingSequence:
     """1 for trained tokens of desirable answers (KTO), else 0."""
     supervised: NDArray[np.float32] | None = None
     """1 for tokens trained by likelihood, next to the policy loss (ptx), else 0."""
-    kept_sets: KeptSets | None = None
+    retained_sets: RetainedSets | None = None
     """Sampling sets to renormalise log-probs over. None: the whole vocabulary for all tokens."""
     temperature: float = 1.0
     """Temperature dividing the logits before log-probs are computed."""

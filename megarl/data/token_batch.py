@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from megarl.types import PER_TOKEN, KeptSets, TrainingSequence
+from megarl.types import PER_TOKEN, RetainedSets, TrainingSequence
 
 
 @dataclass(slots=True)
@@ -34,13 +34,11 @@ class TokenBatch:
     """
     per_token: dict[str, NDArray[np.float32]] = field(default_factory=dict)
     experts: NDArray[np.int64] | None = None
-    """For each sequence the `types.ExpertsHandle` of the experts that the engine chose, to route the same way in
-    training: [sequences, 2]."""
-    kept_sets: KeptSets | None = None
-    """Tokens that top-p, top-k and min-p left, over which policy and reference renormalise each log-prob.
-
-    None: the whole vocabulary for every token.
-    """
+    """[sequences, 2]: for each sequence, the `types.ExpertsHandle` of the experts chosen by the engine. Used to route
+    the same way in training."""
+    retained_sets: RetainedSets | None = None
+    """The retained tokens (after top-p, top-k, min-p) over which policy and reference renormalise each log-prob. None:
+    the whole vocabulary for every token."""
     temperatures: NDArray[np.float64] | None = None
     """Temperature of the log-probs of policy and reference: [sequences]. None: 1 for all."""
     target_keys: NDArray[np.int64] | None = None
@@ -60,7 +58,7 @@ class TokenBatch:
                 for name in PER_TOKEN
                 if getattr(sequences[0], name) is not None
             },
-            kept_sets=join_retained([(len(sequence), sequence.kept_sets) for sequence in sequences]),
+            retained_sets=join_retained([(len(sequence), sequence.retained_sets) for sequence in sequences]),
             temperatures=np.array([sequence.temperature for sequence in sequences]),
         )
 
@@ -106,7 +104,7 @@ class TokenBatch:
             samples=self.samples[chosen],
             per_token={name: values[places] for name, values in self.per_token.items()},
             experts=None if self.experts is None else self.experts[chosen],
-            kept_sets=None if self.kept_sets is None else select_retained(self.kept_sets, places),
+            retained_sets=None if self.retained_sets is None else select_retained(self.retained_sets, places),
             temperatures=None if self.temperatures is None else self.temperatures[chosen],
             target_keys=None if self.target_keys is None else self.target_keys[chosen],
         )
@@ -124,8 +122,8 @@ class TokenBatch:
     def with_arrays(self, names: Mapping[str, NDArray[np.float32]]) -> TokenBatch:
         """Return the same sequences with only these per-token arrays. Indices of distillation teachers are dropped."""
         return TokenBatch(
-            self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts, self.kept_sets,
-            self.temperatures,
+            self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts,
+            self.retained_sets, self.temperatures,
         )  # fmt: skip
 
 
@@ -147,7 +145,7 @@ def concatenate(batches: Sequence[TokenBatch]) -> TokenBatch:
         cu_seqlens=np.concatenate(starts),
         samples=np.concatenate(samples),
         per_token={name: np.concatenate([batch.per_token[name] for batch in batches]) for name in batches[0].per_token},
-        kept_sets=join_retained([(len(batch.token_ids), batch.kept_sets) for batch in batches]),
+        retained_sets=join_retained([(len(batch.token_ids), batch.retained_sets) for batch in batches]),
         temperatures=_join_temperatures(batches),
     )
 
@@ -161,8 +159,8 @@ def _join_temperatures(batches: Sequence[TokenBatch]) -> NDArray[np.float64] | N
     return np.concatenate([one if own is None else own for own, one in zip(found, ones, strict=True)])
 
 
-def select_retained(kept: KeptSets, places: NDArray[np.int64]) -> KeptSets:
-    """Return the sets of sampleable tokens (after top-p, top-k, min-p) at these positions, in the given order.
+def select_retained(kept: RetainedSets, places: NDArray[np.int64]) -> RetainedSets:
+    """Return the retained sets of the tokens at these positions, in the given order.
 
     `places` is [tokens]. Position -1 yields an empty set, which means that nothing was cut off.
     """
@@ -170,18 +168,20 @@ def select_retained(kept: KeptSets, places: NDArray[np.int64]) -> KeptSets:
     counts = np.append(kept.counts, np.int32(0))
     starts = np.cumsum(counts, dtype=np.int64) - counts
     chosen = counts[places]
-    return KeptSets(chosen, kept.token_ids[ranges(starts[places], chosen.astype(np.int64))])
+    return RetainedSets(chosen, kept.token_ids[ranges(starts[places], chosen.astype(np.int64))])
 
 
-def join_retained(parts: Sequence[tuple[int, KeptSets | None]]) -> KeptSets | None:
-    """Return the concatenated sets of sampleable tokens of several parts, or None if no part has any.
+def join_retained(parts: Sequence[tuple[int, RetainedSets | None]]) -> RetainedSets | None:
+    """Return the concatenated retained sets of several parts, or None if no part has sets.
 
     A part is (number of tokens, sets). A part without sets gets an empty set for each token.
     """
     if all(kept is None for _, kept in parts):
         return None
-    found = [kept or KeptSets(np.zeros(tokens, np.int32), np.zeros(0, np.int32)) for tokens, kept in parts]
-    return KeptSets(np.concatenate([kept.counts for kept in found]), np.concatenate([kept.token_ids for kept in found]))
+    found = [kept or RetainedSets(np.zeros(tokens, np.int32), np.zeros(0, np.int32)) for tokens, kept in parts]
+    return RetainedSets(
+        np.concatenate([kept.counts for kept in found]), np.concatenate([kept.token_ids for kept in found])
+    )
 
 
 def borders(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:

@@ -21,7 +21,7 @@ from megarl.platform import compile_cache, device, vllm_on_cpu
 from megarl.platform.imports import kept_frozen
 from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
-from megarl.types import Completion, ExpertsHandle, FinishReason, KeptSets, Request
+from megarl.types import Completion, ExpertsHandle, FinishReason, Request, RetainedSets
 
 vllm_on_cpu.prepare()
 
@@ -32,7 +32,7 @@ from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megarl.engine.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
-from megarl.engine.retained_tokens import RetainedTokenRecorder, kept_sets, recordable  # noqa: E402
+from megarl.engine.retained_tokens import RetainedTokenRecorder, recordable, retained_sets  # noqa: E402
 from megarl.engine.vllm_arguments import (  # noqa: E402
     REASON_LENGTH,
     engine_arguments,
@@ -345,8 +345,8 @@ class RolloutEngine:
         except VLLMClientError as error:
             return [_refused(request.request_id, re.sub(r"\s+", " ", str(error)))]
         self._running[request.request_id] = _Running(internal_id, [(0, self.weight_version)])
-        if request.num_kept and request.sampling.stop:
-            _continue_text(engine, internal_id, request.prompt_token_ids[-request.num_kept :].tolist())
+        if request.num_retained and request.sampling.stop:
+            _continue_text(engine, internal_id, request.prompt_token_ids[-request.num_retained :].tolist())
         return []
 
     def _with_masks(self, parameters: SamplingParams) -> SamplingParams:
@@ -356,7 +356,7 @@ class RolloutEngine:
         (sampled,) = output.outputs
         versions = self._running.pop(output.request_id).versions
         masks = sampled.sampling_mask.token_ids if sampled.sampling_mask else ()
-        kept = kept_sets(sampled.token_ids, masks, self._vocab_size)
+        kept = retained_sets(sampled.token_ids, masks, self._vocab_size)
         done = _completion(
             output.request_id, sampled.token_ids, sampled.logprobs, sampled.finish_reason, versions, kept
         )
@@ -371,7 +371,7 @@ class RolloutEngine:
         # vLLM 0.30 returns no output for an aborted request. Its tokens so far are in its output state.
         state: Any = engine.output_processor.request_states[internal_id]
         token_ids, logprobs = list(self._tokens_so_far(running)), state.logprobs_processor.logprobs
-        kept = kept_sets(token_ids, [chunk.token_ids for chunk in state.sampling_mask_chunks], self._vocab_size)
+        kept = retained_sets(token_ids, [chunk.token_ids for chunk in state.sampling_mask_chunks], self._vocab_size)
         engine.abort_request([internal_id], internal=True)
         return _completion(request_id, token_ids, logprobs, "abort", running.versions, kept)
 
@@ -470,7 +470,7 @@ def _completion(
     logprobs: Any,
     finish_reason: str | None,
     versions: Sequence[tuple[int, int]],
-    kept: KeptSets | None,
+    kept: RetainedSets | None,
 ) -> Completion:
     # Each version overwrites the rest of the completion, from its first token on.
     weight_versions = np.empty(len(token_ids), np.int32)
@@ -483,5 +483,5 @@ def _completion(
         rollout_logprobs=np.asarray(logprobs.logprobs, dtype=np.float32),
         finish_reason=cast(FinishReason, finish_reason),
         weight_versions=weight_versions,
-        kept_sets=kept,
+        retained_sets=kept,
     )

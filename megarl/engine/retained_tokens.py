@@ -15,7 +15,7 @@ from torch import Tensor
 from vllm import SamplingParams
 from vllm.v1.outputs import AsyncModelRunnerOutput, ModelRunnerOutput, SamplingMaskLists
 
-from megarl.types import KeptSets
+from megarl.types import RetainedSets
 
 
 class RetainedTokenRecorder:
@@ -87,7 +87,7 @@ def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
     return recorded
 
 
-def kept_sets(token_ids: Sequence[int], masks: Sequence[Any], vocab_size: int) -> KeptSets | None:
+def retained_sets(token_ids: Sequence[int], masks: Sequence[Any], vocab_size: int) -> RetainedSets | None:
     """Return the kept sets of a completion from vLLM's masks; None if nothing was cut off.
 
     Shapes: token_ids [new_tokens], masks one array [kept_tokens] per token. Raises RuntimeError if masks and tokens do
@@ -108,4 +108,4 @@ def kept_sets(token_ids: Sequence[int], masks: Sequence[Any], vocab_size: int) -
     is_sampled = kept == np.repeat(np.asarray(token_ids), counts)
     if is_sampled.sum() != np.count_nonzero(counts):
         raise RuntimeError("vLLM sampled a token that is not in its sampling mask")
-    return KeptSets(counts, kept)
+    return RetainedSets(counts, kept)

@@ -139,7 +139,7 @@ def remainder(request: Request, parts: Sequence[Completion]) -> Request:
         prompt_token_ids=np.concatenate([request.prompt_token_ids, *sampled]),
         sampling=replace(request.sampling, max_new_tokens=request.sampling.max_new_tokens - sampled_before),
         seed=seed_of(request.seed, sampled_before),
-        num_kept=sampled_before,
+        num_retained=sampled_before,
     )
 
 
@@ -153,7 +153,7 @@ def joined(parts: Sequence[Completion]) -> Completion:
         token_ids=np.concatenate([part.token_ids for part in parts]),
         rollout_logprobs=np.concatenate([part.rollout_logprobs for part in parts]),
         weight_versions=np.concatenate([part.weight_versions for part in parts]),
-        kept_sets=join_retained([(len(part.token_ids), part.kept_sets) for part in parts]),
+        retained_sets=join_retained([(len(part.token_ids), part.retained_sets) for part in parts]),
     )
 
 

@@ -83,7 +83,7 @@ class RLBatch(TokenBatch):
             samples=np.repeat(np.arange(len(trajectories)), num_segments),
             per_token=per_token,
             experts=_experts(segments),
-            kept_sets=join_retained([(len(segment), segment.kept_sets) for segment in segments]),
+            retained_sets=join_retained([(len(segment), segment.retained_sets) for segment in segments]),
             temperatures=np.repeat([trajectory.temperature for trajectory in trajectories], num_segments),
             weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
             turns=np.concatenate([segment.turns for segment in segments]),

@@ -223,13 +223,13 @@ def rollout_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     # All reasons, zeros too: a curve without gaps can be plotted.
     for why in get_args(Ended):
         metrics[f"rollout/ended/{why}"] = sum(t.ended == why for t in trajectories) / count
-    kept_sets = [s.kept_sets for t in trajectories for s in t.segments if s.kept_sets is not None]
-    if kept_sets:
+    retained_sets = [s.retained_sets for t in trajectories for s in t.segments if s.retained_sets is not None]
+    if retained_sets:
         # Count 0: nothing was cut off at this position, or nothing was sampled.
-        sizes = np.concatenate([kept.counts[kept.counts > 0] for kept in kept_sets])
+        sizes = np.concatenate([kept.counts[kept.counts > 0] for kept in retained_sets])
         metrics["rollout/kept_tokens/mean"] = float(sizes.mean())
         metrics["rollout/kept_tokens/max"] = float(sizes.max())
-        metrics["rollout/kept_tokens_bytes"] = float(sum(kept.nbytes for kept in kept_sets))
+        metrics["rollout/kept_tokens_bytes"] = float(sum(kept.nbytes for kept in retained_sets))
     for trajectory in trajectories:
         if trajectory.ended == "error" and trajectory.failure is not None:
             # A failure is "Kind: reason"; only the kind makes a bounded number of metrics.

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from megarl.data.token_batch import join_retained
-from megarl.types import Completion, KeptSets, Segment
+from megarl.types import Completion, RetainedSets, Segment
 
 if TYPE_CHECKING:
     from numpy.typing import NDArray
@@ -93,12 +93,12 @@ def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
     rollout_logprobs = np.zeros(len(token_ids), np.float32)
     weight_versions = np.full(len(token_ids), -1, np.int32)
     turns = np.full(len(token_ids), -1, np.int16)
-    kept_sets: list[tuple[int, KeptSets | None]] = []
+    retained_sets: list[tuple[int, RetainedSets | None]] = []
     end = 0
     for number in numbers:
         call = calls[number]
         start = len(call.prompt_token_ids)
-        kept_sets += [(start - end, None), (len(call.completion.token_ids), call.completion.kept_sets)]
+        retained_sets += [(start - end, None), (len(call.completion.token_ids), call.completion.retained_sets)]
         end = start + len(call.completion.token_ids)
         rollout_logprobs[start:end] = call.completion.rollout_logprobs
         weight_versions[start:end] = call.completion.weight_versions
@@ -110,5 +110,5 @@ def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
         weight_versions=weight_versions,
         turns=turns,
         routed_experts=last.completion.routed_experts,
-        kept_sets=join_retained(kept_sets),
+        retained_sets=join_retained(retained_sets),
     )

@@ -79,11 +79,11 @@ def pack_row(
         return own_part(values[predicted], places[predicted] - 1)
 
     support = None
-    if batch.kept_sets is not None:
+    if batch.retained_sets is not None:
         # For each position: the index of its predicted token, or -1 if it predicts none.
         token = np.full(padded.sum(), -1, np.int64)
         token[places[predicted] - 1] = np.flatnonzero(predicted)
-        kept = select_retained(batch.kept_sets, token[local])
+        kept = select_retained(batch.retained_sets, token[local])
         support = Support(torch.from_numpy(kept.token_ids).to(device), torch.from_numpy(kept.counts).to(device))
     return Microbatch(
         lengths=lengths,

@@ -164,7 +164,7 @@ def same(one: dict[str, Completion], other: dict[str, Completion]) -> None:
         np.testing.assert_allclose(found.rollout_logprobs, completion.rollout_logprobs, atol=1e-5, rtol=0)
         assert found.weight_versions.tolist() == completion.weight_versions.tolist()
         assert found.finish_reason == completion.finish_reason
-        sets = [(c.kept_sets.counts.tolist(), c.kept_sets.token_ids.tolist()) if c.kept_sets else None
+        sets = [(c.retained_sets.counts.tolist(), c.retained_sets.token_ids.tolist()) if c.retained_sets else None
                 for c in (completion, found)]  # fmt: skip
         assert sets[0] == sets[1]
 
@@ -175,7 +175,7 @@ def test_completions_are_those_of_the_synchronous_engine(world_size, tp, outcome
     for name in ("together", "late", "stops"):
         same(plain[name], ahead[name])
     assert {done.finish_reason for done in ahead["stops"].values()} == {"stop", "length"}
-    assert any(done.kept_sets for name, done in ahead["together"].items() if name[0] in "nm")
+    assert any(done.retained_sets for name, done in ahead["together"].items() if name[0] in "nm")
     np.testing.assert_allclose(ahead["prompt"], plain["prompt"], atol=1e-5, rtol=0)
     assert plain["metrics"]["perf/steps_ahead"] == 0 and ahead["metrics"]["perf/steps_ahead"] > 0.7
     assert ahead["under_way"] == [0, 0]

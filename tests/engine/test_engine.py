@@ -292,18 +292,18 @@ def test_logprobs_are_hugging_faces(world_size, tp, outcome, reference_logprobs)
 def test_what_the_cuts_kept_is_recorded(world_size, tp, outcome, reference_kept) -> None:
     for result in filter(lambda r: r["is_leader"], outcome(world_size, tp)):
         for tag in "gsp":
-            assert all(result["together"][r.request_id].kept_sets is None for r in requests(0, tag, GREEDY))
+            assert all(result["together"][r.request_id].retained_sets is None for r in requests(0, tag, GREEDY))
         for tag in "nmc":
             sizes = set()
             for request in requests(result["replica"], tag, TAGS[tag]):
                 completion = result["together"][request.request_id]
                 expected = reference_kept(request, completion.token_ids)
-                assert completion.kept_sets.counts.tolist() == [len(kept) for kept in expected]
-                assert completion.kept_sets.token_ids.tolist() == [token for kept in expected for token in kept]
-                sizes.update(completion.kept_sets.counts.tolist())
+                assert completion.retained_sets.counts.tolist() == [len(kept) for kept in expected]
+                assert completion.retained_sets.token_ids.tolist() == [token for kept in expected for token in kept]
+                sizes.update(completion.retained_sets.counts.tolist())
             assert len(sizes) > 1 and (max(sizes) < 20 or tag == "m")
         # An aborted one has those of the tokens that it has.
-        whole, part = result["together"]["n0"].kept_sets, result["aborted"]["b0"].kept_sets
+        whole, part = result["together"]["n0"].retained_sets, result["aborted"]["b0"].retained_sets
         assert part.counts.tolist() == whole.counts[: len(result["aborted"]["b0"].token_ids)].tolist()
         assert part.token_ids.tolist() == whole.token_ids[: part.counts.sum()].tolist()
 

@@ -23,9 +23,9 @@ from megarl.types import (
     Completion,
     ConfigError,
     ExpertsHandle,
-    KeptSets,
     MegarlError,
     Problem,
+    RetainedSets,
     Reward,
     Segment,
     Trajectory,
@@ -80,7 +80,7 @@ class Students:
         logprobs = -random.random(size, dtype=np.float32)
         routed = ExpertsHandle(int(random.integers(0, 8)), int(random.integers(0, 99)) << 20)
         counts = random.integers(0, 5, size).astype(np.int32)
-        kept = KeptSets(counts, random.integers(0, 99, counts.sum()).astype(np.int32)) if counts.any() else None
+        kept = RetainedSets(counts, random.integers(0, 99, counts.sum()).astype(np.int32)) if counts.any() else None
         versions = np.full(size, 3, np.int32)
         return Completion(name, random.integers(0, 99, size), logprobs, "stop", versions, routed, kept)
 
@@ -511,7 +511,7 @@ def plain(value: Any) -> Any:
         return str(value.dtype), value.tolist()
     if isinstance(value, (list, tuple)):
         return [plain(part) for part in value]
-    if isinstance(value, Segment | KeptSets):
+    if isinstance(value, Segment | RetainedSets):
         return [plain(getattr(value, part.name)) for part in fields(value)]
     if isinstance(value, Trajectory):
         return [plain(getattr(value, part.name)) for part in fields(Trajectory) if part.name != "group"]

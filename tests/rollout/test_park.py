@@ -17,7 +17,7 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.rollout.engine_requests import joined, remainder
 from megarl.rollout.pool import EnginePool
-from megarl.types import Completion, KeptSets, Request, SamplingSettings
+from megarl.types import Completion, Request, RetainedSets, SamplingSettings
 from tests.rollout.engines import engines
 
 ONE = ParallelConfig(1, 1, 1, 1)
@@ -112,7 +112,7 @@ def test_a_completion_goes_on_under_new_weights_and_each_token_tells_its_own(
         ranks.pool.resume()
         found = await asyncio.gather(*generating)
         again = ranks.sent[3:]
-        assert [one.sampling.max_new_tokens for one in again] == [36] * 3 and [one.num_kept for one in again] == [
+        assert [one.sampling.max_new_tokens for one in again] == [36] * 3 and [one.num_retained for one in again] == [
             12
         ] * 3
         assert not {one.seed for one in again} & {one.seed for one in asked}
@@ -229,11 +229,11 @@ def test_what_top_k_kept_is_known_of_every_token_of_a_parked_completion(
         found = await asyncio.gather(*generating)
         rests = await whole(group, ranks.sent[3:])
         for completion in found:
-            sets, before, rest = completion.kept_sets, plain[completion.request_id], rests[completion.request_id]
-            assert sets is not None and before.kept_sets is not None and rest.kept_sets is not None
+            sets, before, rest = completion.retained_sets, plain[completion.request_id], rests[completion.request_id]
+            assert sets is not None and before.retained_sets is not None and rest.retained_sets is not None
             assert completion.token_ids[10:].tolist() == rest.token_ids.tolist()
             assert sets.counts.tolist() == [5] * len(completion.token_ids)
-            assert sets.token_ids.tolist() == [*before.kept_sets.token_ids[:50], *rest.kept_sets.token_ids]
+            assert sets.token_ids.tolist() == [*before.retained_sets.token_ids[:50], *rest.retained_sets.token_ids]
             assert all(
                 token in kept for token, kept in zip(completion.token_ids, sets.token_ids.reshape(-1, 5), strict=True)
             )
@@ -249,11 +249,11 @@ def test_nothing_left_to_ask_for_is_length() -> None:
     ]
     assert remainder(asked, []) is asked
     rest = remainder(asked, parts[:1])
-    assert (rest.prompt_token_ids.tolist(), rest.sampling.max_new_tokens, rest.num_kept) == ([1, 2, 5, 6], 1, 2)
+    assert (rest.prompt_token_ids.tolist(), rest.sampling.max_new_tokens, rest.num_retained) == ([1, 2, 5, 6], 1, 2)
     assert rest.prompt_token_ids.dtype == np.int32 and rest.seed != asked.seed
     completion = joined(parts)
-    assert completion.kept_sets is None
+    assert completion.retained_sets is None
     assert completion.token_ids.tolist() == [5, 6, 7] and completion.weight_versions.tolist() == [1, 1, 2]
-    kept = KeptSets(np.array([2], np.int32), np.array([7, 9], np.int32))
-    sets = joined([parts[0], replace(parts[1], kept_sets=kept)]).kept_sets
+    kept = RetainedSets(np.array([2], np.int32), np.array([7, 9], np.int32))
+    sets = joined([parts[0], replace(parts[1], retained_sets=kept)]).retained_sets
     assert sets is not None and (sets.counts.tolist(), sets.token_ids.tolist()) == ([0, 0, 2], [7, 9])

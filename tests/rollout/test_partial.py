@@ -29,7 +29,7 @@ from megarl.rollout.pool import EnginePool
 from megarl.rollout.recording import RecordedCall, RecordedPool, StartedGroup
 from megarl.rollout.source import Source
 from megarl.rollout.state import ARRAYS, STATE, TIMES, Group, RLState, problem_lookup
-from megarl.types import Completion, ExpertsHandle, KeptSets, Problem, Request, Reward, SamplingSettings, Trajectory
+from megarl.types import Completion, ExpertsHandle, Problem, Request, RetainedSets, Reward, SamplingSettings, Trajectory
 from tests.child_processes import is_alive
 from tests.rewards.pools import pool_of, wait_until
 from tests.rollout.engines import engines
@@ -184,13 +184,13 @@ def test_a_step_takes_the_first_groups_and_each_is_given_out_once_within_its_bou
     async def drive() -> None:
         run = await Run.begin(group, model_path)
         given: list[tuple[int, Trajectory]] = []
-        num_kept = 0.0
+        num_retained = 0.0
         for number in range(5):
             groups = await run.step()
             assert [[t.group for t in one] for one in groups] == [[n] * 2 for n in range(3)]
             given += [(run.version, trajectory) for one in groups for trajectory in one]
             metrics = run.buffer.metrics()
-            num_kept += metrics["partial/kept_tokens"]
+            num_retained += metrics["partial/kept_tokens"]
             assert len(run.state.started) == metrics["rollout/in_flight"]
             assert len(run.state.started) + len(run.state.waiting) == 3
             if number == 3:
@@ -206,7 +206,7 @@ def test_a_step_takes_the_first_groups_and_each_is_given_out_once_within_its_bou
         left = {*run.state.started, *(one[0].group for one in run.state.waiting)}
         assert len(used) == len(given) == 30 and {index for index, _ in used} | left == set(range(run.state.drawn))
         ages = [version - trajectory.oldest_version for version, trajectory in given]
-        assert max(ages) == 1 and num_kept > 0
+        assert max(ages) == 1 and num_retained > 0
         assert max(len(set(versions_of(t))) for _, t in given) == 2
         assert not any(t.restarts for _, t in given)
         assert await mismatch(group, [trajectory for _, trajectory in given]) <= 1e-5
@@ -258,7 +258,7 @@ def test_attempts_of_several_turns_go_on_over_reshards_and_a_resume(
             assert await mismatch(group, given) <= 1e-5
             return
         for trajectory in given:
-            assert_in_kept_sets(trajectory)
+            assert_in_retained_sets(trajectory)
         # What was sampled from had TOP_P of all at least, under the weights of each token.
         found = await mismatches(group, given)
         assert min(found) >= -1e-5 and 0.01 < max(found) <= -math.log(TOP_P) + 1e-5
@@ -266,10 +266,10 @@ def test_attempts_of_several_turns_go_on_over_reshards_and_a_resume(
     runner.run(drive())
 
 
-def assert_in_kept_sets(trajectory: Trajectory) -> None:
+def assert_in_retained_sets(trajectory: Trajectory) -> None:
     """Each token that was sampled, and no other, has a set, and is in it."""
     [segment] = trajectory.segments
-    sets = segment.kept_sets
+    sets = segment.retained_sets
     assert sets is not None and ((sets.counts > 0) == segment.loss_mask).all()
     of_tokens = np.split(sets.token_ids, np.cumsum(sets.counts)[:-1])
     pairs = zip(segment.token_ids[segment.loss_mask], [kept for kept in of_tokens if len(kept)], strict=True)
@@ -312,7 +312,7 @@ def test_a_checkpoint_has_what_is_parked_as_it_was(tmp_path: Path) -> None:
             "abort" if number else "stop",
             np.full(len(ids), 4 + number, np.int32),
             ExpertsHandle(number, 9),
-            KeptSets(np.array([2] * len(ids), np.int32), np.array([8, *ids] * len(ids), np.int32)[: 2 * len(ids)]),
+            RetainedSets(np.array([2] * len(ids), np.int32), np.array([8, *ids] * len(ids), np.int32)[: 2 * len(ids)]),
         )
         call = RecordedCall(np.array([1, 2, *[5, 6][:number]], np.int32), [completion], is_done=not number)
         started.calls.setdefault(1, []).append(call)
@@ -332,7 +332,7 @@ def test_a_checkpoint_has_what_is_parked_as_it_was(tmp_path: Path) -> None:
     assert (state.started[3].oldest_version(9), state.started[3].num_sampled) == (4, 3)
     assert state.waiting_experts == [ExpertsHandle(0, 9), ExpertsHandle(1, 9)]
     [_, parked] = state.started[3].calls[1]
-    kept = parked.parts[0].kept_sets
+    kept = parked.parts[0].retained_sets
     assert not parked.is_done and kept is not None and kept.token_ids.tolist() == [8, 7]
 
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from megarl.rollout.stitch import ModelCall, stitch
-from megarl.types import Completion, ExpertsHandle, KeptSets, Segment
+from megarl.types import Completion, ExpertsHandle, RetainedSets, Segment
 
 END = 9
 
@@ -125,25 +125,25 @@ def test_whatever_the_calls_each_sampled_token_is_trained_once(seed: int) -> Non
     assert sum(int(s.loss_mask.sum()) for s in segments) == sum(len(one.completion.token_ids) for one in calls)
 
 
-def kept(*sets: list[int]) -> KeptSets:
+def kept(*sets: list[int]) -> RetainedSets:
     counts = np.array([len(ids) for ids in sets], np.int32)
-    return KeptSets(counts, np.array([token for ids in sets for token in ids], np.int32))
+    return RetainedSets(counts, np.array([token for ids in sets for token in ids], np.int32))
 
 
 def test_the_sets_that_tokens_were_sampled_from_stand_where_the_tokens_do() -> None:
     calls = [
-        call([1, 2, 3], [10, 11], [-0.1, -0.2], kept_sets=kept([10, 12], [4, 11, 13])),
+        call([1, 2, 3], [10, 11], [-0.1, -0.2], retained_sets=kept([10, 12], [4, 11, 13])),
         call([1, 2, 3, 10, 11, 20], [12], [0.0]),
-        call([1, 2, 3, 10, 8], [12, 6], [-0.1, -0.2], kept_sets=kept([5, 12], [6])),
-        call([1, 2, 3, 10, 11, 20, 12, 21, 22], [7, 8], [0.0, -0.3], kept_sets=kept([7], [])),
+        call([1, 2, 3, 10, 8], [12, 6], [-0.1, -0.2], retained_sets=kept([5, 12], [6])),
+        call([1, 2, 3, 10, 11, 20, 12, 21, 22], [7, 8], [0.0, -0.3], retained_sets=kept([7], [])),
     ]
-    first, second = (segment.kept_sets for segment in stitch(calls))
+    first, second = (segment.retained_sets for segment in stitch(calls))
     assert first is not None and second is not None
     assert first.counts.tolist() == [0, 0, 0, 2, 3, 0, 0, 0, 0, 1, 0]
     assert first.token_ids.tolist() == [10, 12, 4, 11, 13, 7]
     assert second.counts.tolist() == [0, 0, 0, 0, 0, 2, 1] and second.token_ids.tolist() == [5, 12, 6]
     assert first.counts.dtype == first.token_ids.dtype == np.int32
-    assert [segment.kept_sets for segment in stitch(calls[1:2])] == [None]
+    assert [segment.retained_sets for segment in stitch(calls[1:2])] == [None]
 
 
 @pytest.mark.parametrize(

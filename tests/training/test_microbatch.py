@@ -10,7 +10,7 @@ import torch
 
 from megarl.data.token_batch import TokenBatch
 from megarl.training.microbatch import Microbatch, pack_row, padded_lengths, unpack_row
-from megarl.types import KeptSets, TrainingSequence
+from megarl.types import RetainedSets, TrainingSequence
 
 CPU = torch.device("cpu")
 
@@ -83,7 +83,7 @@ def test_each_position_has_the_set_of_the_token_that_it_predicts() -> None:
     """Token t has a set of t tokens, 100 t and on; token 0, and all of the second sequence, none."""
     counts = np.arange(7, dtype=np.int32)
     token_ids = np.concatenate([100 * t + np.arange(t) for t in counts]).astype(np.int32)
-    sequences = [replace(sequence(10, 7, 1), kept_sets=KeptSets(counts, token_ids)), sequence(30, 3, 1)]
+    sequences = [replace(sequence(10, 7, 1), retained_sets=RetainedSets(counts, token_ids)), sequence(30, 3, 1)]
     sets = []
     for settings in ({}, {"cp": 2, "cp_rank": 0}, {"cp": 2, "cp_rank": 1}):
         support = pack_row_of(sequences, multiple=1, **settings).support

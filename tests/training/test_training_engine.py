@@ -17,7 +17,7 @@ from megarl.data.packing import pack
 from megarl.families.shape import read_model_shape
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
-from megarl.types import KeptSets, MegarlError, TrainingSequence
+from megarl.types import MegarlError, RetainedSets, TrainingSequence
 from tests.rounding import MARGIN
 from tests.token_batches import by_sequence, row_batches, weighed
 from tools.checks.invariance import cut_out, join
@@ -83,7 +83,7 @@ def make_updates(recipe: Recipe, vocab_size: int) -> list[list[TrainingSequence]
             token_ids = random.integers(1, vocab_size, size=length)
             sampled: dict[str, Any] = {}
             if recipe.loop == "rl":
-                sampled = {"kept_sets": kept_sets(token_ids, vocab_size), "temperature": 0.6 + length % 5 / 5}
+                sampled = {"retained_sets": retained_sets(token_ids, vocab_size), "temperature": 0.6 + length % 5 / 5}
             mask = np.arange(length) >= prompt
             sequences.append(TrainingSequence(token_ids=token_ids, loss_mask=mask, **made, **sampled))
         aggregation = "sequence_mean_token_sum" if recipe.loop == "preference" else recipe.algorithm.aggregation
@@ -91,7 +91,7 @@ def make_updates(recipe: Recipe, vocab_size: int) -> list[list[TrainingSequence]
     return updates
 
 
-def kept_sets(token_ids: np.ndarray, vocab_size: int) -> KeptSets:
+def retained_sets(token_ids: np.ndarray, vocab_size: int) -> RetainedSets:
     """Return sets of 1 to all ids for tokens [tokens]. Each holds its token; every third token has none."""
     random = np.random.default_rng(int(token_ids.sum()))
     sets = []
@@ -99,7 +99,7 @@ def kept_sets(token_ids: np.ndarray, vocab_size: int) -> KeptSets:
         others = random.permutation(vocab_size)[: 0 if number == 4 else random.integers(vocab_size // 4, vocab_size)]
         sets.append(np.union1d(others, [token]) if number % 3 else np.zeros(0))
     counts = np.array([len(kept) for kept in sets], np.int32)
-    return KeptSets(counts, np.concatenate(sets).astype(np.int32))
+    return RetainedSets(counts, np.concatenate(sets).astype(np.int32))
 
 
 def build(recipe: Recipe, layout: ParallelConfig) -> tuple[Any, Any, Any]:
@@ -291,7 +291,7 @@ def float64_loss(model: Any, s: TrainingSequence, recipe: Recipe) -> torch.Tenso
     """Weighted sum over a sequence's trained tokens: minus log-prob, or clipped surrogate plus k3."""
     tokens = torch.from_numpy(s.token_ids)
     logits = model(tokens[None]).logits[0, :-1] / s.temperature
-    if (kept := s.kept_sets) is not None:
+    if (kept := s.retained_sets) is not None:
         sets = torch.from_numpy(kept.token_ids).long().split(kept.counts.tolist())[1:]
         rows = [
             row[ids].logsumexp(-1) if len(ids) else row.logsumexp(-1) for row, ids in zip(logits, sets, strict=True)
@@ -326,8 +326,8 @@ def test_entropies_are_those_of_what_was_sampled_from(
         np.testing.assert_array_equal(logprobs, after)
         with torch.no_grad():
             logits = model(torch.from_numpy(s.token_ids)[None]).logits[0, :-1] / s.temperature
-        assert s.kept_sets is not None
-        sets = torch.from_numpy(s.kept_sets.token_ids).long().split(s.kept_sets.counts.tolist())[1:]
+        assert s.retained_sets is not None
+        sets = torch.from_numpy(s.retained_sets.token_ids).long().split(s.retained_sets.counts.tolist())[1:]
         rows = [row[ids] if len(ids) else row for row, ids in zip(logits, sets, strict=True)]
         expected = [float(torch.distributions.Categorical(logits=row).entropy()) for row in rows]
         assert found[0] == 0

@@ -23,7 +23,7 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.testing import RankPool
-from megarl.types import KeptSets, TrainingSequence
+from megarl.types import RetainedSets, TrainingSequence
 from tools.make_tiny_model import make_tiny_model
 
 DURATION = {
@@ -165,7 +165,7 @@ def make_steps(objective: str, vocab_size: int) -> list[TokenBatch]:
                 policy["reference_logprobs"] = random.normal(-6.0, 0.3, length).astype(np.float32)
                 policy["importance_weights"] = random.uniform(0.0, 2.0, length).astype(np.float32)
             token_ids = random.integers(1, vocab_size, size=length)
-            kept = kept_sets(token_ids, vocab_size, random) if objective == "kept sets" else None
+            kept = retained_sets(token_ids, vocab_size, random) if objective == "kept sets" else None
             if kept is not None:
                 # Over a smaller set all log-probs are higher, those of the past too.
                 raised = np.log(vocab_size / np.where(kept.counts > 0, kept.counts, vocab_size)).astype(np.float32)
@@ -175,7 +175,7 @@ def make_steps(objective: str, vocab_size: int) -> list[TokenBatch]:
                 TrainingSequence(
                     token_ids=token_ids,
                     loss_mask=np.arange(length) >= prompt,
-                    kept_sets=kept,
+                    retained_sets=kept,
                     **({} if objective in ("sft", "reward model") else policy),
                 )
             )
@@ -188,13 +188,13 @@ def make_steps(objective: str, vocab_size: int) -> list[TokenBatch]:
     return steps
 
 
-def kept_sets(token_ids: np.ndarray, vocab_size: int, random: np.random.Generator) -> KeptSets:
+def retained_sets(token_ids: np.ndarray, vocab_size: int, random: np.random.Generator) -> RetainedSets:
     """Sets of tokens [tokens]: each with itself and a quarter of the vocabulary to nearly all of it, but some none."""
     sets = []
     for token in token_ids.tolist():
         others = random.permutation(vocab_size)[: random.integers(vocab_size // 4, vocab_size)]
         sets.append(np.union1d(others, [token]) if random.random() < 0.8 else np.zeros(0))
-    return KeptSets(np.array([len(kept) for kept in sets], np.int32), np.concatenate(sets).astype(np.int32))
+    return RetainedSets(np.array([len(kept) for kept in sets], np.int32), np.concatenate(sets).astype(np.int32))
 
 
 def value_head(hidden_size: int) -> np.ndarray:
