@@ -26,10 +26,9 @@ from megarl.config.formulas import either
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import read, to_yaml
 from megarl.data.chat import tokenizer_of
-from megarl.environments.shared import close_shared
 from megarl.files.atomic import append_whole, replace_text, storage_faults_named
 from megarl.files.model_folder import found_folder
-from megarl.loops.sources import make_source, read_heldout, start_environments, start_rewards
+from megarl.loops.sources import Data, make_sources, read_heldout, start_rewards
 from megarl.loops.stopping import stop_signals
 from megarl.preflight import Dropped, check, check_rewards, load, with_cache
 from megarl.rollout.evaluate import EvaluatedSet, evaluate
@@ -224,22 +223,11 @@ async def _sources(evaluation: Evaluation, tokenizer: Tokenizer, stack: AsyncExi
     await ranks.construct("megarl.serving.local_model:EngineRank", engines)
     rewards = start_rewards(recipe, stack, logs, screen.notice)
     pool = EnginePool(ranks, evaluation.layout, max_running=2 * recipe.rollout.max_concurrent_requests)
-    stack.push_async_callback(close_shared)
-    environments = start_environments(recipe, stack, logs)
-    return [
-        await make_source(
-            given,
-            ((), {name: found for name, found in heldout[given.name].items() if name in evaluation.sets}),
-            rewards[given.name],
-            environments.get(given.name),
-            pool,
-            tokenizer,
-            stack,
-            lambda: False,
-            screen,
-        )
-        for given in recipe.sources
-    ]
+    data: dict[str, Data] = {
+        source: ((), {name: found for name, found in sets.items() if name in evaluation.sets})
+        for source, sets in heldout.items()
+    }
+    return await make_sources(recipe, data, rewards, pool, tokenizer, stack, logs, screen)
 
 
 class _Screen:

@@ -7,7 +7,6 @@ from collections import Counter
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import AsyncExitStack, asynccontextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
 
 from megarl.cluster.deadlines import run_deadlines
 from megarl.cluster.launchers import start_group, start_ranks
@@ -21,7 +20,6 @@ from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import error_page
 from megarl.data.chat import tokenizer_of
-from megarl.environments.shared import close_shared
 from megarl.loops import distillation, preference, rl, sft
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.models import export, models_of
@@ -30,24 +28,18 @@ from megarl.loops.reshards import Reshards
 from megarl.loops.resume import Origin, Resume, find_origin
 from megarl.loops.sample_writer import SampleWriter
 from megarl.loops.session import Session
-from megarl.loops.sources import Data, make_source, read_data, start_environments, start_rewards
+from megarl.loops.sources import make_sources, read_data, start_rewards
 from megarl.loops.step_checks import StepChecks
 from megarl.loops.steps import Steps
 from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.platform import device
 from megarl.preflight import Dropped, Kept, layout_of, planned_host_bytes, predicted_memory
-from megarl.rewards.reward_pool import RewardPool
-from megarl.rollout.accuracy import had_ended
 from megarl.rollout.pool import EnginePool
-from megarl.rollout.source import Source
 from megarl.rollout.stragglers import StragglerDetector
 from megarl.tracking.display import Display
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
 from megarl.types import ConfigError
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedTokenizerBase as Tokenizer
 
 LOOPS: dict[str, Callable[[Session], Awaitable[None]]] = {
     "rl": rl.train,
@@ -143,7 +135,12 @@ async def _started(
         folder.set_status("running")
         most = 2 * recipe.rollout.max_concurrent_requests
         pool = EnginePool(ranks, layout, max_running=most, stragglers=StragglerDetector(tracker.notice))
-        sources = await start.sources(data, rewards, pool, tokenizer)
+        # A signal may have interrupted a step's evaluation: its other metrics are in the checkpoint alone.
+        earlier = [*folder.logged_steps(), *([origin.unlogged] if origin.unlogged else [])]
+        sources = await make_sources(
+            recipe, data, rewards, pool, tokenizer, stack, folder.logs_folder, tracker,
+            is_abandoned=lambda: bool(stop), earlier=earlier,
+        )  # fmt: skip
         models = models_of(recipe, layout, ranks.trainers)
         steps = start.steps(ranks, transfer, replacements, pool, models, checks, dropped)
         session = Session(
@@ -256,32 +253,6 @@ class _Start:
             # Losses while the run ends must not start new replicas.
             ranks.on_lost = None
             await replacements.close()
-
-    async def sources(
-        self, data: Mapping[str, Data], rewards: Mapping[str, RewardPool], pool: EnginePool, tokenizer: Tokenizer
-    ) -> list[Source]:
-        """Start the environments, and return the sources sampling with `pool`."""
-        recipe, stack = self.recipe, self.stack
-        stack.push_async_callback(close_shared)
-        environments = start_environments(recipe, stack, self.folder.logs_folder)
-        # Sources need the steps of earlier attempts for `had_ended`, and reading a long file once is enough.
-        # A signal may have interrupted a step's evaluation: its other metrics are in the checkpoint alone.
-        earlier = [*self.folder.logged_steps(), *([self.origin.unlogged] if self.origin.unlogged else [])]
-        return [
-            await make_source(
-                given,
-                data[given.name],
-                rewards[given.name],
-                environments.get(given.name),
-                pool,
-                tokenizer,
-                stack,
-                lambda: bool(self.stop),
-                self.tracker,
-                had_ended(earlier, given.name, data[given.name][1], is_mixture=bool(recipe.mixture)),
-            )
-            for given in recipe.sources
-        ]
 
     def steps(
         self,

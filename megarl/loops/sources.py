@@ -15,10 +15,11 @@ from megarl.data.dialogue import Dialogue
 from megarl.data.template_history import history_faults, history_notice
 from megarl.environments import environment_maker, is_agent, num_processes, with_sandbox
 from megarl.environments.environment_pool import EnvironmentPool, process_settings
+from megarl.environments.shared import close_shared
 from megarl.preflight import Dropped, collect_for, read_problems
 from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_process import WorkerSettings, worker_settings
-from megarl.rollout.accuracy import Answers, unjudged_text
+from megarl.rollout.accuracy import Answers, had_ended, unjudged_text
 from megarl.rollout.groups import GroupSampler
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.source import Source, sampling_settings
@@ -34,7 +35,7 @@ Data = tuple[Sequence[Problem], dict[str, Sequence[Problem]]]
 
 
 class Screen(Protocol):
-    """Protocol of a terminal that shows messages to the user. `Tracker` implements it."""
+    """Terminal for messages to the user. `Tracker` implements it."""
 
     def info(self, text: str) -> None:
         """Print a line."""
@@ -45,12 +46,12 @@ class Screen(Protocol):
         ...
 
     def notice_once(self, kind: str, text: str) -> None:
-        """Print a warning if it is the first of its kind."""
+        """Print the first warning of each kind."""
         ...
 
 
 def read_data(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Path) -> dict[str, Data]:
-    """Read the training problems and validation sets of each source that the loop samples.
+    """Read the training problems and validation sets of each source, as far as its loop samples them.
 
     Dropped problems are counted in `dropped`. On-disk records are indexed in `folder`.
     """
@@ -68,9 +69,7 @@ def read_data(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped, folder: Pa
 
 
 def read_heldout(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped) -> dict[str, Sequence[Problem]]:
-    """Read a source's validation sets by name, each up to evaluation.max_problems. Dropped problems are counted in
-    `dropped`.
-    """
+    """Read a source's validation sets by name, each up to evaluation.max_problems. `dropped` as in `read_data`."""
     sets = recipe.data.validation.items()
     heldout = {name: read_problems(recipe, tokenizer, path, dropped, is_heldout=True) for name, path in sets}
     return {name: problems[: recipe.evaluation.max_problems] for name, problems in heldout.items()}
@@ -79,7 +78,7 @@ def read_heldout(recipe: Recipe, tokenizer: Tokenizer, dropped: Dropped) -> dict
 def start_rewards(
     recipe: Recipe, stack: AsyncExitStack, log_folder: Path, notice: Callable[[str], object]
 ) -> dict[str, RewardPool]:
-    """Start the reward processes of each source. `stack` closes them. Sources with equal settings share them."""
+    """Start the reward processes of each source, closed with `stack`. Sources with equal settings share them."""
     by_settings: list[tuple[WorkerSettings, RewardPool]] = []
     found: dict[str, RewardPool] = {}
     for source in recipe.sources:
@@ -102,8 +101,8 @@ def start_rewards(
     return found
 
 
-def start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) -> dict[str, EnvironmentPool]:
-    """Start the environment processes of each source. `stack` closes them. Environments within the driver have none."""
+def _start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) -> dict[str, EnvironmentPool]:
+    """Start the environment processes of each source, closed with `stack`. In-driver environments have none."""
     found: dict[str, EnvironmentPool] = {}
     num_started = 0
     for source in recipe.sources:
@@ -124,9 +123,45 @@ def start_environments(recipe: Recipe, stack: AsyncExitStack, log_folder: Path) 
 
 
 def _settings(recipe: Recipe) -> Mapping[str, Any]:
-    """Return the settings of a recipe's environment, including its sandbox."""
+    """Return the settings of a recipe's environment, sandbox included."""
     rollout = recipe.rollout
     return with_sandbox(rollout.environment, rollout.environment_kwargs, recipe.sandbox.model_dump(mode="json"))
+
+
+async def make_sources(
+    recipe: Recipe,
+    data: Mapping[str, Data],
+    rewards: Mapping[str, RewardPool],
+    pool: EnginePool,
+    tokenizer: Tokenizer,
+    stack: AsyncExitStack,
+    log_folder: Path,
+    screen: Screen,
+    *,
+    is_abandoned: Callable[[], bool] = lambda: False,
+    earlier: Sequence[Mapping[str, Any]] = (),
+) -> list[Source]:
+    """Start the environments, closed with `stack`, and return the recipe's sources sampling with `pool`.
+
+    `earlier`: metrics of the run's earlier steps.
+    """
+    stack.push_async_callback(close_shared)
+    environments = _start_environments(recipe, stack, log_folder)
+    return [
+        await make_source(
+            given,
+            data[given.name],
+            rewards[given.name],
+            environments.get(given.name),
+            pool,
+            tokenizer,
+            stack,
+            is_abandoned,
+            screen,
+            had_ended(earlier, given.name, data[given.name][1], is_mixture=bool(recipe.mixture)),
+        )
+        for given in recipe.sources
+    ]
 
 
 async def make_source(
@@ -141,10 +176,10 @@ async def make_source(
     screen: Screen,
     had_ended: bool = False,
 ) -> Source:
-    """Create a source that samples with these engines. An agent's endpoint stays open until `stack` closes.
+    """Create a source sampling with these engines. An agent's endpoint is open until `stack` closes.
 
-    `screen` shows settings and the first failure of each kind. `had_ended`: earlier steps showed that the source's
-    rewards are not right-or-wrong verdicts.
+    `screen` gets its settings and the first failure of each kind. `had_ended`: earlier steps showed that its rewards
+    are not verdicts (`rollout.answers`).
     """
     recipe = given.recipe
     rollout = recipe.rollout
