@@ -17,7 +17,7 @@ from megarl.processes.server_process import NO_LIMITS, MakeServer, RequestLimits
 from megarl.types import PeerLostError
 
 
-def on_nodes_in_turn() -> MakeServer:
+def round_robin_over_nodes() -> MakeServer:
     """Return a function creating processes on the nodes of the Ray cluster, one node after the other."""
     nodes = cycle([node["NodeID"] for node in ray.nodes() if node["Alive"]])
     return lambda settings, log_file: RayServerProcess(nodes, settings, log_file)

@@ -8,7 +8,7 @@ from megarl.types import Reward
 
 
 def boxed(completion_text: str, answer: str, *, correct_score: float = 1.0) -> Reward:
-    """Score the last \boxed{} of the completion against the gold answer.
+    r"""Score the last \boxed{} of the completion against the gold answer.
 
     The format is valid if the box exists and is closed. The score is `correct_score` for the right answer, and half of
     it for an answer that is equal as text but not parsable as mathematics. It is zero otherwise.

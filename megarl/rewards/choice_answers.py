@@ -1,4 +1,4 @@
-"""Answers to multiple-choice questions: the letter of a choice, optionally with its text, as in `(C) 12` or
+r"""Answers to multiple-choice questions: the letter of a choice, optionally with its text, as in `(C) 12` or
 `\textbf{(C)}`.
 """
 

@@ -35,7 +35,7 @@ _BARE = re.compile(
     r"(?:(?P<dollars>[^$\n]*)\$|(?P<formula>(?:\\.|[^\s$\\])+))",
     re.ASCII,
 )
-"""Regular expression of a \boxed without braces: contents that begin with a sign, a digit, a command or a single
+r"""Regular expression of a \boxed without braces: contents that begin with a sign, a digit, a command or a single
 letter.
 """
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")
@@ -44,7 +44,7 @@ _ANSWER_LABEL = re.compile(r"\banswer[ \t]*+:", re.IGNORECASE)
 
 
 def last_box(text: str) -> tuple[int, str] | None:
-    """Return the start index and the contents of the last \boxed. None: there is none, or it is not closed.
+    r"""Return the start index and the contents of the last \boxed. None: there is none, or it is not closed.
 
     Accepted are \boxed{4}, \boxed {4}, \fbox{4} and \boxed 4. Without braces the contents are a formula up to the next
     space, or up to a dollar sign in the same line.
@@ -93,7 +93,7 @@ def _until_brace(text: str, start: int) -> str | None:
 
 
 def last_boxed(text: str) -> str | None:
-    """Return the contents of the last \boxed{}. None: there is none, or it is not closed."""
+    r"""Return the contents of the last \boxed{}. None: there is none, or it is not closed."""
     found = last_box(text)
     return None if found is None else found[1]
 
@@ -137,7 +137,7 @@ def _last_answer_line(text: str) -> tuple[int, str] | None:
 
 
 def last_stated(text: str, forms: Collection[AnswerForm]) -> tuple[AnswerForm, str] | None:
-    """Return the last answer stated in one of these forms, with its form. None: there is none.
+    r"""Return the last answer stated in one of these forms, with its form. None: there is none.
 
     boxed: \boxed{x}; tags: <answer>x</answer>; hashes: `#### 42`, a number; answer_line: a line `Answer: x`, with or
     without a box around x. The running time is linear in the text's length.
@@ -176,7 +176,7 @@ def without_thoughts(text: str) -> str:
 
 
 def boxed_answer(text: str, record: Mapping[str, Any], **kwargs: Any) -> str | None:
-    """Return the final answer in the last \boxed{}, as the reward `boxed` scores it; None: there is none."""
+    r"""Return the final answer in the last \boxed{}, as the reward `boxed` scores it; None: there is none."""
     return last_boxed(text)
 
 
@@ -206,7 +206,7 @@ def competition_answer(
 
 
 def gold_answers(answer: Any) -> list[str]:
-    """Return the list of acceptable gold answers, each without a \boxed{} around it. Raises ValueError if there is
+    r"""Return the list of acceptable gold answers, each without a \boxed{} around it. Raises ValueError if there is
     none.
     """
     given = answer if isinstance(answer, list) else [answer]

@@ -27,7 +27,7 @@ def gsm8k(
     forms: tuple[Form, ...] | list[Form] = GSM8K_FORMS,
     method: Literal["strict", "flexible"] = "strict",
 ) -> Reward:
-    """Score the final number of the completion against the gold number.
+    r"""Score the final number of the completion against the gold number.
 
     The number is read from the last `#### n`, \boxed{n} or <answer>n</answer>, whichever of them `forms` lists. After
     #### the whole line must be a number, optionally with a unit: 3/4, 5 million, 5 apples, but not 10-12. For tags, the

@@ -26,7 +26,7 @@ def math_competition(
     forms: tuple[Form, ...] | list[Form] = MATH_COMPETITION_FORMS,
     thoughts: Literal["optional", "required"] = "optional",
 ) -> Reward:
-    """Score the final answer by one of three levels: right, wrong, or invalid format.
+    r"""Score the final answer by one of three levels: right, wrong, or invalid format.
 
     The answer is taken after the last </think>, from the last of these `forms`: \boxed{}, a line `Answer: x`, or
     <answer> tags. Without any the format is invalid; with thoughts = required also without </think>. There may be a

@@ -29,7 +29,7 @@ _IN_BASE = re.compile(r"([0-9][0-9A-F]*)_\{?(?:\\text\s*\{)?(?:[0-9]+|[a-z]+)\}*
 
 
 def agreement(prediction: str, answer: str) -> float:
-    """Return 1 if `prediction` equals `answer`, 0.5 if they are equal except for meaningless braces, else 0.
+    r"""Return 1 if `prediction` equals `answer`, 0.5 if they are equal except for meaningless braces, else 0.
 
     Both are LaTeX or plain text, with or without \boxed{} around them. Equal texts agree. Choices are compared by
     letter, plain numbers and quantities exactly. Everything else is parsed and compared by value. If neither can be

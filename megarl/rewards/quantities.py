@@ -1,4 +1,4 @@
-"""Exact parser of plain numbers with units.
+r"""Exact parser of plain numbers with units.
 
 Examples: `1,234`, `3 1/2`, `1.5e3`, `0.\overline{3}`, `33\frac{1}{3}\%`, `5\text{ cm}^2`, `60 miles per hour`.
 """
@@ -221,7 +221,7 @@ def _fraction(match: re.Match[str]) -> Fraction:
 
 
 def _repeating(match: re.Match[str]) -> Fraction:
-    """Return the value of a repeating decimal: `0.1\overline{6}` or `0.1666...`.
+    r"""Return the value of a repeating decimal: `0.1\overline{6}` or `0.1666...`.
 
     Before `...` a digit must occur three times, or a group of digits twice.
     """

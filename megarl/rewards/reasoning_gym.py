@@ -52,7 +52,7 @@ def reasoning_gym(
 
 
 def scorer_of(task: str) -> Callable[..., Reward]:
-    """Return the reward function of one reasoning-gym task.
+    r"""Return the reward function of one reasoning-gym task.
 
     It passes the last <answer> tags, the last \boxed{} or the whole completion (`place`) to the task's scorer, and
     multiplies the score by `correct_score`. An answer is right from a score of 0.99 on. The record needs

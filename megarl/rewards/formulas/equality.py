@@ -18,7 +18,7 @@ MAX_MATCHED = 40
 order.
 """
 MAX_SIGNS = 4
-"""Maximum number of \pm and \mp in a formula that are expanded. Each doubles the number of values."""
+r"""Maximum number of \pm and \mp in a formula that are expanded. Each doubles the number of values."""
 _FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "=": "=", "!=": "!="}
 _DOTS = symbol("ldots")
 _CONSTANTS_OF_INTEGRATION = ("C", "c", "K", "k")
@@ -269,7 +269,7 @@ def _count_signs(node: Node) -> int:
 
 
 def _with_signs(node: Node, signs: Sequence[int]) -> Node:
-    """Return the formula with each \pm and \mp replaced by one of `signs`, in order (1 or -1)."""
+    r"""Return the formula with each \pm and \mp replaced by one of `signs`, in order (1 or -1)."""
     if node.kind == "sign":
         inner = _with_signs(node.parts[0], signs[1:])
         return inner if node.value == signs[0] else negative(inner)
@@ -379,7 +379,7 @@ def _scaled(matrix: Node, factors: list[Node]) -> Node:
 
 
 def _degrees(node: Node) -> Node | None:
-    """Return the number of degrees in a formula such as `90^\circ`. None: the formula is not in degrees."""
+    r"""Return the number of degrees in a formula such as `90^\circ`. None: the formula is not in degrees."""
     if node.kind == "negative":
         inner = _degrees(node.parts[0])
         return inner and negative(inner)

@@ -1,4 +1,4 @@
-"""Names given to values in answers: `x = 5`, `\angle ABC = 90`, `x=1, y=2`, `(x,y)=(1,2)`."""
+r"""Names given to values in answers: `x = 5`, `\angle ABC = 90`, `x=1, y=2`, `(x,y)=(1,2)`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from megarl.rewards.formulas.nodes import Node, symbol
 
 
 def is_label(node: Node) -> bool:
-    """Return whether a formula can be the name of a value: `x`, `a_1`, `f(x)`, an angle, words, `|A|`, `m\angle B`,
+    r"""Return whether a formula can be the name of a value: `x`, `a_1`, `f(x)`, an angle, words, `|A|`, `m\angle B`,
     `dy/dx`.
     """
     if node.kind in ("symbol", "index", "apply", "words"):

@@ -10,7 +10,7 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Node:
-    """Node of a formula's syntax tree. Equal trees are the same formula.
+    r"""Node of a formula's syntax tree. Equal trees are the same formula.
 
     Kinds: number (value: Fraction), symbol and constant (value: name), sum, product, quotient, power, negative, sign
     (value: 1 for \pm, -1 for \mp), call (value: function), apply (value: unknown function), index (value: name;

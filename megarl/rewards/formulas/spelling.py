@@ -75,7 +75,7 @@ _MEANINGFUL = re.compile(r"[_^]\s*\{|\\[A-Za-z]+\s*(?:\[[^\]]*\]\s*)?\{|\}\s*\{"
 
 
 def normalized(text: str) -> str:
-    """Return the text in normalised spelling, without a \boxed{} around it, dollar signs or a final full stop."""
+    r"""Return the text in normalised spelling, without a \boxed{} around it, dollar signs or a final full stop."""
     text = text.strip()
     for _ in range(3):  # A box in dollars in a box is the deepest nesting seen in answers.
         text = _without_wrapping(text)

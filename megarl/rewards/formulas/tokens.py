@@ -70,7 +70,7 @@ _ARGUMENT = re.compile(r"\*?\s*\{([^{}]*)\}")
 _MATHEMATICAL_TEXT = re.compile(
     r"[\s()]*(?:[A-Z](?:\s*[,)(&]+\s*|\s+and\s+|\s+or\s+))+[A-Z][\s()]*|[\s\d.,=+*/()<>-]*\d[^A-Za-z]*"
 )
-"""Regular expression of the contents of a \text{} that are mathematics after all: letters of choices, or numbers."""
+r"""Regular expression of the contents of a \text{} that are mathematics after all: letters of choices, or numbers."""
 _SPACES = frozenset((",", "!", " ", "\n", "/"))
 
 
