@@ -264,12 +264,12 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], 
     console.print(f"{layout}; nodes: {_nodes_named(recipe)}")
     console.print(table)
     console.print(
-        f"moved / least possible {reshard['ratio_to_lower_bound']:.2f}; {reshard['buckets']} buckets, "
-        f"{reshard['messages']} messages, {reshard['copies']['mean']:.0f} copies a rank; "
-        f"planned in {counted['plan_seconds']:.2f} s a rank"
+        f"bytes moved / minimum: {reshard['ratio_to_lower_bound']:.2f}; {reshard['buckets']} buckets, "
+        f"{reshard['messages']} messages, {reshard['copies']['mean']:.0f} copies per rank; computing the plan took "
+        f"{counted['plan_seconds']:.2f} s per rank"
     )
     console.print(
-        f"limits of {gpu}: by bandwidth, a reshard takes at least {reshard['seconds'] * 1e3:.1f} ms (network "
+        f"limits of {gpu}: with its bandwidths, a reshard takes at least {reshard['seconds'] * 1e3:.1f} ms (network "
         f"{reshard['wire_seconds'] * 1e3:.1f} ms, GPU memory {reshard['memory_seconds'] * 1e3:.1f} ms); gathering full "
         f"tensors on each rank would take at least {reshard['gathered_seconds'] * 1e3:.1f} ms"
     )
@@ -277,8 +277,8 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], 
         links = ("same_node", "other_node")
         more = [other["received_bytes"][k]["mean"] - reshard["received_bytes"][k]["mean"] for k in links]
         console.print(
-            f"with ranks {name}: {size_text(sum(more), '+')} from others, {size_text(more[1], '+')} from other nodes, "
-            f"{other['seconds'] * 1e3:.1f} ms"
+            f"with the rank order {name}: {size_text(sum(more), '+')} received from other ranks, "
+            f"{size_text(more[1], '+')} of it from other nodes, {other['seconds'] * 1e3:.1f} ms"
         )
 
 
@@ -316,7 +316,7 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
     for phase in table.phases:
         printed.add_column(phase.name, justify="right")
     for kind in table.kinds:
-        uses = [phase.of(kind) for phase in table.phases]
+        uses = [phase.use(kind) for phase in table.phases]
         printed.add_row(kind, *(shown(use.device_bytes, use.host_bytes) for use in uses))
     printed.add_section()
     printed.add_row("sum", *(shown(phase.device_bytes, phase.host_bytes) for phase in table.phases))
@@ -349,11 +349,13 @@ def print_survey(found: Survey, *, unit: str) -> None:
 
     console = Console(soft_wrap=True, highlight=False, markup=False)
     taken_for = f", {found.format.name}" if found.format else ""
-    console.print(f"{found.source}: {found.num_records} {found.kind}{taken_for}; {found.num_faults} faulty records")
+    console.print(
+        f"{found.source}: {found.num_records} {found.kind}{taken_for}; {found.num_faults} records with errors"
+    )
     for fault in found.faults:
         console.print(f"  {fault}")
     if found.num_different_faults > len(found.faults):
-        console.print(f"  and {found.num_different_faults - len(found.faults)} further different faults")
+        console.print(f"  and {found.num_different_faults - len(found.faults)} further different errors")
     console.print(f"duplicates: {found.num_duplicates}{_list(found.duplicates, found.num_duplicates)}")
     for other, count in found.num_overlaps.items():
         console.print(f"prompts that are in {other} too: {count}")
@@ -367,7 +369,7 @@ def print_survey(found: Survey, *, unit: str) -> None:
             # Double brackets remain visible in a file or a pipe.
             plain = f"[[{token}]]" if is_trained and not console.is_terminal else token
             shown.append(plain, style="bold green" if is_trained else "dim")
-        console.print("the first record; trained tokens are green, or in double brackets:")
+        console.print("first record (trained tokens are green, or in double brackets):")
         console.print(shown)
 
 

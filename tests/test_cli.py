@@ -178,7 +178,7 @@ def test_plan_needs_nothing_but_a_config(recipe: Path) -> None:
     shown = megarl("plan", *given)
     assert "fullest rank of each phase" in shown.stdout and "KV cache of an engine: " in shown.stdout
     assert "1024 ranks: trainer tp 4 * pp 2 * dp 128, ep 8, vLLM tp 8 with expert parallelism" in shown.stdout
-    assert "moved / least possible 1.00" in shown.stdout
+    assert "bytes moved / minimum: 1.00" in shown.stdout
 
 
 def test_plan_refuses_what_does_not_fit(recipe: Path) -> None:
@@ -209,7 +209,7 @@ def test_an_error_is_one_message_and_its_exit_code(recipe: Path, arguments: list
 def test_numbers_of_attempts_that_are_none_are_refused_at_once(recipe: Path) -> None:
     done = megarl("eval", "absent", recipe, "--k", "1;4")
     assert (done.returncode, done.stdout) == (2, "")
-    assert done.stderr.startswith("error: --k 1;4: is not a list of whole numbers")
+    assert done.stderr.startswith("error: --k 1;4: not a list of whole numbers")
 
 
 def test_wrong_usage_exits_2() -> None:
@@ -237,7 +237,9 @@ def test_a_finished_run_says_so_at_once_and_changes_nothing(recipe: Path) -> Non
         # The CPU time of the process, which a busy machine does not change.
         assert sum(ended[2:4]) - sum(began[2:4]) < 2
         assert done.returncode == 0 and f"{run} is finished (step 6 of 6): nothing is changed" in done.stdout
-        assert ("not as it was run: optimizer.learning_rate: 0.25 -> " in done.stdout) == (run not in arguments)
+        assert ("the finished run had another value: optimizer.learning_rate: 0.25 -> " in done.stdout) == (
+            run not in arguments
+        )
     assert {path: path.read_bytes() for path in run.iterdir()} == before
 
 
@@ -245,7 +247,7 @@ def test_starts_that_do_not_fit_what_the_folder_holds_are_refused(recipe: Path) 
     run = finished(recipe)
     for arguments, message in (
         ([recipe], "already holds a run, which is done at step 6"),
-        ([recipe, "--resume=must", "name=smal"], "smal has no checkpoint to go on from"),
+        ([recipe, "--resume=must", "name=smal"], "smal has no checkpoint to continue from"),
         ([recipe, "--resume=never"], "--resume"),
         ([recipe, "--resume", "--restart"], "--resume and --restart: give one of them"),
         ([run], f"megarl train {run} --resume"),
@@ -265,7 +267,7 @@ def test_a_run_of_an_older_schema_is_refused_before_its_recipe_is_read(recipe: P
     (run / "config.yaml").write_text("algorithm: {filter_range: [0.0, 1.0]}\n")
     done = megarl("train", run, "--resume")
     assert done.returncode == 65
-    assert f"{checkpoint}: was written with schema 1 of recipes and checkpoints" in done.stderr
+    assert f"{checkpoint}: the checkpoint has schema 1" in done.stderr
     assert f"reads schema {SCHEMA}" in done.stderr
 
 

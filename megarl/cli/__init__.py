@@ -50,7 +50,10 @@ def _print_version(is_asked: bool) -> None:
 @app.callback()
 def _program(
     version: Annotated[
-        bool, typer.Option("--version", help="Print the version and stop.", is_eager=True, callback=_print_version)
+        bool,
+        typer.Option(
+            "--version", help="Print the version of megarl, then exit.", is_eager=True, callback=_print_version
+        ),
     ] = False,
 ) -> None:
     pass
@@ -71,21 +74,28 @@ class _TrainCommand(RecipeCommand):
 def train(
     recipe: RecipePath,
     overrides: Overrides = None,
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything, print the sizes, then stop.")] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check the recipe, its model and its data, print the resulting sizes, then exit without training.",
+        ),
+    ] = False,
     resume: Annotated[
         Literal["if-any", "must"] | None,
         typer.Option(
             "--resume",
             metavar="[=must]",
-            help="Continue from the run's newest checkpoint, if any; --resume=must: fail without one. "
-            "RECIPE may be the run's folder.",
+            help="Continue the run from its newest checkpoint, or start it if there is none. --resume=must: "
+            "fail if there is none. RECIPE may be the run's folder.",
             show_default=False,
         ),
     ] = None,
     restart: Annotated[
         bool,
         typer.Option(
-            "--restart", help="Start again; the content of the run's folder is moved to its subfolder earlier/."
+            "--restart",
+            help="Start the run from the beginning. The content of its folder is moved to its subfolder earlier/.",
         ),
     ] = False,
 ) -> None:
@@ -96,7 +106,8 @@ def train(
 
     if resume and restart:
         raise ConfigError(
-            "--resume and --restart: give one of them; --resume continues the run, --restart starts it again"
+            "--resume and --restart: give one of them; --resume continues the run, --restart starts it from the "
+            "beginning"
         )
     path, given = Path(recipe), list(overrides or ())
     is_of_run = path.is_dir()
@@ -159,7 +170,7 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
         print(finished)
         as_it_was_run = earlier.recipe()
         for change in recipe_changes(as_it_was_run, recipe) if as_it_was_run else ():
-            print(f"not as it was run: {change}")
+            print(f"the finished run had another value: {change}")
         return False
     if resume == "must":
         earlier.require_checkpoint()
@@ -168,27 +179,38 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
 
 @app.command("eval", cls=RecipeCommand)
 def evaluate(
-    model: Annotated[Path, typer.Argument(metavar="MODEL_OR_RUN", help="Folder of a model, or of a run.")],
+    model: Annotated[Path, typer.Argument(metavar="MODEL_OR_RUN", help="Folder of a Hugging Face model, or of a run.")],
     recipe: Annotated[
-        Path, typer.Argument(metavar="RECIPE", help="YAML file of a recipe with data.validation, or a run's folder.")
+        Path,
+        typer.Argument(metavar="RECIPE", help="YAML file of a recipe with data.validation, or the folder of a run."),
     ],
     overrides: Overrides = None,
     n: Annotated[
-        int | None, typer.Option("--n", min=1, help="Attempts per problem (evaluation.samples_per_prompt).")
+        int | None,
+        typer.Option("--n", min=1, help="Number of attempts per problem, instead of evaluation.samples_per_prompt."),
     ] = None,
     k: Annotated[
-        str | None, typer.Option("--k", metavar="K,K...", help="Values of k for pass@k and majority@k (evaluation.k).")
+        str | None,
+        typer.Option(
+            "--k",
+            metavar="K,K...",
+            help="Values of k for pass@k and majority@k, for example 1,4. Instead of evaluation.k.",
+        ),
     ] = None,
     temperature: Annotated[
-        float | None, typer.Option(min=0.0, help="Sampling temperature (evaluation.sampling.temperature); 0: greedy.")
+        float | None,
+        typer.Option(min=0.0, help="Sampling temperature, 0: greedy. Instead of evaluation.sampling.temperature."),
     ] = None,
     of_set: Annotated[
-        list[str] | None, typer.Option("--set", help="Name of a validation set; repeatable. Default: all.")
+        list[str] | None,
+        typer.Option("--set", help="Name of a validation set to evaluate; may be repeated. Default: all sets."),
     ] = None,
-    best: Annotated[bool, typer.Option("--best", help="Use the run's best model, hf_best.")] = False,
+    best: Annotated[
+        bool, typer.Option("--best", help="Evaluate the run's best model (hf_best) instead of its last one.")
+    ] = False,
     out: Annotated[
         Path | None,
-        typer.Option(help="Folder to write. Default: a new one in evaluations/.", show_default=False),
+        typer.Option(help="Folder for the results. Default: a new folder in evaluations/.", show_default=False),
     ] = None,
 ) -> None:
     """Evaluate a model on a recipe's validation sets: accuracy, pass@k, majority@k, all answers. No trainer starts."""
@@ -207,14 +229,14 @@ def _numbers(text: str) -> list[int]:
     try:
         return [int(part) for part in text.split(",")]
     except ValueError:
-        raise ConfigError(f"--k {text}: is not a list of whole numbers; write 1,4,16, for example") from None
+        raise ConfigError(f"--k {text}: not a list of whole numbers; write for example 1,4,16") from None
 
 
 @app.command(cls=RecipeCommand)
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for other programs.")] = False,
 ) -> None:
     """Predict memory by phase, whether it fits, and the bytes moved by a reshard. Reads config.json and starts nothing.
 
@@ -242,7 +264,7 @@ def plan(
         print_memory(loaded, memory)
         if loaded is not as_written:
             print_lines(
-                [f"rollout.kv_cache_gib = {loaded.rollout.kv_cache_gib:g} by default: the remaining memory of a GPU"]
+                [f"rollout.kv_cache_gib = {loaded.rollout.kv_cache_gib:g} by default: the rest of a GPU's memory"]
             )
     layout = aligned(loaded, shape, layout)
     counted = forecast(
@@ -299,7 +321,7 @@ def show_config(
         bool,
         typer.Option(
             "--markdown",
-            help="Print all fields of any recipe as Markdown, then stop. Needs no RECIPE.",
+            help="Print the reference of all recipe fields as Markdown, then exit. Needs no RECIPE.",
             is_eager=True,
             callback=_print_fields,
         ),
@@ -308,7 +330,8 @@ def show_config(
         bool,
         typer.Option(
             "--migration",
-            help="Print the table of other programs' options as Markdown, then stop. Needs no RECIPE.",
+            help="Print a table of other training programs' options and the recipe fields for them as "
+            "Markdown, then exit. Needs no RECIPE.",
             is_eager=True,
             callback=_print_migration,
         ),
@@ -326,10 +349,13 @@ def show_config(
 def doctor(
     recipe: Annotated[
         str | None,
-        typer.Argument(metavar="[RECIPE]", help="Examine all nodes of its launcher, and their links."),
+        typer.Argument(
+            metavar="[RECIPE]",
+            help="YAML file of a recipe: also examine all nodes of its launcher, and the network between them.",
+        ),
     ] = None,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for other programs.")] = False,
 ) -> None:
     """Show whether this machine's libraries and devices fit together, and which of them megarl will use."""
     from megarl.cluster.doctor import differences, examine, examine_nodes
@@ -358,12 +384,13 @@ def doctor(
 def report(
     runs: Annotated[
         list[Path],
-        typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs (runs/NAME) or of evaluations."),
+        typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs (runs/NAME), or of evaluations."),
     ],
     out: Annotated[
         Path | None,
         typer.Option(
-            help="File to write. Default: report.html in the run's folder; for several runs in the current one.",
+            help="HTML file to write. Default: report.html in the run's folder; for several runs in the "
+            "current folder.",
             show_default=False,
         ),
     ] = None,
@@ -383,11 +410,14 @@ def metrics(
     name: Annotated[
         str,
         typer.Argument(
-            metavar="[TEXT]", help="Show only metrics with this text in the name, or the metric with this logged name."
+            metavar="[TEXT]",
+            help="Print only metrics whose name contains TEXT, or the row that describes the logged metric TEXT.",
         ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
-    as_markdown: Annotated[bool, typer.Option("--markdown", help="Print a Markdown page, a table per group.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for other programs.")] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print a Markdown page with one table per group of metrics.")
+    ] = False,
 ) -> None:
     """Print the table of all metrics: name, unit, meaning. With --json also the module that computes each."""
     from megarl.console import print_metrics
@@ -397,7 +427,7 @@ def metrics(
     if not found and (row := find(name)) is not None:
         found = [row]
     if not found:
-        raise ConfigError(f"{name}: no metric has this text in its name; megarl metrics prints all")
+        raise ConfigError(f"{name}: no metric has this text in its name; `megarl metrics` prints all names")
     if as_json:
         print(json.dumps({row.name: {"unit": row.unit, "meaning": row.meaning, "module": row.module} for row in found}))
     elif as_markdown:
@@ -408,18 +438,27 @@ def metrics(
 
 @app.command()
 def samples(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME) or of an evaluation.")],
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME), or of an evaluation.")],
     step: Annotated[
-        int | None, typer.Option(min=0, help="Step of the samples. Default: the newest.", show_default=False)
+        int | None,
+        typer.Option(
+            min=0, help="Number of the step whose samples are shown. Default: the newest.", show_default=False
+        ),
     ] = None,
     order: Annotated[
-        Literal["file", "best", "worst"], typer.Option("--sort", help="Order: as recorded (file), or by reward.")
+        Literal["file", "best", "worst"],
+        typer.Option("--sort", help="Order of the samples: file (as recorded), best or worst (by reward)."),
     ] = "file",
     of_set: Annotated[
-        str | None, typer.Option("--set", help="Name of a validation set; train: training samples.", show_default=False)
+        str | None,
+        typer.Option("--set", help="Name of a validation set, or `train` for training samples.", show_default=False),
     ] = None,
-    search: Annotated[str, typer.Option(help="Show only samples with this text; without --step from all steps.")] = "",
-    limit: Annotated[int, typer.Option(min=1, help="Limit of printed samples without a terminal.")] = 10,
+    search: Annotated[
+        str, typer.Option(help="Show only samples that contain this text. Without --step: of all steps.")
+    ] = "",
+    limit: Annotated[
+        int, typer.Option(min=1, help="Maximum number of samples printed if the output is not a terminal.")
+    ] = 10,
 ) -> None:
     """Show samples of a run, or answers of an evaluation: one at a time on a terminal, otherwise all."""
     from megarl.report.browse import Selection, browse
@@ -433,16 +472,19 @@ def samples(
 
 @app.command()
 def serve(
-    path: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or of a model.")],
+    path: Annotated[Path, typer.Argument(metavar="RUN_OR_MODEL", help="Folder of a run, or of a Hugging Face model.")],
     host: Annotated[
-        str, typer.Option(help="Address to listen on; an address other than loopback needs a token.")
+        str, typer.Option(help="Address to listen on. An address other than loopback needs a token.")
     ] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on; 0: any free port.")] = 8000,
+    port: Annotated[int, typer.Option(min=0, max=65535, help="Port to listen on. 0: any free port.")] = 8000,
     token_variable: Annotated[
-        str, typer.Option(help="Environment variable with the token required from clients, if set.")
+        str,
+        typer.Option(
+            help="Name of an environment variable with a token. If the variable is set, clients must send its value."
+        ),
     ] = "MEGARL_SERVE_TOKEN",
-    tp: Annotated[int, typer.Option(min=1, help="Size of the engine's tensor parallelism.")] = 1,
-    kv_cache_gib: Annotated[float, typer.Option(min=0.01, help="KV cache of one rank in GiB.")] = 1.0,
+    tp: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks of the engine.")] = 1,
+    kv_cache_gib: Annotated[float, typer.Option(min=0.01, help="Size of the KV cache of one rank in GiB.")] = 1.0,
 ) -> None:
     """Serve a trained model with OpenAI's API, until SIGINT or SIGTERM arrives."""
     from megarl.config import RolloutConfig
@@ -453,8 +495,8 @@ def serve(
     token = os.environ.get(token_variable) or None
     if host not in LOOPBACK and len(token or "") < MIN_TOKEN_CHARACTERS:
         raise ConfigError(
-            f"--host {host}: is not a loopback address; set {token_variable} to a token of at least "
-            f"{MIN_TOKEN_CHARACTERS} characters, then required from clients"
+            f"--host {host}: not a loopback address, so clients need a token; set {token_variable} to one of at least "
+            f"{MIN_TOKEN_CHARACTERS} characters"
         )
     config = EndpointConfig(host=host, port=port, token=token)
     asyncio.run(serve(path, config, RolloutConfig(tp=tp, kv_cache_gib=kv_cache_gib), print))

@@ -16,7 +16,8 @@ Overrides = Annotated[
     list[str] | None,
     typer.Argument(
         metavar="SECTION.FIELD=VALUE",
-        help="Values replacing the file's; {} empties, SECTION.FIELD=default or ~SECTION.FIELD removes.",
+        help="Overrides of the recipe file. SECTION.FIELD={} empties a mapping; SECTION.FIELD=default or "
+        "~SECTION.FIELD removes a value.",
         show_default=False,
     ),
 ]

@@ -17,26 +17,42 @@ app = typer.Typer(
     rich_markup_mode=None,
 )
 
-OutFolder = Annotated[Path, typer.Option("--out", help="Folder to write; must not exist.")]
+OutFolder = Annotated[Path, typer.Option("--out", help="Folder to write. It must not exist yet.")]
 CastTo = Annotated[
     Literal["float32", "bfloat16", "float16"] | None,
     typer.Option(
         "--dtype",
-        help="Type of the written weights: float32, bfloat16, float16. Default: unchanged.",
+        help="Data type of the written weights. Default: unchanged.",
         show_default=False,
     ),
 ]
-Verify = Annotated[bool, typer.Option("--verify", help="Read everything back and compare every tensor.")]
+Verify = Annotated[bool, typer.Option("--verify", help="Read the written weights back and compare every tensor.")]
 
 
 @app.command()
 def to_megatron(
-    hf: Annotated[Path, typer.Option(help="Hugging Face model folder.")],
+    hf: Annotated[Path, typer.Option(help="Folder of the Hugging Face model.")],
     out: OutFolder,
-    tp: Annotated[int, typer.Option(help="Trainer's tensor-parallel size; tensors are split for it.")] = 1,
-    pp: Annotated[int, typer.Option(help="Trainer's pipeline-parallel size; tensors are split for it.")] = 1,
-    ep: Annotated[int, typer.Option(help="Trainer's expert-parallel size; tensors are split for it.")] = 1,
-    etp: Annotated[int, typer.Option(help="Trainer's expert-tensor-parallel size; tensors are split for it.")] = 1,
+    tp: Annotated[
+        int,
+        typer.Option(
+            help="Number of tensor-parallel ranks for which the checkpoint is split. Other sizes load it more slowly."
+        ),
+    ] = 1,
+    pp: Annotated[
+        int,
+        typer.Option(help="Pipeline-parallel size for which the checkpoint is split. Other sizes load it more slowly."),
+    ] = 1,
+    ep: Annotated[
+        int,
+        typer.Option(help="Expert-parallel size for which the checkpoint is split. Other sizes load it more slowly."),
+    ] = 1,
+    etp: Annotated[
+        int,
+        typer.Option(
+            help="Expert-tensor-parallel size for which the checkpoint is split. Other sizes load it more slowly."
+        ),
+    ] = 1,
     dtype: CastTo = None,
     verify: Verify = False,
 ) -> None:
@@ -56,17 +72,22 @@ def to_megatron(
 def to_hf(
     megatron: Annotated[
         Path,
-        typer.Option(help="Checkpoint; or a run (its newest checkpoint); or a folder with Megatron's tracker file."),
+        typer.Option(help="Folder of a Megatron checkpoint; or of a run or several checkpoints, for the newest one."),
     ],
     out: OutFolder,
     hf: Annotated[
         Path | None,
-        typer.Option(help="Model folder with config.json and tokenizer, for a checkpoint without them."),
+        typer.Option(
+            help="Folder with config.json and tokenizer of the Hugging Face model. Needed if the checkpoint has none."
+        ),
     ] = None,
     dtype: CastTo = None,
     shard_gb: Annotated[
         float | None,
-        typer.Option(help="Largest file in gigabytes. Default: as in the original model, or 5.", show_default=False),
+        typer.Option(
+            help="Maximum size of a weight file in gigabytes. Default: as in the original model, or 5.",
+            show_default=False,
+        ),
     ] = None,
     verify: Verify = False,
 ) -> None:
@@ -82,7 +103,7 @@ def to_hf(
     checkpoint = convert.find_checkpoint(megatron)
     # The user named a run or a folder of checkpoints, so the choice is printed.
     if checkpoint != megatron:
-        print(f"converting {checkpoint}")
+        print(f"converting the checkpoint {checkpoint}")
     # A run's model.override_config changed config.json, so the converted folder needs it too.
     if hf is None and (of_run := _model_of_run(checkpoint)) is not None:
         hf, override = of_run

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.data.formats import FieldNames
 
-app = typer.Typer(name="data", help="Look at data.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(name="data", help="Examine data sets before training.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command(name="check")
@@ -25,44 +25,63 @@ def check_data(
         str | None,
         typer.Argument(
             metavar="[SOURCE]",
-            help="File, folder or name on the Hub, see data.train. Default: all data sets of --recipe.",
+            help="File, folder or Hub name of a data source, as in data.train. Default: all data sets of --recipe.",
             show_default=False,
         ),
     ] = None,
     recipe: Annotated[
         Path | None,
         typer.Option(
-            help="YAML file of a recipe with model, field names and system prompt; SOURCE is read as its "
-            "training data.",
+            help="YAML file of a recipe. Its model, field names and system prompt apply; SOURCE is read as "
+            "its training data.",
             show_default=False,
         ),
     ] = None,
     model: Annotated[
-        str | None, typer.Option(help="Folder or Hub name of a model, to count its tokens.", show_default=False)
+        str | None,
+        typer.Option(
+            help="Folder or Hub name of a model whose tokenizer counts tokens. Default: lengths are in characters.",
+            show_default=False,
+        ),
     ] = None,
     heldout: Annotated[
         list[str] | None,
         typer.Option(
-            help="Held-out source: none of its prompts may be in the checked one; repeatable.", show_default=False
+            help="Held-out data source. None of its prompts may be in SOURCE. May be repeated.", show_default=False
         ),
     ] = None,
     kind: Annotated[
         Literal["problems", "conversations", "pairs", "judged"] | None,
         typer.Option(
-            help="Records for rl; sft; preference and reward_model; kto. Default: by the first record's fields.",
+            help="Use of the records: problems (rl), conversations (sft), pairs (preference, reward_model), "
+            "judged (kto). Default: decided by the fields of the first record.",
             show_default=False,
         ),
     ] = None,
     data_format: Annotated[
-        str | None, typer.Option("--format", help="See data.format. Default: recognised.", show_default=False)
+        str | None,
+        typer.Option(
+            "--format",
+            help="Format of the records, as in data.format. Default: recognised from the first record.",
+            show_default=False,
+        ),
     ] = None,
     fields: Annotated[
         str | None,
-        typer.Option(help="See data.fields, for example '{prompt: question, answer: solution}'.", show_default=False),
+        typer.Option(
+            help="Names of the record fields, as in data.fields, for example '{prompt: question, answer: solution}'.",
+            show_default=False,
+        ),
     ] = None,
-    answer_field: Annotated[str | None, typer.Option(help="See data.answer_field.", show_default=False)] = None,
-    chat_template: Annotated[str | None, typer.Option(help="See model.chat_template.", show_default=False)] = None,
-    system_prompt: Annotated[str | None, typer.Option(help="See data.system_prompt.", show_default=False)] = None,
+    answer_field: Annotated[
+        str | None, typer.Option(help="Record field with the gold answer, as in data.answer_field.", show_default=False)
+    ] = None,
+    chat_template: Annotated[
+        str | None, typer.Option(help="Chat template, as in model.chat_template.", show_default=False)
+    ] = None,
+    system_prompt: Annotated[
+        str | None, typer.Option(help="System message, as in data.system_prompt.", show_default=False)
+    ] = None,
 ) -> None:
     """Read a whole data source. Print its errors by line, lengths, duplicates, overlap with held-out data, and first
     record."""
@@ -76,7 +95,7 @@ def check_data(
         )
         return
     if source is None:
-        raise ConfigError("SOURCE: missing; give a data source, or --recipe RECIPE for all of a recipe")
+        raise ConfigError("SOURCE: missing; give a data source, or --recipe RECIPE to check all data sets of a recipe")
     from megarl.config import ModelConfig
     from megarl.data.chat import tokenizer_of
     from megarl.data.survey import survey
@@ -138,9 +157,12 @@ def _check_of_recipe(path: Path, source: str | None, heldout: list[str], others:
 
     # An option would silently contradict the recipe, so both together are refused.
     if others:
-        raise ConfigError(f"{others[0]}: --recipe sets this already; remove one of the two options")
+        raise ConfigError(f"{others[0]}: the recipe of --recipe already decides this; remove one of the two options")
     if heldout and source is None:
-        raise ConfigError("--heldout: without SOURCE, --recipe compares with its data.validation; remove this option")
+        raise ConfigError(
+            "--heldout: with --recipe and without SOURCE, training data are compared with data.validation; remove "
+            "this option"
+        )
     recipe = load(path)
     tokenizer = _tokenizer(recipe)
     is_sound = True
@@ -162,5 +184,5 @@ def _tokenizer(recipe: Recipe) -> Tokenizer | None:
 
     if Path(recipe.model.folder).is_dir():
         return tokenizer_of(recipe.model)
-    print(f"model.path = {recipe.model.path}: not found, so lengths are in characters")
+    print(f"model.path = {recipe.model.path}: not found, so lengths are in characters instead of tokens")
     return None

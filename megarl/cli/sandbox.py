@@ -11,7 +11,7 @@ from megarl.types import ConfigError
 
 app = typer.Typer(
     name="sandbox",
-    help="Isolated execution of programs written by the policy.",
+    help="Sandbox: isolated execution of programs written by the policy.",
     no_args_is_help=True,
     rich_markup_mode=None,
 )
@@ -24,7 +24,7 @@ def _sandbox() -> None:
 
 @app.command("check")
 def check_sandbox(
-    as_json: Annotated[bool, typer.Option("--json", help="One JSON object, for machines.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for other programs.")] = False,
 ) -> None:
     """Show which isolation layers this machine supports, and how to get missing ones.
 

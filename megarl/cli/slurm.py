@@ -10,7 +10,7 @@ import typer
 from megarl.cli.arguments import Overrides, RecipeCommand, RecipePath
 from megarl.cli.checking import checked
 
-app = typer.Typer(name="slurm", help="Run a recipe as a Slurm job.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(name="slurm", help="Run a recipe as a Slurm batch job.", no_args_is_help=True, rich_markup_mode=None)
 
 
 @app.command(cls=RecipeCommand)
@@ -24,7 +24,12 @@ def submit(
     recipe: RecipePath,
     overrides: Overrides = None,
     option: Annotated[
-        list[str] | None, typer.Option("--sbatch", help="Option for sbatch; repeatable.", show_default=False)
+        list[str] | None,
+        typer.Option(
+            "--sbatch",
+            help="Further option of sbatch, for example --sbatch=--partition=gpu. May be repeated.",
+            show_default=False,
+        ),
     ] = None,
 ) -> None:
     """Check a recipe as a dry run does, let sbatch test the batch script, then submit it."""

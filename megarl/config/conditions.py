@@ -113,7 +113,7 @@ REFERENCE = (
 GRPO = one_of("algorithm.advantage", "grpo")
 DEVIATION = Condition(
     ("algorithm.normalize_by_std",),
-    "set algorithm.normalize_by_std to true: without the deviation both orders are equal",
+    "set algorithm.normalize_by_std to true: without the division by the deviation, both orders are equal",
     lambda recipe: recipe.algorithm.normalize_by_std,
 )
 SEQUENCE_MEAN = one_of(
@@ -139,7 +139,7 @@ UNPACED = Condition(
 # Only engines ahead of the trainer have requests in flight during a reshard.
 PACED = Condition(
     ("rollout.placement", "rollout.max_staleness"),
-    "set rollout.placement to separate and rollout.max_staleness to at least 1; otherwise no request is in flight then",
+    "set rollout.placement to separate and rollout.max_staleness to at least 1; otherwise no request is interrupted",
     lambda recipe: recipe.rollout.is_paced,
 )
 SURPLUS = (
@@ -154,7 +154,8 @@ REWARD_MODEL = (RL, given("reward.model"))
 TURNS = (
     Condition(
         ("algorithm.advantage",),
-        "set algorithm.advantage to an estimator comparing rewards: gae has algorithm.gamma, pass_at_k counts passes",
+        "set algorithm.advantage to an estimator that compares rewards: gae has algorithm.gamma instead, and "
+        "pass_at_k counts passes",
         lambda recipe: recipe.algorithm.advantage not in ("gae", "pass_at_k"),
     ),
     Condition(

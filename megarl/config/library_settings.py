@@ -60,16 +60,16 @@ def _all_of(fields: list[str]) -> str:
 
 # Megatron-Core 0.16.1 accepts these silently; a user would believe that they act.
 _UNREAD = {
-    "attention_dropout": "attention over packed rows drops nothing; use hidden_dropout",
+    "attention_dropout": "attention over packed rows has no dropout; use hidden_dropout",
     "masked_softmax_fusion": "attention over packed rows has kernels of its own",
     "softmax_type": "attention over packed rows has kernels of its own",
-    "window_size": "sequences are attended to as the model's config.json says",
-    "window_attn_skip_freq": "sequences are attended to as the model's config.json says",
+    "window_size": "config.json of the model decides about attention windows",
+    "window_attn_skip_freq": "config.json of the model decides about attention windows",
     "cross_entropy_loss_fusion": "log-probs are computed in chunks, see trainer.logprob_chunk_tokens",
     "cross_entropy_fusion_impl": "log-probs are computed in chunks, see trainer.logprob_chunk_tokens",
-    "mtp_num_layers": "layers that predict several tokens are not trained",
-    "mtp_loss_scaling_factor": "layers that predict several tokens are not trained",
-    "moe_per_layer_logging": "train/moe_* are means over layers",
+    "mtp_num_layers": "multi-token prediction layers are not trained",
+    "mtp_loss_scaling_factor": "multi-token prediction layers are not trained",
+    "moe_per_layer_logging": "the metrics train/moe_* are means over layers",
 }
 
 _BALANCING, _COEFFICIENT = "moe_router_load_balancing_type", "moe_aux_loss_coeff"

@@ -91,7 +91,10 @@ def check_sources(recipe: Recipe) -> None:
     found: list[InitErrorDetails] = []
     sets: dict[str, str] = {}
     if recipe.mixture and recipe.data.validation:
-        text = "does not belong to a source, so its environment is unknown; move it to mixture.NAME.data.validation"
+        text = (
+            "does not belong to a source of the mixture, so its environment is unknown; move it to "
+            "mixture.NAME.data.validation"
+        )
         found.append(_fault(text, ("data", "validation"), recipe.data.validation))
     for name, entry in recipe.mixture.items():
         for section, known in OWN.items():

@@ -14,7 +14,7 @@ MAX_VALUES = 100_000
 """Limit of the number of values in a recipe. An alias counts as all its values, because nested aliases grow
 exponentially."""
 
-TOO_LARGE = f"holds more than {MAX_VALUES} values, aliases counted each time"
+TOO_LARGE = f"holds more than {MAX_VALUES} values, with the values of every alias counted"
 
 TOO_DEEP = f"nested deeper than {MAX_DEPTH} levels"
 

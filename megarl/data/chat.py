@@ -75,13 +75,15 @@ def load_tokenizer(
         tokenizer = AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         _check_config(folder)
-        raise DataError(f"{folder}: the tokenizer does not load ({error}); copy the tokenizer files there") from error
+        raise DataError(
+            f"{folder}: the tokenizer does not load ({error}); copy the tokenizer's files into this folder again"
+        ) from error
     if template is not None:
         tokenizer.chat_template = _template_of(template)
     if not tokenizer.chat_template:
         raise DataError(
-            f"{folder}: the tokenizer has no chat template; add a chat_template.jinja to the folder, set "
-            "model.chat_template to a Jinja file, or for a base model to plain, which writes the contents alone"
+            f"{folder}: the tokenizer has no chat template; add a chat_template.jinja to the folder, or set "
+            "model.chat_template: to a Jinja file, or for a base model to plain (only the messages' texts)"
         )
     if defaults:
         tokenizer.chat_template = _with_defaults(tokenizer.chat_template, defaults)
@@ -135,8 +137,8 @@ def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
         if not name.isidentifier() or (known is not None and name not in known):
             read = ", ".join(sorted((known or set()) - _GIVEN_VARIABLES)) or "none of its own"
             raise ConfigError(
-                f"model.chat_template_kwargs.{name}: the chat template does not read it, so it would do nothing; "
-                f"it reads {read}. Use one of these, or remove the field"
+                f"model.chat_template_kwargs.{name}: the chat template has no such variable; it has {read}. Use one of "
+                "these, or remove the field"
             )
     settings = "".join(
         f"{{%- if {name} is not defined %}}{{%- set {name} = {_jinja(value)} %}}{{%- endif %}}"
@@ -324,8 +326,8 @@ def _check_config(folder: str | Path) -> None:
         AutoConfig.from_pretrained(folder, local_files_only=True)
     except Exception as error:
         raise DataError(
-            f"{path}: transformers does not accept it ({' '.join(str(error).split())}); "
-            "correct the field, or copy the model folder again"
+            f"{path}: transformers rejects this file ({' '.join(str(error).split())}); correct the field, or copy the "
+            "model folder again"
         ) from error
 
 

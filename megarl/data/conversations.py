@@ -138,7 +138,7 @@ def train_on_assistant(
         # The next prompt must continue exactly this turn.
         text = turn
     if not any(mask):
-        raise ValueError("no message is the assistant's; fine-tuning needs an answer to learn")
+        raise ValueError("no message has the role assistant; fine-tuning needs an assistant's answer to train on")
     return TrainingSequence(np.array(tokens, dtype=np.int64), np.array(mask, dtype=np.bool_))
 
 

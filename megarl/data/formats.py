@@ -99,7 +99,7 @@ class FieldNames:
     remedy: str = "'data.fields={}'"
     """Remedy in an error: the setting that names the fields, as a user writes it. `{}` stands for the names by role."""
 
-    def of(self, first: Mapping[str, Any]) -> RecordFormat:
+    def format_of(self, first: Mapping[str, Any]) -> RecordFormat:
         """Return the format of a source from its first record."""
         found = FORMATS[self.format] if self.format else recognised(first)
         return found.with_fields(self.fields, self.answer_field)

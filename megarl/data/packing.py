@@ -65,7 +65,10 @@ def pack(
         longest = int(tokens.argmax())
         first, last = int(starts[longest]), int(starts[longest] + sizes[longest]) - 1
         what = f"sequence {first} takes" if first == last else f"sequences {first} to {last} take"
-        raise ValueError(f"{what} {tokens.max()} tokens; a microbatch holds at most {max_tokens}")
+        raise ValueError(
+            f"{what} {tokens.max()} tokens, but a microbatch holds at most {max_tokens}; raise "
+            "trainer.max_tokens_per_microbatch"
+        )
     # Stable, so equal lengths keep their order and the packing is the same on every platform.
     longest_first = np.argsort(-tokens, kind="stable").tolist()
     tight = _fill_tightly(longest_first, tokens.tolist(), max_tokens)
@@ -74,8 +77,8 @@ def pack(
     num_bins = -(-max(1, len(tight)) // unit) * unit
     if rows_multiple > 1 and len(tokens) < num_bins:
         raise ValueError(
-            f"{len(lengths)} sequences{_order_key(together)} cannot fill {num_bins} microbatches: "
-            f"{num_ranks} ranks of a multiple of {rows_multiple} each; give more sequences"
+            f"{len(lengths)} sequences{_order_key(together)} cannot fill {num_bins} microbatches: each of {num_ranks} "
+            f"ranks needs a multiple of {rows_multiple}; use more sequences per minibatch"
         )
     rows, makespan = [], np.inf
     # Filling evenly may fail if the bins must be nearly full. Then only the tight filling below fits.

@@ -79,7 +79,9 @@ def read_judged(
 
     answers = collect(read_records(source, names), make, on_long)
     if len(labels) < 2:
-        raise DataError(f"{source}: all labels are the same; add the other kind, as kto needs good and bad answers")
+        raise DataError(
+            f"{source}: all labels are the same; the loss kto needs good and bad answers, so add the other kind"
+        )
     return answers
 
 

@@ -196,7 +196,7 @@ def read_records(source: str | Path, names: FieldNames | None = None) -> Iterato
             format = record.format
             yield record
     if format is None:
-        raise DataError(f"{source}: holds no records; write one JSON object per line")
+        raise DataError(f"{source}: the file holds no records; write one JSON object per line")
 
 
 def make_record(path: Path, row: Row, names: FieldNames | None, format: RecordFormat | None) -> Record:
@@ -208,9 +208,11 @@ def make_record(path: Path, row: Row, names: FieldNames | None, format: RecordFo
         raise row.value
     if not isinstance(row.value, dict):
         place = f"{path}, {row.unit} {row.number}"
-        raise DataError(f"{place}: {shown(row.value)} is not a JSON object with fields")
+        raise DataError(
+            f"{place}: {shown(row.value)} is not a JSON object; each record must be an object with named fields"
+        )
     # A field empty in this row may have values in other rows, so the columns count as field names too.
-    format = format or (names or _BY_FORMAT).of({**dict.fromkeys(row.columns), **row.value})
+    format = format or (names or _BY_FORMAT).format_of({**dict.fromkeys(row.columns), **row.value})
     return Record(path, row.number, row.value, format, row.unit, names or _BY_FORMAT)
 
 

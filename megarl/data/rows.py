@@ -65,7 +65,7 @@ def data_files(source: str | Path) -> list[Path]:
     path = _existing_place(place)
     if path.is_file():
         if split is not None:
-            raise DataError(f"{source}: {path} is one file, so it has no splits; give it without {split}@")
+            raise DataError(f"{source}: {path} is one file, so it has no splits; remove {split}@")
         return [path]
     inside = [
         file
@@ -80,10 +80,15 @@ def data_files(source: str | Path) -> list[Path]:
     _check_shards(source, files)
     inside = list(files)
     if not inside:
-        raise DataError(f"{source}: {path} holds no file of data; add one of {', '.join(READERS)}")
+        raise DataError(
+            f"{source}: the folder {path} holds no data files; add files ending with one of {', '.join(READERS)}"
+        )
     endings = sorted({file.suffix.lower() for file in inside})
     if len(endings) > 1:
-        raise DataError(f"{source}: {path} holds files of several kinds, {', '.join(endings)}; give a folder of one")
+        raise DataError(
+            f"{source}: the folder {path} has data files of several kinds, {', '.join(endings)}; give a folder with "
+            "one kind"
+        )
     return inside
 
 
@@ -113,11 +118,13 @@ def _existing_place(place: str) -> Path:
     folder = cached_folder(name, "dataset")
     if folder is None:
         raise DataError(
-            f"{place}: no such file, and no data set of this name is in the Hub's cache; check the path, or: "
-            f"{download_command(name, 'dataset')}"
+            f"{place}: no such file, and no data set of this name is in the Hub's cache; check the path, or download "
+            f"it: {download_command(name, 'dataset')}"
         )
     if not (inside := folder / place[len(name) :].strip("/")).exists():
-        raise DataError(f"{place}: the data set {name} has no {inside.relative_to(folder)}; check the name")
+        raise DataError(
+            f"{place}: the data set {name} has no file or folder {inside.relative_to(folder)}; check the name"
+        )
     return inside
 
 
@@ -127,7 +134,9 @@ def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | No
     named = sorted({word for inside in files.values() for word in _split_words_in_path(inside)})
     if split is None:
         if len(named) > 1:
-            raise DataError(f"{source}: has several splits, {', '.join(named)}; name one: {named[0]}@{place}")
+            raise DataError(
+                f"{source}: the folder has several splits, {', '.join(named)}; name one: {named[0]}@{place}"
+            )
         return files
     # An exact name wins over names that only contain the word: `test` is not `test_hard`.
     exact = {
@@ -144,7 +153,8 @@ def _files_of_split(source: str | Path, files: dict[Path, Path], split: str | No
     )
     if len(sets) > 1:
         raise DataError(
-            f"{source}: several sets are of the split {split}, {', '.join(sets)}; name one: {sets[0]}@{place}"
+            f"{source}: the split {split} could mean several files or folders, {', '.join(sets)}; name one, for "
+            f"example {sets[0]}@{place}"
         )
     return found
 
@@ -163,8 +173,8 @@ def _check_configurations(source: str | Path, files: dict[Path, Path], place: st
         return
     known = sorted(f"{place.rstrip('/')}/{folder}".rstrip("/") for folder in folders)
     raise DataError(
-        f"{source}: has files of one split in several folders, like several configurations: {', '.join(known)}; give "
-        "one of the folders"
+        f"{source}: files of one split are in several folders, as in a data set with several configurations: "
+        f"{', '.join(known)}; give one of the folders"
     )
 
 
@@ -178,17 +188,20 @@ def _check_shards(source: str | Path, files: dict[Path, Path]) -> None:
     for name, counts in found.items():
         if len(counts) > 1:
             several = ", ".join(f"-of-{count}" for count in counts)
-            raise DataError(f"{source}: {name} is there several times, {several}; remove all but one")
+            raise DataError(
+                f"{source}: the data file {name} exists in several sets of shards, {several}; remove all but one set"
+            )
         for count, numbers in counts.items():
             # Some programs number shards from 1.
             first = 1 if int(count) in numbers and 0 not in numbers else 0
             lacking = sorted({*range(first, int(count) + first)} - numbers)
             if lacking:
-                told = ", ".join(f"{number:0{len(count)}}" for number in lacking[:5])
+                listed = ", ".join(f"{number:0{len(count)}}" for number in lacking[:5])
                 more = f" and {len(lacking) - 5} more" if len(lacking) > 5 else ""
                 raise DataError(
-                    f"{source}: of the {int(count)} files {name}-*-of-{count} these are missing: {told}{more}; "
-                    "download or copy it again, or put the files to read into a folder under other names"
+                    f"{source}: of the {int(count)} shards {name}-*-of-{count}, these are missing: {listed}{more}; "
+                    "download or copy the data set again, or move the shards to be read into another folder under "
+                    "other names"
                 )
 
 
@@ -237,7 +250,7 @@ def _json(path: Path) -> Iterator[Row]:
     try:
         values = parse(path.read_bytes())
     except ValueError as error:
-        raise DataError(f"{path}: not JSON ({error}); write a list of objects, or one object a line") from None
+        raise DataError(f"{path}: not valid JSON ({error}); write a list of objects, or one object per line") from None
     for number, value in enumerate(values, start=1):
         yield Row(number, "record", value)
 
@@ -256,7 +269,7 @@ def _csv(path: Path) -> Iterator[Row]:
                     header = cells
                     if len(set(header)) < len(header) or not all(header):
                         raise DataError(
-                            f"{path}, line 1: the columns are {header}; give each column a name, and no name twice"
+                            f"{path}, line 1: the columns are named {header}; each column needs a name of its own"
                         )
                     continue
                 if not cells:
@@ -268,9 +281,9 @@ def _csv(path: Path) -> Iterator[Row]:
                 fields = {name: cell for name, cell in zip(header, cells, strict=True) if cell}
                 yield Row(reader.line_num, "line", fields, tuple(header))
         except csv.Error as error:
-            raise DataError(f"{path}, line {reader.line_num}: not CSV ({error})") from None
+            raise DataError(f"{path}, line {reader.line_num}: not valid CSV ({error})") from None
         except UnicodeDecodeError as error:
-            raise DataError(f"{path}, after line {reader.line_num}: not UTF-8 ({error.reason})") from None
+            raise DataError(f"{path}, after line {reader.line_num}: not valid UTF-8 ({error.reason})") from None
 
 
 def _parquet(path: Path) -> Iterator[Row]:
@@ -321,8 +334,7 @@ def _arrow_module(name: str, path: Path) -> Any:
         return importlib.import_module(f"pyarrow.{name}")
     except ImportError:
         raise ConfigError(
-            f"{path}: pyarrow is not installed, but needed to read {path.suffix} files; run launch/setup.sh, or give "
-            "JSON lines"
+            f"{path}: pyarrow is not installed, but {path.suffix} files need it; run launch/setup.sh, or use JSON lines"
         ) from None
 
 

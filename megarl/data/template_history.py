@@ -84,14 +84,14 @@ def history_notice(faults: Mapping[str, str], history: str) -> str:
     turns."""
     rewritten = {kind: fault for kind, fault in faults.items() if fault != REFUSES}
     refused = [kind for kind, fault in faults.items() if fault == REFUSES]
-    beside = f" It refuses: {'; '.join(refused)}." if refused else ""
+    refusal = f" It refuses: {'; '.join(refused)}." if refused else ""
     if not rewritten:
-        return f"rollout.history = {history}: the chat template only appends, as sampled tokens require.{beside}"
-    told = "; ".join(f"{kind}: {fault}" for kind, fault in rewritten.items())
+        return f"rollout.history = {history}: the chat template only appends, as sampled tokens require.{refusal}"
+    changes = "; ".join(f"{kind}: {fault}" for kind, fault in rewritten.items())
     meaning = (
         "each rewritten history is a training sequence of its own"
         if history == "render"
         else "the policy sees the tokens as sampled, not the template's text; "
         "rollout.history=render follows the template"
     )
-    return f"rollout.history = {history}: the chat template rewrites earlier turns ({told}), and {meaning}.{beside}"
+    return f"rollout.history = {history}: the chat template rewrites earlier turns ({changes}), and {meaning}.{refusal}"

@@ -21,9 +21,11 @@ def check_tools(tools: Sequence[ToolSchema]) -> None:
         function = tool.get("function") if isinstance(tool, Mapping) else None
         name = function.get("name") if isinstance(function, Mapping) else None
         if not isinstance(function, Mapping) or not isinstance(name, str) or not name:
-            raise ValueError(f'a tool is {tool!r:.80}; give {{"type": "function", "function": {{"name": ...}}}}')
+            raise ValueError(
+                f'a tool is {tool!r:.80}; it must have the form {{"type": "function", "function": {{"name": ...}}}}'
+            )
         if name in names:
-            raise ValueError(f"two tools have the name {name!r}; give each its own")
+            raise ValueError(f"two tools have the name {name!r}; each tool needs a name of its own")
         names.add(name)
         try:
             Draft202012Validator.check_schema(dict(parameter_schema(tool)))

@@ -97,7 +97,9 @@ def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any]
         raise DataError(f"{named}: {error}") from None
     # transformers and vLLM choose their classes by model_type, megarl by the architecture: they must agree.
     if (model_type := config.get("model_type", shape.family)) != shape.family:
-        raise DataError(f'{path}: model_type is {shown(model_type)}; its architecture has "{shape.family}".')
+        raise DataError(
+            f'{path}: model_type is {shown(model_type)}, but the architecture of the model needs "{shape.family}".'
+        )
     return shape
 
 

@@ -86,7 +86,7 @@ def storage_error(folder: Path, error: BaseException) -> StorageError | None:
     if not folder.is_dir():
         return StorageError(
             f"{folder}: the run folder is gone: it was removed, or its disk is no longer there. Nothing more could be "
-            "saved; the run starts anew from its recipe."
+            "saved; start the run again from its recipe."
         )
     if _os_error(error, _FULL):
         return _no_room(folder, None)
@@ -95,8 +95,8 @@ def storage_error(folder: Path, error: BaseException) -> StorageError | None:
     denied = _os_error(error, _DENIED)
     if denied is not None and _is_below(folder, denied.filename):
         return StorageError(
-            f"{denied.filename}: cannot be written or read ({denied.strerror}). Give the run's user write permission "
-            "again, then go on with --resume."
+            f"{denied.filename}: the file cannot be written or read ({denied.strerror}). Give the run's user write "
+            "permission again, then continue with --resume."
         )
     return None
 

@@ -98,20 +98,20 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
         if not (folder / SINGLE).exists():
             others = sorted(path for kind in ("bin", "pt", "pth", "ckpt", "pkl") for path in folder.glob(f"*.{kind}"))
             raise DataError(
-                f"{others[0] if others else folder}: neither {SINGLE} nor {INDEX} found. Weights are read from "
-                "safetensors only; convert others with transformers' save_pretrained."
+                f"{others[0] if others else folder}: neither {SINGLE} nor {INDEX} found. megarl reads weights from "
+                "safetensors only; convert other formats with transformers' save_pretrained."
             )
         return {SINGLE: set()}
     files: dict[str, set[str]] = {}
     weight_map = read_object(folder / INDEX).get("weight_map")
     if not isinstance(weight_map, Mapping) or not weight_map:
-        raise DataError(f"{folder / INDEX}: has no weight_map. {_COPY_AGAIN}")
+        raise DataError(f"{folder / INDEX}: the index has no weight_map. {_COPY_AGAIN}")
     for tensor, shard in weight_map.items():
         # A downloaded index must not make megarl read files elsewhere.
         if not isinstance(shard, str) or shard in ("", ".", "..") or Path(shard).name != shard:
             raise DataError(
-                f"{folder / INDEX}: {tensor} is said to be in {shard!r}, not a file of this folder. Copy or "
-                "download the file again."
+                f"{folder / INDEX}: the index places the tensor {tensor} in {shard!r}, which is not a file of this "
+                "folder. Copy or download the file again."
             )
         files.setdefault(shard, set()).add(tensor)
     return files
@@ -131,7 +131,7 @@ def largest_token(folder: str | Path) -> tuple[str, int]:
         tokens += [(int(token["id"]), str(token["content"])) for token in tokenizer.get("added_tokens") or ()]
         number, token = max(tokens)
     except (KeyError, TypeError, ValueError, IndexError, AttributeError):
-        raise DataError(f"{path}: has no vocabulary. {_COPY_AGAIN}") from None
+        raise DataError(f"{path}: the tokenizer file has no vocabulary. {_COPY_AGAIN}") from None
     return token, number
 
 
@@ -163,7 +163,9 @@ def read_safetensors_header(path: Path, expected: Collection[str] = ()) -> dict[
     except (OSError, SafetensorError) as error:
         raise DataError(f"{path}: cut short or not a safetensors file ({error}). {_COPY_AGAIN}") from None
     if absent := set(expected) - header.keys():
-        raise DataError(f"{path}: lacks {min(absent)}, listed for it in {INDEX}. {_COPY_AGAIN}")
+        raise DataError(
+            f"{path}: the tensor {min(absent)} is missing, although {INDEX} lists it for this file. {_COPY_AGAIN}"
+        )
     return header
 
 

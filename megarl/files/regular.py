@@ -22,6 +22,8 @@ def check_folder_of_files(folder: Path) -> None:
         # Sorted, so that the error is the same on every machine.
         paths = sorted(folder.iterdir())
     except OSError as error:
-        raise DataError(f"{folder}: cannot be listed ({error.strerror}). Give read permission.") from None
+        raise DataError(
+            f"{folder}: the folder cannot be listed ({error.strerror}). Give the run's user read permission."
+        ) from None
     for path in paths:
         check_regular(path)

@@ -21,7 +21,7 @@ def parse(content: bytes) -> Any:
         # Editors on Windows begin files with a byte-order mark.
         text = content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise ValueError(f"byte {error.start} is not UTF-8") from None
+        raise ValueError(f"byte {error.start} is not valid UTF-8") from None
     try:
         value = json.loads(
             text, object_pairs_hook=_object_of, parse_constant=_refuse_constant, parse_float=_finite_number
@@ -45,7 +45,7 @@ def _object_of(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     fields = dict(pairs)
     if len(fields) < len(pairs):
         twice = Counter(name for name, _ in pairs).most_common(1)[0][0]
-        raise ValueError(f"the key {shortened(json.dumps(twice))} is given twice")
+        raise ValueError(f"the key {shortened(json.dumps(twice))} occurs twice")
     return fields
 
 

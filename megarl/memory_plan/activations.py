@@ -198,22 +198,22 @@ def _norm(layout: ParallelConfig, settings: PassSettings, width: int, *, is_fuse
 
 def _attention(shape: ModelShape, at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
     size, tokens = settings.itemsize, _tokens(layout, settings)
-    kept = _norm(layout, settings, at.hidden, is_fused=True)
+    saved = _norm(layout, settings, at.hidden, is_fused=True)
     # The fused projection stays alive through its views. With more ranks than key-value heads it is the projection of
     # all ranks. Queries of several groups are copied out of it. Recomputed core attention keeps its values there.
     is_gathered = shape.num_kv_heads < layout.tp
     fused = (shape.num_heads + 2 * shape.num_kv_heads) * at.head_dim if is_gathered else at.query + 2 * at.key
     is_recomputed = "core_attn" in settings.recomputed
     if settings.spec == "transformer_engine" or layout.cp == 1 or size == FLOAT32 or is_recomputed:
-        kept += tokens * fused * size
+        saved += tokens * fused * size
     copied = at.query if at.kv_heads > 1 and at.heads != at.kv_heads else 0
     if shape.qk_norm:
-        kept += tokens * _head_norms(at, settings, copied)
+        saved += tokens * _head_norms(at, settings, copied)
     if settings.spec == "local":
-        kept += tokens * 4 * at.head_dim * size  # Cosines and sines, for queries and for keys.
+        saved += tokens * 4 * at.head_dim * size  # Cosines and sines, for queries and for keys.
     # Rotated queries and keys, and the output, which is the input of the next linear layer.
-    kept += tokens * (at.query + 2 * settings.lora_rank) * size
-    return kept + _core(at, layout, settings)
+    saved += tokens * (at.query + 2 * settings.lora_rank) * size
+    return saved + _core(at, layout, settings)
 
 
 def _head_norms(at: Widths, settings: PassSettings, copied: int) -> float:

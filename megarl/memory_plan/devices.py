@@ -49,10 +49,10 @@ class GpuMemory(NamedTuple):
     trainer: float
     engine: float
 
-    def of(self, phase: Phase) -> float:
+    def gib_for(self, phase: Phase) -> float:
         """Return the memory in GiB of the GPU that runs a phase."""
         return self.engine if phase.part == "engine" else self.trainer
 
     def exceeded(self, table: MemoryTable) -> list[Phase]:
         """Return the phases that need more than the memory of their GPU."""
-        return [phase for phase in table.phases if phase.device_bytes > self.of(phase) * 2**30]
+        return [phase for phase in table.phases if phase.device_bytes > self.gib_for(phase) * 2**30]

@@ -48,7 +48,7 @@ class Phase:
         first = self.name.partition(" ")[0]
         return "checkpoint" if first == "save" else first
 
-    def of(self, kind: str) -> Use:
+    def use(self, kind: str) -> Use:
         """Return the memory of one use, such as weights. It is zero if the phase does not have the use."""
         return next((use for use in self.uses if use.kind == kind), Use(kind))
 
@@ -77,8 +77,8 @@ class CacheCapacity:
         if 4 * self.mean_requests >= self.under_way:
             return None
         return (
-            f"an engine's KV cache of {self.tokens:,} tokens holds {self.mean_requests} of {self.under_way} requests "
-            f"under way at a mean length of {self.longest // 2:,} tokens, the others wait"
+            f"an engine's KV cache of {self.tokens:,} tokens holds only {self.mean_requests} of {self.under_way} "
+            f"concurrent requests at their mean length of {self.longest // 2:,} tokens; the others wait"
         )
 
     @property
@@ -94,14 +94,14 @@ class CacheCapacity:
 
     def __str__(self) -> str:
         text = (
-            f"KV cache of an engine: {self.tokens:,} tokens, {self.longest_requests} requests of the longest "
-            f"{self.longest:,}"
+            f"KV cache of an engine: {self.tokens:,} tokens, enough for {self.longest_requests} requests of the "
+            f"maximum length of {self.longest:,}"
         )
         if self.longest_requests >= self.max_concurrent_requests:
             return f"{text}; rollout.max_concurrent_requests {self.max_concurrent_requests} always fit"
         return (
-            f"{text}; of rollout.max_concurrent_requests {self.max_concurrent_requests} all fit while they have "
-            f"{self.mean_length:,} tokens on average, beyond that vLLM preempts"
+            f"{text}; rollout.max_concurrent_requests {self.max_concurrent_requests} requests fit up to a mean length "
+            f"of {self.mean_length:,} tokens; beyond it vLLM preempts requests"
         )
 
 

@@ -257,14 +257,14 @@ class RankMemory:
         built = self._built(name)
         settings = self._passes(built)
         stage = built.layout.coordinates(self.rank).pp
-        kept = activations.stage_bytes(built.shape, built.layout, stage, settings)
+        saved = activations.stage_bytes(built.shape, built.layout, stage, settings)
         passing = activations.backward_bytes(built.shape, built.layout, settings)
         logits = activations.logits_bytes(built.shape, built.layout, settings) if self._is_last(built) else 0
         return [
             *self._working(name),
             *self._idle_engine(),
             *self._fp8(built),
-            Use("activations", int(kept)),
+            Use("activations", int(saved)),
             Use("pipeline", int(activations.pipeline_bytes(built.shape, built.layout, stage, settings))),
             Use("backward", int(passing)),
             Use("logits", int(logits)),

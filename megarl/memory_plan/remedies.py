@@ -182,15 +182,15 @@ def cache_within(table: MemoryTable, limit_gib: float) -> float:
 
     It is negative if no cache fits.
     """
-    sampling = [phase for phase in table.phases if phase.of("KV cache").device_bytes]
-    others = max((phase.device_bytes - phase.of("KV cache").device_bytes for phase in sampling), default=0)
+    sampling = [phase for phase in table.phases if phase.use("KV cache").device_bytes]
+    others = max((phase.device_bytes - phase.use("KV cache").device_bytes for phase in sampling), default=0)
     return math.floor((limit_gib - others / _GIB) * 10) / 10
 
 
 def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | None:
     """Return the largest KV cache (or share of the GPU) that fits during sampling, or None."""
     table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
-    sampling = [phase.device_bytes for phase in table.phases if phase.of("KV cache").device_bytes]
+    sampling = [phase.device_bytes for phase in table.phases if phase.use("KV cache").device_bytes]
     excess = max(sampling, default=0) - gpus.engine * _GIB
     if excess <= 0:
         return None

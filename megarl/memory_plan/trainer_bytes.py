@@ -123,8 +123,8 @@ def fp8_bytes(layouts: MegatronLayouts, rank: int) -> int:
     """Return the bytes of FP8 copies of a rank's linear layers: one by rows, one by columns, and their scales."""
     shapes = parameter_shapes(layouts, layouts.parallel.coordinates(rank))
     # Transformer Engine leaves these matrices in 16 bits.
-    kept = ("word_embeddings.weight", "output_layer.weight", "router.weight")
-    numel = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) > 1 and not name.endswith(kept))
+    in_16_bits = ("word_embeddings.weight", "output_layer.weight", "router.weight")
+    numel = sum(math.prod(shape) for name, shape in shapes.items() if len(shape) > 1 and not name.endswith(in_16_bits))
     return 2 * (numel + numel * FLOAT32 // FP8_BLOCK**2)
 
 

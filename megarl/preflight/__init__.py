@@ -167,12 +167,12 @@ def _faults_of_source(recipe: Recipe, *, is_start: bool, is_trained: bool) -> _F
             found.insert(0, error)
         else:
             # Aligning ranks to the reshard takes long and needs sizes that divide, so skip it if the recipe has faults.
-            if not _of_recipe(found):
+            if not _recipe_errors(found):
                 layout = sizes.aligned(recipe, shape, layout)
-    return _Faults(_of_recipe(found), [str(fault) for fault in found if isinstance(fault, DataError)], layout)
+    return _Faults(_recipe_errors(found), [str(fault) for fault in found if isinstance(fault, DataError)], layout)
 
 
-def _of_recipe(found: Sequence[Fault]) -> list[str]:
+def _recipe_errors(found: Sequence[Fault]) -> list[str]:
     """Return the errors of the recipe, without the errors of its files."""
     return [fault for fault in found if isinstance(fault, str)]
 

@@ -60,7 +60,7 @@ def environment(recipe: Recipe, *, has_model: bool) -> Iterator[str]:
     except ValueError as error:
         yield (
             f"rollout.environment = {name!r}: {error}; give the model folder a chat template that can continue after "
-            "an assistant's turn, or take single_turn"
+            "an assistant's turn, or set rollout.environment=single_turn"
         )
 
 
@@ -71,8 +71,8 @@ def _rewritten_history(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
     faults = history_faults(dialogue.tokenizer)
     if rewritten := "; ".join(f"{kind}: {fault}" for kind, fault in faults.items() if fault != REFUSES):
         yield (
-            f"rollout.history = refuse: the chat template rewrites earlier turns ({rewritten}); give the model folder "
-            "one that only appends, or take append or render"
+            f"rollout.history = refuse: the chat template changes earlier turns ({rewritten}); give the model folder a "
+            "template that only appends, or set rollout.history to append or render"
         )
 
 
@@ -104,7 +104,7 @@ def _refuse_made_problems(recipe: Recipe) -> None:
     """Raise ConfigError if data.train is `environment:COUNT`, but the environment makes no problems."""
     for field, path in data_paths(recipe).items():
         if path.startswith(MADE) and takes_problems(recipe, field):
-            raise ConfigError(f"{field} = {path}: this environment makes no problems of its own; give a JSONL file")
+            raise ConfigError(f"{field} = {path}: this environment makes no problems; give a data file instead")
 
 
 def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: Dialogue) -> Iterator[str]:
@@ -127,13 +127,13 @@ def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: 
     except ValueError as error:
         yield (
             f"rollout.environment = {name!r}: {error}; give the model folder a chat template that writes tools and "
-            "their replies, or take an environment without tools"
+            "their replies, or use an environment without tools"
         )
     else:
         if is_silent:
             yield (
-                f"rollout.environment = {name!r}: the chat template writes no tools, so the policy would not see them; "
-                "give the model folder one that does, or take an environment without tools"
+                f"rollout.environment = {name!r}: the chat template does not write tools, so the policy would not see "
+                "them; give the model folder one that does, or use an environment without tools"
             )
 
 
@@ -176,6 +176,6 @@ def _inherited_variables(recipe: Recipe) -> Iterator[str]:
         where = f"rollout.agent.environment.{place} = {name}"
         # Variables named MEGARL_* configure the run itself.
         if name in keys or name.startswith("MEGARL_"):
-            yield f"{where}: holds a key of the run's own, to be hidden from a program of the policy; leave it out"
+            yield f"{where}: holds a key of the run's own, which an agent program must not see; leave it out"
         elif name not in os.environ:
-            yield f"{where}: the environment has no such variable; export it, or leave it out"
+            yield f"{where}: megarl's environment has no such variable; export it, or leave it out"

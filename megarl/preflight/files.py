@@ -208,7 +208,10 @@ def _reading(recipe: Recipe, data_set: DataSet, dropped: Dropped | None, collect
 def _some(found: Sequence[Any], source: str) -> Sequence[Any]:
     """Return the records. Raises DataError if all of them were left out as too long."""
     if not found:
-        raise DataError(f"{source}: every record is too long, and data.overlong = drop leaves none; raise the limit")
+        raise DataError(
+            f"{source}: every record is too long, so data.overlong = drop leaves none; raise data.max_prompt_tokens or "
+            "trainer.max_tokens_per_microbatch"
+        )
     return found
 
 
@@ -269,7 +272,7 @@ def system_prompt(recipe: Recipe) -> str | None:
     if prompt is None:
         names = [function.name for function in functions]
         raise ConfigError(
-            "data.system_prompt = default: asks for the format instruction of a reward function, but "
+            "data.system_prompt = default: takes the format instruction of a reward function, but "
             f"{', '.join(names) or 'this recipe'} has none; write the system message itself, or remove the field"
         )
     return prompt
@@ -335,8 +338,8 @@ def runs_folder(recipe: Recipe) -> Iterator[str]:
         if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
             return
         yield (
-            f"runs_folder = {recipe.runs_folder}: nothing can be written in {nearest} ({error.strerror}); set "
-            "runs_folder to a folder that can be written"
+            f"runs_folder = {recipe.runs_folder}: cannot write in {nearest} ({error.strerror}); set runs_folder to a "
+            "writable folder"
         )
 
 
@@ -382,7 +385,10 @@ def made_sources(recipe: Recipe) -> Iterator[str]:
             yield f"{field} = {path}: {error}"
             continue
         if is_made and not takes_problems(recipe, field):
-            yield f"{field} = {path}: an environment makes only problems, and this field needs records; give a file"
+            yield (
+                f"{field} = {path}: an environment makes only problems, but this field needs records of another kind; "
+                "give a file"
+            )
 
 
 @checks("data", Cost.FILES)

@@ -90,16 +90,16 @@ def _unfit_kwargs(recipe: Recipe, field: str, further: str, name: str, taken: Ke
     for keyword, value in value_at(recipe, further).items():
         shown = f"{further}.{keyword} = {value!r}"
         if keyword in keyword_fields(field):
-            yield f"{shown}: has a field of its own; set {keyword_fields(field)[keyword]}"
+            yield f"{shown}: this keyword is a recipe field of its own; set {keyword_fields(field)[keyword]}"
         elif keyword in measured:
-            yield f"{shown}: is measured by the run; leave it out"
+            yield f"{shown}: the run computes this keyword from its samples; leave it out"
         elif keyword not in taken:
             near = nearest(keyword, open_to_recipe)
             hint = f"did you mean {near}? " if near else ""
             known = f"known are {', '.join(open_to_recipe)}" if open_to_recipe else "it takes none; leave this out"
             yield f"{shown}: {name} takes no such keyword; {hint}{known}"
         elif (annotation := taken[keyword].annotation) is not None and not _fits(annotation, value):
-            yield f"{shown}: {name} says {ast.unparse(annotation)}; give a value of that type"
+            yield f"{shown}: {name} has the type {ast.unparse(annotation)}; give a value of that type"
 
 
 def _fits(annotation: ast.expr, value: Any) -> bool:
@@ -152,8 +152,8 @@ def _idle_fields(recipe: Recipe, field: str, name: str, taken: Keywords) -> Iter
     for keyword, own_field in keyword_fields(field).items():
         if own_field in given and keyword not in taken:
             yield (
-                f"{own_field} = {value_at(recipe, own_field)!r}: does nothing under {field}={name}, which takes no "
-                f"keyword {keyword}; leave it out, or take it there"
+                f"{own_field} = {value_at(recipe, own_field)!r}: has no effect with {field}={name}, which has no "
+                f"keyword {keyword}; leave it out, or add the keyword there"
             )
 
 

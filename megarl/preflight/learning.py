@@ -29,14 +29,20 @@ def optimizers(recipe: Recipe) -> Iterator[str]:
         return
     yield from _optimizer("critic.optimizer", critic.optimizer, recipe.trainer.distributed_optimizer)
     if critic.warmup_steps >= train.steps > 0:
-        yield f"critic.warmup_steps = {critic.warmup_steps}: leaves none of train.steps {train.steps} to the policy"
+        yield (
+            f"critic.warmup_steps = {critic.warmup_steps}: no step of train.steps {train.steps} would train the "
+            "policy; lower it, or raise train.steps"
+        )
 
 
 @checks("train")
 def evaluation_only(recipe: Recipe) -> Iterator[str]:
     """Yield an error if a run only evaluates (train.steps = 0) but has no validation data."""
     if not recipe.train.steps and not (recipe.data.validation or recipe.data.validation_conversations):
-        yield "train.steps = 0: only evaluates, but data.validation is not given; give it, or steps to train"
+        yield (
+            "train.steps = 0: the run would only evaluate, but data.validation is missing; give it, or raise "
+            "train.steps"
+        )
 
 
 @checks("evaluation")
@@ -45,15 +51,15 @@ def evaluation(recipe: Recipe) -> Iterator[str]:
     settings, n = recipe.evaluation, recipe.evaluation.samples_per_prompt
     if recipe.has_engine and any(k > n for k in settings.k):
         yield (
-            f"evaluation.k = {list(settings.k)}: a set of k attempts is drawn from evaluation.samples_per_prompt {n}; "
-            f"raise that to {max(settings.k)}, or lower k"
+            f"evaluation.k = {list(settings.k)}: k attempts cannot be drawn from evaluation.samples_per_prompt {n}; "
+            f"raise the latter to {max(settings.k)}, or lower k"
         )
     # Greedy attempts of one turn are equal. With an environment the observations may still differ.
     is_greedy = recipe.evaluation_sampling.temperature == 0 and recipe.rollout.environment == "single_turn"
     if recipe.has_engine and n > 1 and is_greedy:
         yield (
-            f"evaluation.samples_per_prompt = {n}: under evaluation.sampling.temperature = 0 all attempts at a problem "
-            "are the same; raise that, to 0.6 say, or leave this out"
+            f"evaluation.samples_per_prompt = {n}: with evaluation.sampling.temperature = 0 all attempts at a problem "
+            "are the same; raise the temperature, for example to 0.6, or leave this out"
         )
 
 
@@ -65,7 +71,9 @@ def best(recipe: Recipe) -> Iterator[str]:
         return
     parts = metric.split("/")
     if len(parts) < 3 or parts[0] != "val" or parts[1] not in sets:
-        yield f"checkpoint.best = {metric}: is not val/SET/METRIC; SET is {either(sets)}, METRIC accuracy, say"
+        yield (
+            f"checkpoint.best = {metric}: is not val/SET/METRIC; SET is {either(sets)}, METRIC is for example accuracy"
+        )
     elif "@" in metric:
         yield f"checkpoint.best = {metric}: is written pass_at_4 or majority_at_4; avg@n is accuracy"
     elif fault := _unmeasured(recipe, parts[1], "/".join(parts[2:])):
@@ -76,9 +84,9 @@ def _unmeasured(recipe: Recipe, name: str, measure: str) -> str | None:
     """Return why the validation set `name` will not have a metric such as accuracy, or None if it will."""
     owners = [source.recipe for source in recipe.sources if name in source.recipe.data.validation]
     if name in recipe.data.validation_conversations and not owners:
-        return None if measure == "loss" else "these conversations are measured by loss alone"
+        return None if measure == "loss" else "conversations are measured by the metric loss only"
     if not recipe.has_engine:
-        return None if measure == "accuracy" else "these pairs are measured by accuracy alone"
+        return None if measure == "accuracy" else "pairs are measured by the metric accuracy only"
     found = [_measure_fault(owner, measure) for owner in owners]
     # Sources may share a set's name; one of them measuring it is enough.
     return None if None in found else found[0]
@@ -112,7 +120,7 @@ def _measure_fault(recipe: Recipe, measure: str) -> str | None:
     if not is_judged:
         return f"is not measured: no reward function judges the answer; {REMEDY}"
     if match[1] == "majority" and reader_of([(function.name, function.kwargs) for function in functions]) is None:
-        return "there is no majority: none of reward.functions says where a final answer stands; take pass_at_K"
+        return "no reward function in reward.functions reads final answers, so there is no majority; take pass_at_K"
     return None
 
 
@@ -140,12 +148,15 @@ def shortened_warmups(recipe: Recipe) -> Iterator[str]:
     end."""
     for field, optimizer, updates in num_updates(recipe):
         if recipe.train.steps and optimizer.warmup_steps > updates:
-            yield f"{field}.warmup_steps = {optimizer.warmup_steps}: the run makes {updates} updates; {updates} used"
+            yield (
+                f"{field}.warmup_steps = {optimizer.warmup_steps}: the run makes only {updates} updates, so the "
+                f"warm-up is shortened to {updates}"
+            )
 
 
 def _optimizer(field: str, optimizer: OptimizerConfig, is_distributed: bool) -> Iterator[str]:
     if optimizer.name == "sgd" and is_distributed:
-        yield f"{field}.name = sgd: has no state to shard; set trainer.distributed_optimizer=false"
+        yield f"{field}.name = sgd: has no state that could be sharded; set trainer.distributed_optimizer=false"
     low, high = optimizer.min_learning_rate, optimizer.learning_rate
     if low > high:
         yield f"{field}.min_learning_rate = {low}: is above {field}.learning_rate {high}; lower it"
@@ -160,8 +171,8 @@ def _on_host(recipe: Recipe) -> Iterator[str]:
     yield from (f"{chosen}: {obstacle}" for obstacle in obstacles(recipe))
     if "optimizer" in trainer.offload:
         yield (
-            f"{chosen}: trainer.offload includes optimizer, moving the states of all parameters each step; leave "
-            "one out"
+            f"{chosen}: trainer.offload includes optimizer, which moves the optimizer states of all parameters in each "
+            "step; leave one of both out"
         )
 
 
@@ -170,8 +181,8 @@ def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield an error if the policy's folder has a value head instead of a language-model head."""
     if shape.has_value_head and recipe.loop != "reward_model":
         yield (
-            f"model.path = {recipe.model.path}: is a reward model without a language head; give a language model, "
-            "and this one as reward.model or critic.path"
+            f"model.path = {recipe.model.path}: is a reward model without a language head; set model.path to a "
+            "language model, and reward.model or critic.path to this folder"
         )
 
 
@@ -182,11 +193,14 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     # A rank above the narrowest matrix adds parameters but no expressive power.
     narrowest = min(shape.hidden_size, shape.moe_intermediate_size or shape.intermediate_size)
     if lora.rank > narrowest:
-        yield f"lora.rank = {lora.rank}: exceeds the model's narrowest matrix, {narrowest}; lower it"
+        yield f"lora.rank = {lora.rank}: exceeds the smallest dimension of the model's matrices, {narrowest}; lower it"
     if lora.rank and recipe.loop == "reward_model":
         yield f"lora.rank = {lora.rank}: a reward model's new head needs full training; set lora.rank=0"
     if lora.rank and shape.num_experts and recipe.trainer.megatron.get("moe_shared_expert_overlap"):
-        yield "trainer.megatron.moe_shared_expert_overlap: bypasses the adapters; remove it or set lora.rank=0"
+        yield (
+            "trainer.megatron.moe_shared_expert_overlap: its computation bypasses LoRA adapters; remove it, or set "
+            "lora.rank=0"
+        )
 
 
 @checks("trackers", Cost.FILES)
@@ -215,8 +229,8 @@ def sampling(recipe: Recipe) -> Iterator[str]:
     vllm = recipe.rollout.vllm
     if recipe.has_engine and recipe.evaluation.sampling.min_p > 0 and vllm.get("speculative_config"):
         yield (
-            f"rollout.vllm.speculative_config = {vllm['speculative_config']}: vLLM has no min-p under speculative "
-            "decoding; leave it out, or evaluation.sampling.min_p"
+            f"rollout.vllm.speculative_config = {vllm['speculative_config']}: vLLM has no min-p with speculative "
+            "decoding; leave out this field or evaluation.sampling.min_p"
         )
     if not recipe.is_on_policy:
         return
@@ -233,8 +247,8 @@ def sampling(recipe: Recipe) -> Iterator[str]:
     # The trainer compares its log-probs with the engine's, so both must be of the same distribution.
     if vllm.get("logprobs_mode", "processed_logprobs") != "processed_logprobs":
         yield (
-            f"rollout.vllm.logprobs_mode = {vllm['logprobs_mode']}: training needs the sampled tokens' log-probs under "
-            "the sampling distribution, processed_logprobs; leave it out"
+            f"rollout.vllm.logprobs_mode = {vllm['logprobs_mode']}: training needs log-probs of the sampling "
+            "distribution (processed_logprobs); leave it out"
         )
 
 
@@ -246,16 +260,22 @@ def stragglers(recipe: Recipe) -> Iterator[str]:
         return
     chosen = f"rollout.stragglers = {rollout.stragglers}"
     if ceil(algorithm.oversampling * recipe.train.prompts_per_step) == recipe.train.prompts_per_step:
-        yield f"{chosen}: a step samples no more groups than it trains on; set algorithm.oversampling=1.5, say"
+        yield (
+            f"{chosen}: a step samples only as many groups as it trains, so none is left over; set "
+            "algorithm.oversampling=1.5, for example"
+        )
     # Aborted groups are dropped, so nothing of them grows stale.
     if rollout.stragglers == "abort":
         return
     if rollout.staleness_bound == 0:
-        yield "rollout.max_staleness = 0: paused groups train one version later; set 1, or rollout.stragglers=wait"
+        yield (
+            "rollout.max_staleness = 0: paused groups are trained one weight version later; set 1, or "
+            "rollout.stragglers=wait"
+        )
     if algorithm.oversampling > 2:
         yield (
-            f"algorithm.oversampling = {algorithm.oversampling}: under {chosen} a step would pass more groups to the "
-            "next than it trains on, and their age would grow without bound; use at most 2"
+            f"algorithm.oversampling = {algorithm.oversampling}: with {chosen} a step would leave more groups to the "
+            "next step than it trains, and their age would grow without limit; use at most 2"
         )
 
 
@@ -268,17 +288,17 @@ def staleness(recipe: Recipe) -> Iterator[str]:
     bound, lag = rollout.staleness_bound, rollout.sync_every - 1
     if unmet(recipe, "rollout.sync_every") is None and bound < lag:
         yield (
-            f"rollout.max_staleness = {bound}: under rollout.sync_every = {rollout.sync_every} samples are up to {lag} "
-            f"versions old before the next reshard; set it to {lag} at least, to {lag + 1} where engines are to sample "
-            "ahead"
+            f"rollout.max_staleness = {bound}: with rollout.sync_every = {rollout.sync_every}, samples are up to {lag} "
+            f"weight versions old before the next reshard; set it to at least {lag}, or to {lag + 1} if engines are to "
+            "sample ahead"
         )
     # An explicit importance_sampling = none states intent, so it passes here and gives a warning instead.
     if _is_uncorrected(recipe) and "importance_sampling" not in recipe.algorithm.model_fields_set:
         chosen = "rollout.placement = separate" if rollout.is_paced else f"rollout.stragglers = {rollout.stragglers}"
         yield (
-            f"{chosen}: tokens of earlier weights are trained on (rollout.max_staleness = {bound}), "
-            "and nothing corrects for it; set algorithm.importance_sampling=tis, or algorithm.old_logprobs=rollout "
-            "with a policy loss that clips; algorithm.importance_sampling=none if this is intended"
+            f"{chosen}: tokens sampled by older weights are trained (rollout.max_staleness = {bound}), and nothing "
+            "corrects for it; set algorithm.importance_sampling=tis, or algorithm.old_logprobs=rollout with a "
+            "clipping policy loss; or algorithm.importance_sampling=none if this is intended"
         )
 
 
@@ -299,8 +319,8 @@ def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
     chosen = [f"rollout.{name} = {value}" for name, value in given.items() if value != plain[name]]
     if recipe.has_engine and chosen and _nothing_corrects(recipe):
         yield (
-            f"{', '.join(chosen)}: the engine samples from another distribution than the trainer trains, and nothing "
-            "corrects for it; set algorithm.importance_sampling=tis; logprob_gap/ reports the difference"
+            f"{', '.join(chosen)}: the engines' distribution differs from the trainer's, and nothing corrects for it; "
+            "set algorithm.importance_sampling=tis; the metrics logprob_gap/ show the difference"
         )
 
 
@@ -309,7 +329,7 @@ def kept_kv(recipe: Recipe) -> Iterator[str]:
     if unmet(recipe, "rollout.recompute_kv") is None and not recipe.rollout.recompute_kv:
         yield (
             "rollout.recompute_kv = false: requests interrupted by a reshard continue with the old keys and values; "
-            "logprob_gap/ includes this difference, so it no longer measures rounding alone"
+            "the metrics logprob_gap/ include this difference, so they no longer measure rounding alone"
         )
 
 
@@ -337,16 +357,22 @@ def _reward_order(recipe: Recipe) -> Iterator[str]:
     for source in recipe.sources:
         names = [function.name for function in source.recipe.reward.functions]
         if len(names) + (source.recipe.reward.model is not None) < 2:
-            yield f"{chosen}: there is only one score, {', '.join(names)}; add to reward.functions, or leave it out"
+            yield f"{chosen}: there is only one score, {', '.join(names)}; add a reward function, or leave this out"
         if source.recipe.algorithm.overlong_buffer:
             yield (
-                f"{chosen}: the penalty of algorithm.overlong_buffer is not one of the normalised scores; put "
-                "the function length into reward.functions instead, or leave one out"
+                f"{chosen}: the penalty of algorithm.overlong_buffer is not one of the normalised scores; use the "
+                "reward function length instead, or leave one of both out"
             )
     if algorithm.turn_discount is not None:
-        yield f"{chosen}: algorithm.turn_discount compares returns of turns, not scored by any function; leave one out"
+        yield (
+            f"{chosen}: algorithm.turn_discount compares returns of turns, which are not scores of reward functions; "
+            "leave one of both out"
+        )
     if algorithm.kl_coefficient and algorithm.kl_placement == "reward":
-        yield f"{chosen}: the KL in the reward is not part of its sum; set another algorithm.kl_placement"
+        yield (
+            f"{chosen}: the KL penalty in the reward is not a score of a reward function; set another "
+            "algorithm.kl_placement"
+        )
 
 
 def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
@@ -362,9 +388,9 @@ def _dynamic_sampling(algorithm: AlgorithmConfig) -> Iterator[str]:
     if algorithm.dynamic_sampling_metric == "reward":
         if allowed[0] < 0 or allowed[1] != 1:
             yield (
-                f"algorithm.dynamic_sampling = {list(allowed)}: under algorithm.dynamic_sampling_metric = reward the "
-                "first number is the least spread of a group's rewards, 0 or more, and there is no upper bound; "
-                f"write [{max(allowed[0], 0.0):g}, 1]"
+                f"algorithm.dynamic_sampling = {list(allowed)}: with algorithm.dynamic_sampling_metric = reward, the "
+                "first number is the smallest accepted spread of a group's rewards (0 or more), and there is no upper "
+                f"limit; write [{max(allowed[0], 0.0):g}, 1]"
             )
     elif not 0 <= allowed[0] < allowed[1] <= 1:
         yield f"algorithm.dynamic_sampling = {list(allowed)}: give two accuracies between 0 and 1, the lower one first"
@@ -376,23 +402,28 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
     # Under LoRA the reference shares the frozen base weights, so it cannot be replaced by a newer policy.
     if algorithm.reference_update_steps is not None and recipe.lora.rank:
         yield (
-            f"algorithm.reference_update_steps = {algorithm.reference_update_steps}: under lora.rank = "
-            f"{recipe.lora.rank} the reference is the policy without its adapters, which cannot move; leave one out"
+            f"algorithm.reference_update_steps = {algorithm.reference_update_steps}: with lora.rank = "
+            f"{recipe.lora.rank} the reference model is the policy without its adapters, which cannot be updated; "
+            "leave one of both out"
         )
     if recipe.loop == "sft" and algorithm.aggregation == "constant_length":
-        yield "algorithm.aggregation = constant_length: divides by the longest completion; sft has none; use another"
+        yield (
+            "algorithm.aggregation = constant_length: divides by the longest completion, but loop sft has none; use "
+            "another"
+        )
     if not recipe.is_on_policy:
         return
     # This needs entropies before the update. Under old_logprobs = rollout the trainer makes no such pass.
     if algorithm.entropy_top_share is not None and algorithm.old_logprobs == "rollout":
         yield (
-            f"algorithm.entropy_top_share = {algorithm.entropy_top_share}: the entropies are those of the trainer's "
-            "pass before the update, which algorithm.old_logprobs = rollout saves; set algorithm.old_logprobs=trainer"
+            f"algorithm.entropy_top_share = {algorithm.entropy_top_share}: needs entropies computed by the trainer "
+            "before the update, but algorithm.old_logprobs = rollout skips this pass; set "
+            "algorithm.old_logprobs=trainer"
         )
     if algorithm.importance_sampling and algorithm.old_logprobs == "rollout":
         yield (
-            f"algorithm.importance_sampling = {algorithm.importance_sampling}: corrects the engine to the trainer, "
-            "but the ratio starts from the engine's log-probs; set algorithm.old_logprobs=trainer"
+            f"algorithm.importance_sampling = {algorithm.importance_sampling}: corrects from the engine's to the "
+            "trainer's log-probs, but the ratio already starts from the engine's; set algorithm.old_logprobs=trainer"
         )
     has_low = unmet(recipe, "algorithm.importance_sampling_low") is None
     if has_low and algorithm.importance_sampling_low >= algorithm.importance_sampling_high:
@@ -408,22 +439,26 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
     longest = recipe.rollout.sampling.max_new_tokens
     if algorithm.overlong_buffer and algorithm.overlong_buffer >= longest:
         yield (
-            f"algorithm.overlong_buffer = {algorithm.overlong_buffer}: leaves none of rollout.sampling.max_new_tokens "
-            f"{longest} unpunished; use fewer tokens, DAPO a fifth: {max(1, longest // 5)}"
+            f"algorithm.overlong_buffer = {algorithm.overlong_buffer}: penalises every length up to "
+            f"rollout.sampling.max_new_tokens {longest}; use fewer tokens, for example DAPO's fifth: "
+            f"{max(1, longest // 5)}"
         )
     budget = recipe.rollout.budget.sampled_tokens if recipe.rollout.turns_of_attempt > 1 else None
     if algorithm.overlong_buffer and budget is not None and algorithm.overlong_buffer >= budget:
         yield (
-            f"algorithm.overlong_buffer = {algorithm.overlong_buffer}: leaves none of rollout.budget.sampled_tokens "
-            f"{budget} unpunished; use fewer tokens"
+            f"algorithm.overlong_buffer = {algorithm.overlong_buffer}: penalises every length up to "
+            f"rollout.budget.sampled_tokens {budget}; use fewer tokens"
         )
     if recipe.data.ptx and algorithm.ptx_conversations < recipe.train.updates_per_step:
         yield (
-            f"algorithm.ptx_conversations = {algorithm.ptx_conversations}: every one of train.updates_per_step "
-            f"{recipe.train.updates_per_step} updates needs some; raise it"
+            f"algorithm.ptx_conversations = {algorithm.ptx_conversations}: each of train.updates_per_step "
+            f"{recipe.train.updates_per_step} updates needs at least one; raise it"
         )
     if recipe.data.ptx and recipe.trainer.router_replay:
-        yield "trainer.router_replay = True: no engine chose experts for the conversations of data.ptx; leave one out"
+        yield (
+            "trainer.router_replay = True: the conversations of data.ptx were not sampled, so no engine chose experts "
+            "for them; leave one of both out"
+        )
 
 
 _OF_REWARDS = ("no_gradient", "constant_reward", "validation_falling")

@@ -50,8 +50,8 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     # "delayed" is Megatron-Core's default recipe, so it applies also where fp8_recipe is left out.
     if settings.get("fp8") and settings.get("fp8_recipe", "delayed") == "delayed":
         yield (
-            "trainer.megatron.fp8_recipe = 'delayed': its history is saved as a pickle, which is never loaded; "
-            "set it to blockwise, tensorwise or mxfp8"
+            "trainer.megatron.fp8_recipe = 'delayed': Megatron saves its history as a pickle, which megarl never "
+            "loads; set it to blockwise, tensorwise or mxfp8"
         )
     if recipe.trainer.router_replay:
         yield from _without_replay(settings)
@@ -60,11 +60,11 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     # `known` is empty where Megatron-Core is not installed. Then no field can be called unknown.
     for field, value in settings.items():
         if field in follows:
-            yield f"trainer.megatron.{field} = {value!r}: follows from {follows[field]}; remove it"
+            yield f"trainer.megatron.{field} = {value!r}: megarl sets this from {follows[field]}; remove it"
         elif known and field not in known and field in elsewhere:
             yield (
-                f"trainer.megatron.{field} = {value!r}: is a field of Megatron-Core's {elsewhere[field]}, and "
-                "trainer.megatron sets those of its TransformerConfig; see the recipe's sections optimizer and trainer"
+                f"trainer.megatron.{field} = {value!r}: is a field of Megatron-Core's {elsewhere[field]}, but "
+                "trainer.megatron sets fields of TransformerConfig; see the recipe's sections optimizer and trainer"
             )
         elif known:
             yield from _check("trainer.megatron", "Megatron-Core's TransformerConfig", field, value, known)
@@ -75,19 +75,19 @@ def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
     engine)."""
     if settings.get("moe_router_fusion"):
         yield (
-            "trainer.megatron.moe_router_fusion = True: the fused router chooses anew, trainer.router_replay would "
-            "replay nothing; leave one out"
+            "trainer.megatron.moe_router_fusion = True: the fused router chooses experts itself, so "
+            "trainer.router_replay would have no effect; leave one of both out"
         )
     granularity, modules = settings.get("recompute_granularity"), settings.get("recompute_modules") or ()
     if granularity == "full":
         yield (
-            "trainer.megatron.recompute_granularity = 'full': under trainer.router_replay layers computed anew would "
-            "choose anew; set trainer.recompute=selective instead"
+            "trainer.megatron.recompute_granularity = 'full': with trainer.router_replay, recomputed layers would "
+            "choose other experts; set trainer.recompute=selective instead"
         )
     elif granularity == "selective" and isinstance(modules, list | tuple) and "moe" in modules:
         yield (
-            f"trainer.megatron.recompute_modules = {modules!r}: under trainer.router_replay experts computed anew "
-            "would choose anew; name moe_act instead"
+            f"trainer.megatron.recompute_modules = {modules!r}: with trainer.router_replay, recomputed routers would "
+            "choose other experts; name moe_act instead"
         )
 
 
@@ -145,7 +145,9 @@ def _check(section: str, owner: str, field: str, value: Any, known: Mapping[str,
         yield f"{section}.{field}{shown}: {owner} has no such field; {hint}"
     elif not accepts(known[field], value):
         shown = "<hidden>" if holds_secret((*section.split("."), field), value) else repr(value)
-        yield f"{section}.{field} = {shown}: {owner} says {ast.unparse(known[field])}; give a value of that type"
+        yield (
+            f"{section}.{field} = {shown}: {owner} has the type {ast.unparse(known[field])}; give a value of that type"
+        )
 
 
 def accepts(annotation: ast.expr, value: Any) -> bool:

@@ -38,12 +38,15 @@ def not_downloaded(recipe: Recipe) -> Iterator[str]:
     """Yield a notice for each model whose folder does not exist. Its published sizes are used instead."""
     for folder in dict.fromkeys((recipe.model.folder, *recipe.further_models.values())):
         if not Path(folder).is_dir() and (name := published_name(folder)) is not None:
-            yield f"{folder} is not there: planned with the sizes of {name}; before a start: hf download {name}"
+            yield (
+                f"{folder} is not there, so memory is predicted with the sizes of {name}; before a start: hf download "
+                f"{name}"
+            )
 
 
 _GIB = 2**30
-_NOTHING = "nothing that is tried fits: take more GPUs, or a smaller model"
-_NOTHING_ON_CPUS = "no larger KV cache fits: lower rollout.sampling.max_new_tokens, or take a smaller model"
+_NOTHING = "none of the changes tried fits: use more GPUs, or a smaller model"
+_NOTHING_ON_CPUS = "no larger KV cache fits: lower rollout.sampling.max_new_tokens, or use a smaller model"
 NAME_THE_GPU = "set cluster.gpu_memory_gib to h100, h200, b200 or GiB"
 """End of a message about unknown GPU memory: what to set."""
 
@@ -80,7 +83,7 @@ class Verdict:
 
 def verdict_without_gpus() -> Verdict:
     """Return the verdict for the case that the GPUs' memory is unknown."""
-    return Verdict(None, f"no verdict: nothing names the memory of the run's GPUs; {NAME_THE_GPU}", {}, {})
+    return Verdict(None, f"no verdict: the memory of the run's GPUs is unknown; {NAME_THE_GPU}", {}, {})
 
 
 def refusal(recipe: Recipe, models: Models, gpus: GpuMemory, over: list[Phase]) -> str:
@@ -90,7 +93,9 @@ def refusal(recipe: Recipe, models: Models, gpus: GpuMemory, over: list[Phase]) 
     if found.narrow:
         return f"{text}; what fits: {', or '.join(found.narrow)}"
     if found.wider is not None:
-        return f"{text}; no offload, recomputation, cache or row length fits; what does: {found.wider}"
+        return (
+            f"{text}; no change of offload, recomputation, KV cache or row length is enough; what does: {found.wider}"
+        )
     return f"{text}; {_NOTHING}"
 
 
@@ -115,7 +120,7 @@ def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory) -> _Remedies:
 
 def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: GpuMemory) -> Verdict:
     """Return the verdict on a prediction for GPUs. Each phase is compared with the memory of the GPU that runs it."""
-    limits = {phase.name: int(gpus.of(phase) * _GIB) for phase in table.phases}
+    limits = {phase.name: int(gpus.gib_for(phase) * _GIB) for phase in table.phases}
     over = gpus.exceeded(table)
     excess = {phase.name: phase.device_bytes - limits[phase.name] for phase in over}
     if over:
@@ -126,7 +131,7 @@ def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: Gp
         found = _cache_remedies(recipe, models, gpus)
         return Verdict(False, f"does not fit: {text if found else f'{text}; {_NOTHING}'}", limits, excess, found)
     tightest = min(table.phases, key=lambda phase: limits[phase.name] - phase.device_bytes)
-    taken, limit = tightest.device_bytes / _GIB, gpus.of(tightest)
+    taken, limit = tightest.device_bytes / _GIB, gpus.gib_for(tightest)
     text = (
         f"fits: {_limits_named(recipe, gpus)}: {tightest.name} takes the most, {taken:.1f} of {limit:.1f} GiB; "
         f"{limit - taken:.1f} GiB are left"
@@ -139,7 +144,10 @@ def _too_long_request(table: MemoryTable) -> str | None:
     engine."""
     if table.cache is None or table.cache.longest_requests:
         return None
-    return f"one request may have {table.cache.longest:,} tokens, the KV cache holds {table.cache.tokens:,}"
+    return (
+        f"the longest possible request has {table.cache.longest:,} tokens, but the KV cache holds "
+        f"{table.cache.tokens:,}"
+    )
 
 
 def _cache_remedies(recipe: Recipe, models: Models, gpus: GpuMemory) -> tuple[str, ...]:
@@ -209,7 +217,7 @@ def _excess_named(gpus: GpuMemory, over: list[Phase]) -> str:
     """Return the phases above the limit, largest first: the excess in GiB, and what takes most of the memory."""
     return "; ".join(
         f"{phase.name} takes {phase.device_bytes / _GIB:.1f} GiB on {phase.place}, "
-        f"{phase.device_bytes / _GIB - gpus.of(phase):.1f} too much ({_largest(phase)})"
+        f"{phase.device_bytes / _GIB - gpus.gib_for(phase):.1f} too much ({_largest(phase)})"
         for phase in sorted(over, key=lambda phase: -phase.device_bytes)
     )
 
@@ -351,15 +359,15 @@ def memory_faults(recipe: Recipe, layout: ParallelConfig, *, is_start: bool) -> 
     elif table.cache is not None and not table.cache.longest_requests:
         yield (
             f"rollout.gpu_memory_utilization = {recipe.rollout.gpu_memory_utilization}: leaves a KV cache of "
-            f"{table.cache.tokens} tokens, one request has up to {table.cache.longest}; raise it"
+            f"{table.cache.tokens} tokens, but one request has up to {table.cache.longest}; raise it"
         )
 
 
 def _utilization(recipe: Recipe) -> Iterator[str]:
     if gpu_gib(recipe) is None and runs_on_cpu():
         yield (
-            f"rollout.gpu_memory_utilization = {recipe.rollout.gpu_memory_utilization}: a CPU has no GPU memory to "
-            "take a share of; set rollout.kv_cache_gib instead"
+            f"rollout.gpu_memory_utilization = {recipe.rollout.gpu_memory_utilization}: the ranks run on CPUs, which "
+            "have no GPU memory; set rollout.kv_cache_gib instead"
         )
 
 
@@ -370,6 +378,6 @@ def _other_gpu(recipe: Recipe, is_start: bool) -> Iterator[str]:
     given, found = gpu_gib(recipe), installed_gpu_gib()
     if given is not None and found is not None and found < _SAME_GPU * given:
         yield (
-            f"cluster.gpu_memory_gib = {recipe.cluster.gpu_memory_gib}: this machine's GPUs have {found:.1f} GiB; "
-            "leave it out, or run on the GPUs that it names"
+            f"cluster.gpu_memory_gib = {recipe.cluster.gpu_memory_gib}: this machine's GPUs have only {found:.1f} GiB; "
+            "leave it out, or run on GPUs with this memory"
         )

@@ -98,11 +98,11 @@ def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
         yield from (f"{field} = {folder}: {text}" for text in fit)
         try:
             if _tokens(folder) != _tokens(recipe.model.folder):
-                yield f"{field} = {folder}: its tokenizer is not the policy's; take a model of the same family"
+                yield f"{field} = {folder}: its tokenizer is not the policy's; use a model of the same family"
         except DataError as error:
             yield error
         if bool(own.num_experts) != bool(shape.num_experts) and not is_teacher:
-            yield f"{field} = {folder}: the policy and this must both have experts, or neither; take another"
+            yield f"{field} = {folder}: the policy and this model must both have experts, or neither; use another model"
         if field == "reward.model" and not own.has_value_head:
             yield f"{field} = {folder}: is a language model; give a model trained with loop: reward_model"
         if is_teacher:
@@ -117,8 +117,8 @@ def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
     token, number = largest_token(folder)
     if number >= shape.vocab_size:
         yield (
-            f"{Path(folder) / TOKENIZER[0]}: the token {token!r} has the id {number}, but config.json's vocab_size "
-            f"{shape.vocab_size} ends before it; take the model's own tokenizer, or enlarge its embedding"
+            f"{Path(folder) / TOKENIZER[0]}: the token {token!r} has the id {number}, but vocab_size in config.json is "
+            f"{shape.vocab_size}; use the model's own tokenizer, or enlarge its embedding"
         )
 
 

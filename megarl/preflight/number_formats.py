@@ -46,13 +46,13 @@ def device_faults(recipe: Recipe, *, is_start: bool) -> Iterator[str]:
     # vLLM is built either for CPUs or for GPUs. One environment cannot serve both.
     if chosen == "cpu" and recipe.has_engine and not runs_on_cpu():
         yield (
-            "cluster.device = cpu: the installed vLLM is the build for GPUs; use an environment of "
-            "VENV=DIR launch/setup.sh cpu"
+            "cluster.device = cpu: the installed vLLM is the build for GPUs; use an environment made by VENV=DIR "
+            "launch/setup.sh cpu"
         )
     elif chosen == "cuda" and runs_on_cpu():
         yield (
-            "cluster.device = cuda: the installed vLLM is the build for CPUs; use an environment of "
-            "VENV=DIR launch/setup.sh gpu"
+            "cluster.device = cuda: the installed vLLM is the build for CPUs; use an environment made by VENV=DIR "
+            "launch/setup.sh gpu"
         )
     elif (fault := device_fault(chosen)) is not None:
         yield fault.removesuffix(".")
@@ -89,26 +89,32 @@ def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     field = f"rollout.quantization = {rollout.quantization}"
     if recipe.model.dtype != "bfloat16":
         yield (
-            f"{field}: FP8 kernels take activations of bfloat16, model.dtype is {recipe.model.dtype}; set "
+            f"{field}: FP8 kernels need activations in bfloat16, but model.dtype is {recipe.model.dtype}; set "
             "model.dtype=bfloat16"
         )
     if not FAMILIES[shape.family].is_quantisable:
         known = sorted(name for name, family in FAMILIES.items() if family.is_quantisable)
         yield (
-            f"{field}: writing the FP8 weights of a {shape.family} model in place is not supported by megarl, as it "
-            f"is of {', '.join(known)}; set rollout.quantization=none"
+            f"{field}: megarl cannot write FP8 weights of a {shape.family} model into vLLM, only of "
+            f"{', '.join(known)}; set rollout.quantization=none"
         )
     # vLLM would quantise a second time from its own settings.
     for name in ("quantization", "quantization_config"):
         if rollout.vllm.get(name) is not None:
-            yield f"{field}: rollout.vllm.{name} = {rollout.vllm[name]!r} would quantise too; leave one out"
+            yield (
+                f"{field}: rollout.vllm.{name} = {rollout.vllm[name]!r} would quantise the weights too; leave one of "
+                "both out"
+            )
     if rollout.vllm.get("enable_lora"):
-        yield f"{field}: adapters inside vLLM (rollout.vllm.enable_lora) keep weights of their own; leave one out"
+        yield (
+            f"{field}: LoRA adapters inside vLLM (rollout.vllm.enable_lora) have weights of their own; leave one of "
+            "both out"
+        )
     yield from _backend(recipe, field, "linear_backend", LINEAR_BACKENDS)
     if shape.num_experts:
         yield from _backend(recipe, field, "moe_backend", EXPERT_BACKENDS)
         if rollout.quantization == "fp8_per_channel" and runs_on_cpu():
-            yield f"{field}: vLLM has no such experts on a CPU; set rollout.quantization=fp8, or take GPUs"
+            yield f"{field}: vLLM has no such experts on a CPU; set rollout.quantization=fp8, or use GPUs"
 
 
 def _backend(recipe: Recipe, field: str, name: str, known: tuple[str, ...]) -> Iterator[str]:
@@ -116,6 +122,6 @@ def _backend(recipe: Recipe, field: str, name: str, known: tuple[str, ...]) -> I
     # A backend may be spelled with - or _.
     if str(given).lower().replace("-", "_") not in known:
         yield (
-            f"rollout.vllm.{name} = {given!r}: its kernels store FP8 weights in their own format, and a reshard "
-            f"cannot write it ({field}); set it to {either(known)}"
+            f"rollout.vllm.{name} = {given!r}: its kernels store FP8 weights in a format of their own, which a reshard "
+            f"cannot write ({field}); set it to {either(known)}"
         )

@@ -66,15 +66,15 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
         return
     if cluster.nodes > 1:
         yield (
-            f"cluster.nodes = {cluster.nodes}: cluster.launcher local has this machine only, and megarl train would "
-            "refuse that; megarl slurm submit runs it as a Slurm job"
+            f"cluster.nodes = {cluster.nodes}: cluster.launcher local uses this machine only, so megarl train would "
+            "refuse it; megarl slurm submit runs it as a Slurm job"
         )
         return
     ranks, cores = cluster.ranks_per_node, len(os.sched_getaffinity(0))
     if ranks > _RANKS_PER_CORE * cores:
         yield (
-            f"cluster.ranks_per_node = {ranks}: this machine has {cores} cores, so ranks would wait for each other; "
-            f"use at most {_RANKS_PER_CORE * cores}"
+            f"cluster.ranks_per_node = {ranks}: this machine has only {cores} cores, so ranks would wait for each "
+            f"other; use at most {_RANKS_PER_CORE * cores}"
         )
     memory = machine_bytes()
     # On GPUs the GPU memory is the limit, and the plan covers it.
@@ -85,8 +85,8 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
         phases = " and ".join(phase.name for phase in table.fullest_host)
         yield (
             f"cluster.ranks_per_node = {ranks}: the ranks need {needed / 2**30:.1f} GiB of memory in the phase "
-            f"{phases}, this machine has {memory / 2**30:.1f}; use fewer, or a smaller model (megarl plan prints "
-            "what takes it)"
+            f"{phases}, but this machine has {memory / 2**30:.1f}; use fewer ranks, or a smaller model (megarl plan "
+            "prints what takes it)"
         )
 
 
@@ -98,8 +98,8 @@ def small_cache(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> I
     is_unknown = table.is_gpu and gpu_memory(recipe) is None and recipe.cluster.launcher != "slurm"
     if is_unknown and not is_cache_given(recipe):
         yield (
-            f"rollout.kv_cache_gib = {recipe.rollout.kv_cache_gib:g}: the default of a CPU, because the memory of the "
-            f"run's GPUs is unknown; {NAME_THE_GPU}, or give rollout.kv_cache_gib"
+            f"rollout.kv_cache_gib = {recipe.rollout.kv_cache_gib:g}: the default for CPUs, because the memory of the "
+            f"run's GPUs is unknown; {NAME_THE_GPU}, or set rollout.kv_cache_gib"
         )
     elif table.cache.warning is not None:
         yield f"{table.cache.warning}; {_larger_cache(recipe, layout)}"
@@ -113,7 +113,7 @@ def _larger_cache(recipe: Recipe, layout: ParallelConfig) -> str:
     if (gpus := gpu_memory(recipe)) is not None:
         default = default_cache_gib(recipe, models_of(recipe, layout), gpus)
         if default > recipe.rollout.kv_cache_gib:
-            return f"raise rollout.kv_cache_gib (left out: {default:g} GiB, what a GPU has left) {others}"
+            return f"raise rollout.kv_cache_gib (left out: {default:g} GiB, the rest of a GPU's memory) {others}"
     return f"raise rollout.kv_cache_gib {others}"
 
 

@@ -44,8 +44,8 @@ def reward_fields(recipe: Recipe) -> Iterator[str]:
     for one, other in combinations(dict.fromkeys(names), 2):
         if metric_name(one) == metric_name(other):
             yield (
-                f"reward.functions = {names}: {one} and {other} would share the metric reward/{metric_name(one)}/mean; "
-                "give one function another name"
+                f"reward.functions = {names}: {one} and {other} would have the same metric "
+                f"reward/{metric_name(one)}/mean; give one function another name"
             )
     for name in names:
         try:
@@ -65,7 +65,10 @@ def verdicts(recipe: Recipe) -> Iterator[str]:
     if not recipe.has_engine or judges_answers(recipe) != "none":
         return
     for need in accuracy_needs(recipe):
-        yield f"{need}: needs accuracy, and no reward function judges the answer; {REMEDY}, or leave this out"
+        yield (
+            f"{need}: needs accuracy, but no reward function decides whether an answer is right; {REMEDY}, or leave "
+            "this out"
+        )
 
 
 def check_rewards(recipe: Recipe, *, is_start: bool = True) -> None:
@@ -162,7 +165,10 @@ def _check_of(
     def check(record: Record) -> None:
         for name in function.needs:
             if value_at(record.fields, name) is None:
-                raise ValueError(f"it has no field {name!r}, listed under reward.functions as needed")
+                raise ValueError(
+                    f"the record has no field {name!r}, listed in `needs` of the reward function; add it to the "
+                    "record, or remove it from `needs`"
+                )
         if own is not None:
             own(record.answer(), record.fields, **function.kwargs)
         if server is not None:
@@ -188,8 +194,8 @@ def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
         asyncio.run(ask())
     except ServerFailedError as error:
         yield (
-            f"reward.functions: {served.name!r} gives no score for the first record, whose gold answer "
-            f"{str(sample.answer)!r:.60} was given as completion too: {error}; start the server, or correct the kwargs"
+            f"reward.functions: {served.name!r} gives no score for the first record, although its gold answer "
+            f"{str(sample.answer)!r:.60} was passed as completion too: {error}; start the server, or correct the kwargs"
         )
 
 
@@ -212,7 +218,7 @@ def _try(function: RewardFunctionConfig, settings: WorkerSettings, sample: Sampl
             pool.close()
     if scored.failure:
         yield (
-            f"reward.functions: {function.name!r} gives no reward for the first record, whose gold answer "
-            f"{str(sample.answer)!r:.60} was given as completion too: {scored.detail.strip()}\n"
-            f"Correct it; for example: {expected(function.name)}"
+            f"reward.functions: {function.name!r} gives no reward for the first record, although its gold answer "
+            f"{str(sample.answer)!r:.60} was passed as completion too: {scored.detail.strip()} Correct it; for "
+            f"example: {expected(function.name)}"
         )

@@ -87,13 +87,13 @@ def machines(recipe: Recipe, *, is_start: bool = True) -> Iterator[str]:
         yield "cluster.launcher = ray: Ray is not installed; run launch/setup.sh ray, or set cluster.launcher=local"
     if cluster.launcher == "local" and cluster.groups.engines is not None and is_start:
         yield (
-            "cluster.groups.engines: cluster.launcher local has this machine only; leave the group out and give "
+            "cluster.groups.engines: cluster.launcher local uses this machine only; leave the group out and give "
             "rollout.ranks, or run megarl slurm submit"
         )
     elif cluster.launcher == "local" and cluster.nodes > 1 and is_start:
         yield (
-            f"cluster.nodes = {cluster.nodes}: cluster.launcher local has this machine only; "
-            f"set cluster.nodes=1 cluster.ranks_per_node={cluster.world_size}, or run megarl slurm submit"
+            f"cluster.nodes = {cluster.nodes}: cluster.launcher local uses this machine only; set cluster.nodes=1 "
+            f"cluster.ranks_per_node={cluster.world_size}, or run megarl slurm submit"
         )
 
 
@@ -125,7 +125,7 @@ def ranks(recipe: Recipe) -> Iterator[str]:
     product = cluster.described
     ranks = f"the {world} ranks ({product})"
     if recipe.separate_ranks:
-        ranks = f"the {world} ranks that train ({product} - rollout.ranks {recipe.separate_ranks})"
+        ranks = f"the {world} training ranks ({product} - rollout.ranks {recipe.separate_ranks})"
     if world % model_ranks:
         product = " * ".join(axes)
         sizes = ", ".join(f"trainer.{axis} = {getattr(trainer, axis)}" for axis in axes)
@@ -183,7 +183,7 @@ def placement(recipe: Recipe) -> Iterator[str]:
         yield f"rollout.ranks = {rollout.ranks}: is not a multiple of rollout.tp {tp}, an engine's ranks; {use}"
     if trainer.router_replay:
         yield (
-            "trainer.router_replay = True: the experts chosen by an engine stay on its ranks, and under "
+            "trainer.router_replay = True: an engine's choice of experts stays on its ranks, and with "
             "rollout.placement separate these do not train; leave it out, or set rollout.placement=colocated"
         )
 
@@ -228,8 +228,8 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
     compares = advantage in taking("algorithm.advantage", "lone_sample")
     if recipe.loop == "rl" and compares and samples < 2 and recipe.algorithm.lone_sample == "zero":
         yield (
-            f"train.samples_per_prompt = {samples}: algorithm.advantage {advantage} compares several; use 2 or more, "
-            "or set algorithm.lone_sample=reward"
+            f"train.samples_per_prompt = {samples}: algorithm.advantage {advantage} compares several samples; use 2 or "
+            "more, or set algorithm.lone_sample=reward"
         )
 
 
@@ -244,20 +244,23 @@ def lengths(recipe: Recipe) -> Iterator[str]:
     padded = -(-longest // multiple) * multiple
     if trainer.max_tokens_per_microbatch < padded:
         yield (
-            f"trainer.max_tokens_per_microbatch = {trainer.max_tokens_per_microbatch}: cannot hold one sequence of "
+            f"trainer.max_tokens_per_microbatch = {trainer.max_tokens_per_microbatch}: one sequence of "
             f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + rollout.sampling.max_new_tokens "
-            f"{sampling.max_new_tokens}; raise it to {padded} or lower those"
+            f"{sampling.max_new_tokens} does not fit; raise it to {padded}, or lower these"
         )
     if sampling.temperature == 0:
-        yield "rollout.sampling.temperature = 0: all completions of a prompt would be equal; use 1.0, or any above 0"
+        yield (
+            "rollout.sampling.temperature = 0: all completions of a prompt would be equal; use 1.0, or any "
+            "value above 0"
+        )
     lowest = {"temperature": sampling.temperature}
     if sampling.temperature_schedule != "constant":
         lowest["end_temperature"] = sampling.end_temperature
     for field, temperature in lowest.items():
         if 0 < temperature < _LOWEST_TEMPERATURE:
             yield (
-                f"rollout.sampling.{field} = {temperature}: the engine would sample at {_LOWEST_TEMPERATURE}, and the "
-                f"trainer take log-probs at {temperature}; use {_LOWEST_TEMPERATURE} or more"
+                f"rollout.sampling.{field} = {temperature}: the engine would sample at {_LOWEST_TEMPERATURE}, but the "
+                f"trainer would compute log-probs at {temperature}; use {_LOWEST_TEMPERATURE} or more"
             )
 
 
@@ -311,15 +314,17 @@ def fp8_fit(recipe: Recipe, shape: ModelShape, *, is_start: bool = True) -> Iter
         given = [(f"trainer.megatron.{name}", trainer.megatron.get(name)) for name in ("fp8", "fp4")]
         for field, value in (("trainer.fp8", trainer.fp8), *given):
             if value not in (None, "none"):
-                yield f"{field} = {value}: needs GPUs and Transformer Engine, which are not here; leave it out"
+                yield f"{field} = {value}: needs GPUs and Transformer Engine, which this machine lacks; leave it out"
         return
     if trainer.fp8 == "none":
         return
     chosen = f"trainer.fp8 = {trainer.fp8}"
     if recipe.model.dtype != "bfloat16":
-        yield f"{chosen}: is of bfloat16 weights; set model.dtype=bfloat16"
+        yield f"{chosen}: needs bfloat16 weights; set model.dtype=bfloat16"
     if recipe.lora.rank:
-        yield f"{chosen}: adapters of lora.rank = {recipe.lora.rank} are too narrow for it; leave one out"
+        yield (
+            f"{chosen}: adapters of lora.rank = {recipe.lora.rank} are too narrow for FP8 blocks; leave one of both out"
+        )
     yield from fp8_channels(recipe, shape)
 
 
@@ -341,7 +346,7 @@ def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         if number % FP8_BLOCK:
             yield (
                 f"trainer.fp8 = {trainer.fp8}: the model's {number} {name} are not a multiple of {FP8_BLOCK}; leave it "
-                "out, or split less"
+                "out, or use smaller parallel sizes"
             )
 
 
@@ -350,12 +355,18 @@ def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     trainer = recipe.trainer
     # Megatron-Core requires sequence parallelism for experts split by tensor-parallel ranks.
     if shape.num_experts and trainer.tp > 1 and trainer.sequence_parallel is False:
-        yield f"trainer.sequence_parallel = False: experts at trainer.tp {trainer.tp} need it; leave it out"
+        yield (
+            f"trainer.sequence_parallel = False: experts with trainer.tp {trainer.tp} need sequence parallelism; leave "
+            "it out"
+        )
     if trainer.router_replay and not shape.num_experts:
         yield f"trainer.router_replay = True: a {shape.family} model has no experts; leave it out"
     # Recomputation runs the router a second time and would not see the replayed choice.
     if trainer.router_replay and trainer.recompute == "full":
-        yield "trainer.router_replay = True: layers computed anew would choose anew; set trainer.recompute=selective"
+        yield (
+            "trainer.router_replay = True: recomputed layers would choose other experts; set "
+            "trainer.recompute=selective"
+        )
     yield from _dispatcher(recipe, shape)
     yield from _recomputed_modules(recipe, shape)
 
@@ -369,22 +380,25 @@ def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if not shape.num_experts:
         yield f"{chosen}: a {shape.family} model has no experts; leave it out"
     elif trainer.etp * trainer.ep == 1:
-        yield f"{chosen}: with trainer.ep and trainer.etp 1 all experts are on each rank; leave it out, or raise ep"
+        yield (
+            f"{chosen}: with trainer.ep and trainer.etp 1, each rank has all experts and sends no tokens; leave it "
+            "out, or raise trainer.ep"
+        )
     elif trainer.megatron.get("moe_shared_expert_overlap"):
-        yield f"{chosen}: has no trainer.megatron.moe_shared_expert_overlap; leave one out"
+        yield f"{chosen}: does not support trainer.megatron.moe_shared_expert_overlap; leave one of both out"
     # DeepEP has configurations for these numbers of ranks only.
     elif (num_ranks := trainer.etp * trainer.ep) not in RECEIVED_TOKENS:
         yield (
-            f"{chosen}: DeepEP exchanges tokens between {either([*RECEIVED_TOKENS])} ranks, trainer.etp "
-            f"{trainer.etp} * trainer.ep {trainer.ep} make {num_ranks}; make them one of these, or set it to alltoall"
+            f"{chosen}: DeepEP supports groups of {either([*RECEIVED_TOKENS])} ranks, but trainer.etp {trainer.etp} * "
+            f"trainer.ep {trainer.ep} is {num_ranks}; change these sizes, or use alltoall"
         )
     elif (in_node := min(num_ranks, NODE_RANKS)) > recipe.cluster.ranks_per_node:
         yield (
-            f"{chosen}: DeepEP takes {in_node} ranks for those of a node, cluster.ranks_per_node = "
-            f"{recipe.cluster.ranks_per_node} has fewer; set it to alltoall, or lower trainer.ep"
+            f"{chosen}: DeepEP expects {in_node} ranks on a node, but cluster.ranks_per_node = "
+            f"{recipe.cluster.ranks_per_node} is less; use alltoall, or lower trainer.ep"
         )
     elif (fault := deep_ep_fault()) is not None:
-        yield f"{chosen}: DeepEP cannot be used ({fault}); install its package deep_ep, or set it to alltoall"
+        yield f"{chosen}: DeepEP cannot be used ({fault}); install its package deep_ep, or use alltoall"
 
 
 _NEEDS_EXPERTS = ("moe", "moe_act", "shared_experts")
@@ -398,18 +412,20 @@ def _recomputed_modules(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         return
     field = f"trainer.recompute_modules = {list(trainer.recompute_modules)}"
     if not trainer.recompute_modules:
-        yield f"{field}: nothing would be computed anew; name a module, or set trainer.recompute=none"
+        yield f"{field}: nothing would be recomputed; name a module, or set trainer.recompute=none"
     for module in trainer.recompute_modules:
         if module in _NEEDS_EXPERTS and not shape.num_experts:
             yield f"{field}: a {shape.family} model has no experts; leave {module} out"
         elif module == "shared_experts" and not shape.shared_intermediate_size:
             yield f"{field}: a {shape.family} model has no shared experts; leave {module} out"
         elif module in _NEEDS_TRANSFORMER_ENGINE and (runs_on_cpu() or not transformer_engine.is_installed()):
-            yield f"{field}: {module} needs Transformer Engine's layers, which are not here; leave it out"
+            yield f"{field}: {module} needs Transformer Engine, which is not installed; leave it out"
         elif module == "mlp" and shape.num_experts:
             yield f"{field}: a {shape.family} model has experts in every layer; name moe instead of mlp"
     if trainer.router_replay and "moe" in trainer.recompute_modules:
-        yield f"{field}: under trainer.router_replay experts computed anew would choose anew; name moe_act instead"
+        yield (
+            f"{field}: with trainer.router_replay, recomputed routers would choose other experts; name moe_act instead"
+        )
 
 
 @checks("rollout")

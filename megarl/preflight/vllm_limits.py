@@ -29,7 +29,10 @@ def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     yield from _stop_tokens(recipe, shape)
     yield from _drafter(recipe)
     if recipe.rollout.async_scheduling and runs_on_cpu():
-        yield "rollout.async_scheduling = True: vLLM has none on a CPU; leave it out: then vLLM decides"
+        yield (
+            "rollout.async_scheduling = True: vLLM has no asynchronous scheduling on a CPU; leave it out, so that "
+            "vLLM decides"
+        )
 
 
 HOST_DRAFTERS = ("ngram", "suffix", "custom_class")
@@ -48,8 +51,8 @@ def _drafter(recipe: Recipe) -> Iterator[str]:
     if method not in _WEIGHTLESS:
         # vLLM builds the drafter like the model, without reading files. A reshard writes only the policy's weights.
         yield (
-            f"{field}: the drafter's own weights would stay random, because a reshard writes only the policy's; set "
-            f"its method to {either(_WEIGHTLESS)}, or leave it out"
+            f"{field}: the draft model's own weights would stay random, because a reshard writes only the policy's; "
+            f"set the method to {either(_WEIGHTLESS)}, or leave it out"
         )
     elif runs_on_cpu() and method == "ngram_gpu":
         yield f"{field}: ngram_gpu drafts on a GPU, and this machine has none; take ngram"
@@ -59,11 +62,11 @@ def _drafter(recipe: Recipe) -> Iterator[str]:
             "for rejected drafts; leave one of them out"
         )
     if method == "suffix" and find_spec("arctic_inference") is None:
-        yield f"{field}: vLLM drafts by suffixes with arctic-inference, which is not installed; take ngram"
+        yield f"{field}: vLLM's method suffix needs the package arctic-inference, which is not installed; use ngram"
     if recipe.rollout.async_scheduling and method in HOST_DRAFTERS:
         yield (
-            f"rollout.async_scheduling = True: the drafter {method} works on the host between engine steps, so no "
-            "step can be scheduled ahead; leave it out, or take ngram_gpu (rollout.vllm.speculative_config)"
+            f"rollout.async_scheduling = True: the draft method {method} runs on the host between engine steps, so no "
+            "step can start early; leave it out, or use ngram_gpu (rollout.vllm.speculative_config)"
         )
 
 
@@ -82,8 +85,8 @@ def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     sizes = supported_head_sizes() if runs_on_cpu() else []
     if sizes and shape.head_dim not in sizes:
         yield (
-            f"model.path = {recipe.model.path}: its attention heads have {shape.head_dim} channels, vLLM's attention "
-            f"on CPU takes {', '.join(map(str, sizes))}; take another model, or a machine with GPUs"
+            f"model.path = {recipe.model.path}: its attention heads have {shape.head_dim} channels, but vLLM's "
+            f"attention on CPUs supports {', '.join(map(str, sizes))}; use another model, or GPUs"
         )
 
 
@@ -101,9 +104,9 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         # vLLM holds one block back, so it is not counted here.
         held = max(0, int(rollout.kv_cache_gib * 2**30 / block_bytes) - 1) * block
         yield (
-            f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: holds {held} tokens on a rank, one sequence of "
-            f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + max_new_tokens {new_tokens} has {longest}; "
-            f"give at least {_gib(needed)}, or lower those"
+            f"rollout.kv_cache_gib = {rollout.kv_cache_gib:g}: holds {held} tokens on a rank, but one sequence of "
+            f"data.max_prompt_tokens {recipe.data.max_prompt_tokens} + max_new_tokens {new_tokens} has {longest}; use "
+            f"at least {_gib(needed)}, or lower these limits"
         )
 
 

@@ -57,12 +57,15 @@ def browse(
     """
     if is_evaluation(path):
         if selection.step is not None:
-            raise ConfigError(f"--step {selection.step}: {path} is an evaluation, which has no steps; leave it out")
+            raise ConfigError(f"--step {selection.step}: {path} is an evaluation, which has no steps; leave --step out")
         files = {_EVALUATION: path / ANSWERS}
     else:
         files = dict(read_run(path).sample_files)
     if not files:
-        raise ConfigError(f"{path}: has no samples yet; they come with the first evaluation and the first step of rl")
+        raise ConfigError(
+            f"{path}: the run has no samples yet; they are written at the first evaluation and at the first step of "
+            "loop rl"
+        )
     if selection.step is not None:
         _refuse_step(path, files, selection.step)
     if ask is None:
@@ -175,8 +178,8 @@ def _refuse_step(path: Path, files: Mapping[int, Path], step: int) -> None:
     if step not in files:
         near = min(files, key=lambda known: abs(known - step))
         raise ConfigError(
-            f"--step {step}: {path} has no samples of it; the nearest step with samples is {near}, of {len(files)} "
-            f"from {min(files)} to {max(files)}"
+            f"--step {step}: {path} has no samples of this step; the nearest step with samples is {near}. There are "
+            f"{len(files)} such steps, from {min(files)} to {max(files)}"
         )
 
 
@@ -187,12 +190,12 @@ def _print_all(files: Mapping[int, Path], selection: Selection, console: Console
         wanted = [f"set {selection.set}"] if selection.set else []
         wanted += [f"text {selection.text!r}"] if selection.text else []
         raise ConfigError(
-            f"{path}: no sample of {' with '.join(wanted) or 'that step'}; megarl samples {path} shows all"
+            f"{path}: no sample matches {' with '.join(wanted) or 'that step'}; `megarl samples {path}` shows all"
         )
     for record in found[:limit]:
         console.print(sample_text(record, selection.text))
     if len(found) > limit:
-        console.print(f"{len(found) - limit} more; --limit shows more of them", style="dim")
+        console.print(f"{len(found) - limit} more samples; raise --limit to print them", style="dim")
 
 
 class _Browser:
@@ -261,7 +264,7 @@ class _Browser:
         """Show the first sample of a new selection. If it is empty, say so and keep the old one."""
         found = select(self._files, selection)
         if not found:
-            self._console.print("no such sample; the selection is as before", style="dim")
+            self._console.print("no sample matches; the previous selection stays", style="dim")
             return
         self._selection, self._found, self._place = selection, found, 0
         self._show()

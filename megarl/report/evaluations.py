@@ -88,7 +88,10 @@ def read_evaluation(path: Path) -> RecordedEvaluation:
             answered.is_right.append(record.get("answer_correct") is True)
             answered.is_judged &= record.get("answer_correct") is not None
     if not sets:
-        raise ConfigError(f"{path / ANSWERS}: has no answer; the evaluation ended before its first set was complete")
+        raise ConfigError(
+            f"{path / ANSWERS}: the evaluation has no answers, because it ended before its first validation set was "
+            "complete; run `megarl eval` again"
+        )
     measures = {
         name: {"accuracy": accuracy_of(problems)} if is_judged(problems) else {} for name, problems in sets.items()
     }
@@ -127,7 +130,8 @@ def refuse_mixed(paths: Sequence[Path]) -> None:
     if evaluations and len(evaluations) < len(paths):
         other = next(path for path in paths if not is_evaluation(path))
         raise ConfigError(
-            f"{evaluations[0]} is an evaluation, {other} is not; give folders of evaluations alone, or of runs alone"
+            f"{evaluations[0]} is an evaluation, but {other} is not; give only folders of evaluations, or only folders "
+            "of runs"
         )
 
 

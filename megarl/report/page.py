@@ -74,15 +74,15 @@ def write_report(
 def _refuse_other_files(target: Path) -> None:
     """Raise ConfigError if `target` exists and is not an older report."""
     if not target.parent.is_dir():
-        raise ConfigError(f"--out {target}: there is no folder {target.parent}; make it, or choose another")
+        raise ConfigError(f"--out {target}: there is no folder {target.parent}; create it, or choose another")
     if target.is_dir():
-        raise ConfigError(f"--out {target}: is a folder; give a file, such as {target / 'report.html'}")
+        raise ConfigError(f"--out {target}: this is a folder; give a file, such as {target / 'report.html'}")
     if target.exists():
         with storage_faults_named(target), target.open("rb") as file:
             # Protects a file named by mistake from being overwritten.
             is_page = file.read(len(_PAGE)).lower().startswith(b"<!doctype html")
         if not is_page:
-            raise ConfigError(f"--out {target}: already exists and is not an HTML page; choose another name")
+            raise ConfigError(f"--out {target}: the file exists and is not an HTML page; choose another name")
 
 
 def render(runs: Sequence[RecordedRun]) -> bytes:

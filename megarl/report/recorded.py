@@ -126,11 +126,13 @@ def refuse_other_folders(path: Path) -> None:
     if not path.exists():
         raise ConfigError(f"{path}: there is no such folder; give the folder of a run, such as runs/NAME")
     if not path.is_dir():
-        raise ConfigError(f"{path}: is a file; give the folder of a run, such as runs/NAME")
+        raise ConfigError(f"{path}: this is a file; give the folder of a run, such as runs/NAME")
     with storage_faults_named(path):
         inside = [name for name in _names(path) if any((path / name / mark).is_file() for mark in _MARKS)]
     contents = f"; it holds the runs {', '.join(inside[:8])}" if inside else ""
-    raise ConfigError(f"{path}: is not a run folder, it has none of {', '.join(_MARKS)}{contents}. Give runs/NAME")
+    raise ConfigError(
+        f"{path}: this is not a run folder, because it has none of {', '.join(_MARKS)}{contents}. Give runs/NAME"
+    )
 
 
 def owner_is_gone(path: Path) -> bool:

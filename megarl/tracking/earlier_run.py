@@ -98,7 +98,7 @@ class EarlierRun:
         """Raise ConfigError if the folder has no checkpoint to resume from."""
         if not self.checkpoints and not self.damaged:
             raise ConfigError(
-                f"--resume=must: {self.path} has no checkpoint to go on from. Check name and runs_folder; --resume "
+                f"--resume=must: {self.path} has no checkpoint to continue from. Check name and runs_folder; --resume "
                 "alone would start from the beginning."
             )
 
@@ -107,8 +107,9 @@ class EarlierRun:
         beginning."""
         if self.checkpoints or self.damaged:
             raise DataError(
-                f"{self.path / 'checkpoints'}: none of its {len(self.checkpoints) + len(self.damaged)} checkpoints is "
-                "good. Restore one from a copy, or start over with --restart, which moves the old run to earlier/."
+                f"{self.path / 'checkpoints'}: none of the run's {len(self.checkpoints) + len(self.damaged)} "
+                "checkpoints can be loaded. Restore one from a copy, or start over with --restart, which moves the "
+                "old run to earlier/."
             )
 
 
@@ -122,9 +123,9 @@ def refuse_other_schema(checkpoint: Path) -> None:
     version = driver.get("schema", 1)
     if version != SCHEMA:
         raise DataError(
-            f"{checkpoint}: was written with schema {version} of recipes and checkpoints, and this megarl reads schema "
-            f"{SCHEMA}. Go on with the megarl that wrote it, or start over with --restart, which moves the old run "
-            "to earlier/. A run's hf/ can be another run's model.path."
+            f"{checkpoint}: the checkpoint has schema {version}, but this version of megarl reads schema {SCHEMA}. "
+            "Continue with the version that wrote it, or start over with --restart, which moves the old run to "
+            "earlier/. To begin with its weights, set model.path to a run's folder hf/."
         )
 
 

@@ -69,7 +69,10 @@ def merge(parts: Iterable[Mapping[str, Metric]]) -> dict[str, Metric]:
         for name, metric in part.items():
             known = merged.get(name)
             if known is not None and type(known) is not type(metric):
-                raise TypeError(f"metric {name} is a {type(known).__name__} here and a {type(metric).__name__} there")
+                raise TypeError(
+                    f"the metric {name} is a {type(known).__name__} from one rank or microbatch and a "
+                    f"{type(metric).__name__} from another"
+                )
             merged[name] = metric if known is None else known.merged(metric)
     return merged
 

@@ -119,9 +119,9 @@ class MLflow:
                 return json.loads(answer.read() or b"{}")
         except urllib.error.HTTPError as error:
             said = error.read(300).decode(errors="replace")
-            raise OSError(f"MLflow refused {call} with {error.code}: {said}") from None
+            raise OSError(f"the MLflow server refused the call {call} with HTTP status {error.code}: {said}") from None
         except ValueError as error:
-            raise OSError(f"MLflow's answer to {call} is not valid JSON: {error}") from None
+            raise OSError(f"the MLflow server's answer to the call {call} is not valid JSON: {error}") from None
 
 
 def _server() -> str:
@@ -129,8 +129,8 @@ def _server() -> str:
     server = os.environ.get("MLFLOW_TRACKING_URI", "")
     if not server.startswith(("http://", "https://")):
         raise ConfigError(
-            f"trackers has mlflow, and MLFLOW_TRACKING_URI is {server or 'not set'}: set it to the address of a "
-            "tracking server, such as http://127.0.0.1:5000 of `mlflow server`"
+            f"trackers = mlflow: MLFLOW_TRACKING_URI is {server or 'not set'}; set it to the address of a tracking "
+            "server, such as http://127.0.0.1:5000 of `mlflow server`"
         )
     return server.rstrip("/")
 

@@ -186,8 +186,8 @@ class RunFolder:
         restarts = whole_number(self._counted.get("restarts"))
         if most_restarts is not None and restarts >= most_restarts:
             raise MegarlError(
-                f"{self.path} was resumed {restarts} times from step {step} without a step completed; see "
-                f"logs/ for the cause. Fix it, then set cluster.max_restarts={restarts + 1}."
+                f"{self.path}: resumed {restarts} times from step {step} without completing a further step; logs/ has "
+                f"the cause. Fix it, then set cluster.max_restarts={restarts + 1}."
             )
         self._status["restarts"] = restarts + 1
 
@@ -298,7 +298,8 @@ class RunFolder:
             if error.errno in (errno.ENOSPC, errno.EDQUOT):
                 raise
             raise ConfigError(
-                f"runs_folder: {self.path} cannot be made ({error.strerror}). Choose another with runs_folder=FOLDER."
+                f"runs_folder: {self.path} cannot be created ({error.strerror}). Choose another with "
+                "runs_folder=FOLDER."
             ) from None
         try:
             # The kernel releases the lock when the process dies, so no stale lock can remain.
@@ -307,7 +308,8 @@ class RunFolder:
             owner = os.read(lock, 4096).decode(errors="replace").strip()
             os.close(lock)
             raise RunFolderLockedError(
-                f"{self.path}: in use by {owner or 'another process'}. Wait for its end, or choose another name=NAME."
+                f"{self.path}: the run folder is in use by {owner or 'another process'}. Wait until it ends, or choose "
+                "another name=NAME."
             ) from None
         try:
             os.ftruncate(lock, 0)

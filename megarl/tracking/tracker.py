@@ -81,7 +81,7 @@ class Tracker:
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
         """Log a step's metrics. Step numbers must increase. Values that are not finite become null in metrics.jsonl."""
         if self._last_step is not None and step <= self._last_step:
-            raise ValueError(f"step {step} is logged after step {self._last_step}; a step is logged once")
+            raise ValueError(f"step {step} is logged after step {self._last_step}, but step numbers must increase")
         timing = self.seconds
         row = {name: float(value) for name, value in {**scalars, **timing}.items()}
         self._add_to_totals(timing)
@@ -166,7 +166,7 @@ class Tracker:
     def _give_up(self, name: str, error: Exception) -> None:
         """Print a warning about a tracker that failed and is no longer called."""
         self.notice(
-            f"tracker {name} fails ({type(error).__name__}: {error}); continuing without it, "
+            f"tracker {name} failed ({type(error).__name__}: {error}). The run continues without it; "
             f"{self._folder.metrics_file} has the same numbers"
         )
 

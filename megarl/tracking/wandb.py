@@ -87,7 +87,7 @@ def _mode() -> Mode:
     """Return the mode in the variable WANDB_MODE, offline if it is not set. Raises ConfigError if it is unknown."""
     mode = os.environ.get("WANDB_MODE", "offline")
     if mode not in get_args(Mode):
-        raise ConfigError(f"WANDB_MODE={mode}: is not a mode of W&B; set one of {', '.join(get_args(Mode))}")
+        raise ConfigError(f"WANDB_MODE = {mode}: W&B has no such mode; set one of {', '.join(get_args(Mode))}")
     return cast(Mode, mode)
 
 

@@ -92,9 +92,9 @@ INDEX = "model.safetensors.index.json"
 
 DAMAGES = [
     pytest.param(lambda f: _edit_index(f / "source" / INDEX, "x", "../a.safetensors"), _to_megatron,
-                 "index.json: x is said to be in '../a.safetensors'", id="index points outside"),
+                 "index.json: the index places the tensor x in '../a.safetensors'", id="index points outside"),
     pytest.param(lambda f: _pickle_only(f / "source"), _to_megatron,
-                 "pytorch_model.bin: neither .* Weights are read from safetensors only", id="pickled weights"),
+                 "pytorch_model.bin: neither .* megarl reads weights from safetensors only", id="pickled weights"),
     pytest.param(lambda f: _edit_index(f / "source" / INDEX, "x", "pytorch_model.bin"), _to_megatron,
                  "pytorch_model.bin: not found", id="index names a pickle"),
     pytest.param(lambda f: _cut(f / "source" / "model-a.safetensors"), _to_megatron,

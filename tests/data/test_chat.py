@@ -241,7 +241,7 @@ def test_a_template_of_the_recipe_and_its_variables(tiny_model: Callable[..., Pa
     assert opening(enable_thinking=True, words=["'a'", '"\\\n', "ü\U0001f600"]).endswith(
         "[assistant]'a'\"\\\nü\U0001f600"
     )
-    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.enable_thinkin: .* it reads enable_thinking, words"):
+    with pytest.raises(ConfigError, match=r"chat_template_kwargs\.enable_thinkin: .* it has enable_thinking, words"):
         opening(enable_thinkin=False)
     with pytest.raises(ConfigError, match=r"model\.chat_template = .*absent: no such file"):
         load_tokenizer(tiny_model(), template=str(tmp_path / "absent"))

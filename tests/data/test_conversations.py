@@ -93,7 +93,7 @@ def test_a_file_of_conversations(tmp_path, tokenizer):
 
 
 def test_a_record_without_an_answer(tmp_path, tokenizer):
-    with pytest.raises(DataError, match="line 2: no message is the assistant's"):
+    with pytest.raises(DataError, match="line 2: no message has the role assistant"):
         read(tmp_path, tokenizer, DIALOGUE, [said("user", "a")])
 
 

@@ -100,7 +100,9 @@ def test_rows_in_multiples(rows_multiple):
 
 
 def test_too_few_sequences_for_the_rows_are_refused():
-    with pytest.raises(ValueError, match="7 sequences cannot fill 8 microbatches: 2 ranks of a multiple of 4 each"):
+    with pytest.raises(
+        ValueError, match="7 sequences cannot fill 8 microbatches: each of 2 ranks needs a multiple of 4"
+    ):
         pack([1] * 7, max_tokens=8, num_ranks=2, rows_multiple=4)
 
 
@@ -116,5 +118,5 @@ def test_attention_ratio_is_the_length_of_equal_work():
 
 
 def test_a_sequence_above_the_cap_is_refused():
-    with pytest.raises(ValueError, match="sequence 1 takes 12 tokens; a microbatch holds at most 10"):
+    with pytest.raises(ValueError, match="sequence 1 takes 12 tokens, but a microbatch holds at most 10"):
         pack([3, 9, 5], max_tokens=10, num_ranks=2, multiple=4)

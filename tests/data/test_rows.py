@@ -106,12 +106,12 @@ def test_a_format_is_recognised_by_columns_that_are_empty_at_first(
 @pytest.mark.parametrize(
     ("name", "content", "message"),
     [
-        pytest.param("a.json", "[{}, ", "a.json: not JSON", id="cut JSON"),
+        pytest.param("a.json", "[{}, ", "a.json: not valid JSON", id="cut JSON"),
         pytest.param("a.json", "[1]", "record 1: 1 is not a JSON object", id="numbers"),
         pytest.param("a.json", "[]", "holds no record", id="empty list"),
         pytest.param("a.csv", "a,a\n1,2\n", "line 1: the columns", id="a column twice"),
         pytest.param("a.csv", "a,b\n1,2\n1,2,3\n", "line 3: has 3 cells, the header has 2", id="too many cells"),
-        pytest.param("a.csv", 'a\n"1\n', "not CSV", id="open quotes"),
+        pytest.param("a.csv", 'a\n"1\n', "not valid CSV", id="open quotes"),
         pytest.param("a.csv", "a,b\n", "holds no record", id="a header alone"),
     ],
 )
@@ -178,7 +178,9 @@ def test_words_within_a_name_are_no_split_and_parts_are_one_set(tmp_path: Path) 
     assert len(data_files(tmp_path)) == 4
     assert [file.name for file in data_files(f"train@{tmp_path}")] == ["sums_train-1.jsonl", "sums_train-2.jsonl"]
     write(tmp_path / "products_train.jsonl")
-    with pytest.raises(DataError, match="several sets are of the split train, products_train, sums_train; name one"):
+    with pytest.raises(
+        DataError, match="the split train could mean several files or folders, products_train, sums_train; name one"
+    ):
         data_files(f"train@{tmp_path}")
     assert len(data_files(f"sums_train@{tmp_path}")) == 2
 
@@ -186,14 +188,18 @@ def test_words_within_a_name_are_no_split_and_parts_are_one_set(tmp_path: Path) 
 def test_missing_shards_are_named(tmp_path: Path) -> None:
     for number in (0, 3):
         write(tmp_path / f"train-{number:05d}-of-00004-ab{number}.jsonl")
-    with pytest.raises(DataError, match=r"of the 4 files train-\*-of-00004 these are missing: 00001, 00002; download"):
+    with pytest.raises(
+        DataError, match=r"of the 4 shards train-\*-of-00004, these are missing: 00001, 00002; download"
+    ):
         data_files(tmp_path)
     write(tmp_path / "from-one" / "train-00001-of-00001.jsonl")
     assert len(data_files(tmp_path / "from-one")) == 1
     write(tmp_path / "from-one" / "train-00000-of-00001.jsonl").rename(
         tmp_path / "from-one" / "train-00000-of-00002.jsonl"
     )
-    with pytest.raises(DataError, match=r"train is there several times, -of-00002, -of-00001; remove all but one"):
+    with pytest.raises(
+        DataError, match=r"train exists in several sets of shards, -of-00002, -of-00001; remove all but one"
+    ):
         data_files(tmp_path / "from-one")
 
 
@@ -215,7 +221,7 @@ def test_configurations_are_not_mixed(tmp_path: Path) -> None:
 
 
 def test_folders_that_are_no_data(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match="holds no file of data"):
+    with pytest.raises(DataError, match="holds no data files"):
         data_files(tmp_path)
     write(tmp_path / "a.jsonl")
     write(tmp_path / "b.csv")
@@ -240,7 +246,7 @@ def test_a_data_set_of_the_hub_is_found_in_its_cache(tmp_path: Path, monkeypatch
         write(repository / "snapshots" / "abc" / "other-words" / "train-00000-of-00001.jsonl")
         with pytest.raises(DataError, match=r"megarl-tests/sums/main, megarl-tests/sums/other-words; give one"):
             data_files("train@megarl-tests/sums")
-        with pytest.raises(DataError, match="the data set megarl-tests/sums has no other"):
+        with pytest.raises(DataError, match="the data set megarl-tests/sums has no file or folder other"):
             data_files("megarl-tests/sums/other")
         with pytest.raises(DataError, match="hf download megarl-tests/products --repo-type dataset"):
             data_files("train@megarl-tests/products")

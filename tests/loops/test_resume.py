@@ -238,7 +238,7 @@ def test_a_checkpoint_of_another_schema_is_refused(recipe: Recipe, home: Path, w
     with (
         RunFolder(recipe, resume=True) as folder,
         pytest.raises(
-            DataError, match=rf"step_000004: was written with schema {written or 1} .*reads schema {SCHEMA}\."
+            DataError, match=rf"step_000004: the checkpoint has schema {written or 1}.*reads schema {SCHEMA}\."
         ) as caught,
     ):
         find_origin(recipe, folder, "if-any")
@@ -248,6 +248,6 @@ def test_a_checkpoint_of_another_schema_is_refused(recipe: Recipe, home: Path, w
 
 def test_must_fails_where_there_is_nothing_to_go_on_from(recipe: Recipe) -> None:
     with RunFolder(recipe, resume=True) as folder:
-        with pytest.raises(ConfigError, match=r"--resume=must: .*small has no checkpoint to go on from"):
+        with pytest.raises(ConfigError, match=r"--resume=must: .*small has no checkpoint to continue from"):
             find_origin(recipe, folder, "must")
         assert find_origin(recipe, folder, "if-any").checkpoint is None

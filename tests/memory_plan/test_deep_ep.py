@@ -62,7 +62,7 @@ def test_numbers_of_ranks_that_deep_ep_does_not_know_are_refused(
     models = models_of(recipe, layout_of(recipe))
     told = [*expert_fit(recipe, models.policy.shape)]
     assert len(told) == is_refused
-    assert not is_refused or f"trainer.etp {etp} * trainer.ep 6 make {etp * ep}; make them one of these" in told[0]
+    assert not is_refused or f"trainer.etp {etp} * trainer.ep 6 is {etp * ep}; change these sizes" in told[0]
 
 
 def _recipe(tiny_model: Callable[..., Path], trainer: dict[str, object]) -> Recipe:

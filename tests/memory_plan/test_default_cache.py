@@ -36,7 +36,7 @@ def make(large: Make, tmp_path: Path) -> Make:
 def sampling_gib(recipe: Recipe) -> float:
     """GiB that the fullest phase of an engine takes."""
     table = memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU)
-    return max(phase.device_bytes for phase in table.phases if phase.of("KV cache").device_bytes) / GIB
+    return max(phase.device_bytes for phase in table.phases if phase.use("KV cache").device_bytes) / GIB
 
 
 SEPARATE = ("rollout.placement=separate", "trainer.offload=[]")
@@ -119,7 +119,9 @@ def test_a_cache_for_few_of_the_requests_under_way_is_a_warning(
     """80 KiB a token and rank: 2 GiB are 26,214 tokens, of 9,216 each two requests of 256."""
     few = make("cluster.gpu_memory_gib=h200", "rollout.kv_cache_gib=2", "cluster.launcher=slurm")
     found = [text for text in resource_warnings(few, layout_of(few)) if "KV cache" in text]
-    assert len(found) == 1 and "holds 2 of 256 requests" in found[0] and "rollout.kv_cache_gib" in found[0]
+    assert (
+        len(found) == 1 and "holds only 2 of 256 concurrent requests" in found[0] and "rollout.kv_cache_gib" in found[0]
+    )
     own = with_cache(make("cluster.gpu_memory_gib=h200", "cluster.launcher=slurm"))
     assert not [text for text in resource_warnings(own, layout_of(own)) if "KV cache" in text]
 

@@ -55,7 +55,7 @@ def test_each_change_that_is_named_fits(large: Callable[..., Recipe], name: str,
         return
     (text,) = told
     offered = re.findall(r"(?:what fits: |, or |what does: )([a-z_.]+=[^;]*?)(?=, or |;|$)", text)
-    assert bool(offered) != ("nothing that is tried fits" in text), text
+    assert bool(offered) != ("none of the changes tried fits" in text), text
     for overrides in (offer.split() for offer in offered):
         other = large(name, f"cluster.gpu_memory_gib={gib}", *overrides)
         assert faults(other) == [] and [*lengths(other), *batches(other, layout_of(other).dp)] == [], overrides
@@ -85,9 +85,9 @@ def test_an_optimizer_that_fits_nowhere_else_goes_to_the_host(large: Callable[..
     assert faults(other) == []
     table = memory_table(other, models_of(other, layout_of(other)), GPU)
     (train,) = [phase for phase in table.phases if phase.name == "train"]
-    assert train.of("main weights").device_bytes == train.of("moments").device_bytes == 0
+    assert train.use("main weights").device_bytes == train.use("moments").device_bytes == 0
     # Main weights, moments and gradients, in float32; these, and copies of the weights, in pinned powers of two.
-    assert train.of("optimizer on the host").host_bytes > 16 * 14e9
+    assert train.use("optimizer on the host").host_bytes > 16 * 14e9
 
 
 def test_weights_in_fp8_are_counted(large: Callable[..., Recipe]) -> None:
@@ -96,9 +96,9 @@ def test_weights_in_fp8_are_counted(large: Callable[..., Recipe]) -> None:
     phases = {p.name: p for p in memory_table(recipe, models_of(recipe, layout_of(recipe)), GPU).phases}
     layer = 5120 * (40 * 128 * 2 + 8 * 128 * 2) + 3 * 5120 * 17408
     for name in ("train", "logprobs"):
-        found = phases[name].of("weights in FP8").device_bytes
+        found = phases[name].use("weights in FP8").device_bytes
         assert found == pytest.approx(2 * 40 * layer / 4 * (1 + 4 / 128**2), rel=1e-3)
-    assert phases["rollout"].of("weights in FP8").device_bytes == 0
+    assert phases["rollout"].use("weights in FP8").device_bytes == 0
 
 
 def test_a_share_of_the_gpu_is_lowered(large: Callable[..., Recipe]) -> None:
@@ -213,8 +213,8 @@ def test_other_gpus_than_are_named(large: Callable[..., Recipe], monkeypatch: py
     recipe = large("qwen3_14b_dapo_h200", "cluster.launcher=local")
     (text,) = memory_faults(recipe, layout_of(recipe), is_start=True)
     assert text == (
-        "cluster.gpu_memory_gib = h200: this machine's GPUs have 79.6 GiB; leave it out, or run on the GPUs that it "
-        "names"
+        "cluster.gpu_memory_gib = h200: this machine's GPUs have only 79.6 GiB; leave it out, or run on GPUs "
+        "with this memory"
     )
     assert list(memory_faults(recipe, layout_of(recipe), is_start=False)) == []
     monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: True)

@@ -51,7 +51,10 @@ def test_a_large_recipe_is_planned_where_no_model_is(
         main(["plan", str(path)])
     text = capsys.readouterr().out
     assert caught.value.code == 0
-    assert "is not there: planned with the sizes of Qwen/Qwen3-" in text and "before a start: hf download" in text
+    assert (
+        "is not there, so memory is predicted with the sizes of Qwen/Qwen3-" in text
+        and "before a start: hf download" in text
+    )
     assert text.splitlines()[-1].startswith("fits: ")
 
 

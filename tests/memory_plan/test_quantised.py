@@ -37,8 +37,8 @@ def test_weights_of_a_dense_model_take_half(large: Callable[..., Recipe]) -> Non
         [next(p for p in table.phases if p.name == "reshard") for table in tables],
         [table.cache for table in tables],
     )
-    assert quantised.of("engine weights").device_bytes < 0.6 * plain.of("engine weights").device_bytes
-    assert quantised.of("unquantised weights").device_bytes > plain.of("unquantised weights").device_bytes == 0
+    assert quantised.use("engine weights").device_bytes < 0.6 * plain.use("engine weights").device_bytes
+    assert quantised.use("unquantised weights").device_bytes > plain.use("unquantised weights").device_bytes == 0
     assert room and usual and room.tokens > 1.99 * usual.tokens
 
 

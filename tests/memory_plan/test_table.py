@@ -51,13 +51,13 @@ def test_14b_on_eight_gpus_takes_what_was_computed_by_hand(large: Callable[..., 
     }
     for name, kinds in by_hand.items():
         for kind, size in kinds.items():
-            assert phases[name].of(kind).device_bytes / GB == pytest.approx(size, rel=0.05), (name, kind)
-    libraries = sum(phases["train"].of(kind).device_bytes for kind in ("CUDA", "NCCL", "CUDA graphs"))
+            assert phases[name].use(kind).device_bytes / GB == pytest.approx(size, rel=0.05), (name, kind)
+    libraries = sum(phases["train"].use(kind).device_bytes for kind in ("CUDA", "NCCL", "CUDA graphs"))
     assert libraries / GB == pytest.approx(6.0, rel=0.05)
     sums = {"rollout": 98.0, "reshard": 43.4, "train": 98.4, "save": 50.4}
     for name, size in sums.items():
         assert phases[name].device_bytes / GB == pytest.approx(size, rel=0.05), name
-    staged = phases["save"].of("checkpoint").host_bytes
+    staged = phases["save"].use("checkpoint").host_bytes
     assert staged % PINNED_BLOCK_BYTES == 0
     assert staged / GB == pytest.approx(1.846 * (2 + 12), abs=PINNED_BLOCK_BYTES / GB)
     # The engine sleeps while the trainer is built: the start takes no more than a rollout.
@@ -68,7 +68,7 @@ def test_an_activation_in_steps_keeps_two_more_copies(large: Callable[..., Recip
     """Megatron's own SwiGLU keeps the activated gate, and up with its offset added: 17,408 channels of bf16 each."""
     steps = large("qwen3_14b_dapo_h200", *AS_ON_THE_PAGE, "trainer.megatron.bias_activation_fusion=false")
     tables = table_of(large("qwen3_14b_dapo_h200", *AS_ON_THE_PAGE)), table_of(steps)
-    fused, unfused = (next(p for p in table.phases if p.name == "train").of("activations") for table in tables)
+    fused, unfused = (next(p for p in table.phases if p.name == "train").use("activations") for table in tables)
     assert unfused.device_bytes - fused.device_bytes == pytest.approx(40 * 24576 * 2 * 17408 // 4 * 2, rel=1e-6)
 
 
@@ -142,7 +142,7 @@ def test_rows_in_flight(pp: int, vpp: int, rows: list[float]) -> None:
 def test_requests_that_fit_in_a_cache() -> None:
     room = CacheCapacity(tokens=629_120, longest=18_432, max_concurrent_requests=256, under_way=256)
     assert room.longest_requests == 34 and room.mean_length == 2457
-    assert "34 requests of the longest 18,432" in str(room) and "2,457 tokens on average" in str(room)
+    assert "34 requests of the maximum length of 18,432" in str(room) and "mean length of 2,457 tokens" in str(room)
     assert "always fit" in str(CacheCapacity(tokens=1000, longest=100, max_concurrent_requests=10, under_way=10))
 
 
@@ -151,9 +151,9 @@ def test_a_share_of_the_gpu_leaves_what_is_left_to_the_cache(large: Callable[...
     own = table_of(large("qwen3_14b_dapo_h200"), 139.8)
     share = table_of(with_field_values(large("qwen3_14b_dapo_h200"), {"rollout.gpu_memory_utilization": 0.6}), 139.8)
     rollout = next(phase for phase in share.phases if phase.name == "rollout")
-    others = sum(rollout.of(kind).device_bytes for kind in ("engine weights", "engine step", "CUDA graphs", "CUDA"))
+    others = sum(rollout.use(kind).device_bytes for kind in ("engine weights", "engine step", "CUDA graphs", "CUDA"))
     cache = 0.6 * 139.8 * 2**30 - others - 0.35e9
-    assert rollout.of("KV cache").device_bytes == pytest.approx(cache, rel=1e-3)
+    assert rollout.use("KV cache").device_bytes == pytest.approx(cache, rel=1e-3)
     assert own.cache is not None and share.cache is not None and share.cache.tokens < own.cache.tokens
 
 
@@ -163,7 +163,7 @@ def test_on_a_cpu_all_is_the_hosts(large: Callable[..., Recipe]) -> None:
     assert all(phase.device_bytes == 0 for phase in table.phases)
     train = next(phase for phase in table.phases if phase.name == "train")
     # The engine does not sleep there.
-    assert train.of("engine weights").host_bytes > 14e9 and train.of("KV cache").host_bytes > 100e9
+    assert train.use("engine weights").host_bytes > 14e9 and train.use("KV cache").host_bytes > 100e9
     assert table.predicted()["train"] == train.host_bytes
 
 
@@ -198,14 +198,14 @@ def test_ranks_that_train_and_ranks_that_sample(large: Callable[..., Recipe]) ->
     }  # fmt: skip
     states, sampled = ("parameters", "gradients", "main weights", "moments"), ("engine weights", "KV cache")
     for phase in table.phases:
-        has = [kind for kind in (*states, *sampled) if phase.of(kind).device_bytes]
+        has = [kind for kind in (*states, *sampled) if phase.use(kind).device_bytes]
         assert has == list(sampled if phase.part == "engine" else states if phase.name != "start" else states[:3])
     colocated = {phase.name: phase for phase in table_of(large("qwen3_14b_dapo_h200", "trainer.offload=[]")).phases}
     # It never sleeps, and never offloads.
     rollout, reshard = phases["rollout"], phases["reshard engine"]
-    assert rollout.of("engine weights") == colocated["rollout"].of("engine weights")
-    assert reshard.of("KV cache") == rollout.of("KV cache") and reshard.of("staging").device_bytes > 0
-    assert phases["reshard"].of("moments") == phases["train"].of("moments") == colocated["train"].of("moments")
+    assert rollout.use("engine weights") == colocated["rollout"].use("engine weights")
+    assert reshard.use("KV cache") == rollout.use("KV cache") and reshard.use("staging").device_bytes > 0
+    assert phases["reshard"].use("moments") == phases["train"].use("moments") == colocated["train"].use("moments")
     offloaded = table_of(large("qwen3_14b_dapo_h200", *SEPARATE, "trainer.offload=[optimizer,gradients,parameters]"))
     assert offloaded == table
     # A phase that both have is predicted at its fullest rank.
@@ -236,5 +236,5 @@ def test_a_tiny_run_with_separate_engines(large: Callable[..., Recipe]) -> None:
     assert {phase.place for phase in table.phases} == {"trainer rank 0", "engine rank 3"}
     rollout = next(phase for phase in table.phases if phase.name == "rollout")
     assert table.cache is not None and table.cache.longest_requests > 0
-    assert rollout.of("parameters").host_bytes == 0 and rollout.of("engine weights").host_bytes > 0
+    assert rollout.use("parameters").host_bytes == 0 and rollout.use("engine weights").host_bytes > 0
     assert table.as_json()["phases"][0]["part"] == "trainer"

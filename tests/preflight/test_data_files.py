@@ -35,7 +35,7 @@ def test_the_first_faulty_line_of_each_file_is_told(recipe: Callable[..., Recipe
         count_records(recipe(loop="sft", data={"validation": {"easy": str(held_out)}}))
     title, *lines = str(caught.value).splitlines()
     assert title == "data of recipe small: 2 errors"
-    assert "train.jsonl, line 1: no message is the assistant's" in lines[0]
+    assert "train.jsonl, line 1: no message has the role assistant" in lines[0]
     assert "held_out.jsonl, line 2: not JSON" in lines[1]
 
 

@@ -91,7 +91,7 @@ def test_what_a_teacher_with_experts_needs(
 ) -> None:
     sections = TWO_RANKS | {"trainer": {"sequence_parallel": False}}
     found = told(distillation(sections, teacher=str(tiny_model(family="qwen3_moe")), tp=2))
-    assert "trainer.sequence_parallel = False: experts at distillation.tp 2 need it" in found
+    assert "trainer.sequence_parallel = False: experts with distillation.tp 2 need sequence parallelism" in found
 
 
 def test_a_dense_teacher_of_a_policy_with_experts(

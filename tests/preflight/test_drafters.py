@@ -52,7 +52,7 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
 def test_weights_that_nobody_writes_are_refused(faults: Callable[..., list[str]], config: dict[str, Any]) -> None:
     (text,) = faults(config)
     assert text.startswith("rollout.vllm.speculative_config = ") and "own weights would stay random" in text
-    assert "set its method to ngram, suffix, custom_class or ngram_gpu, or leave it out" in text
+    assert "set the method to ngram, suffix, custom_class or ngram_gpu, or leave it out" in text
 
 
 @pytest.mark.parametrize(
@@ -87,7 +87,9 @@ def test_no_step_is_begun_ahead_of_a_drafter_on_the_host(
 ) -> None:
     told = [text for text in faults(NGRAM | {"method": method}, async_scheduling=True) if "arctic" not in text]
     assert len(told) == is_told
-    assert not is_told or told[0].startswith(f"rollout.async_scheduling = True: the drafter {method} works on the host")
+    assert not is_told or told[0].startswith(
+        f"rollout.async_scheduling = True: the draft method {method} runs on the host"
+    )
     assert [text for text in faults(NGRAM | {"method": method}) if "async" in text] == []
 
 
@@ -99,7 +101,7 @@ def test_an_own_drafter_is_known_by_its_import_path_as_vllm_knows_it(faults: Cal
 @pytest.mark.skipif(find_spec("arctic_inference") is not None, reason="its library is installed")
 def test_a_drafter_whose_library_is_missing_is_named(faults: Callable[..., list[str]]) -> None:
     (text,) = faults(NGRAM | {"method": "suffix"})
-    assert "drafts by suffixes with arctic-inference, which is not installed; take ngram" in text
+    assert "vLLM's method suffix needs the package arctic-inference, which is not installed; use ngram" in text
 
 
 @pytest.mark.parametrize(
@@ -107,7 +109,7 @@ def test_a_drafter_whose_library_is_missing_is_named(faults: Callable[..., list[
     [
         ({"sampling": {"max_new_tokens": 24, "top_p": 0.7}}, "rollout.sampling.top_p, top_k or min_p kept"),
         ({"sampling": {"max_new_tokens": 24, "min_p": 0.1}}, "rollout.sampling.top_p, top_k or min_p kept"),
-        ({"evaluation": {"sampling": {"min_p": 0.1}}}, "leave it out, or evaluation.sampling.min_p"),
+        ({"evaluation": {"sampling": {"min_p": 0.1}}}, "leave out this field or evaluation.sampling.min_p"),
     ],
 )
 def test_what_is_not_known_of_drafts_is_not_sampled_with_them(

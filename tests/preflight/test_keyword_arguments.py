@@ -120,22 +120,22 @@ def test_what_functions_take(algorithm: dict[str, Any]) -> None:
         ),
         pytest.param(
             {"policy_loss": "sapo", "policy_loss_kwargs": {"temperature_positive": "warm"}},
-            ["temperature_positive = 'warm': sapo says float"],
+            ["temperature_positive = 'warm': sapo has the type float"],
             id="type",
         ),
         pytest.param(
             {"policy_loss": "sapo", "policy_loss_kwargs": {"temperature_positive": None}},
-            ["temperature_positive = None: sapo says float"],
+            ["temperature_positive = None: sapo has the type float"],
             id="nothing",
         ),
         pytest.param(
             {"policy_loss_kwargs": {"clip_low": 0.1}},
-            ["algorithm.policy_loss_kwargs.clip_low = 0.1: has a field of its own; set algorithm.clip_low"],
+            ["clip_low = 0.1: this keyword is a recipe field of its own; set algorithm.clip_low"],
             id="a field's keyword",
         ),
         pytest.param(
             {"advantage": "opo", "advantage_kwargs": {"lengths": 3}},
-            ["algorithm.advantage_kwargs.lengths = 3: is measured by the run"],
+            ["algorithm.advantage_kwargs.lengths = 3: the run computes this keyword"],
             id="measured",
         ),
         pytest.param(
@@ -150,12 +150,12 @@ def test_what_functions_take(algorithm: dict[str, Any]) -> None:
         ),
         pytest.param(
             {"policy_loss": "own.py:loss", "policy_loss_kwargs": {"tau": 1, "mode": 2}},
-            ["algorithm.policy_loss_kwargs.mode = 2: own.py:loss says str"],
+            ["algorithm.policy_loss_kwargs.mode = 2: own.py:loss has the type str"],
             id="own, type",
         ),
         pytest.param(
             {"policy_loss": "own.py:loss", "policy_loss_kwargs": {"tau": 1}, "clip_low": 0.1},
-            ["algorithm.clip_low = 0.1: does nothing under algorithm.policy_loss=own.py:loss, which takes no keyword"],
+            ["algorithm.clip_low = 0.1: has no effect with algorithm.policy_loss=own.py:loss, which has no keyword"],
             id="own takes no clip_low",
         ),
         pytest.param(
@@ -208,7 +208,7 @@ def test_a_call_on_toy_tensors_shows_what_a_function_returns(algorithm: dict[str
 def test_keywords_of_a_preference_loss() -> None:
     assert told("preference", preference={"loss": "ipo", "beta": 0.2}) == []
     [line] = told("preference", preference={"loss": "kto", "loss_kwargs": {"kl": 0.1}})
-    assert line == "preference.loss_kwargs.kl = 0.1: is measured by the run; leave it out"
+    assert line == "preference.loss_kwargs.kl = 0.1: the run computes this keyword from its samples; leave it out"
 
 
 def test_nothing_is_imported_for_another_loop() -> None:

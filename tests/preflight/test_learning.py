@@ -73,7 +73,12 @@ UNJUDGED = {"functions": ["boxed_of_mine.py:exact", "boxed_of_mine.py:brevity"]}
                 "rollout": TWO_ENGINES | {"max_staleness": 2, "sync_every": 4},
                 "algorithm": {"importance_sampling": "tis"},
             },
-            ["rollout.max_staleness = 2", "rollout.sync_every = 4", "up to 3 versions old", "set it to 3 at least"],
+            [
+                "rollout.max_staleness = 2",
+                "rollout.sync_every = 4",
+                "up to 3 weight versions old",
+                "set it to at least 3",
+            ],
             id="staler than the bound before the next reshard",
         ),
         pytest.param(
@@ -120,12 +125,12 @@ UNJUDGED = {"functions": ["boxed_of_mine.py:exact", "boxed_of_mine.py:brevity"]}
         pytest.param({"reward": {"functions": []}}, ["reward.functions is empty"], id="nothing is right"),
         pytest.param(
             {"reward": {"functions": ["a.b:c", "d/e.py:c"]}},
-            ["a.b:c and d/e.py:c would share the metric reward/c/mean"],
+            ["a.b:c and d/e.py:c would have the same metric reward/c/mean"],
             id="two functions of one name",
         ),
         pytest.param(
             {"algorithm": PPO, "critic": {"warmup_steps": 10}, "train": {"steps": 10}},
-            ["critic.warmup_steps = 10: leaves none of train.steps 10"],
+            ["critic.warmup_steps = 10: no step of train.steps 10 would train the policy"],
             id="nothing but warm-up",
         ),
         pytest.param(
@@ -157,7 +162,7 @@ UNJUDGED = {"functions": ["boxed_of_mine.py:exact", "boxed_of_mine.py:brevity"]}
         ),
         pytest.param(
             {"algorithm": {"reward_order": "normalize_then_sum"}},
-            ["algorithm.reward_order = normalize_then_sum", "only one score, boxed", "leave it out"],
+            ["algorithm.reward_order = normalize_then_sum", "only one score, boxed", "leave this out"],
             id="one function to normalise",
         ),
         pytest.param(
@@ -175,7 +180,7 @@ UNJUDGED = {"functions": ["boxed_of_mine.py:exact", "boxed_of_mine.py:brevity"]}
         ),
         pytest.param(
             {"evaluation": {"samples_per_prompt": 4, "k": [1, 8]}},
-            ["evaluation.k = [1, 8]", "evaluation.samples_per_prompt 4; raise that to 8"],
+            ["evaluation.k = [1, 8]", "evaluation.samples_per_prompt 4; raise the latter to 8"],
             id="pass@k of more attempts than there are",
         ),
         pytest.param(
@@ -233,7 +238,9 @@ def test_stale_tokens_go_uncorrected_only_where_that_is_written(
 
 def test_a_run_of_no_steps_needs_something_to_evaluate(recipe: Callable[..., Recipe]) -> None:
     sound = recipe()
-    with pytest.raises(ConfigError, match=r"train\.steps = 0: only evaluates, but data\.validation is not given"):
+    with pytest.raises(
+        ConfigError, match=r"train\.steps = 0: the run would only evaluate, but data\.validation is missing"
+    ):
         check(recipe(train={"steps": 0}))
     check(recipe(train={"steps": 0}, data={"validation": {"held_out": sound.data.train}}))
 

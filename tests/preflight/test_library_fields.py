@@ -25,12 +25,12 @@ MODEL_FIELDS = [
     ),
     pytest.param(
         {"trainer": {"megatron": {"hidden_dropout": "none"}}},
-        ["trainer.megatron.hidden_dropout = 'none'", "says float"],
+        ["trainer.megatron.hidden_dropout = 'none'", "has the type float"],
         id="Megatron, type",
     ),
     pytest.param(
         {"trainer": {"megatron": {"bias_dropout_fusion": 1}}},
-        ["bias_dropout_fusion = 1", "says bool"],
+        ["bias_dropout_fusion = 1", "has the type bool"],
         id="Megatron, bool",
     ),
     pytest.param(
@@ -40,7 +40,7 @@ MODEL_FIELDS = [
     ),
     pytest.param(
         {"trainer": {"megatron": {"num_layers": 4}}},
-        ["num_layers = 4: follows from the model's"],
+        ["num_layers = 4: megarl sets this from the model's"],
         id="Megatron, decided",
     ),
     pytest.param(
@@ -60,7 +60,7 @@ MODEL_FIELDS = [
     ),
     pytest.param(
         {"rollout": {"vllm": {"block_size": "16"}}},
-        ["rollout.vllm.block_size = '16'", "says int | None"],
+        ["rollout.vllm.block_size = '16'", "has the type int | None"],
         id="vLLM, type",
     ),
     pytest.param(
@@ -94,11 +94,14 @@ def test_fp8_with_a_history_is_refused(recipe: Callable[..., Recipe]) -> None:
 @pytest.mark.parametrize(
     ("megatron", "told"),
     [
-        ({"moe_router_fusion": True}, "moe_router_fusion = True: the fused router chooses anew"),
-        ({"recompute_granularity": "full"}, "recompute_granularity = 'full': under trainer.router_replay layers"),
+        ({"moe_router_fusion": True}, "moe_router_fusion = True: the fused router chooses experts itself"),
+        (
+            {"recompute_granularity": "full"},
+            "recompute_granularity = 'full': with trainer.router_replay, recomputed layers",
+        ),
         (
             {"recompute_granularity": "selective", "recompute_modules": ["core_attn", "moe"]},
-            "recompute_modules = ['core_attn', 'moe']: under trainer.router_replay experts",
+            "recompute_modules = ['core_attn', 'moe']: with trainer.router_replay, recomputed routers",
         ),
     ],
 )

@@ -57,7 +57,7 @@ ENGINES_2 = {"groups": {"engines": {"ranks_per_node": 2}}}
             {"cluster": RANKS_4, "trainer": {"tp": 2}, "rollout": {**SEPARATE, "ranks": 1}},
             [
                 "trainer.tp = 2",
-                "does not divide the 3 ranks that train",
+                "does not divide the 3 training ranks",
                 "- rollout.ranks 1",
                 "1 or 3, or have 2 or 4 ranks",
             ],
@@ -65,7 +65,7 @@ ENGINES_2 = {"groups": {"engines": {"ranks_per_node": 2}}}
         ),
         pytest.param(
             {"cluster": RANKS_4, "trainer": {"dp": 4}, "rollout": {**SEPARATE, "ranks": 2}},
-            ["trainer.dp = 4", "the 2 ranks that train", "set trainer.dp=2"],
+            ["trainer.dp = 4", "the 2 training ranks", "set trainer.dp=2"],
             id="dp of all ranks",
         ),
         pytest.param(

@@ -105,7 +105,7 @@ def test_reward_functions_that_work_are_accepted(recipe: Callable[..., Recipe], 
         pytest.param(
             {"name": "length", "kwargs": {"field": "budget"}}, {"budget": None}, "the target is None", id="length"
         ),
-        pytest.param({"name": "boxed", "needs": ["a.b"]}, {"a": {"c": 1}}, "it has no field 'a.b'", id="needs"),
+        pytest.param({"name": "boxed", "needs": ["a.b"]}, {"a": {"c": 1}}, "the record has no field 'a.b'", id="needs"),
         pytest.param("code", {"test_cases": None}, "has no public_test_cases nor private_test_cases", id="code"),
         pytest.param("judge", {"a": {"c": 1}}, "no field 'a.b', used by the judge's prompt", id="judge"),
         pytest.param("multiple_choice", {"gt_answer": "77"}, "none of the 26 choices", id="multiple choice"),

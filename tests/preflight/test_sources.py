@@ -155,7 +155,9 @@ def test_a_chat_template_must_write_tools_and_show_how_it_writes_calls(
     with pytest.raises(ConfigError, match=r"rollout\.tool_parser: .* give one of hermes"):
         check(recipe(**changed))
     changed["rollout"]["tool_parser"] = "hermes"
-    with pytest.raises(ConfigError, match=r"rollout\.environment = 'calculator': the chat template writes no tools"):
+    with pytest.raises(
+        ConfigError, match=r"rollout\.environment = 'calculator': the chat template does not write tools"
+    ):
         check(recipe(**changed))
     (model / "chat_template.jinja").write_text(f"{{{{ tools }}}}{plain}")
     check(recipe(**changed))

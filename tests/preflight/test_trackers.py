@@ -32,7 +32,7 @@ def test_a_tracker_whose_variables_are_wrong(
 ) -> None:
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     text = only_fault(trackers=["mlflow"])
-    assert "trackers has mlflow" in text and "MLFLOW_TRACKING_URI is not set" in text
+    assert "trackers = mlflow" in text and "MLFLOW_TRACKING_URI is not set" in text
     # A job has an environment of its own, and an evaluation starts no tracker.
     check(recipe(trackers=["mlflow"], cluster={"launcher": "slurm"}), is_start=False)
     check(recipe(trackers=["mlflow"]), is_trained=False)

@@ -51,7 +51,7 @@ RANKS_4 = {"ranks_per_node": 4}
         ),
         pytest.param(
             {"algorithm": {"kl_coefficient": 0.1, "reference_update_steps": 4}, "lora": {"rank": 4}},
-            ["algorithm.reference_update_steps = 4", "without its adapters", "leave one out"],
+            ["algorithm.reference_update_steps = 4", "without its adapters", "leave one of both out"],
             id="a reference without adapters",
         ),
         pytest.param(
@@ -84,9 +84,7 @@ RANKS_4 = {"ranks_per_node": 4}
             ["trainer.recompute_modules = ['mlp', 'moe']", "has no experts; leave moe out"],
             id="experts computed anew",
         ),
-        pytest.param(
-            {"lora": {"rank": 65}}, ["lora.rank = 65: exceeds", "narrowest matrix, 64; lower it"], id="lora rank"
-        ),
+        pytest.param({"lora": {"rank": 65}}, ["lora.rank = 65: exceeds", "matrices, 64; lower it"], id="lora rank"),
         pytest.param(
             {"loop": "reward_model", "lora": {"rank": 8}},
             ["lora.rank = 8", "set lora.rank=0"],
@@ -95,7 +93,7 @@ RANKS_4 = {"ranks_per_node": 4}
         pytest.param({"optimizer": {"name": "sgd"}}, ["trainer.distributed_optimizer=false"], id="sgd"),
         pytest.param(
             {"trainer": {"fp8": "blockwise"}},
-            ["trainer.fp8 = blockwise", "needs GPUs and Transformer Engine, which are not here; leave it out"],
+            ["trainer.fp8 = blockwise", "needs GPUs and Transformer Engine, which this machine lacks; leave it out"],
             id="FP8 on a CPU",
         ),
         pytest.param(
@@ -157,7 +155,9 @@ def test_the_limits_themselves_are_allowed(recipe: Callable[..., Recipe], change
 def test_a_warm_up_longer_than_the_run_is_held_to_it(recipe: Callable[..., Recipe]) -> None:
     long = recipe(optimizer={"warmup_steps": 21}, train={"steps": 10, "updates_per_step": 2})
     check(long)
-    assert [*shortened_warmups(long)] == ["optimizer.warmup_steps = 21: the run makes 20 updates; 20 used"]
+    assert [*shortened_warmups(long)] == [
+        "optimizer.warmup_steps = 21: the run makes only 20 updates, so the warm-up is shortened to 20"
+    ]
     assert [
         *shortened_warmups(recipe(optimizer={"warmup_steps": 20}, train={"steps": 10, "updates_per_step": 2}))
     ] == []

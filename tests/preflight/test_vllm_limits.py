@@ -57,12 +57,12 @@ TWO_ENGINES = SEPARATE | {"ranks": 2}
         ),
         pytest.param(
             {"rollout": {"quantization": "fp8", "vllm": {"quantization": "fp8_per_tensor"}}},
-            ["rollout.vllm.quantization = 'fp8_per_tensor' would quantise too; leave one out"],
+            ["rollout.vllm.quantization = 'fp8_per_tensor' would quantise the weights too; leave one of both out"],
             id="fp8 twice",
         ),
         pytest.param(
             {"rollout": {"quantization": "fp8", "vllm": {"enable_lora": True}}},
-            ["rollout.quantization = fp8: adapters inside vLLM"],
+            ["rollout.quantization = fp8: LoRA adapters inside vLLM"],
             id="fp8 beside adapters in the engine",
         ),
         pytest.param(
@@ -113,7 +113,7 @@ def test_fp8_is_refused_for_experts_and_families_that_it_is_not_known_for(
     monkeypatch.setitem(FAMILIES, "qwen3", dataclasses.replace(FAMILIES["qwen3"], is_quantisable=False))
     with pytest.raises(ConfigError) as caught:
         check(recipe(rollout={"quantization": "fp8"}))
-    assert "rollout.quantization = fp8: writing the FP8 weights of a qwen3 model" in str(caught.value)
+    assert "rollout.quantization = fp8: megarl cannot write FP8 weights of a qwen3 model" in str(caught.value)
     assert "qwen3_moe; set rollout.quantization=none" in str(caught.value)
 
 

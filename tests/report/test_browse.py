@@ -49,7 +49,7 @@ def test_samples_are_printed_in_order(run: Path) -> None:
     assert [f"c{number}" in text for number in range(6)] == [True] * 6
     assert "step 2, line 1  train  reward 0" in text and "\u241b[2Jheld" in text and "\x1b" not in text
     best = shown(run, order="best", limit=2)
-    assert best.index("c2") < best.index("c5") and "c1" not in best and "4 more; --limit shows more" in best
+    assert best.index("c2") < best.index("c5") and "c1" not in best and "4 more samples; raise --limit" in best
     assert "c0" in shown(run, order="worst", limit=1)
     assert "c0" not in shown(run, set="heldout") and "not scored" in shown(run, set="heldout")
     assert "older" in shown(run, text="OLDER") and "c0" not in shown(run, text="older")
@@ -65,7 +65,7 @@ def test_samples_are_printed_in_order(run: Path) -> None:
         pytest.param(["b", "n"], "c5", id="best"),
         pytest.param(["w"], "c0", id="worst"),
         pytest.param(["set heldout"], "held", id="set"),
-        pytest.param(["set no"], "the selection is as before", id="no set"),
+        pytest.param(["set no"], "the previous selection stays", id="no set"),
         pytest.param(["<"], "older", id="step before"),
         pytest.param(["<", "<", "<", ">"], "older", id="first step"),
         pytest.param(["1"], "older", id="step"),
@@ -80,9 +80,9 @@ def test_commands(run: Path, commands: list[str], last: str) -> None:
 
 
 def test_what_is_not_there_is_refused(run: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"the nearest step with samples is 2, of 3 from 0 to 2"):
+    with pytest.raises(ConfigError, match=r"the nearest step with samples is 2. There are 3 such steps, from 0 to 2"):
         shown(run, step=9)
-    with pytest.raises(ConfigError, match="no sample of set x with text 'y'"):
+    with pytest.raises(ConfigError, match="no sample matches set x with text 'y'"):
         shown(run, set="x", text="y")
     (tmp_path / "new").mkdir()
     (tmp_path / "new/status.json").write_text(json.dumps({"state": "starting"}))

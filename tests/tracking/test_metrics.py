@@ -38,5 +38,5 @@ def test_names_may_be_absent_from_some_ranks() -> None:
 
 
 def test_two_reductions_of_one_name_are_refused() -> None:
-    with pytest.raises(TypeError, match="x is a Mean here and a Sum there"):
+    with pytest.raises(TypeError, match="x is a Mean from one rank or microbatch and a Sum from another"):
         merge([{"x": Mean(3.0)}, {"x": Sum(3.0)}])

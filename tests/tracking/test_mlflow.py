@@ -95,11 +95,11 @@ def test_a_server_that_refuses_ends_the_tracker_and_not_the_run(
     server.refused = {"runs/log-batch"}
     tracker.log(1, {"reward/mean": 0.5})
     tracker.log(2, {"reward/mean": 0.5})
-    assert capsys.readouterr().out.count("MLflow refused runs/log-batch with 400") == 1
+    assert capsys.readouterr().out.count("the MLflow server refused the call runs/log-batch with HTTP status 400") == 1
     assert len(folder.metrics_file.read_text().splitlines()) == 2
 
 
 def test_without_a_server_it_is_refused(folder: RunFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "mlruns")
-    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI is mlruns: set it to the address"):
+    with pytest.raises(ConfigError, match="MLFLOW_TRACKING_URI is mlruns; set it to the address"):
         MLflow(folder.path, 0)

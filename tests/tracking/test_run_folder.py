@@ -139,7 +139,7 @@ def test_an_earlier_run_is_not_overwritten(recipe: Recipe) -> None:
 
 def test_a_folder_that_cannot_be_made_is_a_config_error(recipe: Recipe, tmp_path: Path) -> None:
     (tmp_path / "deep").write_text("a file")
-    with pytest.raises(ConfigError, match=r"runs_folder: .* cannot be made"):
+    with pytest.raises(ConfigError, match=r"runs_folder: .* cannot be created"):
         RunFolder(recipe)
 
 
@@ -172,7 +172,7 @@ def test_a_resumed_folder_forgets_what_came_after_its_checkpoint(recipe: Recipe)
     begun(recipe, 4, 2, resume=True)
     assert status(recipe)["restarts"] == 1
     begun(recipe, 4, 2, resume=True)
-    with pytest.raises(MegarlError, match="resumed 2 times from step 4 without a step completed"):
+    with pytest.raises(MegarlError, match="resumed 2 times from step 4 without completing a further step"):
         begun(recipe, 4, 2, resume=True)
     assert status(recipe)["restarts"] == 2 and len(list((folder.path / "logs").glob("attempt_*"))) == 4
     begun(recipe, 5, 2, resume=True)

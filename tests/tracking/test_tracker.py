@@ -183,7 +183,7 @@ def test_without_tensorboard_a_run_goes_on_with_one_warning(folder: RunFolder) -
     tracker.close()
     assert [row["train/loss"] for row in rows(folder.metrics_file)] == [2.0, 3.0]
     assert text.getvalue().count("warning: ") == 1
-    assert "tracker tensorboard fails (" in text.getvalue()
+    assert "tracker tensorboard failed (" in text.getvalue()
 
 
 def test_tensorboard_that_fails_later_does_not_stop_the_run(folder: RunFolder) -> None:
@@ -235,7 +235,7 @@ def test_a_tracker_of_one_s_own_hears_everything_until_it_fails(folder: RunFolde
     tracker.close()
     assert recorder.lines == ["small from 0", "step 1: 2.0", "samples 1: [{'completion': 7}]", "sync"]  # type: ignore[attr-defined]
     assert [row["step"] for row in rows(folder.metrics_file)] == [1, 3, 4]
-    assert text.getvalue().count("fails (ConnectionError: the server is away)") == 1
+    assert text.getvalue().count("failed (ConnectionError: the server is away)") == 1
     assert not folder.tensorboard_folder.exists()
 
 

@@ -89,4 +89,4 @@ def test_a_run_is_written_offline(tmp_path: Path) -> None:
 
 def test_a_mode_that_is_none_is_refused(tmp_path: Path) -> None:
     done = python(tmp_path, RUN, tmp_path, WANDB_MODE="of-line")
-    assert "ConfigError: WANDB_MODE=of-line: is not a mode of W&B; set one of online, offline" in done.stderr
+    assert "ConfigError: WANDB_MODE = of-line: W&B has no such mode; set one of online, offline" in done.stderr

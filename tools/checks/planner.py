@@ -281,7 +281,7 @@ def planned(recipe: Recipe, layout: ParallelConfig, rank: int) -> dict[str, int]
     offload = recipe.trainer.offload
     return found | {
         **memory.frozen,
-        "activations": uses["train"].of("activations").host_bytes,
+        "activations": uses["train"].use("activations").host_bytes,
         "offloaded copies": memory.policy.pinned_parameters * ("parameters" in offload)
         + memory.policy.pinned_optimizer * ("optimizer" in offload),
         "engine weights": memory.engine_weights,
