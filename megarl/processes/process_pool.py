@@ -84,7 +84,7 @@ class ProcessPool:
             raise PeerLostError("the pool of child processes is closed")
         result = await asyncio.get_running_loop().run_in_executor(self._threads, call)
         if self.is_closed:
-            raise PeerLostError("the processes were closed during a request")
+            raise PeerLostError("the pool of child processes was closed during a request")
         return result
 
     def submit(self, call: Callable[[], None]) -> Future[None]:

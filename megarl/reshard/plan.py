@@ -314,7 +314,7 @@ def make_plan(
     Raises ValueError naming the tensor if a destination element has no source.
     """
     if len(sources) != len(destinations):
-        raise ValueError(f"{len(sources)} source layouts but {len(destinations)} destination layouts")
+        raise ValueError(f"{len(sources)} source layouts were given, but {len(destinations)} destination layouts")
     return Plan(
         sources if isinstance(sources, Layouts) else ListedLayouts(sources),
         destinations if isinstance(destinations, Layouts) else ListedLayouts(destinations),

@@ -111,7 +111,9 @@ class Transport:
             )
         is_exchanged = any(b.is_exchanged for b in plan.buckets)
         if is_exchanged and dist.get_world_size(group) != plan.num_ranks:
-            raise ValueError(f"the plan is for {plan.num_ranks} ranks, but the group has {dist.get_world_size(group)}")
+            raise ValueError(
+                f"the weight transfer's plan is for {plan.num_ranks} ranks, but the group has {dist.get_world_size(group)}"
+            )
         self._arrived, self._group = arrived, group
         self._device = device_of([*sources.values(), *destinations.values()])
         is_shared = is_exchanged and is_one_machine(shared_memory and self._device.type == "cpu", group)
@@ -231,7 +233,7 @@ def _bind(
 
 def _storage(storages: Mapping[str, Tensor], name: str) -> Tensor:
     if name not in storages:
-        raise ValueError(f"the plan needs storage {name}, but this rank does not have it")
+        raise ValueError(f"the plan of the weight transfer needs storage {name}, but this rank does not have it")
     return storages[name]
 
 

@@ -141,9 +141,9 @@ class RemoteSandbox:
         try:
             answer = json.loads(text)
         except ValueError:
-            raise _BusyError(f"the server's answer is not valid JSON: {text[:200]!r}") from None
+            raise _BusyError(f"the sandbox server's answer is not valid JSON: {text[:200]!r}") from None
         if not isinstance(answer, dict) or answer.get("status") not in ("Success", "Failed"):
-            raise _BusyError(f"the server's answer has neither status Success nor Failed: {text[:200]!r}")
+            raise _BusyError(f"the sandbox server's answer has neither status Success nor Failed: {text[:200]!r}")
         return answer
 
 
@@ -155,7 +155,7 @@ def _ran(answer: Mapping[str, Any], max_bytes: int, wall_seconds: float, retries
     """Return the result of a run from a server's answer."""
     result = answer.get("run_result") or answer.get("compile_result")
     if not isinstance(result, Mapping):
-        raise _BusyError("the server's answer has neither run_result nor compile_result")
+        raise _BusyError("the sandbox server's answer has neither run_result nor compile_result")
     stdout, stderr = (str(result.get(name) or "") for name in ("stdout", "stderr"))
     exit_code = result.get("return_code")
     exit_code = exit_code if isinstance(exit_code, int) else 1

@@ -64,7 +64,9 @@ def check_direct_write(model: nn.Module) -> None:
                 f"{name}: the {backend.name} expert backend reorders weights; set rollout.vllm.moe_backend to triton"
             )
         if hasattr(module, "lora_a_stacked"):
-            raise DirectWriteError(f"{name}: adapters inside vLLM cannot be combined with in-place weights")
+            raise DirectWriteError(
+                f"{name}: LoRA adapters inside vLLM cannot be combined with weights written in place"
+            )
 
 
 def zero_padding(model: nn.Module) -> None:
