@@ -112,7 +112,7 @@ class Transport:
         is_exchanged = any(b.is_exchanged for b in plan.buckets)
         if is_exchanged and dist.get_world_size(group) != plan.num_ranks:
             raise ValueError(
-                f"the weight transfer's plan is for {plan.num_ranks} ranks, but the group has {dist.get_world_size(group)}"
+                f"the weight transfer's plan is for {plan.num_ranks} ranks; its group has {dist.get_world_size(group)}"
             )
         self._arrived, self._group = arrived, group
         self._device = device_of([*sources.values(), *destinations.values()])
