@@ -52,9 +52,10 @@ def rloo(rewards: Tensor, groups: Tensor, *, lone_sample: str = "zero") -> Tenso
 
 
 def opo(rewards: Tensor, groups: Tensor, *, lengths: Tensor, lone_sample: str = "zero") -> Tensor:
-    """Return each reward minus its group's mean weighted by `lengths` [samples] (completion tokens): [samples].
+    """Return each reward minus its group's length-weighted mean: [samples].
 
-    Source: On-Policy RL with Optimal reward baseline (arXiv 2505.23585).
+    `lengths` [samples] are completion tokens, the weights. Source: On-Policy RL with Optimal reward baseline (arXiv
+    2505.23585).
     """
     group, sizes = _grouped(groups, rewards)
     weights = lengths.to(rewards.dtype)
@@ -82,10 +83,11 @@ def reinforce_plus_plus_baseline(
     lone_sample: str = "zero",
     epsilon: float = 1e-6,
 ) -> Tensor:
-    """Return each reward minus its group's mean, divided by the batch's deviation of these differences: [samples].
+    """Return each reward minus its group's mean, divided by the batch's standard deviation of these differences:
+    [samples].
 
-    verl divides by no deviation of samples, but whitens over the batch's tokens. The recipe's preset of this name does
-    the same: `normalize_by_std` False, then `whiten`. Source: REINFORCE++ with baseline (arXiv 2501.03262).
+    verl instead whitens over the batch's tokens. The recipe's preset of this name does the same: `normalize_by_std`
+    False, then `whiten`. Source: REINFORCE++ with baseline (arXiv 2501.03262).
     """
     centered = grpo(rewards, groups, normalize_by_std=False, lone_sample=lone_sample)
     if not normalize_by_std:
@@ -94,17 +96,17 @@ def reinforce_plus_plus_baseline(
 
 
 def global_baseline(rewards: Tensor, groups: Tensor) -> Tensor:
-    """Return each reward minus the mean of the batch: [samples]. A baseline for prompts with one sample each."""
+    """Return each reward minus the mean of the batch: [samples]. Useful for prompts with one sample each."""
     return grpo(rewards, torch.zeros_like(groups), normalize_by_std=False)
 
 
 def pass_at_k(rewards: Tensor, groups: Tensor, *, k: int = 4, passes: Tensor | None = None) -> Tensor:
-    """Return each sample's contribution to the chance that one of `k` samples drawn from its group passes: [samples].
+    """Return each sample's advantage for the goal that one of `k` samples of its group passes: [samples].
 
-    `passes` bool [samples]; by default a sample passes if its reward is positive. The reward of a set of `k` samples is
-    1 if one of them passes. The advantage is the mean reward of all sets containing the sample, minus the mean reward
-    of all sets. It is divided by the standard deviation of the sets' rewards, and computed in closed form. It is zero
-    in groups with only passing sets or only failing sets, and in groups smaller than `k`. Source: Pass@k training
+    `passes` is bool [samples]; by default a sample passes if its reward is positive. The reward of a set of `k` samples
+    is 1 if one of them passes. The advantage is the mean reward of all sets containing the sample, minus the mean
+    reward of all sets. It is divided by the standard deviation of the sets' rewards, and computed in closed form. It is
+    zero in groups with only passing sets or only failing sets, and in groups smaller than `k`. Source: Pass@k training
     (arXiv 2508.10751).
     """
     group, sizes = _grouped(groups, rewards)
@@ -126,17 +128,17 @@ def gae(
     """Return generalised advantage estimates and returns of packed tokens: both [tokens].
 
     `rewards` and `values` are float [tokens], `cu_seqlens` int [sequences + 1]. The value after a sequence's last token
-    is zero. Tokens with `mask` bool [tokens] False (prompts, tool results) are skipped and get zeros. Their neighbours
-    on both sides follow each other. Source: arXiv 1506.02438, eqs. 11 and 16.
+    is zero. Tokens where `mask` (bool [tokens]) is False, such as prompts and tool results, get zeros and are skipped:
+    the tokens before and after them count as neighbours. Source: arXiv 1506.02438, eqs. 11 and 16.
     """
-    kept = torch.arange(len(rewards), device=rewards.device) if mask is None else mask.nonzero().squeeze(1)
-    sequence = sequence_of_tokens(cu_seqlens, len(rewards))[kept]
+    trained = torch.arange(len(rewards), device=rewards.device) if mask is None else mask.nonzero().squeeze(1)
+    sequence = sequence_of_tokens(cu_seqlens, len(rewards))[trained]
     counts = torch.bincount(sequence, minlength=len(cu_seqlens) - 1)
-    place = torch.arange(len(kept), device=kept.device) - (counts.cumsum(0) - counts)[sequence]
-    longest = int(counts.max()) if len(kept) else 0
+    place = torch.arange(len(trained), device=trained.device) - (counts.cumsum(0) - counts)[sequence]
+    longest = int(counts.max()) if len(trained) else 0
     # Time runs along dimension 0, so that one loop over time steps serves all sequences at once.
     grid = rewards.new_zeros(2, longest + 1, len(counts))
-    grid[:, place, sequence] = torch.stack([rewards, values])[:, kept]
+    grid[:, place, sequence] = torch.stack([rewards, values])[:, trained]
     reward, value = grid
     deltas = reward[:-1] + gamma * value[1:] - value[:-1]
     advantage = torch.zeros_like(value)
@@ -144,8 +146,8 @@ def gae(
         advantage[t] = deltas[t] + gamma * gae_lambda * advantage[t + 1]
     # Columns hold zeros beyond the end of a shorter sequence, so nothing flows back from there.
     advantages, returns = torch.zeros_like(rewards), torch.zeros_like(rewards)
-    advantages[kept] = advantage[place, sequence]
-    returns[kept] = advantages[kept] + values[kept]
+    advantages[trained] = advantage[place, sequence]
+    returns[trained] = advantages[trained] + values[trained]
     return advantages, returns
 
 
@@ -154,16 +156,16 @@ def whiten(values: Tensor, mask: Tensor, *, epsilon: float = 1e-8) -> Tensor:
 
     `mask` is bool [tokens]. Fewer than two masked tokens, or equal values, give zeros.
     """
-    kept = values[mask]
-    if len(kept) < 2:
+    masked = values[mask]
+    if len(masked) < 2:
         return torch.zeros_like(values)
-    centered = kept - kept.mean()
-    centered = torch.zeros_like(kept) if kept.min() == kept.max() else centered / (_deviation(centered) + epsilon)
+    centered = masked - masked.mean()
+    centered = torch.zeros_like(masked) if masked.min() == masked.max() else centered / (_deviation(centered) + epsilon)
     return torch.zeros_like(values).masked_scatter(mask, centered)
 
 
 def _grouped(groups: Tensor, rewards: Tensor) -> tuple[Tensor, Tensor]:
-    """Return the index of each sample's group, and the group sizes as floats."""
+    """Return the group index of each sample, int [samples], and the group sizes, float [groups]."""
     _, group, sizes = torch.unique(groups, return_inverse=True, return_counts=True)
     return group, sizes.to(rewards.dtype)
 
@@ -173,7 +175,7 @@ def _sums(values: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _centered(rewards: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
-    """Return rewards minus the mean of their group, with exact zeros for equal rewards."""
+    """Return each reward minus the mean of its group, [samples]; exactly zero if the group's rewards are equal."""
     centered = rewards - (_sums(rewards, group, sizes) / sizes)[group]
     # The rounded mean of equal rewards may differ from them. A tiny deviation would then turn this error into
     # advantages of size 1.
@@ -183,7 +185,7 @@ def _centered(rewards: Tensor, group: Tensor, sizes: Tensor) -> Tensor:
 
 
 def _with_lone_samples(advantages: Tensor, rewards: Tensor, group_sizes: Tensor, lone_sample: str) -> Tensor:
-    """Return the advantages, with `lone_sample` applied to the only sample of a group; all are [samples]."""
+    """Return the advantages [samples], with the rule `lone_sample` applied to samples that are alone in their group."""
     if lone_sample == "zero":
         return advantages
     return torch.where(group_sizes == 1, rewards, advantages)

@@ -17,11 +17,13 @@ from torch import Tensor
 TermsAndSlopes = tuple[Tensor, Tensor]
 
 _LEAST_LOGPROB = -1e4
-"""Lower bound of the tail's log-prob, in nats. It must be finite: zero times infinity is NaN."""
+"""Lower bound, in nats, of the log-prob of all tokens outside the selected ones. It must be finite: 0 * infinity is
+NaN.
+"""
 
 
 def reverse_kl(policy_logprobs: Tensor, teacher_logprobs: Tensor) -> TermsAndSlopes:
-    """Return KL(policy || teacher), mode seeking: [..., vocabulary].
+    """Return KL(policy || teacher), which is mode seeking: [..., vocabulary].
 
     Source: MiniLLM (arXiv 2306.08543, section 2.1).
     """
@@ -30,7 +32,7 @@ def reverse_kl(policy_logprobs: Tensor, teacher_logprobs: Tensor) -> TermsAndSlo
 
 
 def forward_kl(policy_logprobs: Tensor, teacher_logprobs: Tensor) -> TermsAndSlopes:
-    """Return KL(teacher || policy), covering all teacher modes: [..., vocabulary].
+    """Return KL(teacher || policy), which covers all modes of the teacher: [..., vocabulary].
 
     Source: Hinton et al. (arXiv 1503.02531).
     """
@@ -51,17 +53,18 @@ def jsd(policy_logprobs: Tensor, teacher_logprobs: Tensor, *, beta: float) -> Te
 
 
 def with_tail(logprobs: Tensor, others_logprobs: Tensor) -> Tensor:
-    """Return log-probs [..., k] extended by one outcome for all other tokens `others_logprobs` [...]: [..., k + 1].
+    """Append one outcome, standing for all other tokens, to log-probs [..., k]: [..., k + 1].
 
-    The divergence of two such distributions is at most the divergence of the full ones (data processing inequality).
+    `others_logprobs` [...] is the log-prob of all other tokens together. The divergence of two such distributions is at
+    most that of the full ones (data processing inequality).
     """
     return torch.cat([logprobs, others_logprobs[..., None].clamp(min=_LEAST_LOGPROB)], -1)
 
 
 def renormalized(logprobs: Tensor, others_logprobs: Tensor) -> Tensor:
-    """Return log-probs [..., k] renormalised to a distribution over these tokens alone.
+    """Return log-probs [..., k] renormalised to a distribution over these k tokens alone.
 
-    `others_logprobs` is ignored.
+    `others_logprobs`, the log-prob of all other tokens, is ignored.
     """
     return logprobs.log_softmax(-1)
 

@@ -17,11 +17,11 @@ Z95 = 1.959963984540054
 NUM_RESAMPLES = 1000
 """Number of bootstrap resamples."""
 MAX_ATTEMPTS = 1024
-"""Maximum attempts per problem: larger binomial coefficients exceed float64."""
+"""Maximum attempts per problem. Larger binomial coefficients would exceed float64."""
 MAX_EXACT = 128
-"""Maximum attempts per problem with an exact count of majorities: its time grows with their cube."""
+"""Maximum attempts per problem for which majorities are counted exactly. The time grows with their cube."""
 NUM_DRAWN = 4096
-"""Sets of attempts drawn to estimate a majority above `MAX_EXACT` attempts."""
+"""Number of random subsets of attempts used to estimate majority@k above `MAX_EXACT` attempts."""
 # The first bounds the rounding error of summed counts. The second bounds the bootstrap's memory: 4 Mi indices of 8
 # bytes at once.
 _ROUNDING = 1e-12
@@ -29,7 +29,7 @@ _DRAWN_AT_ONCE = 1 << 22
 
 
 class Measure(NamedTuple):
-    """A mean over problems with its 95 % interval, and the method of the interval."""
+    """A mean over problems with its 95 % interval, and the name of the interval's method."""
 
     value: float
     low: float
@@ -40,21 +40,22 @@ class Measure(NamedTuple):
 def pass_at_k(num_attempts: int, num_correct: int, k: int) -> float:
     """Return the unbiased estimate that at least one of k attempts is correct: 1 - C(n - c, k) / C(n, k).
 
-    It is the fraction of all sets of k of the n attempts containing one of the c correct ones. Raises ValueError for k
-    > n. Source: Chen et al. 2021 (arXiv 2107.03374), eq. 1.
+    n is `num_attempts`, c is `num_correct`. The value is the fraction of all subsets of k attempts with a correct one.
+    Raises ValueError for k > n. Source: Chen et al. 2021 (arXiv 2107.03374), eq. 1.
     """
     _check_k(num_attempts, k)
     return 1.0 - comb(num_attempts - num_correct, k) / comb(num_attempts, k)
 
 
 def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None], k: int, *, problem: int = 0) -> float:
-    """Return the unbiased estimate that the most frequent of k answers is correct.
+    """Return the unbiased estimate that the most frequent of k answers is correct: the mean over all subsets of k
+    attempts.
 
-    It is the mean over all sets of k of the n attempts. Correct attempts count as one answer, however written. Wrong
-    attempts are distinguished by `answers`. An attempt with answer None does not vote. Answers with equally many votes
-    are equally likely to be chosen. Above `MAX_EXACT` attempts, it is the mean over `NUM_DRAWN` sets drawn with the
-    seed `problem`. Distinct seeds give problems independent errors. With k = 1 it is exactly the fraction of correct
-    attempts. Raises ValueError for k > n.
+    Correct attempts count as one answer, however written. Wrong attempts are distinguished by `answers`. An attempt
+    with answer None does not vote. Answers with equally many votes are equally likely to be chosen. Above `MAX_EXACT`
+    attempts, the mean is over `NUM_DRAWN` random subsets, seeded by `problem`. Distinct seeds give problems independent
+    errors. With k = 1 the value is exactly the fraction of correct attempts. Raises ValueError for k above the number
+    of attempts.
 
     Source: self-consistency (arXiv 2203.11171), with subsets as in Chen et al. 2021.
     """
@@ -73,7 +74,7 @@ def majority_at_k(is_correct: Sequence[bool], answers: Sequence[Hashable | None]
 
 @lru_cache(maxsize=1 << 14)
 def _majority_of_draws(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int, seed: int) -> float:
-    """Return an estimate of `_majority` from random draws."""
+    """Estimate majority@k from random subsets of the attempts. Arguments as in `_majority`, and the random seed."""
     generator = np.random.default_rng(seed)
     drawn = generator.multivariate_hypergeometric([num_correct, *wrong, num_silent], k, size=NUM_DRAWN)
     votes = drawn[:, :-1]
@@ -84,7 +85,9 @@ def _majority_of_draws(num_correct: int, wrong: tuple[int, ...], num_silent: int
 
 @lru_cache(maxsize=1 << 14)
 def _majority(num_correct: int, wrong: tuple[int, ...], num_silent: int, k: int) -> float:
-    """Return `majority_at_k` from numbers of attempts: correct, per wrong answer (ascending), and without answer."""
+    """Return majority@k exactly, from counts of attempts: correct ones, each wrong answer (ascending), and without
+    answer.
+    """
     won = 0.0
     for votes in range(1, min(num_correct, k) + 1):
         # ways[t, d]: the ways to draw d other attempts such that t wrong answers have equally many votes and none has
@@ -138,7 +141,7 @@ def paired_difference(differences: Sequence[float]) -> Measure:
     problems. Source: Agresti and Min 2005 (Statistics in Medicine 24), adding one half to each of the four counts.
     """
     if not len(differences):
-        raise ValueError("there is no problem to take the mean difference of")
+        raise ValueError("the mean difference over problems cannot be computed: there are no problems")
     array = np.asarray(differences, np.float64)
     mean = float(array.mean())
     if not np.isin(array, (-1.0, 0.0, 1.0)).all():
@@ -151,7 +154,7 @@ def paired_difference(differences: Sequence[float]) -> Measure:
 
 
 def _bootstrap(array: NDArray[np.float64]) -> tuple[float, float]:
-    """Return the 95 % percentile interval of the mean over problems, by resamples with a fixed seed."""
+    """Return the 95 % percentile interval of the mean over problems, by bootstrap with a fixed seed."""
     generator = np.random.default_rng(0)
     rows = max(1, _DRAWN_AT_ONCE // len(array))
     parts = [min(rows, NUM_RESAMPLES - start) for start in range(0, NUM_RESAMPLES, rows)]
@@ -163,7 +166,7 @@ def _bootstrap(array: NDArray[np.float64]) -> tuple[float, float]:
 
 
 def wilson(num_correct: float, count: int) -> tuple[float, float]:
-    """Return Wilson's 95 % score interval of a rate."""
+    """Return Wilson's 95 % score interval of the rate `num_correct` / `count`."""
     rate, spread = num_correct / count, Z95**2 / count
     centre = (rate + spread / 2) / (1 + spread)
     half = Z95 / (1 + spread) * sqrt(rate * (1 - rate) / count + spread / (4 * count))

@@ -112,17 +112,17 @@ def weight_metrics(weights: Tensor, old_logprobs: Tensor, rollout_logprobs: Tens
     `mean` is the mean weight, `rejected` the fraction of zeros, `cut` the fraction of weights differing from the
     token's ratio.
     """
-    kept = weights[mask]
+    masked_weights = weights[mask]
     own = log_ratio(old_logprobs, rollout_logprobs).exp()[mask]
     return {
-        "mean": float(kept.mean()),
-        "rejected": float((kept == 0).float().mean()),
-        "cut": float((kept != own).float().mean()),
+        "mean": float(masked_weights.mean()),
+        "rejected": float((masked_weights == 0).float().mean()),
+        "cut": float((masked_weights != own).float().mean()),
     }
 
 
 def mismatch_moments(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
-    """Return per-token values, [tokens] each. `gap_metrics` computes the mismatch metrics from their means."""
+    """Return the per-token values, [tokens] each, from whose means `mismatch_metrics` computes the mismatch metrics."""
     ours, theirs = policy_logprobs.detach(), rollout_logprobs.detach()
     log_ratios = log_ratio(ours, theirs)
     ratios = log_ratios.exp()
@@ -135,7 +135,7 @@ def mismatch_moments(policy_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[
 
 
 def mismatch_metrics(means: dict[str, float]) -> dict[str, float]:
-    """Return the mismatch metrics from the moments' means over tokens.
+    """Return metrics of the mismatch of trainer and engine, from the means over tokens of `mismatch_moments`.
 
     `mean` is |trainer - engine| in nats. `k1` and `k3` estimate the engine's KL divergence from the trainer. `ess` is
     the effective share of the samples. `chi2` is the chi-squared divergence. `perplexity_ratio` is the trainer's

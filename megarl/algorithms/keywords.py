@@ -1,4 +1,4 @@
-"""Selection of keyword arguments for the functions of one table."""
+"""Selection of the keyword arguments that a function accepts."""
 
 from __future__ import annotations
 
@@ -8,5 +8,5 @@ from typing import Any
 
 
 def supported_kwargs(function: Callable[..., Any], offered: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the offered settings that are parameters of the function."""
+    """Return those entries of `offered` that are parameters of the function."""
     return {name: value for name, value in offered.items() if name in signature(function).parameters}

@@ -12,20 +12,20 @@ from megarl.algorithms.log_ratio import log_ratio
 
 
 def k1(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return the log-ratio [tokens]: unbiased, of either sign."""
+    """Return policy minus reference log-prob [tokens]: an unbiased KL estimate of either sign."""
     return policy_logprobs - reference_logprobs
 
 
 def k2(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return half the squared log-ratio [tokens]: biased, but with the gradient of the KL."""
+    """Return half the squared log-prob difference [tokens]: a biased KL estimate whose gradient is the KL's."""
     return 0.5 * (policy_logprobs - reference_logprobs).square()
 
 
 def k3(policy_logprobs: Tensor, reference_logprobs: Tensor, *, k3_max: float | None = None) -> Tensor:
-    """Return exp(d) - d - 1 of d = reference - policy, [tokens]: unbiased and never negative.
+    """Return exp(d) - d - 1 with d = reference - policy log-prob, [tokens]: an unbiased KL estimate, never negative.
 
-    A token's estimate is at most `k3_max` (verl's low_var_kl: 10). Its gradient is zero where this bound applies.
-    Source: GRPO (arXiv 2402.03300, eq. 4).
+    `k3_max` limits a token's estimate (verl's low_var_kl: 10). The gradient is zero where the limit applies. Source:
+    GRPO (arXiv 2402.03300, eq. 4).
     """
     difference = log_ratio(reference_logprobs, policy_logprobs)
     estimate = difference.expm1() - difference
@@ -33,17 +33,17 @@ def k3(policy_logprobs: Tensor, reference_logprobs: Tensor, *, k3_max: float | N
 
 
 def absolute(policy_logprobs: Tensor, reference_logprobs: Tensor) -> Tensor:
-    """Return the absolute value of the log-ratio [tokens]."""
+    """Return the absolute difference of policy and reference log-probs [tokens]."""
     return (policy_logprobs - reference_logprobs).abs()
 
 
 def adapted_coefficient(
     coefficient: float, divergence: float, *, target: float, horizon: float, num_samples: int
 ) -> float:
-    """Return the KL coefficient after a step with mean `divergence` (nats).
+    """Return the KL coefficient after a step whose mean divergence is `divergence` (nats).
 
-    It grows if the divergence is above `target` and falls if it is below. The change is at most a fifth per `horizon`
-    samples and per step. Source: arXiv 1909.08593, section 2.2.
+    The coefficient grows if the divergence is above `target` and falls if it is below. The change is at most a fifth
+    per `horizon` samples and per step. Source: arXiv 1909.08593, section 2.2.
     """
     error = min(max(divergence / target - 1, -0.2), 0.2)
     return coefficient * (1 + error * min(num_samples / horizon, 1.0))

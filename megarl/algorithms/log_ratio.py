@@ -1,4 +1,4 @@
-"""The log-ratio of two distributions' log-probs of the same tokens."""
+"""The difference of two distributions' log-probs of the same tokens."""
 
 from __future__ import annotations
 
@@ -9,9 +9,9 @@ _BOUND = 20.0
 
 
 def log_ratio(numerator_logprobs: Tensor, denominator_logprobs: Tensor) -> Tensor:
-    """Return the difference of two log-probs per token, all [tokens], bounded to +-20.
+    """Return numerator minus denominator log-probs, [tokens] like both, clamped to +-20.
 
-    Its exponential and the square of it thus stay finite in float32. Beyond the bound the gradient is zero. Untrained
-    tokens may have a placeholder as second log-prob: the bound keeps them from turning a zero weight into NaN.
+    The exponential and its square thus stay finite in float32. The gradient is zero beyond the bound. Untrained tokens
+    may have a placeholder as denominator: the bound prevents a zero weight from becoming NaN.
     """
     return (numerator_logprobs - denominator_logprobs).clamp(-_BOUND, _BOUND)

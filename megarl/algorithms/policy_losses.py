@@ -79,7 +79,7 @@ def clipped(
     dual_clip: float | None = None,
     max_ratio: float | None = None,
 ) -> LossAndMetrics:
-    """Return the clipped surrogate: minus the lesser of ratio * advantage and clipped ratio * advantage, [tokens].
+    """Return PPO's clipped loss: minus the lesser of ratio * advantage and clipped ratio * advantage, [tokens].
 
     With `dual_clip` (above 1) the loss of a negative advantage is at most `dual_clip` times its size. With `max_ratio`,
     ratios are first limited to it. Metrics per token: `ratio` (without limit), `clip_fraction` and, with `dual_clip`,
@@ -115,9 +115,9 @@ def gspo(
     and 13).
     """
     log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
-    whole = broadcast_to_tokens(sequence_means(log_ratios.detach(), cu_seqlens, mask), cu_seqlens, len(mask))
+    mean_log_ratio = broadcast_to_tokens(sequence_means(log_ratios.detach(), cu_seqlens, mask), cu_seqlens, len(mask))
     # The value is the sequence's ratio; the gradient is the token's own (GSPO-token, eq. 13).
-    ratios = (whole + (log_ratios - log_ratios.detach())).exp()
+    ratios = (mean_log_ratio + (log_ratios - log_ratios.detach())).exp()
     return _surrogate(ratios, advantages.detach(), clip_low, clip_high, None)
 
 
@@ -139,11 +139,13 @@ def gmpo(
     """
     advantages = advantages.detach()
     log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
-    kept = torch.where(advantages < 0, log_ratios.clamp(min=-clip_low), log_ratios.clamp(max=clip_high))
-    whole = broadcast_to_tokens(sequence_means(kept.detach(), cu_seqlens, mask), cu_seqlens, len(mask)).exp()
+    clipped_log_ratios = torch.where(advantages < 0, log_ratios.clamp(min=-clip_low), log_ratios.clamp(max=clip_high))
+    sequence_ratio = broadcast_to_tokens(
+        sequence_means(clipped_log_ratios.detach(), cu_seqlens, mask), cu_seqlens, len(mask)
+    ).exp()
     # The value is the sequence's; the gradient is the token's share of it.
-    loss = -advantages * whole * (1 + kept - kept.detach())
-    return loss, {"ratio": whole, "clip_fraction": (kept != log_ratios).to(loss.dtype)}
+    loss = -advantages * sequence_ratio * (1 + clipped_log_ratios - clipped_log_ratios.detach())
+    return loss, {"ratio": sequence_ratio, "clip_fraction": (clipped_log_ratios != log_ratios).to(loss.dtype)}
 
 
 def cispo(
@@ -183,7 +185,7 @@ def sapo(
 def _surrogate(
     ratios: Tensor, advantages: Tensor, clip_low: float, clip_high: float, dual_clip: float | None
 ) -> LossAndMetrics:
-    """Return the clipped surrogate of given ratios, and its metrics: all [tokens]."""
+    """Return the clipped loss of given probability ratios [tokens], and its metrics, all [tokens]."""
     unclipped = ratios * advantages
     bounded = clip(ratios, clip_low=clip_low, clip_high=clip_high) * advantages
     objective = torch.minimum(unclipped, bounded)

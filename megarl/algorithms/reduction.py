@@ -36,7 +36,7 @@ def token_weights(
     Raises ValueError for another mode, or if `constant_length` is needed and not positive.
     """
     if mode not in AGGREGATIONS:
-        raise ValueError(f"unknown aggregation {mode!r}: choose one of {', '.join(AGGREGATIONS)}")
+        raise ValueError(f"aggregation = {mode!r}: is unknown; choose one of {', '.join(AGGREGATIONS)}")
     lengths = cu_seqlens.diff()
     sequence = sequence_of_tokens(cu_seqlens.to(mask.device), len(mask))
     # float64 counts are exact for any number of tokens; only the final weights are rounded to float32.
@@ -53,23 +53,26 @@ def token_weights(
         divisors = num_sequences.expand_as(mask)
     else:
         if constant_length is None or constant_length <= 0:
-            raise ValueError(f"aggregation constant_length needs a positive length in tokens, not {constant_length}")
+            raise ValueError(
+                f"aggregation constant_length needs a positive constant_length in tokens, not {constant_length}"
+            )
         divisors = (num_sequences * constant_length).expand_as(mask)
     return torch.where(mask, 1.0 / divisors.clamp(min=1), 0.0).to(torch.float32)
 
 
 def highest_entropy_mask(entropies: Tensor, mask: Tensor, *, share: float) -> tuple[Tensor, Tensor]:
-    """Return a mask of the `share` of masked tokens with the highest entropy: bool [tokens], and the entropy threshold.
+    """Return a mask, bool [tokens], of the fraction `share` of tokens with the highest entropy, and the lowest entropy
+    in it.
 
-    `entropies` (nats) and `mask` are [tokens]. The result is False where the mask is False. The number of tokens is
-    rounded up, and ties with the last one are included. Raises ValueError without a masked token.
+    `entropies` (nats) and `mask` are [tokens]; only tokens where `mask` is True are considered. The number of tokens is
+    rounded up, and tokens with the same entropy as the last one are included. Raises ValueError without a masked token.
 
     Source: Wang et al. 2025, "Beyond the 80/20 Rule" (arXiv 2506.01939, eq. 5). There the entropies are a batch's. The
     loss of each token has the factor I[H >= threshold]; the denominator counts all tokens.
     """
     masked_entropies = entropies[mask]
     if not len(masked_entropies):
-        raise ValueError("no token is masked")
+        raise ValueError("highest_entropy_mask needs a token where `mask` is True")
     # Rounding puts a product such as 0.07 * 100 slightly above its whole number; 1e-9 avoids counting one more.
     count = max(1, math.ceil(share * len(masked_entropies) - 1e-9))
     threshold = torch.topk(masked_entropies, count, sorted=True).values[-1]

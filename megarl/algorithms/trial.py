@@ -1,6 +1,6 @@
-"""Checks of a user's policy loss or advantage: the form of its result, and a trial call with toy tensors.
+"""Checks of a user's own policy loss or advantage function: the type of its result, and a trial call with toy tensors.
 
-The checks raise ResultError; the message names the result and the expected form. `policy_loss_fault` and
+The checks raise ResultError; the message names the result and the expected type. `policy_loss_fault` and
 `advantage_fault` call a function once on toy CPU tensors before a run starts. They return the same message.
 """
 
@@ -24,39 +24,43 @@ POLICY_LOSS_RESULT = (
 ADVANTAGE_RESULT = "return a float tensor [samples], one advantage for each of rewards"
 
 _LENGTHS = (4, 2, 3)
-"""Tokens of the toy sequences. The first token of each is not trained."""
+"""Lengths of the toy sequences in tokens. The first token of each is not trained."""
 _NUM_GROUPS = 2
 """Toy groups: one with different rewards, and one with equal rewards and thus a standard deviation of zero."""
 
 
 class ResultError(Exception):
-    """A function returned a result that its caller cannot use. The message names the result and the expected form."""
+    """Raised if a user's function returned a result that cannot be used. The message names the result and the expected
+    type.
+    """
 
 
 def checked_policy_loss(result: object, policy_logprobs: Tensor) -> LossAndMetrics:
-    """Return a policy loss's result as (loss [tokens], metrics by name, each [tokens]).
+    """Check the result of a policy loss, and return it as (loss [tokens], metrics by name, each [tokens]).
 
-    `policy_logprobs` is float [tokens]. Raises ResultError for a result of another form.
+    `policy_logprobs` is float [tokens]. Raises ResultError for a result of another type or shape.
     """
     if not (isinstance(result, tuple) and len(result) == 2 and isinstance(result[1], Mapping)):
-        raise ResultError(f"returned {_description(result)}; {POLICY_LOSS_RESULT}")
+        raise ResultError(f"the function returned {_description(result)}; {POLICY_LOSS_RESULT}")
     loss, metrics = result
     shape = tuple(policy_logprobs.shape)
     if fault := _shape_problem(loss, shape):
-        raise ResultError(f"returned {fault} as loss, for {shape[0]} tokens; {POLICY_LOSS_RESULT}")
+        raise ResultError(f"the function returned {fault} as loss, for {shape[0]} tokens; {POLICY_LOSS_RESULT}")
     for name, value in metrics.items():
         if fault := _shape_problem(value, shape):
-            raise ResultError(f"returned {fault} as metric {name!r}, for {shape[0]} tokens; {POLICY_LOSS_RESULT}")
+            raise ResultError(
+                f"the function returned {fault} as metric {name!r}, for {shape[0]} tokens; {POLICY_LOSS_RESULT}"
+            )
     return loss, dict(metrics)
 
 
 def checked_advantages(result: object, rewards: Tensor) -> Tensor:
-    """Return an advantage estimator's result [samples], in the dtype of `rewards`.
+    """Check the result of an advantage estimator, and return it, [samples], in the dtype of `rewards`.
 
-    `rewards` is float [samples]. Raises ResultError for a result of another form.
+    `rewards` is float [samples]. Raises ResultError for a result of another type or shape.
     """
     if fault := _shape_problem(result, tuple(rewards.shape)):
-        raise ResultError(f"returned {fault}, for {len(rewards)} samples; {ADVANTAGE_RESULT}")
+        raise ResultError(f"the function returned {fault}, for {len(rewards)} samples; {ADVANTAGE_RESULT}")
     assert isinstance(result, Tensor)
     return result.to(rewards.dtype)
 
@@ -64,8 +68,8 @@ def checked_advantages(result: object, rewards: Tensor) -> Tensor:
 def policy_loss_fault(policy_loss: Callable[..., Any], settings: Mapping[str, Any]) -> str | None:
     """Call a policy loss with `settings` as keywords on toy sequences, then back-propagate its loss.
 
-    Return a description of the fault: it raises, returns another form, has no gradient, or is not finite on trained
-    tokens. Return None if there is no fault.
+    Returns a description of the fault: the loss raises, has a wrong type or shape, has no gradient, or is not finite on
+    trained tokens. Returns None if there is no fault.
     """
     try:
         _try_policy_loss(policy_loss, settings)
@@ -79,9 +83,9 @@ def advantage_fault(
 ) -> str | None:
     """Call an advantage estimator with `settings` as keywords on two toy groups.
 
-    If it takes them, it also gets the keywords measured in a run: `lengths` int64 [samples] and `passes` bool
-    [samples]. Return a description of the fault: it raises, returns another form, or is not finite. Return None if
-    there is no fault.
+    If it accepts them, it also gets the keywords measured in a run: `lengths` int64 [samples] and `passes` bool
+    [samples]. Returns a description of the fault: the estimator raises, returns a wrong type or shape, or is not
+    finite. Returns None if there is no fault.
     """
     try:
         _try_advantage(advantage, settings, samples_per_group)
@@ -107,14 +111,16 @@ def _try_policy_loss(policy_loss: Callable[..., Any], settings: Mapping[str, Any
     loss, metrics = checked_policy_loss(result, policy_logprobs)
     for name, values in {"loss": loss, **metrics}.items():
         if not values[mask].isfinite().all():
-            raise ResultError(f"returned values that are not finite as {name}: {values.detach().tolist()}")
+            raise ResultError(f"the function returned values that are not finite as {name}: {values.detach().tolist()}")
     slopes = None
     if loss.requires_grad:
         [slopes] = torch.autograd.grad(loss[mask].sum(), leaf, allow_unused=True)
     if slopes is None:
-        raise ResultError("returned a loss without gradient; compute it from policy_logprobs without detach or no_grad")
+        raise ResultError(
+            "the function returned a loss without gradient; compute it from policy_logprobs without detach or no_grad"
+        )
     if not slopes.isfinite().all():
-        raise ResultError(f"returned a loss whose gradient is not finite: {slopes.tolist()}")
+        raise ResultError(f"the function returned a loss whose gradient is not finite: {slopes.tolist()}")
 
 
 def _try_advantage(advantage: Callable[..., Any], settings: Mapping[str, Any], samples_per_group: int) -> None:
@@ -128,8 +134,8 @@ def _try_advantage(advantage: Callable[..., Any], settings: Mapping[str, Any], s
     found = checked_advantages(result, rewards)
     if not found.isfinite().all():
         raise ResultError(
-            f"returned {found.tolist()} for the rewards {rewards.tolist()} of the groups {groups.tolist()}; all must "
-            "be finite, also where the rewards of a group are equal"
+            f"the function returned {found.tolist()} for the rewards {rewards.tolist()} of groups {groups.tolist()}; "
+            "all must be finite, also where the rewards of a group are equal"
         )
 
 
@@ -143,12 +149,12 @@ def _call(function: Callable[..., Any], arguments: tuple[Tensor, ...], settings:
         names = [*signature(function).parameters][: len(arguments)]
         shapes = ", ".join(f"{name} {_description(tensor)}" for name, tensor in zip(names, arguments, strict=False))
         raise ResultError(
-            f"raised {type(error).__name__}: {error}{place} when it was called with toy tensors: {shapes}"
+            f"the function raised {type(error).__name__}: {error}{place} when it was called with toy tensors: {shapes}"
         ) from error
 
 
 def _shape_problem(value: object, shape: tuple[int, ...]) -> str | None:
-    """Return the value's description unless it is a float tensor of this shape."""
+    """Return a description of `value`, unless it is a float tensor of this shape."""
     is_fit = isinstance(value, Tensor) and value.is_floating_point() and tuple(value.shape) == shape
     return None if is_fit else _description(value)
 

@@ -1,4 +1,4 @@
-"""Losses of a critic's values."""
+"""Losses of a critic, which predicts returns."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ METRICS = {"critic/clipped": ("share", "fraction of tokens with a value limited 
 
 
 def clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float | None) -> LossAndMetrics:
-    """Return half the squared distance of the values from the returns, with clipping: [tokens].
+    """Return half the squared difference of values and returns, with PPO's clipping: [tokens].
 
-    `values`, `old_values` and `returns` are [tokens]. `clip` is the largest move of a value from its old value; None
-    allows any. The larger loss of the value and the clipped value counts. Metric: `clipped`, 1 where the clipped one
-    counts.
+    `values`, `old_values` and `returns` are [tokens]. A clipped value differs from its old value by at most `clip`;
+    None: no clipping. The larger one of the losses of the value and the clipped value is returned. Metric: `clipped`, 1
+    where it is the clipped value's.
 
     Source: PPO's implementation (arXiv 1707.06347; described in arXiv 2005.12729, section 3).
     """
@@ -28,7 +28,7 @@ def clipped(values: Tensor, old_values: Tensor, returns: Tensor, *, clip: float 
 
 
 def explained_variance(values: Tensor, returns: Tensor) -> float:
-    """Return the explained fraction of the returns' variance: 1 - Var(returns - values) / Var(returns).
+    """Return the fraction of the returns' variance that the values explain: 1 - Var(returns - values) / Var(returns).
 
     Both arguments are float [tokens].
     """

@@ -75,9 +75,9 @@ def test_order_of_sequences_does_not_matter(mode):
 @pytest.mark.parametrize(
     ("mode", "constant_length", "message"),
     [
-        pytest.param("mean", 8, "unknown aggregation 'mean'", id="unknown_mode"),
-        pytest.param("constant_length", None, "needs a positive length in tokens, not None", id="no_length"),
-        pytest.param("constant_length", 0, "needs a positive length in tokens, not 0", id="zero_length"),
+        pytest.param("mean", 8, "aggregation = 'mean': is unknown", id="unknown_mode"),
+        pytest.param("constant_length", None, "needs a positive constant_length in tokens, not None", id="no_length"),
+        pytest.param("constant_length", 0, "needs a positive constant_length in tokens, not 0", id="zero_length"),
     ],
 )
 def test_refusals(mode, constant_length, message):

@@ -55,10 +55,10 @@ class SpawnedGroup(ConnectedGroup):
             self.connections[-1].sendall(words)
         of_another_start = [(turn, self.part.key) for turn in range(self.world_size if self.strangers else 0)]
         for turn, known in [*of_another_start, *((turn, key) for turn in range(self.world_size))]:
-            told = address[0], str(address[1]), known.hex(), str(turn), str(os.getpid())
+            arguments = address[0], str(address[1]), known.hex(), str(turn), str(os.getpid())
             self.processes.append(
                 await asyncio.create_subprocess_exec(
-                    sys.executable, "-c", _PROCESS, *told, env={**os.environ, **environment}
+                    sys.executable, "-c", _PROCESS, *arguments, env={**os.environ, **environment}
                 )
             )
 
@@ -120,7 +120,7 @@ def test_a_driver_that_does_not_know_the_key_is_not_believed() -> None:
                 connected.recv(64)
                 connected.sendall(bytes(32))
                 assert process.stderr is not None
-                assert "does not know the key of this start" in process.stderr.read()
+                assert "does not know the secret key of this run" in process.stderr.read()
                 assert connected.recv(1) == b""  # it said nothing of itself
 
 

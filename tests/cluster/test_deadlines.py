@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from megarl.cluster.deadlines import Deadlines, Limit, run_deadlines
-from megarl.cluster.stacks import is_whole, ranks_named, summary
+from megarl.cluster.stacks import is_complete, ranks_named, summary
 from megarl.cluster.worker_group import RankFailedError
 from megarl.config import ClusterConfig
 from tests.cluster.started import started
@@ -86,8 +86,8 @@ async def test_a_verb_that_was_fast_is_given_up_sooner_than_one_that_is_new() ->
         os.kill((await group.call("pid"))[1], signal.SIGSTOP)
         with pytest.raises(RankFailedError) as caught:
             await group.call("product", 1)
-        told = f"did not answer `product` within {limit:g} s; if it needs longer, raise cluster.verb_timeout_seconds"
-        assert caught.value.cause == f"rank 1 of 2 {told}"
+        reason = f"did not answer `product` within {limit:g} s; if it needs longer, raise cluster.verb_timeout_seconds"
+        assert caught.value.cause == f"rank 1 of 2 {reason}"
 
 
 @pytest.mark.usefixtures("worker_module", "nothing_left")
@@ -142,15 +142,15 @@ Current thread 0x00007e (most recent call first):
 
 def test_ranks_that_stand_alike_are_told_together_and_few_stacks_are_shown() -> None:
     stacks = {rank: MAIN.format(line=5 if rank == 2 else 7) for rank in range(6)} | {6: "", 7: "a line of another's\n"}
-    told = summary(stacks).splitlines()
-    assert told[1:6] == [
+    summary_lines = summary(stacks).splitlines()
+    assert summary_lines[1:6] == [
         "rank 2",
         '  File "/x/probe.py", line 5 in sleep_on',
         '  File "/x/rank.py", line 90 in _execute',
         '  File "<frozen runpy>", line 198 in _run_module_as_main',
         "ranks 6, 7",
     ]
-    assert told[6:8] == ["  wrote no stack", "ranks 0, 1, 3-5"]
+    assert summary_lines[6:8] == ["  wrote no stack", "ranks 0, 1, 3-5"]
     many = summary({rank: MAIN.format(line=rank) for rank in range(100)}).splitlines()
     assert len(many) < 40 and many[-1] == "ranks 8-99: elsewhere"
     deep = MAIN.format(line=1).replace(
@@ -161,9 +161,9 @@ def test_ranks_that_stand_alike_are_told_together_and_few_stacks_are_shown() -> 
 
 def test_stacks_are_whole_when_the_main_thread_is_shown_to_its_beginning() -> None:
     whole = MAIN.format(line=5)
-    assert is_whole(whole) and is_whole(whole + "a line of another thread\n")
+    assert is_complete(whole) and is_complete(whole + "a line of another thread\n")
     lines = whole.splitlines()
-    assert not any(is_whole("\n".join(lines[:end])) for end in range(len(lines)))
+    assert not any(is_complete("\n".join(lines[:end])) for end in range(len(lines)))
 
 
 def test_ranks_are_named() -> None:

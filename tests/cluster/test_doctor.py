@@ -22,7 +22,7 @@ REQUIRES = {"megarl": PINS, "vllm": ["torch==2.13.0", 'ray>=2.48; extra == "ray"
 
 
 @pytest.mark.parametrize(
-    ("changed", "name", "state", "told"),
+    ("changed", "name", "state", "error_text"),
     [
         pytest.param({}, "torch", "good", "2.13.0+cu130", id="all as pinned"),
         pytest.param({}, "transformer-engine", "absent", "not installed", id="not needed"),
@@ -42,7 +42,7 @@ REQUIRES = {"megarl": PINS, "vllm": ["torch==2.13.0", 'ray>=2.48; extra == "ray"
     ],
 )
 def test_versions_that_do_not_fit_are_named(
-    changed: dict[str, str | None], name: str, state: str | None, told: str
+    changed: dict[str, str | None], name: str, state: str | None, error_text: str
 ) -> None:
     installed = {package: version for package, version in (INSTALLED | changed).items() if version}
     requires = {package: REQUIRES.get(package, []) for package in installed}
@@ -50,11 +50,11 @@ def test_versions_that_do_not_fit_are_named(
     if state is None:
         assert name not in found
     else:
-        assert found[name].state == state and found[name].text.startswith(told), found[name]
+        assert found[name].state == state and found[name].text.startswith(error_text), found[name]
 
 
 @pytest.mark.parametrize(
-    ("file", "state", "told"),
+    ("file", "state", "error_text"),
     [
         pytest.param(None, "absent", "not installed", id="none"),
         pytest.param("interfaces.py", "absent", "another project", id="the one on PyPI"),
@@ -62,7 +62,7 @@ def test_versions_that_do_not_fit_are_named(
     ],
 )
 def test_which_apex_is_installed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str | None, state: str, told: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str | None, state: str, error_text: str
 ) -> None:
     if file is not None:
         for name in ("__init__.py", file):
@@ -70,7 +70,7 @@ def test_which_apex_is_installed(
             (tmp_path / "apex" / name).write_text("")
     monkeypatch.syspath_prepend(str(tmp_path))
     found = apex("0.1")
-    assert (found.topic, found.state) == ("apex", state) and told in found.text
+    assert (found.topic, found.state) == ("apex", state) and error_text in found.text
 
 
 def test_number_formats_of_each_gpu_and_library() -> None:
@@ -143,11 +143,12 @@ def test_all_ranks_nodes_are_examined(tmp_path: Path, tiny_model: Callable[..., 
     (tmp_path / "recipe.yaml").write_text(json.dumps({"name": "n", "loop": "rl"} | sections))
     done = megarl(tmp_path, "recipe.yaml")
     assert done.returncode == 0, done.stdout + done.stderr
-    told = json.loads(done.stdout)
-    assert len(told["nodes"]) == 1 and "torch" in {topic for _, topic, _, _ in told["findings"]}
+    report = json.loads(done.stdout)
+    assert len(report["nodes"]) == 1 and "torch" in {topic for _, topic, _, _ in report["findings"]}
     assert not list((tmp_path / "runs").iterdir())
     done = megarl(tmp_path, "recipe.yaml", f"model.path={tmp_path / 'absent'}")
     assert done.returncode == 2
     assert any(
-        topic == "checks" and "absent is not there" in text for _, topic, _, text in json.loads(done.stdout)["findings"]
+        topic == "checks" and "absent does not exist" in text
+        for _, topic, _, text in json.loads(done.stdout)["findings"]
     )

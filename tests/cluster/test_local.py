@@ -108,8 +108,8 @@ async def test_a_failure_names_rank_and_cause_and_ends_the_group(tmp_path, kind,
         assert kind == "unpicklable" or caught.value.rank == 1
         assert caught.value.exit_code == exit_code
         assert cause in str(caught.value)
-        (told,) = caught.value.__notes__
-        assert details in told
+        (error_text,) = caught.value.__notes__
+        assert details in error_text
         assert not any(map(is_alive, pids))
         for _ in range(2):
             with pytest.raises(RankFailedError) as again:
@@ -223,8 +223,8 @@ async def test_a_rank_that_misses_a_collective_is_named_when_the_others_give_up(
         await group.call("join_gloo")
         with pytest.raises(RankFailedError) as caught:
             await group.call("collective_that_one_misses", 1, 0.5)
-        told = "rank 1 of 2 did not enter a collective of `collective_that_one_misses`"
-        assert (caught.value.rank, caught.value.cause) == (1, told)
+        error_text = "rank 1 of 2 did not enter a collective of `collective_that_one_misses`"
+        assert (caught.value.rank, caught.value.cause) == (1, error_text)
 
 
 async def test_ranks_of_one_machine_listen_on_loopback_only():
@@ -256,7 +256,7 @@ async def test_a_cancelled_call_ends_the_group():
     async with started() as group:
         with pytest.raises(TimeoutError):
             await asyncio.wait_for(group.call("sleep", 60), timeout=0.3)
-        with pytest.raises(PeerLostError, match="`sleep` was abandoned"):
+        with pytest.raises(PeerLostError, match="call of `sleep` on the ranks was interrupted"):
             await group.call("product", 1)
 
 

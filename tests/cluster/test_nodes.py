@@ -37,10 +37,10 @@ GOOD = {
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "error_text"),
     [
         pytest.param({}, None, id="sound"),
-        pytest.param({"unread": ["/models/q"]}, "node n2: /models/q is not there or cannot be read", id="model"),
+        pytest.param({"unread": ["/models/q"]}, "node n2: /models/q does not exist or cannot be read", id="model"),
         pytest.param({"is_writable": False}, "node n2: /runs/a cannot be written", id="run folder"),
         pytest.param({"free_bytes": 1 << 20}, "node n2: /runs/a has 1 MiB left", id="disk"),
         pytest.param({"shared_memory": "/dev/shm is full"}, "node n2: /dev/shm is full", id="shared memory"),
@@ -75,10 +75,10 @@ GOOD = {
         pytest.param({"time": 1100.0}, "node n2: its clock is +100 s off", id="clock"),
     ],
 )
-def test_a_bad_node_is_named(changed: dict[str, Any], told: str | None) -> None:
+def test_a_bad_node_is_named(changed: dict[str, Any], error_text: str | None) -> None:
     reports = {"n1": GOOD, "n2": GOOD | changed, "n3": GOOD}
     found = list(faults(reports, "/runs/a", 8, field_needs()))
-    assert found == [] if told is None else len(found) == 1 and told in found[0]
+    assert found == [] if error_text is None else len(found) == 1 and error_text in found[0]
 
 
 def test_a_node_without_the_memory_of_the_plan_is_named() -> None:
@@ -99,7 +99,7 @@ def test_the_checks_of_nodes_compare_memory() -> None:
     assert all_faults(reports, ["n1"] * 8, recipe, "/runs/a", planned) == []
     assert all_faults(reports, ["n1"] * 8, recipe, "/runs/a", None) == []
     (text,) = all_faults(reports, ["n1"] * 8, recipe, "/runs/a", RankHostBytes(61 << 30, 0))
-    assert text.startswith("node n1: its 8 ranks need 488 GiB of host memory, 480 are there")
+    assert text.startswith("node n1: its 8 ranks need 488 GiB of host memory, but the node has 480")
 
 
 def test_nodes_of_two_kinds_are_compared_with_their_like() -> None:
@@ -160,8 +160,8 @@ def test_a_node_with_gpus_tries_the_compiler(tmp_path: Path, monkeypatch: pytest
 
 def test_a_node_that_cannot_be_reached_is_named_once() -> None:
     tried = {"n1": {"n3": "no answer in 10 s"}, "n2": {"n3": "no answer in 10 s"}, "n3": {}}
-    (told,) = unreached(tried)
-    assert told.startswith("node n3: its ports cannot be reached from n1, n2 (no answer in 10 s)")
+    (error_text,) = unreached(tried)
+    assert error_text.startswith("node n3: its ports cannot be reached from n1, n2 (no answer in 10 s)")
 
 
 def test_nodes_of_one_switch_follow_each_other() -> None:
@@ -207,6 +207,8 @@ def test_links_are_measured(ranks: RankPool) -> None:
 def test_a_rank_with_slow_links_is_named() -> None:
     nodes = [("n1",), ("n1",), ("n2",), ("n2",), ("n3",), ("n3",)]
     speeds = [{WITHIN: 200e9, ACROSS: 40e9 if rank != 3 else 9e9} for rank in range(6)]
-    (told,) = slow_links(nodes, speeds, 0.25)
-    assert told.startswith("node n2: rank 3 moves 9.00 GB/s across nodes, the median rank 40.00; exclude the node")
+    (error_text,) = slow_links(nodes, speeds, 0.25)
+    assert error_text.startswith(
+        "node n2: rank 3 moves 9.00 GB/s across nodes, the median rank 40.00; exclude the node"
+    )
     assert list(slow_links(nodes, speeds, 0.2)) == []

@@ -123,7 +123,10 @@ def test_too_small_a_cluster_says_what_it_has(folder: Path) -> None:
     done = train(folder, "name=large", "cluster.nodes=4", "trainer.tp=4", "cluster.start_timeout_seconds=3")
     assert done.returncode == 2, done.stdout + done.stderr
     lack = "needs 4 nodes with 2 CPUs each, the Ray cluster has nodes with [2, 2, 0]"
-    assert f"waiting for 3 s at most: {lack}" in done.stderr and f"cluster.nodes = 4: {lack}; add nodes" in done.stderr
+    assert (
+        f"waiting at most 3 s for nodes: the run {lack}" in done.stderr
+        and f"cluster.nodes = 4: {lack}; add nodes" in done.stderr
+    )
     assert json.loads((folder / "runs/large/status.json").read_text())["exit_code"] == 2
 
 

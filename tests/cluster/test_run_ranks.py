@@ -202,7 +202,10 @@ def test_a_replica_that_leaves_every_cross_world_group_is_lost_before_the_last(t
             # Without another the run ends, and who left is named.
             await other.call("leave_every_group")
             ranks.on_removed("the next transfer needs a new group")
-            with pytest.raises(PeerLostError, match="3 reshards in a row were aborted: rank 3: a fault of its own"):
+            with pytest.raises(
+                PeerLostError,
+                match="3 weight transfers to the engines in a row were aborted: rank 3: a fault of its own",
+            ):
                 await transfer.run(False, 2)
 
     asyncio.run(play())

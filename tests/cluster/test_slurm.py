@@ -204,7 +204,7 @@ def test_a_node_without_the_model_ends_the_job_at_once(cluster: Cluster) -> None
     job = cluster.submit("name=bare", "cluster.start_timeout_seconds=3600", options=("--nodelist=n3,n4",))
     assert cluster.until_over(job) == "FAILED"
     status = cluster.until_ended(job, "bare", 2)
-    assert f"node n4: {model} is not there or cannot be read" in status["cause"]
+    assert f"node n4: {model} does not exist or cannot be read" in status["cause"]
 
 
 @needs_slurm
@@ -256,9 +256,9 @@ def test_a_rank_of_a_job_that_is_lost_is_named_and_the_others_go_on(cluster: Clu
 def test_the_doctor_sees_all_nodes_in_the_order_of_their_switches(cluster: Cluster) -> None:
     allocation = ("salloc", "--quiet", "--nodes=4", "--ntasks-per-node=1")
     recipe = ("recipe.yaml", *WIDE, "cluster.launcher=slurm")
-    told = json.loads(cluster.run(*allocation, MEGARL, "doctor", *recipe, "--json"))
-    assert told["nodes"] == ["n1", "n3", "n2", "n4"] and told["notices"][0].startswith("links: across nodes ")
-    assert {nodes for nodes, *_ in told["findings"]} == {"all"}
+    report = json.loads(cluster.run(*allocation, MEGARL, "doctor", *recipe, "--json"))
+    assert report["nodes"] == ["n1", "n3", "n2", "n4"] and report["notices"][0].startswith("links: across nodes ")
+    assert {nodes for nodes, *_ in report["findings"]} == {"all"}
 
 
 @needs_slurm

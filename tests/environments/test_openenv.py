@@ -49,12 +49,12 @@ class Server:
         try:
             async for message in socket:
                 assert message.type == WSMsgType.TEXT
-                told = json.loads(message.data)
-                if told["type"] == "reset":
-                    self.resets.append(told["data"])
-                    await self.observe(socket, {"text": f"Seed {told['data']['seed']}", "metadata": {"a": 1}}, None)
+                received = json.loads(message.data)
+                if received["type"] == "reset":
+                    self.resets.append(received["data"])
+                    await self.observe(socket, {"text": f"Seed {received['data']['seed']}", "metadata": {"a": 1}}, None)
                 else:
-                    await self.act(socket, told["data"])
+                    await self.act(socket, received["data"])
         finally:
             self.open -= 1
         return socket

@@ -83,7 +83,7 @@ def test_of_a_run_the_last_or_the_best_model(recipe: Path, tiny_model: Callable[
         prepare(run, recipe, [], options={})
     found = prepare(run, recipe, [], options={}, is_best=True)
     assert (found.model, found.folder) == (run / "hf_best", run / "evaluations/hf_best_small")
-    with pytest.raises(MegarlError, match=r"not a run with a model of its best evaluation"):
+    with pytest.raises(MegarlError, match=r"has no model of a best evaluation"):
         prepare(tiny_model(), recipe, [], options={}, is_best=True)
 
 

@@ -14,7 +14,7 @@ from megarl.platform.visible_gpus import Capability, Gpu
 SOUND = {"Transformer Engine": "2.11.0", "CUDA": "13.0"}
 
 
-def told(recipe: Recipe, capability: Capability | None, versions: dict[str, str] | None) -> list[str]:
+def unmet(recipe: Recipe, capability: Capability | None, versions: dict[str, str] | None) -> list[str]:
     return list(unmet_needs(needs(recipe), [Gpu("G", capability)] * 8, versions))
 
 
@@ -50,7 +50,7 @@ WEIGHTS = {"rollout": {"quantization": "fp8_per_channel"}}
     ],
 )
 def test_generations(sections: dict[str, Any], capability: Capability | None, field: str | None) -> None:
-    found = told(made(**sections), capability, SOUND)
+    found = unmet(made(**sections), capability, SOUND)
     assert found == [] if field is None else len(found) == 1 and found[0].startswith(f"{field}: G has compute capa")
 
 
@@ -62,9 +62,9 @@ def test_a_cache_in_fp8_is_read_by_flashinfer_on_ampere(
     found = (lambda name: object()) if has_flashinfer else lambda name: None
     monkeypatch.setattr("megarl.platform.gpu_needs.find_spec", found)
     recipe = made(rollout={"kv_cache_dtype": "fp8_e5m2"})
-    assert told(recipe, least, None) == []
+    assert unmet(recipe, least, None) == []
     below: Capability = (7, 5) if has_flashinfer else (8, 6)
-    (text,) = told(recipe, below, None)
+    (text,) = unmet(recipe, below, None)
     assert text.startswith("rollout.kv_cache_dtype = fp8_e5m2: ") and "set rollout.kv_cache_dtype=auto" in text
 
 
@@ -84,7 +84,7 @@ def test_a_cache_in_fp8_is_read_by_flashinfer_on_ampere(
     ],
 )
 def test_versions(sections: dict[str, Any], versions: dict[str, str] | None, told_of: list[str]) -> None:
-    found = told(made(**sections), (10, 0), versions)
+    found = unmet(made(**sections), (10, 0), versions)
     assert len(found) == len(told_of) and all(part in text for part, text in zip(told_of, found, strict=True))
 
 

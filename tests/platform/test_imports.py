@@ -6,7 +6,7 @@ import gc
 
 import pytest
 
-from megarl.platform.imports import kept_frozen, uncollected
+from megarl.platform.imports import uncollected, unfreeze_disabled
 
 
 def test_the_collector_waits_and_leaves_alone_what_is_there_then() -> None:
@@ -27,7 +27,7 @@ def test_what_is_hidden_stays_so_whatever_a_library_asks() -> None:
     unfreeze = gc.unfreeze
     gc.freeze()
     frozen = gc.get_freeze_count()
-    with kept_frozen():
+    with unfreeze_disabled():
         gc.unfreeze()
     # What nobody refers to any longer goes all the same.
     assert gc.get_freeze_count() > 0.9 * frozen > 0 and gc.unfreeze is unfreeze

@@ -45,8 +45,8 @@ for name in ("megarl.models.configuration", "megarl.training.training_engine", "
 """
     done = subprocess.run([sys.executable, "-c", code], env=broken, capture_output=True, text=True, timeout=120)
     assert done.returncode == 0, done.stderr
-    told = f"Transformer Engine is installed but cannot be imported (OSError: {FAULT}); run launch/setup.sh"
-    assert [line.startswith(told) for line in done.stdout.splitlines()] == [True] * 3, done.stdout
+    error_text = f"Transformer Engine is installed but cannot be imported (OSError: {FAULT}); run launch/setup.sh"
+    assert [line.startswith(error_text) for line in done.stdout.splitlines()] == [True] * 3, done.stdout
 
 
 @pytest.mark.distributed

@@ -201,7 +201,7 @@ def test_what_functions_do_not_take(algorithm: dict[str, Any], words: list[str])
 def test_a_call_on_toy_tensors_shows_what_a_function_returns(algorithm: dict[str, Any], words: list[str]) -> None:
     [line] = told(algorithm=algorithm)
     [(field, name)] = algorithm.items()
-    assert line.startswith(f"algorithm.{field} = {name}: r")
+    assert line.startswith(f"algorithm.{field} = {name}: the function r")
     assert all(text in line for text in words), line
 
 

@@ -61,10 +61,12 @@ def own_rewards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
         pytest.param(
             "of_trl", ["its parameter completions is not known. Did you mean completion_text?"], id="signature of TRL"
         ),
-        pytest.param("a_list", ["returned [0.0], not a number, None or a megarl.types.Reward"], id="a list"),
+        pytest.param(
+            "a_list", ["the function returned [0.0]; return a number, None or a megarl.types.Reward"], id="a list"
+        ),
         pytest.param("raises", ["first record", "gold answer '3'", "ValueError: no such grader"], id="raises"),
         pytest.param("hangs", ["took more than reward.wall_timeout_seconds = 0.5 by the clock"], id="hangs"),
-        pytest.param("huge", ["returned a score outside -1e+06 to 1e+06"], id="1e300"),
+        pytest.param("huge", ["the function returned a score outside -1e+06 to 1e+06"], id="1e300"),
         pytest.param("rihgt", ["has no function 'rihgt'; did you mean 'right'"], id="no function"),
     ],
 )
@@ -101,17 +103,22 @@ def test_reward_functions_that_work_are_accepted(recipe: Callable[..., Recipe], 
 @pytest.mark.parametrize(
     ("function", "bad", "told"),
     [
-        pytest.param("gsm8k", {"gt_answer": "three"}, "the gold answer 'three' is not a number", id="gsm8k"),
+        pytest.param("gsm8k", {"gt_answer": "three"}, "the gold answer 'three' is neither a number", id="gsm8k"),
         pytest.param(
-            {"name": "length", "kwargs": {"field": "budget"}}, {"budget": None}, "the target is None", id="length"
+            {"name": "length", "kwargs": {"field": "budget"}},
+            {"budget": None},
+            "the target length is None",
+            id="length",
         ),
         pytest.param({"name": "boxed", "needs": ["a.b"]}, {"a": {"c": 1}}, "the record has no field 'a.b'", id="needs"),
-        pytest.param("code", {"test_cases": None}, "has no public_test_cases nor private_test_cases", id="code"),
-        pytest.param("judge", {"a": {"c": 1}}, "no field 'a.b', used by the judge's prompt", id="judge"),
-        pytest.param("multiple_choice", {"gt_answer": "77"}, "none of the 26 choices", id="multiple choice"),
-        pytest.param("reasoning_gym.gcd", {"metadata": None}, "has no metadata", id="a task of reasoning-gym"),
+        pytest.param("code", {"test_cases": None}, "no field public_test_cases or private_test_cases", id="code"),
+        pytest.param("judge", {"a": {"c": 1}}, "no field 'a.b' for a placeholder of the judge's prompt", id="judge"),
+        pytest.param(
+            "multiple_choice", {"gt_answer": "77"}, "not one of the record's 26 choices", id="multiple choice"
+        ),
+        pytest.param("reasoning_gym.gcd", {"metadata": None}, "has no field metadata", id="a task of reasoning-gym"),
         pytest.param("math_competition", {"gt_answer": [None]}, "the gold answer is [None]", id="competition"),
-        pytest.param("reasoning_gym", {"metadata": {}}, "no metadata.source_dataset", id="reasoning-gym"),
+        pytest.param("reasoning_gym", {"metadata": {}}, "no field metadata.source_dataset", id="reasoning-gym"),
     ],
 )
 def test_the_first_line_that_lacks_a_field_is_named(

@@ -19,7 +19,10 @@ from megarl.types import ConfigError, DataError
     [
         pytest.param(
             {"rollout": {"environment": "calculator", "environment_kwargs": {"tool_secs": 3}}},
-            ["rollout.environment_kwargs = {'tool_secs': 3}: calculator does not take them", "tool_seconds"],
+            [
+                "rollout.environment_kwargs = {'tool_secs': 3}: the environment calculator does not take these",
+                "tool_seconds",
+            ],
             id="a setting that the environment does not take",
         ),
         pytest.param(
@@ -44,7 +47,7 @@ from megarl.types import ConfigError, DataError
         ),
         pytest.param(
             {"rollout": {"environment": "search"}},
-            ["rollout.environment_kwargs = {}: search", "'corpus'"],
+            ["rollout.environment_kwargs = {}: the environment search", "'corpus'"],
             id="a setting that the environment needs",
         ),
         pytest.param(

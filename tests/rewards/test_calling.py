@@ -72,7 +72,7 @@ def of_verl(data_source, solution_str, ground_truth, extra_info=None): ...
 
 
 @pytest.mark.parametrize(
-    ("function", "kwargs", "told"),
+    ("function", "kwargs", "error_text"),
     [
         pytest.param(of_trl, {}, "its parameter completions is not known. Did you mean completion_text?", id="TRL"),
         pytest.param(of_verl, {}, "its parameter data_source is not known.", id="verl"),
@@ -89,9 +89,11 @@ def of_verl(data_source, solution_str, ground_truth, extra_info=None): ...
         pytest.param(min, {}, "its parameters cannot be read", id="compiled"),
     ],
 )
-def test_what_cannot_be_called_is_refused(function: Callable[..., Any], kwargs: dict[str, Any], told: str) -> None:
+def test_what_cannot_be_called_is_refused(
+    function: Callable[..., Any], kwargs: dict[str, Any], error_text: str
+) -> None:
     with pytest.raises(ConfigError) as caught:
         bind("my.rewards:function", function, kwargs)
-    assert told in str(caught.value) and "reward.functions: 'my.rewards:function'" in str(caught.value)
-    if "not known" in told:
+    assert error_text in str(caught.value) and "reward.functions: 'my.rewards:function'" in str(caught.value)
+    if "not known" in error_text:
         assert ", ".join(PARAMETERS) in str(caught.value)

@@ -45,10 +45,10 @@ async def test_errors_and_hangs_are_counted_exactly():
     faults = {number: [500] for number in range(3, 200, 20)} | {number: ["hang"] for number in range(11, 200, 20)}
     faults |= {number: ["nonsense"] for number in range(17, 200, 20)}
     faults |= {43: [503, "drop"], 51: ["hang", "hang"], 57: ["nonsense", "nonsense"]}
-    told = []
+    notices = []
     server = JudgeServer(faults)
     samples = [sample(number) for number in range(200)]
-    scored, metrics, after = await judged(server, samples, timeout_seconds=3.0, max_tries=2, notice=told.append)
+    scored, metrics, after = await judged(server, samples, timeout_seconds=3.0, max_tries=2, notice=notices.append)
     assert {number: one.failure for number, one in enumerate(scored) if one.failure} == {
         43: "error", 51: "timeout", 57: "parse_error",
     }  # fmt: skip
@@ -65,7 +65,7 @@ async def test_errors_and_hangs_are_counted_exactly():
     }  # fmt: skip
     assert server.counts["calls"] == 230 and server.counts["hang"] == 11 and server.counts["nonsense"] == 11
     assert not any(after.values())
-    assert len(told) == 3 and all("gets zero" in text for text in told)
+    assert len(notices) == 3 and all("gets zero" in text for text in notices)
 
 
 async def test_64_calls_are_in_flight():
@@ -122,12 +122,12 @@ async def test_nonsense_is_left_out_or_scored_by_policy():
     server = JudgeServer({1: ["nonsense"] * 9})
     [left_out], *_ = await judged(server, [sample(1)], on_failure="leave_out")
     assert left_out.failure == "parse_error" and left_out.trajectory_reward is None
-    told = []
+    notices = []
     server = JudgeServer({number: ["nonsense"] * 9 for number in (1, 2)})
-    [given, _], metrics, _ = await judged(server, [sample(1), sample(2)], parse_error_score=0.25, notice=told.append)
+    [given, _], metrics, _ = await judged(server, [sample(1), sample(2)], parse_error_score=0.25, notice=notices.append)
     assert given.failure is None and given.reward.score == 0.25
     assert metrics["reward/judge/parse_errors"] == 6 and metrics["reward/judge/substituted"] == 2
-    assert len(told) == 1 and "parse_error_score = 0.25" in told[0] and "Who can tell?" in told[0]
+    assert len(notices) == 1 and "parse_error_score = 0.25" in notices[0] and "Who can tell?" in notices[0]
 
 
 async def test_what_cannot_be_sent_is_no_answer_without_a_score(monkeypatch):
@@ -267,7 +267,7 @@ def test_verdicts_by_number_and_by_pattern():
 
 
 @pytest.mark.parametrize(
-    ("given", "told"),
+    ("given", "error_text"),
     [
         pytest.param({"url": "localhost"}, r"kwargs\.url = 'localhost': is not a valid address", id="address"),
         pytest.param({"modle": "m"}, r"kwargs\.modle", id="unknown"),
@@ -280,13 +280,13 @@ def test_verdicts_by_number_and_by_pattern():
         pytest.param({"prompt": "blind.txt"}, "lacks {{completion}}", id="blind"),
     ],
 )
-def test_wrong_settings_are_refused(tmp_path, monkeypatch, given, told):
+def test_wrong_settings_are_refused(tmp_path, monkeypatch, given, error_text):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "unknown.txt").write_text("{{completion}} {{golden}}")
     (tmp_path / "blind.txt").write_text("{{answer}}")
     with pytest.raises(ConfigError, match=r"reward\.functions: 'judge'") as caught:
         judge(**given)
-    assert told.replace("\\", "") in str(caught.value)
+    assert error_text.replace("\\", "") in str(caught.value)
 
 
 @pytest.mark.parametrize(

@@ -65,12 +65,13 @@ async def test_a_score_that_nobody_waits_for_any_more_ends_its_process(module, t
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("exit", "SystemExit: 3"), ("die", "ended with exit code 3"), ("crash", "killed by SIGSEGV")]
+    ("text", "error_text"),
+    [("exit", "SystemExit: 3"), ("die", "ended with exit code 3"), ("crash", "killed by SIGSEGV")],
 )
-async def test_the_end_of_a_process_is_told(module, text, told):
+async def test_the_end_of_a_process_is_told(module, text, error_text):
     with pool_of(f"{module}:act") as pool:
         (failed,) = await all_scored(pool, text)
-        assert told in failed.detail
+        assert error_text in failed.detail
 
 
 async def test_a_completion_whose_process_is_killed_from_outside_is_scored_once_more(tmp_path, monkeypatch):

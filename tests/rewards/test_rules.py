@@ -21,7 +21,7 @@ from megarl.types import Reward
 SOLUTION = "She sold 48/2 = <<48/2=24>>24 clips in May.\nAltogether 48+24 = 72.\n#### 72"
 
 
-def told(reward: Reward) -> tuple[float, bool, bool]:
+def outcome(reward: Reward) -> tuple[float, bool, bool]:
     return reward.score, reward.format_valid, reward.answer_correct
 
 
@@ -80,21 +80,21 @@ def told(reward: Reward) -> tuple[float, bool, bool]:
     ],
 )
 def test_gsm8k(said: str, answer: str, expected: tuple[float, bool, bool]) -> None:
-    assert told(gsm8k(said, answer, format_score=0.1)) == expected
+    assert outcome(gsm8k(said, answer, format_score=0.1)) == expected
 
 
 def test_gsm8k_takes_the_last_number_where_it_is_flexible() -> None:
     flexible = gsm8k("First 5, then 10-3=7 and $72.", "72", method="flexible")
-    assert told(flexible) == (1.0, False, True) and flexible.metrics == {"fallback": 1.0}
-    assert told(gsm8k("none", "72", method="flexible")) == (0.0, False, False)
+    assert outcome(flexible) == (1.0, False, True) and flexible.metrics == {"fallback": 1.0}
+    assert outcome(gsm8k("none", "72", method="flexible")) == (0.0, False, False)
     assert gsm8k("#### 72", "72", method="flexible").metrics == {"fallback": 0.0}
 
 
 def test_gsm8k_of_colossalchat() -> None:
     given: dict[str, Any] = {"correct_score": 10.0, "format_score": 1.0, "forms": ["tags"]}
-    assert told(gsm8k("<think>a</think><answer> 72 </answer>", "72", **given)) == (10.0, True, True)
-    assert told(gsm8k("<think>a</think><answer>71</answer>", "72", **given)) == (1.0, True, False)
-    assert told(gsm8k("<answer>72</answer>", "72", **given)) == (0.0, False, False)
+    assert outcome(gsm8k("<think>a</think><answer> 72 </answer>", "72", **given)) == (10.0, True, True)
+    assert outcome(gsm8k("<think>a</think><answer>71</answer>", "72", **given)) == (1.0, True, False)
+    assert outcome(gsm8k("<answer>72</answer>", "72", **given)) == (0.0, False, False)
 
 
 @pytest.mark.parametrize("given", [{"answer": "many"}, {"method": "lax"}, {"forms": ["box"]}, {"forms": []}])
@@ -115,16 +115,16 @@ def test_gsm8k_refuses(given: dict[str, Any]) -> None:
     ],
 )
 def test_levels_of_math_competition(said: str, answer: Any, expected: tuple[float, bool, bool]) -> None:
-    assert told(math_competition(said, answer, {}, wrong_score=-0.5, invalid_score=-1.0)) == expected
+    assert outcome(math_competition(said, answer, {}, wrong_score=-0.5, invalid_score=-1.0)) == expected
 
 
 def test_math_competition_of_verl_and_of_deepscaler() -> None:
     dapo: dict[str, Any] = {"forms": ["answer_line"], "wrong_score": -1.0, "invalid_score": -1.0}
-    assert told(math_competition("Answer: 3\nAnswer: $\\boxed{34}$", "34", {}, **dapo)) == (1.0, True, True)
-    assert told(math_competition("**answer:** 33", "34", {}, **dapo)) == (-1.0, True, False)
-    assert told(math_competition("\\boxed{34}", "34", {}, **dapo)) == (-1.0, False, False)
-    assert told(math_competition("\\boxed{34}", "34", {}, thoughts="required")) == (0.0, False, False)
-    assert told(math_competition("a</think>\\boxed{34}", "34", {}, thoughts="required")) == (1.0, True, True)
+    assert outcome(math_competition("Answer: 3\nAnswer: $\\boxed{34}$", "34", {}, **dapo)) == (1.0, True, True)
+    assert outcome(math_competition("**answer:** 33", "34", {}, **dapo)) == (-1.0, True, False)
+    assert outcome(math_competition("\\boxed{34}", "34", {}, **dapo)) == (-1.0, False, False)
+    assert outcome(math_competition("\\boxed{34}", "34", {}, thoughts="required")) == (0.0, False, False)
+    assert outcome(math_competition("a</think>\\boxed{34}", "34", {}, thoughts="required")) == (1.0, True, True)
 
 
 def test_accuracy_by_level() -> None:
@@ -202,7 +202,7 @@ COLOURS = {"choices": ["red", "green", "blue", "A"]}
 def test_the_chosen_letter(said: str, letter: str | None) -> None:
     record = {"choices": ["red", "green", "blue", "black"]}
     reward = multiple_choice(said, "B", record)
-    assert told(reward) == (float(letter == "B"), letter is not None, letter == "B")
+    assert outcome(reward) == (float(letter == "B"), letter is not None, letter == "B")
     assert reward.metrics == {f"chosen_{each}": float(each == letter) for each in "ABCD"}
 
 
@@ -217,8 +217,8 @@ def test_the_chosen_letter(said: str, letter: str | None) -> None:
     ],
 )
 def test_gold_choices(answer: str, record: dict[str, Any]) -> None:
-    assert told(multiple_choice("\\boxed{B}", answer, record)) == (1.0, True, True)
-    assert told(multiple_choice("\\boxed{A}", answer, record)) == (0.0, True, False)
+    assert outcome(multiple_choice("\\boxed{B}", answer, record)) == (1.0, True, True)
+    assert outcome(multiple_choice("\\boxed{A}", answer, record)) == (0.0, True, False)
 
 
 @pytest.mark.parametrize(

@@ -93,16 +93,16 @@ def interact(messages):
 '''
 EXPECTED = {
     "raise": ("KeyError: 'x'", 0),
-    "begin": ("TypeError: reset gave 'at once', not a Start", 0),
+    "begin": ("TypeError: the environment's reset returned 'at once'; return a megarl.environments.Start", 0),
     "hang": ("Timeout: the environment's answer took longer than 6 seconds", 1),
     "fill": ("MemoryError: ", 1),
     "die": ("EnvironmentProcessError: the environment's process ended with exit code 3", 2),
     "crash": ("EnvironmentProcessError: the environment's process was killed by SIGSEGV", 2),
     "exit": ("SystemExit: 3", 0),
     "away": ("EnvironmentUnavailableError: no server", 0),
-    "text": ("TypeError: step gave 'done', not a Step", 0),
+    "text": ("TypeError: the environment's step returned 'done'; return a megarl.environments.Step", 0),
     "object": ("TypeError: its answer is not JSON: Object of type object is not JSON serializable", 0),
-    "nan": ("ValueError: step gave the reward nan", 0),
+    "nan": ("ValueError: the environment's step returned a reward that is not a finite number: nan", 0),
     "long": ("EnvironmentProcessError: the environment's process sent a message of ", 2),
 }
 """What an environment does: the attempt's failure, and how many processes were killed for it."""

@@ -50,15 +50,20 @@ def served(
     def run(test: Callable[[Served], Coroutine[Any, Any, None]], guests: Limits | None = None, **config: Any) -> None:
         async def drive() -> None:
             await group.call("seen")
-            told: list[str] = []
+            notices: list[str] = []
             codec = Codec(load_tokenizer(tool_model), CONTEXT_TOKENS)
             sessions = Sessions(pool := EnginePool(group, ONE, max_running=32, budget_seconds=0.05), codec)
             endpoint = Endpoint(
-                sessions, EndpointConfig(**config), model="policy", sampling=SAMPLING, guests=guests, notice=told.append
+                sessions,
+                EndpointConfig(**config),
+                model="policy",
+                sampling=SAMPLING,
+                guests=guests,
+                notice=notices.append,
             )
             await endpoint.start()
             try:
-                await test(Served(endpoint, sessions, pool, group, told))
+                await test(Served(endpoint, sessions, pool, group, notices))
             finally:
                 await endpoint.close()
                 codec.close()

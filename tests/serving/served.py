@@ -24,9 +24,9 @@ class Served:
     """An endpoint, its sessions, clients of it, and the engines behind it."""
 
     def __init__(
-        self, endpoint: Endpoint, sessions: Sessions, pool: EnginePool, group: WorkerGroup, told: list[str]
+        self, endpoint: Endpoint, sessions: Sessions, pool: EnginePool, group: WorkerGroup, notices: list[str]
     ) -> None:
-        self.endpoint, self.sessions, self.pool, self.group, self.told = endpoint, sessions, pool, group, told
+        self.endpoint, self.sessions, self.pool, self.group, self.notices = endpoint, sessions, pool, group, notices
 
     def open(self, seed: str = "s", **limits: Any) -> Session:
         known = {"context_tokens": CONTEXT_TOKENS, "max_calls": 40, "idle_seconds": 60.0}

@@ -207,7 +207,7 @@ def test_a_changed_history_forks_and_an_equal_one_in_other_words_of_the_client_d
             assert session.counts["forks"] == session.counts["forks/history"] == 1
             [text] = session.fork_texts
             assert f"message {place} (assistant)" in text and "Nine." in text
-            assert any("sequence begins" in told for told in s.told) and len(session.answers) == before + 1
+            assert any("sequence begins" in notice for notice in s.notices) and len(session.answers) == before + 1
             # Another system message, as one with a clock: a fork in the first message.
             clock = {"role": "system", "content": "It is 12:01."}
             await client.chat.completions.create(messages=[clock, QUESTION], model="policy")
@@ -336,7 +336,7 @@ def test_the_recipe_s_sampling_holds_and_what_a_client_sets_is_counted(served: A
         one, two = session.answers[0].call.completion, plain.answers[0].call.completion
         assert one.token_ids.tolist() == two.token_ids.tolist()
         assert session.counts["overridden_fields"] == 6 and plain.counts["overridden_fields"] == 0
-        assert len(s.told) == 6 and all("recipe's value holds" in text for text in s.told)
+        assert len(s.notices) == 6 and all("recipe's value holds" in text for text in s.notices)
 
     served(test)
 

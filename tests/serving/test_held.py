@@ -45,9 +45,9 @@ def test_calls_that_wait_during_a_reshard_are_answered_after_it(served: Any) -> 
             await s.pool.pause()
             assert await s.group.call("unfinished") == [0]
             calls.append(asyncio.create_task(asked(s, during)))
-            with pytest.raises(openai.APIStatusError) as told:
+            with pytest.raises(openai.APIStatusError) as caught:
                 await turned_away
-            assert told.value.status_code == 503 and float(told.value.response.headers["retry-after"]) >= 0
+            assert caught.value.status_code == 503 and float(caught.value.response.headers["retry-after"]) >= 0
             while not during.num_under_way:
                 await asyncio.sleep(0.01)
             assert not any(call.done() for call in calls)
