@@ -1,4 +1,4 @@
-"""Busy time and peak memory of a rank's calls."""
+"""Statistics of the calls that a rank executes: busy time and peak memory."""
 
 from __future__ import annotations
 
@@ -12,16 +12,18 @@ from megarl.platform import peak_memory
 
 @dataclass(slots=True)
 class Activity:
-    """Statistics of a rank's calls since the last `take`."""
+    """Statistics of a rank's calls since they were last fetched with `take`."""
 
     busy_seconds: float = 0.0
-    """Seconds spent in calls of all methods."""
+    """Seconds that the rank spent in calls."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    """Peak memory in use by method, from the end of the previous call to the end of this one."""
+    """Peak bytes in use, by method: the maximum from the end of the previous call to the end of a call of the
+    method.
+    """
 
     @contextmanager
     def during(self, method: str) -> Iterator[None]:
-        """Record the duration and peak memory of a call, if it succeeds."""
+        """Context of a call: record its duration and peak memory, if it succeeds."""
         # No try/finally: after a fault the device must not be queried, so a failed call is not recorded.
         began = time.monotonic()
         yield
@@ -30,7 +32,7 @@ class Activity:
             self.peak_bytes[method] = max(self.peak_bytes.get(method, 0), peak)
 
     def take(self) -> Activity:
-        """Return this rank's busy seconds and peak memory since the last call, and reset them."""
+        """Return the statistics recorded so far, and reset them."""
         taken = Activity(self.busy_seconds, self.peak_bytes)
         self.busy_seconds, self.peak_bytes = 0.0, {}
         return taken

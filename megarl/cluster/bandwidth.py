@@ -1,6 +1,6 @@
-"""Bandwidth test of the links between ranks, in rounds of disjoint pairs.
+"""Bandwidth test of the links between ranks. Pairs of ranks exchange data, many disjoint pairs at a time.
 
-In rings of three or more, a slow rank does not discredit its partners: each has another pair as well.
+In rings of three or more ranks, each rank is in two pairs. So a slow rank can be distinguished from its partners.
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ WITHIN, ACROSS = "within nodes", "across nodes"
 """Kinds of links: between ranks of one node, and between ranks of different nodes."""
 
 _TRIALS = 5
-"""Repetitions of an exchange. The fastest one counts, because interference only slows an exchange down."""
+"""Repetitions of each exchange. The fastest one counts, because interference only slows an exchange down."""
 _BYTES = {"cpu": 8 << 20, "cuda": 256 << 20}
-"""Bytes of an exchange, by type of device."""
+"""Bytes per exchange, by type of device."""
 
 
 class Bandwidth:
-    """Worker for bandwidth tests.
+    """Worker class of a rank for bandwidth tests.
 
-    Its partners are its neighbours on the node, and the ranks with the same local rank on neighbouring nodes.
+    The rank's partners are its neighbours on the node, and the ranks with the same local rank on neighbouring nodes.
     """
 
     def __init__(self, rank: int, world_size: int, topology: Sequence[Sequence[str]], timeout_seconds: float) -> None:
@@ -38,9 +38,9 @@ class Bandwidth:
         self._mine, self._theirs = torch.zeros(2, size, dtype=torch.uint8, device=device.current())
 
     def measure(self) -> dict[str, float]:
-        """Return this rank's bandwidths in bytes per second, by kind.
+        """Return this rank's bandwidths in bytes per second, by kind of link.
 
-        `WITHIN` and `ACROSS` hold the best partner's bandwidth; `all-reduce` is a collective of all ranks.
+        The values for `WITHIN` and `ACROSS` are those of the best partner. `all-reduce` is a collective of all ranks.
         """
         found: dict[str, float] = {}
         world, size = dist.get_world_size(), self._mine.nbytes
@@ -78,7 +78,7 @@ class Bandwidth:
 
 
 def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
-    """Return rounds of disjoint pairs of ranks: each round's kind, and the partner of each of its ranks.
+    """Return the rounds of the test: the kind of link, and each participating rank's partner.
 
     `nodes[r]` is the node of rank r. Pairs `WITHIN` nodes are neighbours on a node. Pairs `ACROSS` nodes have the same
     local rank on neighbouring nodes. In a ring of three or more, each member has two partners. This separates a slow
@@ -99,7 +99,7 @@ def pairings(nodes: Sequence[str]) -> list[tuple[str, dict[int, int]]]:
 
 
 def _rounds(size: int) -> list[list[tuple[int, int]]]:
-    """Return the pairs of neighbours in a ring of `size` members, in rounds of disjoint pairs."""
+    """Return the pairs of neighbours in a ring of `size` members, grouped into rounds of disjoint pairs."""
     line = [[(i, i + 1) for i in range(first, size - 1, 2)] for first in (0, 1)]
     # A ring of two has only one pair, so the pair closing the ring would repeat it.
     return [pairs for pairs in (*line, [(0, size - 1)] if size > 2 else []) if pairs]
@@ -108,7 +108,7 @@ def _rounds(size: int) -> list[list[tuple[int, int]]]:
 def slow_links(
     topology: Sequence[Sequence[str]], measured: Sequence[Mapping[str, float]], least_share: float
 ) -> Iterator[str]:
-    """Yield a message for each rank with less than `least_share` of the median rank's bandwidth of a kind."""
+    """Yield a message for each rank whose bandwidth is below `least_share` of the median rank's, for a kind of link."""
     for kind in (WITHIN, ACROSS):
         if not (known := [speeds[kind] for speeds in measured if kind in speeds]):
             continue
@@ -122,7 +122,7 @@ def slow_links(
 
 
 def summary(measured: Sequence[Mapping[str, float]]) -> str:
-    """Return a line with the median and the slowest rank's bandwidth of each kind."""
+    """Return a line with the median and the slowest rank's bandwidth for each kind of link."""
     lines = []
     for kind in (WITHIN, ACROSS, "all-reduce"):
         if known := [speeds[kind] for speeds in measured if kind in speeds]:

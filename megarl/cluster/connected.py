@@ -1,8 +1,8 @@
-"""Worker group of ranks on any node. They connect back to the driver, whatever launcher started them.
+"""Group of ranks on any nodes, whose processes connect to the driver over TCP after a launcher started them.
 
-Both ends of a connection prove that they know a key (`handshake`). Subclasses start the processes and notice their end:
-`srun.SrunGroup`, `ray.RayGroup`. A process sends its node and switches, and receives its rank. Nodes under one switch
-get consecutive ranks. With many ranks, the driver speaks to one relay per node (`relay`).
+Both ends of a connection prove that they know a secret key (`handshake`). Subclasses start the processes and notice
+their end: `srun.SrunGroup`, `ray.RayGroup`. A process sends its node and network switches, and receives its rank. Nodes
+under one switch get consecutive ranks. With many ranks, the driver connects to one relay process per node (`relay`).
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from megarl.processes.open_files import provide_open_files
 from megarl.types import PeerLostError
 
 _END_SECONDS = 60.0
-"""Limit on waiting for the launcher to end all processes."""
+"""Seconds to wait for the launcher (srun or Ray) to end all processes."""
 _SIOCGIFADDR = 0x8915
-"""Linux's ioctl for the IPv4 address of a network interface."""
+"""Number of Linux's ioctl returning the IPv4 address of a network interface."""
 
 Address = tuple[str, int]
-"""Host and port."""
+"""Host and TCP port."""
 
 
 class _RemoteHandle(RankHandle):
-    """Handle of a process on any node. It can be ended only together with all others."""
+    """Handle of a rank process on any node. The launcher can end such processes only all together."""
 
     def __init__(
         self, rank: int, process: Introduction, connected: socket.socket, log: Path, group: ConnectedGroup
@@ -58,15 +58,21 @@ class _RemoteHandle(RankHandle):
         self.connection = self.direct = Connection(connected, [self])
         self.node, self.turn, self._group = process.node, process.turn, group
         self.addresses = "", ""
-        """Address of the process and of the driver, on their connection. Empty if the connection had ended already."""
+        """IP addresses of the process and of the driver on their connection; empty if the connection has already
+        ended.
+        """
         # Read now: a connection that ends while others are opened has no addresses any more.
         with contextlib.suppress(OSError):
             self.addresses = connected.getpeername()[0], connected.getsockname()[0]
         self.ended_at: float | None = None
-        """Time (seconds since 1970) of the launcher's report of this process as the first to end. None: no report."""
+        """Time in seconds since 1970 at which the launcher saw this process end, if it was the first to end; otherwise
+        None.
+        """
 
     def send_json(self, message: dict[str, Any]) -> None:
-        """Send a JSON message to the process itself, before it serves. Raise PeerLostError if its connection ended."""
+        """Send a JSON message to the process, before it starts to serve calls. Raises PeerLostError if the connection
+        ended.
+        """
         if self.direct.is_lost:
             raise PeerLostError(f"a process on node {self.node} was lost before it had its rank")
         self.direct.send(pack_json(message))
@@ -90,46 +96,53 @@ class _RemoteHandle(RankHandle):
 
 
 class ConnectedGroup(WorkerGroup):
-    """`WorkerGroup` of processes started by a launcher on several nodes."""
+    """Group of rank processes that a launcher starts on several nodes."""
 
     _most_stacks_seconds = 60.0
 
     def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
         super().__init__(world_size, part)
         self.start_log = f"start_{self.part.first_rank:04d}.log" if self.part.first_rank else "start.log"
-        """Log of the processes until they know their ranks."""
+        """Log file of the processes until they know their ranks."""
         self._remote_handles: list[_RemoteHandle] = []
         self._addresses: list[str] = []
         self._ended: asyncio.Task[str] | None = None
         self._key = secrets.token_bytes(32)
-        """Key of this start. It keeps out late processes of an earlier start."""
+        """Secret key of this start of the group. It keeps out late processes of an earlier start."""
         self.most_direct = 64
-        """Number of ranks up to which each is reached directly. With more, a node with several ranks has a relay."""
+        """Maximum number of ranks that the driver connects to directly. With more, each node with several ranks has a
+        relay.
+        """
 
     @abstractmethod
     async def launch(self, log_folder: Path, environment: Mapping[str, str], address: Address, key: bytes) -> None:
-        """Start the processes. Each one must call `connect` with this address and key."""
+        """Start the processes. Each one must call `connect` with this address and secret key."""
 
     @abstractmethod
     async def await_end(self) -> str:
-        """Wait until all processes have ended. Return how they ended, in words."""
+        """Wait until all processes have ended. Returns how they ended, as text."""
 
     @abstractmethod
     def end_processes(self) -> None:
-        """Have the launcher kill the remaining processes. Repeated calls are allowed."""
+        """Let the launcher kill the remaining processes. Repeated calls are allowed."""
 
     def note_first_end(self, turn: int) -> None:
-        """Record the process that ended first, before others are ended for it: their ends may be noticed sooner."""
+        """Record which process ended first (`turn` is its index), before the others are ended because of it.
+
+        The driver may notice the ends of the others sooner.
+        """
         for handle in self._remote_handles:
             if handle.turn == turn:
                 handle.ended_at = time.time()
 
     def local_ranks(self, processes: Sequence[Introduction]) -> Sequence[int] | None:
-        """Return each rank's index among all ranks of its node; None if no other group is there."""
+        """Return each rank's local rank on its node. None: no other group has ranks on these nodes."""
         return None
 
     def show_stacks(self) -> None:
-        """Do nothing, unless the launcher can reach the processes."""
+        """Make the ranks write their stacks to their logs. Here: do nothing, because not every launcher can reach the
+        ranks.
+        """
 
     def _show_busy_stacks(self) -> None:
         # A byte of urgent TCP data raises SIGURG in a rank on any node. The rank's reading thread skips the byte. A
@@ -139,7 +152,7 @@ class ConnectedGroup(WorkerGroup):
                 handle.direct.socket.send(b"!", socket.MSG_OOB)
 
     def host(self) -> str:
-        """Return the host name or address at which other nodes reach this one."""
+        """Return the host name or address at which other nodes reach the driver's machine."""
         return socket.gethostname()
 
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
@@ -171,7 +184,7 @@ class ConnectedGroup(WorkerGroup):
         return Rendezvous(self.part.key, host=self._addresses[0], port=port)
 
     async def _make_handles(self, met: Mapping[Introduction, socket.socket], log_folder: Path) -> None:
-        """Create the handles of the connected processes, in the order of their ranks."""
+        """Create a handle for each connected process, in the order of their ranks."""
         self._remote_handles = [
             _RemoteHandle(rank, process, met[process], log_folder / f"rank_{rank:04d}.log", self)
             for rank, process in enumerate(in_order(met), self.part.first_rank)
@@ -184,7 +197,9 @@ class ConnectedGroup(WorkerGroup):
             await handle.direct.open()
 
     def _nodes_with_relay(self) -> dict[int, list[_RemoteHandle]]:
-        """Return the ranks of each node with several ranks, by the first of them. That rank starts the node's relay."""
+        """Return the ranks of each node that has several, by the first of them. This first rank starts the node's
+        relay.
+        """
         on_node: dict[str, list[_RemoteHandle]] = {}
         for handle in self._remote_handles:
             on_node.setdefault(handle.node, []).append(handle)
@@ -193,7 +208,7 @@ class ConnectedGroup(WorkerGroup):
     def _introduce_ranks(
         self, processes: Sequence[Introduction], relays: Mapping[int, Sequence[_RemoteHandle]]
     ) -> None:
-        """Send each process its rank, environment, log, address and relay."""
+        """Send each process its rank, environment variables, log file, and the addresses of driver and relay."""
         self.hosts, self.topology = [process.host for process in processes], rank_topology(processes)
         self._addresses = reached_at([handle.addresses for handle in self._remote_handles])
         is_relayed = {handle for handles in relays.values() for handle in handles}
@@ -212,8 +227,9 @@ class ConnectedGroup(WorkerGroup):
     async def _meet_relays(
         self, relays: Mapping[int, Sequence[_RemoteHandle]], server: socket.socket, log_folder: Path
     ) -> None:
-        """Accept the nodes' relays and send their addresses to their ranks. Raise PeerLostError if one does not
-        connect.
+        """Accept the connections of the nodes' relays, and send the ranks their relay's address.
+
+        Raises PeerLostError if a relay does not connect in time.
         """
         met: dict[int, socket.socket] = {}
         addresses: dict[int, dict[str, Any]] = {}
@@ -221,7 +237,9 @@ class ConnectedGroup(WorkerGroup):
         def first_rank(message: dict[str, Any]) -> int:
             first = int(message.get("first_rank", -1))
             if first not in relays or first in addresses:
-                raise ValueError(f"rank {first} is not the first rank of a node, or its relay has connected already")
+                raise ValueError(
+                    f"rank {first} is not the first rank of a node, or the node's relay has already connected"
+                )
             addresses[first] = {"host": message["host"], "port": message["port"]}
             return first
 
@@ -247,7 +265,7 @@ class ConnectedGroup(WorkerGroup):
                 handle.send_json(addresses[first])
 
     def _note_end(self) -> None:
-        """Record the end of all processes and end their connections."""
+        """Record that all processes have ended, and close their connections."""
         for handle in self._remote_handles:
             handle.died.set_result(time.time())
             # A node that lost power does not end its connection, so the driver does.
@@ -255,13 +273,16 @@ class ConnectedGroup(WorkerGroup):
             handle.connection.cut()
 
     async def _watch(self) -> str:
-        """Wait for the end of all processes, record it, and return how they ended."""
+        """Wait until all processes have ended, record it, and return how they ended, as text."""
         how = await self.await_end()
         self._note_end()
         return how
 
     async def _until_ended(self, meeting: Coroutine[Any, Any, None], log_folder: Path) -> None:
-        """Wait for a meeting. Raise PeerLostError if it fails, or if the processes end before."""
+        """Wait until all processes or relays have connected (`meeting`).
+
+        Raises PeerLostError if that fails, or if the processes end before.
+        """
         ended, task = self._ended, asyncio.create_task(meeting)
         assert ended is not None
         try:
@@ -283,7 +304,7 @@ class ConnectedGroup(WorkerGroup):
 
 
 def connect(address: Address, key: bytes, process: Introduction) -> None:
-    """Run a process: introduce it to the driver, receive its rank, and serve as that rank."""
+    """Run a rank process: connect to the driver, receive a rank, and serve the driver's calls as this rank."""
     sock = socket.create_connection(address)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     introduce(sock, key, process._asdict())
@@ -317,7 +338,7 @@ def connect(address: Address, key: bytes, process: Introduction) -> None:
 
 
 def _join_relay(address: Mapping[str, Any], key: bytes, rank: int) -> socket.socket:
-    """Connect to the relay of this node at an address, a host and a port."""
+    """Connect this rank to the relay of its node. `address` has the relay's host and port."""
     connected = socket.create_connection((address["host"], address["port"]))
     connected.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     introduce(connected, key, {"rank": rank})
@@ -325,7 +346,7 @@ def _join_relay(address: Mapping[str, Any], key: bytes, rank: int) -> socket.soc
 
 
 def interface_of(address: str) -> str | None:
-    """Return the network interface with this address as its first IPv4 address; None if there is none."""
+    """Return the name of the network interface whose first IPv4 address is `address`; None: there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         for _, name in socket.if_nameindex():
             with contextlib.suppress(OSError):
@@ -338,11 +359,11 @@ def interface_of(address: str) -> str | None:
 
 
 def reached_at(connections: Sequence[tuple[str, str]]) -> list[str]:
-    """Return for each rank an address at which other nodes reach it.
+    """Return, for each rank, an address at which ranks of other nodes reach it.
 
-    `connections` has one pair for each rank, connected to the driver: the rank's address and the driver's. They are
-    equal for a rank on the driver's machine, and may be the loopback address. This rank's result is then the address
-    used by ranks of other machines to reach the driver, if there are such ranks.
+    `connections` has, for each rank, its own address and the driver's on their connection. For a rank on the driver's
+    machine both may be the loopback address. The result is then the address at which ranks of other machines reach the
+    driver, if there are such ranks.
     """
     arrived = next((own for theirs, own in connections if theirs != own), None)
     return [(arrived or own) if theirs == own else theirs for theirs, own in connections]

@@ -1,6 +1,6 @@
-"""Driver's end of a connection, to one rank or to the relay of a node's ranks (`relay`).
+"""The driver's end of a connection to one rank, or to the relay process serving all ranks of a node.
 
-A relay gets one message for all ranks of its node, and one read may take all their answers.
+A relay gets one message for all ranks of its node, and one read may return all their answers.
 """
 
 from __future__ import annotations
@@ -18,22 +18,25 @@ from megarl.cluster.rank_handle import Answers, RankHandle
 from megarl.cluster.relay import ANSWER, BATCH, PART
 
 _SHORT_BYTES = 1 << 16
-"""Bytes below which the parts of a message are joined, for fewer system calls.
+"""Message parts below this size in bytes are joined, to save system calls.
 
-Joining longer ones would copy them. asyncio still copies what the socket does not take at once.
+Joining longer ones would cost a copy. asyncio still copies what the socket does not accept at once.
 """
 
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """RPC in flight on one connection. `whole` completes with the last answer, or fails with the first error."""
+    """Answers that one call still expects on one connection.
+
+    `whole` completes with the last answer, or fails with the first error.
+    """
 
     answers: Answers
     num_awaited: int
     whole: asyncio.Future[None]
 
     def take(self, handle: RankHandle, message: memoryview) -> None:
-        """Take a rank's answer. It fails with the error raised by decoding it."""
+        """Decode a rank's answer and complete its future. If decoding raises an error, the future fails with it."""
         answer = self.answers[handle]
         if answer.done():  # cancelled, because the group is ending
             return
@@ -46,7 +49,7 @@ class _Batch:
             self.whole.set_result(None)
 
     def fail(self, handle: RankHandle, error: Exception) -> None:
-        """Fail a rank's answer, and with it the whole batch."""
+        """Fail the future of a rank's answer, and with it the whole call on this connection."""
         # Each error is marked as retrieved: the waiting call may have left already, at another connection's error.
         self.answers[handle].set_exception(error)
         self.answers[handle].exception()
@@ -56,10 +59,10 @@ class _Batch:
 
 
 class Connection(asyncio.Protocol):
-    """Connection of the driver to one rank, or to the relay of several, through a connected socket. Call `open` first.
+    """The driver's connection to one rank, or to the relay of several ranks. Call `open` first.
 
-    `is_lost` says whether the connection has ended. `cut_off` are ranks that a call could not reach for that reason.
-    With a relay, the ranks themselves may be alive.
+    `is_lost` says whether the connection has ended. `cut_off` holds the ranks that calls could not reach after that.
+    Behind a relay, the ranks themselves may still be alive.
     """
 
     def __init__(self, connected: socket.socket, handles: Sequence[RankHandle], *, is_relay: bool = False) -> None:
@@ -68,7 +71,7 @@ class Connection(asyncio.Protocol):
         self._handles = {handle.rank: handle for handle in handles}
         self._first = handles[0]
         self._batches: dict[RankHandle, _Batch] = {}
-        """Batch in flight by rank, until the rank's answer arrives."""
+        """Call in progress by rank, until the rank's answer arrives."""
         self._ended: set[RankHandle] = set()
         self.is_lost = False
         self._losses: set[asyncio.Task[None]] = set()
@@ -76,14 +79,14 @@ class Connection(asyncio.Protocol):
         self._transport: asyncio.WriteTransport | None = None
 
     async def open(self) -> None:
-        """Start to read and write."""
+        """Start reading and writing."""
         await asyncio.get_running_loop().create_connection(lambda: self, sock=self.socket)
 
     def ask(self, messages: Mapping[RankHandle, bytes], answers: Answers) -> asyncio.Future[None]:
-        """Send a command to each of these ranks. Its answer fails if the method raised, or if the rank is lost.
+        """Send a command to each of these ranks. Returns a future for all answers together.
 
-        Returns a future. It completes after all answers, and fails with the first failure. So a call to a thousand
-        ranks waits for one future per node.
+        The future completes after the last answer, and fails with the first failure: the method raised, or the rank is
+        lost. A call to a thousand ranks thus waits for one future per node. The single answers complete in `answers`.
         """
         batch = _Batch(answers, len(messages), asyncio.get_running_loop().create_future())
         self._batches |= dict.fromkeys(messages, batch)
@@ -99,7 +102,7 @@ class Connection(asyncio.Protocol):
         return batch.whole
 
     def send(self, *parts: bytes) -> None:
-        """Send a message, after all earlier ones. Does nothing if the connection has ended."""
+        """Send a message after all earlier ones. Does nothing if the connection has ended."""
         if self._transport is None:
             return
         if sum(map(len, parts)) < _SHORT_BYTES:
@@ -108,17 +111,17 @@ class Connection(asyncio.Protocol):
             self._transport.write(memoryview(part))
 
     def dismiss(self) -> None:
-        """Make the ranks leave, by the end of the stream."""
+        """Ask the ranks to exit, by closing the stream of commands."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_WR)
 
     def cut(self) -> None:
-        """End the connection once the processes are known to have ended. Ranks with a call in progress are lost."""
+        """End the connection after its processes have ended. Calls in progress report their ranks as lost."""
         with contextlib.suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)
 
     def release(self) -> None:
-        """Close the connection. Repeated calls are allowed."""
+        """Close the connection and free its resources. Repeated calls are allowed."""
         self._batches.clear()
         for losing in self._losses:
             losing.cancel()
@@ -143,9 +146,9 @@ class Connection(asyncio.Protocol):
             self._lose(handle)
 
     def _read_rest(self) -> None:
-        """Take answers that arrived before a failure of the connection, such as that of writing to an ended rank.
+        """Read the answers that arrived before the connection failed, for example in writing to a rank that had ended.
 
-        asyncio does not read them, and closes the socket only after `connection_lost`.
+        asyncio does not read them, and it closes the socket only after `connection_lost`.
         """
         with contextlib.suppress(OSError):
             while data := self.socket.recv(_SHORT_BYTES):
@@ -153,7 +156,7 @@ class Connection(asyncio.Protocol):
         self._take_answers()
 
     def _take_answers(self) -> None:
-        """Deliver the complete answers to the calls waiting for them."""
+        """Pass each complete answer received so far to the call that expects it."""
         # Local variables: this loop is most of the driver's work in a short call of a thousand ranks.
         is_relay, handles, batches = self.is_relay, self._handles, self._batches
         head = ANSWER if is_relay else HEAD
@@ -183,7 +186,7 @@ class Connection(asyncio.Protocol):
             self._unread = bytearray(view[start:])
 
     def _lose(self, handle: RankHandle) -> None:
-        """Report a rank as lost to the call waiting for it, if any."""
+        """Fail the call in progress on a rank, if there is one, because the rank is lost."""
 
         async def fail(batch: _Batch) -> None:
             error = await handle.lost()
@@ -197,7 +200,7 @@ class Connection(asyncio.Protocol):
 
 
 def _pack_batch(messages: Mapping[RankHandle, bytes]) -> list[bytes]:
-    """Return the parts of a batch of commands. A command common to several ranks is in it once."""
+    """Return the message parts of a batch of commands. A command sent to several ranks is contained once."""
     # Keyed by identity, because comparing long messages would be slow.
     ranks: defaultdict[int, list[int]] = defaultdict(list)
     for handle, message in messages.items():

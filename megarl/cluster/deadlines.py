@@ -1,4 +1,7 @@
-"""Deadlines of calls to the ranks, by method (also called verb, as in `cluster.verb_timeout_seconds`)."""
+"""Time limits of the driver's calls to the ranks, by method.
+
+A method is called verb in the recipe field `cluster.verb_timeout_seconds`.
+"""
 
 from __future__ import annotations
 
@@ -8,23 +11,23 @@ from typing import NamedTuple
 from megarl.config import ClusterConfig
 
 _NUM_FIRST = 3
-"""Calls of a method before its own history counts. The first ones compile, allocate and connect."""
+"""Number of first calls of a method that do not count for its limit, because they compile, allocate and connect."""
 _TIMES_SLOWEST = 10.0
 """Limit of a later call, as a multiple of the method's slowest call so far."""
 
 
 class Limit(NamedTuple):
-    """Limit in seconds, and the recipe's field to raise it with (empty: none)."""
+    """A time limit in seconds, and the recipe field raising it (empty: none)."""
 
     seconds: float
     field: str = ""
 
 
 class Deadlines:
-    """Limits by method: given ones, or limits derived from the method's own history.
+    """Time limits of calls by method: set in the recipe, or derived from the method's earlier calls.
 
-    A method without a given limit has `longest` for its first `_NUM_FIRST` calls. From then on it has `_TIMES_SLOWEST`
-    times its slowest call, but at least `shortest` and at most `longest`.
+    A method whose limit is not set has `longest` seconds for its first `_NUM_FIRST` calls. From then on it has
+    `_TIMES_SLOWEST` times its slowest call, but at least `shortest` and at most `longest`.
     """
 
     def __init__(self, shortest: Limit, longest: Limit, given: Mapping[str, Limit] | None = None) -> None:
@@ -40,11 +43,11 @@ class Deadlines:
 
     @property
     def shortest(self) -> Limit:
-        """Return the least limit of a method without a given one."""
+        """Smallest limit of a method whose limit is not set."""
         return self._shortest
 
     def limit_for(self, method: str) -> Limit:
-        """Return the limit of the method's next call."""
+        """Return the limit of the next call of a method."""
         if method in self._given:
             return self._given[method]
         if self._num_calls.get(method, 0) < _NUM_FIRST:
@@ -53,13 +56,13 @@ class Deadlines:
         return min(max(self._shortest, fitting), self._longest)
 
     def note(self, method: str, seconds: float) -> None:
-        """Record the duration of a call."""
+        """Record how long a call of a method took."""
         self._num_calls[method] = self._num_calls.get(method, 0) + 1
         self._slowest[method] = max(seconds, self._slowest.get(method, 0.0))
 
 
 def run_deadlines(cluster: ClusterConfig) -> Deadlines:
-    """Return the limits of a run's methods, from its recipe."""
+    """Return the time limits of a run's calls, from its recipe's section cluster."""
     build = Limit(cluster.build_timeout_seconds, "cluster.build_timeout_seconds")
     checkpoint = Limit(cluster.checkpoint_timeout_seconds, "cluster.checkpoint_timeout_seconds")
     given = dict.fromkeys(("save_checkpoint", "finish_checkpoint", "load_checkpoint", "export"), checkpoint)

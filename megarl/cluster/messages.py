@@ -1,7 +1,7 @@
 """Messages from the driver to a rank: commands, executed in order, and notices, handled at once.
 
-A rank waiting in a collective reads no command. So a thread reads for it: notices take effect there, and commands wait
-in a queue.
+A rank waiting in a collective reads no command. So a thread reads all messages: it handles notices immediately, and
+queues commands for the main thread.
 """
 
 from __future__ import annotations
@@ -17,26 +17,26 @@ from typing import Any, BinaryIO
 from megarl.groups.cancelled import cancel
 
 HEAD = struct.Struct("<Q")
-"""Head of a message: the length of its pickle in bytes."""
+"""Header of a message: the length of its pickle in bytes."""
 
 _NOTICE = 1 << 63
-"""Bit of the head set in notices and clear in commands."""
+"""Bit of the header that is set in notices and clear in commands."""
 
 
 def pack(content: Any) -> bytes:
-    """Return a command or an answer as bytes: head and pickle."""
+    """Return a command or an answer as bytes: a header, then a pickle."""
     body = pickle.dumps(content, protocol=5)
     return HEAD.pack(len(body)) + body
 
 
 def pack_cancel(name: str, reason: str) -> bytes:
-    """Return the notice that a cross-world process group is cancelled."""
+    """Return the notice cancelling the cross-world process group `name` on a rank."""
     body = pickle.dumps((name, reason), protocol=5)
     return HEAD.pack(_NOTICE | len(body)) + body
 
 
 class Inbox:
-    """Reader of the driver's messages to this rank. Its thread handles notices; iteration yields the commands."""
+    """Reader of the driver's messages to this rank. A thread handles notices; iterating yields the commands."""
 
     def __init__(self, connected: socket.socket) -> None:
         self._commands: SimpleQueue[bytes | Exception | None] = SimpleQueue()
@@ -45,7 +45,9 @@ class Inbox:
         Thread(target=self._read, args=(stream,), name="inbox", daemon=True).start()
 
     def __iter__(self) -> Iterator[bytes]:
-        """Yield the commands in order, until the driver closes its end. Raise OSError if the connection breaks."""
+        """Yield the commands in order, until the driver closes the connection. Raises OSError if the connection
+        breaks.
+        """
         while (command := self._commands.get()) is not None:
             if isinstance(command, Exception):
                 raise command

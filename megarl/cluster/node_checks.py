@@ -1,4 +1,4 @@
-"""Checks of a run's nodes, before anything heavy is started on them."""
+"""Checks of a run's nodes before anything heavy starts on them."""
 
 from __future__ import annotations
 
@@ -27,25 +27,26 @@ from megarl.platform.visible_gpus import installed_gpus
 from megarl.types import MegarlError
 
 _CLOCK_SECONDS = 60.0
-"""Difference of a clock from the median clock, beyond which it is a fault."""
+"""Maximum difference in seconds of a node's clock from the median of all clocks."""
 _LEAST_FREE_BYTES = 1 << 30
-"""Free space that the run folder needs at least."""
+"""Minimum free bytes on the disk of the run folder."""
 _REACH_SECONDS = 10.0
-"""Limit on a connection from one node to another."""
+"""Time limit in seconds for a connection from one node to another."""
 
 
 class NodeReport:
-    """Worker for the inspection of nodes. The first rank of each node works; the others return None."""
+    """Worker class of a rank that inspects its node. Only the first rank of each node works; the others return None."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._server: socket.socket | None = None
 
     def look(self, models: Sequence[str], run_folder: str) -> dict[str, Any] | None:
-        """Inspect this rank's node and return the findings as plain data, for `faults`.
+        """Inspect this rank's node and return the findings as plain data; `faults` evaluates them.
 
-        They cover model folders, the run folder's space, host memory, shared memory, device, GPUs and clock. They list
-        the usable GPUs with compute capabilities, and the versions of libraries using them. They say why CUDA libraries
-        cannot be imported or extensions compiled. `port` is a port to connect to, open until `close`.
+        They cover model folders, free space for the run folder, host memory, shared memory, device, GPUs and clock.
+        They include usable GPUs with compute capabilities, versions of libraries for GPUs, and why CUDA libraries
+        cannot be imported or compiled. `port` is a TCP port that stays open until `close`, for connection tests of
+        other nodes.
         """
         if os.environ["LOCAL_RANK"] != "0":
             return None
@@ -70,7 +71,7 @@ class NodeReport:
         }
 
     def reach(self, addresses: Mapping[str, tuple[str, int]]) -> dict[str, str] | None:
-        """Return why this rank's node cannot connect to other nodes, by their names."""
+        """Try to connect from this rank's node to other nodes. Returns the reasons of failures by node."""
         if self._server is None:
             return None
         with ThreadPoolExecutor(len(addresses)) as pool:
@@ -78,14 +79,14 @@ class NodeReport:
             return {node: why for node, why in zip(addresses, found, strict=True) if why}
 
     def close(self) -> None:
-        """Close the port. Repeated calls are allowed."""
+        """Close the port for connection tests. Repeated calls are allowed."""
         if self._server is not None:
             self._server.close()
             self._server = None
 
 
 def _shared_memory_fault() -> str | None:
-    """Return why shared memory cannot be used; None if it can."""
+    """Return why shared memory cannot be used; None: it can be used."""
     try:
         check_shared_memory()
     except MegarlError as error:
@@ -93,7 +94,7 @@ def _shared_memory_fault() -> str | None:
 
 
 def _problem(address: tuple[str, int]) -> str | None:
-    """Return why an address cannot be reached; None if it can."""
+    """Return why a connection to an address fails; None: it succeeds."""
     try:
         socket.create_connection(address, _REACH_SECONDS).close()
     except OSError as error:
@@ -101,7 +102,7 @@ def _problem(address: tuple[str, int]) -> str | None:
 
 
 def gpus() -> list[str]:
-    """Return name and driver version of each GPU known to the node's driver; empty without a driver."""
+    """Return name and driver version of each GPU that the NVIDIA driver reports; empty without the driver."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         # nvidia-smi hangs on some broken GPUs, hence the timeout.
@@ -114,10 +115,10 @@ def gpus() -> list[str]:
 async def inspect(
     ranks: RunRanks, recipe: Recipe, run_folder: Path, planned: RankHostBytes | None = None
 ) -> tuple[list[str], list[str]]:
-    """Check the nodes of a recipe's ranks and return faults (a line each, with node and remedy) and notices.
+    """Check the nodes of all ranks. Returns faults (one line each, with node and remedy) and notices.
 
-    `planned` is the host memory that each rank will take, in bytes; None leaves it out of the checks.
-    The ranks' worker must be a `NodeReport`; it may be replaced afterwards. Bandwidths are measured within each group.
+    `planned` is the host memory that each rank will take, in bytes; None: it is not checked. The ranks' worker must be
+    a `NodeReport`; it may be replaced afterwards. Bandwidths are measured within each group.
     """
     cluster = recipe.cluster
     models = [str(Path(model).absolute()) for model in (recipe.model.folder, *recipe.further_models.values())]
@@ -149,9 +150,9 @@ def all_faults(
     run_folder: str,
     planned: RankHostBytes | None,
 ) -> list[str]:
-    """Return the faults in the nodes' reports, a line each.
+    """Return the faults that the nodes' reports show, a line each.
 
-    `nodes` is the node of each rank, `planned` the host memory of each rank in bytes, or None.
+    `nodes` is the node of each rank, `planned` the host memory of each rank in bytes; None: memory is not checked.
     """
     found = [
         fault
@@ -162,7 +163,7 @@ def all_faults(
 
 
 def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Counter[str], dict[str, Need]]]:
-    """Yield each kind of nodes (each node with its number of ranks) and the needs of its ranks.
+    """Yield, for each kind of nodes (trainers', engines'), the number of ranks per node and what these ranks require.
 
     `nodes` is the node of each rank.
     """
@@ -177,7 +178,7 @@ def kinds_of_nodes(recipe: Recipe, nodes: Sequence[str]) -> Iterator[tuple[Count
 
 
 async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, float]]:
-    """Return each rank's bandwidths to others of its group; see `Bandwidth.measure`."""
+    """Return each rank's bandwidths to other ranks of its group in bytes per second, by kind of link."""
     settings = {"topology": group.topology, "timeout_seconds": recipe.cluster.collective_timeout_seconds}
     await group.construct("megarl.cluster.bandwidth:Bandwidth", settings)
     return await group.call("measure")
@@ -186,9 +187,9 @@ async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, floa
 def faults(
     reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_node: int, asked: Mapping[str, Need]
 ) -> Iterator[str]:
-    """Yield the faults of nodes of one kind, from the report of each (`NodeReport.look`), and its unmet needs.
+    """Yield the faults of nodes of one kind, found in their reports, and requirements that they do not meet.
 
-    `asked` are the needs of the ranks, by recipe field.
+    `reports` are results of `NodeReport.look` by node. `asked` are the ranks' requirements by recipe field.
     """
     most = max(len(report["gpus"]) for report in reports.values())
     drivers = {gpu for report in reports.values() for gpu in report["gpus"]}
@@ -196,7 +197,7 @@ def faults(
     clock = sorted(report["time"] for report in reports.values())[len(reports) // 2]
     for node, report in reports.items():
         for folder in report["unread"]:
-            yield f"node {node}: {folder} is not there or cannot be read; put it on storage shared by all nodes"
+            yield f"node {node}: {folder} does not exist or cannot be read; put it on storage shared by all nodes"
         if not report["is_writable"]:
             yield f"node {node}: {run_folder} cannot be written; set runs_folder to storage shared by all nodes"
         elif report["free_bytes"] < _LEAST_FREE_BYTES:
@@ -224,7 +225,7 @@ def faults(
 
 
 def unreached(tried: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """Yield a message for each node not reachable from others, from the results of `NodeReport.reach`."""
+    """Yield a message for each node that others cannot reach, from the results of `NodeReport.reach`."""
     for node in dict.fromkeys(node for found in tried.values() for node in found):
         others = {other: found[node] for other, found in tried.items() if node in found}
         yield (
@@ -236,7 +237,7 @@ def unreached(tried: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
 def memory_shortages(
     reports: Mapping[str, Mapping[str, Any]], nodes: Sequence[str], num_trainers: int, planned: RankHostBytes
 ) -> Iterator[str]:
-    """Yield a fault for each node with less memory than its ranks are planned to take.
+    """Yield a fault for each node with less host memory than its ranks will take.
 
     `reports` are results of `NodeReport.look` by node. `nodes` are the nodes of all ranks; the first `num_trainers`
     ranks train.
@@ -247,6 +248,6 @@ def memory_shortages(
         if needed > report["memory"]:
             yield (
                 f"node {node}: its {trainers + others} ranks need {needed / 2**30:.0f} GiB of host memory, "
-                f"{report['memory'] / 2**30:.0f} are there (MemTotal, or the limit of a cgroup); under Slurm ask for "
-                "all with --mem=0, else offload less (trainer.offload) or take fewer ranks a node"
+                f"but the node has {report['memory'] / 2**30:.0f} (MemTotal, or the limit of a cgroup); under Slurm "
+                "request all with --mem=0, else offload less (trainer.offload) or use fewer ranks per node"
             )

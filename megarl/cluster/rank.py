@@ -1,4 +1,4 @@
-"""Process of a rank: it executes the driver's commands and answers them."""
+"""Main program of a rank process: executes the driver's commands and sends the answers."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ from megarl.processes.process_tree import ENDING_SIGNALS
 from megarl.types import MegarlError
 
 _stop_signal: str | None = None
-"""Name of the last stop signal received by this process; every answer reports it."""
+"""Name of the last stop signal that this process received. Every answer reports it to the driver."""
 _DEVICE_FAULTS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS", "EngineDeadError")
-"""Parts of error texts of a lost GPU (CUDA, cuDNN, cuBLAS) or of a dead vLLM engine."""
+"""Parts of error messages that mean a lost GPU (CUDA, cuDNN, cuBLAS) or a dead vLLM engine."""
 
 
 def _is_lost(error: Exception) -> bool:
-    """Return whether an error means a lost device or lost peers. A restart may help then."""
+    """Return whether an error means that a device or peers are lost, so that a restart may help."""
     text = f"{type(error).__name__}: {error}"
     return is_peer_loss(error) or isinstance(error, TimeoutError) or any(word in text for word in _DEVICE_FAULTS)
 
 
 def _report(error: Exception) -> dict[str, Any]:
-    """Return an exception as plain data for the driver, where its class might not unpickle."""
+    """Return an exception as plain data, because the driver might be unable to unpickle its class."""
     text = "".join(traceback.format_exception(error))
     with contextlib.suppress(OSError):
         # The log may be on a full disk; the driver must get the report all the same.
@@ -60,14 +60,14 @@ def _report(error: Exception) -> dict[str, Any]:
 
 
 class _Host:
-    """State of a rank's process: its worker, once constructed, and the statistics of its calls."""
+    """State of a rank process: its worker object, once constructed, and the statistics of its calls."""
 
     def __init__(self) -> None:
         self.worker: Any = None
         self.activity = Activity()
 
     def construct(self, path: list[str], worker: str, kwargs: dict[str, Any]) -> None:
-        """Construct the worker; see `WorkerGroup.start`."""
+        """Construct the worker, an object of the class "package.module:Class" (`worker`). `path` extends `sys.path`."""
         # The worker must be importable as in the driver, whatever started this interpreter.
         sys.path[:] = path
         module, _, name = worker.partition(":")
@@ -78,14 +78,14 @@ class _Host:
         self.worker = getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
 
     def decode(self, command: bytes) -> tuple[str, Callable[[], Any]]:
-        """Decode a command and return its method's name and the call.
+        """Decode a command. Returns the method's name, and a function that executes the call.
 
         The method is one of the worker's, or `part.method` of one of its parts. The process itself has four:
 
         - `__init__` constructs the worker.
         - `__settle__` sets the rendezvous of the ranks.
-        - `__activity__` takes the statistics of earlier calls.
-        - `__spans__` starts or stops the recording of spans.
+        - `__activity__` fetches the statistics of earlier calls.
+        - `__spans__` starts or stops the recording of spans (timed sections of a profile).
         """
         method, args, kwargs = pickle.loads(command)
         own = {
@@ -99,7 +99,7 @@ class _Host:
 
     @contextlib.contextmanager
     def recorded(self, method: str) -> Iterator[None]:
-        """Record statistics and span of a call, except for calls that fetch these records."""
+        """Context recording statistics and a profile span of a call. Calls that fetch these records are excluded."""
         if method in ("__activity__", "__spans__"):
             yield
             return
@@ -108,14 +108,16 @@ class _Host:
 
 
 def _record_spans(is_on: bool) -> tuple[float, list[Span]]:
-    """Start or stop recording spans. Return this process's monotonic clock (seconds) and the spans recorded before."""
+    """Start or stop recording profile spans. Returns this process's monotonic clock in seconds, and the earlier
+    spans.
+    """
     return time.monotonic(), record(is_on)
 
 
 def note_signals() -> None:
-    """Survive stop signals. The next answer reports them to the driver, and the driver saves and ends the run.
+    """Handle stop signals by remembering them. The next answer reports them, and the driver saves and ends the run.
 
-    An operator or a scheduler may send any of them to a single rank. If one ended the rank, the run would end unsaved.
+    An operator or a scheduler may send a signal to a single rank. If it ended the rank, the run would end unsaved.
     """
 
     def note(number: int, _: Any) -> None:
@@ -127,7 +129,10 @@ def note_signals() -> None:
 
 
 def serve(sock: socket.socket, store_port: int = 0) -> None:
-    """Serve the rank named by `RANK` until the driver closes its end. First send the port of this rank's store."""
+    """Execute the driver's commands as the rank in `RANK`, until the driver closes the connection.
+
+    First the port of this rank's torch store is sent.
+    """
     faulthandler.enable()
     # The driver asks for stacks by SIGUSR2. The handler is in C: it works while Python waits in a collective.
     faulthandler.register(signal.SIGUSR2, all_threads=True)
@@ -153,7 +158,7 @@ def serve(sock: socket.socket, store_port: int = 0) -> None:
 
 
 def leave() -> NoReturn:
-    """End this process at once. Python's finalisation of torch, vLLM and Megatron would take seconds."""
+    """Exit this process at once, because Python's finalisation of torch, vLLM and Megatron would take seconds."""
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError):
             stream.flush()
@@ -161,6 +166,6 @@ def leave() -> NoReturn:
 
 
 def main(connection: socket.socket) -> NoReturn:
-    """Run a rank on this machine: serve it, then end the process at once."""
+    """Run a rank process on this machine: serve the driver's commands, then exit at once."""
     serve(connection)
     leave()

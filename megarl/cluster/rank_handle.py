@@ -1,4 +1,4 @@
-"""Driver's end of one rank: its connections, its log, and the reason of its end."""
+"""The driver's view of one rank process: connections, log, and how the process ended."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from typing import Any, Protocol
 from megarl.terminal import printable
 
 LOSS_GRACE_SECONDS = 1.0
-"""Time for the end of a process to become known after its connection ended."""
+"""Seconds, after a connection ended, within which the end of its process becomes known."""
 _LOG_TAIL_LINES = 60
-"""Lines of a log quoted in an error."""
+"""Number of log lines quoted in an error."""
 _NOISE = re.compile(
     r"^(?:"
     r"\S+\.py:\d+: \w*Warning: .*\n(?:  .*\n)?"  # Python's warnings, and the line of code below
@@ -28,13 +28,14 @@ _NOISE = re.compile(
     r")",
     re.MULTILINE,
 )
-"""Pattern of log lines from other libraries. They do not help to explain a rank's end."""
+"""Regular expression of log lines of other libraries that do not help to explain a failure."""
 
 
 class RankError(Exception):
-    """Error reported by a rank, or the loss of a rank (`report` is None). `at` is its time in seconds since the epoch.
+    """Raised for an error that a rank reports, or for a lost rank (`report` None).
 
-    `echo`: the error is a mere consequence, because another rank left a collective.
+    `at` is the time in seconds since 1970. `echo` is True if the error is a mere consequence, because another rank left
+    a collective.
     """
 
     def __init__(
@@ -44,7 +45,7 @@ class RankError(Exception):
 
 
 def log_tail(log: Path) -> str:
-    """Return the last lines of a rank's log, without other libraries' notices."""
+    """Return the last lines of a rank's log, without notices of other libraries."""
     if not log.exists():
         return f"{log} was not written."
     with log.open("rb") as file:
@@ -70,7 +71,7 @@ def log_since(log: Path, start: int) -> str:
 
 
 class RankConnection(Protocol):
-    """A connection as seen by a handle. `connection.Connection` implements it."""
+    """Protocol of a connection to a rank; `connection.Connection` implements it."""
 
     socket: Socket
     is_relay: bool
@@ -91,11 +92,11 @@ class RankConnection(Protocol):
 
 
 class RankHandle(ABC):
-    """Driver's end of one rank: its connections and log.
+    """The driver's view of one rank process: its connections and log.
 
-    `direct` is the connection to the rank itself. `connection` takes commands: that of the node's relay, if there is
-    one. `died` completes with the time at which the process's end became known. `stop_signal` is the name of the stop
-    signal received by the rank, if any.
+    `direct` is the connection to the rank itself. `connection` carries the commands; it leads to the relay of the
+    rank's node, if there is one. `died` completes with the time at which the end of the process became known.
+    `stop_signal` is the name of the stop signal that the rank received, if any.
     """
 
     direct: RankConnection
@@ -107,43 +108,46 @@ class RankHandle(ABC):
         self.died: asyncio.Future[float] = asyncio.get_running_loop().create_future()
 
     def content(self, answer: memoryview) -> Any:
-        """Decode an answer and return the method's result. Raise `RankError` if the method raised."""
+        """Decode a rank's answer and return the method's result. Raises RankError if the method raised."""
         answered, content, self.stop_signal = pickle.loads(answer)
         if not answered:
             raise RankError(self, content["time"], echo=content["echo"], report=content)
         return content
 
     async def lost(self) -> RankError:
-        """Return the error of a lost rank, after a moment in which the end of its process may become known."""
+        """Return the error of a lost rank. Waits a moment first, because how the process ended may become known."""
         noticed = time.time()
         await asyncio.wait([self.died], timeout=LOSS_GRACE_SECONDS)
         return RankError(self, self._lost_at(noticed))
 
     def _lost_at(self, noticed: float) -> float:
-        """Return the time of a rank's loss; `noticed` is the time at which its connection ended."""
+        """Return the time at which a rank was lost. `noticed` is the time at which its connection ended."""
         return self.died.result() if self.died.done() else noticed
 
     @property
     def is_cut_off(self) -> bool:
-        """Whether only the connection to the rank ended, and nothing is known of the rank's own end."""
+        """Whether the connection to the rank ended while the rank's process, as far as known, still runs."""
         return False
 
     @abstractmethod
     def kill(self) -> None:
-        """Kill the rank and its children, if it is still running."""
+        """Kill the rank process and its children, if it still runs."""
 
     def release(self) -> None:
-        """Close the connections."""
+        """Close the connections to the rank."""
         self.direct.release()
         self.connection.release()
 
     @abstractmethod
     def exit_reason(self, is_dead: bool) -> str:
-        """Return how the rank ended, in words that follow its name. `is_dead`: its process ended by itself."""
+        """Return how the rank ended, as words following its name.
+
+        `is_dead` is True if the process ended by itself.
+        """
 
     def log_tail(self) -> str:
         return log_tail(self.log)
 
 
 Answers = dict[RankHandle, asyncio.Future[Any]]
-"""Answers of ranks to a command, completed as they arrive."""
+"""A future per rank for its answer to one command."""

@@ -1,4 +1,4 @@
-"""Driver-side proxy of a model on the ranks: packs batches into rows, sends them, and reorders the results."""
+"""The driver's proxy of a model on the ranks: packs batches into rows, sends them, and reorders the results."""
 
 from __future__ import annotations
 
@@ -21,22 +21,22 @@ from megarl.types import MegarlError
 
 @dataclass(slots=True)
 class Work:
-    """Counters of the trainer's passes since the last `take`."""
+    """Counters of the trainer's work since they were last fetched with `take`."""
 
     update_tokens: int = 0
-    """Tokens of the policy's updates."""
+    """Number of tokens in the policy's updates."""
     flops: float = 0.0
-    """Model FLOPs of all updates and of scoring."""
+    """Model FLOPs of all updates and forward passes."""
 
     def take(self) -> Work:
-        """Return the counts so far and reset them."""
+        """Return the counts so far, and reset them."""
         taken = Work(self.update_tokens, self.flops)
         self.update_tokens, self.flops = 0, 0.0
         return taken
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
-        """Exclude the passes within this context from the counts, for evaluations."""
+        """Context whose passes are not counted, for evaluations."""
         before = self.update_tokens, self.flops
         try:
             yield
@@ -46,39 +46,40 @@ class Work:
 
 @dataclass(frozen=True, slots=True)
 class RankModel:
-    """Model on the ranks, called with whole batches.
+    """A model on the ranks, called by the driver with whole batches.
 
-    The driver sends a replica's rows only to the replica's first rank. That rank broadcasts them to the others.
+    The driver sends the rows of a data-parallel replica only to the replica's first rank. That rank broadcasts them.
     """
 
     group: WorkerGroup
     layout: ParallelConfig
     max_tokens_per_microbatch: int
-    """Capacity of a row in tokens."""
+    """Maximum number of tokens in a row (a packed microbatch)."""
     row_multiple: int = 1
-    """The capacity of a row is rounded down to a multiple of this number of tokens."""
+    """Number of tokens; the capacity of a row is rounded down to a multiple of it."""
     attention_ratio: float = 65536.0
-    """Cost model of packing: a sequence of l tokens costs l * (1 + l / attention_ratio). See `data.packing.pack`."""
+    """Parameter of the cost of a sequence of l tokens in packing: l * (1 + l / attention_ratio)."""
     together: int = 1
-    """Number of consecutive sequences that must share a row: 2 for pairs."""
+    """Number of consecutive sequences that must share a row: 2 for preference pairs."""
     keeps_samples: bool = False
-    """Whether, in updates, all sequences of a sample share a row. Losses of whole trajectories need it."""
+    """Whether all sequences of a sample share a row in updates, as losses of whole trajectories require."""
     name: str = "policy"
-    """Name of the model in `worker.trainer.TrainerWorker`."""
+    """Name of the model on the ranks: policy, reference, critic and others."""
     shape: ModelShape | None = None
-    """Sizes of the model, to count the FLOPs of its passes. None: they are not counted."""
+    """Sizes of the model, from which FLOPs are counted. None: they are not counted."""
     update_passes: float = 3.0
-    """FLOPs of an update as a multiple of a forward pass's. 3, but 2 if only adapters have weight gradients."""
+    """FLOPs of an update as a multiple of a forward pass: 3, or 2 if only adapters have weight gradients."""
     work: Work = field(default_factory=Work)
-    """Counters of its passes, shared with other models."""
+    """Counters of the model's passes; several models may share one object."""
 
     async def update(
         self, batch: TokenBatch, kl_coefficient: float | None = None, *, kto_kl: float | None = None
     ) -> dict[str, Metric]:
-        """Run one optimizer step on a whole batch and return the batch's metrics.
+        """Run one optimizer step on a whole batch, and return the step's metrics.
 
-        `kl_coefficient` weighs the KL to the reference (default: algorithm.kl_coefficient). `kto_kl` is KTO's KL, in
-        nats per answer. Raises MegarlError if rows keep samples whole and a sample does not fit in a row.
+        `kl_coefficient` weighs the KL to the reference (default: algorithm.kl_coefficient). `kto_kl` is the KL of the
+        KTO loss, in nats per answer. Raises MegarlError if a sample whose sequences must share a row does not fit into
+        one.
         """
         packed = self._pack_samples(batch) if self.keeps_samples else self._pack(batch.lengths, self.together)
         rows = [[batch.select(row) for row in replica] for replica in packed]
@@ -90,18 +91,21 @@ class RankModel:
         return merge(results[rank] for ranks in self._reporting_ranks() for rank in ranks)
 
     async def forward(self, batch: TokenBatch) -> NDArray[np.float32]:
-        """Return log-probs (policy, reference; nats) or values (critic, reward model) of a batch: float32 [tokens].
+        """Compute log-probs in nats (policy, reference) or values (critic, reward model) of a batch: float32 [tokens].
 
-        Entry t belongs to predicting token t. It is zero on the first token of each sequence.
+        Entry t is for the prediction of token t. It is zero on the first token of each sequence.
         """
         return await self._gather("forward", batch)
 
     async def forward_with_entropies(self, batch: TokenBatch) -> NDArray[np.float32]:
-        """Return a policy's log-probs and entropies of a batch, in nats: float32 [2, tokens]. See `forward`."""
+        """Compute the policy's log-probs and entropies on a batch, in nats: float32 [2, tokens].
+
+        Entry t is for the prediction of token t. It is zero on the first token of each sequence.
+        """
         return await self._gather("forward_with_entropies", batch)
 
     async def _gather(self, method: str, batch: TokenBatch) -> NDArray[np.float32]:
-        """Call a forward method of the model and return its values, in the batch's order: float32 [..., tokens]."""
+        """Call a forward method on the ranks, and return its values in the batch's order: float32 [..., tokens]."""
         # A forward pass reads only the tokens, so the other arrays are not sent.
         batch = batch.with_arrays({})
         self._count(batch, 1.0)
@@ -122,14 +126,14 @@ class RankModel:
         return gathered
 
     def _count(self, batch: TokenBatch, passes: float) -> None:
-        """Add a batch's model FLOPs; `passes` is a multiple of a forward pass."""
+        """Add the model FLOPs of a batch to the counters. `passes` is a multiple of a forward pass."""
         if self.shape is not None:
             self.work.flops += passes * forward_flops(self.shape, batch.lengths)
 
     async def teach(self, batch: TokenBatch) -> None:
-        """Have a teacher compute its distillation targets for a batch's trained tokens.
+        """Let a teacher model compute its distillation targets for the trained tokens of a batch.
 
-        The teacher's ranks write the targets. The policy's next update reads them.
+        The teacher's ranks store the targets. The policy's next update reads them.
         """
         sent = batch.with_arrays({})
         sent.target_keys = batch.target_keys
@@ -142,7 +146,7 @@ class RankModel:
     def _filled(self, num_sequences: int) -> NDArray[np.int64]:
         """Return the indices of a batch's sequences, padded by repeating the last ones: int64 [sequences].
 
-        The padding gives every rank the same number of rows, none of them empty.
+        After padding, every rank has the same number of rows, none of them empty.
         """
         unit = self.layout.dp * self.layout.rows_multiple * self.together
         missing = -num_sequences % unit
@@ -150,7 +154,9 @@ class RankModel:
         return np.concatenate([everything, np.tile(everything[-self.together :], missing // self.together)])
 
     def _pack_samples(self, batch: TokenBatch) -> list[list[list[int]]]:
-        """Pack with all sequences of a sample in one row. Raise MegarlError if a sample does not fit."""
+        """Assign sequences to rows so that all sequences of a sample share one. Raises MegarlError if a sample does not
+        fit.
+        """
         try:
             return self._pack(batch.lengths, batch.num_segments)
         except ValueError as error:
@@ -161,7 +167,10 @@ class RankModel:
             ) from error
 
     def _pack(self, lengths: NDArray[np.int64], together: int | NDArray[np.int64]) -> list[list[list[int]]]:
-        """Return the indices of the sequences in each row of each data-parallel replica."""
+        """Assign sequences of these `lengths` in tokens to rows: indices by replica and row.
+
+        `together` is the number of consecutive sequences that must share a row, or one number per group.
+        """
         layout, multiple = self.layout, self.row_multiple
         return pack(
             lengths,
@@ -174,14 +183,16 @@ class RankModel:
         )
 
     def _by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:
-        """Return an argument for each rank: a replica's rows at its first rank, None at the others."""
+        """Return one argument per rank: the replica's rows for its first rank, None for the others."""
         per_rank: list[Sequence[TokenBatch] | None] = [None] * self.layout.world_size
         for replica, rows in enumerate(per_replica):
             per_rank[self.layout.replica_ranks(replica)[0]] = rows
         return per_rank
 
     def _reporting_ranks(self) -> list[list[int]]:
-        """Return the ranks with each replica's results, in order of their context-parallel rank."""
+        """Return, for each data-parallel replica, the ranks returning its results, in the order of context-parallel
+        ranks.
+        """
         layout = self.layout
         return [
             # The last pipeline stage has the outputs; its tensor-parallel ranks all have the same ones.

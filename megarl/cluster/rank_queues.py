@@ -1,4 +1,4 @@
-"""First-in, first-out queues of calls to overlapping sets of ranks."""
+"""First-in, first-out queues of calls, one per rank, for calls to overlapping sets of ranks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import asynccontextmanager
 
 
 class _Turn:
-    """Place of a call in the queues of its ranks. It is not yet first in `num_behind` of them."""
+    """A call waiting in the queues of its ranks. It is not yet first in `num_behind` of them."""
 
     def __init__(self, ranks: Sequence[int]) -> None:
         self.ranks = ranks
@@ -17,7 +17,7 @@ class _Turn:
         self.has_come: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
     def be_first(self) -> None:
-        """Record that the call became first in one more queue. In the last of them, its turn has come."""
+        """Record that the call became first in one more queue. When it is first in all, it may run."""
         self.num_behind -= 1
         # `has_come` is done already if the waiting call was cancelled.
         if not self.num_behind and not self.has_come.done():
@@ -45,9 +45,10 @@ class RankQueues:
 
     @asynccontextmanager
     async def turn(self, ranks: Sequence[int]) -> AsyncIterator[None]:
-        """Wait to be first in the queues of all these ranks, and stay first within the context.
+        """Context in which a call runs: wait until it is first in the queues of all these ranks, and leave them at the
+        end.
 
-        A cancelled waiter leaves the queues.
+        A call cancelled while it waits leaves the queues.
         """
         turn = _Turn(ranks)
         for rank in ranks:
@@ -62,7 +63,7 @@ class RankQueues:
                 self._leave(rank, turn)
 
     def _leave(self, rank: int, turn: _Turn) -> None:
-        """Remove a call from a rank's queue. If it was the head, the next call becomes first."""
+        """Remove a call from a rank's queue. If it was first, the next call becomes first."""
         queue = self._queues[rank]
         if queue[0] is not turn:
             queue.remove(turn)

@@ -1,4 +1,4 @@
-"""Worker group on a Ray cluster. Ray places and starts the ranks, and they connect back to the driver.
+"""Group of rank processes on a Ray cluster. Ray places and starts the ranks, which then connect to the driver.
 
 Ray transports neither commands nor tensors, so a run is the same with every launcher.
 """
@@ -29,14 +29,16 @@ from megarl.platform import chosen_device
 from megarl.types import ConfigError, PeerLostError
 
 _SWITCHES_LABEL = "switches"
-"""Node label (ray start --labels): the switches above the node from the network's root, joined by dots."""
+"""Label of Ray nodes (ray start --labels) listing the network switches above the node, from the root, joined by
+dots.
+"""
 
 
 class _Process:
-    """Ray actor whose process runs one rank."""
+    """Ray actor. Its process runs one rank."""
 
     def serve(self, folder: str, address: Address, key: bytes, turn: int) -> None:
-        """Serve as a rank, in the driver's current `folder`, until the group ends."""
+        """Run a rank in the driver's current `folder`, until the group ends. `turn` is the actor's index."""
         # A recipe's relative paths start from the driver's folder; Ray starts actors in another one.
         os.chdir(folder)
         here, host = ray.get_runtime_context(), ray.util.get_node_ip_address()
@@ -48,7 +50,7 @@ class _Process:
 
 
 def join(address: str) -> None:
-    """Connect this process to the Ray cluster at an address. Raise ConfigError if no cluster answers."""
+    """Connect this process to the Ray cluster at an address. Raises ConfigError if no cluster answers."""
     if ray.is_initialized():
         return
     # Ray would otherwise send usage statistics over the internet.
@@ -67,20 +69,21 @@ def join(address: str) -> None:
 
 
 def _runtime_environment() -> dict[str, str] | None:
-    """Return the runtime environment of the job's workers: a quoted Python, if its path needs quotes; else None.
+    """Return the runtime environment of Ray's workers if the path of Python needs quotes, with a quoted path; else
+    None.
 
-    Ray 2.60 hands the path of Python to a shell as it is, so that one with a blank starts no worker.
+    Ray 2.60 passes the path of Python to a shell as it is, so a path with a blank starts no worker.
     """
     quoted = shlex.quote(sys.executable)
     return None if quoted == sys.executable else {"py_executable": quoted}
 
 
 class RayGroup(ConnectedGroup):
-    """`WorkerGroup` of one Ray actor per rank, on the cluster at an address. Create one, then call `start`.
+    """Group of rank processes, each a Ray actor, on the cluster at an address. Call `start` on a new object.
 
-    The ranks of a node are consecutive. A group within a run fills whole nodes and keeps its remaining ranks on one
-    node. So the ranks of an engine share a node if they fit. Waits for nodes that the cluster lacks. Raises
-    ConfigError, with the present nodes, if they do not join.
+    The ranks of a node are consecutive. If the run has several groups, a group fills whole nodes, and its remaining
+    ranks share one node. So the ranks of an engine share a node if they fit. Waits for nodes that the cluster lacks.
+    Raises ConfigError, listing the present nodes, if they do not join.
     """
 
     def __init__(self, world_size: int, address: str, kind: NodeKind, part: PartOfRun | None = None) -> None:
@@ -90,7 +93,7 @@ class RayGroup(ConnectedGroup):
         self._served: list[Any] = []
         self._placed: Any = None
         self._is_ending = False
-        """Whether the driver has killed the actors."""
+        """Whether the driver itself has killed the actors."""
 
     def host(self) -> str:
         join(self._address)
@@ -116,7 +119,11 @@ class RayGroup(ConnectedGroup):
                     f"{section}.nodes = {nodes}: {lack}; add nodes or lower {section}.nodes, {section}.ranks_per_node"
                 )
             if lack != reported:
-                print(f"waiting for {self.start_timeout_seconds:g} s at most: {lack}", file=sys.stderr, flush=True)
+                print(
+                    f"waiting at most {self.start_timeout_seconds:g} s for nodes: the run {lack}",
+                    file=sys.stderr,
+                    flush=True,
+                )
             reported = lack
             await asyncio.sleep(1.0)
         places = [min(per_node, self.world_size - first) for first in range(0, self.world_size, per_node)]
@@ -125,7 +132,7 @@ class RayGroup(ConnectedGroup):
         try:
             await asyncio.to_thread(ray.get, self._placed.ready(), timeout=60.0)
         except RayError as error:
-            raise PeerLostError(f"Ray did not place its ranks: {error}") from None
+            raise PeerLostError(f"Ray did not place the run's ranks on nodes: {error}") from None
         # Actors claim only what their bundle holds: GPUs, or CPUs.
         own = {"num_gpus": 1, "num_cpus": 0} if kind == "GPU" else {"num_gpus": 0, "num_cpus": 1}
         self._actors = [

@@ -1,12 +1,12 @@
-"""Relay of a node: one connection to the driver for all ranks of the node.
+"""Relay: a process on each node connecting all ranks of the node to the driver over one connection.
 
-So the driver speaks to nodes, not to ranks. A relay is a process of its own and unpickles nothing. It proves the key of
-the group's start to the driver. The ranks prove the key to the relay, by the same handshake.
+The driver thus has one connection per node instead of one per rank. The relay unpickles nothing. It proves the key of
+the group's start to the driver, and the ranks prove the key to the relay, by the same handshake.
 
 The driver sends a call as one batch: messages, each with its ranks. The relay returns their answers together once all
-have arrived. After a moment it sends the answers present: a rank that fails or hangs must not hide the others'. Each
-rank's answers keep their order. An empty answer means: the rank has ended. The ranks keep their connections to the
-driver for notices and for requests of stacks.
+have arrived. After a short time it sends the answers present, so that a failed or hanging rank does not hold up the
+others' answers. Each rank's answers stay in order. An empty answer means that the rank has ended. The ranks also keep
+direct connections to the driver, for notices and for requests of stacks.
 """
 
 from __future__ import annotations
@@ -26,14 +26,17 @@ from megarl.cluster.messages import HEAD
 from megarl.processes.launcher import LaunchedProgram, python_call
 
 BATCH = struct.Struct("<I")
-"""Head of a batch: its number of parts."""
+"""Header of a batch: the number of its parts."""
 PART = struct.Struct("<IQ")
-"""Head of a part: its number of ranks and its message's bytes. The ranks follow as uint32, then the message."""
+"""Header of a batch's part: the number of its ranks, and the bytes of its message.
+
+The ranks follow as uint32 numbers, then the message.
+"""
 ANSWER = struct.Struct("<IQ")
-"""Head of an answer: its rank and its message's bytes. The message follows; 0 bytes: the rank has ended."""
+"""Header of an answer: its rank, and the bytes of its message. The message follows. 0 bytes: the rank has ended."""
 
 _GATHER_SECONDS = 0.05
-"""Time from a call's first answer to the sending of the answers present."""
+"""Seconds from the first answer to a call until the answers present are sent, even if others are missing."""
 _LOOK_SECONDS = 1.0
 """Interval of checks, while ranks connect, for the end of the driver."""
 
@@ -58,7 +61,7 @@ async def _serve(driver: tuple[str, int], key: bytes, address: str, ranks: Seque
     def rank_of(introduction: dict[str, Any]) -> int:
         rank = int(introduction.get("rank", -1))
         if rank not in ranks or rank in met:
-            raise ValueError(f"rank {rank} is not one of ranks {ranks}, or has connected already")
+            raise ValueError(f"rank {rank} is not one of this relay's ranks {ranks}, or has already connected")
         return rank
 
     with socket.create_server((address, 0), backlog=4096) as server:
@@ -81,7 +84,7 @@ async def _serve(driver: tuple[str, int], key: bytes, address: str, ranks: Seque
 
 
 def _has_ended(connected: socket.socket) -> bool:
-    """Return whether the other end of a connection is closed and all its data has been read."""
+    """Return whether the other end has closed the connection and all its data has been read."""
     try:
         return not connected.recv(1, socket.MSG_PEEK | socket.MSG_DONTWAIT)
     except BlockingIOError:
@@ -92,24 +95,24 @@ def _has_ended(connected: socket.socket) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Call in progress: its number of ranks without an answer, and its answers not yet sent."""
+    """Answers to one call: how many ranks have not answered, and which answers are not yet sent."""
 
     num_awaited: int = 0
     gathered: list[bytes] = field(default_factory=list)
 
 
 class _Relay:
-    """Forwarder between the driver's connection and those of the ranks."""
+    """Forwards messages between the driver's connection and the connections of the ranks."""
 
     def __init__(self, upward: asyncio.StreamWriter) -> None:
         self._upward = upward
         self._ranks: dict[int, asyncio.StreamWriter] = {}
         self._batches: dict[int, _Batch] = {}
-        """Current or latest call of each rank, by rank."""
+        """The call in progress, or the last call, of each rank."""
         self._listening: set[asyncio.Task[None]] = set()
 
     async def add(self, connected: Mapping[int, socket.socket]) -> None:
-        """Accept all ranks. Each one sends an answer first, unasked."""
+        """Add the connections of all ranks. Each rank sends one answer first, without a command."""
         first = _Batch(len(connected))
         for rank, sock in connected.items():
             reader, self._ranks[rank] = await asyncio.open_connection(sock=sock)
@@ -119,8 +122,8 @@ class _Relay:
     async def run(self, reader: asyncio.StreamReader) -> None:
         """Forward the driver's batches to the ranks until the driver closes its connection.
 
-        Then close the connections to the ranks, and wait until all ranks have closed theirs. The launcher kills a rank
-        if it does not.
+        Then close the connections to the ranks, and wait until all ranks have closed theirs. The launcher kills ranks
+        that do not.
         """
         with contextlib.suppress(asyncio.IncompleteReadError, OSError):
             while True:
@@ -131,7 +134,7 @@ class _Relay:
         await asyncio.wait(self._listening)
 
     async def _pass_batch(self, reader: asyncio.StreamReader) -> None:
-        """Read one batch from the driver and send its messages to their ranks."""
+        """Read one batch from the driver and send its messages to the ranks."""
         (num_parts,) = BATCH.unpack(await reader.readexactly(BATCH.size))
         batch = _Batch()
         for _ in range(num_parts):
@@ -144,7 +147,7 @@ class _Relay:
                 self._ranks[rank].write(message)
 
     async def _listen(self, rank: int, reader: asyncio.StreamReader) -> None:
-        """Collect a rank's answers until it ends."""
+        """Collect the answers of a rank until it ends."""
         try:
             while True:
                 (size,) = HEAD.unpack(await reader.readexactly(HEAD.size))
@@ -156,7 +159,7 @@ class _Relay:
             self._send(self._batches[rank])
 
     def _take(self, rank: int, *answer: bytes) -> None:
-        """Add a rank's answer to its batch. Send the batch when it is complete, or a moment after its first answer."""
+        """Add a rank's answer to its call. Send the answers when all are present, or a short time after the first."""
         batch = self._batches[rank]
         batch.num_awaited -= 1
         if not batch.gathered:
@@ -166,6 +169,6 @@ class _Relay:
             self._send(batch)
 
     def _send(self, batch: _Batch) -> None:
-        """Send the collected answers of a batch to the driver."""
+        """Send the collected answers of a call to the driver."""
         self._upward.write(b"".join(batch.gathered))
         batch.gathered.clear()

@@ -1,4 +1,4 @@
-"""Restarts of lost engine replicas, in the background."""
+"""Restarts of lost engine replicas, in the background of a run."""
 
 from __future__ import annotations
 
@@ -11,24 +11,24 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.types import MegarlError
 
 _MOST_STARTS = 3
-"""Attempts to restart a replica."""
+"""Maximum number of attempts to restart a replica."""
 
 
 class Replacements:
-    """Groups started in place of lost ones.
+    """Restarts lost engine replicas in the background.
 
-    `start(num_ranks, first_rank)` starts a group and constructs its engine. The second argument is called with messages
-    about progress, a line each.
+    `start(num_ranks, first_rank)` starts a group of ranks and constructs its engine. `notify` is called with messages
+    about the progress, a line each.
     """
 
-    def __init__(self, start: Callable[[int, int], Awaitable[WorkerGroup]], tell: Callable[[str], object]) -> None:
-        self._start, self._tell = start, tell
+    def __init__(self, start: Callable[[int, int], Awaitable[WorkerGroup]], notify: Callable[[str], object]) -> None:
+        self._start, self._notify = start, notify
         self._starting: set[asyncio.Task[None]] = set()
         self._ready: list[WorkerGroup] = []
 
     def replace(self, lost: WorkerGroup, error: Exception, num_left: int) -> None:
-        """Restart a lost group in the background. `num_left` is the number of remaining replicas."""
-        self._tell(
+        """Restart a lost replica in the background. `num_left` is the number of remaining replicas, for the message."""
+        self._notify(
             f"{self._name(lost)} is lost: {error}. The other {num_left} take over its requests; it is being restarted"
         )
         task = asyncio.create_task(self._replace(lost))
@@ -37,23 +37,23 @@ class Replacements:
 
     @property
     def has_started(self) -> bool:
-        """Whether `take` would return a group."""
+        """Whether a restarted replica is ready, so that `take` would return it."""
         return bool(self._ready)
 
     def take(self) -> list[WorkerGroup]:
-        """Return the groups started since the previous call."""
+        """Return the replicas restarted since the previous call."""
         ready, self._ready = self._ready, []
         return ready
 
     async def close(self) -> None:
-        """Cancel the starts in progress, and close the groups not taken."""
+        """Cancel the restarts in progress, and close the restarted replicas that were not taken."""
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)
         await asyncio.gather(*(group.close() for group in self.take()))
 
     async def _replace(self, lost: WorkerGroup) -> None:
-        """Close a lost group and start its replacement, in several attempts."""
+        """Close a lost replica's group and start a new one, in several attempts."""
         began = time.monotonic()
         # The old processes must be gone before new ones use their GPUs.
         await lost.close()
@@ -61,17 +61,17 @@ class Replacements:
             try:
                 group = await self._start(lost.world_size, lost.part.first_rank)
             except Exception as error:
-                told = str(error) if isinstance(error, MegarlError) else repr(error)
-                self._tell(f"{self._name(lost)} failed to restart, attempt {attempt} of {_MOST_STARTS}: {told}")
+                reason = str(error) if isinstance(error, MegarlError) else repr(error)
+                self._notify(f"{self._name(lost)} failed to restart, attempt {attempt} of {_MOST_STARTS}: {reason}")
             else:
                 self._ready.append(group)
                 seconds = time.monotonic() - began
-                self._tell(
+                self._notify(
                     f"{self._name(lost)} has started again in {seconds:.1f} s; it samples after the next reshard"
                 )
                 return
-        self._tell(f"{self._name(lost)} stays lost: there are no more attempts to restart it")
+        self._notify(f"{self._name(lost)} stays lost: there are no more attempts to restart it")
 
     def _name(self, group: WorkerGroup) -> str:
-        """Return the name of a group's engine for messages."""
+        """Return the name of a group's engine replica, for messages."""
         return engine_named(group.part.ranks(group.world_size))

@@ -1,6 +1,6 @@
 """All ranks of a run: the trainers' group and, if engines are separate, one group per engine replica.
 
-A group fails as a whole and has a `torch.distributed` world of its own. `weight_transfer` connects the groups.
+A group fails as a whole, and has a `torch.distributed` world of its own. `weight_transfer` connects the groups.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ Answer = TypeVar("Answer")
 
 
 class RunRanks:
-    """Ranks of all groups of a run, by their numbers in the run: the trainers' first, then replica by replica."""
+    """The ranks of all groups, numbered through the run: the trainers' first, then replica by replica."""
 
     def __init__(self, trainers: WorkerGroup, replicas: Sequence[WorkerGroup] = ()) -> None:
         self.trainers, self.replicas = trainers, list(replicas)
         self.is_separate = bool(replicas)
-        """Whether the engines have ranks of their own."""
+        """Whether the engines have ranks of their own (rollout.placement = separate)."""
         self.on_lost: Callable[[WorkerGroup, Exception], object] | None = None
-        """Callback (group, error) for a lost replica while others go on. None: losing one ends the run."""
+        """Callback (group, error), called when an engine replica is lost while others live. None: losing one ends the
+        run.
+        """
         self.on_removed: Callable[[str], object] = lambda reason: None
-        """Callback for each removed replica, with the reason. It is called before `on_lost`."""
+        """Callback (reason), called for each removed replica before `on_lost`."""
 
     @property
     def groups(self) -> list[WorkerGroup]:
-        """The trainers' group, then those of the replicas."""
+        """The trainers' group, then the groups of the replicas."""
         return [self.trainers, *self.replicas]
 
     @property
@@ -44,32 +46,34 @@ class RunRanks:
 
     @property
     def topology(self) -> list[tuple[str, ...]]:
-        """Each rank's node and the switches above it; see `WorkerGroup`."""
+        """For each rank, its node and the network switches above the node, nearest first."""
         return [place for group in self.groups for place in group.topology]
 
     @property
     def hosts(self) -> list[str]:
-        """Each rank's address for other nodes; see `WorkerGroup`."""
+        """For each rank, the address at which other nodes reach it."""
         return [host for group in self.groups for host in group.hosts]
 
     def set_deadlines(self, make: Callable[[], Deadlines]) -> None:
-        """Give each group deadlines of its own."""
+        """Set the time limits of calls. `make` creates a separate object for each group."""
         for group in self.groups:
             group.deadlines = make()
 
     def on_asked(self, callback: Callable[[str], object]) -> None:
-        """Set the callback for a stop signal received by any rank; see `WorkerGroup`."""
+        """Set the callback(signal name) that is called when any rank receives a stop signal."""
         for group in self.groups:
             group.on_asked = callback
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Call the method on all ranks of all groups at once and return the answers. A lost replica has no answers."""
+        """Call a method on all ranks of all groups concurrently, and return the answers. A lost replica gives no
+        answers.
+        """
         engines = [self.unless_lost(group, group.call(method, *args, **kwargs)) for group in self.replicas]
         found = await together([self.trainers.call(method, *args, **kwargs), *engines])
         return list(chain.from_iterable(found))
 
     async def call_engines(self, method: str, *args: Any) -> list[Any]:
-        """Call the method on all ranks with engines and return the answers."""
+        """Call a method on all ranks that have engines, and return the answers."""
         if not self.is_separate:
             return await self.trainers.call(method, *args)
         found = await together([self.unless_lost(group, group.call(method, *args)) for group in self.replicas])
@@ -78,10 +82,14 @@ class RunRanks:
     async def ask(
         self, ranks: Sequence[int], method: str, per_rank: Sequence[Any], *args: Any, budget_seconds: float = 0.0
     ) -> list[Any]:
-        """Call the method on some ranks, all of one group; see `WorkerGroup.ask`. Raise PeerLostError if it is lost."""
+        """Call a method on some ranks of one group, and return their answers.
+
+        `per_rank` holds the first argument of each rank. `budget_seconds` is planned working time, added to the call's
+        limit. Raises PeerLostError if the group is lost.
+        """
         group = next((group for group in self.groups if ranks[0] in group.part.ranks(group.world_size)), None)
         if group is None:
-            raise PeerLostError(f"ranks {list(ranks)}: their group has ended")
+            raise PeerLostError(f"ranks {list(ranks)} are lost: their process group has ended")
         own = [rank - group.part.first_rank for rank in ranks]
         try:
             return await group.ask(own, method, per_rank, *args, budget_seconds=budget_seconds)
@@ -90,11 +98,11 @@ class RunRanks:
             raise
 
     def add(self, groups: Sequence[WorkerGroup]) -> None:
-        """Include these replicas in later calls. They need a weight transfer before they can sample."""
+        """Include these restarted replicas in later calls. They need a weight transfer before they can sample."""
         self.replicas = sorted([*self.replicas, *groups], key=lambda group: group.part.first_rank)
 
     async def unless_lost(self, group: WorkerGroup, call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-        """Return a replica's answers; empty if it is lost and others remain."""
+        """Await a call to a replica and return its answers; none if the replica is lost and others remain."""
         try:
             return await call
         except PeerLostError as error:
@@ -102,7 +110,7 @@ class RunRanks:
             return []
 
     def remove(self, group: WorkerGroup, error: PeerLostError) -> None:
-        """Remove the group of a lost replica. Raise the error if the run cannot go on without it."""
+        """Remove the group of a lost replica. Raises the error if the run cannot continue without the replica."""
         if group is self.trainers or self.on_lost is None or self.replicas == [group]:
             raise error
         if group in self.replicas:
@@ -111,21 +119,21 @@ class RunRanks:
             self.on_lost(group, error)
 
     def show_stacks(self) -> None:
-        """Make the ranks of all groups write their stacks; see `WorkerGroup.show_stacks`."""
+        """Make the ranks of all groups write the stacks of their threads to their logs."""
         for group in self.groups:
             group.show_stacks()
 
     async def close(self) -> None:
-        """Close all groups."""
+        """Close all groups: their ranks exit."""
         self.on_lost = None
         await asyncio.gather(*(group.close() for group in self.groups))
 
 
 async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]:
-    """Await calls to different groups at the same time and return their answers.
+    """Await calls to different groups concurrently, and return their answers.
 
-    Raises the first error. If that only reflects another group leaving a collective, raises the other group's error.
-    Calls of the other groups stay in progress and end with their groups.
+    Raises the first error. If that error only reflects that another group left a collective, the other group's error is
+    raised. Calls of the other groups continue, and end with their groups.
     """
     tasks = [asyncio.ensure_future(call) for call in calls]
     try:
@@ -147,5 +155,5 @@ async def together(calls: Sequence[Coroutine[Any, Any, Answer]]) -> list[Answer]
 
 
 def _is_echo(error: BaseException | None) -> bool:
-    """Return whether an error only reflects another rank's leaving of a collective."""
+    """Return whether an error is a mere consequence of another rank leaving a collective."""
     return isinstance(error, RankFailedError) and error.is_echo

@@ -1,4 +1,4 @@
-"""Slurm jobs of recipes: a batch script of `launch/slurm/` with the recipe's sizes, printed or submitted."""
+"""Slurm jobs of recipes: a batch script from `launch/slurm/`, filled with the recipe's sizes, printed or submitted."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from megarl.platform.commands import run_command
 from megarl.types import ConfigError
 
 HOME = Path(__file__).resolve().parents[2]
-"""Root of megarl's repository."""
+"""Root folder of megarl's repository."""
 
 
 def render(recipe: Recipe, arguments: Sequence[str]) -> str:
-    """Return the batch script of a recipe's launcher. `arguments` are further arguments of `megarl train`.
+    """Return the batch script for a recipe and its launcher. `arguments` are further arguments of `megarl train`.
 
     Jobs of one name wait for each other, so that two never write to one run folder. Raises ConfigError if megarl is not
-    installed from its repository, or for Ray with `cluster.groups.engines`.
+    installed from its repository, or for Ray together with `cluster.groups.engines`.
     """
     script = HOME / "launch/slurm" / ("ray.sbatch" if recipe.cluster.launcher == "ray" else "train.sbatch")
     try:
@@ -52,14 +52,14 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
 
 
 def _sizes(nodes: ClusterConfig | NodeGroup, has_gpus: bool) -> dict[str, object]:
-    """Return sbatch's options for the size of one kind of nodes."""
+    """Return the sbatch options that request nodes of one kind."""
     per_node = nodes.ranks_per_node
     sizes: dict[str, object] = {"nodes": nodes.nodes, "ntasks-per-node": per_node}
     return sizes | ({"gpus-per-node": per_node} if has_gpus else {})
 
 
 def _header(recipe: Recipe) -> str:
-    """Return the comments of a rendered script, in place of the template's own."""
+    """Return the comments at the top of a filled script. They replace the template's."""
     return (
         f"# The job of run {recipe.name}, written by megarl slurm: recipe, nodes and ranks are set.\n"
         f"# The site's settings are in {HOME}/launch/slurm/site.env, or in the file named by MEGARL_SITE.\n"
@@ -67,9 +67,9 @@ def _header(recipe: Recipe) -> str:
 
 
 def submit(script: str, options: Sequence[str]) -> str:
-    """Submit a batch script with further `options`, after a trial with --test-only. Return sbatch's output.
+    """Submit a batch script with further sbatch `options`, after a trial with --test-only. Returns sbatch's output.
 
-    Raises ConfigError with sbatch's message if it refuses the job.
+    Raises ConfigError with sbatch's message if Slurm refuses the job.
     """
     if shutil.which("sbatch") is None:
         raise ConfigError("sbatch: not found; submit from a node that has Slurm's commands, or use megarl slurm render")

@@ -1,4 +1,6 @@
-"""Worker group inside a Slurm job. `srun` starts one task per rank. The driver runs on the job's first node."""
+"""Group of rank processes inside a Slurm job. `srun` starts one task per rank; the driver runs on the job's first
+node.
+"""
 
 from __future__ import annotations
 
@@ -21,11 +23,13 @@ from megarl.types import PeerLostError
 
 
 class SrunGroup(ConnectedGroup):
-    """`WorkerGroup` of the tasks of a job step. Create one within the job, then call `start`. `options` are srun's.
+    """Group of rank processes that `srun` starts as the tasks of a job step. Call `start` on a new object within the
+    job.
 
-    A group within a run fills the nodes of its `kind`, node by node in Slurm's order. So the ranks of an engine share a
-    node if their number divides a node's. Without `kind`, the group is the whole run, on all nodes of the job. The key
-    is sent over standard input; srun forwards it to every task. No other user can read it, and no file holds it.
+    `options` are further options of srun. If the run has several groups, a group fills the nodes of its `kind`, node by
+    node in Slurm's order. So the ranks of an engine share a node if their number divides a node's. Without `kind`, the
+    group is the whole run, on all nodes of the job. The secret key is sent over standard input; srun forwards it to
+    every task. No other user can read it, and no file holds it.
     """
 
     def __init__(
@@ -100,7 +104,7 @@ class SrunGroup(ConnectedGroup):
 
 
 def main() -> None:
-    """Run a task. The arguments are the driver's host and port."""
+    """Main function of a task. The arguments are the driver's host and port."""
     host, port = sys.argv[1:]
     die_with(os.getppid())
     key = bytes.fromhex(sys.stdin.readline())

@@ -1,4 +1,4 @@
-"""Stacks of ranks, as written by `faulthandler`: where each rank is, and whether it waits in a collective."""
+"""Stacks that ranks write with Python's `faulthandler`: where each rank is, and whether it waits in a collective."""
 
 from __future__ import annotations
 
@@ -7,30 +7,34 @@ import re
 from collections.abc import Mapping, Sequence
 
 _HEADING = "(most recent call first):"
-"""End of the line above each thread's frames. faulthandler writes the main thread last."""
+"""End of the line above the frames of each thread. faulthandler writes the main thread last."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+) in ')
 _WAIT = re.compile(
     r"\b(wait|barrier|synchronize|broadcast|recv|send|\w*reduce\w*|\w*gather\w*|all_to_all\w*|\w+Store)\("
 )
-"""Calls that wait for other ranks."""
+"""Regular expression of calls waiting for other ranks."""
 _WAITING_FILES = ("/torch/distributed/", "/megarl/groups/cross_world.py", "/megarl/platform/background.py")
-"""Parts of paths. A main thread in one of these files waits for other ranks."""
+"""Parts of file paths. A main thread in one of these files waits for other ranks."""
 _OUTERMOST = re.compile(r" in (?:<module>|_run_module_as_main)$|^  \.\.\.$", re.MULTILINE)
-"""Last line of complete stacks: the outermost frame, or the dots of a stack cut by faulthandler."""
+"""Regular expression of the last line of a complete stack: the outermost frame, or the dots of a stack that
+faulthandler cut.
+"""
 _MOST_FRAMES = 12
-"""Frames shown of a stack."""
+"""Maximum number of frames shown of a stack."""
 _MOST_STACKS = 8
-"""Different stacks shown."""
+"""Maximum number of different stacks shown."""
 
 
-def is_whole(stacks: str) -> bool:
-    """Return whether the stacks are complete: the main thread's first frame, or the last frame shown, is there."""
+def is_complete(stacks: str) -> bool:
+    """Return whether the stacks in a log are completely written: the main thread's outermost frame is there."""
     _, heading, main_thread = stacks.rpartition(_HEADING)
     return bool(heading) and _OUTERMOST.search(main_thread) is not None
 
 
 def summary(stacks: Mapping[int, str]) -> str:
-    """Return the innermost frames of each rank's main thread. Ranks with the same stack are listed together."""
+    """Return a text with the innermost frames of each rank's main thread. Ranks with the same stack are listed
+    together.
+    """
     alike: dict[str, list[int]] = {}
     for rank, text in stacks.items():
         _, heading, main_thread = text.rpartition(_HEADING)
@@ -48,7 +52,7 @@ def summary(stacks: Mapping[int, str]) -> str:
 
 
 def ranks_named(ranks: Sequence[int]) -> str:
-    """Return ranks, in ascending order, in words: `rank 3`, `ranks 0-2, 5`."""
+    """Return ranks, given in ascending order, as words: `rank 3`, `ranks 0-2, 5`."""
     runs: list[list[int]] = []
     for rank in ranks:
         if runs and rank == runs[-1][-1] + 1:
@@ -60,14 +64,14 @@ def ranks_named(ranks: Sequence[int]) -> str:
 
 
 def engine_named(ranks: Sequence[int]) -> str:
-    """Return the name of a separate engine replica in words."""
+    """Return the name of the separate engine replica on these ranks, as words."""
     return f"the engine of {ranks_named(ranks)}"
 
 
 def waits_in_collective(stacks: str) -> bool:
-    """Return whether the main thread waits for other ranks.
+    """Return whether the main thread in these stacks waits for other ranks.
 
-    False without a stack: a process that writes none is stopped.
+    False if there is no stack: a process writing none is stopped.
     """
     _, heading, main_thread = stacks.rpartition(_HEADING)  # the main thread comes last
     innermost = _FRAME.search(main_thread)

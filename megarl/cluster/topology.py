@@ -1,4 +1,4 @@
-"""Topology of a run's processes in the network, and the ranks derived from it."""
+"""Places of a run's processes in the network, and the ranks derived from them."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ from typing import Any, NamedTuple
 
 
 class NodeKind(NamedTuple):
-    """Nodes of one kind: all nodes of the run, or only those of trainers or of engines."""
+    """The nodes of one kind: all nodes of the run, or only those of the trainers or of the engines."""
 
     first_rank: int
-    """First rank of the run on these nodes; the others follow, node by node."""
+    """First rank on nodes of this kind. The other ranks follow, node by node."""
     nodes: int
     ranks_per_node: int
     component: int | None = None
-    """Index of the nodes' component in a heterogeneous Slurm job."""
+    """Index of these nodes' component in a heterogeneous Slurm job; None: the job has one component."""
     ray_resources: Mapping[str, float] = {}
-    """Resources of Ray's nodes of this kind, in addition to GPUs or CPUs."""
+    """Ray resources that nodes of this kind have, in addition to GPUs or CPUs."""
 
 
 class Introduction(NamedTuple):
-    """First message of a process to the driver.
+    """First message that a rank process sends to the driver.
 
     `turn` is its index among the launcher's processes, node by node. `host` is its address for other ranks. `switches`
-    are the switches above its node, from the network's root. `gpus` are its own, if the launcher assigned any.
+    are the network switches above its node, from the root. `gpus` are its GPUs, if the launcher assigned any.
     """
 
     turn: int
@@ -35,22 +35,25 @@ class Introduction(NamedTuple):
 
     @classmethod
     def from_plain(cls, fields: Mapping[str, Any]) -> Introduction:
-        """Parse an introduction from JSON values. Raise TypeError or ValueError if it is not valid."""
+        """Read the first message of a process from JSON values. Raises TypeError or ValueError if it is not valid."""
         plain: dict[str, Any] = {name: tuple(v) if isinstance(v, list) else v for name, v in fields.items()}
         process = cls(**plain)
         kinds = (process.turn, int), (process.node, str), (process.host, str)
         if not all(isinstance(value, kind) for value, kind in kinds):
-            raise TypeError(f"{fields} is not a valid introduction")
+            raise TypeError(f"the first message of a rank process is not valid: {fields}")
         return process
 
 
 def in_order(processes: Iterable[Introduction]) -> list[Introduction]:
-    """Return the processes by rank. The ranks of a node are consecutive, and so are the nodes under a switch."""
+    """Return the processes sorted by rank. Ranks of a node are consecutive, and so are nodes under one switch."""
     return sorted(processes, key=lambda process: (process.switches, process.turn))
 
 
 def rank_topology(processes: Sequence[Introduction]) -> list[tuple[str, ...]]:
-    """Return each rank's node and the switches above it, nearest first; no switches if their number differs by rank."""
+    """Return, for each rank, its node and the network switches above it, nearest first.
+
+    Without any switches if their number differs between ranks.
+    """
     depths = {len(process.switches) for process in processes}
     return [(p.node, *(reversed(p.switches) if len(depths) == 1 else ())) for p in processes]
 
@@ -60,7 +63,7 @@ def environments(
 ) -> Iterator[dict[str, str]]:
     """Yield the environment variables of each rank: RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE, GPUs.
 
-    `local_ranks`, by rank, are given if ranks of other groups share the nodes.
+    `local_ranks` holds each rank's local rank if ranks of other groups share the nodes. None: it is counted here.
     """
     on_node, local_rank = Counter(process.node for process in processes), Counter[str]()
     world = {"WORLD_SIZE": str(len(processes))}

@@ -1,7 +1,8 @@
-"""Weight transfers from the trainers to the engines, carried out by calls to the ranks.
+"""Weight transfers from the trainers to the engines of a run, as calls to the ranks.
 
-Separate engines have worlds of their own, so they receive weights over a cross-world process group. The group is
-created again whenever a replica was lost or restarted. `reshard.transfer_states` decides what happens next.
+Separate engines have torch worlds of their own, so they receive weights over a process group across worlds. The group
+is created again whenever a replica was lost or restarted. The state machine in `reshard.transfer_states` decides what
+happens next.
 """
 
 from __future__ import annotations
@@ -20,50 +21,52 @@ from megarl.reshard.transfer_states import MOST_ATTEMPTS, Command, Event, State,
 from megarl.types import PeerLostError
 
 _LEAVE_SECONDS = 5.0
-"""Time after a cancellation within which every waiting rank leaves the process group."""
+"""Seconds after a cancellation within which every waiting rank leaves the cross-world process group."""
 _SLACK_SECONDS = 20.0
-"""Longest time, with short limits, to find a stopped rank and to end its group."""
+"""Maximum seconds, with short time limits, to find a stopped rank and to end its group."""
 _MEET_SECONDS = 60.0
-"""Time for the last ranks to join a new process group, after the others. A rank absent by then is missing."""
+"""Seconds for the last ranks to join a new process group after the others. A rank absent by then counts as missing."""
 
 Reports = list[dict[str, float]]
-"""Seconds and bytes of a transfer by name, one mapping for each rank."""
+"""Seconds and bytes of a weight transfer by metric name, one mapping for each rank."""
 Calls = list[Coroutine[Any, Any, list[Any]]]
-"""Calls of one attempt: the trainers' first, then one for each replica."""
+"""Calls of one attempt at a weight transfer: the trainers' first, then one for each replica."""
 
 
 class WeightTransfer:
-    """Copies of the trainers' weights into all engines of a run."""
+    """Copies the trainers' weights into all engines of a run."""
 
     def __init__(self, ranks: RunRanks) -> None:
         self._ranks = ranks
         self._states = TransferStates()
         self._num_groups = 0
-        """Cross-world groups created so far."""
+        """Number of cross-world process groups created so far."""
         self._cancelled = asyncio.Event()
-        """Set when the newest cross-world group is cancelled."""
+        """Set when the newest cross-world process group is cancelled."""
         self._first_to_leave: WorkerGroup | None = None
-        """First replica of the attempt with a rank that left the cross-world group."""
+        """First replica in this attempt with a rank that left the cross-world process group."""
         self._report_error: TransitionError | None = None
-        """Error of handling a report, raised at the attempt's end: the event loop only logs a callback's error."""
+        """Error raised while a report was handled, raised again at the end: the event loop only logs errors of
+        callbacks.
+        """
         ranks.on_removed = self._handle_loss
 
     @property
     def is_connected(self) -> bool:
-        """Whether the next transfer can use the existing cross-world group, and thus may overlap."""
+        """Whether the next transfer can use the existing cross-world process group, as overlapping transfers must."""
         return self._states.state is State.IDLE
 
     def add(self, replicas: Sequence[WorkerGroup]) -> None:
-        """Include restarted replicas from the next transfer on."""
+        """Include restarted replicas, beginning with the next transfer."""
         if replicas:
             self._ranks.add(replicas)
             self._states.handle(Event.REPLICA_ADDED)
 
     async def run(self, verify: bool, version: int) -> Reports:
-        """Send the trainers' weights of this version to all engines, and return the ranks' reports.
+        """Send the trainers' weights, of this version, to all engines. Returns the ranks' reports.
 
-        If replicas came or went, or one is lost meanwhile, the ranks first create a new cross-world group. Creating it
-        sends and verifies all weights. Raises PeerLostError if no replica is left, or if every attempt is cancelled.
+        If replicas were lost or restarted, the ranks first create a new cross-world process group. Creating it sends
+        and verifies all weights. Raises PeerLostError if no replica is left, or if every attempt is cancelled.
         """
         if not self._ranks.is_separate:
             return await self._ranks.trainers.call("reshard", verify, version)
@@ -73,10 +76,10 @@ class WeightTransfer:
     async def run_overlapping(
         self, verify: bool, version: int, engines_paused: Awaitable[object], on_copied: Callable[[], object]
     ) -> Reports:
-        """Send copies of the weights over the existing group, while the trainers execute other calls.
+        """Send copies of the weights over the existing process group, while the trainers execute other calls.
 
         The engines take part once `engines_paused` is done. The trainers begin to send when all engines take part.
-        `on_copied` is called when the trainers have their copies. Returns the engines' reports once they have the
+        `on_copied` is called when the trainers have made their copies. Returns the engines' reports once they have the
         weights; `collect_reports` returns the trainers'. If a replica is lost meanwhile, the same copies are sent to
         the others between two other calls of the trainers.
         """
@@ -114,7 +117,7 @@ class WeightTransfer:
         return [report for reports in answers for report in reports]
 
     async def collect_reports(self) -> Reports:
-        """Return the trainers' reports after `run_overlapping`; empty if they were fetched already."""
+        """Return the trainers' reports of the last overlapping transfer; empty if they were already fetched."""
         if self._states.handle(Event.COLLECT) is not Command.COLLECT_REPORTS:
             return []
         reports = await self._ranks.trainers.call("finish_reshard")
@@ -124,7 +127,7 @@ class WeightTransfer:
         return [report for report in reports if "lost" not in report]
 
     async def _attempt_until_delivered(self, command: Command, verify: bool, version: int) -> Reports:
-        """Repeat attempts, beginning with `command`, until all remaining engines have the weights."""
+        """Repeat attempts at a transfer, beginning with `command`, until all remaining engines have the weights."""
         while True:
             groups = self._ranks.groups
             method = "join" if command is Command.JOIN else "reshard"
@@ -141,7 +144,7 @@ class WeightTransfer:
                 return [report for reports in answers for report in reports]
             if command is Command.GIVE_UP:
                 reasons = "; ".join(_losses(groups, answers)) or "a replica was lost"
-                raise PeerLostError(f"{MOST_ATTEMPTS} reshards in a row were aborted: {reasons}")
+                raise PeerLostError(f"{MOST_ATTEMPTS} weight transfers to the engines in a row were aborted: {reasons}")
             if command is Command.END_SUSPECT:
                 suspect = self._first_to_leave
                 assert suspect is not None
@@ -152,7 +155,7 @@ class WeightTransfer:
     async def _await_calls(
         self, method: str, limit: float, groups: Sequence[WorkerGroup], calls: Calls
     ) -> list[list[Any]]:
-        """Await an attempt's calls to these groups and return their answers, empty for a lost replica."""
+        """Await an attempt's calls to these groups and return their answers; empty for a lost replica."""
         engines = [self._ranks.unless_lost(group, call) for group, call in zip(groups[1:], calls[1:], strict=True)]
         async with self._watch(method, limit):
             answers = await together([calls[0], *engines])
@@ -163,7 +166,7 @@ class WeightTransfer:
 
     @contextmanager
     def _failure_noted(self) -> Iterator[None]:
-        """Mark the transfer as failed if an error leaves the context. Its cross-world group is never used again."""
+        """Context marking the transfer as failed if an error leaves it. Its process group is then never used again."""
         try:
             yield
         except BaseException:
@@ -171,12 +174,17 @@ class WeightTransfer:
             raise
 
     def _has_suspect(self, groups: Sequence[WorkerGroup]) -> bool:
-        """Return whether all groups of the attempt are alive, and the run can lose the replica that left first."""
+        """Return whether all groups of the attempt are alive, and the run can continue without the replica that left
+        first.
+        """
         can_lose = self._ranks.on_lost is not None and len(self._ranks.replicas) > 1
         return can_lose and groups == self._ranks.groups and self._first_to_leave is not None
 
     async def _without_missing(self, groups: Sequence[WorkerGroup], call: Coroutine[Any, Any, list[Any]]) -> list[Any]:
-        """Return the trainers' answers. End each replica missing from their process group: they go on without it."""
+        """Await the trainers' call and return its answers. Ends each replica that did not join their process group.
+
+        The trainers continue without such a replica.
+        """
         reports = await call
         missing = {rank for report in reports for rank in report.get("missing", ())}
         first, ending = 0, []
@@ -190,16 +198,16 @@ class WeightTransfer:
         return reports
 
     async def _end(self, ranks: Sequence[int], group: WorkerGroup, what: str) -> None:
-        """End a replica because of a fault (`what`) of these of its ranks."""
+        """End a replica because of a fault of the given ranks. `what` describes the fault."""
         error = await group.end_because_of(ranks, what)
         self._ranks.remove(group, error if isinstance(error, PeerLostError) else PeerLostError(str(error)))
 
     @asynccontextmanager
     async def _watch(self, method: str, limit: float) -> AsyncIterator[None]:
-        """Find and end a stopped replica within this context; the other ranks only wait for it.
+        """Context finding and ending a stopped replica, for which the other ranks would wait.
 
-        A working transfer may take its whole `limit`, at first that of a collective. So the search begins each time the
-        shortest limit of all methods has passed. It also begins soon after a cancellation.
+        A working transfer may take its whole `limit`, which is that of a collective at first. So the search begins each
+        time the shortest limit of all methods has passed. It also begins soon after a cancellation.
         """
         seconds, began = self._ranks.trainers.deadlines.shortest.seconds, time.monotonic()
         # Stacks of ranks on other nodes may arrive late, through a shared file system.
@@ -223,7 +231,7 @@ class WeightTransfer:
             await asyncio.wait([watching])
 
     async def _is_cancelled_within(self, seconds: float) -> bool:
-        """Wait for a cancellation of the process group, for `seconds` at most, and return whether it happened."""
+        """Wait for at most `seconds`. Returns whether the process group was cancelled meanwhile."""
         try:
             await asyncio.wait_for(self._cancelled.wait(), seconds)
         except TimeoutError:
@@ -231,16 +239,16 @@ class WeightTransfer:
         return True
 
     async def _end_stopped(self, groups: Sequence[WorkerGroup], what: str, patience_seconds: float) -> None:
-        """End those groups with a stopped rank, if the run can lose groups (`on_lost`)."""
+        """End each of these groups that has a stopped rank, if the run can continue without it."""
         if self._ranks.on_lost is not None:
             await asyncio.gather(*(group.end_if_stopped(what, patience_seconds) for group in groups))
 
     def _limit(self, method: str) -> float:
-        """Return the seconds for the next call of a method."""
+        """Return the time limit of the next call of a method, in seconds."""
         return self._ranks.trainers.deadlines.limit_for(method).seconds
 
     def _join(self, groups: Sequence[WorkerGroup], version: int, seconds: float) -> Calls:
-        """Return the calls by which the groups create a new process group."""
+        """Return the calls creating a new cross-world process group of these groups and send all weights."""
         self._num_groups += 1
         self._cancelled.clear()
         topology = [place for group in groups for place in group.topology]
@@ -258,7 +266,7 @@ class WeightTransfer:
     def _call(
         self, group: WorkerGroup, method: str, per_rank: Sequence[Any], *args: Any, limit: float
     ) -> Coroutine[Any, Any, list[Any]]:
-        """Return a group's call in a transfer, with a limit of `limit` seconds."""
+        """Return a group's call in a transfer, with a time limit of `limit` seconds."""
         # Ranks waiting for a stopped one need extra time, until it is found and the process group is cancelled.
         slack = max(limit, _SLACK_SECONDS) if self._ranks.on_lost is not None else limit
         return group.scatter(
@@ -266,7 +274,7 @@ class WeightTransfer:
         )
 
     def _handle_report(self, group: WorkerGroup, report: Mapping[str, Any]) -> None:
-        """React at once to a rank's report of a loss, while other ranks still wait."""
+        """Handle a rank's report of a lost peer at once, while other ranks still wait for that peer."""
         if "lost" not in report:
             return
         if self._first_to_leave is None and group in self._ranks.replicas:
@@ -280,7 +288,7 @@ class WeightTransfer:
             self._report_error = error
 
     def _handle_loss(self, reason: str) -> None:
-        """Cancel the cross-world group on all ranks, because one of them is lost."""
+        """Cancel the cross-world process group on all ranks, because one of them is lost."""
         if self._states.handle(Event.PEER_LOST) is Command.CANCEL_GROUP and not self._cancelled.is_set():
             self._cancelled.set()
             for group in self._ranks.groups:
@@ -288,12 +296,12 @@ class WeightTransfer:
 
     @property
     def _group_name(self) -> str:
-        """Name of the newest process group over ranks of trainer and engines, which are in separate torch worlds."""
+        """Name of the newest cross-world process group, which joins ranks of trainer and engines."""
         return f"cross_world_{self._num_groups}"
 
 
 def _losses(groups: Sequence[WorkerGroup], answers: Sequence[Sequence[Mapping[str, Any]]]) -> list[str]:
-    """Return the losses reported by ranks of an attempt, each with the run's number of its rank."""
+    """Return the losses of peers that ranks reported in an attempt, as texts naming the reporting rank."""
     return [
         f"rank {rank}: {report['lost']}"
         for group, reports in zip(groups, answers, strict=True)

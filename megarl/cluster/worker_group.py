@@ -30,26 +30,26 @@ from megarl.cluster.rank_handle import (
     log_size,
 )
 from megarl.cluster.rank_queues import RankQueues
-from megarl.cluster.stacks import is_whole, ranks_named, summary, waits_in_collective
+from megarl.cluster.stacks import is_complete, ranks_named, summary, waits_in_collective
 from megarl.groups.rendezvous import Rendezvous
 
 _REPORT_GRACE_SECONDS = LOSS_GRACE_SECONDS + 0.5
-"""Time, after a failure, for other ranks to report an earlier one.
+"""Seconds, after a failure, for other ranks to report an earlier failure that caused it.
 
-Longer than the grace in which a lost rank is not yet reported: its peers may notice its end before the driver does.
+It exceeds the time within which a lost rank's end becomes known: peers may notice the end before the driver does.
 """
 _LEAVE_SECONDS = 10.0
-"""Time for ranks to exit by themselves when the group closes."""
+"""Seconds for ranks to exit by themselves when the group closes."""
 _KILL_SECONDS = 10.0
-"""Limit on waiting for the end of killed processes."""
+"""Maximum seconds to wait for the end of killed processes."""
 _STACKS_SECONDS = 5.0
-"""Time for ranks to write their stacks."""
+"""Seconds for ranks to write their stacks."""
 _LOOK_SECONDS = 0.1
-"""Interval of looking for stacks in the logs."""
+"""Seconds between two looks for stacks in the logs."""
 
 
 class RankFailedError(types.MegarlError):
-    """Unexpected error of a rank. The message has the rank and the cause, a note the traceback.
+    """Raised for an unexpected error of a rank. The message has the rank and the cause, a note has the traceback.
 
     Its exit code is that of an internal error: a restarted run would most likely fail in the same way.
     """
@@ -59,13 +59,13 @@ class RankFailedError(types.MegarlError):
         self.rank = rank
         self.cause = cause
         self.is_echo = False
-        """Whether the rank failed only because another one had left a collective."""
+        """Whether the rank failed only because another rank had left a collective."""
         if details:
             self.add_note(details.rstrip())
 
 
 class RankLostError(RankFailedError, types.PeerLostError):
-    """Loss of a rank: it died, missed a deadline, or lost its device or its peers.
+    """Raised for a lost rank: it died, missed a deadline, or lost its device or its peers.
 
     A note has the end of its log, or its traceback.
     """
@@ -73,10 +73,12 @@ class RankLostError(RankFailedError, types.PeerLostError):
 
 @dataclass(frozen=True, slots=True)
 class PartOfRun:
-    """Place of a group in a run of several groups: ranks from `first_rank` on, of `num_ranks`, all with one key.
+    """Position of a group in a run of several groups: its ranks are `first_rank` and the following, of `num_ranks` in
+    total.
 
-    Logs and messages use these numbers. Calls, and the ranks themselves, number a group's ranks from 0. Ranks sign
-    their messages to each other with the key. To the driver they prove another key, drawn for the group's start.
+    Logs and messages use the run's rank numbers. Calls, and the ranks themselves, number a group's ranks from 0. Ranks
+    of all groups sign messages to each other with `key`. To the driver they prove another key, drawn for the group's
+    start.
     """
 
     first_rank: int
@@ -84,30 +86,30 @@ class PartOfRun:
     key: bytes
 
     def ranks(self, world_size: int) -> range:
-        """Return the run's numbers of the ranks of a group of this size."""
+        """Return the rank numbers, within the run, of this group of `world_size` ranks."""
         return range(self.first_rank, self.first_rank + world_size)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Call:
-    """Remote call in progress: its method, its deadline, the answers of its ranks."""
+    """A remote call in progress: its method, its deadline, and its ranks' answers."""
 
     method: str
     limit: Limit
     answers: Answers
     awaited: Sequence[asyncio.Future[None]]
-    """Futures to wait for, as returned by `WorkerGroup._ask`."""
+    """Futures that are done when all ranks have answered."""
 
     def is_answered(self) -> bool:
         """Return whether all ranks have answered without an error."""
         return all(part.done() and not part.cancelled() and part.exception() is None for part in self.awaited)
 
     def silent(self) -> list[RankHandle]:
-        """Return the ranks without an answer."""
+        """Return the ranks that have not answered."""
         return [handle for handle, answer in self.answers.items() if not answer.done()]
 
     def errors(self) -> list[Exception]:
-        """Return the errors of failed answers. A cancelled answer has not failed."""
+        """Return the errors of failed answers. Cancelled answers are not included."""
         ended = [answer for answer in self.answers.values() if answer.done() and not answer.cancelled()]
         return [error for answer in ended if isinstance(error := answer.exception(), Exception)]
 
@@ -119,12 +121,12 @@ def _call_back(on_answer: Callable[[Any], object], answer: asyncio.Future[Any]) 
 
 
 def _ranks(handles: Sequence[RankHandle]) -> str:
-    """Return ranks in words."""
+    """Return the ranks of these handles as words."""
     return ranks_named([handle.rank for handle in handles])
 
 
 def _packed(method: str, per_rank: Sequence[Any], args: Sequence[Any]) -> list[bytes]:
-    """Return a message for each rank. Ranks with the same first argument, such as None, share a message."""
+    """Return the encoded command for each rank. Ranks with the same first argument, such as None, share one."""
     # Keyed by identity: arguments such as lists of batches are not hashable.
     messages: dict[int, bytes] = {}
     for first in per_rank:
@@ -134,10 +136,10 @@ def _packed(method: str, per_rank: Sequence[Any], args: Sequence[Any]) -> list[b
 
 
 class WorkerGroup(ABC):
-    """Group of `world_size` ranks executing the driver's calls. Create one of a subclass, then call `start`.
+    """Group of `world_size` ranks executing the driver's calls. Create an object of a subclass, then call `start`.
 
     A rank executes one call at a time, in the order in which the calls were made. Calls to disjoint ranks run at the
-    same time (`RankQueues`). The event loop stays free meanwhile.
+    same time. The event loop stays free meanwhile.
 
     The first failure kills the group. All calls in progress and all later calls raise its error. A `MegarlError` of a
     rank keeps its class, and a full disk is a DiskFullError. A lost rank raises `RankLostError`, anything else
@@ -145,22 +147,22 @@ class WorkerGroup(ABC):
     does no harm.
 
     `deadlines` limit how long a call waits for its slowest rank, by method. A rank missing its deadline is lost: the
-    error names it and shows where all ranks stood. `on_asked` is the callback for a stop signal received by a rank. By
-    rank, `hosts` is the address of its node for others. `topology` is that node and the switches above it, nearest
-    first.
+    error names it and shows the stacks of all ranks. `on_asked` is the callback for a stop signal received by a rank.
+    `hosts` holds, for each rank, the address at which other nodes reach it. `topology` holds its node and the network
+    switches above, nearest first.
     """
 
     _most_stacks_seconds = _STACKS_SECONDS
-    """Longest time to wait for stacks. Ranks on other nodes write them through a shared file system."""
+    """Maximum seconds to wait for stacks. Ranks on other nodes write them through a shared file system."""
 
     def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
-        """Create a group without processes. `part` is its place in the run; by default the group is the whole run."""
+        """Create a group without processes. `part` is its position in the run; None: the group is the whole run."""
         self.world_size = world_size
         self.part = part or PartOfRun(0, world_size, secrets.token_bytes(32))
         self.hosts: list[str] = []
         self.topology: list[tuple[str, ...]] = []
         self.meeting: Rendezvous | None = None
-        """Rendezvous of the ranks, once they have started."""
+        """Address at which the ranks meet to create their torch process group, once they have started."""
         self.start_timeout_seconds = 300.0
         self.deadlines = Deadlines.same(self.start_timeout_seconds)
         self._handles: list[RankHandle] = []
@@ -205,13 +207,16 @@ class WorkerGroup(ABC):
         return self
 
     async def construct(self, worker: str, kwargs: Mapping[str, Any]) -> None:
-        """Construct a worker on every rank; see `start`. The garbage collector frees the previous one."""
+        """Construct another worker on every rank, from "package.module:Class" (`worker`) with the arguments `kwargs`.
+
+        The garbage collector frees the previous worker.
+        """
         await self.call("__init__", list(sys.path), worker, dict(kwargs))
 
     async def call(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
         """Call the worker's method with the same arguments on every rank, and return the answers by rank.
 
-        `part.method` calls a method of one of the worker's parts.
+        The method name `part.method` calls a method of one of the worker's parts.
         """
         message = pack((method, args, kwargs))
         return await self._exchange(method, range(self.world_size), [message] * self.world_size)
@@ -225,15 +230,14 @@ class WorkerGroup(ABC):
         slack_seconds: float = 0.0,
         on_answer: Callable[[Any], object] | None = None,
     ) -> list[Any]:
-        """Call the worker's method with `per_rank[rank]` as first argument on every rank.
+        """Call the worker's method on every rank, with `per_rank[rank]` as first argument. Returns the answers by rank.
 
-        Returns the answers by rank. `budget_seconds`: see `ask`. `slack_seconds` extend the deadline too, but are not
-        working time. The last argument is a callback for each answer, called as it arrives. Raises ValueError if
-        `per_rank` has a wrong length.
+        `budget_seconds` is planned working time and `slack_seconds` other time; both extend the deadline. `on_answer`
+        is called with each answer as it arrives. Raises ValueError if `per_rank` has a wrong length.
         """
         if len(per_rank) != self.world_size:
             raise ValueError(
-                f"scatter of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
+                f"the remote call of {method} needs {self.world_size} arguments, one per rank: got {len(per_rank)}"
             )
         messages = _packed(method, per_rank, args)
         return await self._exchange(method, range(self.world_size), messages, budget_seconds, slack_seconds, on_answer)
@@ -248,42 +252,47 @@ class WorkerGroup(ABC):
         ValueError for wrong ranks or a wrong number of arguments.
         """
         if len(per_rank) != len(ranks):
-            raise ValueError(f"ask of {method} needs {len(ranks)} arguments, one per rank: got {len(per_rank)}")
+            raise ValueError(
+                f"the remote call of {method} needs {len(ranks)} arguments, one per rank: got {len(per_rank)}"
+            )
         if not ranks or len(set(ranks)) < len(ranks) or not set(ranks) <= set(range(self.world_size)):
             raise ValueError(
-                f"ask of {method} needs ranks from 0 to {self.world_size - 1}, at least one and each once: "
+                f"the remote call of {method} needs ranks from 0 to {self.world_size - 1}, at least one and each once: "
                 f"got {list(ranks)}"
             )
         return await self._exchange(method, ranks, _packed(method, per_rank, args), budget_seconds)
 
     @property
     def seconds_in_calls(self) -> float:
-        """Total time so far with at least one rank in a call."""
+        """Total seconds so far in which at least one rank executed a call."""
         return self._seconds_in_calls + (time.monotonic() - self._in_calls_since if self._calls else 0.0)
 
     @abstractmethod
     def show_stacks(self) -> None:
-        """Make the ranks write the stacks of all threads to their logs and go on, if they can be reached."""
+        """Make the ranks write the stacks of all threads to their logs and continue, if they can be reached."""
 
     def cancel_group(self, group: str, reason: str) -> None:
-        """Cancel a cross-world process group on all ranks, even in a call; see `groups.cancelled`."""
+        """Cancel a cross-world process group on all ranks, even on ranks executing a call."""
         notice = pack_cancel(group, reason)
         for handle in self._handles:
             handle.direct.send(notice)
 
     async def end_if_stopped(self, what: str, patience_seconds: float) -> None:
-        """End the group if a rank shows no sign of life for this time. `what` is its fault, for the error.
+        """End the group if a rank shows no sign of life for `patience_seconds`. `what` describes the fault in the
+        error.
 
         Repeated calls are allowed. A silent rank is ended, so none has an unread signal when the next one is sent.
         """
         if self._ending is not None:
             return
         stacks = await self._stacks(max(_STACKS_SECONDS, min(self._most_stacks_seconds, patience_seconds)))
-        if stopped := [handle for handle in self._handles if not is_whole(stacks[handle.rank])]:
+        if stopped := [handle for handle in self._handles if not is_complete(stacks[handle.rank])]:
             await self._end_once(partial(self._fall_silent, what, stopped, stacks))
 
     async def end_because_of(self, ranks: Sequence[int], what: str) -> Exception:
-        """End the group because of a fault (`what`) of these of its ranks. Return the error of every later call."""
+        """End the group because of a fault of the given ranks, described by `what`. Returns the error of all later
+        calls.
+        """
 
         async def end() -> Exception:
             silent = [self._handles[rank] for rank in ranks]
@@ -292,19 +301,22 @@ class WorkerGroup(ABC):
         return await self._end_once(end)
 
     async def close(self) -> None:
-        """Close the group: let its ranks leave, by the end of their streams.
+        """Close the group: the ranks exit after the driver closes their connections.
 
-        A rank is killed if it is busy, or has not left after a few seconds.
+        A rank that is busy, or that has not exited after a few seconds, is killed.
         """
         await self._end_once(self._leave)
 
     @abstractmethod
     async def _start_processes(self, log_folder: Path, environment: Mapping[str, str]) -> None:
-        """Start the ranks and set `_handles`, `hosts` and `topology`."""
+        """Start the rank processes. Sets `_handles`, `hosts` and `topology`."""
 
     @abstractmethod
     def _rendezvous(self, port: int) -> Rendezvous:
-        """Return the rendezvous of the ranks. `port` is that of rank 0's store, if it keeps one."""
+        """Return the address at which the ranks meet to create their process group.
+
+        `port` is the port of the torch store on rank 0, if that rank has one.
+        """
 
     async def _exchange(
         self,
@@ -315,7 +327,7 @@ class WorkerGroup(ABC):
         slack_seconds: float = 0.0,
         on_answer: Callable[[Any], object] | None = None,
     ) -> list[Any]:
-        """Send each rank its message once all ranks are free. Return the answers in the order of `ranks`."""
+        """Wait until the ranks are free, send each its message, and return the answers in the order of `ranks`."""
         async with self._queues.turn(ranks):
             if self._ending is not None:
                 raise await asyncio.shield(self._ending)
@@ -350,9 +362,9 @@ class WorkerGroup(ABC):
             return [answer.result() for answer in answers.values()]
 
     def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[None]]]:
-        """Send ranks a command each. Return their answers, in the same order, and futures to wait for.
+        """Send a command to each rank. Returns a future for each rank's answer, and the futures to wait for.
 
-        All these futures are done when all ranks have answered. One fails as soon as any rank fails.
+        The latter are all done when all ranks have answered. One of them fails as soon as any rank fails.
         """
         loop = asyncio.get_running_loop()
         answers: Answers = {handle: loop.create_future() for handle in messages}
@@ -362,31 +374,31 @@ class WorkerGroup(ABC):
         return answers, [connection.ask(own, answers) for connection, own in per_connection.items()]
 
     async def _end_once(self, end: Callable[[], Coroutine[Any, Any, Exception]]) -> Exception:
-        """End the group in this way, unless it is ending already. Return the error of every later call."""
+        """End the group by `end`, unless it is already ending. Returns the error of all later calls."""
         if self._ending is None:
             self._ending = asyncio.create_task(end())
         # Several calls may wait for the end. The shield lets it complete even if some of them are cancelled.
         return await asyncio.shield(self._ending)
 
     async def _leave(self) -> Exception:
-        """Let the ranks exit by themselves, if no call is in progress, and end the group."""
+        """End the group. If no call is in progress, the ranks may exit by themselves."""
         if not self._calls:
             for handle in self._handles:
                 handle.connection.dismiss()
             if self._handles:
                 await asyncio.wait([handle.died for handle in self._handles], timeout=_LEAVE_SECONDS)
         await self._end()
-        return types.PeerLostError("the call came after the group of rank processes was closed")
+        return types.PeerLostError("the rank processes were already closed when the driver called them")
 
     async def _abandon(self, method: str, error: BaseException) -> Exception:
-        """End the group because a call stopped half-way with this error."""
+        """End the group because a call was interrupted half-way by this error."""
         await self._end()
-        return types.PeerLostError(f"`{method}` was abandoned: {error!r}")
+        return types.PeerLostError(f"the call of `{method}` on the ranks was interrupted: {error!r}")
 
     async def _diagnose(self, call: _Call) -> Exception:
-        """End the group because a rank failed or did not answer in time. Return the error that names the first cause.
+        """End the group because a rank failed or missed its deadline. Returns the error naming the first cause.
 
-        After a failure, other ranks (of other calls too) have a moment to report an earlier one.
+        After a failure, other ranks (of other calls too) have a moment to report an earlier failure.
         """
         calls = list(self._calls)
         if not call.errors():
@@ -414,7 +426,7 @@ class WorkerGroup(ABC):
         return await self._fail(failed.method, first)
 
     async def _fail(self, method: str, first: RankError) -> Exception:
-        """End the group and return the error that names the first cause."""
+        """End the group because of a rank's error. Returns the error naming the first cause."""
         handle, report, is_dead = first.handle, first.report, first.handle.died.done()
         await self._end()
         where = f"rank {handle.rank} of {self.part.num_ranks}"
@@ -435,9 +447,9 @@ class WorkerGroup(ABC):
     async def _fall_silent(
         self, what: str, silent: Sequence[RankHandle], stacks: Mapping[int, str], remedy: str = ""
     ) -> Exception:
-        """End the group. Return an error that names the stopped ranks and shows where all ranks stood.
+        """End the group because of stopped ranks. Returns an error naming them and shows the stacks of all ranks.
 
-        It lists silent ranks that only wait for them in a collective as waiting.
+        `silent` ranks that only wait for a stopped one in a collective are listed as waiting.
         """
         stopped = [handle for handle in silent if not waits_in_collective(stacks[handle.rank])] or list(silent)
         await self._end()
@@ -449,11 +461,11 @@ class WorkerGroup(ABC):
         return error
 
     def _show_busy_stacks(self) -> None:
-        """Make ranks in a call, or at its end, write their stacks."""
+        """Make ranks executing a call, or have just finished one, write their stacks to their logs."""
         self.show_stacks()
 
     async def _stacks(self, seconds: float = _STACKS_SECONDS) -> dict[int, str]:
-        """Return the stacks of each rank; empty for one that is stopped or cannot be reached."""
+        """Return the stacks of each rank; empty for a rank that is stopped or cannot be reached."""
         # Only text after the present end of a log counts, because logs may hold stacks of earlier requests.
         ends = {handle: log_size(handle.log) for handle in self._handles}
         self._show_busy_stacks()
@@ -461,13 +473,13 @@ class WorkerGroup(ABC):
         last_look = time.monotonic() + seconds
         while True:
             await asyncio.sleep(_LOOK_SECONDS)
-            awaited = [handle for handle in ends if not is_whole(stacks.get(handle.rank, ""))]
+            awaited = [handle for handle in ends if not is_complete(stacks.get(handle.rank, ""))]
             stacks |= {handle.rank: log_since(handle.log, ends[handle]) for handle in awaited}
-            if time.monotonic() > last_look or all(is_whole(stacks[h.rank]) or h.died.done() for h in awaited):
+            if time.monotonic() > last_look or all(is_complete(stacks[h.rank]) or h.died.done() for h in awaited):
                 return stacks
 
     async def _end(self) -> None:
-        """Kill all remaining processes and release all resources."""
+        """Kill all remaining rank processes, and free all resources of the group."""
         handles, self._handles = self._handles, []
         for call in self._calls:
             for future in (*call.answers.values(), *call.awaited):
