@@ -1,5 +1,5 @@
-"""vLLM inside the trainer's ranks.
+"""vLLM engines inside the rank processes of the trainer.
 
-A worker owns an `engine.RolloutEngine`: `advance` samples for a while, then returns the rank to the trainer. The first
-rank of a tensor-parallel group owns vLLM's scheduler. Through `executor` it sends commands to the other ranks.
+A worker owns an `engine.RolloutEngine`: `advance` samples for a while, then returns control to the rank. The first rank
+of a tensor-parallel group owns vLLM's scheduler. Through `executor` it sends commands to the other ranks.
 """

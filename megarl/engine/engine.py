@@ -1,4 +1,4 @@
-"""One rank's part of a vLLM engine: it samples for a limited time, then returns the rank to the trainer."""
+"""One rank's part of a vLLM engine: samples for a limited time, then returns control to the rank."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 
 from megarl.config import RolloutConfig
 from megarl.platform import compile_cache, device, vllm_on_cpu
-from megarl.platform.imports import kept_frozen
+from megarl.platform.imports import unfreeze_disabled
 from megarl.platform.spans import span
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.types import Completion, ExpertsHandle, FinishReason, Request, RetainedSets
@@ -52,31 +52,33 @@ METRICS = {
         "fraction of engine steps started before the previous output was read (rollout.async_scheduling)",
     ),
 }
-"""Names, units and meanings, for `tracking.table`."""
+"""Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
 
 _MOST_NAMED = 5
-"""Most unrestored tensors named in a notice. The same names recur in each layer."""
+"""Maximum number of tensor names in a notice. The same names recur in each layer."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class _Running:
-    """An unfinished request."""
+    """An unfinished request in the engine."""
 
     internal_id: str
     """Id of the request inside vLLM."""
     versions: list[tuple[int, int]]
-    """A pair (first token's index, weight version) per weight version used for the completion, in order."""
+    """For each weight version that sampled tokens of the completion, in order: (index of its first token, weight
+    version).
+    """
 
 
 class RolloutEngine:
     """A vLLM engine (replica) over `config.tp` consecutive ranks, in the same processes as the trainer.
 
     The constructor is a collective over the world: all ranks create all replicas together. Call each method on all
-    ranks of a replica. Only requests given to the leader (its first rank) count.
+    ranks of a replica. Only the requests given to the leader, its first rank, are sampled.
 
-    `weight_version` is the version of the live weights (see `weights_updated`). `model` is this rank's live vLLM
-    module, `replica` the number of the engine.
+    `weight_version` is the version of the live weights. `model` is this rank's live vLLM module, `replica` the number
+    of the engine.
     """
 
     def __init__(
@@ -92,10 +94,9 @@ class RolloutEngine:
     ) -> None:
         """Build the engine with dummy weights. `max_model_len` is in tokens.
 
-        `override` holds replacements for fields of the model's config.json (`config.override`). `keep_experts` receives
-        the chosen experts [tokens, layers, top_k] of each completion with recorded experts, and returns their handle.
-        If `config.sampling` has top-p, top-k or min-p, completions include the kept sets of their tokens. Raises
-        ConfigError for settings refused by vLLM.
+        `override` replaces fields of the model's config.json. `keep_experts` stores the routed experts [tokens, layers,
+        top_k] of a completion and returns their handle. If `config.sampling` has top-p, top-k or min-p, completions
+        include the sets of tokens that were left to sample from. Raises ConfigError for settings that vLLM refuses.
         """
         # First, because vLLM caches its environment variables while the engine is built.
         compile_cache.use_own_folder()
@@ -129,7 +130,7 @@ class RolloutEngine:
         unrestored = unrestored_tensors(self.model)
         self._sleep_level = 1 if unrestored else 2
         self.sleep_notices = [sleep_copies_notice(self.model, unrestored)] if unrestored and self._can_sleep else []
-        """Notices for the user about the costs of sleep."""
+        """Texts for the user about the costs of putting the engine to sleep."""
 
     def _start(self, vllm_config: Any) -> None:
         self._worker = start_worker(vllm_config, device.current().index or 0)
@@ -165,9 +166,10 @@ class RolloutEngine:
     ) -> list[Completion]:
         """Sample until `leave_after` requests are finished, none is left, or `budget_seconds` are over.
 
-        Return the completions finished in this call. An aborted request returns with its tokens so far. Unknown ids in
-        `aborts` are ignored. A request refused by vLLM (too long, empty, unknown token) returns with finish reason
-        `error` and the cause; other requests continue. Followers return an empty list, at the same time as the leader.
+        Returns the completions finished in this call. An aborted request returns with its tokens so far. Unknown ids in
+        `aborts` are ignored. A request that vLLM refuses (too long, empty, unknown token) returns with finish reason
+        `error` and the cause; other requests continue. Ranks other than the first return an empty list, at the same
+        time.
 
         No step is in flight afterwards. Steps started ahead are read first, so that the caller may write weights and
         release memory.
@@ -183,11 +185,13 @@ class RolloutEngine:
                 self._channel.release()
 
     def sampled_so_far(self) -> dict[str, int]:
-        """Return the number of sampled tokens of each unfinished request, by id; empty on followers."""
+        """Return the number of sampled tokens of each unfinished request, by id; empty on ranks other than the
+        leader.
+        """
         return {name: len(self._tokens_so_far(running)) for name, running in self._running.items()}
 
     def prompt_logprobs(self, token_ids: NDArray[np.int64]) -> NDArray[np.float32] | None:
-        """Return the log-probs of a prompt's tokens at temperature 1; None on followers.
+        """Return the log-probs of a prompt's tokens at temperature 1; None on ranks other than the leader.
 
         Shapes: token_ids int64 [tokens], result float32 [tokens] with 0 for the first token. Call it on all ranks of a
         replica. The prompt does not remain in the cache. Raises RuntimeError if the engine has another request.
@@ -202,7 +206,7 @@ class RolloutEngine:
                 self._channel.release()
 
     def metrics(self) -> dict[str, Metric]:
-        """Return the metrics `METRICS` since the last call; empty on followers, because the leader counts for all."""
+        """Return `METRICS` since the last call; empty on ranks other than the leader, which counts for all."""
         if self._engine is None:
             return {}
         executor = self._executor
@@ -217,7 +221,7 @@ class RolloutEngine:
         return found | executor.drafts.take_metrics()
 
     def load_tensors(self, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-        """Load full checkpoint tensors through vLLM's own loader, with the conversions of an engine's start.
+        """Load full checkpoint tensors through vLLM's own loader, with the same conversions as at an engine's start.
 
         `tensors` are pairs of a Hugging Face name and a full tensor [any shape]. Call it on all ranks of a replica.
         """
@@ -276,7 +280,7 @@ class RolloutEngine:
         `gc.collect` are called. These two calls take seconds.
         """
         # vLLM's own shutdown of the engine would also destroy the default process group.
-        with kept_frozen():
+        with unfreeze_disabled():
             self._worker.shutdown()
         del self.model, self._worker, self._engine
         parallel_state.destroy_model_parallel()
@@ -381,7 +385,9 @@ class RolloutEngine:
         return f"version {self.weight_version}"
 
     def _has_computed_tokens(self, running: _Running) -> bool:
-        """Return whether any keys and values of a request were computed. If not, give it the present cache salt."""
+        """Return whether any keys and values of a request are in the cache. If not, let the request use the new
+        weights' cache.
+        """
         assert self._engine is not None
         scheduler = cast(Any, self._engine.engine_core).engine_core.scheduler
         request = scheduler.requests[running.internal_id]
@@ -401,7 +407,7 @@ class RolloutEngine:
 
 @contextmanager
 def preserved_random_state() -> Iterator[None]:
-    """Restore the random generators of Python, NumPy, torch and this rank's GPU after the block.
+    """Context restoring the random generators of Python, NumPy, torch and this rank's GPU at its end.
 
     vLLM reseeds them and draws from them.
     """
@@ -431,7 +437,9 @@ def unrestored_tensors(model: torch.nn.Module) -> list[str]:
 
 
 def sleep_copies_notice(model: torch.nn.Module, unrestored: Sequence[str]) -> str:
-    """Return a notice for a model with unrestored tensors: during sleep its weights are copied to host memory."""
+    """Return the notice that a model's weights are copied to host memory during sleep, because of these unrestored
+    tensors.
+    """
     num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     more = f" and {len(unrestored) - _MOST_NAMED} more" if len(unrestored) > _MOST_NAMED else ""
     return (
@@ -444,7 +452,7 @@ def sleep_copies_notice(model: torch.nn.Module, unrestored: Sequence[str]) -> st
 def _continue_text(engine: LLMEngine, internal_id: str, kept: list[int]) -> None:
     """Make vLLM search for stop strings in the whole text of a resumed completion.
 
-    `kept` holds the token ids of the completion so far. They are the end of the prompt, where vLLM does not search.
+    `kept` are the completion's token ids so far. They end the prompt, where vLLM does not search.
     """
     # An incomplete character at the end decodes to U+FFFD. Drop it, because vLLM appends the complete character later.
     state: Any = engine.output_processor.request_states[internal_id]
@@ -452,7 +460,7 @@ def _continue_text(engine: LLMEngine, internal_id: str, kept: list[int]) -> None
 
 
 def _open_channel(tp: int) -> CommandChannel:
-    """Create this rank's command channel. A collective over the world."""
+    """Create this rank's channel for commands within its vLLM engine. A collective over the world."""
     first = dist.get_rank() // tp * tp
     group: Any = dist.new_subgroups(tp, backend="gloo")[0] if tp > 1 else None
     return CommandChannel(group, tuple(range(first, first + tp)))

@@ -44,7 +44,7 @@ BLOCK_BYTES = 1 << 16
 
 
 class CommandChannel:
-    """Channel for commands from the leader (first of `ranks`) to the other ranks: one or two broadcasts per command.
+    """Channel for commands from an engine's first rank (leader) to its other ranks: one or two broadcasts per command.
 
     `group` is a gloo group of `ranks`, or None for a leader without followers. Commands are pickled and signed with the
     run's key.
@@ -72,7 +72,7 @@ class CommandChannel:
         return signed.broadcast(self._commands, None, self.group, self.ranks[0], BLOCK_BYTES)
 
     def release(self) -> None:
-        """End `serve` on all followers. For the leader only."""
+        """Make `serve` return on all other ranks. For the leader only."""
         self.send(None)
 
     def gather(self, result: Any) -> list[Any]:
@@ -106,7 +106,9 @@ def start_worker(vllm_config: Any, local_rank: int) -> WorkerWrapperBase:
 
 @contextmanager
 def _without_message_queues() -> Iterator[None]:
-    """Create vLLM's process groups without message queues inside the block, because commands use `CommandChannel`."""
+    """Context in which vLLM creates process groups without message queues, because `CommandChannel` carries
+    commands.
+    """
     # vLLM 0.30's queue takes 24 MiB of shared memory, left behind by a killed rank, and sends pickles over sockets.
     made = MessageQueue.create_from_process_group
     # vLLM's annotations promise a queue, but its code handles None: a group of a single rank has none.
@@ -120,7 +122,9 @@ def _without_message_queues() -> Iterator[None]:
 
 
 def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
-    """Run the leader's commands on this follower until the leader releases it. No step is in flight afterwards."""
+    """Execute the leader's commands on another rank of the engine, until the leader releases it. No step is in flight
+    then.
+    """
     # After starting a step, wait for the previous one, as the leader does. Two steps later vLLM overwrites the buffers
     # of a step, and the device must have read them by then.
     started: Any = None
@@ -137,13 +141,13 @@ def serve(worker: WorkerWrapperBase, channel: CommandChannel) -> None:
 
 
 def _wait_for(output: Any) -> None:
-    """Wait until the device has finished the step of this output. The output itself is not used."""
+    """Wait until the device has finished the step giving this output. The output itself is not used."""
     if isinstance(output, AsyncModelRunnerOutput):
         output.get_output()
 
 
 def _execute_step(worker: WorkerWrapperBase, scheduler_output: Any) -> Any:
-    """Run the forward pass and the sampling of a step. Leave out the sampling if a grammar's mask must come first."""
+    """Run the forward pass and the sampling of a step. The sampling is left out if a grammar's mask must come first."""
     # One command for both halves spares the followers a broadcast per step.
     output = worker.execute_model(scheduler_output)
     if output is None and not scheduler_output.has_structured_output_requests:
@@ -188,7 +192,7 @@ class DraftCounts:
 
 
 class LeaderExecutor(Executor):
-    """vLLM executor on the leader. It runs work on its own worker and, through the channel, on its followers."""
+    """vLLM executor on an engine's first rank. It runs work on its own worker and, by commands, on the other ranks."""
 
     def __init__(
         self,
@@ -206,11 +210,11 @@ class LeaderExecutor(Executor):
         self.max_kv_usage = 0.0
         """Largest fraction of the KV cache used by a step since the last reset."""
         self.kv_usage: Callable[[], float] = lambda: 0.0
-        """Returns the used fraction of the KV cache. Replaced by the scheduler's function once it exists."""
+        """Function returning the used fraction of the KV cache. The scheduler's replaces it once it exists."""
         self.num_steps = 0
         """Number of steps started since the last reset."""
         self.num_ahead = 0
-        """Number of these steps started before the previous output was read."""
+        """Number of steps, since the last reset, that started before the previous output was read."""
         self.drafts = DraftCounts()
         self._result_ahead = _future(None)
         self._is_sampled = False
@@ -252,7 +256,7 @@ class LeaderExecutor(Executor):
         return self._begin(output, non_block)
 
     def sample_tokens(self, grammar_output: Any, non_block: bool = False) -> Any:
-        """Run the second half of a step with grammar-constrained requests.
+        """Run the second half of a step: sampling with the masks of grammar-constrained requests.
 
         With asynchronous scheduling vLLM calls this for every step. For steps without a grammar, the first half has
         sampled already and its result is returned.
@@ -280,7 +284,7 @@ class LeaderExecutor(Executor):
 
 
 def _future(value: Any) -> Future[Any]:
-    """Return a future with `value`. Reading it waits for an asynchronous output still on its way to the host."""
+    """Return a future of `value`. Reading it waits for an asynchronous output that is not yet on the host."""
     if isinstance(value, AsyncModelRunnerOutput):
         return AsyncOutputFuture(value, single_value=True)
     future: Future[Any] = Future()

@@ -1,4 +1,4 @@
-"""Kept sets: the tokens left to sample from after top-p, top-k and min-p.
+"""Retained tokens: the sets of tokens left to sample from after top-p, top-k and min-p.
 
 vLLM's V2 model runner records them itself. `RetainedTokenRecorder` records them for the V1 runner.
 """
@@ -19,10 +19,10 @@ from megarl.types import RetainedSets
 
 
 class RetainedTokenRecorder:
-    """Recorder of sampling masks for vLLM's V1 model runner, equal to `return_sampling_mask` of the V2 runner.
+    """Records sampling masks for vLLM's V1 model runner, equal to `return_sampling_mask` of the V2 runner.
 
-    A token is kept if its processed log-prob is finite. (Processed: renormalised over the tokens left by min-p, top-p
-    and top-k.) Requests without any token cut off have empty masks.
+    A mask contains the tokens with a finite processed log-prob, that is, after min-p, top-p and top-k. Requests without
+    any token cut off have empty masks.
     """
 
     # Log-probs are read in the sampler, on the device. Requesting them from vLLM would create a Python number for each
@@ -43,7 +43,7 @@ class RetainedTokenRecorder:
         return sampled, logprobs
 
     def complete(self, output: Any) -> Any:
-        """Add the masks of its sampled tokens to the output of the newest step, and return it.
+        """Add the sampling masks to the output of the newest step, and return it.
 
         An asynchronous output gets its masks when it is read. Counting them then queues on the device behind the next
         step. Starting steps ahead therefore gains nothing with this recorder.
@@ -55,7 +55,7 @@ class RetainedTokenRecorder:
 
 
 class _LateOutput(AsyncModelRunnerOutput):
-    """An asynchronous output that gets its masks when it is read."""
+    """An asynchronous output of a step that gets its sampling masks when it is read."""
 
     def __init__(self, output: AsyncModelRunnerOutput, kept: Tensor | None) -> None:
         self._output, self._kept = output, kept
@@ -65,7 +65,9 @@ class _LateOutput(AsyncModelRunnerOutput):
 
 
 def _masked(output: Any, kept: Tensor | None) -> Any:
-    """Return a step's output with its masks. `kept` is bool [requests, vocabulary], or None if all were greedy."""
+    """Add sampling masks to a step's output. `kept` is bool [requests, vocabulary], or None if all requests were
+    greedy.
+    """
     if not isinstance(output, ModelRunnerOutput) or not output.req_ids:
         return output
     if kept is None:
@@ -88,7 +90,8 @@ def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
 
 
 def retained_sets(token_ids: Sequence[int], masks: Sequence[Any], vocab_size: int) -> RetainedSets | None:
-    """Return the kept sets of a completion from vLLM's masks; None if nothing was cut off.
+    """Return the sets of tokens that were left to sample from at each token of a completion; None if nothing was cut
+    off.
 
     Shapes: token_ids [new_tokens], masks one array [kept_tokens] per token. Raises RuntimeError if masks and tokens do
     not match.

@@ -1,4 +1,4 @@
-"""vLLM's arguments and configuration for a recipe. Errors of vLLM become errors of recipe fields."""
+"""vLLM's arguments and configuration for a recipe. Errors of vLLM become errors naming recipe fields."""
 
 from __future__ import annotations
 
@@ -31,15 +31,15 @@ from megarl.engine.executor import LeaderExecutor  # noqa: E402
 VLLM_QUANTIZATION = {"fp8": "fp8_per_block", "fp8_per_channel": "fp8_per_channel"}
 """vLLM's names for `rollout.quantization`. vLLM quantises loaded weights, in blocks of 128 x 128 or by rows."""
 ROUTERS = "*.mlp.gate"
-"""Pattern for the module names of expert routers, excluded from quantisation."""
+"""Pattern of the module names of MoE routers, which are excluded from quantisation."""
 
 REASON_LENGTH = 400
-"""Most characters of a vLLM error shown to the user."""
+"""Maximum characters shown of a vLLM error."""
 
 
 @contextmanager
 def refusals_named(config: RolloutConfig, max_model_len: int, *kinds: type[Exception]) -> Iterator[None]:
-    """Convert vLLM's errors of these kinds, raised in the block, to a ConfigError naming the recipe field."""
+    """Context converting vLLM's errors of these kinds to a ConfigError naming the recipe field."""
     try:
         yield
     except kinds as error:
@@ -127,7 +127,7 @@ def _quantization(config: RolloutConfig) -> dict[str, Any]:
 
 
 def engine_config(arguments: EngineArgs, config: RolloutConfig) -> Any:
-    """Return vLLM's complete configuration, with the settings for recording kept sets added if they are needed.
+    """Return vLLM's complete configuration. Settings to record the tokens left to sample from are added if needed.
 
     Raises ValueError if `config.async_scheduling` is true but vLLM's platform does not support it.
     """

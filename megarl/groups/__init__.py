@@ -1,1 +1,5 @@
-"""Process groups of torch and Megatron: signed collectives, rendezvous, groups across worlds, and lost peers."""
+"""Process groups of torch and Megatron: signed collectives, rendezvous, groups across torch worlds, and lost peers.
+
+A world is the set of ranks of one `torch.distributed` initialisation. The trainers are one; each separate engine
+replica is another.
+"""

@@ -1,7 +1,7 @@
-"""Registry of cross-world process groups cancelled by the driver after the loss of a rank.
+"""Cancellation of process groups across torch worlds, by the driver, after the loss of a rank.
 
-The driver learns of a dead rank at once. Ranks waiting for it in a collective may never notice. gloo loses the error if
-a connection breaks in the middle of a message. A stopped rank closes no connection at all.
+The driver learns of a dead rank at once. Ranks waiting for it in a collective may never notice: gloo loses the error if
+a connection breaks in the middle of a message, and a stopped rank closes no connection at all.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ _listeners: dict[str, Callable[[], object]] = {}
 
 
 def cancel(name: str, reason: str) -> None:
-    """Cancel the group `name`, so that no thread of this rank waits on it any more. The first reason counts.
+    """Cancel the group `name`, so that no thread of this rank waits on it any longer. The first reason is stored.
 
-    Works before this rank has joined the group too. Callable from any thread; returns without waiting.
+    This also works before the rank has joined the group. Callable from any thread; returns without waiting.
     """
     _reasons.setdefault(name, reason)
     if (listener := _listeners.get(name)) is not None:
@@ -25,12 +25,14 @@ def cancel(name: str, reason: str) -> None:
 
 
 def reason_for(name: str) -> str | None:
-    """Return why the group was cancelled; None if it was not."""
+    """Return why the group `name` was cancelled; None: it was not."""
     return _reasons.get(name)
 
 
 def on_cancelled(name: str, listener: Callable[[], object]) -> None:
-    """Register a callback for the cancellation of a group. It is called from another thread, or at once if late."""
+    """Register a callback for the cancellation of a group. It is called from another thread; if already cancelled, at
+    once.
+    """
     # Register before the check: a cancellation in between then calls the listener twice, but never misses it.
     _listeners[name] = listener
     if name in _reasons:
@@ -38,5 +40,5 @@ def on_cancelled(name: str, listener: Callable[[], object]) -> None:
 
 
 def forget(name: str) -> None:
-    """Remove the callback of a group after this rank left it."""
+    """Remove the callback of the group `name`, after this rank left the group."""
     _listeners.pop(name, None)

@@ -1,18 +1,17 @@
 """Cross-world process groups: groups over ranks of several `torch.distributed` worlds.
 
-They are created again whenever a world comes or goes. Such a group is not a subgroup of a world. It numbers its ranks
-by itself (`rank_in`, `ProcessGroup.size`). torch functions using the world's tables of groups reject it.
+They are created again whenever a world is added or lost. Such a group is not a subgroup of a world. It numbers its
+ranks by itself (`rank_in`, `ProcessGroup.size`). torch functions using a world's tables of groups reject it.
 
-No rank waits longer than the driver permits (`cancelled`). Over gloo, the end of a rank usually fails the
-exchanges of its peers. It does not if the rank ends in the middle of a message. Then neither the closed connection nor
-`abort` wakes the peers, and the group's destructor blocks too. Waits therefore happen in short turns, and a group with
-a stuck exchange is retained until torch ends the exchange.
+No rank waits longer than the driver permits (`cancelled`). Over gloo, the end of a rank usually fails the exchanges of
+its peers. It does not if the rank ends in the middle of a message. Then neither the closed connection nor `abort` wakes
+the peers, and the group's destructor blocks too. Waits are therefore short and repeated, and a group with a stuck
+exchange is retained until torch ends the exchange.
 
 Over NCCL the host waits in `cuda.synchronize` for stuck kernels until `abort` ends them. Before that, torch's watchdog
 (TORCH_NCCL_ASYNC_ERROR_HANDLING, default 3) may end a process after a failed connection or the group's timeout. An
-aborted exchange looks finished, so callers must `check` the group after synchronising. The driver makes all ranks
-agree afterwards: it notifies all of them and creates another group. This follows torch's sources and has not run on
-GPUs.
+aborted exchange looks finished, so callers must `check` the group after synchronising. The driver makes all ranks agree
+afterwards: it notifies all of them and creates another group. This follows torch's sources and has not run on GPUs.
 """
 
 from __future__ import annotations
@@ -40,31 +39,32 @@ Met = TypeVar("Met")
 _CHECK_SECONDS = 0.01
 """Seconds between two checks while ranks connect."""
 _NAP_SECONDS = 1e-4
-"""Seconds between two checks of a GPU exchange in a background thread."""
+"""Seconds between two checks whether a GPU exchange in a background thread has ended."""
 _TURN = timedelta(seconds=0.2)
-"""Longest wait for an exchange before the next check for a cancelled group."""
+"""Longest wait for an exchange before the group is checked for a cancellation again."""
 
 
 @dataclass(slots=True)
 class _Membership:
-    """State of a cross-world process group joined by this rank."""
+    """State of a cross-world process group that this rank has joined."""
 
     name: str
     exchanges: list[dist.Work] = field(default_factory=list)
-    """Exchanges in flight."""
+    """Exchanges (asynchronous collectives) in progress."""
 
 
 _memberships: WeakKeyDictionary[ProcessGroup, _Membership] = WeakKeyDictionary()
 _unfinished: list[tuple[ProcessGroup, list[dist.Work]]] = []
-"""Process groups left by this rank, each with its unfinished exchanges. Destroying a group would block, so references
-are retained."""
+"""Process groups that this rank left with unfinished exchanges. They are referenced here, because destroying them would
+block.
+"""
 
 
 def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> ProcessGroup:
-    """Join a cross-world process group and return it: gloo, and NCCL for GPU tensors. A collective of its ranks.
+    """Join a cross-world process group and return it: over gloo, and NCCL for GPU tensors. A collective of its ranks.
 
-    `own_rank` is this rank's number in its world. Raises PeerGoneError, with the missing ranks, if ranks do not arrive
-    in time. Raises it too if the driver cancels the group.
+    `own_rank` is this rank's number in its torch world. Raises PeerGoneError, with the missing ranks, if ranks do not
+    arrive in time, or if the driver cancels the group.
     """
     _drop_finished()
     timeout = timedelta(seconds=timeout_seconds)
@@ -93,10 +93,10 @@ def join_group(meeting: Meeting, own_rank: int, timeout_seconds: float) -> Proce
 
 
 def _unless_cancelled(name: str, meet: Callable[[], Met]) -> Met:
-    """Call `meet` in a thread. Return its result or raise its error.
+    """Call `meet` in a thread. Returns its result or raises its error.
 
-    Raises PeerGoneError if the driver cancels the group meanwhile, and abandons the thread. torch gives no other way to
-    interrupt a connection to a rank that has just ended.
+    Raises PeerGoneError if the driver cancels the group `name` meanwhile, and abandons the thread. torch gives no other
+    way to interrupt a connection to a rank that has just ended.
     """
     met: list[Met] = []
     failed: list[Exception] = []
@@ -118,7 +118,10 @@ def _unless_cancelled(name: str, meet: Callable[[], Met]) -> Met:
 
 
 def _await_all(store: Store, rank: int, num_ranks: int, meeting: Meeting) -> None:
-    """Wait until all ranks are in the store. Raises PeerGoneError for missing ranks or a cancelled group."""
+    """Wait until all ranks of a group have registered in the store.
+
+    Raises PeerGoneError for missing ranks or a cancelled group.
+    """
     # Without this a rank that died early would block the others for the timeout of a whole collective.
     store.set(f"here {rank}", "")
     everyone = [f"here {other}" for other in range(num_ranks)]
@@ -128,13 +131,14 @@ def _await_all(store: Store, rank: int, num_ranks: int, meeting: Meeting) -> Non
         if time.monotonic() > deadline:
             missing = [other for other, name in enumerate(everyone) if not store.check([name])]
             raise PeerGoneError(
-                f"ranks {missing} did not join the cross-world process group within {meeting.seconds:g} s", missing
+                f"ranks {missing} did not join the process group of trainers and engines within {meeting.seconds:g} s",
+                missing,
             )
         time.sleep(_CHECK_SECONDS)
 
 
 def register(work: dist.Work | None, group: ProcessGroup | None) -> dist.Work:
-    """Register an exchange (`async_op=True`) over a group and return it. `wait` must follow."""
+    """Record an exchange (`async_op=True`) over a group as in progress, and return it. Then call `wait` for it."""
     assert work is not None
     if group is not None and (membership := _memberships.get(group)) is not None:
         membership.exchanges.append(work)
@@ -144,8 +148,8 @@ def register(work: dist.Work | None, group: ProcessGroup | None) -> dist.Work:
 def wait(work: dist.Work, group: ProcessGroup | None, *, is_on_host: bool = True) -> None:
     """Wait for an exchange over a group, from any thread. Raises PeerGoneError if the driver cancels the group.
 
-    An exchange of GPU memory makes only the stream wait, as usual in torch. `check` the group after synchronising the
-    stream. In a background thread the host waits too.
+    For GPU memory only the CUDA stream waits, as usual in torch; in a background thread the host waits too. Call
+    `check` for the group after synchronising the stream.
     """
     membership = None if group is None else _memberships.get(group)
     if membership is None:
@@ -168,31 +172,31 @@ def wait(work: dist.Work, group: ProcessGroup | None, *, is_on_host: bool = True
 
 
 def _has_ended(work: dist.Work) -> bool:
-    """Return whether an exchange ends within `_TURN`, successfully or not."""
+    """Return whether an exchange ends within `_TURN` (0.2 s), successfully or not."""
     with suppress(RuntimeError):
         work.wait(_TURN)
     return work.is_completed()
 
 
 def finish(work: dist.Work | None, group: ProcessGroup | None, *, is_on_host: bool = True) -> None:
-    """Register an exchange and wait for it as `wait` does. None stands for a finished exchange."""
+    """Record an exchange and wait for it, as `register` and `wait` do. None stands for a finished exchange."""
     if work is not None:
         wait(register(work, group), group, is_on_host=is_on_host)
 
 
 def check(group: ProcessGroup | None) -> None:
-    """Raise PeerGoneError if the group is a cross-world group cancelled by the driver."""
+    """Raise PeerGoneError if the group is a cross-world group that the driver has cancelled."""
     if group is not None and (membership := _memberships.get(group)) is not None:
         _check(membership.name)
 
 
 def _check(name: str) -> None:
     if (reason := cancelled.reason_for(name)) is not None:
-        raise PeerGoneError(f"the driver cancelled the cross-world process group: {reason}")
+        raise PeerGoneError(f"the driver cancelled the process group of trainers and engines: {reason}")
 
 
 def leave_group(group: ProcessGroup | None) -> None:
-    """Leave a cross-world process group; None does nothing. Works without its other ranks.
+    """Leave a cross-world process group, without its other ranks. None does nothing.
 
     Exchanges of peers waiting for this rank fail.
     """
@@ -217,11 +221,11 @@ def _drop_finished() -> None:
 
 
 def group_name(group: ProcessGroup | None) -> str:
-    """Return the name of a cross-world group; an empty string for a group of this rank's own world."""
+    """Return the name of a cross-world group; an empty string for a group of this rank's own torch world."""
     membership = None if group is None else _memberships.get(group)
     return "" if membership is None else membership.name
 
 
 def rank_in(group: ProcessGroup | None) -> int:
-    """Return this process's rank in a group, or in its world for None."""
+    """Return this process's rank in a group; for None, its rank in its torch world."""
     return dist.get_rank() if group is None else group.rank()

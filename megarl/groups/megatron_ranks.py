@@ -11,7 +11,7 @@ from typing import Any
 
 @contextmanager
 def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
-    """Make `initialize_model_parallel`, inside the block, give rank `rank_of_part[i]` the coordinates of rank i."""
+    """Context in which `initialize_model_parallel` gives rank `rank_of_part[i]` the parallel coordinates of rank i."""
     if list(rank_of_part) == list(range(len(rank_of_part))):
         yield
         return
@@ -32,10 +32,9 @@ def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
 
 
 class RankGroups:
-    """A further set of Megatron's parallel groups, for models in another layout. It starts empty.
+    """A further set of Megatron's parallel groups, for models with other parallel sizes. It starts empty.
 
-    Megatron-Core 0.16.1 has one set per process, in module globals: groups, sizes and ranks. `in_place` swaps this set
-    in.
+    Megatron-Core 0.16.1 has one set per process, in module globals: groups, sizes and ranks. `in_place` exchanges them.
     """
 
     def __init__(self) -> None:
@@ -44,11 +43,11 @@ class RankGroups:
         self._module: dict[str, Any] = parallel_state.__dict__
         # All of Megatron's state has names like _TENSOR_MODEL_PARALLEL_GROUP; its functions and classes do not.
         names = [name for name in self._module if re.fullmatch(r"_[A-Z_]+", name)]
-        self._kept: dict[str, Any] = {name: {} if isinstance(self._module[name], dict) else None for name in names}
+        self._saved: dict[str, Any] = {name: {} if isinstance(self._module[name], dict) else None for name in names}
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Make this set Megatron's current one inside the block, and restore the other set afterwards."""
+        """Context in which Megatron uses this set of groups. Afterwards the other set is restored."""
         self._exchange()
         try:
             yield
@@ -56,6 +55,6 @@ class RankGroups:
             self._exchange()
 
     def _exchange(self) -> None:
-        others = {name: self._module[name] for name in self._kept}
-        self._module.update(self._kept)
-        self._kept = others
+        others = {name: self._module[name] for name in self._saved}
+        self._module.update(self._saved)
+        self._saved = others

@@ -1,4 +1,4 @@
-"""Recognition of errors of collectives left by another rank, in contrast to errors of this rank."""
+"""Distinguishes errors caused by the loss of another rank from errors of this rank."""
 
 from __future__ import annotations
 
@@ -11,7 +11,10 @@ _TEXTS = ("gloo", "Connection closed by peer", "Connection reset by peer", "Brok
 
 
 class PeerGoneError(ConnectionError):
-    """A peer has ended, or has left a collective or group. `missing` lists ranks that never joined the group."""
+    """Raised because another rank has ended, or has left a collective or group.
+
+    `missing` lists ranks that never joined the group.
+    """
 
     def __init__(self, message: str, missing: Sequence[int] = ()) -> None:
         super().__init__(message)
@@ -19,12 +22,15 @@ class PeerGoneError(ConnectionError):
 
 
 class ReplicaCollectiveError(RuntimeError):
-    """A collective among a replica's own ranks failed during a weight transfer. `__cause__` is the original error."""
+    """Raised if a collective among an engine replica's own ranks failed during a weight transfer.
+
+    `__cause__` is the original error.
+    """
 
 
 @contextmanager
 def replica_collectives_marked() -> Iterator[None]:
-    """Mark the block's collectives as those of a replica's own ranks.
+    """Context marking collectives as those among an engine replica's own ranks.
 
     Raises ReplicaCollectiveError if a peer leaves one.
     """
@@ -37,7 +43,7 @@ def replica_collectives_marked() -> Iterator[None]:
 
 
 def loss_report(error: Exception) -> dict[str, Any]:
-    """Return a rank's answer to the driver after a peer left a cross-world process group.
+    """Return a rank's report to the driver after a peer left a cross-world process group.
 
     `lost` is the reason, `missing` the ranks that never joined. Errors of other kinds, and ReplicaCollectiveError, are
     raised again.
@@ -48,7 +54,7 @@ def loss_report(error: Exception) -> dict[str, Any]:
 
 
 def is_peer_loss(error: BaseException | None) -> bool:
-    """Return whether an error, or one of its causes, comes from a collective left by another rank."""
+    """Return whether an error, or one of its causes, arose because another rank left a collective."""
     while error is not None:
         # Compared by name, because this module does not import torch.
         names = {f"{c.__module__}.{c.__name__}" for c in type(error).__mro__}

@@ -1,12 +1,12 @@
-"""Rendezvous of a run's ranks, and their shared secret key.
+"""Rendezvous: how the ranks of a run find each other, and the secret key they share.
 
 On one machine the ranks meet through a file in a folder private to their user. On several machines rank 0 serves a
-TCPStore on one address. Its keys have a secret prefix, derived from the run's key. The prefix separates runs meeting
-by mistake and stops strangers guessing keys. It does not stop an attacker able to read the network or to list the
-store's keys.
+TCPStore on one address. Its keys have a secret prefix, derived from the run's key. The prefix separates runs meeting by
+mistake and stops strangers guessing keys. It does not stop an attacker able to read the network or to list the store's
+keys.
 
-megarl unpickles data from the store or a collective only if it is signed with the run's key (`signed`). Other
-libraries pickle objects of their own in collectives, so the job's network must be trusted.
+megarl unpickles data from the store or a collective only if it is signed with the run's key (`signed`). Other libraries
+pickle objects of their own in collectives, so the job's network must be trusted.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Rendezvous:
-    """The run's key, and either a shared file (one machine) or the address of rank 0 (several machines).
+    """The run's secret key, and where the ranks meet: a shared file (one machine) or rank 0's address (several).
 
-    `world` names this rank's world of `torch.distributed`. The run never reuses a name: a restarted replica gets a new
+    `world` names this rank's `torch.distributed` world. The run never reuses a name: a restarted replica gets a new
     one.
     """
 
@@ -39,21 +39,21 @@ class Rendezvous:
 
 @dataclass(frozen=True)
 class Meeting:
-    """Instructions for ranks of one world: how to join a new cross-world process group."""
+    """Instructions for the ranks of one torch world: how to join a new cross-world process group."""
 
     rendezvous: Rendezvous
     name: str
-    """Name of the group, never used before in the run."""
+    """Name of the group, unique in the run."""
     first: int
-    """Rank in the group of this world's rank 0. The other ranks of this world follow in order."""
+    """Number, within the group, of rank 0 of this torch world. The world's other ranks follow in order."""
     num_ranks: int
-    """Number of ranks in the group, from all worlds together."""
+    """Number of ranks in the group, from all torch worlds together."""
     seconds: float
-    """Seconds for all ranks to arrive."""
+    """Seconds within which all ranks must arrive."""
 
 
 class _Settled:
-    """State of this process: its rendezvous (set by `settle`), rank 0's listening socket, and the store."""
+    """This process's rendezvous (set by `settle`), rank 0's listening socket, and the torch store."""
 
     rendezvous: Rendezvous | None = None
     listener: socket.socket | None = None
@@ -61,7 +61,7 @@ class _Settled:
 
 
 def listen(address: str) -> int:
-    """Listen on the interface with this address and return the port. For rank 0 of a run on several machines."""
+    """Listen on the interface with this address, and return the port. Called by rank 0 of a run on several machines."""
     # Port 0 lets the kernel choose. The backlog covers thousands of ranks connecting at once.
     _Settled.listener = socket.create_server((address, 0), backlog=4096)
     return _Settled.listener.getsockname()[1]
@@ -73,12 +73,12 @@ def settle(rendezvous: Rendezvous) -> None:
 
 
 def derived_key(purpose: str) -> bytes:
-    """Return a key of 32 bytes for one purpose, equal on all ranks of the run."""
+    """Return a secret key of 32 bytes for one purpose, equal on all ranks of the run."""
     return hmac.digest(_settled().key, purpose.encode(), hashlib.sha256)
 
 
 def world_name() -> str:
-    """Return the name of this rank's world, unique in the run and never reused."""
+    """Return the name of this rank's torch world, unique in the run and never reused."""
     return _settled().world
 
 
@@ -89,7 +89,10 @@ def _settled() -> Rendezvous:
 
 
 def store_of(meeting: Meeting, timeout_seconds: float) -> Store:
-    """Return a store for the ranks of a cross-world group. On several machines rank 0 of its rendezvous serves it."""
+    """Return a torch store for the ranks of a cross-world group.
+
+    On several machines, rank 0 of the run serves the store.
+    """
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     timeout = timedelta(seconds=timeout_seconds)
@@ -103,7 +106,7 @@ def store_of(meeting: Meeting, timeout_seconds: float) -> Store:
 
 
 def store(world_size: int, timeout_seconds: float) -> Store:
-    """Return this process's store for `torch.distributed`. On several machines rank 0 serves it."""
+    """Return this process's store for `torch.distributed`. On several machines, rank 0 serves it."""
     from torch.distributed import FileStore, PrefixStore, TCPStore  # pyright: ignore[reportPrivateImportUsage]
 
     if _Settled.store is None:

@@ -1,9 +1,9 @@
-"""Collectives of Python objects, pickled and signed with the run's key. Only signed data is unpickled.
+"""Collectives of Python objects, pickled and signed with the run's secret key. Only signed data is unpickled.
 
 gloo and NCCL do not authenticate their peers, and unpickling can run arbitrary code. Each message therefore carries an
 HMAC over its sender, its number and its content. It is checked before unpickling, so forged and replayed messages are
-refused. Messages of another world (a separate `torch.distributed` world, such as an engine replica) are refused too.
-A restarted replica is a new world.
+refused. Messages of another torch world, such as an engine replica's, are refused too. A restarted replica is a new
+world.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from megarl.groups import cross_world, rendezvous
 _HEAD = struct.Struct("<32sQ")
 """Header of a message: HMAC-SHA256 signature, then the length of the pickle in bytes."""
 _CONTEXT = struct.Struct("<qqQ")
-"""Signed context before the content: sender, message number, length in bytes."""
+"""Signed together with the content: sender, message number, length in bytes."""
 _MOST_BYTES = 1 << 32
 """Largest accepted message in bytes. The length is read before its signature can be checked."""
 
@@ -31,13 +31,13 @@ Value = TypeVar("Value")
 
 
 class ForgedMessageError(Exception):
-    """A message between ranks with a signature that does not fit its expected sender, number and content."""
+    """Raised for a message between ranks whose signature does not fit its sender, number and content."""
 
 
 class SignedChannel:
-    """The signed messages among a set of ranks for one purpose, numbered per sender.
+    """Signed messages among a set of ranks for one purpose, numbered per sender.
 
-    `purpose` names the subject and the ranks and must be equal on all of them. Messages of another channel are
+    `purpose` names the subject and the ranks, and must be equal on all of them. Messages of another purpose are
     refused.
     """
 
@@ -61,7 +61,7 @@ class SignedChannel:
         return _HEAD.size + size
 
     def open(self, message: bytes | memoryview, sender: int) -> Any:
-        """Return the value of the next message of rank `sender`; ignore bytes after its end.
+        """Check a message of rank `sender` and return its value. Bytes after the message's end are ignored.
 
         Raises ForgedMessageError if the signature is wrong.
         """
@@ -81,7 +81,10 @@ _channels: dict[str, SignedChannel] = {}
 
 
 def channel_between(purpose: str, members: Sequence[int]) -> SignedChannel:
-    """Return this process's channel for a purpose among ranks of its world. All ranks must take part."""
+    """Return this process's channel of signed messages for a purpose, among ranks of its torch world.
+
+    All ranks must take part.
+    """
     return _channel(f"{purpose} in world {rendezvous.world_name()}", members)
 
 
@@ -95,10 +98,10 @@ def _channel(purpose: str, members: Sequence[int]) -> SignedChannel:
 def gather(
     value: Value, group: dist.ProcessGroup | None = None, *, to: int | None = None, purpose: str = "gather"
 ) -> list[Value]:
-    """Return the values of all ranks, ordered by rank in the group. A collective.
+    """Gather the values of all ranks, ordered by rank in the group. A collective.
 
-    `value` may be any picklable object. With `to` only this global rank receives values, and the others return an empty
-    list. A cross-world group is allowed, but not together with `to`. Raises ForgedMessageError.
+    `value` may be any picklable object. With `to`, only this global rank receives values, and the others return an
+    empty list. A cross-world group is allowed, but not together with `to`. Raises ForgedMessageError.
     """
     name = cross_world.group_name(group)
     members = range(group.size()) if name and group else dist.get_process_group_ranks(group or dist.group.WORLD)
@@ -133,7 +136,7 @@ def broadcast(
     source: int,
     block_bytes: int,
 ) -> Any:
-    """Return the value of the global rank `source` on all ranks.
+    """Broadcast the value of the global rank `source`, and return it on all ranks.
 
     The first broadcast has `block_bytes` bytes. Longer messages need a second one. Raises ForgedMessageError.
     """
@@ -158,6 +161,6 @@ def broadcast(
 
 
 def _device(group: dist.ProcessGroup | None) -> torch.device:
-    """Return the device of a group's collectives: the CPU if the group has gloo, else this rank's GPU."""
+    """Return the device for collectives of a group: the CPU if the group uses gloo, else this rank's GPU."""
     has_gloo = bool(cross_world.group_name(group)) or "gloo" in str(dist.get_backend_config(group))
     return torch.device("cpu") if has_gloo else torch.device("cuda", torch.cuda.current_device())

@@ -1,4 +1,4 @@
-"""The world of `torch.distributed`: all ranks of a group of processes started together."""
+"""The `torch.distributed` world of a rank: all ranks of a group of processes started together."""
 
 from __future__ import annotations
 

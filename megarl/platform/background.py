@@ -1,4 +1,4 @@
-"""Background work of a rank: a thread, with its own CUDA stream on a GPU.
+"""Background work of a rank: a thread, on a GPU with a CUDA stream of its own.
 
 Main thread and background thread must not share a process group. torch matches a group's collectives by the order of
 their calls on each rank. Two threads have no common order.
@@ -19,7 +19,7 @@ from megarl.platform import device
 Value = TypeVar("Value")
 
 _NAP_SECONDS = 1e-3
-"""Seconds between two checks for the end of the background work."""
+"""Seconds between two checks whether the background work has ended."""
 
 
 def begin(work: Callable[[], Value]) -> Future[Value]:
@@ -46,12 +46,12 @@ def begin(work: Callable[[], Value]) -> Future[Value]:
             done.set_result(value)
 
     # A daemon thread: a rank that exits must not wait for unfinished background work.
-    threading.Thread(target=run, name="beside", daemon=True).start()
+    threading.Thread(target=run, name="background", daemon=True).start()
     return done
 
 
 def finish(begun: Future[Value]) -> Value:
-    """Wait for work started by `begin`. Return its value or raise its error."""
+    """Wait for background work that `begin` started. Returns its value or raises its error."""
     while not begun.done():
         time.sleep(_NAP_SECONDS)
     return begun.result()

@@ -1,6 +1,6 @@
-"""The device chosen by a recipe for its ranks (`cluster.device`), and checks of the machine for it.
+"""The device that the recipe chooses for its ranks (`cluster.device`), and checks whether the machine has it.
 
-Does not import torch, because the checks before a start use it too. `platform.device` adds the answer of torch.
+This module does not import torch, because the checks before a start use it. `platform.device` also asks torch.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from megarl.platform.gpu_needs import library_versions
 from megarl.platform.visible_gpus import driver_version, installed_gpus
 
 VARIABLE = "MEGARL_DEVICE"
-"""Environment variable of ranks with the value of `cluster.device`: auto, cpu or cuda."""
+"""Environment variable giving ranks the value of `cluster.device`: auto, cpu or cuda."""
 
 LEAST_DRIVERS = {12: "525.60.13", 13: "580.65.06"}
-"""Oldest Linux driver by major version of CUDA. Source: NVIDIA's CUDA Toolkit release notes."""
+"""Oldest usable Linux driver of NVIDIA, by major version of CUDA. Source: NVIDIA's CUDA Toolkit release notes."""
 
 
 def chosen() -> str:
@@ -36,7 +36,8 @@ def hide_gpus() -> None:
 def device_fault(choice: str, can_use_cuda: bool | None = None) -> str | None:
     """Return why this machine cannot provide the device `choice` (auto, cpu, cuda); None if it can.
 
-    `can_use_cuda` is the answer of torch, or None without torch. Then only problems certain without torch are reported.
+    `can_use_cuda` is torch's answer, or None without torch. Then only problems that are certain without torch are
+    reported.
     """
     if choice == "cpu" or can_use_cuda:
         return None
@@ -59,7 +60,7 @@ def device_fault(choice: str, can_use_cuda: bool | None = None) -> str | None:
 
 
 def gpu_fault() -> str | None:
-    """Return why the installed torch cannot use this machine's GPUs, judged by versions only; None if it can."""
+    """Return why the installed torch cannot use this machine's GPUs; None if it can. Only versions are compared."""
     cuda = library_versions().get("CUDA")
     if cuda is None:
         return f"torch {version('torch')} is a build for CPUs; run VENV=DIR launch/setup.sh gpu"

@@ -1,4 +1,4 @@
-"""vLLM's cache folder for code compiled by torch.compile: one folder per device of each node."""
+"""Cache folder for code that vLLM compiles with torch.compile: a separate one for each GPU of each node."""
 
 from __future__ import annotations
 
@@ -12,11 +12,12 @@ from megarl.types import ConfigError
 
 _VARIABLE = "VLLM_CACHE_ROOT"
 _NODE_LOCAL = Path("/tmp")
-"""Parent folder on the node's own disk. TMPDIR ends with the run, and nodes may share a home folder."""
+"""Parent of the cache folders, on the node's own disk. TMPDIR ends with the run, and nodes may share a home folder."""
 
 
 def use_own_folder() -> None:
-    """Set VLLM_CACHE_ROOT to `folder_of_device`. Call it before an engine is built. No effect on a CPU.
+    """Let vLLM use a cache folder of this GPU, by VLLM_CACHE_ROOT. Call it before an engine is built. No effect on a
+    CPU.
 
     vLLM 0.30 names a cache folder by configuration and rank in the engine's world (compilation/backends.py). But the
     compiled code contains the device index. Without this, a second engine of the node would run code compiled for

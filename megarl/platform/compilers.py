@@ -1,4 +1,4 @@
-"""Checks of the compilers needed by Triton and FlashInfer at an engine's start: each compiles one line of code."""
+"""Checks of the compilers that Triton and FlashInfer need at an engine's start: each compiles one line of code."""
 
 from __future__ import annotations
 
@@ -13,15 +13,17 @@ from tempfile import TemporaryDirectory
 from megarl.platform.commands import run_command
 
 _SECONDS = 120.0
-"""Limit for one compilation."""
+"""Time limit in seconds for one compilation."""
 _EXTENSION = "#include <Python.h>\n"
 _KERNEL = "#include <cub/cub.cuh>\n"
 _CCCL = ("cub", "libcudacxx/include", "thrust")
-"""Header folders in FlashInfer's copy of CCCL, in the order of its own builds (jit/env.py of 0.6.18)."""
+"""Header folders within FlashInfer's copy of CCCL, in the order of FlashInfer's own builds (jit/env.py of 0.6.18)."""
 
 
 def extension_fault() -> str | None:
-    """Return why Triton cannot build a Python extension here, with the package to install; None if it can."""
+    """Return why Triton cannot build a Python extension on this machine, with the package to install; None if it
+    can.
+    """
     python = f"python{sys.version_info.major}.{sys.version_info.minor}"
     compiler = c_compiler()
     if compiler is None:
@@ -40,7 +42,9 @@ def extension_fault() -> str | None:
 
 
 def c_compiler() -> str | None:
-    """Return the C compiler chosen by Triton (runtime/build.py of 3.7): $CC, else gcc, else clang."""
+    """Return the C compiler that Triton uses (runtime/build.py of 3.7): $CC, else gcc, else clang; None: there is
+    none.
+    """
     return os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
 
 
@@ -62,7 +66,7 @@ def toolkit_fault(toolkit: Path) -> str | None:
 
 
 def _compile_error(source: str, name: str, command: list[str], output: str) -> str | None:
-    """Return the compiler's first line containing "error", or its last line; None on success."""
+    """Run a compiler. Returns the first line of its output containing "error", or the last line; None on success."""
     with TemporaryDirectory() as folder:
         (Path(folder) / name).write_text(source)
         try:

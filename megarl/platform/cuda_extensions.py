@@ -1,4 +1,4 @@
-"""Checks of compiled CUDA libraries, usually loaded long after a start: a child process imports them beforehand.
+"""Checks of compiled CUDA libraries, which are usually loaded long after a start: a child process imports them first.
 
 If an extension cannot be imported, vLLM 0.30 only warns and takes another path, or fails in its first step.
 """
@@ -22,16 +22,16 @@ MODULES = {
     ),
     "flashinfer": ("flashinfer", "flashinfer.comm"),
 }  # fmt: skip
-"""Modules to import, by package. All except flashinfer need the driver's libcuda."""
+"""Modules to import, by package. All except flashinfer need libcuda, the library of NVIDIA's driver."""
 
 REMEDY = "run launch/setup.sh"
 """Advice for a library that cannot be imported."""
 
 DEEP_EP = "deep_ep"
-"""DeepEP's package. Its extension needs the driver's libcuda too."""
+"""Name of DeepEP's package. Its extension needs libcuda, the library of NVIDIA's driver."""
 
 _SECONDS = 300.0
-"""Limit for all imports of one child process."""
+"""Time limit in seconds for all imports of one child process."""
 _PROGRAM = """
 import importlib, json, sys
 for name in sys.argv[1:]:
@@ -87,7 +87,7 @@ def deep_ep_fault() -> str | None:
 
 
 def faults_of(modules: tuple[str, ...]) -> dict[str, str]:
-    """Return why modules cannot be imported, by module. One child process imports them in turn."""
+    """Import modules in a child process, one after the other. Returns why some cannot be imported, by module."""
     command = [sys.executable, "-c", _PROGRAM, *modules]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
     transformer_engine.unset_empty_toolkits(environment)
@@ -95,9 +95,9 @@ def faults_of(modules: tuple[str, ...]) -> dict[str, str]:
         done = run_command(command, seconds=_SECONDS, environment=environment)
     except TimeoutError:
         return {modules[0]: f"the import did not end within {_SECONDS:.0f} s"}
-    told = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
+    faults = dict(json.loads(line) for line in done.stdout.splitlines() if line.startswith('["'))
     # A module may crash the process. The first module without a line is the cause; later modules were not tried.
-    ended = next((name for name in modules if name not in told), None)
+    ended = next((name for name in modules if name not in faults), None)
     if ended is not None:
-        told[ended] = f"its process ended with {done.returncode}"
-    return {name: fault for name, fault in told.items() if fault}
+        faults[ended] = f"its process ended with {done.returncode}"
+    return {name: fault for name, fault in faults.items() if fault}

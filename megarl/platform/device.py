@@ -1,4 +1,4 @@
-"""The device of this rank, and its environment variables."""
+"""The device of this rank (GPU or CPU), and the environment variables selecting it."""
 
 from __future__ import annotations
 
@@ -23,16 +23,18 @@ def current() -> torch.device:
 
 
 def fault(choice: str | None = None) -> str | None:
-    """Return why this machine cannot provide the device chosen by a recipe; None if it can.
+    """Return why this machine cannot provide the device that a recipe chooses; None if it can.
 
-    `choice` is auto, cpu or cuda (default: the choice of this rank). Without this check, a GPU with too old a driver
-    would silently be replaced by the CPU.
+    `choice` is auto, cpu or cuda; None: this rank's choice. Without this check, a GPU with too old a driver would
+    silently be replaced by the CPU.
     """
     return chosen_device.device_fault(choice or chosen_device.chosen(), torch.cuda.is_available())
 
 
 def require(choice: str | None = None) -> None:
-    """Raise ConfigError if `fault` finds a problem. `choice` is auto, cpu or cuda; default: this rank's choice."""
+    """Raise ConfigError if this machine cannot provide the device `choice` (auto, cpu, cuda; None: this rank's
+    choice).
+    """
     if (found := fault(choice)) is not None:
         raise ConfigError(found)
 
@@ -42,18 +44,20 @@ PEAK_TFLOPS = {
     "H100 PCIe": 756.0, "H100": 989.0, "H800": 989.0, "H20": 148.0, "A100": 312.0, "A800": 312.0, "L40S": 362.0,
     "L40": 181.0, "L4": 121.0, "A40": 150.0, "A10": 125.0, "RTX 6000 Ada": 364.0, "RTX 4090": 165.0,
 }  # fmt: skip
-"""Dense peak in bfloat16 and float16, in TFLOP/s, by a part of the GPU's name. Source: NVIDIA's data sheets."""
+"""Dense peak performance in bfloat16 and float16, in TFLOP/s, by a part of the GPU's name. Source: NVIDIA's data
+sheets.
+"""
 
 
 def peak_tflops(dtype: str) -> float | None:
-    """Return the peak of this rank's device in TFLOP/s; None if unknown (CPUs, other GPUs, other types)."""
+    """Return the peak performance of this rank's device in TFLOP/s; None if unknown (CPUs, other GPUs, other types)."""
     if not torch.cuda.is_available() or dtype not in ("bfloat16", "float16"):
         return None
     return peak_of(torch.cuda.get_device_name())
 
 
 def peak_of(device_name: str) -> float | None:
-    """Return the peak of a GPU in TFLOP/s by its name; None if unknown. The longest matching entry decides."""
+    """Return a GPU's peak performance in TFLOP/s by its name; None if unknown. The longest matching entry decides."""
     # Whole words only: "L4" must not match "L40S", nor "A10" match "A100".
     found = [part for part in PEAK_TFLOPS if re.search(rf"(?<![A-Za-z0-9]){re.escape(part)}(?![0-9])", device_name)]
     return PEAK_TFLOPS[max(found, key=len)] if found else None
@@ -92,17 +96,17 @@ def rank_environment(ranks_per_node: int, choice: str = "auto") -> dict[str, str
 
 
 def cuda_toolkit() -> Path | None:
-    """Return the CUDA toolkit used by FlashInfer and vLLM to compile kernels at run time; None without one.
+    """Return the CUDA toolkit with which FlashInfer and vLLM compile kernels at run time; None without one.
 
-    Candidates in this order: CUDA_HOME or CUDA_PATH, the folder made by launch/setup.sh from torch's wheels, the folder
-    of the nvcc on the PATH, /usr/local/cuda. Folders without the files needed by FlashInfer are skipped
+    Candidates in this order: CUDA_HOME or CUDA_PATH, the folder that launch/setup.sh makes from torch's wheels, the
+    folder of the nvcc on the PATH, /usr/local/cuda. Folders without the files that FlashInfer needs are skipped
     (`toolkit_notice`).
     """
     return next((folder for folder in _toolkit_folders() if not _missing_files(folder)), None)
 
 
 def toolkit_notice() -> str | None:
-    """Return a notice, with the missing files, if the toolkit in CUDA_HOME or CUDA_PATH is skipped; else None."""
+    """Return a notice, with the missing files, if the toolkit in CUDA_HOME or CUDA_PATH cannot be used; else None."""
     named = _named_toolkit()
     if named is None:
         return None
@@ -125,7 +129,9 @@ def _toolkit_folders() -> Iterator[Path]:
 
 
 def _named_toolkit() -> tuple[str, Path] | None:
-    """Return the variable naming a toolkit, and its folder; None if CUDA_HOME and CUDA_PATH are unset or empty."""
+    """Return the variable naming a CUDA toolkit, and the toolkit's folder. None if CUDA_HOME and CUDA_PATH are unset or
+    empty.
+    """
     return next(((name, Path(os.environ[name])) for name in ("CUDA_HOME", "CUDA_PATH") if os.environ.get(name)), None)
 
 
@@ -144,9 +150,9 @@ _WITH_A_MODEL = ("vllm.model_executor.layers.quantization.online.base",)
 
 
 def forkable_imports(*modules: str) -> tuple[str, ...]:
-    """Return the modules to import before ranks are forked: all on a CPU, none with a GPU.
+    """Return the modules to import before ranks are forked: all of `modules` on a CPU, none with a GPU.
 
-    On a CPU, modules imported by vLLM only with a model are added.
+    CUDA cannot be used after a fork. On a CPU, modules that vLLM imports only with a model are added.
     """
     # With a GPU, imports may initialise state that does not survive a fork, above all CUDA.
     return (*modules, *_WITH_A_MODEL) if current().type == "cpu" else ()

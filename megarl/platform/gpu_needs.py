@@ -37,9 +37,9 @@ GENERATIONS: dict[Capability, str] = {
 
 @dataclass(frozen=True, slots=True)
 class Need:
-    """Requirement for a compute capability in [`least`, `below`) and for least versions of libraries.
+    """Requirement of a feature: GPUs with compute capability in [`least`, `below`), and minimum versions of libraries.
 
-    `remedy` is advice for machines without them.
+    `remedy` is advice for machines that do not meet it.
     """
 
     least: Capability
@@ -49,7 +49,7 @@ class Need:
     remedy: str = ""
 
     def range_missed_by(self, capability: Capability) -> str | None:
-        """Return the accepted range in words if `capability` is outside of it; else None."""
+        """Return the required range of compute capabilities as text if `capability` is outside of it; else None."""
         if capability < self.least:
             return f"{_number(self.least)} ({generation(self.least)}) or newer"
         if self.below is not None and capability >= self.below:
@@ -57,7 +57,7 @@ class Need:
         return None
 
     def missed_by_libraries(self, versions: Mapping[str, str]) -> Iterator[str]:
-        """Yield a message per missing or outdated library. `versions` is the result of `library_versions`.
+        """Yield a message for each missing or outdated library. `versions` are the installed versions by library.
 
         A development build counts as its coming release.
         """
@@ -77,12 +77,12 @@ _MEGATRON_FP8 = {
     "mxfp8": Need((10, 0), below=(12, 0), transformer_engine="2.1.0"),
     "custom": Need((8, 9), transformer_engine="2.9.0"),
 }
-"""Requirements by `trainer.megatron.fp8_recipe`. (The recipe `delayed` is refused elsewhere.)"""
+"""Requirements by value of `trainer.megatron.fp8_recipe`. (The value `delayed` is refused elsewhere.)"""
 _MEGATRON_FP4 = Need((10, 0), transformer_engine="2.7.0")
 
 
 def field_needs() -> dict[str, Need]:
-    """Return the requirements of recipe fields, valid for every value except the default."""
+    """Return the requirements of recipe fields holding for every value except the default."""
     # FlashInfer's attention reads an FP8 cache from Ampere on, vLLM 0.30's other backends from Ada on.
     has_flashinfer = not runs_on_cpu() and find_spec("flashinfer") is not None
     return {
@@ -94,9 +94,9 @@ def field_needs() -> dict[str, Need]:
 
 
 def needs(recipe: Recipe, *, is_trained: bool = True) -> dict[str, Need]:
-    """Return the requirements of a recipe's fields, by `field = value`. Fields for every GPU are left out.
+    """Return the requirements of a recipe's values, by `field = value`. Values that every GPU supports are left out.
 
-    With `is_trained=False` only fields of the engines count.
+    With `is_trained` False only fields of the engines count.
     """
     trainer, rollout = recipe.trainer, recipe.rollout
     given = {"trainer.fp8": trainer.fp8} if is_trained else {}
@@ -121,16 +121,16 @@ def needs(recipe: Recipe, *, is_trained: bool = True) -> dict[str, Need]:
 def unmet_needs(
     asked: Mapping[str, Need], gpus: Sequence[Gpu], versions: Mapping[str, str] | None = None
 ) -> Iterator[str]:
-    """Yield one message, with its remedy, per requirement of `asked` not met by GPUs or libraries.
+    """Yield a message, with its remedy, for each requirement that the GPUs or libraries do not meet.
 
-    `asked` is the result of `needs`. Equal GPUs are reported once. `versions` is the result of `library_versions`, or
-    None if unknown.
+    `asked` are requirements by `field = value`. Equal GPUs are reported once. `versions` are the installed versions by
+    library; None: unknown.
     """
     for field, need in asked.items():
         for gpu in dict.fromkeys(gpus):
             if gpu.capability is not None and (fitting := need.range_missed_by(gpu.capability)) is not None:
-                told = f"{gpu.name} has compute capability {_number(gpu.capability)} ({generation(gpu.capability)})"
-                yield f"{field}: {told}, it needs {fitting}; {need.remedy}, or take other GPUs (CUDA_VISIBLE_DEVICES)"
+                found = f"{gpu.name} has compute capability {_number(gpu.capability)} ({generation(gpu.capability)})"
+                yield f"{field}: {found}, it needs {fitting}; {need.remedy}, or take other GPUs (CUDA_VISIBLE_DEVICES)"
         for fault in need.missed_by_libraries(versions) if versions is not None else ():
             yield f"{field}: {fault}; {need.remedy}, or run launch/setup.sh"
 

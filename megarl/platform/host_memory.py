@@ -12,13 +12,13 @@ _CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
 def machine_bytes() -> int:
-    """Return the bytes of host memory available to this process: the machine's total, or less by a cgroup limit."""
+    """Return the bytes of host memory that this process may use: the machine's total, or less with a cgroup limit."""
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     return min([total, *cgroup_limits()])
 
 
 def cgroup_limits(cgroup_file: Path = _CGROUP_FILE, root: Path = _CGROUP_ROOT) -> Iterator[int]:
-    """Yield the limits in bytes of this process's memory cgroup and its parents. Yield nothing without a limit.
+    """Yield the memory limits, in bytes, of this process's cgroup and its parents. Yields nothing without a limit.
 
     `cgroup_file` lists the process's cgroups. `root` is the mount point of the cgroup file system.
     """
@@ -33,7 +33,7 @@ def cgroup_limits(cgroup_file: Path = _CGROUP_FILE, root: Path = _CGROUP_ROOT) -
 
 
 def _limits_around(root: Path, path: str, name: str) -> Iterator[int]:
-    """Yield the limits of a cgroup and of all its parents, innermost first."""
+    """Yield the memory limits, in bytes, of a cgroup and of all its parents, innermost first."""
     own = root / path.strip("/")
     for folder in (own, *own.parents):
         if not folder.is_relative_to(root):

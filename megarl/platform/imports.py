@@ -1,4 +1,4 @@
-"""Garbage collection around imports of large libraries."""
+"""Control of Python's garbage collector around imports of large libraries."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from contextlib import contextmanager
 
 @contextmanager
 def uncollected() -> Iterator[None]:
-    """Disable the cyclic garbage collector during imports, then exempt all present objects from it.
+    """Context for imports: disable the cyclic garbage collector, then exempt all present objects from it.
 
     Otherwise it scans the objects of torch, vLLM and Megatron again and again, also later and at exit. It frees next to
     nothing and takes a quarter of a rank's start time.
@@ -23,8 +23,8 @@ def uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def kept_frozen() -> Iterator[None]:
-    """Disable `gc.unfreeze` inside the block. vLLM 0.30 calls it when an engine shuts down."""
+def unfreeze_disabled() -> Iterator[None]:
+    """Context in which `gc.unfreeze` does nothing. vLLM 0.30 calls it when an engine shuts down."""
     # After an unfreeze each collection would scan the objects of all libraries again.
     unfreeze = gc.unfreeze
     gc.unfreeze = lambda: None

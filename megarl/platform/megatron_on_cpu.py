@@ -1,7 +1,7 @@
 """Patches of torch that let the unmodified Megatron-Core 0.16.1 run on a CPU over gloo.
 
-Megatron asks for the device "cuda" by name, for CUDA's random state, and for tensor types named `torch.cuda.*`. On a
-machine without CUDA this module answers with the CPU. It edits no file of Megatron. With CUDA it does nothing.
+Megatron names the device "cuda", CUDA's random state, and tensor types `torch.cuda.*`. On a machine without CUDA, the
+patches substitute the CPU's. They edit no file of Megatron. With CUDA they do nothing.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import torch
 from torch.utils._device import _device_constructors
 
 FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
-"""The torch functions called by Megatron with device="cuda"."""
+"""The torch functions that Megatron calls with device="cuda"."""
 
 _MARK = "_megarl"
 """Attribute marking the patched `Tensor.cuda`, so that patches are installed only once."""
 
 
 class _NoStream(contextlib.nullcontext[None]):
-    """Stand-in for a CUDA stream or event on a CPU. Its methods do nothing because all work is synchronous."""
+    """Replacement of a CUDA stream or event on a CPU. Its methods do nothing, because all work is synchronous."""
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:
         super().__init__()
@@ -72,7 +72,9 @@ def prepare() -> None:
 
 
 def _adapt_experts() -> None:
-    """Patch Megatron's mixture of experts: CUDA streams, Transformer Engine, collectives of unequal sizes."""
+    """Patch Megatron's mixture of experts for the CPU: CUDA streams, Transformer Engine, collectives of unequal
+    sizes.
+    """
     import megatron.core.tensor_parallel.mappings as mappings
     import megatron.core.transformer.moe.moe_utils as moe_utils
     import megatron.core.transformer.moe.token_dispatcher as token_dispatcher
@@ -115,10 +117,10 @@ def _adapt_experts() -> None:
 
 
 def adapt_hybrid_optimizer() -> None:
-    """Patch Megatron's `HybridDeviceOptimizer` to split its parameters on a CPU. No effect if CUDA is available.
+    """Patch Megatron's `HybridDeviceOptimizer`, which offloads parameters to the host, for a CPU. No effect with CUDA.
 
-    The original recognises parameters on the device by `is_cuda`. Here a parameter counts as on the device unless the
-    optimizer offloads it to the host.
+    The original recognises parameters on the device by `is_cuda`. On a CPU a parameter counts as on the device unless
+    the optimizer offloads it to the host.
     """
     if torch.cuda.is_available():
         return
@@ -129,10 +131,10 @@ def adapt_hybrid_optimizer() -> None:
 
 
 def _split_parameters(self: Any, offload_fraction: float) -> tuple[Any, ...]:
-    """Return what the original method returns.
+    """Replacement of the method by which Megatron's `HybridDeviceOptimizer` splits its parameters, for a CPU.
 
-    The result: host groups, device groups, host copies by parameter, parameters by host copy, and float32 copies by
-    parameter. `offload_fraction` is the fraction of elements to be offloaded.
+    Returns, like the original: host groups, device groups, host copies by parameter, parameters by host copy, and
+    float32 copies by parameter. `offload_fraction` is the fraction of elements to be offloaded.
     """
     threshold = offload_fraction * sum(p.numel() for group in self.param_groups for p in group["params"])
     numel = 0
@@ -159,7 +161,7 @@ def _split_parameters(self: Any, offload_fraction: float) -> tuple[Any, ...]:
 
 
 def _on_cpu(factory: Any) -> Any:
-    """Return a tensor factory with "cuda" replaced by "cpu" and without pinned memory."""
+    """Return a tensor factory that replaces device "cuda" by "cpu" and pins no memory."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:

@@ -1,4 +1,4 @@
-"""Peak memory of this rank: of its accelerator, or of its process on a CPU."""
+"""Peak memory of this rank: of its GPU, or of its process on a CPU."""
 
 from __future__ import annotations
 
@@ -8,17 +8,18 @@ import sys
 from pathlib import Path
 
 _RESET_PEAK = "5"
-"""Text to write to /proc/self/clear_refs. It resets the kernel's record of this process's peak resident memory
-(proc(5))."""
+"""Text that, written to /proc/self/clear_refs, resets the kernel's record of this process's peak resident memory
+(proc(5)).
+"""
 
 
 def take_peak_bytes() -> int | None:
     """Return the peak memory in bytes since the last call, and start a new peak.
 
-    On an accelerator: all memory in use now, by any library or process, plus memory that torch's allocator has returned
-    since its peak. On a CPU: the resident set of the process, including shared pages. If the system forbids the reset
-    of the peak, it is the peak since the process started. Return None in a process without a model: torch was never
-    imported, or the machine's accelerators are unused here.
+    On a GPU: all memory in use now, by any library or process, plus memory that torch's allocator has returned since
+    its peak. On a CPU: the resident set of the process, including shared pages. If the system forbids the reset of the
+    peak, it is the peak since the process started. Returns None in a process without a model: torch was never imported,
+    or the machine's GPUs are unused here.
     """
     if "torch" not in sys.modules:
         return None

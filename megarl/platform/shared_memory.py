@@ -1,4 +1,4 @@
-"""A check of shared memory. Without enough of it, libraries on the ranks wait for each other forever."""
+"""Check of shared memory. Without enough of it, libraries on the ranks wait for each other forever."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.types import ConfigError, DiskFullError
 
 SHARED_MEMORY = Path("/dev/shm")
 _LEAST_BYTES = 16 << 20
-"""Shared memory to be available for a start."""
+"""Bytes of shared memory that must be available for a start."""
 
 
 def check_shared_memory(folder: Path = SHARED_MEMORY) -> None:

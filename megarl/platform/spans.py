@@ -1,7 +1,7 @@
-"""Time spans of this process, recorded while a step is profiled: name, start, end.
+"""Time spans of this process, recorded while a step is profiled: name, start and end of a block of code.
 
-Times are in seconds of `time.monotonic`, a clock shared by all processes of a machine. A recorded span costs about a
-microsecond. Without recording it costs a fraction of it.
+Times are in seconds of `time.monotonic`, a clock that all processes of a machine share. A recorded span costs about a
+microsecond, and a fraction of it without recording.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 Span = tuple[str, float, float]
 
 _NUM_MEASURED = 2_000
-"""Spans recorded by `seconds_of_a_span`; about 2 ms in total."""
+"""Number of spans recorded to measure the cost of one; about 2 ms in total."""
 _recorded: list[Span] | None = None
 _NOT_RECORDED: AbstractContextManager[None] = nullcontext()
 
@@ -34,14 +34,16 @@ class _Recorded:
 
 
 def span(name: str) -> AbstractContextManager[None]:
-    """Record the time of the block, if recording is on. Ignored in all threads except the main one."""
+    """Context whose duration is recorded under `name`, if recording is on. Ignored in all threads except the main
+    one.
+    """
     # Spans of one thread always nest; spans of several threads would overlap in the profile.
     is_recorded = _recorded is not None and threading.current_thread() is threading.main_thread()
     return _Recorded(name) if is_recorded else _NOT_RECORDED
 
 
 def seconds_of_a_span() -> float:
-    """Return the mean seconds for recording one span, measured now. Recording must be off before the call."""
+    """Measure and return the mean cost, in seconds, of recording one span. Recording must be off before the call."""
     record(True)
     began = time.monotonic()
     for _ in range(_NUM_MEASURED):

@@ -19,7 +19,7 @@ REMEDY = "run launch/setup.sh, or uninstall transformer-engine"
 """Advice for a Transformer Engine with a failing import."""
 
 _IMPORT_SECONDS = 120.0
-"""Limit for the import in a child process."""
+"""Time limit in seconds for the import in a child process."""
 # Transformer Engine 2.11 looks for CUDA's libraries in these folders. An empty value makes it search the whole machine
 # (`/**/lib*.so*`).
 _TOOLKITS = tuple(f"{name}_{end}" for name in ("CUDA", "CUDNN", "NVRTC", "CURAND") for end in ("HOME", "PATH"))
@@ -30,7 +30,7 @@ def is_installed() -> bool:
 
 
 def unset_empty_toolkits(environment: MutableMapping[str, str]) -> None:
-    """Remove empty variables of CUDA folders, as set by `CUDA_HOME= megarl train`."""
+    """Remove variables naming CUDA folders that are empty, as set by `CUDA_HOME= megarl train`."""
     for name in _TOOLKITS:
         if environment.get(name) == "":
             del environment[name]
@@ -44,8 +44,8 @@ def require_sound() -> None:
     try:
         importlib.import_module("transformer_engine.pytorch")
     except Exception as error:
-        told = f"{type(error).__name__}: {error}"
-        raise ConfigError(f"Transformer Engine is installed but cannot be imported ({told}); {REMEDY}.") from error
+        reason = f"{type(error).__name__}: {error}"
+        raise ConfigError(f"Transformer Engine is installed but cannot be imported ({reason}); {REMEDY}.") from error
 
 
 def import_fault() -> str | None:

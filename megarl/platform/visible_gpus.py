@@ -1,4 +1,4 @@
-"""GPUs of this machine usable by a process, as reported by nvidia-smi. Does not import torch."""
+"""GPUs that a process on this machine may use, as reported by nvidia-smi. Does not import torch."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Gpu(NamedTuple):
 
 @cache
 def installed_gpus() -> tuple[Gpu, ...]:
-    """Return this machine's GPUs, limited to CUDA_VISIBLE_DEVICES if set. Return none if nvidia-smi fails."""
+    """Return this machine's GPUs, limited to CUDA_VISIBLE_DEVICES if set; none if nvidia-smi fails."""
     program, visible = shutil.which("nvidia-smi"), os.environ.get("CUDA_VISIBLE_DEVICES")
     if program is None or visible == "":
         return ()
@@ -60,7 +60,7 @@ def _answer(query: list[str]) -> str:
 
 
 def _gpu(line: str) -> Gpu:
-    """Return the GPU described by one line of nvidia-smi, which writes [N/A] for an unknown value."""
+    """Parse one line of nvidia-smi's list of GPUs. It writes [N/A] for an unknown value."""
     memory, capability, name = line.split(", ", 2)
     major, _, minor = capability.partition(".")
     known = (int(major), int(minor)) if major.isdigit() and minor.isdigit() else None
@@ -68,5 +68,5 @@ def _gpu(line: str) -> Gpu:
 
 
 def installed_gpu_gib() -> float | None:
-    """Return the memory in GiB of the smallest GPU of `installed_gpus`; None without a GPU of known memory."""
+    """Return the memory, in GiB, of the machine's smallest usable GPU; None if there is none of known memory."""
     return min((gpu.gib for gpu in installed_gpus() if gpu.gib is not None), default=None)

@@ -1,9 +1,9 @@
 """Patches for vLLM 0.30 on a machine without CUDA: unpacked weights, gloo between ranks, unchanged process settings.
 
-Stock vLLM repacks weights for its CPU kernels. A write into a live parameter would then be lost without an error. Here
-linear layers and experts compute from the parameters themselves. As a further effect, float32 log-probs equal those of
-Hugging Face. vLLM supports FP8 weights on few CPUs. Here they are multiplied by their scales, in the type of
-the activations, as in vLLM's own CPU kernels.
+Stock vLLM repacks weights for its CPU kernels. A write into a live parameter would then be lost without an error. With
+the patches, linear layers and experts compute from the parameters themselves. As a further effect, float32 log-probs
+equal those of Hugging Face. vLLM supports FP8 weights on few CPUs. The patches multiply them by their scales, in the
+type of the activations, as in vLLM's own CPU kernels.
 """
 
 from __future__ import annotations
@@ -26,7 +26,9 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
     "VLLM_NO_USAGE_STATS": "1",
 }
-"""Variables set before vLLM is imported, unless the user has set them: offline, no compilation, few log messages."""
+"""Environment variables set before vLLM is imported, unless the user has set them: offline, no compilation, few log
+messages.
+"""
 
 
 def prepare() -> None:
@@ -47,7 +49,7 @@ def check_build() -> None:
 
 
 def engine_arguments(max_model_len: int) -> dict[str, Any]:
-    """Return the EngineArgs needed by vLLM on a CPU; an empty dict if CUDA is available."""
+    """Return the EngineArgs that vLLM needs on a CPU; an empty dict if CUDA is available."""
     if torch.cuda.is_available():
         return {}
     return {
@@ -116,7 +118,9 @@ def _keep_plain_weight(layer: Any, remove_weight: bool) -> None:
 
 
 def _keeping_thread_control(init_device):
-    """Wrap `CPUWorker.init_device`. It replaces `torch.set_num_threads`; restore the original afterwards."""
+    """Wrap `CPUWorker.init_device`, which replaces `torch.set_num_threads`, so that the original is restored
+    afterwards.
+    """
 
     @functools.wraps(init_device)
     def wrapped(worker) -> None:
@@ -140,7 +144,10 @@ def _apply_blocks(kernel, layer, x: torch.Tensor, bias: torch.Tensor | None = No
 def _apply_quantised_experts(
     experts, output: torch.Tensor, hidden_states: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor, *args: Any, **kwargs
 ) -> None:
-    """Write the experts' output, as `_apply_plain_experts`, from FP8 weights. `experts` holds their scales."""
+    """Write the output of an MoE layer with FP8 weights into `output`. `experts` holds the weights' scales.
+
+    Shapes as in `_apply_plain_experts`.
+    """
     plain_w1 = _dequantised(w1, experts.w1_scale, hidden_states.dtype)
     plain_w2 = _dequantised(w2, experts.w2_scale, hidden_states.dtype)
     _apply_plain_experts(experts, output, hidden_states, plain_w1, plain_w2, *args, **kwargs)
@@ -167,7 +174,7 @@ def _apply_plain_experts(
     apply_router_weight_on_input: bool = False,
     **kwargs: Any,
 ) -> None:
-    """Write the experts' layer into `output`, with one matrix product per local expert.
+    """Write the output of an MoE layer into `output`, with one matrix product per local expert.
 
     In `w1` the gate rows come before the up rows. Shapes: output and hidden_states [tokens, hidden_size], w1 [experts,
     2 * intermediate, hidden_size], w2 [experts, hidden_size, intermediate], topk_weights and topk_ids [tokens, top_k].
