@@ -131,7 +131,7 @@ def test_too_small_a_cluster_says_what_it_has(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("most_direct", [64, 0])
-def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
+async def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, most_direct: int
 ) -> None:
     from megarl.cluster.ray import RayGroup
@@ -148,22 +148,20 @@ def test_who_is_late_on_ray_is_told_with_the_stacks_of_all_ranks(
             await group.close()
 
     try:
-        asyncio.run(drive())
+        await drive()
     finally:
         ray.shutdown()
 
 
 @pytest.mark.parametrize("scene", SCENES)
-def test_a_rank_on_ray_that_is_lost_is_named_and_the_others_go_on(
+async def test_a_rank_on_ray_that_is_lost_is_named_and_the_others_go_on(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, scene: str
 ) -> None:
     from megarl.cluster.ray import RayGroup
 
     monkeypatch.syspath_prepend(str(Path(__file__).parent))
     try:
-        asyncio.run(
-            SCENES[scene](lambda size, part: RayGroup(size, cluster.address, NodeKind(0, 2, 2), part), tmp_path)
-        )
+        await SCENES[scene](lambda size, part: RayGroup(size, cluster.address, NodeKind(0, 2, 2), part), tmp_path)
     finally:
         ray.shutdown()
 
@@ -232,7 +230,7 @@ class Where:
 """
 
 
-def test_environments_run_on_every_node_and_one_that_hangs_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
+async def test_environments_run_on_every_node_and_one_that_hangs_is_replaced(cluster: Cluster, tmp_path: Path) -> None:
     from megarl.cluster.ray import join
     from megarl.processes.on_ray import round_robin_over_nodes
 
@@ -261,7 +259,7 @@ def test_environments_run_on_every_node_and_one_that_hangs_is_replaced(cluster: 
         assert len(await asyncio.gather(*(place("", None, None) for _ in range(6)))) == 6
 
     try:
-        asyncio.run(run())
+        await run()
     finally:
         pool.close()
         ray.shutdown()
@@ -290,7 +288,7 @@ def test_a_process_that_cannot_start_or_is_closed_is_not_placed_again(cluster: C
         ray.shutdown()
 
 
-def test_rewards_are_scored_on_any_node_and_outlive_one(
+async def test_rewards_are_scored_on_any_node_and_outlive_one(
     cluster: Cluster, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from megarl.cluster.ray import join
@@ -311,10 +309,10 @@ def test_rewards_are_scored_on_any_node_and_outlive_one(
             found = await asyncio.gather(*(pool.score(Sample(text, str(i))) for i, text in enumerate(completions)))
             return [scored.failure or scored.reward.score for scored in found]
 
-        assert asyncio.run(score("a", "slow", *"cdefgh")) == [0.0, "timeout", 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
+        assert await score("a", "slow", *"cdefgh") == [0.0, "timeout", 2.0, 3.0, 4.0, 5.0, 6.0, 7.0]
         assert len(list(tmp_path.glob("node_*"))) == 4
         cluster.remove_node(spare, allow_graceful=False)
-        assert asyncio.run(score(*"abcdefgh")) == [float(i) for i in range(8)]
+        assert await score(*"abcdefgh") == [float(i) for i in range(8)]
     finally:
         pool.close()
         ray.shutdown()

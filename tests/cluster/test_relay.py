@@ -68,42 +68,34 @@ def relays_of(pids: list[int]) -> dict[int, int]:
     return {rank: relay for rank, pid in enumerate(pids) for relay in descendants(pid)}
 
 
-def test_calls_go_through_one_relay_for_each_node_of_several_ranks(tmp_path: Path) -> None:
-    async def drive() -> None:
-        async with started(5, tmp_path, per_node=2) as group:
-            assert list(relays_of(await group.call("pid"))) == [0, 2]  # rank 4 is alone on its node
-            assert [handle.connection.is_relay for handle in group._remote_handles] == [True] * 4 + [False]
-            assert await group.call("product", 2) == [(rank, 2 * (rank + 1)) for rank in range(5)]
-            assert [place[0] for place in group.topology] == ["node0", "node0", "node1", "node1", "node2"]
-            assert await group.scatter("product", [5, 6, 7, 8, 9]) == [(0, 5), (1, 12), (2, 21), (3, 32), (4, 45)]
-            large = np.arange(3_000_000)
-            for rank, answer in enumerate(
-                await group.scatter("reversed", [large, large[::3], large[:0], large, large])
-            ):
-                assert len(answer) == [3_000_000, 1_000_000, 0, 3_000_000, 3_000_000][rank]
-                assert not len(answer) or answer[-1] == rank
-            # Calls to ranks of one node do not wait for each other.
-            here, there = str(tmp_path / "here"), str(tmp_path / "there")
-            await asyncio.gather(group.ask([0], "meet", [(here, there)]), group.ask([1], "meet", [(there, here)]))
-            words = [asyncio.create_task(group.ask([3, 1], "hear", [word, word])) for word in "abc"]
-            assert [await word for word in words][-1] == [["a", "b", "c"]] * 2
-
-    asyncio.run(drive())
+async def test_calls_go_through_one_relay_for_each_node_of_several_ranks(tmp_path: Path) -> None:
+    async with started(5, tmp_path, per_node=2) as group:
+        assert list(relays_of(await group.call("pid"))) == [0, 2]  # rank 4 is alone on its node
+        assert [handle.connection.is_relay for handle in group._remote_handles] == [True] * 4 + [False]
+        assert await group.call("product", 2) == [(rank, 2 * (rank + 1)) for rank in range(5)]
+        assert [place[0] for place in group.topology] == ["node0", "node0", "node1", "node1", "node2"]
+        assert await group.scatter("product", [5, 6, 7, 8, 9]) == [(0, 5), (1, 12), (2, 21), (3, 32), (4, 45)]
+        large = np.arange(3_000_000)
+        for rank, answer in enumerate(await group.scatter("reversed", [large, large[::3], large[:0], large, large])):
+            assert len(answer) == [3_000_000, 1_000_000, 0, 3_000_000, 3_000_000][rank]
+            assert not len(answer) or answer[-1] == rank
+        # Calls to ranks of one node do not wait for each other.
+        here, there = str(tmp_path / "here"), str(tmp_path / "there")
+        await asyncio.gather(group.ask([0], "meet", [(here, there)]), group.ask([1], "meet", [(there, here)]))
+        words = [asyncio.create_task(group.ask([3, 1], "hear", [word, word])) for word in "abc"]
+        assert [await word for word in words][-1] == [["a", "b", "c"]] * 2
 
 
-def test_a_rank_that_answers_late_does_not_delay_its_neighbours_answer(tmp_path: Path) -> None:
-    async def drive() -> None:
-        async with started(2, tmp_path) as group:
-            go = tmp_path / "go"
-            waiting = asyncio.create_task(group.ask([0, 1], "wait_for", [str(tmp_path), str(go)]))
-            async with asyncio.timeout(20):
-                while [handle.rank for call in group._calls for handle in call.silent()] != [1]:
-                    await asyncio.sleep(0.01)
-            assert not waiting.done()
-            go.touch()
-            await waiting
-
-    asyncio.run(drive())
+async def test_a_rank_that_answers_late_does_not_delay_its_neighbours_answer(tmp_path: Path) -> None:
+    async with started(2, tmp_path) as group:
+        go = tmp_path / "go"
+        waiting = asyncio.create_task(group.ask([0, 1], "wait_for", [str(tmp_path), str(go)]))
+        async with asyncio.timeout(20):
+            while [handle.rank for call in group._calls for handle in call.silent()] != [1]:
+                await asyncio.sleep(0.01)
+        assert not waiting.done()
+        go.touch()
+        await waiting
 
 
 @pytest.mark.parametrize(
@@ -115,169 +107,138 @@ def test_a_rank_that_answers_late_does_not_delay_its_neighbours_answer(tmp_path:
         ("unpicklable", 70, " of 4 raised ", "pickle"),
     ],
 )
-def test_a_failure_behind_a_relay_names_the_rank(
+async def test_a_failure_behind_a_relay_names_the_rank(
     tmp_path: Path, kind: str, exit_code: int, cause: str, details: str
 ) -> None:
-    async def drive() -> None:
-        async with started(4, tmp_path, per_node=2) as group:
-            begun = time.monotonic()
-            with pytest.raises(RankFailedError) as caught:
-                await group.call("fail_on", 1, kind)
-            assert time.monotonic() - begun < 30  # the others sleep for 60
-            assert cause in str(caught.value) and details in caught.value.__notes__[0]
-            assert caught.value.exit_code == exit_code and (kind == "unpicklable" or caught.value.rank == 1)
-            with pytest.raises(RankFailedError) as again:
-                await group.call("product", 1)
-            assert again.value is caught.value
-
-    asyncio.run(drive())
+    async with started(4, tmp_path, per_node=2) as group:
+        begun = time.monotonic()
+        with pytest.raises(RankFailedError) as caught:
+            await group.call("fail_on", 1, kind)
+        assert time.monotonic() - begun < 30  # the others sleep for 60
+        assert cause in str(caught.value) and details in caught.value.__notes__[0]
+        assert caught.value.exit_code == exit_code and (kind == "unpicklable" or caught.value.rank == 1)
+        with pytest.raises(RankFailedError) as again:
+            await group.call("product", 1)
+        assert again.value is caught.value
 
 
-def test_a_lost_rank_ends_the_calls_of_its_neighbours_too(tmp_path: Path) -> None:
-    async def drive() -> None:
-        async with started(3, tmp_path) as group:
-            pids = await group.call("pid")
-            begun = time.monotonic()
-            calls = [asyncio.create_task(group.ask([rank], "sleep_on", [rank], 60)) for rank in (0, 1)]
-            await asyncio.sleep(0)  # both are sent
-            os.kill(pids[1], signal.SIGKILL)
-            for call in calls:
-                with pytest.raises(RankFailedError, match="rank 1 of 3 on node node0 ended"):
-                    await call
-            assert time.monotonic() - begun < 30
-
-    asyncio.run(drive())
+async def test_a_lost_rank_ends_the_calls_of_its_neighbours_too(tmp_path: Path) -> None:
+    async with started(3, tmp_path) as group:
+        pids = await group.call("pid")
+        begun = time.monotonic()
+        calls = [asyncio.create_task(group.ask([rank], "sleep_on", [rank], 60)) for rank in (0, 1)]
+        await asyncio.sleep(0)  # both are sent
+        os.kill(pids[1], signal.SIGKILL)
+        for call in calls:
+            with pytest.raises(RankFailedError, match="rank 1 of 3 on node node0 ended"):
+                await call
+        assert time.monotonic() - begun < 30
 
 
-def test_errors_of_megarl_and_of_the_constructor_keep_their_class(tmp_path: Path) -> None:
-    async def drive() -> None:
-        async with started(2, tmp_path) as group:
-            with pytest.raises(DataError, match="shard 1 is missing"):
-                await group.construct("probe:Probe", {"broken_rank": 1})
-
-    asyncio.run(drive())
+async def test_errors_of_megarl_and_of_the_constructor_keep_their_class(tmp_path: Path) -> None:
+    async with started(2, tmp_path) as group:
+        with pytest.raises(DataError, match="shard 1 is missing"):
+            await group.construct("probe:Probe", {"broken_rank": 1})
 
 
-def test_a_death_between_calls_is_told_by_the_next(tmp_path: Path) -> None:
-    async def drive() -> None:
-        async with started(3, tmp_path) as group:
-            pids = await group.call("pid")
-            os.kill(pids[0], signal.SIGKILL)  # the one that started the relay, which outlives it
-            await ended(pids[:1])
-            with pytest.raises(RankFailedError, match="rank 0 of 3 on node node0 ended or lost its connection"):
-                await group.call("product", 1)
-
-    asyncio.run(drive())
+async def test_a_death_between_calls_is_told_by_the_next(tmp_path: Path) -> None:
+    async with started(3, tmp_path) as group:
+        pids = await group.call("pid")
+        os.kill(pids[0], signal.SIGKILL)  # the one that started the relay, which outlives it
+        await ended(pids[:1])
+        with pytest.raises(RankFailedError, match="rank 0 of 3 on node node0 ended or lost its connection"):
+            await group.call("product", 1)
 
 
 @pytest.mark.parametrize("is_under_way", [True, False])
-def test_the_death_of_a_relay_is_told_as_that(tmp_path: Path, is_under_way: bool) -> None:
-    async def drive() -> None:
-        async with started(4, tmp_path, per_node=2) as group:
-            pids = await group.call("pid")
-            relay = relays_of(pids)[2]
-            calling = [asyncio.create_task(group.call("sleep_on", 2, 60))] if is_under_way else []
-            await asyncio.sleep(0)  # it is sent
-            os.kill(relay, signal.SIGKILL)
-            await ended([relay])
-            told = "rank [23] of 4 was cut off: the relay of its node node1 ended or lost its connection during"
-            with pytest.raises(RankFailedError, match=told) as caught:
-                await (calling[0] if calling else group.call("product", 1))
-            assert caught.value.exit_code == 76
-
-    asyncio.run(drive())
+async def test_the_death_of_a_relay_is_told_as_that(tmp_path: Path, is_under_way: bool) -> None:
+    async with started(4, tmp_path, per_node=2) as group:
+        pids = await group.call("pid")
+        relay = relays_of(pids)[2]
+        calling = [asyncio.create_task(group.call("sleep_on", 2, 60))] if is_under_way else []
+        await asyncio.sleep(0)  # it is sent
+        os.kill(relay, signal.SIGKILL)
+        await ended([relay])
+        told = "rank [23] of 4 was cut off: the relay of its node node1 ended or lost its connection during"
+        with pytest.raises(RankFailedError, match=told) as caught:
+            await (calling[0] if calling else group.call("product", 1))
+        assert caught.value.exit_code == 76
 
 
-def test_a_rank_that_ended_is_named_though_another_nodes_relay_ended_before_it_was_reported(tmp_path: Path) -> None:
-    async def drive() -> None:
-        async with started(4, tmp_path, per_node=2) as group:
-            pids = await group.call("pid")
-            calling = asyncio.create_task(group.call("sleep", 60))
-            await asyncio.sleep(0)  # it is sent
-            os.kill(relays_of(pids)[2], signal.SIGKILL)
-            async with asyncio.timeout(20):
-                while {handle.rank for handle in group._remote_handles if handle.is_cut_off} != {2, 3}:
-                    await asyncio.sleep(0.01)
-            os.kill(pids[1], signal.SIGKILL)
-            with pytest.raises(RankFailedError, match="rank 1 of 4 on node node0 ended or lost its connection"):
-                await calling
+async def test_the_ended_rank_is_named_though_another_relay_ended_first(
+    tmp_path: Path,
+) -> None:
+    async with started(4, tmp_path, per_node=2) as group:
+        pids = await group.call("pid")
+        calling = asyncio.create_task(group.call("sleep", 60))
+        await asyncio.sleep(0)  # it is sent
+        os.kill(relays_of(pids)[2], signal.SIGKILL)
+        async with asyncio.timeout(20):
+            while {handle.rank for handle in group._remote_handles if handle.is_cut_off} != {2, 3}:
+                await asyncio.sleep(0.01)
+        os.kill(pids[1], signal.SIGKILL)
+        with pytest.raises(RankFailedError, match="rank 1 of 4 on node node0 ended or lost its connection"):
+            await calling
 
-    asyncio.run(drive())
 
-
-def test_who_is_late_behind_a_relay_is_told_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
-    async def drive() -> None:
-        async with started(3, tmp_path) as group:
-            await see_who_is_late(group, 1.0)
-
-    asyncio.run(drive())
+async def test_who_is_late_behind_a_relay_is_told_with_the_stacks_of_all_ranks(tmp_path: Path) -> None:
+    async with started(3, tmp_path) as group:
+        await see_who_is_late(group, 1.0)
 
 
 @pytest.mark.parametrize("most_direct", [0, 2])
-def test_only_ranks_that_are_stopped_are_ended_and_the_others_read_their_next_commands(
+async def test_only_ranks_that_are_stopped_are_ended_and_the_others_read_their_next_commands(
     tmp_path: Path, most_direct: int
 ) -> None:
-    async def drive() -> None:
-        async with started(2, tmp_path, most_direct=most_direct) as group:
-            pids = await group.call("pid")
-            for number in range(2):
-                go = tmp_path / f"go{number}"
-                waiting = asyncio.create_task(group.call("wait_for", str(go)))
-                await asyncio.sleep(0)  # it is sent
-                await group.end_if_stopped("sat there", 1.0)
-                go.touch()
-                await waiting
-                assert await group.call("product", 2) == [(0, 2), (1, 4)]
-            os.kill(pids[1], signal.SIGSTOP)
-            calling = asyncio.create_task(group.call("product", 3))
-            await asyncio.sleep(0)
+    async with started(2, tmp_path, most_direct=most_direct) as group:
+        pids = await group.call("pid")
+        for number in range(2):
+            go = tmp_path / f"go{number}"
+            waiting = asyncio.create_task(group.call("wait_for", str(go)))
+            await asyncio.sleep(0)  # it is sent
             await group.end_if_stopped("sat there", 1.0)
-            with pytest.raises(RankFailedError, match="rank 1 of 2 sat there"):
-                await calling
-
-    asyncio.run(drive())
+            go.touch()
+            await waiting
+            assert await group.call("product", 2) == [(0, 2), (1, 4)]
+        os.kill(pids[1], signal.SIGSTOP)
+        calling = asyncio.create_task(group.call("product", 3))
+        await asyncio.sleep(0)
+        await group.end_if_stopped("sat there", 1.0)
+        with pytest.raises(RankFailedError, match="rank 1 of 2 sat there"):
+            await calling
 
 
 @pytest.mark.parametrize("stopped", ["rank", "relay"])
-def test_a_stopped_process_is_named_by_what_does_not_answer(tmp_path: Path, stopped: str) -> None:
-    async def drive() -> None:
-        async with started(4, tmp_path, per_node=2) as group:
-            pids = await group.call("pid")
-            group.deadlines = Deadlines.same(1.0)
-            relay = relays_of(pids)[2]
-            os.kill(pids[3] if stopped == "rank" else relay, signal.SIGSTOP)
-            with pytest.raises(RankFailedError) as caught:
-                await group.call("product", 1)
-            os.kill(relay, signal.SIGCONT)
-            named = "rank 3" if stopped == "rank" else "ranks 2, 3"
-            assert str(caught.value).startswith(f"{named} of 4 did not answer `product` within 1 s")
-
-    asyncio.run(drive())
+async def test_a_stopped_process_is_named_by_what_does_not_answer(tmp_path: Path, stopped: str) -> None:
+    async with started(4, tmp_path, per_node=2) as group:
+        pids = await group.call("pid")
+        group.deadlines = Deadlines.same(1.0)
+        relay = relays_of(pids)[2]
+        os.kill(pids[3] if stopped == "rank" else relay, signal.SIGSTOP)
+        with pytest.raises(RankFailedError) as caught:
+            await group.call("product", 1)
+        os.kill(relay, signal.SIGCONT)
+        named = "rank 3" if stopped == "rank" else "ranks 2, 3"
+        assert str(caught.value).startswith(f"{named} of 4 did not answer `product` within 1 s")
 
 
-def test_close_lets_ranks_leave(tmp_path: Path) -> None:
-    async def drive() -> None:
-        async with started(2, tmp_path / "logs") as group:
-            await group.call("leave_note", str(tmp_path))
-        assert sorted(path.name for path in tmp_path.glob("left_*")) == ["left_0", "left_1"]
-        with pytest.raises(PeerLostError, match="closed"):
+async def test_close_lets_ranks_leave(tmp_path: Path) -> None:
+    async with started(2, tmp_path / "logs") as group:
+        await group.call("leave_note", str(tmp_path))
+    assert sorted(path.name for path in tmp_path.glob("left_*")) == ["left_0", "left_1"]
+    with pytest.raises(PeerLostError, match="closed"):
+        await group.call("product", 1)
+
+
+async def test_a_cancelled_call_ends_the_group(tmp_path: Path) -> None:
+    async with started(2, tmp_path) as group:
+        with pytest.raises(TimeoutError):
+            await asyncio.wait_for(group.call("sleep", 60), timeout=0.3)
+        with pytest.raises(PeerLostError, match="call of `sleep` on the ranks was interrupted"):
             await group.call("product", 1)
 
-    asyncio.run(drive())
 
-
-def test_a_cancelled_call_ends_the_group(tmp_path: Path) -> None:
-    async def drive() -> None:
-        async with started(2, tmp_path) as group:
-            with pytest.raises(TimeoutError):
-                await asyncio.wait_for(group.call("sleep", 60), timeout=0.3)
-            with pytest.raises(PeerLostError, match="call of `sleep` on the ranks was interrupted"):
-                await group.call("product", 1)
-
-    asyncio.run(drive())
-
-
-def test_strangers_are_not_relayed_and_a_message_in_common_is_sent_once() -> None:
+async def test_strangers_are_not_relayed_and_a_message_in_common_is_sent_once() -> None:
     """The relay, between a driver and ranks that the test plays."""
     key = os.urandom(32)
 
@@ -319,4 +280,4 @@ def test_strangers_are_not_relayed_and_a_message_in_common_is_sent_once() -> Non
         rank, size = ANSWER.unpack(driver.recv(ANSWER.size, socket.MSG_WAITALL))
         return rank, driver.recv(size, socket.MSG_WAITALL) if size else b""
 
-    asyncio.run(drive())
+    await drive()

@@ -41,94 +41,82 @@ async def started(logs: Path) -> AsyncIterator[tuple[RunRanks, WeightTransfer]]:
         await ranks.close()
 
 
-def test_ranks_are_numbered_through(tmp_path: Path) -> None:
-    async def play() -> None:
-        async with started(tmp_path) as (ranks, _):
-            assert ranks.world_size == 4 and len(ranks.topology) == 4 and ranks.is_separate
-            # Worlds of their own, on one node.
-            assert await ranks.call("place") == [(0, "0", 2), (1, "1", 2), (0, "2", 1), (0, "3", 1)]
-            assert await ranks.ask([1, 0], "echo", ["a", "b"]) == [(1, "a"), (0, "b")]
-            assert await ranks.ask([3], "echo", ["c"]) == [(0, "c")]
-            assert await ranks.call_engines("place") == [(0, "2", 1), (0, "3", 1)]
-        assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank_{rank:04d}.log" for rank in range(4)]
-
-    asyncio.run(play())
+async def test_ranks_are_numbered_through(tmp_path: Path) -> None:
+    async with started(tmp_path) as (ranks, _):
+        assert ranks.world_size == 4 and len(ranks.topology) == 4 and ranks.is_separate
+        # Worlds of their own, on one node.
+        assert await ranks.call("place") == [(0, "0", 2), (1, "1", 2), (0, "2", 1), (0, "3", 1)]
+        assert await ranks.ask([1, 0], "echo", ["a", "b"]) == [(1, "a"), (0, "b")]
+        assert await ranks.ask([3], "echo", ["c"]) == [(0, "c")]
+        assert await ranks.call_engines("place") == [(0, "2", 1), (0, "3", 1)]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [f"rank_{rank:04d}.log" for rank in range(4)]
 
 
-def test_what_one_replica_s_ranks_signed_is_not_its_successor_s(tmp_path: Path) -> None:
+async def test_what_one_replica_s_ranks_signed_is_not_its_successor_s(tmp_path: Path) -> None:
     """One key for the run's messages, another name of the world in each start's: none can be repeated in another."""
 
-    async def play() -> None:
-        worlds = []
-        for _ in range(2):
-            replica = await group(1, 2, tmp_path)
-            worlds += await replica.call("world")
-            await replica.close()
-        (first, key), (second, other_key) = worlds
-        assert first and second and first != second and key == other_key
-
-    asyncio.run(play())
+    worlds = []
+    for _ in range(2):
+        replica = await group(1, 2, tmp_path)
+        worlds += await replica.call("world")
+        await replica.close()
+    (first, key), (second, other_key) = worlds
+    assert first and second and first != second and key == other_key
 
 
-def test_a_new_cross_world_group_includes_a_restarted_replica(tmp_path: Path) -> None:
-    async def play() -> None:
-        async with started(tmp_path) as (ranks, transfer):
-            for version in (1, 2):
-                await transfer.run(False, version)
-                answers = await ranks.call("exchange")
-                pids = [pid for _, pid in answers[0][0]]
-                assert len(set(pids)) == 4
-                for rank, (told, received, theirs) in enumerate(answers):
-                    assert told == list(enumerate(pids)) and theirs == version
-                    assert received == [100.0 * other + rank for other in range(4)]
-            lost = []
-            ranks.on_lost = lambda group, error: lost.append(group)
-            dead = ranks.replicas[0]
-            os.kill(pids[2], signal.SIGKILL)
-            began = time.monotonic()
-            with pytest.raises(RankLostError, match="rank 2 of 4 was killed by SIGKILL"):
-                await ranks.ask([2], "echo", ["x"])
-            assert time.monotonic() - began < 2.0
-            await dead.close()
-            # The others are none the worse for it.
-            assert lost == [dead] and await ranks.ask([3], "echo", ["c"]) == [(0, "c")]
-            with pytest.raises(PeerLostError):
-                await ranks.ask([2], "echo", ["x"])
-            await transfer.run(False, 3)
-            assert [version for _, _, version in await ranks.call("exchange")] == [3] * 3
-            transfer.add([await group(1, 2, tmp_path)])
-            await transfer.run(False, 3)
-            [(told, _, version), *_] = await ranks.call("exchange")
-            assert [pid for _, pid in told][2] not in pids and version == 3
-
-    asyncio.run(play())
+async def test_a_new_cross_world_group_includes_a_restarted_replica(tmp_path: Path) -> None:
+    async with started(tmp_path) as (ranks, transfer):
+        for version in (1, 2):
+            await transfer.run(False, version)
+            answers = await ranks.call("exchange")
+            pids = [pid for _, pid in answers[0][0]]
+            assert len(set(pids)) == 4
+            for rank, (told, received, theirs) in enumerate(answers):
+                assert told == list(enumerate(pids)) and theirs == version
+                assert received == [100.0 * other + rank for other in range(4)]
+        lost = []
+        ranks.on_lost = lambda group, error: lost.append(group)
+        dead = ranks.replicas[0]
+        os.kill(pids[2], signal.SIGKILL)
+        began = time.monotonic()
+        with pytest.raises(RankLostError, match="rank 2 of 4 was killed by SIGKILL"):
+            await ranks.ask([2], "echo", ["x"])
+        assert time.monotonic() - began < 2.0
+        await dead.close()
+        # The others are none the worse for it.
+        assert lost == [dead] and await ranks.ask([3], "echo", ["c"]) == [(0, "c")]
+        with pytest.raises(PeerLostError):
+            await ranks.ask([2], "echo", ["x"])
+        await transfer.run(False, 3)
+        assert [version for _, _, version in await ranks.call("exchange")] == [3] * 3
+        transfer.add([await group(1, 2, tmp_path)])
+        await transfer.run(False, 3)
+        [(told, _, version), *_] = await ranks.call("exchange")
+        assert [pid for _, pid in told][2] not in pids and version == 3
 
 
 @pytest.mark.parametrize("how", ["killed before", "stopped"])
-def test_a_replica_that_does_not_join_is_lost_not_the_run(
+async def test_a_replica_that_does_not_join_is_lost_not_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
 ) -> None:
     monkeypatch.setattr(weight_transfer, "_MEET_SECONDS", 1.0)
 
-    async def play() -> None:
-        async with started(tmp_path) as (ranks, transfer):
-            lost: list[tuple[WorkerGroup, Exception]] = []
-            ranks.on_lost = lambda group, error: lost.append((group, error))
-            absent = ranks.replicas[1]
-            if how == "stopped":
-                await absent.call("stop_in_join")
-            else:
-                os.kill((await absent.call("pid"))[0], signal.SIGKILL)
-            began = time.monotonic()
-            assert await transfer.run(False, 1) == [{}] * 3
-            assert time.monotonic() - began < 15.0
-            told = "did not join the process group of the others" if how == "stopped" else "was killed by SIGKILL"
-            [(group, error)] = lost
-            assert group is absent and isinstance(error, RankLostError) and f"rank 3 of 4 {told}" in str(error)
-            assert [version for _, _, version in await ranks.call("exchange")] == [1] * 3
-            await absent.close()
-
-    asyncio.run(play())
+    async with started(tmp_path) as (ranks, transfer):
+        lost: list[tuple[WorkerGroup, Exception]] = []
+        ranks.on_lost = lambda group, error: lost.append((group, error))
+        absent = ranks.replicas[1]
+        if how == "stopped":
+            await absent.call("stop_in_join")
+        else:
+            os.kill((await absent.call("pid"))[0], signal.SIGKILL)
+        began = time.monotonic()
+        assert await transfer.run(False, 1) == [{}] * 3
+        assert time.monotonic() - began < 15.0
+        told = "did not join the process group of the others" if how == "stopped" else "was killed by SIGKILL"
+        [(group, error)] = lost
+        assert group is absent and isinstance(error, RankLostError) and f"rank 3 of 4 {told}" in str(error)
+        assert [version for _, _, version in await ranks.call("exchange")] == [1] * 3
+        await absent.close()
 
 
 @pytest.mark.parametrize(
@@ -152,104 +140,86 @@ def test_a_replica_that_does_not_join_is_lost_not_the_run(
         ),
     ],
 )
-def test_nobody_waits_in_a_cross_world_group_for_a_lost_rank(
+async def test_nobody_waits_in_a_cross_world_group_for_a_lost_rank(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, moments: tuple[str, str], told: list[str]
 ) -> None:
     """One replica is killed, the other one is stopped; a collective of their group has a minute."""
     monkeypatch.setattr(weight_transfer, "_LEAVE_SECONDS", 0.5)
 
-    async def play() -> None:
-        async with started(tmp_path) as (ranks, transfer):
-            lost: list[tuple[WorkerGroup, str]] = []
-            ranks.on_lost = lambda group, error: lost.append((group, str(error)))
-            replicas = list(ranks.replicas)
-            if "opening" not in moments:
-                assert await transfer.run(False, 1) == [{}] * 4
-            for replica, moment, number in zip(replicas, moments, (signal.SIGKILL, signal.SIGSTOP), strict=True):
-                if moment == "opening":
-                    await replica.call("signal_when_all_have_come", number)
-                elif moment:
-                    await replica.call("signal_in_reshard", moment, number)
-            began = time.monotonic()
-            if len(told) == 1:
-                assert await transfer.run(False, 2) == [{}] * 3
-                assert [version for _, _, version in await ranks.call("exchange")] == [2] * 3
-            else:
-                with pytest.raises(PeerLostError) as caught:
-                    await transfer.run(False, 2)
-                lost.append((replicas[1], str(caught.value)))  # none is left, so it is the run's end
-            assert time.monotonic() - began < 30.0
-            assert [group for group, _ in lost] == replicas[: len(told)]
-            for (_, found), expected in zip(lost, told, strict=True):
-                assert found.startswith(expected)
-            for replica in replicas:
-                await replica.close()
-
-    asyncio.run(play())
-
-
-def test_a_replica_that_leaves_every_cross_world_group_is_lost_before_the_last(tmp_path: Path) -> None:
-    async def play() -> None:
-        async with started(tmp_path) as (ranks, transfer):
-            lost: list[tuple[WorkerGroup, Exception]] = []
-            ranks.on_lost = lambda group, error: lost.append((group, error))
-            faulty, other = ranks.replicas
-            await faulty.call("leave_every_group")
-            assert await transfer.run(False, 1) == [{}] * 3
-            assert [group for group, _ in lost] == [faulty]
-            assert "rank 2 of 4 left the reshard first, at attempt 2 of 3" in str(lost[0][1])
-            await faulty.close()
-            # Without another the run ends, and who left is named.
-            await other.call("leave_every_group")
-            ranks.on_removed("the next transfer needs a new group")
-            with pytest.raises(
-                PeerLostError,
-                match="3 weight transfers to the engines in a row were aborted: rank 3: a fault of its own",
-            ):
+    async with started(tmp_path) as (ranks, transfer):
+        lost: list[tuple[WorkerGroup, str]] = []
+        ranks.on_lost = lambda group, error: lost.append((group, str(error)))
+        replicas = list(ranks.replicas)
+        if "opening" not in moments:
+            assert await transfer.run(False, 1) == [{}] * 4
+        for replica, moment, number in zip(replicas, moments, (signal.SIGKILL, signal.SIGSTOP), strict=True):
+            if moment == "opening":
+                await replica.call("signal_when_all_have_come", number)
+            elif moment:
+                await replica.call("signal_in_reshard", moment, number)
+        began = time.monotonic()
+        if len(told) == 1:
+            assert await transfer.run(False, 2) == [{}] * 3
+            assert [version for _, _, version in await ranks.call("exchange")] == [2] * 3
+        else:
+            with pytest.raises(PeerLostError) as caught:
                 await transfer.run(False, 2)
-
-    asyncio.run(play())
-
-
-def test_a_report_that_does_not_fit_the_transfer_fails_it(tmp_path: Path) -> None:
-    async def play() -> None:
-        trainers, replica = await asyncio.gather(group(1, 0, tmp_path, 2), group(1, 1, tmp_path, 2))
-        ranks = RunRanks(trainers, [replica])
-        try:
-            transfer = WeightTransfer(ranks)
-            assert await transfer.run(False, 1) == [{}] * 2
-            await replica.call("misreport")
-            with pytest.raises(TransitionError, match="SENDING cannot handle PEER_MISSING"):
-                await transfer.run(False, 2)
-            assert not transfer.is_connected
-        finally:
-            await ranks.close()
-
-    asyncio.run(play())
+            lost.append((replicas[1], str(caught.value)))  # none is left, so it is the run's end
+        assert time.monotonic() - began < 30.0
+        assert [group for group, _ in lost] == replicas[: len(told)]
+        for (_, found), expected in zip(lost, told, strict=True):
+            assert found.startswith(expected)
+        for replica in replicas:
+            await replica.close()
 
 
-def test_the_first_cause_is_told_not_the_collective_that_others_lost(tmp_path: Path) -> None:
-    async def play() -> None:
-        async with started(tmp_path) as (ranks, transfer):
-            await transfer.run(False, 1)
-            with pytest.raises(RankFailedError, match="rank 3 of 4 raised ValueError during `fail`: the first cause"):
-                await ranks.call("fail", 3)
+async def test_a_replica_that_leaves_every_cross_world_group_is_lost_before_the_last(tmp_path: Path) -> None:
+    async with started(tmp_path) as (ranks, transfer):
+        lost: list[tuple[WorkerGroup, Exception]] = []
+        ranks.on_lost = lambda group, error: lost.append((group, error))
+        faulty, other = ranks.replicas
+        await faulty.call("leave_every_group")
+        assert await transfer.run(False, 1) == [{}] * 3
+        assert [group for group, _ in lost] == [faulty]
+        assert "rank 2 of 4 left the reshard first, at attempt 2 of 3" in str(lost[0][1])
+        await faulty.close()
+        # Without another the run ends, and who left is named.
+        await other.call("leave_every_group")
+        ranks.on_removed("the next transfer needs a new group")
+        with pytest.raises(PeerLostError, match="3 weight transfers to the engines in a row were aborted"):
+            await transfer.run(False, 2)
 
-    asyncio.run(play())
+
+async def test_a_report_that_does_not_fit_the_transfer_fails_it(tmp_path: Path) -> None:
+    trainers, replica = await asyncio.gather(group(1, 0, tmp_path, 2), group(1, 1, tmp_path, 2))
+    ranks = RunRanks(trainers, [replica])
+    try:
+        transfer = WeightTransfer(ranks)
+        assert await transfer.run(False, 1) == [{}] * 2
+        await replica.call("misreport")
+        with pytest.raises(TransitionError, match="SENDING cannot handle PEER_MISSING"):
+            await transfer.run(False, 2)
+        assert not transfer.is_connected
+    finally:
+        await ranks.close()
 
 
-def test_a_group_with_another_key_cannot_join_a_cross_world_group(tmp_path: Path) -> None:
-    async def play() -> None:
-        trainers, stranger = await asyncio.gather(group(1, 0, tmp_path, 2), group(1, 1, tmp_path, 2, key=b"s" * 32))
-        ranks = RunRanks(trainers, [stranger])
-        try:
-            joining = asyncio.ensure_future(WeightTransfer(ranks).run(False, 1))
-            # Each waits at names of the store that the other does not know.
-            done, _ = await asyncio.wait([joining], timeout=3.0)
-            assert not done
-            joining.cancel()
-            await asyncio.wait([joining])
-        finally:
-            await ranks.close()
+async def test_the_first_cause_is_told_not_the_collective_that_others_lost(tmp_path: Path) -> None:
+    async with started(tmp_path) as (ranks, transfer):
+        await transfer.run(False, 1)
+        with pytest.raises(RankFailedError, match="rank 3 of 4 raised ValueError during `fail`: the first cause"):
+            await ranks.call("fail", 3)
 
-    asyncio.run(play())
+
+async def test_a_group_with_another_key_cannot_join_a_cross_world_group(tmp_path: Path) -> None:
+    trainers, stranger = await asyncio.gather(group(1, 0, tmp_path, 2), group(1, 1, tmp_path, 2, key=b"s" * 32))
+    ranks = RunRanks(trainers, [stranger])
+    try:
+        joining = asyncio.ensure_future(WeightTransfer(ranks).run(False, 1))
+        # Each waits at names of the store that the other does not know.
+        done, _ = await asyncio.wait([joining], timeout=3.0)
+        assert not done
+        joining.cancel()
+        await asyncio.wait([joining])
+    finally:
+        await ranks.close()
