@@ -1,4 +1,7 @@
-"""Few modules start or kill processes: whoever needs a process uses theirs."""
+"""Few modules start or kill processes: all others use theirs.
+
+Not counted: Ray's actors (`cluster/ray.py`, `processes/on_ray.py`), and os.exec, which replaces a program.
+"""
 
 from __future__ import annotations
 
