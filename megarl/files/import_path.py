@@ -52,8 +52,7 @@ class Choices:
         attribute = "Class" if self.kind == "class" else "function"
         own = f"package.module:{attribute}" + (f" or path/to/file.py:{attribute}" if self.takes_files else "")
         raise ConfigError(
-            f"{self.field}: unknown {self.noun} {name!r}.{hint} Valid names: {', '.join(self.table)}. Or give your "
-            f"own: {own}."
+            f"{self.field}: unknown {self.noun} {name!r}.{hint} Known: {', '.join(self.table)}; your own: {own}."
         )
 
     def load(self, name: str) -> Callable[..., Any]:

@@ -69,7 +69,9 @@ def corrupt_header(path: Path) -> None:
         pytest.param(lambda f: cut(f / "two.safetensors", 0), "two.safetensors", "cut short", id="empty shard"),
         pytest.param(lambda f: corrupt_header(f / "one.safetensors"), "one.safetensors", "invalid JSON", id="header"),
         pytest.param(lambda f: (f / "one.safetensors").unlink(), "one.safetensors", "not found", id="missing shard"),
-        pytest.param(lambda f: reindex(f, d="two.safetensors"), "two.safetensors", "lacks d", id="missing tensor"),
+        pytest.param(
+            lambda f: reindex(f, d="two.safetensors"), "two.safetensors", "the tensor d is missing", id="missing tensor"
+        ),
         pytest.param(
             lambda f: reindex(f, d="../two.safetensors"), INDEX, "not a file of this folder", id="path traversal"
         ),
@@ -193,7 +195,7 @@ def test_the_largest_token(tmp_path: Path, model: Any, added: Any, largest: tupl
 )
 def test_a_tokenizer_without_a_vocabulary(tmp_path: Path, content: str) -> None:
     (tmp_path / "tokenizer.json").write_text(content)
-    with pytest.raises(DataError, match=r"tokenizer\.json: has no vocabulary"):
+    with pytest.raises(DataError, match=r"tokenizer\.json: the tokenizer file has no vocabulary"):
         largest_token(tmp_path)
 
 
