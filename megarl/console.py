@@ -109,9 +109,10 @@ def size_text(num_bytes: float, sign: str = "") -> str:
 def print_conversion(done: Conversion) -> None:
     """Print the folder written by a conversion, its size and the time taken."""
     verified = ", verified" if done.is_verified else ""
+    kept = f", {done.num_kept} untrained tensors copied" if done.num_kept else ""
     print(
         f"wrote {done.folder}: {done.num_tensors} tensors, {size_text(done.weight_bytes)} "
-        f"in {done.seconds:.1f} s{verified}"
+        f"in {done.seconds:.1f} s{verified}{kept}"
     )
 
 

@@ -2,9 +2,9 @@
 
     python tools/make_tiny_model.py --out runs/tiny_model --hidden-size 128 --num-layers 4
 
-The architecture is a real one (Qwen, Llama, Mistral), so Megatron-Core, vLLM and transformers treat the folder as they
-treat a large checkpoint. The tokenizer is a byte-level BPE trained on a few lines of text below: any text round-trips,
-each digit is its own token, and the words of the quickstart's prompts are single tokens.
+The architecture is a real one (Qwen, Llama, Mistral, GLM), so Megatron-Core, vLLM and transformers treat the folder as
+they treat a large checkpoint. The tokenizer is a byte-level BPE trained on a few lines of text below: any text
+round-trips, each digit is its own token, and the words of the quickstart's prompts are single tokens.
 """
 
 from __future__ import annotations
@@ -16,6 +16,8 @@ import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     GenerationConfig,
+    Glm4MoeConfig,
+    Glm4MoeForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -41,7 +43,11 @@ FAMILIES = {
     "mistral": (MistralConfig, MistralForCausalLM),
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
+    "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
 }
+
+UNTIED = ("glm4_moe",)
+"""Families that never tie embeddings and output head."""
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -110,6 +116,17 @@ def make_tokenizer(*, tool_words: bool = False) -> PreTrainedTokenizerFast:
 
 def expert_fields(family: str, num_experts: int, experts_per_token: int, intermediate_size: int) -> dict[str, object]:
     """What a config says of its experts."""
+    if family == "glm4_moe":
+        return {
+            "n_routed_experts": num_experts,
+            "num_experts_per_tok": experts_per_token,
+            "moe_intermediate_size": intermediate_size,
+            "n_shared_experts": 1,
+            "first_k_dense_replace": 1,
+            "routed_scaling_factor": 2.5,
+            "use_qk_norm": True,
+            "attention_bias": True,
+        }
     fields: dict[str, object] = {
         "num_experts": num_experts,
         "num_experts_per_tok": experts_per_token,
@@ -122,14 +139,19 @@ def expert_fields(family: str, num_experts: int, experts_per_token: int, interme
 
 
 def draw_weights(model_class: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    """A model with random weights. Norms and biases, close to one and zero, are drawn too: a permuted one shows."""
+    """A model with random weights. Norms and biases, close to one and zero, are drawn too: a permuted one shows.
+
+    Buffers that belong to the checkpoint, such as the biases of routers, are drawn alike.
+    """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         model = model_class(config)
         with torch.no_grad():
-            for parameter in model.parameters():
-                if parameter.dim() == 1:
-                    parameter.add_(torch.randn_like(parameter), alpha=0.05)
+            saved = model.state_dict(keep_vars=True)
+            buffers = [buffer for name, buffer in model.named_buffers() if name in saved]
+            for tensor in (*model.parameters(), *buffers):
+                if tensor.dim() == 1:
+                    tensor.add_(torch.randn_like(tensor), alpha=0.05)
     return model
 
 
@@ -143,7 +165,7 @@ def make_tiny_model(
     num_kv_heads: int = 2,
     head_dim: int | None = None,
     intermediate_size: int = 256,
-    tie_word_embeddings: bool = True,
+    tie_word_embeddings: bool | None = None,
     vocab_size: int | None = None,
     max_position_embeddings: int = 2048,
     initializer_range: float = 0.02,
@@ -156,10 +178,13 @@ def make_tiny_model(
     """Write the model folder `out` (float32) and return it; equal arguments give equal bytes.
 
     The three sizes of experts count for the families that have them. `head_dim` left out is hidden_size / num_heads;
-    `vocab_size` left out is the tokenizer's, and may be larger.
+    `vocab_size` left out is the tokenizer's, and may be larger. `tie_word_embeddings` left out is true in families that
+    tie them.
     """
     tokenizer = make_tokenizer(tool_words=tool_words)
     vocab_size = vocab_size or len(tokenizer)
+    if tie_word_embeddings is None:
+        tie_word_embeddings = family not in UNTIED
     head_dim = head_dim or hidden_size // num_heads
     if vocab_size < len(tokenizer):
         raise ValueError(f"vocab_size {vocab_size} is smaller than the tokenizer's {len(tokenizer)}")
@@ -207,7 +232,9 @@ def main() -> None:
     parser.add_argument("--num-kv-heads", type=int, default=2)
     parser.add_argument("--head-dim", type=int, help="left out: hidden size / heads")
     parser.add_argument("--intermediate-size", type=int, default=256)
-    parser.add_argument("--tie-word-embeddings", action=argparse.BooleanOptionalAction, default=True)
+    parser.add_argument(
+        "--tie-word-embeddings", action=argparse.BooleanOptionalAction, help="left out: if the family does"
+    )
     parser.add_argument("--vocab-size", type=int, help="left out: the tokenizer's")
     parser.add_argument("--max-position-embeddings", type=int, default=2048)
     parser.add_argument("--num-experts", type=int, default=8, help="of a family with experts")

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from megarl.checkpoint.kept import FILE as KEPT
+from megarl.checkpoint.kept import KeptTensor, file_content, kept_tensors, total_bytes
 from megarl.checkpoint.manifest import MANIFEST, ManifestWriter, check_hashes, check_sizes, new_folder
 from megarl.checkpoint.safetensors import (
     SHARD_BYTES,
@@ -27,6 +29,7 @@ from megarl.checkpoint.safetensors import (
     changed_config,
     file_header,
     index_text,
+    kept_file,
     pack_files,
 )
 from megarl.checkpoint.torch_dist import (
@@ -42,7 +45,7 @@ from megarl.checkpoint.torch_dist import (
 )
 from megarl.checkpoint.torch_dist_reader import CheckpointReader
 from megarl.config.parallel import ParallelConfig
-from megarl.families import hf_tensors
+from megarl.families import float32_tensors, hf_tensors
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import INDEX, companions, weight_files
 from megarl.reshard.boxes import Box, Piece, contiguous_strides
@@ -69,6 +72,7 @@ class Conversion:
     weight_bytes: int
     seconds: float
     is_verified: bool
+    num_kept: int = 0
 
 
 def to_megatron(
@@ -93,13 +97,14 @@ def to_megatron(
     model = read_model_shape(hf)
     parallel = _parallel(tp, pp, ep, etp, model)
     source = FolderReader(hf, model)
-    dtypes = {name: dtype or source.dtypes[name] for name in hf_tensors(model)}
+    dtypes = _dtypes(source, model, dtype)
     chunks = list(split(model, parallel, dtypes, SLAB_BYTES))
     with new_folder(out) as manifest:
         with _checked(hf):
             stored = _write_chunks(source, chunks, manifest)
             _write_records(manifest, model, parallel, chunks, stored)
             _copy_companions(hf, manifest, f"{COMPANIONS}/", dtype)
+            kept = _write_kept(kept_tensors(hf, model), f"{COMPANIONS}/{KEPT}", manifest)
             if dtype is None and (hf / INDEX).exists():
                 manifest.copy(hf / INDEX, f"{COMPANIONS}/{INDEX}")
             manifest.append(TRACKER, RELEASE.encode())
@@ -107,7 +112,7 @@ def to_megatron(
         manifest.close({"format": "torch_dist", "checkpoint": RELEASE, **sizes})
         if verify:
             verify_copy(source, CheckpointReader(manifest.folder / RELEASE, model), model, manifest.folder)
-    return Conversion(out, len(dtypes), _num_bytes(model, dtypes), time.perf_counter() - started, verify)
+    return Conversion(out, len(dtypes), _num_bytes(model, dtypes), time.perf_counter() - started, verify, kept)
 
 
 def to_hf(
@@ -140,26 +145,29 @@ def to_hf(
     model = read_model_shape(model_folder, override)
     with new_folder(out) as manifest, _checked(root):
         source = CheckpointReader(checkpoint, model)
-        dtypes = {name: dtype or source.dtypes[name] for name in hf_tensors(model)}
+        dtypes = _dtypes(source, model, dtype)
         total = _num_bytes(model, dtypes)
+        kept = kept_tensors(model_folder, model)
         files = None
         if dtype is None and shard_bytes is None and (model_folder / INDEX).exists():
             files = _files_of_index(model_folder, dtypes)
         if files is not None:
             manifest.copy(model_folder / INDEX, INDEX)
         else:
-            # Sized by the widest dtype: tensors may differ, and a file must not exceed the limit.
-            widest = max(kind.itemsize for kind in dtypes.values())
-            packed = pack_files(hf_tensors(model), widest, shard_bytes or SHARD_BYTES)
+            forms = {name: (shape, dtypes[name]) for name, shape in hf_tensors(model).items()}
+            packed = pack_files(forms, shard_bytes or SHARD_BYTES, num_more=bool(kept))
             files = {file: list(tensors) for file, tensors in packed.items()}
-            if len(files) > 1:
-                manifest.append(INDEX, index_text(files, total).encode())
+            last = kept_file(len(files), kept)
+            for name, tensors in last.items():
+                _write_kept(tensors, name, manifest)
+            if len(files) + len(last) > 1:
+                manifest.append(INDEX, index_text({**files, **last}, total + total_bytes(kept)).encode())
         _write_files(source, files, model, dtypes, manifest)
         _copy_companions(model_folder, manifest, "", dtype, override)
         manifest.close({"format": "safetensors"})
         if verify:
             verify_copy(source, FolderReader(manifest.folder, model), model, manifest.folder)
-    return Conversion(out, len(dtypes), total, time.perf_counter() - started, verify)
+    return Conversion(out, len(dtypes), total, time.perf_counter() - started, verify, len(kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +262,7 @@ def _write_files(
 
     def write(file: str, tensor: Tensor) -> None:
         if file not in manifest.sizes:
-            manifest.append(file, file_header({name: (dtypes[name], shapes[name]) for name in ordered[file]}))
+            manifest.append(file, file_header({name: (shapes[name], dtypes[name]) for name in ordered[file]}))
         manifest.append(file, tensor.view(-1).view(torch.uint8).numpy().data)
 
     slabs = (
@@ -264,6 +272,13 @@ def _write_files(
         for box in _slices(name, shapes[name], dtypes[name])
     )
     _stream(source, slabs)
+
+
+def _write_kept(tensors: Mapping[str, KeptTensor], file: str, manifest: ManifestWriter) -> int:
+    """Write kept tensors to a file of their own. Returns their number; writes nothing for none."""
+    for piece in file_content(tensors) if tensors else ():
+        manifest.append(file, piece)
+    return len(tensors)
 
 
 def _slices(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[Box]:
@@ -372,6 +387,12 @@ def _checkpoint_of_run(folder: Path) -> Path:
     if not folder.exists() and (others := EarlierRun.read(folder.parent.parent).checkpoints):
         raise ConfigError(f"{folder}: not found; the run's checkpoints are {', '.join(other.name for other in others)}")
     return folder
+
+
+def _dtypes(source: Source, model: ModelShape, dtype: torch.dtype | None) -> dict[str, torch.dtype]:
+    """Return the dtype of each converted tensor: `dtype`, or the source's. Tensors that are always float32 stay so."""
+    fixed = dict.fromkeys(float32_tensors(model), torch.float32) if dtype else {}
+    return {name: dtype or source.dtypes[name] for name in hf_tensors(model)} | fixed
 
 
 def _num_bytes(model: ModelShape, dtypes: Mapping[str, torch.dtype]) -> int:

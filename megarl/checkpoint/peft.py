@@ -50,7 +50,7 @@ def export(
     OSError if the disk is full.
     """
     shapes = {name: shape for rule in layouts.rules for name, shape in rule.tensors}
-    files = {"adapter_model.safetensors": {tensor.name: shapes[tensor.template] for tensor in layouts.tensors}}
+    files = {"adapter_model.safetensors": {tensor.name: (shapes[tensor.template], dtype) for tensor in layouts.tensors}}
 
     def write_config(partial: Path) -> None:
         (partial / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")

@@ -11,8 +11,9 @@ import mmap
 import os
 import shutil
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from itertools import accumulate, cycle
+from itertools import cycle, groupby
 from math import prod
+from operator import itemgetter
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,10 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
+from megarl.checkpoint.kept import KeptTensor, file_content, kept_tensors, total_bytes
 from megarl.checkpoint.stored import stored_tensors
 from megarl.config.override import overridden
-from megarl.families import hf_tensors
+from megarl.families import float32_tensors, hf_tensors
 from megarl.families.llama import EMBEDDING, HEAD, VALUE_HEAD
 from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
 from megarl.files.model_folder import INDEX, SINGLE, companions
@@ -33,6 +35,9 @@ from megarl.reshard.transport import Transport
 from megarl.types import DataError
 
 DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+Form = tuple[tuple[int, ...], torch.dtype]
+"""Shape and dtype of a stored tensor."""
 
 # The default file size of save_pretrained in transformers 4.
 SHARD_BYTES = 5_000_000_000
@@ -140,12 +145,18 @@ def export(
     """Export the model in all ranks' `parameters` to a Hugging Face folder. A collective.
 
     `layouts` are the layouts of all ranks. `parameters` are this rank's shards, [local rows, ...] each. Tensors are
-    stored as `dtype`. All files except weights are copied from the folder `source`; config.json with the fields of
+    stored as `dtype`, except those that are float32 in every model. Tensors that are not trained
+    (`checkpoint.kept`) and all files except weights are copied from the folder `source`; config.json with the fields of
     `override` changed (`config.override`). `others` maps names of further files to their texts, replacing copied ones.
     A rank stages at most `bucket_bytes`. A file has at most `shard_bytes`, unless a single tensor is larger. The folder
     is replaced atomically. Raises OSError if the disk is full.
     """
-    files = pack_files(hf_tensors(model), dtype.itemsize, shard_bytes)
+    tensors = hf_tensors(model)
+    dtypes = dict.fromkeys(tensors, dtype) | dict.fromkeys(float32_tensors(model), torch.float32)
+    kept = kept_tensors(source, model)
+    forms = {name: (shape, dtypes[name]) for name, shape in tensors.items()}
+    files = pack_files(forms, shard_bytes, num_more=bool(kept))
+    every = {**files, **kept_file(len(files), kept)}
 
     def write_others(partial: Path) -> None:
         for name, path in companions(source).items():
@@ -155,9 +166,12 @@ def export(
             (partial / name).write_bytes(content)
         for name, text in (others or {}).items():
             (partial / name).write_text(text, encoding="utf-8")
-        if len(files) > 1:
-            total_bytes = sum(map(prod, hf_tensors(model).values())) * dtype.itemsize
-            (partial / INDEX).write_text(index_text(files, total_bytes), encoding="utf-8")
+        for name in every.keys() - files.keys():
+            with (partial / name).open("xb") as file:
+                file.writelines(file_content(kept))
+        if len(every) > 1:
+            size = total_bytes(kept) + sum(prod(shape) * dtypes[name].itemsize for name, shape in tensors.items())
+            (partial / INDEX).write_text(index_text(every, size), encoding="utf-8")
 
     write_folder(folder, files, write_others, layouts, rank, parameters, dtype=dtype, bucket_bytes=bucket_bytes)
 
@@ -165,7 +179,7 @@ def export(
 @torch.no_grad()
 def write_folder(
     folder: str | Path,
-    files: Mapping[str, Mapping[str, tuple[int, ...]]],
+    files: Mapping[str, Mapping[str, Form]],
     write_others: Callable[[Path], None],
     layouts: Sequence[Layout],
     rank: int,
@@ -174,10 +188,10 @@ def write_folder(
     dtype: torch.dtype,
     bucket_bytes: int,
 ) -> None:
-    """Write `files` (name -> shapes of its tensors), each by one rank, from all ranks' `parameters`. A collective.
+    """Write `files` (name -> forms of its tensors), each by one rank, from all ranks' `parameters`. A collective.
 
-    `parameters` are this rank's shards, [local rows, ...] each. On rank 0, `write_others` adds the folder's other
-    files. The folder is replaced atomically. Raises OSError if the disk is full.
+    `parameters` are this rank's shards, [local rows, ...] each. They travel as `dtype`. On rank 0, `write_others` adds
+    the folder's other files. The folder is replaced atomically. Raises OSError if the disk is full.
     """
     folder = Path(folder)
     # Written next to its final place, so that the last rename stays on one file system and is atomic.
@@ -191,12 +205,13 @@ def write_folder(
     destinations: dict[str, Tensor] = {}
     written: list[list[Piece]] = [[] for _ in layouts]
     for (file, tensors), writer in zip(files.items(), cycle(range(len(layouts))), strict=False):
-        offsets = accumulate(map(prod, tensors.values()), initial=0)
-        written[writer] += [
-            dense_piece(n, shape, file, at) for (n, shape), at in zip(tensors.items(), offsets, strict=False)
-        ]
+        filled: dict[str, int] = {}
+        for name, (shape, kind) in tensors.items():
+            storage = _storage(file, kind)
+            written[writer].append(dense_piece(name, shape, storage, filled.get(storage, 0)))
+            filled[storage] = filled.get(storage, 0) + prod(shape)
         if writer == rank:
-            destinations[file] = _create(partial / file, tensors, dtype)
+            destinations |= _create(partial / file, tensors)
     plan = make_plan(layouts, list(map(tuple, written)), itemsize=dtype.itemsize, bucket_bytes=bucket_bytes)
     Transport(plan.for_rank(rank), parameters, destinations, dtype=dtype).reshard()
     # All files must be complete before the rename, and the rename must be done before any rank returns.
@@ -206,32 +221,42 @@ def write_folder(
     _barrier()
 
 
-def pack_files(
-    tensors: Mapping[str, tuple[int, ...]], itemsize: int, shard_bytes: int
-) -> dict[str, dict[str, tuple[int, ...]]]:
+def kept_file(num_files: int, kept: Mapping[str, KeptTensor]) -> dict[str, Mapping[str, KeptTensor]]:
+    """Return the name of the last file, after `num_files` others, with the kept tensors in it; nothing without any."""
+    return {_file_name(num_files + 1, num_files + 1): kept} if kept else {}
+
+
+def pack_files(tensors: Mapping[str, Form], shard_bytes: int, *, num_more: int = 0) -> dict[str, dict[str, Form]]:
     """Distribute tensors, in the model's order, over files of at most `shard_bytes`. Returns file name -> its
-    tensors.
+    tensors, widest dtypes first. The folder has `num_more` files of weights after them.
     """
-    shards: list[dict[str, tuple[int, ...]]] = [{}]
+    shards: list[dict[str, Form]] = [{}]
     filled = 0
-    for name, shape in tensors.items():
-        size = prod(shape) * itemsize
+    for name, form in tensors.items():
+        size = prod(form[0]) * form[1].itemsize
         if shards[-1] and filled + size > shard_bytes:
             shards.append({})
             filled = 0
-        shards[-1][name] = shape
+        shards[-1][name] = form
         filled += size
-    if len(shards) == 1:
+    # The safetensors library writes this order too. It aligns every tensor.
+    shards = [dict(sorted(shard.items(), key=lambda item: -item[1][1].itemsize)) for shard in shards]
+    count = len(shards) + num_more
+    if count == 1:
         return {SINGLE: shards[0]}
-    return {f"model-{i:05}-of-{len(shards):05}.safetensors": shard for i, shard in enumerate(shards, 1)}
+    return {_file_name(number, count): shard for number, shard in enumerate(shards, 1)}
 
 
-def file_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> bytes:
+def _file_name(number: int, count: int) -> str:
+    return f"model-{number:05}-of-{count:05}.safetensors"
+
+
+def file_header(tensors: Mapping[str, Form]) -> bytes:
     """Return the header of a safetensors file with these tensors in this order."""
     codes = {dtype: code for code, dtype in DTYPES.items()}
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
-    for name, (dtype, shape) in tensors.items():
+    for name, (shape, dtype) in tensors.items():
         start, end = end, end + prod(shape) * dtype.itemsize
         header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
     text = json.dumps(header, separators=(",", ":")).encode()
@@ -240,18 +265,29 @@ def file_header(tensors: Mapping[str, tuple[torch.dtype, tuple[int, ...]]]) -> b
     return len(text).to_bytes(8, "little") + text
 
 
-def _create(path: Path, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Tensor:
-    """Create a safetensors file with its header, reserve its space, and return its data mapped as one tensor:
-    [elements].
+def _storage(file: str, dtype: torch.dtype) -> str:
+    """Return the name of the storage of a file's tensors of one dtype."""
+    return f"{file} {dtype}"
+
+
+def _create(path: Path, tensors: Mapping[str, Form]) -> dict[str, Tensor]:
+    """Create a safetensors file with its header and reserve its space. Returns its data mapped as one tensor
+    [elements] for each dtype, by `_storage`. Equal dtypes follow each other in `tensors`.
     """
-    header = file_header({name: (dtype, shape) for name, shape in tensors.items()})
+    header = file_header(tensors)
     with path.open("xb+") as file:
         file.write(header)
         file.flush()
         # Reserve the space now: a full disk raises OSError here. While writing through the map it would raise SIGBUS,
         # which kills the process.
-        os.posix_fallocate(file.fileno(), 0, len(header) + sum(map(prod, tensors.values())) * dtype.itemsize)
-        return torch.frombuffer(mmap.mmap(file.fileno(), 0), dtype=dtype, offset=len(header))
+        os.posix_fallocate(file.fileno(), 0, len(header) + sum(prod(s) * kind.itemsize for s, kind in tensors.values()))
+        mapped = mmap.mmap(file.fileno(), 0)
+    storages, start = {}, len(header)
+    for dtype, group in groupby(tensors.values(), key=itemgetter(1)):
+        numel = sum(prod(shape) for shape, _ in group)
+        storages[_storage(path.name, dtype)] = torch.frombuffer(mapped, dtype=dtype, offset=start, count=numel)
+        start += numel * dtype.itemsize
+    return storages
 
 
 def changed_config(

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.families import hf_tensors
+from megarl.families import hf_tensors, kept_prefixes
 from megarl.families.shape import ModelShape
 from megarl.files.model_folder import read_safetensors_header, weight_files
 
@@ -37,7 +37,7 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
 
     Raises DataError for a folder without safetensors and for a truncated file.
     """
-    shapes = hf_tensors(model)
+    shapes, kept = hf_tensors(model), kept_prefixes(model)
     found: dict[str, Stored] = {}
     faults: list[Fault] = []
     for file, expected in weight_files(folder).items():
@@ -46,8 +46,9 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
             if name not in shapes:
                 # Old checkpoints store redundant tensors: rotary frequencies (computed from config.json), and a tied
                 # head (equal to the embedding). Both are ignored.
+                # Others are kept: copied by exports, never trained (`checkpoint.kept`).
                 is_tied_head = name == "lm_head.weight" and model.tie_word_embeddings
-                if not (name.endswith(".rotary_emb.inv_freq") or is_tied_head):
+                if not (name.endswith(".rotary_emb.inv_freq") or is_tied_head or name.startswith(kept)):
                     faults.append(Fault("extra", f"{path}: {name} has no place in a {model.family} model."))
                 continue
             if name in found:

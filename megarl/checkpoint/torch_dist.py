@@ -13,7 +13,6 @@ import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from itertools import product
 from math import prod
 from typing import Any
 
@@ -60,23 +59,28 @@ class StoredShard:
 @dataclass(frozen=True, slots=True)
 class Parameter:
     """A Megatron parameter of one layer (and expert). `leading` is its index in the leading dimensions
-    `leading_shape`.
+    `leading_shape`. `layer` and `expert` are its numbers in the Hugging Face tensors, -1 for none.
     """
 
     rule: Rule
     leading: tuple[int, ...]
     leading_shape: tuple[int, ...]
+    layer: int = -1
+    expert: int = -1
+    layer_in_key: bool = False
+    """Whether the key has the layer's number. Megatron-Core does so if layers differ in their parameters."""
 
     @property
     def keys(self) -> tuple[str, ...]:
-        """Key of the parameter with Transformer Engine's layers, and with Megatron's local layers if that differs."""
-        rule = self.rule
-        name = rule.parameter if rule.is_expert else rule.transformer_engine or rule.parameter
-        key = name.replace("{layer}.", "").replace(".local_experts.{expert}.", ".experts.")
-        if key == "decoder.layers.pre_mlp_layernorm.weight":
+        """Return the key in Transformer Engine's spec, and the local spec's key if it differs."""
+        variant = self.rule.transformer_engine
+        name = self.rule.parameter if self.rule.is_expert or variant is None else variant.parameter
+        layer = f"{self.layer}." if self.layer_in_key else ""
+        key = name.replace("{layer}.", layer).replace(".local_experts.{expert}.", ".experts.")
+        if name == "decoder.layers.{layer}.pre_mlp_layernorm.weight":
             # Megatron-Core 0.16.1: the local spec renames the norm before a router as if it were fused into linear_fc1.
             # Transformer Engine's spec does not.
-            return key, "decoder.layers.mlp.linear_fc1.layer_norm_weight"
+            return key, f"decoder.layers.{layer}mlp.linear_fc1.layer_norm_weight"
         return (key,)
 
     def shape(self, padded_vocab: int) -> tuple[int, ...]:
@@ -91,7 +95,7 @@ class Parameter:
         """
         dim = self.rule.dim or 0
         strides = contiguous_strides(box.shape)
-        names = dict(zip(("layer", "expert"), self.leading, strict=False))
+        names = {"layer": self.layer, "expert": self.expert}
         position = 0
         for segment in (segment for block in self.rule.blocks for segment in block):
             low = max(box.start[dim], position)
@@ -110,11 +114,14 @@ def parameters(model: ModelShape) -> Iterator[Parameter]:
     """Yield all parameters in the order of the model. A tied output layer is stored once, as the embedding."""
     rules = [rule for rule in rules_of(model) if rule.place != "last_of_several_stages"]
     yield from (Parameter(rule, (), ()) for rule in rules if rule.place == "first_stage")
+    layer_in_key = any(rule.layers is not None for rule in rules)
+    layers = () if layer_in_key else (model.num_layers,)
     for layer in range(model.num_layers):
-        for rule in (rule for rule in rules if rule.place == "every_layer"):
+        for rule in (rule for rule in rules if rule.place == "every_layer" and rule.has_layer(layer)):
             experts = (model.num_experts,) if rule.is_expert else ()
-            for expert in product(*map(range, experts)):
-                yield Parameter(rule, (layer, *expert), (model.num_layers, *experts))
+            for expert in range(model.num_experts) if rule.is_expert else (-1,):
+                leading = (*(() if layer_in_key else (layer,)), *((expert,) if rule.is_expert else ()))
+                yield Parameter(rule, leading, (*layers, *experts), layer, expert, layer_in_key)
     yield from (Parameter(rule, (), ()) for rule in rules if rule.place == "last_stage")
 
 
@@ -139,9 +146,9 @@ def split(
                     f"{name} is {dtypes[name]}, other parts of {parameter.keys[0]} are {dtype}; cast them with --dtype."
                 )
         dtype = stored_as[parameter.keys]
-        where = layouts.chunk(parameter.leading[0]) if parameter.leading else layouts.chunks_of(rule)[0]
+        where = layouts.chunk(parameter.layer) if parameter.layer >= 0 else layouts.chunks_of(rule)[0]
         # Expert parallelism gives each rank an equal, contiguous range of experts.
-        ep = parameter.leading[1] * parallel.ep // model.num_experts if rule.is_expert else 0
+        ep = parameter.expert * parallel.ep // model.num_experts if rule.is_expert else 0
         for part, box in _boxes(rule, shape, layouts, chunk_bytes // dtype.itemsize):
             ones = (1,) * len(parameter.leading)
             yield StoredShard(
@@ -177,7 +184,9 @@ def extra_states(model: ModelShape) -> Iterator[str]:
         # Linear layers of Megatron-Core 0.16.1 save an extra state with each weight (Transformer Engine: the FP8 state)
         # and look for it when loading.
         if kind == "weight" and re.search(r"linear_(qkv|proj|fc1|fc2)$", module):
-            place, of = (".".join(map(str, numbers)) for numbers in (parameter.leading, parameter.leading_shape))
+            # Without a leading dimension, Megatron-Core counts one object.
+            leading = (parameter.leading, parameter.leading_shape) if parameter.leading else ((0,), (1,))
+            place, of = (".".join(map(str, numbers)) for numbers in leading)
             yield f"{module}._extra_state/shard_{place}_{of}"
 
 
@@ -234,11 +243,13 @@ def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
         norm_epsilon=model.norm_epsilon,
         swiglu=True,
         add_bias_linear=False,
-        add_qkv_bias=model.qkv_bias,
-        qk_layernorm=model.qk_norm,
+        add_qkv_bias=model.attention.qkv_bias,
+        qk_layernorm=model.attention.qk_norm,
         untie_embeddings_and_output_weights=not model.tie_word_embeddings,
         padded_vocab_size=padded_vocab_size(model.vocab_size, parallel.tp),
         num_experts=model.num_experts or None,
+        rotary_percent=model.rotary.fraction,
+        moe_layer_freq=[int(kind.has_experts) for kind in model.layers] if model.kinds else 1,
     )
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}

@@ -28,7 +28,9 @@ _OTHERWISE = {
         **dict.fromkeys(
             (
                 "num_moe_experts", "moe_router_topk", "moe_ffn_hidden_size", "moe_router_pre_softmax",
-                "moe_router_dtype", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate",
+                "moe_router_dtype", "moe_shared_expert_intermediate_size", "moe_shared_expert_gate", "moe_layer_freq",
+                "moe_router_num_groups", "moe_router_group_topk", "moe_router_score_function",
+                "moe_router_enable_expert_bias", "moe_router_bias_update_rate", "moe_router_topk_scaling_factor",
             ),
             _MODEL,
         ),

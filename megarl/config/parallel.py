@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import product
+from itertools import accumulate, product
 from math import prod
 
 FP8_BLOCK = 128
@@ -89,9 +89,15 @@ class ParallelConfig:
         by_load = [*range(1, chunks - 1), 0, chunks - 1][:more]
         return tuple(each + (chunk in by_load) for chunk in range(chunks))
 
-    def layers_on_stage(self, num_layers: int, stage: int) -> int:
-        """Return the number of layers in all model chunks of a pipeline stage."""
-        return sum(self.layers_by_chunk(num_layers)[stage :: self.pp])
+    def layers_on_stage(self, num_layers: int, stage: int) -> list[int]:
+        """Return the numbers, from 0, of the layers of all chunks on a pipeline stage."""
+        sizes = self.layers_by_chunk(num_layers)
+        ends = list(accumulate(sizes))
+        return [
+            layer
+            for chunk in range(stage, len(sizes), self.pp)
+            for layer in range(ends[chunk] - sizes[chunk], ends[chunk])
+        ]
 
     @property
     def world_size(self) -> int:

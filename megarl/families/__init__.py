@@ -8,17 +8,19 @@ one line of FAMILIES.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import combinations
 from typing import TYPE_CHECKING
 
-from megarl.families import llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from megarl.families import glm4_moe, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from megarl.families.family import Family
 from megarl.families.names import TensorName, in_order
-from megarl.families.rules import Rule
+from megarl.families.rules import Rule, overlap
 
 if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 FAMILIES: dict[str, Family] = {
+    "glm4_moe": glm4_moe.FAMILY,
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
     "qwen2": qwen2.FAMILY,
@@ -32,10 +34,10 @@ FAMILIES: dict[str, Family] = {
 def rules_of(model: ModelShape) -> tuple[Rule, ...]:
     """Return the rules of a model's family. Raises ValueError if two rules describe the same Megatron parameter."""
     rules = FAMILIES[model.family].rules(model)
-    names = [rule.parameter for rule in rules]
     # A later rule would silently replace an earlier one in tables by name.
-    if doubled := sorted({name for name in names if names.count(name) > 1}):
-        raise ValueError(f"family {model.family} has two rules for {', '.join(doubled)}")
+    for first, second in combinations(rules, 2):
+        if first.parameter == second.parameter and overlap(first, second):
+            raise ValueError(f"family {model.family} has two rules for {first.parameter}")
     return rules
 
 
@@ -46,18 +48,33 @@ def templates_of(model: ModelShape) -> dict[str, tuple[int, ...]]:
     return {name: shape for rule in rules_of(model) for name, shape in rule.tensors}
 
 
+def float32_templates(rules: Iterable[Rule]) -> frozenset[str]:
+    """Return the templates of tensors stored in float32 whatever the model's dtype."""
+    return frozenset(name for rule in rules if rule.dtype == "float32" for name, _ in rule.tensors)
+
+
+def layers_of(rules: Iterable[Rule], model: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the layers with a tensor, by template: the union over its rules. Outside of layers: (-1,)."""
+    found: dict[str, set[int]] = {}
+    for rule in rules:
+        own = range(model.num_layers) if rule.layers is None else rule.layers
+        for template, _ in rule.tensors:
+            # -1 sorts tensors outside of layers before the first layer.
+            found.setdefault(template, set()).update(own if "{layer}" in template else (-1,))
+    return {template: tuple(sorted(layers)) for template, layers in found.items()}
+
+
 def tensors_of(model: ModelShape) -> tuple[TensorName, ...]:
     """Return every tensor of the model's checkpoint, in the order of a plan."""
-    return numbered(templates_of(model), model)
+    return numbered(rules_of(model), model)
 
 
-def numbered(templates: Iterable[str], model: ModelShape) -> tuple[TensorName, ...]:
-    """Return the tensors of these templates in all layers and experts, in order."""
+def numbered(rules: Iterable[Rule], model: ModelShape) -> tuple[TensorName, ...]:
+    """Return the tensors of these rules in all their layers and experts, in order."""
     return in_order(
         TensorName(template, layer, expert)
-        for template in templates
-        # -1 sorts tensors outside of layers before the first layer.
-        for layer in (range(model.num_layers) if "{layer}" in template else (-1,))
+        for template, layers in layers_of(rules, model).items()
+        for layer in layers
         for expert in (range(model.num_experts) if "{expert}" in template else (0,))
     )
 
@@ -66,3 +83,15 @@ def hf_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
     """Return the shapes of all tensors of the model's checkpoint, by name."""
     shapes = templates_of(model)
     return {tensor.name: shapes[tensor.template] for tensor in tensors_of(model)}
+
+
+def float32_tensors(model: ModelShape) -> tuple[str, ...]:
+    """Return the names of tensors stored in float32 whatever the model's dtype."""
+    templates = float32_templates(rules_of(model))
+    return tuple(tensor.name for tensor in tensors_of(model) if tensor.template in templates)
+
+
+def kept_prefixes(model: ModelShape) -> tuple[str, ...]:
+    """Return the prefixes of tensors that are neither trained nor sampled, only copied."""
+    extra = range(model.num_layers, model.num_layers + model.num_kept_layers)
+    return (*(f"model.layers.{layer}." for layer in extra), *FAMILIES[model.family].kept)

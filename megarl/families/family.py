@@ -1,19 +1,22 @@
-"""The type of a model family's page: architecture in config.json, differences from Llama, tensors of its parameters."""
+"""The type of a model family's page: how to read config.json, the tensors, Megatron's settings."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+from megarl.families import stacks
+from megarl.families.reading import Read
 
 if TYPE_CHECKING:
     from megarl.families.rules import Rule
     from megarl.families.shape import ModelShape
 
 
-def no_windows(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
-    """Return no windows: every layer attends to all earlier tokens."""
-    return ()
+def no_settings(model: ModelShape) -> Mapping[str, Any]:
+    """Return no settings of Megatron-Core beside those made from the model's parts."""
+    return {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,19 +26,18 @@ class Family:
     architecture: str
     """The architecture of the family's language models, for example `Qwen3ForCausalLM`. `shape` derives the name for
     reward models."""
+    read: Read
+    """Function from config.json to the model's parts. Raises DataError for values computed differently here."""
     rules: Callable[[ModelShape], tuple[Rule, ...]]
     """Function from a model's shape to the rules of its Megatron parameters, each with its Hugging Face tensors."""
-    qkv_bias: bool = False
-    """Whether the query, key and value projections have biases."""
-    qk_norm: bool = False
-    """Whether each query and key head has an RMSNorm."""
-    has_experts: bool = False
-    """Whether every feed-forward layer is a mixture of experts."""
-    ignored_fields: frozenset[str] = frozenset()
-    """Fields of config.json without effect in this family. In other families they are refused."""
+    stacks: Callable[[ModelShape], Iterable[stacks.Stack]] = stacks.standard
+    """Function to vLLM's parameters that fuse, split or retype tensors. Stacks of tensors without a rule are ignored;
+    tensors without a stack are stored whole on every rank."""
+    settings: Callable[[ModelShape], Mapping[str, Any]] = no_settings
+    """Function to fields of Megatron's TransformerConfig of this family alone."""
+    kept: tuple[str, ...] = ()
+    """Prefixes of tensors that are neither trained nor sampled, such as `visual.`. An export copies them from the base
+    model, byte for byte. The layers of `ModelShape.num_kept_layers` are kept too."""
     is_quantisable: bool = False
     """Whether `rollout.quantization` is tested with this family: vLLM's quantised weights are written correctly
     (tests/reshard/layouts)."""
-    windows: Callable[[Mapping[str, Any], int], tuple[int, ...]] = no_windows
-    """Function of config.json and the number of layers: each layer's attention window in tokens, 0 for none. Empty if
-    no layer has a window. Raises DataError for windows that transformers and vLLM place differently."""

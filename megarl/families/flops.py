@@ -12,29 +12,41 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.families.parts import LayerKind
 from megarl.families.shape import ModelShape
 
 
 def matrix_flops(shape: ModelShape) -> float:
     """Return the FLOPs of one token's matrix products without attention: two for each weight used."""
-    channels = shape.num_heads * shape.head_dim
-    projections = 2 * shape.hidden_size * (channels + shape.num_kv_heads * shape.head_dim)
-    feed_forward = shape.intermediate_size
-    if shape.num_experts:
-        feed_forward = shape.top_k * shape.moe_intermediate_size + shape.shared_intermediate_size
-    # A gated layer has three matrices (gate, up, down); the router has one row for each expert.
-    layer = projections + shape.hidden_size * (3 * feed_forward + shape.num_experts)
+    layers = sum(count * _layer_weights(shape, kind) for kind, count in Counter(shape.layers).items())
     head = shape.hidden_size * (1 if shape.has_value_head else shape.vocab_size)
-    return 2.0 * (shape.num_layers * layer + head)
+    return 2.0 * (layers + head)
+
+
+def _layer_weights(shape: ModelShape, kind: LayerKind) -> int:
+    """Return the weights of one layer used by a token."""
+    feed_forward, router = shape.intermediate_size, 0
+    if kind.has_experts:
+        feed_forward = shape.top_k * shape.moe_intermediate_size + shape.shared_intermediate_size
+        # The router has one row for each expert.
+        router = shape.hidden_size * shape.num_experts
+    # A gated layer has three matrices: gate, up and down.
+    return shape.attention.projection_elements(shape.hidden_size) + 3 * shape.hidden_size * feed_forward + router
 
 
 def attention_flops(shape: ModelShape) -> float:
     """Return the FLOPs of causal attention divided by the squared length of the sequence in tokens.
 
-    Scores and their weighted sum take 2 * 2 * num_heads * head_dim FLOPs for each attended token, in every layer. A
-    token of a sequence of length l attends to l / 2 tokens on average.
+    Scores and their weighted sum take two FLOPs for each channel, attended token and layer. A token of a sequence of
+    length l attends to l / 2 tokens on average.
     """
-    return 2.0 * shape.num_layers * shape.num_heads * shape.head_dim
+    layers = sum(kind.mixer == "attention" for kind in shape.layers)
+    return float(layers * _pair_flops(shape)) / 2
+
+
+def _pair_flops(shape: ModelShape) -> int:
+    """Return the FLOPs of one token attending to another in one layer."""
+    return 2 * (shape.attention.score_channels + shape.attention.value_channels)
 
 
 def forward_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
@@ -45,7 +57,7 @@ def forward_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
         return float(matrices + attention_flops(shape) * np.square(tokens).sum())
     # Every window appears in many layers, so its pairs of tokens are counted once.
     pairs = sum(count * _attended(tokens, window) for window, count in Counter(shape.windows).items())
-    return float(matrices + 4.0 * shape.num_heads * shape.head_dim * pairs)
+    return float(matrices + _pair_flops(shape) * pairs)
 
 
 def _attended(tokens: NDArray[np.float64], window: int) -> float:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from megarl.families.family import Family
+from megarl.families.reading import read_dense
 from megarl.families.rules import Rule, gate_up, query_groups, replicated, row, vocabulary
 
 if TYPE_CHECKING:
@@ -62,4 +63,4 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     )
 
 
-FAMILY = Family("LlamaForCausalLM", rules, is_quantisable=True)
+FAMILY = Family("LlamaForCausalLM", read_dense, rules, is_quantisable=True)

@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 from megarl.families import llama, windows
 from megarl.families.family import Family
+from megarl.families.reading import read_dense
 
-FAMILY = Family("MistralForCausalLM", llama.rules, is_quantisable=True, windows=windows.in_all_layers)
+FAMILY = Family(
+    "MistralForCausalLM", partial(read_dense, windows=windows.in_all_layers), llama.rules, is_quantisable=True
+)

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.families import llama, windows
 from megarl.families.family import Family
+from megarl.families.reading import read_dense
 from megarl.families.rules import Rule, query_groups
 
 if TYPE_CHECKING:
@@ -14,16 +16,24 @@ if TYPE_CHECKING:
 
 def rules(model: ModelShape) -> tuple[Rule, ...]:
     """Return the rules of a Qwen2 model."""
+    return (*llama.rules(model), biases(model))
+
+
+def biases(model: ModelShape) -> Rule:
+    """Return the rule of the fused bias of query, key and value projections."""
     q, k, v = (f"{llama.LAYER}self_attn.{letter}_proj.bias" for letter in "qkv")
-    return (*llama.rules(model), query_groups(llama.DECODER + "self_attention.linear_qkv.bias", q, k, v, model, ()))
+    return query_groups(llama.DECODER + "self_attention.linear_qkv.bias", q, k, v, model, ())
 
 
 FAMILY = Family(
     "Qwen2ForCausalLM",
+    partial(
+        read_dense,
+        qkv_bias=True,
+        windows=windows.from_a_layer_on,
+        # transformers' Qwen2 does not read these fields: it always has QKV biases and never others.
+        ignored=("attention_bias", "mlp_bias"),
+    ),
     rules,
-    qkv_bias=True,
-    # transformers' Qwen2 does not read these fields: it always has QKV biases and never others.
-    ignored_fields=frozenset({"attention_bias", "mlp_bias"}),
     is_quantisable=True,
-    windows=windows.from_a_layer_on,
 )

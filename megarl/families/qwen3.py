@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.families import llama, windows
 from megarl.families.family import Family
+from megarl.families.reading import read_dense
 from megarl.families.rules import Rule, replicated
 
 if TYPE_CHECKING:
@@ -27,4 +29,9 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     )
 
 
-FAMILY = Family("Qwen3ForCausalLM", rules, qk_norm=True, is_quantisable=True, windows=windows.from_a_layer_on)
+FAMILY = Family(
+    "Qwen3ForCausalLM",
+    partial(read_dense, qk_norm=True, windows=windows.from_a_layer_on),
+    rules,
+    is_quantisable=True,
+)

@@ -1,11 +1,13 @@
-"""Qwen3-MoE: Qwen3 with a router and experts in every feed-forward layer."""
+"""Qwen3-MoE: Qwen3 with a router and experts in the feed-forward layers."""
 
 from __future__ import annotations
 
+from functools import partial
 from typing import TYPE_CHECKING
 
 from megarl.families import qwen3, windows
 from megarl.families.family import Family
+from megarl.families.reading import read_experts
 from megarl.families.rules import Rule, with_experts
 
 if TYPE_CHECKING:
@@ -18,5 +20,8 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
 
 
 FAMILY = Family(
-    "Qwen3MoeForCausalLM", rules, qk_norm=True, has_experts=True, is_quantisable=True, windows=windows.switched_on
+    "Qwen3MoeForCausalLM",
+    partial(read_experts, qk_norm=True, windows=windows.switched_on),
+    rules,
+    is_quantisable=True,
 )

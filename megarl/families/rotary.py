@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 from megarl.families.config_values import flag, mapping, positive
@@ -31,6 +31,7 @@ _FIELDS: dict[str, frozenset[str]] = {
 """Parameters of each rope_type read by both transformers and vLLM."""
 
 _NAMES = frozenset({"rope_type", "type", "rope_theta"})
+_FRACTION = "partial_rotary_factor"
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +40,8 @@ class Rotary:
 
     theta: float
     """Base of the frequencies."""
+    fraction: float = field(default=1.0, kw_only=True)
+    """Fraction of a head's channels that are rotated, the first ones."""
     scaling: Scaling = "default"
     factor: float = 1.0
     """Ratio of the extended context to the trained one."""
@@ -58,10 +61,23 @@ class Rotary:
     """yarn: whether the borders of the ramp are rounded to whole dimensions."""
 
 
-def read_rotary(config: Mapping[str, Any]) -> Rotary:
-    """Return the rotary embeddings in a config.json of transformers 4 or 5. Raises DataError for unsupported ones."""
-    # transformers 5 keeps the rotary settings in rope_parameters, transformers 4 in two fields.
+def read_rotary(config: Mapping[str, Any], *, fraction: float | None = None) -> Rotary:
+    """Return the rotary embeddings in a config.json of transformers 4 or 5. Raises DataError for unsupported ones.
+
+    `fraction` is the family's default of `partial_rotary_factor`; None: the family rotates all channels.
+    """
+    # transformers 5 keeps the rotary settings in rope_parameters, transformers 4 in fields of their own.
     rope = dict(mapping(config, "rope_parameters") or mapping(config, "rope_scaling"))
+    if fraction is not None:
+        given = rope.pop(_FRACTION, None)
+        found = positive({_FRACTION: config.get(_FRACTION) if given is None else given}, _FRACTION, fraction)
+        if found > 1:
+            raise DataError(f"{_FRACTION} is {found}; it must be at most 1.")
+        return replace(_read_rotary(config, rope), fraction=found)
+    return _read_rotary(config, rope)
+
+
+def _read_rotary(config: Mapping[str, Any], rope: Mapping[str, Any]) -> Rotary:
     theta = positive({"rope_theta": rope.get("rope_theta") or config.get("rope_theta")}, "rope_theta", 10000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in _FIELDS:

@@ -30,14 +30,27 @@ class Segment:
 
 
 @dataclass(frozen=True, slots=True)
+class Variant:
+    """The same parameter in Transformer Engine's layers: its name there, and whether it is replicated there.
+
+    Norms are fused into the following linear layer, experts are in one module.
+    """
+
+    parameter: str
+    is_replicated: bool = False
+
+
+@dataclass(frozen=True, slots=True)
 class Rule:
     """A Megatron parameter and its Hugging Face tensors.
 
     `{layer}` and `{expert}` are local numbers in `parameter`, global numbers in `tensors`. `tensors` are Hugging Face
     names and shapes. `dim` is the dimension split by tensor parallelism, None for a replicated parameter. `padded`
-    marks a vocabulary whose last rows belong to no Hugging Face tensor. `transformer_engine` is the parameter's name in
-    Transformer Engine's layers if it differs: norms are fused into the following linear layer, experts are in one
-    module. With `is_expert`, expert parallelism distributes the experts, and expert-tensor parallelism splits each.
+    marks a vocabulary whose last rows belong to no Hugging Face tensor. `transformer_engine` describes the parameter in
+    Transformer Engine's layers if it differs. With `is_expert`, expert parallelism distributes the experts, and
+    expert-tensor parallelism splits each. `layers` are the layers with this parameter, numbered from 0; None: all. Two
+    rules may have the same tensors or the same parameter in different layers. `is_buffer`: a buffer of Megatron's
+    module, never trained. `dtype`: that of the model, or always float32.
     """
 
     parameter: str
@@ -46,8 +59,30 @@ class Rule:
     dim: int | None
     blocks: tuple[tuple[Segment, ...], ...]
     padded: bool = False
-    transformer_engine: str | None = None
+    transformer_engine: Variant | None = None
     is_expert: bool = False
+    layers: frozenset[int] | None = None
+    is_buffer: bool = False
+    dtype: Literal["model", "float32"] = "model"
+
+    def has_layer(self, layer: int) -> bool:
+        """Return whether a layer has this parameter. Outside of layers, `layer` is -1."""
+        return layer < 0 or self.layers is None or layer in self.layers
+
+    def resolved(self, transformer_engine: bool) -> Rule:
+        """Return the rule of this parameter in one kind of layers: Transformer Engine's, or Megatron's own."""
+        variant = self.transformer_engine
+        if variant is None or not transformer_engine:
+            return replace(self, transformer_engine=None)
+        dim = None if variant.is_replicated else self.dim
+        return replace(self, parameter=variant.parameter, dim=dim, transformer_engine=None)
+
+
+def overlap(first: Rule, second: Rule) -> bool:
+    """Return whether some layer has the parameters of both rules."""
+    if first.layers is None or second.layers is None:
+        return True
+    return bool(first.layers & second.layers)
 
 
 def _whole(tensor: str, shape: tuple[int, ...], dim: int) -> tuple[Segment, ...]:
@@ -62,7 +97,8 @@ def replicated(
     transformer_engine: str | None = None,
 ) -> Rule:
     """Return the rule of a parameter replicated on all tensor-parallel ranks."""
-    return Rule(parameter, place, ((tensor, shape),), None, (_whole(tensor, shape, 0),), False, transformer_engine)
+    variant = Variant(transformer_engine) if transformer_engine else None
+    return Rule(parameter, place, ((tensor, shape),), None, (_whole(tensor, shape, 0),), False, variant)
 
 
 def row(parameter: str, tensor: str, shape: tuple[int, int]) -> Rule:
@@ -107,7 +143,7 @@ def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, feat
 
 
 def with_experts(dense: tuple[Rule, ...], model: ModelShape) -> tuple[Rule, ...]:
-    """Return a dense family's rules with a router and experts in place of the feed-forward layer.
+    """Return a dense family's rules with a router and experts in the feed-forward layers that have them.
 
     Each expert is a parameter of its own, both in the local spec's sequence of experts and in Transformer Engine's
     grouped layers. The norm before a router is never fused.
@@ -115,19 +151,54 @@ def with_experts(dense: tuple[Rule, ...], model: ModelShape) -> tuple[Rule, ...]
     mlp, theirs = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
     hidden, channels = model.hidden_size, model.moe_intermediate_size
     gate, up, down = (theirs + f"experts.{{expert}}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
+    routed = model.layers_where(lambda kind: kind.has_experts)
+    others = model.layers_where(lambda kind: not kind.has_experts)
 
     def expert(rule: Rule, layer: str) -> Rule:
-        return replace(rule, is_expert=True, transformer_engine=f"{mlp}experts.{layer}.weight{{expert}}")
+        variant = Variant(f"{mlp}experts.{layer}.weight{{expert}}")
+        return replace(rule, is_expert=True, transformer_engine=variant, layers=routed)
 
     first, second = (f"{mlp}experts.local_experts.{{expert}}.linear_fc{i}.weight" for i in (1, 2))
+    feed_forward = tuple(rule for rule in dense if rule.parameter.startswith(mlp))
+    norm = next(rule for rule in dense if "pre_mlp_layernorm" in rule.parameter)
     return (
-        *(
-            # A router reads the norm's output too, so no linear layer can absorb the norm.
-            replace(rule, transformer_engine=None) if "pre_mlp_layernorm" in rule.parameter else rule
-            for rule in dense
-            if not rule.parameter.startswith(mlp)
-        ),
-        replicated(mlp + "router.weight", theirs + "gate.weight", (model.num_experts, hidden)),
+        *(rule for rule in dense if rule not in feed_forward and rule is not norm),
+        *(replace(rule, layers=others) for rule in (norm, *feed_forward) if others != frozenset()),
+        # A router reads the norm's output too, so no linear layer can absorb the norm.
+        replace(norm, transformer_engine=None, layers=routed),
+        replace(replicated(mlp + "router.weight", theirs + "gate.weight", (model.num_experts, hidden)), layers=routed),
         expert(gate_up(first, gate, up, (channels, hidden)), "linear_fc1"),
         expert(row(second, down, (hidden, channels)), "linear_fc2"),
     )
+
+
+def with_shared_expert(rules: tuple[Rule, ...], model: ModelShape, theirs: str) -> tuple[Rule, ...]:
+    """Return rules with a shared expert in the layers with experts, if the model has one.
+
+    `theirs` is the checkpoint's name of it: `shared_expert` or `shared_experts`.
+    """
+    hidden, shared = model.hidden_size, model.shared_intermediate_size
+    if not shared:
+        return rules
+    here, there = "decoder.layers.{layer}.mlp.shared_experts.", "model.layers.{layer}.mlp." + theirs
+    gate, up, down = (f"{there}.{kind}_proj.weight" for kind in ("gate", "up", "down"))
+    added = (
+        gate_up(here + "linear_fc1.weight", gate, up, (shared, hidden)),
+        row(here + "linear_fc2.weight", down, (hidden, shared)),
+    )
+    if model.router and model.router.has_shared_gate:
+        # The shared expert's gate is a single row, replicated by Megatron-Core 0.16.1 on all ranks.
+        added = (replicated(here + "gate_weight", there + "_gate.weight", (1, hidden)), *added)
+    routed = model.layers_where(lambda kind: kind.has_experts)
+    return (*rules, *(replace(rule, layers=routed) for rule in added))
+
+
+def expert_bias(model: ModelShape) -> Rule:
+    """Return the rule of the router's bias: a float32 buffer in Megatron, added to the scores for the choice alone."""
+    here, there = (
+        "decoder.layers.{layer}.mlp.router.expert_bias",
+        "model.layers.{layer}.mlp.gate.e_score_correction_bias",
+    )
+    rule = replicated(here, there, (model.num_experts,))
+    routed = model.layers_where(lambda kind: kind.has_experts)
+    return replace(rule, layers=routed, is_buffer=True, dtype="float32")

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from math import lcm
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from megarl.config.override import overridden
 from megarl.families import FAMILIES
 from megarl.families.config_values import COPY_AGAIN, flag, mapping, positive, shown, size
+from megarl.families.parts import GroupedQuery, LayerKind, Router
 from megarl.families.published import PUBLISHED, published_name
-from megarl.families.rotary import Rotary, read_rotary
+from megarl.families.rotary import Rotary
 from megarl.files.model_folder import missing_folder, read_object
 from megarl.types import DataError
 
@@ -23,37 +24,85 @@ VALUE_HEAD = "ForSequenceClassification"
 
 @dataclass(frozen=True, slots=True)
 class ModelShape:
-    """A model's sizes and architectural options."""
+    """A model's sizes and architectural options. Parts that a family lacks are None."""
 
     family: str
     hidden_size: int
     intermediate_size: int
+    """Intermediate size of the dense feed-forward layers."""
     num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
     vocab_size: int
     tie_word_embeddings: bool
-    qkv_bias: bool
-    qk_norm: bool
     norm_epsilon: float
-    rotary: Rotary
     max_position_embeddings: int
     initializer_range: float
-    windows: tuple[int, ...] = ()
-    """Attention window of each layer in tokens, the token itself included; 0 for none. Empty: no layer has one."""
-    num_experts: int = 0
-    """Number of routed experts per layer. 0: a dense model."""
-    top_k: int = 0
-    """Number of routed experts chosen for each token. 0: a dense model."""
-    norm_topk_prob: bool = False
-    """Whether the routing weights of a token's experts are normalised to sum to one."""
-    moe_intermediate_size: int = 0
-    """Intermediate size of a routed expert."""
-    shared_intermediate_size: int = 0
-    """Intermediate size of the shared expert. 0: no shared expert."""
+    attention: GroupedQuery
+    rotary: Rotary
+    router: Router | None = None
+    kinds: tuple[LayerKind, ...] = ()
+    """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
+    num_kept_layers: int = 0
+    """Layers after the last one in the checkpoint. They are neither trained nor sampled (multi-token prediction)."""
     has_value_head: bool = False
     """Whether a value head (critic, reward model) replaces the output layer."""
+
+    @property
+    def layers(self) -> tuple[LayerKind, ...]:
+        """Return the kind of each layer."""
+        return self.kinds or (LayerKind(has_experts=self.router is not None),) * self.num_layers
+
+    @property
+    def expert_layers(self) -> tuple[int, ...]:
+        """Return the numbers, from 0, of the layers with experts."""
+        return tuple(number for number, kind in enumerate(self.layers) if kind.has_experts)
+
+    def layers_where(self, is_wanted: Callable[[LayerKind], bool]) -> frozenset[int] | None:
+        """Return the numbers, from 0, of the layers of a kind, for the rules of a page. None: all layers."""
+        found = frozenset(number for number, kind in enumerate(self.layers) if is_wanted(kind))
+        return None if len(found) == self.num_layers else found
+
+    @property
+    def windows(self) -> tuple[int, ...]:
+        """Return the attention window of each layer in tokens, 0 for none. Empty: no layer has one."""
+        windows = tuple(kind.window for kind in self.kinds)
+        return windows if any(windows) else ()
+
+    @property
+    def num_heads(self) -> int:
+        return self.attention.num_heads
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.attention.num_kv_heads
+
+    @property
+    def head_dim(self) -> int:
+        return self.attention.head_dim
+
+    @property
+    def rotary_channels(self) -> int:
+        """Return the channels of a head that are rotated."""
+        return int(self.attention.rotary_channels * self.rotary.fraction)
+
+    @property
+    def num_experts(self) -> int:
+        """Return the number of routed experts per layer with experts. 0: a dense model."""
+        return self.router.num_experts if self.router else 0
+
+    @property
+    def top_k(self) -> int:
+        """Return the number of routed experts chosen for each token. 0: a dense model."""
+        return self.router.top_k if self.router else 0
+
+    @property
+    def moe_intermediate_size(self) -> int:
+        """Return the intermediate size of a routed expert. 0: a dense model."""
+        return self.router.moe_intermediate_size if self.router else 0
+
+    @property
+    def shared_intermediate_size(self) -> int:
+        """Return the intermediate size of the shared expert. 0: no shared expert."""
+        return self.router.shared_intermediate_size if self.router else 0
 
     def with_value_head(self) -> ModelShape:
         """Return the same backbone with a value head."""
@@ -112,39 +161,20 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     has_value_head = architecture.endswith(VALUE_HEAD)
     name = _family_name(architecture)
     family = FAMILIES[name]
-    _check_supported(config, name, architecture)
-    num_heads = size(config, "num_attention_heads")
-    num_kv_heads = size(config, "num_key_value_heads", num_heads)
-    if num_heads % num_kv_heads:
-        raise DataError(
-            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}. {COPY_AGAIN}"
-        )
-    experts = _expert_sizes(config) if family.has_experts else _ExpertSizes()
-    num_layers = size(config, "num_hidden_layers")
+    _check_supported(config, architecture)
+    parts = family.read(config)
     shape = ModelShape(
         family=name,
         hidden_size=size(config, "hidden_size"),
         # Missing fields below have the defaults of transformers' configuration classes.
         intermediate_size=size(config, "intermediate_size"),
-        num_layers=num_layers,
-        num_heads=num_heads,
-        num_kv_heads=num_kv_heads,
-        # Older config.json files have no head_dim.
-        head_dim=size(config, "head_dim", size(config, "hidden_size") // num_heads),
+        num_layers=size(config, "num_hidden_layers"),
         vocab_size=size(config, "vocab_size"),
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
-        qkv_bias=family.qkv_bias,
-        qk_norm=family.qk_norm,
         norm_epsilon=positive(config, "rms_norm_eps", 1e-6),
-        rotary=read_rotary(config),
-        windows=_windows(config, name, num_layers),
         max_position_embeddings=size(config, "max_position_embeddings", 2048),
         initializer_range=positive(config, "initializer_range", 0.02),
-        num_experts=experts.num_experts,
-        top_k=experts.top_k,
-        norm_topk_prob=experts.norm_topk_prob,
-        moe_intermediate_size=experts.moe_intermediate_size,
-        shared_intermediate_size=experts.shared_intermediate_size,
+        **parts._asdict(),
     )
     return shape.with_value_head() if has_value_head else shape
 
@@ -162,7 +192,7 @@ def sizes_of(model: ModelShape, tensor: str) -> str:
     """
     names = {
         "self_attn": {"num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads},
-        "shared_expert": {"shared_expert_intermediate_size": model.shared_intermediate_size},
+        "shared_expert": {"the shared expert's intermediate size": model.shared_intermediate_size},
         "experts": {"moe_intermediate_size": model.moe_intermediate_size},
         "mlp": {"intermediate_size": model.intermediate_size},
     }
@@ -221,9 +251,8 @@ def _family_name(architecture: str) -> str:
     return name
 
 
-def _check_supported(config: Mapping[str, Any], family_name: str, architecture: str) -> None:
+def _check_supported(config: Mapping[str, Any], architecture: str) -> None:
     """Raise DataError for a config whose model would be computed differently here."""
-    family = FAMILIES[family_name]
     # transformers defaults to two labels.
     labels = len(mapping(config, "id2label")) or 2
     if architecture.endswith(VALUE_HEAD) and labels != 1:
@@ -233,52 +262,3 @@ def _check_supported(config: Mapping[str, Any], family_name: str, architecture: 
     for field in ("dtype", "torch_dtype"):
         if config.get(field) not in (None, *DTYPES):
             raise DataError(f"{field} is {shown(config[field])}; it must be one of {', '.join(DTYPES)}.")
-    for bias in ("attention_bias", "mlp_bias"):
-        if config.get(bias) and bias not in family.ignored_fields:
-            raise DataError(f"{bias} is not supported for {architecture}.")
-
-
-def _windows(config: Mapping[str, Any], family_name: str, num_layers: int) -> tuple[int, ...]:
-    """Return each layer's attention window, empty for none. Raises DataError for windows that cannot be computed."""
-    types = config.get("layer_types") or []
-    if not isinstance(types, list) or any(kind not in ("full_attention", "sliding_attention") for kind in types):
-        raise DataError(f"layer_types is {shown(types)}; supported are full_attention and sliding_attention.")
-    if types and len(types) != num_layers:
-        raise DataError(f"layer_types has {len(types)} entries for {num_layers} layers. {COPY_AGAIN}")
-    windows = FAMILIES[family_name].windows(config, num_layers)
-    if "sliding_attention" in types and not windows:
-        raise DataError("layer_types: sliding_attention is not supported without use_sliding_window in this family.")
-    if "full_attention" in types and windows:
-        raise DataError("layer_types: this family has a window in every layer; remove full_attention.")
-    return windows
-
-
-class _ExpertSizes(NamedTuple):
-    """Numbers and sizes of a model's experts, as in `ModelShape`. The defaults describe a dense model without
-    experts."""
-
-    num_experts: int = 0
-    top_k: int = 0
-    norm_topk_prob: bool = False
-    moe_intermediate_size: int = 0
-    shared_intermediate_size: int = 0
-
-
-def _expert_sizes(config: Mapping[str, Any]) -> _ExpertSizes:
-    # A family's rules place the same kind of feed-forward layer in every layer.
-    if config.get("mlp_only_layers") or config.get("decoder_sparse_step", 1) != 1:
-        raise DataError("mlp_only_layers and decoder_sparse_step are not supported; every layer must have experts.")
-    # Qwen2-MoE's rules always have QKV biases; transformers makes them optional by this field.
-    if config.get("qkv_bias") is False:
-        raise DataError("qkv_bias false is not supported.")
-    # transformers 5 writes num_local_experts for num_experts.
-    sizes = _ExpertSizes(
-        num_experts=size(config, "num_experts" if "num_experts" in config else "num_local_experts"),
-        top_k=size(config, "num_experts_per_tok"),
-        norm_topk_prob=flag(config, "norm_topk_prob"),
-        moe_intermediate_size=size(config, "moe_intermediate_size"),
-        shared_intermediate_size=size(config, "shared_expert_intermediate_size", 0),
-    )
-    if sizes.top_k > sizes.num_experts:
-        raise DataError(f"num_experts_per_tok {sizes.top_k} is more than the {sizes.num_experts} experts.")
-    return sizes

@@ -6,16 +6,41 @@ layers or in none; other arrangements are refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from megarl.families.config_values import flag, size
+from megarl.families.config_values import COPY_AGAIN, flag, shown, size
 from megarl.types import DataError
+
+Windows = Callable[[Mapping[str, Any], int], tuple[int, ...]]
+"""Function of config.json and the number of layers: each layer's attention window in tokens, empty if no layer has one.
+Raises DataError for windows that transformers and vLLM place differently."""
 
 _TRANSFORMERS_WINDOW = 4096
 """Default of `sliding_window` in transformers' configuration classes."""
 _TRANSFORMERS_FIRST = 28
 """Default of `max_window_layers` in transformers' configuration classes."""
+
+
+def read(config: Mapping[str, Any], windows: Windows) -> tuple[int, ...]:
+    """Return each layer's window by a family's function. Raises DataError if `layer_types` says something else."""
+    num_layers = size(config, "num_hidden_layers")
+    types = config.get("layer_types") or []
+    if not isinstance(types, list) or any(kind not in ("full_attention", "sliding_attention") for kind in types):
+        raise DataError(f"layer_types is {shown(types)}; supported are full_attention and sliding_attention.")
+    if types and len(types) != num_layers:
+        raise DataError(f"layer_types has {len(types)} entries for {num_layers} layers. {COPY_AGAIN}")
+    found = windows(config, num_layers)
+    if "sliding_attention" in types and not found:
+        raise DataError("layer_types: sliding_attention is not supported without use_sliding_window in this family.")
+    if "full_attention" in types and found:
+        raise DataError("layer_types: this family has a window in every layer; remove full_attention.")
+    return found
+
+
+def none(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:
+    """Return no windows: every layer attends to all earlier tokens."""
+    return ()
 
 
 def in_all_layers(config: Mapping[str, Any], num_layers: int) -> tuple[int, ...]:

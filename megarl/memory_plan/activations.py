@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megarl.config.parallel import ParallelConfig
+from megarl.families.parts import LayerKind
 from megarl.families.shape import ModelShape, padded_vocab_size
 
 FLOAT32 = 4
@@ -85,31 +86,33 @@ def widths(shape: ModelShape, layout: ParallelConfig) -> Widths:
     )
 
 
-def layer_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes that autograd saves in one layer for one row, without recomputed parts."""
+def layer_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings, kind: LayerKind) -> float:
+    """Return bytes saved by autograd in one layer of a kind for one row, without its recomputed parts."""
     attention = _attention(shape, widths(shape, layout), layout, settings)
-    feed_forward = _experts(shape, layout, settings) if shape.num_experts else _dense(shape, layout, settings)
+    feed_forward = _experts(shape, layout, settings) if kind.has_experts else _dense(shape, layout, settings)
     return attention + feed_forward
 
 
 def stage_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:
-    """Return the bytes saved on a pipeline stage at the moment of most: all rows in flight, all its layers, and the
-    head."""
-    layers = layout.layers_on_stage(shape.num_layers, stage)
+    """Return bytes saved on a pipeline stage at its fullest: all rows in flight, all its layers, and the head."""
+    kinds = [shape.layers[number] for number in layout.layers_on_stage(shape.num_layers, stage)]
     rows = rows_in_flight(layout, stage)
-    layer = layer_bytes(shape, layout, settings)
+    by_kind = {kind: layer_bytes(shape, layout, settings, kind) for kind in set(kinds)}
+    layer = max(by_kind.values())
     head = _head(shape, layout, settings) if stage == layout.pp - 1 else 0
     if settings.recomputes_layers:
         # The head's tensors are freed before the first layer is recomputed. The rotary angles of all tokens stay.
-        angles = rows * _tokens(layout, settings) * shape.head_dim * FLOAT32
+        angles = rows * _tokens(layout, settings) * shape.rotary_channels * FLOAT32
         own = _layer_input(shape, layout, settings)
         # In float32 the norm reads the layer's input in place; in other types it saves a copy.
         shared = own if settings.itemsize == FLOAT32 else 0
-        return rows * layers * own + angles + max(layer - shared, head)
+        return rows * len(kinds) * own + angles + max(layer - shared, head)
     # Only one part of one layer exists again at a time. The head's tensors are freed by then, so take the maximum.
     parts = (replace(settings, recomputed=settings.recomputed - {part}) for part in settings.recomputed)
-    again = max((layer_bytes(shape, layout, other) - layer for other in parts), default=0)
-    return rows * layers * layer + max(head, again)
+    again = max(
+        (layer_bytes(shape, layout, other, kind) - by_kind[kind] for other in parts for kind in by_kind), default=0
+    )
+    return rows * sum(by_kind[kind] for kind in kinds) + max(head, again)
 
 
 def pipeline_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:
@@ -143,14 +146,16 @@ def logits_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettin
 def backward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
     """Return the bytes of temporary gradients at the widest point of a backward pass, which is a feed-forward layer."""
     size, tokens = settings.itemsize, _tokens(layout, settings)
-    if shape.num_experts:
+    at, found = widths(shape, layout), []
+    if any(kind.has_experts for kind in shape.layers):
         routed = _routed_tokens(shape, layout, settings)
         channels = shape.moe_intermediate_size // layout.etp
-        return (
+        found.append(
             routed * (_gated(channels, settings) + 2 * shape.hidden_size) * size + 2 * tokens * shape.hidden_size * size
         )
-    at = widths(shape, layout)
-    return tokens * (_gated(at.feed_forward, settings) + 2 * at.hidden) * size
+    if not all(kind.has_experts for kind in shape.layers):
+        found.append(tokens * (_gated(at.feed_forward, settings) + 2 * at.hidden) * size)
+    return max(found)
 
 
 def forward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
@@ -158,11 +163,14 @@ def forward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSetti
     size, tokens = settings.itemsize, _tokens(layout, settings)
     residual = 2 * tokens * shape.hidden_size * size / _split(layout, settings)
     whole = tokens * shape.hidden_size * size
-    if shape.num_experts:
+    found = []
+    if any(kind.has_experts for kind in shape.layers):
         routed = _routed_tokens(shape, layout, settings)
         channels = 4 * shape.moe_intermediate_size // layout.etp
-        return residual + whole + routed * (channels + 2 * shape.hidden_size) * size
-    return residual + whole + tokens * 4 * widths(shape, layout).feed_forward * size
+        found.append(routed * (channels + 2 * shape.hidden_size) * size)
+    if not all(kind.has_experts for kind in shape.layers):
+        found.append(tokens * 4 * widths(shape, layout).feed_forward * size)
+    return residual + whole + max(found)
 
 
 def _tokens(layout: ParallelConfig, settings: PassSettings) -> int:
@@ -207,10 +215,10 @@ def _attention(shape: ModelShape, at: Widths, layout: ParallelConfig, settings: 
     if settings.spec == "transformer_engine" or layout.cp == 1 or size == FLOAT32 or is_recomputed:
         saved += tokens * fused * size
     copied = at.query if at.kv_heads > 1 and at.heads != at.kv_heads else 0
-    if shape.qk_norm:
+    if shape.attention.qk_norm:
         saved += tokens * _head_norms(at, settings, copied)
     if settings.spec == "local":
-        saved += tokens * 4 * at.head_dim * size  # Cosines and sines, for queries and for keys.
+        saved += tokens * 4 * shape.rotary_channels * size  # Cosines and sines, for queries and for keys.
     # Rotated queries and keys, and the output, which is the input of the next linear layer.
     saved += tokens * (at.query + 2 * settings.lora_rank) * size
     return saved + _core(at, layout, settings)

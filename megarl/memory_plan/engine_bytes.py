@@ -6,7 +6,8 @@ from collections import defaultdict
 from math import prod
 
 from megarl.families.shape import ModelShape, padded_vocab_size
-from megarl.reshard.layouts.vllm_computed import Stack, VllmLayouts
+from megarl.families.stacks import Stack
+from megarl.reshard.layouts.vllm_computed import VllmLayouts
 
 BLOCK_TOKENS = {"cpu": 32, "cuda": 16}
 """Tokens in one block of the KV cache, as set when the engine starts."""
@@ -15,8 +16,8 @@ BATCHED_TOKENS = {"cpu": 8192, "cuda": 16384}
 
 
 QUANTISED_BLOCK = 128
-"""Rows and columns of a block with one scale, under `rollout.quantization: fp8`."""
-_SCALE_BYTES = 4
+"""Rows and columns sharing a scale under `rollout.quantization: fp8`."""
+_SCALE_BYTES = _FLOAT32_BYTES = 4
 _QUANTISING_BYTES = 8
 """Bytes per number that vLLM uses while it quantises a 16-bit linear layer in blocks."""
 
@@ -25,15 +26,15 @@ def engine_weights(layouts: VllmLayouts, rank: int, itemsize: int, quantization:
     """Return the bytes of the engine's parameters on a rank, with scales of FP8 weights and rotary embeddings."""
     model = layouts.model
     # vLLM stores cosines and sines for all positions, half of the head's channels each.
-    rotary = model.max_position_embeddings * model.head_dim * itemsize
+    rotary = model.max_position_embeddings * model.rotary_channels * itemsize
     if quantization == "none":
-        return layouts.numel_on(rank) * itemsize + rotary
+        return layouts.bytes_on(rank, itemsize) + rotary
     total = rotary
     for stack, shape, count in layouts.stacks_on(rank):
         if _is_quantised(stack):
             total += count * _quantised_bytes(stack, shape, quantization == "fp8")
         else:
-            total += count * prod(shape) * itemsize
+            total += count * prod(shape) * (itemsize if stack.dtype == "model" else _FLOAT32_BYTES)
     return total
 
 
@@ -50,6 +51,7 @@ def unquantised_bytes(layouts: VllmLayouts, rank: int, itemsize: int, *, bucket_
         if _is_quantised(stack):
             # Both matrices of a layer's experts are quantised together, so they count as one module.
             name = "experts" if stack.stacks_experts else stack.storage
+            # In a model with both kinds of feed-forward layers, `count` is below the number of layers.
             modules[name] += prod(_padded(stack, shape)) * count // layouts.model.num_layers
     layer = sum(modules.values())
     whole = layer * layouts.model.num_layers
@@ -87,10 +89,9 @@ def _rounded(size: int) -> int:
 
 
 def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize: int) -> int:
-    """Return the bytes of one KV cache block on a rank, over all layers, with `itemsize` bytes per number."""
-    # With more ranks than key-value heads, each rank holds a copy of one head. Factor 2: keys and values.
-    heads = max(1, model.num_kv_heads // tp)
-    return 2 * block_tokens * model.num_layers * heads * model.head_dim * itemsize
+    """Return bytes of one KV cache block on a rank for all layers, with `itemsize` bytes a number."""
+    layers = sum(kind.mixer == "attention" for kind in model.layers)
+    return block_tokens * layers * model.attention.cached_numbers(tp) * itemsize
 
 
 def cache_bytes(asked: int, block_bytes: int) -> int:
@@ -105,9 +106,10 @@ def step_bytes(model: ModelShape, tp: int, *, batched_tokens: int, max_requests:
     the model returns them, in float32, and as probabilities.
     """
     channels = (model.num_heads + 2 * model.num_kv_heads) * model.head_dim // tp
-    feed_forward = 3 * model.intermediate_size // tp
-    if model.num_experts:
-        feed_forward = model.top_k * (3 * model.moe_intermediate_size // tp + 2 * model.hidden_size)
+    # The widest feed-forward layer counts.
+    dense = 3 * model.intermediate_size // tp
+    routed = model.top_k * (3 * model.moe_intermediate_size // tp + 2 * model.hidden_size)
+    feed_forward = max(routed if kind.has_experts else dense for kind in set(model.layers))
     layer = batched_tokens * (3 * model.hidden_size + max(channels, feed_forward)) * itemsize
     rows = padded_vocab_size(model.vocab_size, 1)
     sampler = max_requests * rows * (itemsize + 3 * 4)

@@ -14,6 +14,8 @@ from megatron.core.transformer import TransformerConfig
 
 from megarl.config.library_settings import without_effect
 from megarl.config.parallel import ParallelConfig
+from megarl.families import FAMILIES
+from megarl.families.parts import Router
 from megarl.families.shape import ModelShape
 from megarl.files.nearest import nearest
 from megarl.platform import transformer_engine
@@ -71,8 +73,8 @@ def transformer_config(
         settings |= {"recompute_granularity": "selective", "recompute_modules": list(recompute_modules)}
     elif recompute == "full":
         settings |= {"recompute_granularity": "full", "recompute_method": "uniform", "recompute_num_layers": 1}
-    if shape.num_experts:
-        settings |= _expert_settings(shape, layout) | {"moe_enable_routing_replay": router_replay}
+    if shape.router:
+        settings |= _expert_settings(shape.router, shape, layout) | {"moe_enable_routing_replay": router_replay}
         if moe_dispatcher == "flex" and layout.etp * layout.ep > 1:
             settings |= {"moe_token_dispatcher_type": "flex"}
         # A balancing loss changes the policy's gradient, so it is off unless a coefficient is set.
@@ -154,16 +156,27 @@ def _fused_expert_kernels(router_replay: bool) -> dict[str, bool]:
     }
 
 
-def _expert_settings(shape: ModelShape, layout: ParallelConfig) -> dict[str, Any]:
+def _expert_settings(router: Router, shape: ModelShape, layout: ParallelConfig) -> dict[str, Any]:
+    # A list of layers makes Megatron-Core's checkpoints non-homogeneous, so models with experts everywhere have none.
+    is_mixed = len(shape.expert_layers) < shape.num_layers
+    has_groups, is_sigmoid = router.num_groups > 1, router.score == "sigmoid"
     return {
-        "num_moe_experts": shape.num_experts,
-        "moe_router_topk": shape.top_k,
-        "moe_ffn_hidden_size": shape.moe_intermediate_size,
+        "moe_layer_freq": [int(kind.has_experts) for kind in shape.layers] if is_mixed else 1,
+        "moe_router_num_groups": router.num_groups if has_groups else None,
+        "moe_router_group_topk": router.top_groups if has_groups else None,
+        "num_moe_experts": router.num_experts,
+        "moe_router_topk": router.top_k,
+        "moe_ffn_hidden_size": router.moe_intermediate_size,
         # Without normalisation over the chosen experts, the softmax ran over all experts, before the choice.
-        "moe_router_pre_softmax": not shape.norm_topk_prob,
+        "moe_router_pre_softmax": not is_sigmoid and not router.norm_topk_prob,
+        "moe_router_score_function": router.score,
+        "moe_router_enable_expert_bias": router.has_bias,
+        # Megatron-Core 0.16.1 would move the biases in every update. The engine and old log-probs need them fixed.
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": router.scale if router.scale != 1.0 else None,
         "moe_router_dtype": "fp32",
-        "moe_shared_expert_intermediate_size": shape.shared_intermediate_size or None,
-        "moe_shared_expert_gate": shape.shared_intermediate_size > 0,
+        "moe_shared_expert_intermediate_size": router.shared_intermediate_size or None,
+        "moe_shared_expert_gate": router.has_shared_gate,
         "moe_grouped_gemm": uses_transformer_engine(),
         # For the dispatcher `flex`. Megatron-Core 0.16.1 no longer selects DeepEP by its own flag.
         "moe_flex_dispatcher_backend": "deepep",
@@ -174,6 +187,7 @@ def _expert_settings(shape: ModelShape, layout: ParallelConfig) -> dict[str, Any
 
 
 def _model_settings(shape: ModelShape) -> dict[str, Any]:
+    attention = shape.attention
     scale = shape.rotary.attention_factor
     # YaRN multiplies cosines and sines of queries and keys by its attention factor. Scaling the scores is the same, and
     # Transformer Engine's fused kernel for packed rows ignores Megatron's own factor (Megatron-Core 0.16.1).
@@ -189,13 +203,14 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
             "num_query_groups": shape.num_kv_heads,
             "kv_channels": shape.head_dim,
             "add_bias_linear": False,
-            "add_qkv_bias": shape.qkv_bias,
-            "qk_layernorm": shape.qk_norm,
+            "add_qkv_bias": attention.qkv_bias,
+            "qk_layernorm": attention.qk_norm,
             "normalization": "RMSNorm",
             "layernorm_epsilon": shape.norm_epsilon,
             "gated_linear_unit": True,
             "activation_func": F.silu,
         }
+        | dict(FAMILIES[shape.family].settings(shape))
     )
 
 

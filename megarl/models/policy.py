@@ -10,81 +10,17 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.models.gpt.gpt_layer_specs import (
-    get_gpt_layer_local_spec,
-    get_gpt_layer_with_transformer_engine_spec,
-)
 from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
-from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
-from torch import Tensor, nn
+from torch import Tensor
 
 from megarl.families.shape import ModelShape, padded_vocab_size
-from megarl.models.attention import PackedAttention, PackedRow
+from megarl.models.attention import PackedRow
 from megarl.models.configuration import uses_transformer_engine
-from megarl.models.expert_balance import UpdateRouter, needs_update_router
+from megarl.models.layer_specs import block_spec, has_router
 from megarl.models.logprobs import Support, vocab_parallel_logprobs
 from megarl.models.rotary import frequencies
-
-
-class RMSNorm(nn.Module):
-    """y = x / rms(x) * weight over the last dimension (arXiv:1910.07467, eq. 4), computed in float32.
-
-    Under sequence parallelism each tensor-parallel rank normalises its own tokens. The weight's attribute
-    `sequence_parallel` makes Megatron sum its gradient over these ranks. Megatron-Core 0.16.1's own norm for the local
-    spec supports no sequence parallelism.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Megatron marks parameters by attributes that torch does not declare.
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return normed.to(x.dtype) * self.weight
-
-
-def layer_spec(config: TransformerConfig, vp_stage: int | None) -> Any:
-    """Return Transformer Engine's layer spec if it can be used, else Megatron's local one.
-
-    The local spec gets this package's norm and attention. Routers with balancing losses or noise are replaced by
-    `UpdateRouter`.
-    """
-    if uses_transformer_engine():
-        layer = get_gpt_layer_with_transformer_engine_spec(
-            num_experts=config.num_moe_experts,
-            moe_grouped_gemm=config.moe_grouped_gemm,
-            qk_layernorm=config.qk_layernorm,
-        )
-        _set_router(layer, config)
-        return layer
-    layer = get_gpt_layer_local_spec(
-        num_experts=config.num_moe_experts,
-        moe_grouped_gemm=config.moe_grouped_gemm,
-        qk_layernorm=config.qk_layernorm,
-        normalization="RMSNorm",
-    )
-    _set_router(layer, config)
-    modules: Any = layer.submodules
-    modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
-    attention = modules.self_attention.submodules
-    attention.core_attention = PackedAttention
-    if config.qk_layernorm:
-        attention.q_layernorm = attention.k_layernorm = RMSNorm
-    num_layers = get_num_layers_to_build(config, vp_stage=vp_stage)
-    # Megatron's own specs pass a norm as a class too, but its declared type is narrower.
-    norm: Any = RMSNorm
-    return TransformerBlockSubmodules(layer_specs=[layer] * num_layers, layer_norm=norm)
-
-
-def _set_router(layer: Any, config: TransformerConfig) -> None:
-    if needs_update_router(config):
-        layer.submodules.mlp.submodules.router = UpdateRouter
 
 
 def accumulate_in_main_gradients(chunk: torch.nn.Module) -> None:
@@ -123,28 +59,31 @@ class PackedModel(GPTModel):
         tp = parallel_state.get_tensor_model_parallel_world_size()
         super().__init__(
             config,
-            layer_spec(config, vp_stage),
+            block_spec(config, shape, vp_stage),
             vocab_size=padded_vocab_size(shape.vocab_size, tp),
             max_sequence_length=shape.max_position_embeddings,
             pre_process=parallel_state.is_pipeline_first_stage(ignore_virtual=False, vp_stage=vp_stage),
             post_process=parallel_state.is_pipeline_last_stage(ignore_virtual=False, vp_stage=vp_stage),
             share_embeddings_and_output_weights=shape.tie_word_embeddings,
             position_embedding_type="rope",
+            rotary_percent=shape.rotary.fraction,
             rotary_base=shape.rotary.theta,  # pyright: ignore[reportArgumentType]  (it takes a float, too)
             vp_stage=vp_stage,
         )
         if shape.rotary.scaling != "default":
-            self.rotary_pos_emb.inv_freq = frequencies(shape.rotary, shape.head_dim).to(self.rotary_pos_emb.inv_freq)
+            self.rotary_pos_emb.inv_freq = frequencies(shape.rotary, shape.rotary_channels).to(
+                self.rotary_pos_emb.inv_freq
+            )
         self.qkv_format = "thd" if uses_transformer_engine() else "packed"
 
     def replay_routes(self, routes: Tensor, layer_numbers: Sequence[int]) -> None:
         """Route the tokens of the next forward pass to these experts (router replay).
 
-        Shapes: routes int64 [tokens of this rank, layers, top_k]; layer_numbers [layers], from 0, all layers of this
-        rank, including this chunk's.
+        Shapes: routes int64 [tokens of this rank, layers, top_k]; layer_numbers [layers], from 0, all layers with
+        experts of this rank, including this chunk's.
         """
         layers: Any = self.decoder.layers
-        for layer in layers:
+        for layer in (layer for layer in layers if has_router(layer)):
             replay = layer.mlp.router.router_replay
             replay.target_topk_idx = routes[:, layer_numbers.index(layer.layer_number - 1)]
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)

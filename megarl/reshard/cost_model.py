@@ -161,16 +161,16 @@ def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
     pairs: list[list[NDArray[np.int64]]] = [[] for _ in plan.exchanged]
     turn_of = cache(partial(_turn, plan))
     missing_of, gathered_of = (cache(partial(f, plan)) for f in (_lower_bound, _gathered))
-    for _, overlap, turn, buckets in plan.steps:
-        one = turn_of(overlap, turn, len(buckets))
-        received += one.received
-        sent += one.sent
+    for tensor, overlap, turn, buckets in plan.steps:
+        one, width = turn_of(overlap, turn, len(buckets)), plan.width(tensor)
+        received += width * one.received
+        sent += width * one.sent
         copies += one.copies
-        lower_bound += missing_of(overlap)
-        gathered += gathered_of(overlap)
+        lower_bound += width * missing_of(overlap)
+        gathered += width * gathered_of(overlap)
         for bucket in buckets:
-            in_bucket[bucket, :2] += one.received[1:] / len(buckets)
-            in_bucket[bucket, 2:] += one.sent[1:] / len(buckets)
+            in_bucket[bucket, :2] += width * one.received[1:] / len(buckets)
+            in_bucket[bucket, 2:] += width * one.sent[1:] / len(buckets)
             pairs[bucket].append(one.pairs)
     size = plan.itemsize
     return Traffic(

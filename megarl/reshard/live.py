@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megarl.families import hf_tensors
+from megarl.families import float32_tensors, hf_tensors
 from megarl.families.shape import ModelShape
 from megarl.groups.cross_world import rank_in
 from megarl.groups.peer_errors import replica_collectives_marked
@@ -28,7 +28,7 @@ from megarl.reshard.layouts.vllm_quantised import QuantisedModule, is_spoilt, qu
 from megarl.reshard.plan import Plan, RankTopology, Transfer, make_plan
 from megarl.reshard.quantised import WaitingRoom
 from megarl.reshard.staging import gathered
-from megarl.reshard.transport import Transport, device_of, strided_view
+from megarl.reshard.transport import Transport, device_of, transfer_view
 from megarl.reshard.verify import checksum, verify
 from megarl.types import MegarlError
 
@@ -49,11 +49,18 @@ def record(
     refusal = ""
     try:
         if model is not None:
-            recorded = record_layout(model, {name: (size, dtype) for name, size in hf_tensors(shape).items()})
+            others = float32_dtypes(shape)
+            tensors = {name: (size, others.get(name, dtype)) for name, size in hf_tensors(shape).items()}
+            recorded = record_layout(model, tensors)
     except DirectWriteError as error:
         refusal = str(error)
     refusals = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(refusal, group)) if text]
     return (None, refusals[0]) if refusals else (recorded, "")
+
+
+def float32_dtypes(shape: ModelShape) -> dict[str, torch.dtype]:
+    """Return the dtypes of the checkpoint's tensors that are float32 in models of any dtype, by name."""
+    return dict.fromkeys(float32_tensors(shape), torch.float32)
 
 
 class Reshard:
@@ -154,7 +161,7 @@ class Reshard:
 
         def take(transfer: Transfer) -> None:
             storage = destinations[transfer.destination.storage]
-            view = strided_view(storage, transfer.destination, transfer.shape, transfer.name)
+            view = transfer_view(storage, transfer.destination, transfer, self._dtype)
             taken[transfer] = checksum(view, self._dtype)
 
         for bucket in self._plan.buckets:
@@ -219,6 +226,7 @@ class GatheredReshard:
         group: dist.ProcessGroup | None = None,
     ) -> None:
         self._parameters, self._load, self._dtype, self._group = parameters, load, dtype, group
+        self._dtypes = float32_dtypes(shape)
         num_engines = len(topology) - first_engine
         groups: list[dict[str, tuple[int, ...]]] = []
         # A full first group makes the loop open a new group for the first tensor.
@@ -257,7 +265,10 @@ class GatheredReshard:
         here = device_of(list(self._parameters.values()))
         for tensors, plan in self._groups:
             wanted = tensors if self._load is not None else {}
-            full = {name: torch.empty(size, dtype=self._dtype, device=here) for name, size in wanted.items()}
+            full = {
+                name: torch.empty(size, dtype=self._dtypes.get(name, self._dtype), device=here)
+                for name, size in wanted.items()
+            }
             transport = Transport(plan, self._parameters, full, dtype=self._dtype, group=self._group)
             for key, value in transport.reshard().items():
                 report[key] = report.get(key, 0.0) + value

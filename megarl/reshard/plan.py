@@ -44,10 +44,12 @@ class Transfer(NamedTuple):
     shape: tuple[int, ...]
     source: View
     destination: View
+    width: int = 1
 
     @property
     def numel(self) -> int:
-        return prod(self.shape)
+        """Return the size in units of the plan's item size."""
+        return prod(self.shape) * self.width
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,6 +80,8 @@ class RankPlan:
         """Number of elements, sent plus received, in this rank's largest bucket."""
         return max((sum(t.numel for t in (*b.sends, *b.receives)) for b in self.buckets), default=0)
 
+
+_FLOAT32_BYTES = 4
 
 _Copies = tuple[CopyTemplate, list[tuple[int, int]]]
 """A copy without rank numbers, and the pairs (source rank, destination rank) making it."""
@@ -131,6 +135,10 @@ class Plan:
     def num_ranks(self) -> int:
         return self._near.shape[1]
 
+    def width(self, tensor: TensorName) -> int:
+        """Return the units of the item size per element of a tensor. Sources decide: float32 ones stay exact."""
+        return max(1, _FLOAT32_BYTES // self.itemsize) if tensor.template in self.sources.float32 else 1
+
     @property
     def nodes(self) -> NDArray[np.int64]:
         """Return the node number of each rank: int64 [ranks]."""
@@ -145,7 +153,7 @@ class Plan:
         for tensor, overlap, turn, buckets in self.steps:
             if not (slices := copies_of(overlap, turn, len(buckets))):
                 continue
-            name = tensor.name
+            name, width = tensor.name, self.width(tensor)
             for bucket, copies in zip(buckets, slices, strict=True):
                 local, sends, receives = own[bucket]
                 for m, pairs in copies:
@@ -154,7 +162,7 @@ class Plan:
                     source_view = View(there, m.source_offset + shift, m.source_strides)
                     destination_view = View(here, m.destination_offset + step, m.destination_strides)
                     for source, taker in pairs:
-                        transfer = Transfer(source, taker, name, m.shape, source_view, destination_view)
+                        transfer = Transfer(source, taker, name, m.shape, source_view, destination_view, width)
                         (local if source == taker else sends if source == rank else receives).append(transfer)
         # Peers must agree on the order of elements in a message. Sorting is stable, so both keep the order of the
         # steps.
@@ -223,7 +231,7 @@ class Plan:
             key = (id(held), id(wanted))
             if key not in overlaps:
                 overlap = Overlap(tensor, held, wanted)
-                overlaps[key] = overlap, self._fit(overlap, limit)
+                overlaps[key] = overlap, self._fit(overlap, limit, self.width(tensor))
             place = count[id(held)] = count.get(id(held), -1) + 1
             rounds.setdefault((place, tensor.template), []).append((tensor, *overlaps[key]))
         staged = np.zeros(self.num_ranks, dtype=np.int64)
@@ -247,9 +255,10 @@ class Plan:
                 turn = (max(tensor.layer, 0) + tensor.expert) % overlap.turns
                 self.steps.append(Step(tensor, overlap, turn, tuple(own)))
 
-    def _fit(self, overlap: Overlap, limit: int) -> _Loads:
-        """Return upper bounds of the elements that each rank sends and receives per slice of a tensor, and the number
-        of slices.
+    def _fit(self, overlap: Overlap, limit: int, width: int) -> _Loads:
+        """Return upper bounds of the units staged by each rank per slice of a tensor, and the number of slices.
+
+        An element takes `width` units.
         """
         reach = [self._reach(route.holders, route.takers) for route in overlap.routes]
         if not any(reach) and not self._bounds_local:
@@ -259,7 +268,7 @@ class Plan:
             load = np.zeros(self.num_ranks, dtype=np.int64)
             for route, most in zip(overlap.routes, reach, strict=True):
                 if most or self._bounds_local:
-                    numel = sum(region.staged(num_slices) for region in route.regions)
+                    numel = width * sum(region.staged(num_slices) for region in route.regions)
                     load[np.asarray(route.holders)] += most * numel
                     load[np.asarray(route.takers)] += numel
             largest = int(load.max())

@@ -118,7 +118,7 @@ class Transport:
         self._device = device_of([*sources.values(), *destinations.values()])
         is_shared = is_exchanged and is_one_machine(shared_memory and self._device.type == "cpu", group)
         self._slots = SharedSlots(plan, dtype, group) if is_shared else OwnSlots(plan, dtype, self._device, group)
-        self._steps = list(_bind(plan, sources, destinations, self._slots))
+        self._steps = list(_bind(plan, sources, destinations, self._slots, dtype))
         count = {
             "local": sum(t.numel for b in plan.buckets for t in b.local),
             "sent": sum(t.numel for b in plan.buckets for t in b.sends),
@@ -197,16 +197,42 @@ def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -
     return storage.detach().as_strided(shape, view.strides, storage.storage_offset() + view.offset)
 
 
+def transfer_view(storage: Tensor, view: View, transfer: Transfer, dtype: torch.dtype) -> Tensor:
+    """Return one end of a transfer, sharing the memory of `storage` [*any]: [*shape], or [*shape, width] as bits.
+
+    Elements wider than `dtype`, the plan's, travel as several of its units. Raises ValueError like `strided_view`, and
+    for a storage with narrower elements: float32 values are never rounded on their way.
+    """
+    width = transfer.width
+    if width == 1:
+        return strided_view(storage, view, transfer.shape, transfer.name)
+    if storage.itemsize != dtype.itemsize * width:
+        raise ValueError(
+            f"{transfer.name}: storage {view.storage} is {storage.dtype}, but this tensor is float32 in models of any "
+            "dtype; rounding it would change the model"
+        )
+    units = View(view.storage, view.offset * width, (*(stride * width for stride in view.strides), 1))
+    return strided_view(storage.detach().flatten().view(dtype), units, (*transfer.shape, width), transfer.name)
+
+
 def _bind(
-    plan: RankPlan, sources: Mapping[str, Tensor], destinations: Mapping[str, Tensor], slots: OwnSlots | SharedSlots
+    plan: RankPlan,
+    sources: Mapping[str, Tensor],
+    destinations: Mapping[str, Tensor],
+    slots: OwnSlots | SharedSlots,
+    dtype: torch.dtype,
 ) -> Iterator[_Step]:
     """Yield each bucket of the plan with views of its tensors and staging memory."""
 
     def source(t: Transfer) -> Tensor:
-        return strided_view(_storage(sources, t.source.storage), t.source, t.shape, t.name)
+        return transfer_view(_storage(sources, t.source.storage), t.source, t, dtype)
 
     def destination(t: Transfer) -> Tensor:
-        return strided_view(_storage(destinations, t.destination.storage), t.destination, t.shape, t.name)
+        return transfer_view(_storage(destinations, t.destination.storage), t.destination, t, dtype)
+
+    def message(slot: Tensor, start: int, t: Transfer) -> Tensor:
+        shape = t.shape if t.width == 1 else (*t.shape, t.width)
+        return slot.narrow(0, start, t.numel).view(shape)
 
     exchange = 0
     for bucket in plan.buckets:
@@ -219,14 +245,14 @@ def _bind(
         outgoing, messages = slots.of(exchange)
         start = 0
         for t in bucket.sends:
-            pack.add(outgoing.narrow(0, start, t.numel).view(t.shape), source(t))
+            pack.add(message(outgoing, start, t), source(t))
             start += t.numel
         # The elements of one sender follow each other in the order of the plan, on both sides.
         starts = [0] * plan.num_ranks
         for t in bucket.receives:
             start = starts[t.source_rank]
             starts[t.source_rank] += t.numel
-            unpack.add(destination(t), messages[t.source_rank].narrow(0, start, t.numel).view(t.shape))
+            unpack.add(destination(t), message(messages[t.source_rank], start, t))
         yield _Step(local, pack, unpack, exchange)
         exchange += 1
 

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.groups import cross_world, signed
 from megarl.reshard.plan import RankPlan, Transfer
-from megarl.reshard.transport import device_of, strided_view
+from megarl.reshard.transport import device_of, transfer_view
 from megarl.types import MegarlError
 
 # Checksums need int64 copies of the elements: chunks of 1 Mi elements limit this to 16 MiB. The radix is Knuth's
@@ -77,12 +77,12 @@ def copy_checksums(
     """
 
     def at_source(t: Transfer) -> Tensor:
-        return checksum(strided_view(sources[t.source.storage], t.source, t.shape, t.name), dtype)
+        return checksum(transfer_view(sources[t.source.storage], t.source, t, dtype), dtype)
 
     def at_destination(t: Transfer) -> Tensor:
         if taken is not None and t in taken:
             return taken[t]
-        return checksum(strided_view(destinations[t.destination.storage], t.destination, t.shape, t.name), dtype)
+        return checksum(transfer_view(destinations[t.destination.storage], t.destination, t, dtype), dtype)
 
     device = device_of([*sources.values(), *destinations.values()])
     local = [t for bucket in plan.buckets for t in bucket.local]

@@ -56,6 +56,11 @@ class Layouts(Sequence[Layout]):
         """All tensors that some rank stores, sorted by layer, name and expert."""
         raise NotImplementedError
 
+    @cached_property
+    def float32(self) -> frozenset[str]:
+        """Return the templates of tensors stored in float32 on all these ranks, whatever the type of the others."""
+        return frozenset()
+
     @abstractmethod
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
         """Return the stored parts of a tensor, with their ranks. All tensors of a kind share one object."""
@@ -84,6 +89,10 @@ class PlacedLayouts(Layouts):
     @cached_property
     def tensors(self) -> Sequence[TensorName]:
         return self._layouts.tensors
+
+    @cached_property
+    def float32(self) -> frozenset[str]:
+        return self._layouts.float32
 
     def __len__(self) -> int:
         return self._num_ranks

@@ -24,6 +24,7 @@ from megarl.families.shape import ModelShape
 from megarl.groups.megatron_ranks import permuted_ranks
 from megarl.models.configuration import transformer_config
 from megarl.models.expert_balance import routers_of
+from megarl.models.layer_specs import has_router
 from megarl.models.policy import PackedModel, PolicyModel, ValueModel, evaluating
 from megarl.models.teacher_student import TeacherTargets
 from megarl.platform import device
@@ -80,7 +81,7 @@ class ModelShard:
                 # Without expert parallelism, Megatron-Core 0.16.1 treats experts as replicated over the dense
                 # data-parallel ranks. This is wrong if experts have another tensor-parallel size.
                 parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  (a mark of Megatron's)
-        load_weights(self.parameters)
+        load_weights(self.tensors)
         self.expert_exchange: ExpertExchange | None = None
         """Fetches the experts that the engine chose, for router replay. None: the model's own router chooses."""
         self.target_fetcher: TargetFetcher | None = None
@@ -118,6 +119,18 @@ class ModelShard:
             chunk_prefix(index, len(self.chunks)) + name: parameter
             for index, chunk in enumerate(self.chunks)
             for name, parameter in chunk.named_parameters()
+        }
+
+    @property
+    def tensors(self) -> dict[str, Tensor]:
+        """Return parameters and saved buffers [*shape] on this rank, by their names in Megatron's layout.
+
+        Buffers are not trained, but they belong to the model: the biases of a router, for example.
+        """
+        return self.parameters | {
+            chunk_prefix(index, len(self.chunks)) + name: buffer
+            for index, chunk in enumerate(self.chunks)
+            for name, buffer in saved_buffers(chunk)
         }
 
     @property
@@ -182,9 +195,9 @@ class ModelShard:
 
     @property
     def expert_layers(self) -> list[int]:
-        """Return the numbers, from 0, of the layers on this rank."""
+        """Return the numbers, from 0, of the layers with experts on this rank."""
         layers: list[Any] = [layer for chunk in self.chunks for layer in chunk.decoder.layers]
-        return [layer.layer_number - 1 for layer in layers]
+        return [layer.layer_number - 1 for layer in layers if has_router(layer)]
 
     def _fetch_routes(self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]) -> Sequence[Tensor | None]:
         """Fetch the experts to replay for each row's tokens on this rank, int16 [tokens, own layers, top_k], or None.
@@ -333,18 +346,25 @@ class FrozenModel(ModelShard):
         with self.in_memory():
             return super().forward(rows)
 
-    def move_towards(self, parameters: Mapping[str, Tensor], share: float) -> None:
-        """Move the weights towards others: set each to share * the given one + (1 - share) * itself, computed in
-        float32.
+    def move_towards(self, tensors: Mapping[str, Tensor], share: float) -> None:
+        """Set each parameter and buffer to share * the given one + (1 - share) * itself, computed in float32.
 
-        `parameters` [*shape] belong to a model of the same shape and layout, by the same names. Source: TR-DPO
+        `tensors` [*shape] belong to a model of the same shape and layout, by the same names. Source: TR-DPO
         (Gorbatovski et al. 2024, arXiv 2404.09656, eq. 3 and 4: the soft update, and the hard one at share 1).
         """
         with torch.no_grad():
-            for name, own in self.parameters.items():
-                other = parameters[name]
+            for name, own in self.tensors.items():
+                other = tensors[name]
                 own.copy_(torch.lerp(own.to(other.device).float(), other.float(), share))
         self.has_moved = True
+
+
+def saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yield the buffers [*shape] of a model chunk that belong to its checkpoint, with their names."""
+    for prefix, module in chunk.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                yield f"{prefix}.{name}".lstrip("."), buffer
 
 
 def _host_copy(values: Tensor) -> Tensor:

@@ -66,13 +66,13 @@ class MergedWeights:
     weight is never written. Merging needs no other rank: adapters are split like their weights.
     """
 
-    def __init__(self, chunks: Sequence[nn.Module], parameters: Mapping[str, Tensor]) -> None:
+    def __init__(self, chunks: Sequence[nn.Module], tensors: Mapping[str, Tensor]) -> None:
         self._adapters: dict[str, tuple[Adapter, Tensor]] = {}
         for index, name, adapter in adapters_of(chunks):
             weight = (chunk_prefix(index, len(chunks)) + name).removesuffix("adapter") + "weight"
-            self._adapters[weight] = adapter, parameters[weight]
+            self._adapters[weight] = adapter, tensors[weight]
         merged = {name: torch.empty_like(weight) for name, (_, weight) in self._adapters.items()}
-        own = {name: value for name, value in parameters.items() if ".adapter." not in name}
+        own = {name: value for name, value in tensors.items() if ".adapter." not in name}
         self.weights: dict[str, Tensor] = own | merged
         self._offloadable = Offloadable(merged.values, keeps_values=False)
         self._offloadable.offload()

@@ -141,7 +141,7 @@ class TrainingEngine(ModelShard):
             self.config.no_sync_func = contexts if len(contexts) > 1 else contexts[0]
         self.balance = ExpertBalance(self.config, self.chunks)
         self.skipped_in_a_row = 0
-        self._merged = MergedWeights(self.chunks, self.parameters)
+        self._merged = MergedWeights(self.chunks, self.tensors)
         self._offloadable = {
             "parameters": Offloadable(lambda: self.parameters.values()),
             "gradients": Offloadable(self._gradients, keeps_values=False),

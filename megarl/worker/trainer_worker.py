@@ -229,7 +229,7 @@ class TrainerWorker:
     def move_reference(self) -> None:
         """Mix the policy's weights into the reference model's, in the ratio algorithm.reference_mixing."""
         assert isinstance(self.reference, FrozenModel)
-        self.reference.move_towards(self.policy.parameters, self.recipe.algorithm.reference_mixing)
+        self.reference.move_towards(self.policy.tensors, self.recipe.algorithm.reference_mixing)
 
     @contextmanager
     def _everything_saved(self) -> Iterator[dict[str, checkpoint.Model]]:
@@ -278,10 +278,10 @@ class TrainerWorker:
         layout = layout or self.layout
         layouts = self._layouts(shape, layout)
 
-        def load_weights(parameters: Mapping[str, Tensor]) -> None:
+        def load_weights(tensors: Mapping[str, Tensor]) -> None:
             # The computed layout must agree with Megatron-Core 0.16.1's real parameters before any byte is copied.
-            check_against(parameter_shapes(layouts, layout.coordinates(self.rank)), parameters)
-            safetensors.load(folder, layouts[self.rank], parameters, override=self.recipe.override_of(folder))
+            check_against(parameter_shapes(layouts, layout.coordinates(self.rank)), tensors)
+            safetensors.load(folder, layouts[self.rank], tensors, override=self.recipe.override_of(folder))
 
         with refusals_named(self.recipe.trainer.megatron):
             return kind(self.recipe, layout, shape, load_weights, replica=replica or self.replica)

@@ -24,7 +24,7 @@ from __future__ import annotations
 from megarl.families import qwen3
 from megarl.families.family import Family
 
-FAMILY = Family("ToyForCausalLM", qwen3.rules, qk_norm=True)
+FAMILY = Family("ToyForCausalLM", qwen3.FAMILY.read, qwen3.rules)
 ''',
     "an environment": '''"""A single turn that earns its length."""
 
@@ -159,7 +159,7 @@ def add(copy: Path, what: str, file: str, name: str, table_file: str) -> None:
     function = FUNCTIONS.get(what, "")
     text = text[: head.start()] + function + head[0] + f'    "{key}": {value},\n' + text[head.end() :]
     if what == "a model family":
-        text = text.replace("from megarl.families import llama,", "from megarl.families import toy, llama,")
+        text = text.replace("from megarl.families import glm4_moe,", "from megarl.families import toy, glm4_moe,")
     listed.write_text(text)
 
 

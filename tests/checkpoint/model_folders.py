@@ -13,6 +13,7 @@ from safetensors.torch import load_file, save_file
 from megarl.families import hf_tensors
 from megarl.families.shape import read_model_shape
 
+MTP = "num_nextn_predict_layers"
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 48}
 
 MODELS = [
@@ -31,13 +32,25 @@ MOE = {
 }  # fmt: skip
 
 
+GLM = {
+    "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1, "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 1, "num_nextn_predict_layers": 1, "attention_bias": True, "use_qk_norm": True,
+}  # fmt: skip
+
+
 def random_folder(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
-    """A model folder of random bits, in two files; texts end in what a rewrite would change."""
+    """A model folder of random bits, in two files; texts end in what a rewrite would change.
+
+    A layer for multi-token prediction is there too if config.json counts one.
+    """
     folder.mkdir()
     (folder / "config.json").write_bytes(json.dumps({**config, "torch_dtype": "float32"}).encode() + b"\r\n")
     torch.manual_seed(3)
     shapes = hf_tensors(read_model_shape(folder))
     tensors = {name: torch.randn(shape).to(dtype) for name, shape in shapes.items()}
+    for layer in range(config["num_hidden_layers"], config["num_hidden_layers"] + config.get(MTP, 0)):
+        tensors[f"model.layers.{layer}.eh_proj.weight"] = torch.randn(32, 64).to(dtype)
+        tensors[f"model.layers.{layer}.mlp.gate.e_score_correction_bias"] = torch.randn(4)
     files = {
         "model-b.safetensors": list(tensors)[::3],
         "model-a.safetensors": [*list(tensors)[1::3], *list(tensors)[2::3]],

@@ -19,7 +19,16 @@ from megarl.checkpoint.safetensors import head_rows
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.testing import RankPool
 from megarl.types import ConfigError
-from tests.checkpoint.model_folders import MODELS, MOE, SIZES, assert_equal_bits, moe_folder, other_files, tensors_of
+from tests.checkpoint.model_folders import (
+    GLM,
+    MODELS,
+    MOE,
+    SIZES,
+    assert_equal_bits,
+    moe_folder,
+    other_files,
+    tensors_of,
+)
 
 
 @pytest.mark.parametrize("shape", MODELS)
@@ -155,7 +164,7 @@ def build_megatron_model(shape: ModelShape, tp: int, pp: int) -> Any:
     import torch.nn.functional as F  # noqa: N812
     from megatron.core import parallel_state
     from megatron.core.models.gpt import GPTModel
-    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_layer_local_spec
+    from megatron.core.models.gpt.gpt_layer_specs import get_gpt_decoder_block_spec, get_gpt_layer_local_spec
     from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
     from megatron.core.transformer import TransformerConfig
 
@@ -163,15 +172,27 @@ def build_megatron_model(shape: ModelShape, tp: int, pp: int) -> Any:
     model_parallel_cuda_manual_seed(1)
     experts = shape.num_experts
     moe = {"num_moe_experts": experts, "moe_ffn_hidden_size": shape.moe_intermediate_size, "moe_router_topk": 2}
+    if shape.kinds:
+        moe |= {
+            "moe_layer_freq": [int(kind.has_experts) for kind in shape.layers],
+            "moe_router_score_function": "sigmoid",
+            "moe_router_enable_expert_bias": True,
+            "moe_shared_expert_intermediate_size": shape.shared_intermediate_size,
+        }
     config = TransformerConfig(
         num_layers=shape.num_layers, hidden_size=shape.hidden_size, ffn_hidden_size=shape.intermediate_size,
         num_attention_heads=shape.num_heads, num_query_groups=shape.num_kv_heads, kv_channels=shape.head_dim,
-        add_bias_linear=False, add_qkv_bias=shape.qkv_bias, qk_layernorm=shape.qk_norm, normalization="RMSNorm",
+        add_bias_linear=False, add_qkv_bias=shape.attention.qkv_bias, qk_layernorm=shape.attention.qk_norm,
+        normalization="RMSNorm",
         layernorm_epsilon=shape.norm_epsilon, gated_linear_unit=True, activation_func=F.silu, hidden_dropout=0.0,
         attention_dropout=0.0, tensor_model_parallel_size=tp, pipeline_model_parallel_size=pp,
         pipeline_dtype=torch.float32, use_cpu_initialization=True, **(moe if experts else {}),
     )  # fmt: skip
-    spec = get_gpt_layer_local_spec(experts or None, False, qk_layernorm=shape.qk_norm, normalization="RMSNorm")
+    spec: Any = get_gpt_layer_local_spec(
+        experts or None, False, qk_layernorm=shape.attention.qk_norm, normalization="RMSNorm"
+    )
+    if shape.kinds:
+        spec = get_gpt_decoder_block_spec(config, use_transformer_engine=False, normalization="RMSNorm")
     model = GPTModel(
         config, spec, vocab_size=-(-shape.vocab_size // (128 * tp)) * 128 * tp, max_sequence_length=64,
         pre_process=parallel_state.is_pipeline_first_stage(), post_process=parallel_state.is_pipeline_last_stage(),
@@ -279,3 +300,31 @@ def test_megatron_core_reads_experts(tmp_path: Path, ranks: RankPool) -> None:
             assert torch.equal(torch.tensor(parameters[f"{here}{own}linear_fc1.weight"]), torch.cat(halves))
         for name, original in pairs.items():
             assert torch.equal(torch.tensor(parameters[here + name]), tensors[there + original]), name
+
+
+def test_megarl_and_megatron_core_agree_on_layers_of_two_kinds(tmp_path: Path, ranks: RankPool) -> None:
+    """A dense layer, then one with experts: Megatron-Core's keys have the layer's number. A bias is its buffer."""
+    source = moe_folder(tmp_path / "source", "Glm4Moe", **GLM)
+    done = to_megatron(source, tmp_path / "megatron", tp=2, pp=2, ep=2, verify=True)
+    assert done.num_kept == 2
+    (result,) = ranks.run(read_experts_with_megatron, str(source), str(tmp_path / "megatron" / "release"), world_size=1)
+    assert result["unexpected"] == []
+    assert result["missing"] == ["decoder.layers.1.pre_mlp_layernorm.weight"]
+    tensors, parameters = tensors_of(source), result["parameters"]
+    pairs = {
+        "0.pre_mlp_layernorm.weight": "0.post_attention_layernorm.weight",
+        "1.pre_mlp_layernorm.weight": "1.post_attention_layernorm.weight",
+        "0.mlp.linear_fc2.weight": "0.mlp.down_proj.weight",
+        "1.mlp.router.weight": "1.mlp.gate.weight",
+        "1.mlp.router.expert_bias": "1.mlp.gate.e_score_correction_bias",
+        "1.mlp.shared_experts.linear_fc2.weight": "1.mlp.shared_experts.down_proj.weight",
+        "1.mlp.experts.local_experts.3.linear_fc2.weight": "1.mlp.experts.3.down_proj.weight",
+    }
+    for here, there in pairs.items():
+        own = torch.tensor(parameters[f"decoder.layers.{here}"])
+        assert torch.equal(own, tensors[f"model.layers.{there}"]), here
+    # Tensors of the layer for multi-token prediction return too, byte for byte.
+    assert to_hf(tmp_path / "megatron", tmp_path / "hf", verify=True).num_kept == 2
+    assert_equal_bits(tensors_of(source), tensors_of(tmp_path / "hf"))
+    index = json.loads((tmp_path / "hf" / "model.safetensors.index.json").read_text())
+    assert index["weight_map"].keys() == tensors.keys()

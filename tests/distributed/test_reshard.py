@@ -30,6 +30,7 @@ MODELS = {
     "mistral kv above tp, untied": {"family": "mistral", "num_kv_heads": 4, "tie_word_embeddings": False},
     "qwen3_moe": {"family": "qwen3_moe", "num_kv_heads": 2},
     "qwen2_moe": {"family": "qwen2_moe", "num_kv_heads": 2},
+    "glm4_moe": {"family": "glm4_moe", "num_kv_heads": 2, "tie_word_embeddings": False},
 }
 CASES = [
     pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2), "qwen3 kv below tp, tied, odd vocabulary"),
@@ -54,11 +55,13 @@ CASES = [
     pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2, rollout_ep=True), "qwen3_moe"),
     pytest.param(ParallelConfig(tp=2, pp=2, dp=1, rollout_tp=2, etp=2, vpp=2, rollout_ep=True), "qwen3_moe"),
     pytest.param(ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=2, ep=2), "qwen2_moe"),
+    pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2), "glm4_moe"),
+    pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1, ep=2), "glm4_moe"),
 ]
 
 
-def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: str) -> list[str]:
-    """One update on random tokens, one reshard; the names of live parameters that differ from the loader's."""
+def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: str, num_updates: int = 1) -> list[str]:
+    """Updates on random tokens, each with a reshard; the names of live parameters that differ from the loader's."""
     import torch
     import torch.distributed as dist
     from safetensors.torch import load_file
@@ -69,11 +72,12 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: 
     worker = Worker(dist.get_rank(), layout.world_size, recipe, layout, [("here",)] * layout.world_size)
     assert worker.engine and worker.copier and isinstance(worker.copier.resharding, Reshard)
     assert worker.copier.resharding.is_computed, "vLLM's layout is not as computed"
-    update(worker, layout)
     live = dict(worker.engine.model.named_parameters())
     before = {name: parameter.detach().clone() for name, parameter in live.items()}
     addresses = {name: parameter.data_ptr() for name, parameter in live.items()}
-    worker.reshard(True, worker.weight_version + 1)
+    for _ in range(num_updates):
+        update(worker, layout)
+        worker.reshard(True, worker.weight_version + 1)
     written = {name: parameter.detach().clone() for name, parameter in live.items()}
     assert any(not torch.equal(before[name], written[name]) for name in live), "the update changed nothing"
     assert addresses == {name: parameter.data_ptr() for name, parameter in worker.engine.model.named_parameters()}
@@ -81,7 +85,8 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: 
     with torch.no_grad():
         for parameter in live.values():
             parameter.fill_(float("nan"))
-    worker.engine.model.load_weights(load_file(f"{exported}/model.safetensors").items())
+    files = sorted(Path(exported).glob("*.safetensors"))
+    worker.engine.model.load_weights(pair for file in files for pair in load_file(file).items())
     different = [name for name, parameter in live.items() if not torch.equal(parameter, written[name])]
     worker.close()
     return different

@@ -99,7 +99,9 @@ def test_the_fields_that_others_decide_are_listed(config: Callable[..., Any], ti
     experts = read_model_shape(tiny_model(family="qwen3_moe", num_layers=2, num_kv_heads=2))
     set_here = _model_settings(dense) | _split_settings(layout, torch.float32, False)
     assert {*set_here, "pipeline_model_parallel_layout"} == decided("megatron").keys()
-    assert {*_expert_settings(experts, layout), "moe_enable_routing_replay"} == decided("experts").keys()
+    assert experts.router is not None
+    of_experts = _expert_settings(experts.router, experts, layout)
+    assert {*of_experts, "moe_enable_routing_replay"} == decided("experts").keys()
 
 
 def test_products_in_fp8_are_scaled_by_blocks(tiny_model: Callable[..., Path]) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import Any
@@ -14,28 +13,13 @@ from hypothesis import strategies as st
 
 from megarl.config.parallel import ParallelConfig
 from megarl.families import FAMILIES, hf_tensors
-from megarl.families.rotary import Rotary
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.cost_model import count
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import Plan, Transfer, make_plan
-
-
-def model_shape(family: str = "qwen3", **sizes: object) -> ModelShape:
-    base = ModelShape(
-        family=family, hidden_size=8, intermediate_size=16, num_layers=4, num_heads=8, num_kv_heads=2, head_dim=4,
-        vocab_size=37, tie_word_embeddings=False, qkv_bias=family.startswith("qwen2"),
-        qk_norm=family.startswith("qwen3"), norm_epsilon=1e-6, rotary=Rotary(1e4),
-        max_position_embeddings=64, initializer_range=0.02,
-    )  # fmt: skip
-    if family.endswith("_moe"):
-        shared = 8 if family == "qwen2_moe" else 0
-        base = dataclasses.replace(
-            base, num_experts=8, top_k=2, moe_intermediate_size=8, shared_intermediate_size=shared
-        )
-    return dataclasses.replace(base, **sizes)
+from tests.shapes import small_shape
 
 
 def full_tensors(model: ModelShape) -> dict[str, np.ndarray]:
@@ -65,19 +49,25 @@ def engine_parameters(
     held["model.norm.weight"] = tensors["model.norm.weight"]
     if not model.tie_word_embeddings:
         held["lm_head.weight"] = padded(tensors["lm_head.weight"])
-    for layer in (f"model.layers.{i}." for i in range(model.num_layers)):
-        for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
+    for number, kind_of_layer in enumerate(model.layers):
+        layer = f"model.layers.{number}."
+        for kind in ("weight", "bias") if model.attention.qkv_bias else ("weight",):
             q, k, v = (tensors[f"{layer}self_attn.{x}_proj.{kind}"] for x in "qkv")
             rows = slice(first_kv * width, (first_kv + kv_heads) * width)
             own = q[rank * heads * width : (rank + 1) * heads * width]
             held[f"{layer}self_attn.qkv_proj.{kind}"] = np.concatenate([own, k[rows], v[rows]])
         held[layer + "self_attn.o_proj.weight"] = part(tensors[layer + "self_attn.o_proj.weight"], 1)
         copies = ["input_layernorm", "post_attention_layernorm"]
-        copies += ["self_attn.q_norm", "self_attn.k_norm"] if model.qk_norm else []
+        copies += ["self_attn.q_norm", "self_attn.k_norm"] if model.attention.qk_norm else []
         dense = "mlp"
-        if model.num_experts:
-            copies, dense = [*copies, "mlp.gate"], "mlp.shared_expert" if model.shared_intermediate_size else None
-            copies += ["mlp.shared_expert_gate"] if dense else []
+        if kind_of_layer.has_experts:
+            is_glm = model.family == "glm4_moe"
+            shared = "mlp.shared_experts" if is_glm else "mlp.shared_expert"
+            copies, dense = [*copies, "mlp.gate"], shared if model.shared_intermediate_size else None
+            copies += ["mlp.shared_expert_gate"] if dense and not is_glm else []
+            if is_glm:
+                bias = layer + "mlp.gate.e_score_correction_bias"
+                held[bias] = tensors[bias]
             # Contiguous runs, the first ranks hold one more.
             local = np.array_split(np.arange(model.num_experts), tp)[rank] if ep else range(model.num_experts)
             whole = (lambda x, dim=0: x) if ep else part
@@ -239,7 +229,7 @@ def layout(tp: int = 1, pp: int = 1, dp: int = 1, rollout_tp: int = 1, **sizes: 
     ],
 )
 def test_engines_get_every_element_once(family: str, tied: bool, parallel: ParallelConfig) -> None:
-    model = model_shape(family, num_layers=parallel.pp * parallel.vpp, tie_word_embeddings=tied)
+    model = small_shape(family, num_layers=parallel.pp * parallel.vpp, tie_word_embeddings=tied)
     reshard_case(model, parallel, te=tied)
 
 
@@ -264,7 +254,13 @@ def test_any_shape_and_layout(data: st.DataObject) -> None:
     widest = max(tp, rollout_tp, kv_heads)
     family = data.draw(st.sampled_from(sorted(FAMILIES)))
     moe = family.endswith("_moe")
-    model = model_shape(
+    routed: dict[str, Any] = {}
+    if moe:
+        routed["num_experts"] = max(ep, rollout_tp) * one_of([1, 2, 3])
+        routed["moe_intermediate_size"] = 4 * data.draw(st.integers(1, 3))
+    if family in ("qwen2_moe", "glm4_moe"):
+        routed["shared_intermediate_size"] = widest * 2
+    model = small_shape(
         family,
         num_kv_heads=kv_heads,
         num_heads=widest * one_of([1, 2, 3]),
@@ -274,9 +270,7 @@ def test_any_shape_and_layout(data: st.DataObject) -> None:
         num_layers=pp * parallel.vpp * one_of([1, 2]),
         vocab_size=data.draw(st.integers(1, 200)),
         tie_word_embeddings=data.draw(st.booleans()),
-        num_experts=max(ep, rollout_tp) * one_of([1, 2, 3]) if moe else 0,
-        moe_intermediate_size=4 * data.draw(st.integers(1, 3)) if moe else 0,
-        shared_intermediate_size=widest * 2 if family == "qwen2_moe" else 0,
+        **routed,
     )
     bucket_bytes = one_of([100, 3000, 1 << 20])
     plan = reshard_case(model, parallel, bucket_bytes, te=data.draw(st.booleans()))
@@ -286,7 +280,7 @@ def test_any_shape_and_layout(data: st.DataObject) -> None:
 
 
 def test_query_groups_become_one_copy_each() -> None:
-    plan = reshard_case(model_shape(num_kv_heads=4, num_layers=1), layout())
+    plan = reshard_case(small_shape(num_kv_heads=4, num_layers=1), layout())
     copies = [t for bucket in transfers(plan) for t in bucket if t.destination.storage.endswith("qkv_proj.weight")]
     assert sorted((t.name.rpartition("self_attn.")[2], t.shape) for t in copies) == [
         ("k_proj.weight", (4, 4, 8)),
@@ -306,13 +300,13 @@ def test_query_groups_become_one_copy_each() -> None:
     ],
 )
 def test_nested_layouts_move_nothing(parallel: ParallelConfig) -> None:
-    plan = reshard_case(model_shape("qwen3_moe", vocab_size=256, num_kv_heads=4), parallel)
+    plan = reshard_case(small_shape("qwen3_moe", vocab_size=256, num_kv_heads=4), parallel)
     assert count(plan).received[1:].sum() == 0 and not any(plan.exchanged)
 
 
 def test_a_deal_saves_what_the_naive_order_loses() -> None:
     """tp4 to tp2 on four ranks: half of the ranks hold no part of what they need, unless they are dealt apart."""
-    model = model_shape(num_kv_heads=4, vocab_size=256)
+    model = small_shape(num_kv_heads=4, vocab_size=256)
     received = [
         count(reshard_case(model, layout(4, 1, 1, 2, rank_permutation=rank_permutation))).received[1:].sum()
         for rank_permutation in ((1, 1), (2, 2))
@@ -346,7 +340,7 @@ def test_nearest_replica_and_balanced_senders(switches: str, taken: dict[tuple[i
 
 def test_senders_share_the_load() -> None:
     """Each of 32 ranks sends about as much as it receives, in all and in each bucket."""
-    model = model_shape("qwen3_moe", num_layers=16, num_experts=16, hidden_size=64, moe_intermediate_size=64)
+    model = small_shape("qwen3_moe", num_layers=16, num_experts=16, hidden_size=64, moe_intermediate_size=64)
     parallel = layout(tp=2, pp=2, dp=8, rollout_tp=4, ep=8, rollout_ep=True)
     plan = make_plan(
         megatron_layouts(model, parallel, padded_vocab_size=64), VllmLayouts(model, 4, 32, True),
@@ -360,7 +354,7 @@ def test_senders_share_the_load() -> None:
 
 
 def test_counts_are_those_of_the_transfers() -> None:
-    plan = reshard_case(model_shape("qwen2_moe"), layout(tp=2, pp=2, dp=2, rollout_tp=4, ep=2), bucket_bytes=3000)
+    plan = reshard_case(small_shape("qwen2_moe"), layout(tp=2, pp=2, dp=2, rollout_tp=4, ep=2), bucket_bytes=3000)
     traffic, nodes = count(plan), [rank // 4 for rank in range(8)]
     received, copies, messages = np.zeros((3, 8), int), np.zeros(8, int), 0
     for bucket in transfers(plan):
@@ -376,7 +370,7 @@ def test_counts_are_those_of_the_transfers() -> None:
 
 
 def test_recorded_and_computed_layouts_make_the_same_transfers() -> None:
-    model, parallel = model_shape("qwen3_moe"), layout(tp=2, pp=2, dp=2, rollout_tp=4, ep=2, etp=2)
+    model, parallel = small_shape("qwen3_moe"), layout(tp=2, pp=2, dp=2, rollout_tp=4, ep=2, etp=2)
     sources = megatron_layouts(model, parallel, padded_vocab_size=64)
     wanted = VllmLayouts(model, 4, 8)
     plans = [
@@ -391,13 +385,13 @@ def test_recorded_and_computed_layouts_make_the_same_transfers() -> None:
 
 
 def test_plan_is_a_function_of_the_layouts_alone() -> None:
-    digests = {reshard_case(model_shape(), layout(2, 2, 1, 2), 3000).digest() for _ in range(2)}
-    other = reshard_case(model_shape(), layout(2, 2, 1, 4), 3000).digest()
+    digests = {reshard_case(small_shape(), layout(2, 2, 1, 2), 3000).digest() for _ in range(2)}
+    other = reshard_case(small_shape(), layout(2, 2, 1, 4), 3000).digest()
     assert len(digests) == 1 and other not in digests
 
 
 def test_sends_and_receives_of_a_pair_agree() -> None:
-    plan = reshard_case(model_shape("qwen3_moe"), layout(2, 2, 1, 4, ep=2), 2000)
+    plan = reshard_case(small_shape("qwen3_moe"), layout(2, 2, 1, 4, ep=2), 2000)
     ranks = [plan.for_rank(rank) for rank in range(4)]
     assert len({len(rank.buckets) for rank in ranks}) == 1
     for index in range(len(plan.exchanged)):

@@ -19,7 +19,6 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoint.safetensors import FolderReader, export, load
 from megarl.config.parallel import ParallelConfig
 from megarl.families import FAMILIES, hf_tensors, rules_of
-from megarl.families.rotary import Rotary
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.reshard.boxes import Box, Piece
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
@@ -27,6 +26,7 @@ from megarl.reshard.plan import make_plan
 from megarl.reshard.transport import Transport
 from megarl.testing import RankPool
 from megarl.types import DataError
+from tests.shapes import small_shape, with_sizes
 
 LAYOUTS = [
     pytest.param((4, 1, 1), id="tp4"),
@@ -37,12 +37,7 @@ LAYOUTS = [
 
 
 def small_model(**changes: object) -> ModelShape:
-    model = ModelShape(
-        family="qwen3", hidden_size=24, intermediate_size=40, num_layers=2, num_heads=8, num_kv_heads=2, head_dim=4,
-        vocab_size=101, tie_word_embeddings=False, qkv_bias=False, qk_norm=True, norm_epsilon=1e-6,
-        rotary=Rotary(1e4), max_position_embeddings=64, initializer_range=0.02,
-    )  # fmt: skip
-    return dataclasses.replace(model, **changes)
+    return with_sizes(small_shape(hidden_size=24, intermediate_size=40, num_layers=2, vocab_size=101), **changes)
 
 
 def write_folder(folder: Path, model: ModelShape, dtype: torch.dtype = torch.float32) -> Path:

@@ -52,12 +52,13 @@ def make_model(folder: Path, gigabytes: float) -> None:
     folder.mkdir()
     layers = max(2, round((gigabytes * 1e9 - 4 * 2560 * 151936) / LAYER_BYTES) // 2 * 2)
     (folder / "config.json").write_text(json.dumps({**CONFIG, "num_hidden_layers": layers}))
-    files = pack_files(hf_tensors(read_model_shape(folder)), 2, 1_000_000_000)
+    forms = {name: (shape, torch.bfloat16) for name, shape in hf_tensors(read_model_shape(folder)).items()}
+    files = pack_files(forms, 1_000_000_000)
     random = np.random.default_rng(0)
     for name, tensors in files.items():
         with (folder / name).open("wb") as file:
-            file.write(file_header({tensor: (torch.bfloat16, shape) for tensor, shape in tensors.items()}))
-            for shape in tensors.values():
+            file.write(file_header(tensors))
+            for shape, _ in tensors.values():
                 file.write(random.bytes(2 * int(np.prod(shape))))
     (folder / "model.safetensors.index.json").write_text(index_text(files, 0))
 

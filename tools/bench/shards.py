@@ -10,6 +10,7 @@ from math import prod
 import torch
 from torch import Tensor
 
+from megarl.families.parts import GroupedQuery
 from megarl.families.rotary import Rotary
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Layout, Piece
@@ -17,12 +18,17 @@ from megarl.reshard.plan import View
 from megarl.reshard.transport import strided_view
 
 QWEN3_14B = ModelShape(
-    family="qwen3", hidden_size=5120, intermediate_size=17408, num_layers=40, num_heads=40, num_kv_heads=8,
-    head_dim=128, vocab_size=151936, tie_word_embeddings=False, qkv_bias=False, qk_norm=True, norm_epsilon=1e-6,
-    rotary=Rotary(1e6), max_position_embeddings=40960, initializer_range=0.02,
+    family="qwen3", hidden_size=5120, intermediate_size=17408, num_layers=40, vocab_size=151936,
+    tie_word_embeddings=False, norm_epsilon=1e-6, max_position_embeddings=40960, initializer_range=0.02,
+    attention=GroupedQuery(num_heads=40, num_kv_heads=8, head_dim=128, qk_norm=True), rotary=Rotary(1e6),
 )  # fmt: skip
 SMALL = dataclasses.replace(
-    QWEN3_14B, hidden_size=256, intermediate_size=512, num_layers=2, num_heads=8, head_dim=32, vocab_size=1000
+    QWEN3_14B,
+    hidden_size=256,
+    intermediate_size=512,
+    num_layers=2,
+    vocab_size=1000,
+    attention=GroupedQuery(num_heads=8, num_kv_heads=8, head_dim=32, qk_norm=True),
 )
 ROWS = 512
 

@@ -254,7 +254,9 @@ def train(recipe: Recipe, layout: ParallelConfig, steps: Mapping[str, Any]) -> d
             trainer = recipe.trainer.model_copy(update={"megatron": BALANCED if is_balanced else {}})
             engines[kind] = build(recipe.model_copy(update={"trainer": trainer}), layout, has_value_head)
         engine, load, pieces = engines[kind]
-        load(engine.parameters)
+        load(engine.tensors)
+        # Buffers are never trained, so they are not compared.
+        pieces = [piece for piece in pieces if piece.storage in engine.parameters]
         algorithm = AlgorithmConfig.model_validate(OBJECTIVES[objective])
         others = {
             "sft": supervised,

@@ -26,7 +26,7 @@ class AdapterLayouts(MegatronLayouts):
 
     @cached_property
     def tensors(self) -> Sequence[TensorName]:
-        return numbered({name for rule in self.rules for name, _ in rule.tensors}, self.model)
+        return numbered(self.rules, self.model)
 
 
 def adapter_layouts(base: MegatronLayouts, targets: tuple[str, ...], rank: int) -> AdapterLayouts:

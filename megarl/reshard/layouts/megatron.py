@@ -13,7 +13,7 @@ from itertools import product
 from typing import Any, NamedTuple
 
 from megarl.config.parallel import Coordinates, ParallelConfig
-from megarl.families import rules_of, tensors_of
+from megarl.families import float32_templates, rules_of, tensors_of
 from megarl.families.names import TensorName
 from megarl.families.rules import Rule
 from megarl.families.shape import ModelShape, sizes_of
@@ -42,6 +42,7 @@ def parameter_shapes(layouts: MegatronLayouts, coordinates: Coordinates) -> dict
                 layers = (-1,) if chunk in layouts.chunks_of(rule) else ()
             slot = layouts.slot(rule, chunk, coordinates.ep)
             shape = _local_shape(rule, layouts.cut(rule))
+            layers = [layer for layer in layers if rule.has_layer(layer)]
             for layer, expert in product(layers, experts if rule.is_expert else (0,)):
                 shapes[slot.of(TensorName("", layer, expert))[0]] = shape
     return shapes
@@ -115,12 +116,13 @@ class MegatronLayouts(Layouts):
         return tensors_of(self.model)
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
-        rules = self._rules_of_template.get(tensor.template, ())
+        # Two rules may share a template in different layers, so the layer decides.
+        rules = [rule for rule in self._rules_of_template.get(tensor.template, ()) if rule.has_layer(tensor.layer)]
         chunk = self.chunk(tensor.layer) if tensor.layer >= 0 else None
         expert = bool(rules) and rules[0].is_expert
         ep = tensor.expert * self.parallel.ep // self.model.num_experts if expert else 0
         # Equal keys must give one object: plans identify a kind of tensor by the id of its holdings.
-        key = (tensor.template, chunk, ep)
+        key = (tensor.template, chunk, ep, tuple(rule.parameter for rule in rules))
         if key not in self._made:
             self._made[key] = tuple(
                 holding
@@ -131,13 +133,12 @@ class MegatronLayouts(Layouts):
         return self._made[key]
 
     def slot(self, rule: Rule, chunk: ModelChunk, ep: int) -> StorageSlot:
-        """Return where a model chunk stores a parameter: its name, and the first layer and expert of the chunk.
-
-        `rule` is the family's description of the parameter, `ep` the expert-parallel coordinate.
-        """
-        own = rule.transformer_engine if self.transformer_engine and rule.transformer_engine else rule.parameter
+        """Return where a model chunk stores the parameter described by a rule: name, first layer, first expert. `ep` is
+        the expert-parallel coordinate of the storing ranks."""
         first_expert = ep * (self.model.num_experts // self.parallel.ep) if rule.is_expert else 0
-        return StorageSlot(chunk_prefix(chunk.vp_stage, self.parallel.vpp) + own, chunk.first_layer, first_expert)
+        return StorageSlot(
+            chunk_prefix(chunk.vp_stage, self.parallel.vpp) + rule.parameter, chunk.first_layer, first_expert
+        )
 
     def cut(self, rule: Rule) -> tuple[int, ...]:
         """Return the length of a rank's part of a parameter along its split dimension, for each of its fused blocks.
@@ -161,7 +162,11 @@ class MegatronLayouts(Layouts):
 
     @cached_property
     def rules(self) -> tuple[Rule, ...]:
-        return rules_of(self.model)
+        return tuple(rule.resolved(self.transformer_engine) for rule in rules_of(self.model))
+
+    @cached_property
+    def float32(self) -> frozenset[str]:
+        return float32_templates(self.rules)
 
     @cached_property
     def _rules_of_template(self) -> dict[str, list[Rule]]:
@@ -172,7 +177,7 @@ class MegatronLayouts(Layouts):
         return found
 
     @cached_property
-    def _made(self) -> dict[tuple[str, ModelChunk | None, int], tuple[Holding, ...]]:
+    def _made(self) -> dict[tuple[Any, ...], tuple[Holding, ...]]:
         return {}
 
     @cached_property

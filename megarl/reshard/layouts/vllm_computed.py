@@ -10,34 +10,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from math import prod
-from typing import Literal, NamedTuple
 
-from megarl.families import templates_of, tensors_of
-from megarl.families.llama import EMBEDDING, HEAD, LAYER
+from megarl.families import FAMILIES, layers_of, rules_of, templates_of, tensors_of
 from megarl.families.names import TensorName
 from megarl.families.shape import ModelShape, padded_vocab_size, sizes_of
+from megarl.families.stacks import Part, Stack
 from megarl.reshard.boxes import contiguous_strides
 from megarl.reshard.world import Holding, Layouts, StorageSlot
 from megarl.types import ConfigError
-
-
-class Part(NamedTuple):
-    """One tensor within a fused parameter, and how it is split over ranks."""
-
-    tensor: str
-    split: Literal["even", "heads", "vocabulary", "copy"]
-
-
-class Stack(NamedTuple):
-    """A live (possibly fused) parameter: tensors concatenated along `dim`.
-
-    With `stacks_experts`, the rank's experts are stacked too.
-    """
-
-    storage: str
-    dim: int
-    parts: tuple[Part, ...]
-    stacks_experts: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,9 +50,12 @@ class VllmLayouts(Layouts):
             self._made[key] = tuple(self._holdings(stack, tensor.template, owner))
         return self._made[key]
 
-    def numel_on(self, rank: int) -> int:
-        """Return the number of elements of a rank's live parameters, including padding."""
-        return sum(prod(shape) * count for _, shape, count in self.stacks_on(rank))
+    def bytes_on(self, rank: int, itemsize: int) -> int:
+        """Return the bytes of a rank's live parameters, padding included; `itemsize` is that of the model's dtype."""
+        return sum(
+            prod(shape) * count * (itemsize if stack.dtype == "model" else 4)
+            for stack, shape, count in self.stacks_on(rank)
+        )
 
     def stacks_on(self, rank: int) -> Iterator[tuple[Stack, tuple[int, ...], int]]:
         """Yield a rank's live parameters by kind: the fused parameter, the shape of one (or of one expert), and their
@@ -83,7 +66,7 @@ class VllmLayouts(Layouts):
             template = stack.parts[0].tensor
             shape = list(self._shapes[template])
             shape[stack.dim] = sum(self._range(stack, piece, part)[2] for piece in stack.parts)
-            count = self.model.num_layers if "{layer}" in template else 1
+            count = len(self._layers[template])
             if stack.stacks_experts:
                 each, more = divmod(self.model.num_experts, self.tp)
                 count *= each + (part < more) if self.ep else self.model.num_experts
@@ -154,31 +137,12 @@ class VllmLayouts(Layouts):
     @cached_property
     def _stacks(self) -> tuple[Stack, ...]:
         """Return all live parameters: the checkpoint's tensors, some of them fused."""
-        attention, mlp = LAYER + "self_attn.", LAYER + "mlp."
-        expert = mlp + "experts.{expert}."
-        stacks = [Stack(name, 0, (Part(name, "vocabulary"),)) for name in (EMBEDDING, HEAD)]
-        stacks += [_qkv(attention, kind) for kind in ("weight", "bias")]
-        stacks += [_row(attention + "o_proj.weight")]
-        for inside in (mlp, mlp + "shared_expert."):
-            stacks += [_gate_up(inside, inside + "gate_up_proj.weight"), _row(inside + "down_proj.weight")]
-        stacks += [
-            _gate_up(expert, mlp + "experts.routed_experts.w13_weight")._replace(stacks_experts=True),
-            _row(expert + "down_proj.weight", mlp + "experts.routed_experts.w2_weight")._replace(stacks_experts=True),
-        ]
+        stacks = FAMILIES[self.model.family].stacks(self.model)
         present = [stack for stack in stacks if stack.parts[0].tensor in self._shapes]
         known = {part.tensor for stack in present for part in stack.parts}
-        # Tensors without a rule (norms, routers) are stored whole on every rank.
+        # Tensors without a stack (norms, routers) are stored whole on every rank.
         return (*present, *(Stack(name, 0, (Part(name, "copy"),)) for name in self._shapes if name not in known))
 
-
-def _qkv(attention: str, kind: str) -> Stack:
-    q, k, v = (f"{attention}{letter}_proj.{kind}" for letter in "qkv")
-    return Stack(f"{attention}qkv_proj.{kind}", 0, (Part(q, "even"), Part(k, "heads"), Part(v, "heads")))
-
-
-def _gate_up(inside: str, storage: str) -> Stack:
-    return Stack(storage, 0, (Part(inside + "gate_proj.weight", "even"), Part(inside + "up_proj.weight", "even")))
-
-
-def _row(tensor: str, storage: str | None = None) -> Stack:
-    return Stack(storage or tensor, 1, (Part(tensor, "even"),))
+    @cached_property
+    def _layers(self) -> dict[str, tuple[int, ...]]:
+        return layers_of(rules_of(self.model), self.model)

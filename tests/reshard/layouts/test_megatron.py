@@ -32,7 +32,7 @@ def megatron_tensors(model: ModelShape, tensors: dict[str, torch.Tensor]) -> dic
             for name, value in tensors.items()
             if name.startswith(f"model.layers.{layer}.")
         }
-        for kind in ("weight", "bias") if model.qkv_bias else ("weight",):
+        for kind in ("weight", "bias") if model.attention.qkv_bias else ("weight",):
             grouped = [
                 x.reshape(groups, -1, width, *x.shape[1:]) for x in (own[f"self_attn.{n}_proj.{kind}"] for n in "qkv")
             ]
@@ -55,7 +55,7 @@ def megatron_tensors(model: ModelShape, tensors: dict[str, torch.Tensor]) -> dic
         }
         if model.num_experts:
             plain["mlp.router.weight"] = "mlp.gate.weight"
-        if model.qk_norm:
+        if model.attention.qk_norm:
             plain |= {f"self_attention.{n}_layernorm.weight": f"self_attn.{n}_norm.weight" for n in "qk"}
         made |= {(f"decoder.layers.{key}", layer): own[name] for key, name in plain.items()}
     return made
@@ -142,7 +142,7 @@ def test_live_model_agrees(ranks: RankPool, tiny_model: Callable[..., Path], sha
     compared = ranks.run(load_and_compare, str(folder), ParallelConfig(tp=tp, pp=pp, dp=copies, rollout_tp=1))
     stored = sum(value.numel() for value in load_file(folder / "model.safetensors").values())
     embedding = model.vocab_size * model.hidden_size
-    small = 2 * model.hidden_size + (2 * model.head_dim if model.qk_norm else 0)
+    small = 2 * model.hidden_size + (2 * model.head_dim if model.attention.qk_norm else 0)
     replicated = (tp - 1) * (model.num_layers * small + model.hidden_size)
     assert sum(compared) == copies * (stored + replicated + (embedding if model.tie_word_embeddings and pp > 1 else 0))
 

@@ -9,6 +9,8 @@ from transformers.modeling_utils import PreTrainedModel as PreTrainedModel
 from transformers.models.auto.configuration_auto import AutoConfig as AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM as AutoModelForCausalLM
 from transformers.models.auto.tokenization_auto import AutoTokenizer as AutoTokenizer
+from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig as Glm4MoeConfig
+from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeForCausalLM as Glm4MoeForCausalLM
 from transformers.models.llama.configuration_llama import LlamaConfig as LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM as LlamaForCausalLM
 from transformers.models.mistral.configuration_mistral import MistralConfig as MistralConfig

@@ -1,0 +1,101 @@
+"""Tensors of a model folder that are neither trained nor sampled. Exports and conversions copy them byte for byte.
+
+These are layers for multi-token prediction and vision towers (`families.kept_prefixes`). They belong to no layout.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+from megarl.families import kept_prefixes
+from megarl.families.shape import ModelShape
+from megarl.files.model_folder import INDEX, SINGLE, read_safetensors_header, weight_files
+
+FILE = "kept.safetensors"
+"""The file of these tensors next to a converted checkpoint, which has no other weights."""
+
+_CHUNK_BYTES = 1 << 24
+
+
+class KeptTensor(NamedTuple):
+    """A tensor in a file: safetensors' code of its dtype, its shape, its bytes `start` to `stop` in the file."""
+
+    path: Path
+    code: str
+    shape: tuple[int, ...]
+    start: int
+    stop: int
+
+
+def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, KeptTensor]:
+    """Return the kept tensors found in a folder, by name. Raises DataError for a truncated file."""
+    prefixes = kept_prefixes(model)
+    if not prefixes:
+        return {}
+    found: dict[str, KeptTensor] = {}
+    for path, expected in _files(Path(folder)):
+        header = read_safetensors_header(path, expected)
+        if any(name.startswith(prefixes) for name in header):
+            found |= {name: kept for name, kept in _places(path) if name.startswith(prefixes)}
+    return dict(sorted(found.items()))
+
+
+def total_bytes(tensors: Mapping[str, KeptTensor]) -> int:
+    """Return the bytes of these tensors."""
+    return sum(kept.stop - kept.start for kept in tensors.values())
+
+
+def file_content(tensors: Mapping[str, KeptTensor]) -> Iterator[bytes]:
+    """Yield the content of a safetensors file with these tensors, in pieces of at most 16 MiB."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    # Like the safetensors library: the largest items first, so that each tensor is aligned.
+    ordered = sorted(tensors.items(), key=lambda item: (-_itemsize(item[1]), item[0]))
+    for name, kept in ordered:
+        start, end = end, end + kept.stop - kept.start
+        header[name] = {"dtype": kept.code, "shape": list(kept.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # The format pads the header so that the data begins at a multiple of 8 bytes.
+    text += b" " * (-len(text) % 8)
+    yield len(text).to_bytes(8, "little") + text
+    for _, kept in ordered:
+        yield from _content(kept)
+
+
+def _itemsize(kept: KeptTensor) -> int:
+    return (kept.stop - kept.start) // max(1, prod(kept.shape))
+
+
+def _content(kept: KeptTensor) -> Iterator[bytes]:
+    with kept.path.open("rb") as file:
+        file.seek(kept.start)
+        left = kept.stop - kept.start
+        while left:
+            piece = file.read(min(left, _CHUNK_BYTES))
+            left -= len(piece)
+            yield piece
+
+
+def _files(folder: Path) -> Iterable[tuple[Path, set[str]]]:
+    """Return the files with weights in a folder, with their tensors by the index."""
+    if (folder / FILE).exists():
+        return [(folder / FILE, set())]
+    # A conversion may be given a folder with config.json and tokenizer alone.
+    if not (folder / SINGLE).exists() and not (folder / INDEX).exists():
+        return []
+    return [(folder / file, expected) for file, expected in weight_files(folder).items()]
+
+
+def _places(path: Path) -> Iterator[tuple[str, KeptTensor]]:
+    """Yield the tensors of a file, by name. `read_safetensors_header` has checked it."""
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    for name, entry in header.items():
+        if name != "__metadata__":
+            start, stop = (8 + size + offset for offset in entry["data_offsets"])
+            yield name, KeptTensor(path, entry["dtype"], tuple(entry["shape"]), start, stop)

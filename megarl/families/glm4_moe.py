@@ -1,0 +1,57 @@
+"""GLM-4.5, 4.6, 4.7 and GLM-4.5-Air: Qwen3-MoE with a sigmoid router, dense first layers and a shared expert.
+
+The checkpoint ends with layers for multi-token prediction: they are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from megarl.families import llama, qwen2, qwen3, stacks
+from megarl.families.config_values import flag, size
+from megarl.families.family import Family
+from megarl.families.parts import Parts
+from megarl.families.reading import first_layers_dense, grouped_query, refuse_biases, sigmoid_router
+from megarl.families.rotary import read_rotary
+from megarl.families.rules import Rule, expert_bias, with_experts, with_shared_expert
+from megarl.types import DataError
+
+if TYPE_CHECKING:
+    from megarl.families.shape import ModelShape
+
+
+def read(config: Mapping[str, Any]) -> Parts:
+    """Return the parts of a GLM-4.5 model."""
+    refuse_biases(config, ignored=("attention_bias",))
+    if flag(config, "tie_word_embeddings"):
+        raise DataError("tie_word_embeddings true is not supported: vLLM 0.30 never ties this family's output head.")
+    has_norm, has_bias = flag(config, "use_qk_norm"), flag(config, "attention_bias")
+    return Parts(
+        grouped_query(config, qkv_bias=has_bias, qk_norm=has_norm),
+        # Half of the channels is the default of transformers and vLLM for this family.
+        read_rotary(config, fraction=0.5),
+        sigmoid_router(config),
+        first_layers_dense(config, size(config, "num_hidden_layers")),
+        num_kept_layers=size(config, "num_nextn_predict_layers", 0),
+    )
+
+
+def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Return the rules of a GLM-4.5 model."""
+    attention = model.attention
+    dense = qwen3.rules(model) if attention.qk_norm else llama.rules(model)
+    biases = (qwen2.biases(model),) if attention.qkv_bias else ()
+    routed = with_shared_expert(with_experts((*dense, *biases), model), model, "shared_experts")
+    return (*routed, expert_bias(model))
+
+
+def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
+    """Return vLLM's parameters: the router and its bias are float32 there in models of any dtype."""
+    gate = llama.LAYER + "mlp.gate."
+    shared = stacks.feed_forward(llama.LAYER + "mlp.shared_experts.")
+    router = (stacks.float32(gate + "weight"), stacks.float32(gate + "e_score_correction_bias"))
+    return (*stacks.standard(model), *shared, *router)
+
+
+FAMILY = Family("Glm4MoeForCausalLM", read, rules, stacks=live_stacks)

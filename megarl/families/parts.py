@@ -1,0 +1,94 @@
+"""Parts of a model's shape: attention, router, and the kind of each layer. No torch."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal, NamedTuple
+
+from megarl.families.rotary import Rotary
+
+
+class LayerKind(NamedTuple):
+    """The computation of one layer. Layers of one kind share a layer spec in Megatron."""
+
+    mixer: Literal["attention", "linear_attention"] = "attention"
+    has_experts: bool = False
+    """Whether the feed-forward layer is a mixture of experts."""
+    window: int = 0
+    """Attention window in tokens, the token itself included; 0 for none."""
+
+
+@dataclass(frozen=True, slots=True)
+class GroupedQuery:
+    """Grouped-query attention. Other kinds of attention have the same attributes, read by planners."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    qkv_bias: bool = False
+    """Whether the query, key and value projections have biases."""
+    qk_norm: bool = False
+    """Whether each query and key head has an RMSNorm."""
+
+    @property
+    def score_channels(self) -> int:
+        """Return the channels of all queries: multiply-adds of one score over all heads."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def value_channels(self) -> int:
+        """Return the channels of the attention's output: the input of the output projection."""
+        return self.num_heads * self.head_dim
+
+    @property
+    def rotary_channels(self) -> int:
+        """Return the channels of a head to which rotary embeddings with fraction 1 apply."""
+        return self.head_dim
+
+    def projection_elements(self, hidden_size: int) -> int:
+        """Return the weights of one layer's projections, without biases."""
+        return 2 * hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
+
+    def cached_numbers(self, tp: int) -> int:
+        """Return the numbers per token and layer in the KV cache of one of `tp` engine ranks."""
+        # With more ranks than key-value heads, each rank holds a copy of one head. Factor 2: keys and values.
+        return 2 * max(1, self.num_kv_heads // tp) * self.head_dim
+
+
+@dataclass(frozen=True, slots=True)
+class Router:
+    """The router of a mixture of experts, and the sizes of its experts."""
+
+    num_experts: int
+    top_k: int
+    """Number of routed experts chosen for each token."""
+    moe_intermediate_size: int
+    """Intermediate size of a routed expert."""
+    norm_topk_prob: bool = True
+    """Whether the routing weights of a token's experts are normalised to sum to one."""
+    shared_intermediate_size: int = 0
+    """Intermediate size of the shared expert. 0: no shared expert."""
+    has_shared_gate: bool = False
+    """Whether the shared expert's output is scaled by a gate of its own."""
+    score: Literal["softmax", "sigmoid"] = "softmax"
+    """Function of the router's logits."""
+    has_bias: bool = False
+    """Whether a float32 bias per expert is added to the scores for the choice of experts (not for their weights)."""
+    scale: float = 1.0
+    """Factor of the routing weights."""
+    num_groups: int = 1
+    """Groups of experts. A token first chooses groups, then experts within them."""
+    top_groups: int = 1
+    """Number of groups chosen for each token."""
+
+
+class Parts(NamedTuple):
+    """The parts of a model that a family's page reads from config.json."""
+
+    attention: GroupedQuery
+    rotary: Rotary
+    router: Router | None = None
+    kinds: tuple[LayerKind, ...] = ()
+    """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
+    num_kept_layers: int = 0
+    """Layers after the last one in the checkpoint. They are neither trained nor sampled (multi-token prediction)."""

@@ -1,0 +1,167 @@
+"""Readers of config.json shared by the pages of families. No torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
+
+from megarl.families import windows as sliding
+from megarl.families.config_values import COPY_AGAIN, flag, positive, shown, size
+from megarl.families.parts import GroupedQuery, LayerKind, Parts, Router
+from megarl.families.rotary import read_rotary
+from megarl.types import DataError
+
+_BIASES = frozenset({"attention_bias", "mlp_bias"})
+
+
+def read_dense(
+    config: Mapping[str, Any],
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    windows: sliding.Windows = sliding.none,
+    ignored: Collection[str] = (),
+) -> Parts:
+    """Return the parts of a dense model with grouped-query attention.
+
+    `ignored` are biases in config.json that this family does not read. Raises DataError for others.
+    """
+    refuse_biases(config, ignored)
+    found = sliding.read(config, windows)
+    kinds = tuple(LayerKind(window=window) for window in found)
+    return Parts(grouped_query(config, qkv_bias=qkv_bias, qk_norm=qk_norm), read_rotary(config), kinds=kinds)
+
+
+def read_experts(
+    config: Mapping[str, Any],
+    *,
+    qkv_bias: bool = False,
+    qk_norm: bool = False,
+    windows: sliding.Windows = sliding.none,
+) -> Parts:
+    """Return the parts of a Qwen model with softmax-routed experts in all or some layers."""
+    dense = read_dense(config, qkv_bias=qkv_bias, qk_norm=qk_norm, windows=windows)
+    found = [kind.window for kind in dense.kinds] or [0] * size(config, "num_hidden_layers")
+    has_experts = _experts_of_layers(config, len(found))
+    kinds = tuple(LayerKind(has_experts=here, window=window) for here, window in zip(has_experts, found, strict=True))
+    return dense._replace(router=_softmax_router(config), kinds=uniform(kinds))
+
+
+def uniform(kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
+    """Return no kinds if all layers have attention without a window, and experts."""
+    return () if set(kinds) == {LayerKind(has_experts=True)} else kinds
+
+
+def grouped_query(config: Mapping[str, Any], *, qkv_bias: bool, qk_norm: bool) -> GroupedQuery:
+    """Return the sizes of grouped-query attention. Raises DataError if the key-value heads do not divide the heads."""
+    num_heads = size(config, "num_attention_heads")
+    num_kv_heads = size(config, "num_key_value_heads", num_heads)
+    if num_heads % num_kv_heads:
+        raise DataError(
+            f"num_attention_heads {num_heads} is not a multiple of num_key_value_heads {num_kv_heads}. {COPY_AGAIN}"
+        )
+    return GroupedQuery(
+        num_heads,
+        num_kv_heads,
+        # Older config.json files have no head_dim.
+        size(config, "head_dim", size(config, "hidden_size") // num_heads),
+        qkv_bias=qkv_bias,
+        qk_norm=qk_norm,
+    )
+
+
+def refuse_biases(config: Mapping[str, Any], ignored: Collection[str] = ()) -> None:
+    """Raise DataError for biases in config.json, except those in `ignored`."""
+    for bias in sorted(_BIASES - set(ignored)):
+        if config.get(bias):
+            raise DataError(f"{bias} is not supported for {config['architectures'][0]}.")
+
+
+def top_k(config: Mapping[str, Any], num_experts: int) -> int:
+    """Return the number of experts per token. Raises DataError if it exceeds the number of experts."""
+    chosen = size(config, "num_experts_per_tok")
+    if chosen > num_experts:
+        raise DataError(f"num_experts_per_tok {chosen} is more than the {num_experts} experts.")
+    return chosen
+
+
+def first_layers_dense(config: Mapping[str, Any], num_layers: int) -> tuple[LayerKind, ...]:
+    """Return the kinds of layers if the first `first_k_dense_replace` layers are dense, all others have experts."""
+    num_dense = size(config, "first_k_dense_replace", 0)
+    if num_dense >= num_layers:
+        raise DataError(f"first_k_dense_replace {num_dense} leaves none of the {num_layers} layers with experts.")
+    return uniform(tuple(LayerKind(has_experts=layer >= num_dense) for layer in range(num_layers)))
+
+
+def required(config: Mapping[str, Any], field: str, remedy: str) -> Any:
+    """Return a field. Raises DataError with the remedy if it is missing or null."""
+    if (value := config.get(field)) is None:
+        raise DataError(f"{field} is missing. {remedy}")
+    return value
+
+
+def sigmoid_router(config: Mapping[str, Any]) -> Router:
+    """Return the router of DeepSeek-V3's kind: sigmoid scores, a bias for the choice, groups, shared experts.
+
+    Raises DataError for values that Megatron-Core 0.16.1, transformers and vLLM compute differently.
+    """
+    num_experts = size(config, "n_routed_experts")
+    chosen, num_groups, top_groups = (
+        top_k(config, num_experts),
+        size(config, "n_group", 1),
+        size(config, "topk_group", 1),
+    )
+    if config.get("norm_topk_prob", True) is not True:
+        raise DataError("norm_topk_prob false is not supported: Megatron-Core always normalises sigmoid scores.")
+    if chosen == 1:
+        raise DataError("num_experts_per_tok 1 is not supported: Megatron-Core does not normalise a single weight.")
+    if num_groups > 1 and (num_experts % num_groups or top_groups > num_groups or chosen // top_groups != 2):
+        # Megatron rates a group by its best num_experts_per_tok // topk_group experts, transformers and vLLM by two.
+        raise DataError(
+            f"n_group {num_groups}, topk_group {top_groups}, num_experts_per_tok {chosen}: Megatron-Core and vLLM "
+            "choose different groups unless num_experts_per_tok // topk_group is 2; use another model."
+        )
+    expert = size(config, "moe_intermediate_size")
+    return Router(
+        num_experts=num_experts,
+        top_k=chosen,
+        moe_intermediate_size=expert,
+        shared_intermediate_size=expert * size(config, "n_shared_experts", 0),
+        score="sigmoid",
+        has_bias=True,
+        scale=positive(config, "routed_scaling_factor", 1.0),
+        num_groups=num_groups,
+        top_groups=top_groups,
+    )
+
+
+Read = Callable[[Mapping[str, Any]], Parts]
+
+
+def _softmax_router(config: Mapping[str, Any]) -> Router:
+    # Qwen2-MoE's rules always have QKV biases; transformers makes them optional by this field.
+    if config.get("qkv_bias") is False:
+        raise DataError("qkv_bias false is not supported.")
+    # transformers 5 writes num_local_experts for num_experts.
+    num_experts = size(config, "num_experts" if "num_experts" in config else "num_local_experts")
+    shared = size(config, "shared_expert_intermediate_size", 0)
+    return Router(
+        num_experts=num_experts,
+        top_k=top_k(config, num_experts),
+        norm_topk_prob=flag(config, "norm_topk_prob"),
+        moe_intermediate_size=size(config, "moe_intermediate_size"),
+        shared_intermediate_size=shared,
+        has_shared_gate=shared > 0,
+    )
+
+
+def _experts_of_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
+    """Return which layers have experts, by `mlp_only_layers` and `decoder_sparse_step`. Raises DataError for none."""
+    dense = config.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or any(type(layer) is not int or not 0 <= layer < num_layers for layer in dense):
+        raise DataError(f"mlp_only_layers is {shown(dense)}; it must list layers from 0 to {num_layers - 1}.")
+    step = size(config, "decoder_sparse_step", 1)
+    found = [layer not in dense and (layer + 1) % step == 0 for layer in range(num_layers)]
+    if not any(found):
+        raise DataError("mlp_only_layers and decoder_sparse_step leave no layer with experts.")
+    return found

@@ -1,0 +1,78 @@
+"""vLLM's parameters as stacks of Hugging Face tensors, and the stacks shared by the pages of families. No torch."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Literal, NamedTuple
+
+if TYPE_CHECKING:
+    from megarl.families.shape import ModelShape
+
+_LAYER = "model.layers.{layer}."
+
+
+class Part(NamedTuple):
+    """One tensor of a stack, and its split over ranks along the stack's split dimension."""
+
+    tensor: str
+    split: Literal["even", "heads", "vocabulary", "copy"]
+
+
+class Stack(NamedTuple):
+    """A live parameter: parts concatenated along `dim`. With `stacks_experts`, the local experts are stacked too."""
+
+    storage: str
+    dim: int
+    parts: tuple[Part, ...]
+    stacks_experts: bool = False
+    dtype: Literal["model", "float32"] = "model"
+    """The parameter's dtype in vLLM: the model's, or always float32."""
+
+
+def standard(model: ModelShape) -> tuple[Stack, ...]:
+    """Return the stacks of Llama-like models, dense and with experts, as named by vLLM 0.30."""
+    attention, mlp = _LAYER + "self_attn.", _LAYER + "mlp."
+    vocabulary = ("model.embed_tokens.weight", "lm_head.weight")
+    return (
+        *(Stack(name, 0, (Part(name, "vocabulary"),)) for name in vocabulary),
+        qkv(attention, "weight"),
+        qkv(attention, "bias"),
+        row(attention + "o_proj.weight"),
+        *feed_forward(mlp),
+        *feed_forward(mlp + "shared_expert."),
+        *experts(mlp),
+    )
+
+
+def feed_forward(inside: str) -> tuple[Stack, Stack]:
+    """Return the stacks of a gated feed-forward layer; `inside` is the prefix of its tensors."""
+    return gate_up(inside, inside + "gate_up_proj.weight"), row(inside + "down_proj.weight")
+
+
+def experts(mlp: str) -> tuple[Stack, Stack]:
+    """Return the stacks of the routed experts; `mlp` is the prefix of their layer's tensors."""
+    expert, live = mlp + "experts.{expert}.", mlp + "experts.routed_experts."
+    return (
+        gate_up(expert, live + "w13_weight")._replace(stacks_experts=True),
+        row(expert + "down_proj.weight", live + "w2_weight")._replace(stacks_experts=True),
+    )
+
+
+def qkv(attention: str, kind: str) -> Stack:
+    """Return the fused projection of queries, keys and values; `kind` is weight or bias."""
+    q, k, v = (f"{attention}{letter}_proj.{kind}" for letter in "qkv")
+    return Stack(f"{attention}qkv_proj.{kind}", 0, (Part(q, "even"), Part(k, "heads"), Part(v, "heads")))
+
+
+def gate_up(inside: str, storage: str) -> Stack:
+    """Return the fused gate and up projections under `inside`."""
+    return Stack(storage, 0, (Part(inside + "gate_proj.weight", "even"), Part(inside + "up_proj.weight", "even")))
+
+
+def row(tensor: str, storage: str | None = None) -> Stack:
+    """Return a weight split over its input features."""
+    return Stack(storage or tensor, 1, (Part(tensor, "even"),))
+
+
+def float32(tensor: str) -> Stack:
+    """Return a tensor stored whole on every rank in float32, in models of any dtype."""
+    return Stack(tensor, 0, (Part(tensor, "copy"),), dtype="float32")

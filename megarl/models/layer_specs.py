@@ -1,0 +1,97 @@
+"""Megatron's layer specs, one for each kind of layer, sliced to a model chunk."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from megatron.core.models.gpt.gpt_layer_specs import (
+    get_gpt_layer_local_spec,
+    get_gpt_layer_with_transformer_engine_spec,
+)
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
+from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
+from torch import Tensor, nn
+
+from megarl.families.parts import LayerKind
+from megarl.families.shape import ModelShape
+from megarl.models.attention import PackedAttention
+from megarl.models.configuration import uses_transformer_engine
+from megarl.models.expert_balance import UpdateRouter, needs_update_router
+
+
+class RMSNorm(nn.Module):
+    """y = x / rms(x) * weight over the last dimension (arXiv:1910.07467, eq. 4), computed in float32.
+
+    Under sequence parallelism each tensor-parallel rank normalises its own tokens. The weight's attribute
+    `sequence_parallel` makes Megatron sum its gradient over these ranks. Megatron-Core 0.16.1's own norm for the local
+    spec supports no sequence parallelism.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
+        # Megatron marks parameters by attributes that torch does not declare.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        return normed.to(x.dtype) * self.weight
+
+
+def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> Any:
+    """Return the spec of a chunk's layers: Transformer Engine's layers if usable, else Megatron's local ones."""
+    offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
+    kinds = shape.layers[offset : offset + get_num_layers_to_build(config, vp_stage=vp_stage)]
+    # Windows differ by layer number, not by spec.
+    made = {kind: _layer_spec(config, kind) for kind in {kind._replace(window=0) for kind in kinds}}
+    layers = [made[kind._replace(window=0)] for kind in kinds]
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_final_norm())
+
+
+def has_router(layer: Any) -> bool:
+    """Return whether a layer of a live model has a router."""
+    return hasattr(layer.mlp, "router")
+
+
+def _layer_spec(config: TransformerConfig, kind: LayerKind) -> Any:
+    """Return the spec of one kind of layer.
+
+    The local spec gets this package's norm and attention. Routers with balancing losses or noise are replaced by
+    `UpdateRouter`.
+    """
+    num_experts = config.num_moe_experts if kind.has_experts else None
+    common: dict[str, Any] = {
+        "num_experts": num_experts,
+        "moe_grouped_gemm": config.moe_grouped_gemm,
+        "qk_layernorm": config.qk_layernorm,
+    }
+    if uses_transformer_engine():
+        layer = get_gpt_layer_with_transformer_engine_spec(**common)
+    else:
+        layer = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
+        modules: Any = layer.submodules
+        modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
+        attention = modules.self_attention.submodules
+        attention.core_attention = PackedAttention
+        if config.qk_layernorm:
+            attention.q_layernorm = attention.k_layernorm = RMSNorm
+    if kind.has_experts and needs_update_router(config):
+        feed_forward: Any = layer.submodules
+        feed_forward.mlp.submodules.router = UpdateRouter
+    return layer
+
+
+def _final_norm() -> Any:
+    """Return the norm after the last layer. Megatron's own specs pass a class too, but its declared type is
+    narrower.
+    """
+    if not uses_transformer_engine():
+        return RMSNorm
+    # Only importable with Transformer Engine.
+    from megatron.core.extensions.transformer_engine import TENorm
+
+    return TENorm
