@@ -1,6 +1,7 @@
 """Fields of config.json of published models, so that a plan for them needs no download.
 
-These are the models named by recipes in `launch/recipes/`. All other models are read from their folders.
+These are the models named by recipes in `launch/recipes/`, and the large models of families without a recipe. All other
+models are read from their folders.
 """
 
 from __future__ import annotations
@@ -32,6 +33,37 @@ _EXPERTS = _QWEN3 | {
     "num_experts_per_tok": 8,
     "norm_topk_prob": True,
 }
+_GLM = {
+    "architectures": ["Glm4MoeForCausalLM"],
+    "model_type": "glm4_moe",
+    "attention_bias": True,
+    "head_dim": 128,
+    "num_attention_heads": 96,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 8,
+    "n_shared_experts": 1,
+    "n_group": 1,
+    "topk_group": 1,
+    "norm_topk_prob": True,
+    "num_nextn_predict_layers": 1,
+    "partial_rotary_factor": 0.5,
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 151552,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+}
+_GLM_355B = _GLM | {
+    "hidden_size": 5120,
+    "intermediate_size": 12288,
+    "moe_intermediate_size": 1536,
+    "num_hidden_layers": 92,
+    "n_routed_experts": 160,
+    "routed_scaling_factor": 2.5,
+    "first_k_dense_replace": 3,
+    "use_qk_norm": True,
+}
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-14B": _DENSE | {"intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
@@ -51,6 +83,20 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "moe_intermediate_size": 1536,
         "num_hidden_layers": 94,
         "num_attention_heads": 64,
+    },
+    "zai-org/GLM-4.5": _GLM_355B,
+    "zai-org/GLM-4.6": _GLM_355B | {"max_position_embeddings": 202752},
+    "zai-org/GLM-4.7": _GLM_355B | {"max_position_embeddings": 202752},
+    "zai-org/GLM-4.5-Air": _GLM
+    | {
+        "hidden_size": 4096,
+        "intermediate_size": 10944,
+        "moe_intermediate_size": 1408,
+        "num_hidden_layers": 46,
+        "n_routed_experts": 128,
+        "routed_scaling_factor": 1.0,
+        "first_k_dense_replace": 1,
+        "use_qk_norm": False,
     },
 }
 """Fields of config.json, by the name on the Hugging Face Hub."""

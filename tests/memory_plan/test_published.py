@@ -10,7 +10,7 @@ import yaml
 
 from megarl.cli import main
 from megarl.families import hf_tensors
-from megarl.families.published import PUBLISHED, published_name
+from megarl.families.published import published_name
 from megarl.families.shape import planned_shape, shape_from_config
 from megarl.types import DataError
 from tests.memory_plan.conftest import MODELS, RECIPES
@@ -25,7 +25,27 @@ PARAMETERS = {
 """Parameters of the published checkpoints, by their index files."""
 
 
-@pytest.mark.parametrize("name", PUBLISHED)
+QWEN = sorted(PARAMETERS)
+GLM = {"zai-org/GLM-4.5": 358, "zai-org/GLM-4.6": 358, "zai-org/GLM-4.7": 358, "zai-org/GLM-4.5-Air": 110}
+"""Billions of parameters of the published checkpoints, with the layer for multi-token prediction."""
+
+
+@pytest.mark.parametrize("name", GLM)
+def test_shapes_of_glm_have_the_published_number_of_parameters(tmp_path: Path, name: str) -> None:
+    shape = planned_shape(tmp_path / name)
+    tensors = hf_tensors(shape)
+    trained = sum(map(math.prod, tensors.values()))
+    last = f"model.layers.{shape.num_layers - 1}."
+    layer = sum(math.prod(size) for tensor, size in tensors.items() if tensor.startswith(last))
+    # The layer for multi-token prediction joins two hidden states; it has three norms, an embedding and a head.
+    hidden = shape.hidden_size
+    kept = layer + 2 * hidden * hidden + 3 * hidden + 2 * shape.vocab_size * hidden
+    assert round((trained + kept) / 1e9) == GLM[name]
+    if name.endswith("Air"):
+        assert trained + kept == 110_468_824_832
+
+
+@pytest.mark.parametrize("name", QWEN)
 def test_a_published_shape_has_the_published_number_of_parameters(tmp_path: Path, name: str) -> None:
     shape = planned_shape(tmp_path / name)
     assert sum(map(math.prod, hf_tensors(shape).values())) == PARAMETERS[name]
@@ -39,7 +59,7 @@ def test_every_large_recipe_names_published_models() -> None:
         found |= {published_name(sections["model"]["path"])}
         if teacher := sections.get("distillation", {}).get("teacher"):
             found |= {published_name(teacher)}
-    assert found == set(PUBLISHED)
+    assert found == set(QWEN)
 
 
 @pytest.mark.parametrize("path", LARGE, ids=lambda path: path.stem)

@@ -1,0 +1,317 @@
+"""Each model family is trained, sampled, resharded and converted as transformers and vLLM compute it.
+
+Tiny random models on CPU ranks, in float32 unless a row says otherwise. A row per family, proof and layout, with the
+largest difference found and its limit. To add a family, add its line to `FAMILIES`.
+
+- log-probs: trainer against transformers; in bfloat16 beside transformers' own distance from float32
+- gradient: trainer against transformers in float64, relative to its norm
+- engine: trainer's log-probs against vLLM's
+- packing: sequences in one row against each alone, also under context parallelism
+- conversion: Hugging Face to Megatron and back, bit for bit, with tensors that are not trained
+- reshard: live weights and buffers after three updates against vLLM loading the export, bit for bit
+- layouts: three policy updates in several layouts against one rank, see the check `invariance`
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from megarl.config.parallel import ParallelConfig
+from megarl.data.token_batch import TokenBatch
+from megarl.testing import RankPool
+from megarl.types import TrainingSequence
+from tools.checks import invariance
+from tools.make_tiny_model import make_tiny_model
+
+DURATION = {"small": "minutes: one family (not timed)", "full": "an hour or more: all families (not timed)"}
+SMALL = {"only": ["glm4_moe"], "proof": ["log-probs", "gradient", "engine", "packing", "conversion"]}
+
+
+class Row(NamedTuple):
+    """A family's tiny model, and what of it the CPU's kernels can show."""
+
+    fields: Mapping[str, Any] = {}
+    """Arguments of `make_tiny_model` other than the common ones."""
+    has_experts: bool = False
+    engine_limit: float = 1e-5
+    """Largest distance of the engine's log-probs, in nats."""
+
+
+FAMILIES: dict[str, Row] = {
+    "llama": Row(),
+    "mistral": Row(),
+    "qwen2": Row(),
+    "qwen3": Row(),
+    "qwen2_moe": Row(has_experts=True),
+    "qwen3_moe": Row(has_experts=True),
+    "glm4_moe": Row(has_experts=True),
+}
+"""Families by `model_type`."""
+
+SIZES = dict(num_layers=4, num_kv_heads=2, vocab_size=433, tie_word_embeddings=False)
+LENGTHS = (24, 7, 31, 2)
+LOGPROB_LIMIT, GRADIENT_LIMIT, PACKING_LIMIT = 1e-5, 1e-6, 1e-6
+
+_ONE = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+DENSE_LAYOUTS = (
+    _ONE,
+    ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1),
+    ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2),
+    ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=2),
+    ParallelConfig(tp=1, pp=1, dp=1, cp=2, rollout_tp=2),
+    ParallelConfig(tp=2, pp=2, dp=1, rollout_tp=2),
+    ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=1, vpp=2),
+    ParallelConfig(tp=4, pp=1, dp=1, rollout_tp=2),
+)
+EXPERT_LAYOUTS = (
+    _ONE,
+    ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2),
+    ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2, rollout_ep=True),
+    ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2),
+    ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=1, ep=2),
+    ParallelConfig(tp=1, pp=1, dp=1, cp=2, rollout_tp=2, ep=2),
+    ParallelConfig(tp=2, pp=2, dp=1, rollout_tp=2, etp=2, rollout_ep=True),
+    ParallelConfig(tp=2, pp=2, dp=1, rollout_tp=4, ep=2),
+)
+INVARIANCE = {
+    False: ("tp2", "pp2", "cp2", "dp2", "tp2 pp2", "pp2 vpp2"),
+    True: ("tp2", "etp2 dp2", "ep2 dp2", "cp2 ep2", "pp2 ep2 dp2", "pp2 vpp2"),
+}
+"""Layouts of `invariance`, by whether the family has experts."""
+
+
+def sequences(vocab_size: int) -> list[TrainingSequence]:
+    """Return random sequences of `LENGTHS`; every token but the first is trained."""
+    # Token 0 is left out: transformers gives the padding token no gradient.
+    tokens = np.random.default_rng(7).integers(1, vocab_size, sum(LENGTHS))
+    parts = np.split(tokens, np.cumsum(LENGTHS)[:-1])
+    return [TrainingSequence(part, np.arange(len(part)) > 0) for part in parts]
+
+
+def weighed(vocab_size: int) -> TokenBatch:
+    """Return the sequences as one row whose loss is the mean over trained tokens."""
+    from megarl.config import AlgorithmConfig
+    from megarl.rollout.rl_batch import assign_token_weights
+
+    batch = TokenBatch.from_sequences(sequences(vocab_size))
+    assign_token_weights(batch, AlgorithmConfig(aggregation="token_mean"), max(LENGTHS))
+    return batch
+
+
+def logprobs(folder: str, layout: ParallelConfig, dtype: str, in_one_row: bool) -> list[np.ndarray] | None:
+    """Return a trainer's log-probs of each sequence, on reporting ranks."""
+    import torch.distributed as dist
+
+    from megarl.checkpoint import safetensors
+    from megarl.families.shape import padded_vocab_size, read_model_shape
+    from megarl.reshard.layouts.megatron import megatron_layouts
+    from megarl.training.model import FrozenModel
+
+    recipe = invariance.recipe_of(Path(folder), {})
+    recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
+    shape = read_model_shape(folder)
+    pieces = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    model = FrozenModel(
+        recipe, layout, shape, lambda tensors: safetensors.load(folder, pieces[dist.get_rank()], tensors)
+    )
+    own = sequences(shape.vocab_size)
+    rows = [TokenBatch.from_sequences(own)] if in_one_row else [TokenBatch.from_sequences([one]) for one in own]
+    found = model.forward(rows)
+    if found is None:
+        return None
+    return np.split(found[0], np.cumsum(LENGTHS)[:-1]) if in_one_row else list(found)
+
+
+def gradient(folder: str) -> dict[str, Any]:
+    """Return what one rank holds of the gradient of each tensor."""
+    from dataclasses import replace
+
+    from megarl.training.objective import supervised
+
+    engine, _, pieces = invariance.build(invariance.recipe_of(Path(folder), {}), _ONE, False)
+    engine.role = replace(engine.role, objective=supervised)
+    engine.update([weighed(engine.shape.vocab_size)])
+    # Megatron gives its parameters this attribute.
+    gradients: dict[str, Any] = {name: value.main_grad for name, value in engine.parameters.items()}
+    # The optimizer has clipped the gradients to a norm.
+    return invariance.cut_out([piece for piece in pieces if piece.storage in gradients], gradients)
+
+
+def engine_logprobs(folder: str) -> list[np.ndarray]:
+    """Return the engine's log-probs of each sequence."""
+    from safetensors.torch import load_file
+
+    from megarl.config import RolloutConfig
+    from megarl.engine.engine import RolloutEngine
+    from megarl.families.shape import read_model_shape
+
+    config = RolloutConfig(kv_cache_gib=0.05)
+    engine = RolloutEngine(folder, config, max_model_len=64, dtype="float32", seed=0)
+    engine.load_tensors(iter(load_file(f"{folder}/model.safetensors").items()))
+    found = []
+    for one in sequences(read_model_shape(folder).vocab_size):
+        found.append(engine.prompt_logprobs(one.token_ids))
+    engine.close()
+    return found
+
+
+def oracle(folder: Path, dtype: str) -> list[np.ndarray]:
+    """Return transformers' log-probs of each sequence, the first of each 0."""
+    import torch
+    from transformers import AutoModelForCausalLM
+
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    found = []
+    for one in sequences(model.config.vocab_size):
+        tokens = torch.from_numpy(one.token_ids)
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1].float()
+        own = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
+        found.append(np.concatenate([[0.0], own]))
+    return found
+
+
+def oracle_gradient(folder: Path, work: Path) -> dict[str, np.ndarray]:
+    """Return transformers' gradient of the same loss in float64, by the checkpoint's names."""
+    import torch
+    from safetensors.numpy import load_file
+    from transformers import AutoModelForCausalLM
+
+    from megarl.families import float32_tensors
+    from megarl.families.shape import read_model_shape
+
+    # The eager implementation of experts: grouped products have no float64 kernel.
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
+    total = sum(LENGTHS) - len(LENGTHS)
+    for one in sequences(model.config.vocab_size):
+        tokens = torch.from_numpy(one.token_ids)
+        logits = model(tokens[None]).logits[0, :-1]
+        loss = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum") / total
+        loss.backward()
+    for parameter in model.parameters():
+        # An expert that no token chose has no gradient.
+        parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
+    # Saving renames packed parameters to those of the checkpoint.
+    model.save_pretrained(work / "gradient")
+    saved = load_file(work / "gradient" / "model.safetensors")
+    # Buffers have no gradient, but they are saved too.
+    return {name: value for name, value in saved.items() if name not in float32_tensors(read_model_shape(folder))}
+
+
+def apart(one: list[np.ndarray], other: list[np.ndarray]) -> float:
+    """Return the largest distance of log-probs; the first of each sequence does not count."""
+    return float(max(np.abs(a[1:] - b[1:]).max() for a, b in zip(one, other, strict=True)))
+
+
+def reported(results: list[list[np.ndarray] | None]) -> list[np.ndarray]:
+    return next(result for result in results if result is not None)
+
+
+Found = Iterator[dict[str, Any]]
+
+
+def prove_logprobs(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    exact = oracle(folder, "float32")
+    own = reported(pool.run(logprobs, str(folder), _ONE, "float32", True, world_size=1))
+    yield limited("log-probs", apart(own, exact), LOGPROB_LIMIT)
+    rounded = reported(pool.run(logprobs, str(folder), _ONE, "bfloat16", True, world_size=1))
+    allowed = apart(oracle(folder, "bfloat16"), exact)
+    # Rounding is random: half as much again is not another model.
+    yield limited("log-probs, bfloat16", apart(rounded, exact), 1.5 * allowed)
+
+
+def prove_gradient(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    expected = oracle_gradient(folder, work)
+    [parts] = pool.run(gradient, str(folder), world_size=1)
+    own = invariance.join([parts])
+    norm = np.sqrt(sum(np.square(value).sum() for value in expected.values()))
+    # Both are scaled to norm 1: the trainer's is clipped.
+    scale = np.sqrt(sum(np.square(value, dtype=np.float64).sum() for value in own.values()))
+    distance = np.sqrt(sum(np.square(expected[key] / norm - own[key] / scale).sum() for key in own))
+    yield limited("gradient", float(distance), GRADIENT_LIMIT) | {"tensors": len(own)}
+
+
+def prove_engine(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    own = reported(pool.run(logprobs, str(folder), _ONE, "float32", True, world_size=1))
+    [sampled] = pool.run(engine_logprobs, str(folder), world_size=1)
+    yield limited("engine", apart(own, sampled), FAMILIES[name].engine_limit)
+
+
+def prove_packing(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    alone = reported(pool.run(logprobs, str(folder), _ONE, "float32", False, world_size=1))
+    for layout in (_ONE, ParallelConfig(tp=1, pp=1, dp=1, cp=2, rollout_tp=1)):
+        results = pool.run(logprobs, str(folder), layout, "float32", True, world_size=layout.world_size)
+        yield limited("packing", apart(reported(results), alone), PACKING_LIMIT) | {"layout": str(layout)}
+
+
+def prove_conversion(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    from safetensors.torch import load_file
+
+    from megarl.checkpoint.convert import to_hf, to_megatron
+
+    sizes: dict[str, Any] = {"tp": 2, "pp": 2, **({"ep": 2} if FAMILIES[name].has_experts else {})}
+    to_megatron(folder, work / "megatron", **sizes, verify=True)
+    to_hf(work / "megatron", work / "hf", verify=True)
+    one, other = (
+        {k: v for file in at.glob("*.safetensors") for k, v in load_file(file).items()} for at in (folder, work / "hf")
+    )
+    differing = sum(k not in other or v.dtype != other[k].dtype or not v.equal(other[k]) for k, v in one.items())
+    yield limited("conversion", differing + len(other.keys() - one.keys()), 0) | {"tensors": len(one)}
+
+
+def prove_reshard(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    from tests.distributed.test_reshard import recipe_of, train_reshard_and_compare
+
+    for number, layout in enumerate(EXPERT_LAYOUTS if FAMILIES[name].has_experts else DENSE_LAYOUTS):
+        exported = str(work / f"export{number}" / "hf")
+        results = pool.run(
+            train_reshard_and_compare, recipe_of(folder, layout), layout, exported, 3, timeout_seconds=900,
+            world_size=layout.world_size,
+        )  # fmt: skip
+        yield limited("reshard", sum(map(len, results)), 0) | {"layout": str(layout)}
+
+
+def prove_layouts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    has_experts = FAMILIES[name].has_experts
+    kind = "moe" if has_experts else "dense"
+    for row in invariance.check(kind, folder, pool, INVARIANCE[has_experts], ["token_mean"]):
+        worst = max(row["loss"], row["grad_norm"], row["parameter"])
+        yield {"proof": "layouts", "layout": row["layout"], "found": worst, "limit": "invariance", "met": row["met"]}
+
+
+PROOFS: dict[str, Callable[[str, Path, RankPool, Path], Found]] = {
+    "log-probs": prove_logprobs,
+    "gradient": prove_gradient,
+    "engine": prove_engine,
+    "packing": prove_packing,
+    "conversion": prove_conversion,
+    "reshard": prove_reshard,
+    "layouts": prove_layouts,
+}
+
+
+def limited(proof: str, found: float, limit: float) -> dict[str, Any]:
+    """Return a row of the table."""
+    return {"proof": proof, "layout": "one rank", "found": found, "limit": limit, "met": found <= limit}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", action="append", choices=FAMILIES, help="check this family; repeatable")
+    parser.add_argument("--proof", action="append", choices=PROOFS, help="make this proof; repeatable")
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as work, RankPool(4) as pool:
+        for name in options.only or FAMILIES:
+            folder = make_tiny_model(Path(work) / name, family=name, **{**SIZES, **FAMILIES[name].fields})
+            for proof in options.proof or PROOFS:
+                own = Path(work) / f"{name} {proof}"
+                own.mkdir()
+                for row in PROOFS[proof](name, folder, pool, own):
+                    yield {"family": name, **row}
