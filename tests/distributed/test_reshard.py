@@ -138,6 +138,8 @@ def test_live_parameters_equal_what_the_loader_makes(
         ),
         pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2), "qwen3 kv equal tp, untied", "bfloat16"),
         pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "qwen2_moe", "float32"),
+        # The float32 bias of the second stage's router travels among weights of 16 bits.
+        pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2), "glm4_moe", "bfloat16"),
     ],
 )
 def test_an_engine_gets_weights_with_adapters_merged_in(

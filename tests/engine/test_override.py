@@ -79,6 +79,12 @@ def test_trainer_and_engine_have_windows(
     check_against_transformers(ranks, model, override)
 
 
+def test_trainer_and_engine_route_by_biased_sigmoids(ranks: RankPool, tiny_model: Callable[..., Path]) -> None:
+    """GLM-4.5: a dense layer, then one with experts, half of the channels rotated."""
+    model = tiny_model(family="glm4_moe", num_layers=2, vocab_size=431, initializer_range=0.1)
+    check_against_transformers(ranks, model, {})
+
+
 def check_against_transformers(ranks: RankPool, model: Path, override: dict[str, Any]) -> None:
     """Compare the log-probs of engine, trainer and transformers; other fields must give others."""
     from transformers import AutoConfig, AutoModelForCausalLM

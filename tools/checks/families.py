@@ -10,6 +10,7 @@ largest difference found and its limit. To add a family, add its line to `FAMILI
 - conversion: Hugging Face to Megatron and back, bit for bit, with tensors that are not trained
 - reshard: live weights and buffers after three updates against vLLM loading the export, bit for bit
 - layouts: three policy updates in several layouts against one rank, see the check `invariance`
+- learning: rise of the reward over 10 steps of a recipe, with replayed routers, beside Qwen3's
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ from megarl.data.token_batch import TokenBatch
 from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 from tools.checks import invariance
+from tools.make_dataset import make_dataset
 from tools.make_tiny_model import make_tiny_model
+from tools.runs import DIGITS_REWARD, read_metrics, train
 
 DURATION = {"small": "minutes: one family (not timed)", "full": "an hour or more: all families (not timed)"}
 SMALL = {"only": ["glm4_moe"], "proof": ["log-probs", "gradient", "engine", "packing", "conversion"]}
@@ -56,6 +59,8 @@ FAMILIES: dict[str, Row] = {
 
 SIZES = dict(num_layers=4, num_kv_heads=2, vocab_size=433, tie_word_embeddings=False)
 LENGTHS = (24, 7, 31, 2)
+LEAST_GAIN = 0.5
+"""Share of Qwen3's rise of the reward. Ten steps of 64 samples are noisy."""
 LOGPROB_LIMIT, GRADIENT_LIMIT, PACKING_LIMIT = 1e-5, 1e-6, 1e-6
 
 _ONE = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
@@ -285,6 +290,34 @@ def prove_layouts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
         yield {"proof": "layouts", "layout": row["layout"], "found": worst, "limit": "invariance", "met": row["met"]}
 
 
+def prove_learning(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    make_dataset(work / "runs/quickstart_input/data", train=600, heldout=64, sft=2000)
+    (work / "share_of_digits.py").write_text(DIGITS_REWARD)
+    gains = {family: _gain(family, work) for family in dict.fromkeys(("qwen3", name))}
+    yield {
+        "proof": "learning", "layout": "two ranks", "found": gains[name], "limit": LEAST_GAIN * gains["qwen3"],
+        "met": gains[name] >= LEAST_GAIN * gains["qwen3"] > 0,
+    }  # fmt: skip
+
+
+def _gain(name: str, work: Path) -> float:
+    """Return the rise of the mean reward over 10 steps, from the first two steps to the last two."""
+    make_tiny_model(work / "runs" / name, family=name, num_layers=2, initializer_range=0.08)
+    split = ("trainer.ep=2", "trainer.router_replay=true") if FAMILIES[name].has_experts else ()
+    student = (f"model.path=runs/{name}", f"name={name}_sft", "train.steps=100", *split[:1])
+    train("launch/recipes/quickstart_sft.yaml", *student, folder=work)
+    policy = (
+        f"model.path=runs/{name}_sft/hf",
+        f"name={name}_rl",
+        "train.steps=10",
+        "train.prompts_per_step=16",
+        *split,
+    )
+    train("launch/recipes/tiny_rl.yaml", *policy, "reward.functions=[share_of_digits:digits]", folder=work)
+    rewards = [step["reward/mean"] for step in read_metrics(work / "runs" / f"{name}_rl") if "reward/mean" in step]
+    return float(np.mean(rewards[-2:]) - np.mean(rewards[:2]))
+
+
 PROOFS: dict[str, Callable[[str, Path, RankPool, Path], Found]] = {
     "log-probs": prove_logprobs,
     "gradient": prove_gradient,
@@ -293,6 +326,7 @@ PROOFS: dict[str, Callable[[str, Path, RankPool, Path], Found]] = {
     "conversion": prove_conversion,
     "reshard": prove_reshard,
     "layouts": prove_layouts,
+    "learning": prove_learning,
 }
 
 

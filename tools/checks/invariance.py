@@ -329,7 +329,9 @@ def compare(
     def moved_apart(name: str, value: np.ndarray) -> float:
         # However the two were added up, each element was rounded to float32.
         rounding = np.finfo(np.float32).eps / 2 * np.linalg.norm(value)
-        return float(max(np.linalg.norm(own[1][name] - value) - rounding, 0) / np.linalg.norm(value - before[name]))
+        apart = max(np.linalg.norm(own[1][name] - value) - rounding, 0)
+        # An expert that no token chose does not move, on one rank and on several.
+        return float(apart / np.linalg.norm(value - before[name])) if apart else 0.0
 
     parameters = {name: moved_apart(name, value) for name, value in alone[1].items()}
     name = max(parameters, key=lambda key: parameters[key])

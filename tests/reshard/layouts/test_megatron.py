@@ -198,6 +198,25 @@ def test_grouped_experts_have_transformer_engines_names(tiny_model: Callable[...
     }
 
 
+def test_the_norm_of_a_dense_layer_is_fused_and_that_of_a_router_is_not(tiny_model: Callable[..., Path]) -> None:
+    """Stages of two layers: the first stage begins with the dense one. Biases of routers are buffers."""
+    model = read_model_shape(tiny_model(family="glm4_moe", num_layers=4))
+    parallel = ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=1)
+    layouts = megatron_layouts(model, parallel, padded_vocab_size=1 << 20, transformer_engine=True)
+    dense = {"mlp.linear_fc1.layer_norm_weight", "mlp.linear_fc1.weight", "mlp.linear_fc2.weight"}
+    routed = {"pre_mlp_layernorm.weight", "mlp.router.weight", "mlp.router.expert_bias"}
+    routed |= {f"mlp.shared_experts.linear_fc{number}.weight" for number in (1, 2)}
+    for stage, kinds in enumerate([[dense, routed], [routed, routed]]):
+        shapes = parameter_shapes(layouts, parallel.coordinates(stage))
+        for layer, expected in enumerate(kinds):
+            start = f"decoder.layers.{layer}."
+            names = {name.removeprefix(start) for name in shapes if name.startswith(start)}
+            assert {name for name in names if "mlp" in name and ".experts." not in name} == expected
+            assert any(".experts." in name for name in names) == (expected is routed)
+        trained = parameter_shapes(layouts, parallel.coordinates(stage), has_buffers=False)
+        assert {name for name in shapes.keys() - trained.keys() if not name.endswith("expert_bias")} == set()
+
+
 def test_transformer_engine_names_replace_the_norms(tiny_model: Callable[..., Path]) -> None:
     model = read_model_shape(tiny_model(family="qwen3", num_layers=2))
     parallel = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
