@@ -249,7 +249,9 @@ def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
         padded_vocab_size=padded_vocab_size(model.vocab_size, parallel.tp),
         num_experts=model.num_experts or None,
         rotary_percent=model.rotary.fraction,
-        moe_layer_freq=[int(kind.has_experts) for kind in model.layers] if model.kinds else 1,
+        moe_layer_freq=[int(kind.has_experts) for kind in model.layers]
+        if model.num_experts and model.has_dense_layers
+        else 1,
     )
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}

@@ -13,7 +13,8 @@ OVERRIDABLE = (*_ROPE, "max_position_embeddings", "rms_norm_eps", "num_experts_p
 _SHAPES = (
     "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
     "vocab_size", "tie_word_embeddings", "num_experts", "num_local_experts", "moe_intermediate_size",
-    "shared_expert_intermediate_size",
+    "shared_expert_intermediate_size", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
+    "mlp_only_layers", "decoder_sparse_step", "num_nextn_predict_layers", "attention_bias", "use_qk_norm",
 )  # fmt: skip
 _REASONS = {
     **dict.fromkeys(_SHAPES, "it determines the shapes of the folder's weights"),

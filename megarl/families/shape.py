@@ -56,6 +56,11 @@ class ModelShape:
         """Return the numbers, from 0, of the layers with experts."""
         return tuple(number for number, kind in enumerate(self.layers) if kind.has_experts)
 
+    @property
+    def has_dense_layers(self) -> bool:
+        """Return whether some layer has a dense feed-forward layer."""
+        return len(self.expert_layers) < self.num_layers
+
     def layers_where(self, is_wanted: Callable[[LayerKind], bool]) -> frozenset[int] | None:
         """Return the numbers, from 0, of the layers of a kind, for the rules of a page. None: all layers."""
         found = frozenset(number for number, kind in enumerate(self.layers) if is_wanted(kind))

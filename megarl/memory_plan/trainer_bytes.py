@@ -136,7 +136,8 @@ def buffers_of(layouts: MegatronLayouts, rank: int) -> Iterator[tuple[Sequence[P
     expert_shards = parallel.world_size // (parallel.etp * parallel.ep * parallel.pp)
     # Megatron-Core gives tied embeddings a bucket of their own if first and last stage must sum their gradients.
     is_shared = layouts.model.tie_word_embeddings and parallel.pp > 1
-    shapes = parameter_shapes(layouts, at)
+    # Buffers of modules are not trained.
+    shapes = parameter_shapes(layouts, at, has_buffers=False)
     for chunk in range(parallel.vpp):
         prefix = chunk_prefix(chunk, parallel.vpp)
         own = {name: shape for name, shape in shapes.items() if name.startswith(prefix)}

@@ -158,10 +158,9 @@ def _fused_expert_kernels(router_replay: bool) -> dict[str, bool]:
 
 def _expert_settings(router: Router, shape: ModelShape, layout: ParallelConfig) -> dict[str, Any]:
     # A list of layers makes Megatron-Core's checkpoints non-homogeneous, so models with experts everywhere have none.
-    is_mixed = len(shape.expert_layers) < shape.num_layers
     has_groups, is_sigmoid = router.num_groups > 1, router.score == "sigmoid"
     return {
-        "moe_layer_freq": [int(kind.has_experts) for kind in shape.layers] if is_mixed else 1,
+        "moe_layer_freq": [int(kind.has_experts) for kind in shape.layers] if shape.has_dense_layers else 1,
         "moe_router_num_groups": router.num_groups if has_groups else None,
         "moe_router_group_topk": router.top_groups if has_groups else None,
         "num_moe_experts": router.num_experts,

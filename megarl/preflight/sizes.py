@@ -340,7 +340,7 @@ def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     if shape.num_experts:
         channels["channels of an expert on a rank"] = shape.moe_intermediate_size // trainer.etp
         channels["channels of the shared expert on a rank"] = shape.shared_intermediate_size // trainer.tp
-    else:
+    if shape.has_dense_layers:
         channels["channels of the feed-forward layer on a rank"] = shape.intermediate_size // trainer.tp
     for name, number in channels.items():
         if number % FP8_BLOCK:
@@ -419,8 +419,8 @@ def _recomputed_modules(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         elif module == "shared_experts" and not shape.shared_intermediate_size:
             yield f"{field}: a {shape.family} model has no shared experts; leave {module} out"
         elif module in _NEEDS_TRANSFORMER_ENGINE and (runs_on_cpu() or not transformer_engine.is_installed()):
-            yield f"{field}: {module} needs Transformer Engine, which is not installed; leave it out"
-        elif module == "mlp" and shape.num_experts:
+            yield f"{field}: {module} needs Transformer Engine's layers, which are not here; leave it out"
+        elif module == "mlp" and not shape.has_dense_layers:
             yield f"{field}: a {shape.family} model has experts in every layer; name moe instead of mlp"
     if trainer.router_replay and "moe" in trainer.recompute_modules:
         yield (
@@ -453,9 +453,9 @@ def _tp_misfits(shape: ModelShape, tp: int, whole_experts: bool, vocabulary: int
     depends on `tp`.
     """
     sizes = [(shape.num_heads, "attention heads"), (vocabulary, "rows of the vocabulary, padded as vLLM does")]
-    if not shape.num_experts:
+    if shape.has_dense_layers:
         sizes.append((shape.intermediate_size, "feed-forward channels"))
-    else:
+    if shape.num_experts:
         sizes.append((shape.shared_intermediate_size, "channels of the shared expert"))
         sizes += [] if whole_experts else [(shape.moe_intermediate_size, "channels of an expert")]
     misfits = [f"{size} {name}" for size, name in sizes if size % tp]

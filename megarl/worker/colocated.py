@@ -83,7 +83,11 @@ class Worker(TrainerWorker):
         return self.engine.metrics() if self.engine else {}
 
     def start_notices(self) -> list[str]:
-        return (self.copier.notices if self.copier else []) + (self.engine.sleep_notices if self.engine else [])
+        return (
+            self.kept_notices
+            + (self.copier.notices if self.copier else [])
+            + (self.engine.sleep_notices if self.engine else [])
+        )
 
     def sleep_engine(self) -> None:
         """Free the engine's device memory for the trainer, until the next reshard."""

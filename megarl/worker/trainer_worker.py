@@ -12,6 +12,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from megarl.checkpoint import peft, safetensors
+from megarl.checkpoint.kept import kept_tensors
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.chat import tokenizer_of
@@ -143,8 +144,17 @@ class TrainerWorker:
         return report
 
     def start_notices(self) -> list[str]:
-        """Return texts for the user at the start, about how the trainer runs."""
-        return self.transfer.copier.notices if self.transfer.copier else []
+        """Return start-up notices for the user about how this run is executed."""
+        return self.kept_notices + (self.transfer.copier.notices if self.transfer.copier else [])
+
+    @property
+    def kept_notices(self) -> list[str]:
+        """Return a notice if the model's folder has tensors that are not trained."""
+        folder = self.recipe.model.folder
+        kept = kept_tensors(folder, self.policy.shape)
+        if not kept:
+            return []
+        return [f"{len(kept)} tensors of {folder} are not trained, such as {min(kept)}; exports copy them unchanged"]
 
     def peak_tflops(self) -> float | None:
         """Return the peak performance of this rank's device at the model's dtype, in TFLOP/s; None if unknown."""

@@ -29,13 +29,19 @@ def megatron_layouts(
     return MegatronLayouts(model, parallel, padded_vocab_size, transformer_engine)
 
 
-def parameter_shapes(layouts: MegatronLayouts, coordinates: Coordinates) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a rank's local parameters by name, in the order of the model, with vocabulary padding."""
+def parameter_shapes(
+    layouts: MegatronLayouts, coordinates: Coordinates, *, has_buffers: bool = True
+) -> dict[str, tuple[int, ...]]:
+    """Return the local shapes of a rank's parameters by name, with vocabulary padding; with `has_buffers` those of the
+    saved buffers too.
+    """
     shapes = {}
     per_rank = layouts.model.num_experts // layouts.parallel.ep
     experts = range(coordinates.ep * per_rank, (coordinates.ep + 1) * per_rank)
     for chunk in (chunk for chunk in layouts.chunks if chunk.stage == coordinates.pp):
         for rule in layouts.rules:
+            if rule.is_buffer and not has_buffers:
+                continue
             if rule.place == "every_layer":
                 layers = range(chunk.first_layer, chunk.first_layer + chunk.num_layers)
             else:
