@@ -14,7 +14,7 @@ import torch.nn.functional as F  # noqa: N812
 from megatron.core.packed_seq_params import PackedSeqParams
 from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
 from megatron.core.transformer import TransformerConfig
-from megatron.core.transformer.utils import is_layer_window_attention
+from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megarl.data.token_batch import ranges
@@ -51,8 +51,12 @@ class Part:
         """Flat index of each key in an array [sequences, longest_key]: [num_keys]."""
         return self._padded_places(self.num_keys, self.longest_key)
 
-    def mask(self, window: int) -> Tensor | None:
-        """Return the mask of attended keys, bool [sequences, 1, longest_query, longest_key]; None for plain causality.
+    def is_plain(self, window: int) -> bool:
+        """Return whether queries and keys are the same tokens, and no query reaches beyond its window."""
+        return self.keys is None and not self._limits(window)
+
+    def mask(self, window: int) -> Tensor:
+        """Return the mask of attended keys, bool [sequences or 1, 1, longest_query, longest_key].
 
         A query attends to `window` keys up to its own; 0: to all of them.
         """
@@ -61,19 +65,19 @@ class Part:
         return self._masks[window]
 
     @cached_property
-    def _masks(self) -> dict[int, Tensor | None]:
-        """Attention masks made so far, by window size; all layers share them."""
+    def _masks(self) -> dict[int, Tensor]:
+        """Return the masks made so far by window: all layers share them."""
         return {}
 
-    def _new_mask(self, window: int) -> Tensor | None:
-        is_limited = 0 < window < self.longest_key
-        if self.keys is None and not is_limited:
-            return None
+    def _limits(self, window: int) -> bool:
+        return 0 < window < self.longest_key
+
+    def _new_mask(self, window: int) -> Tensor:
         seen = (self.num_keys - self.num_queries)[:, None, None, None]
         own = np.arange(self.longest_query)[:, None] + seen
         keys = np.arange(self.longest_key)
         # Every query, padding included, attends to the key at its own place: a row without any key would be NaN.
-        attended = (keys <= own) & (keys > own - window) if is_limited else keys <= own
+        attended = (keys <= own) & (keys > own - window) if self._limits(window) else keys <= own
         return torch.tensor(attended, device=self.cu_queries.device)
 
     def _padded_places(self, sizes: np.ndarray, longest: int) -> Tensor:
@@ -197,6 +201,29 @@ class PackedAttention(nn.Module):
             softmax_scale = config.kv_channels**-0.5
         self.scale = softmax_scale
         self.cp_group = getattr(pg_collection, "cp", None)
+        self.tp_group = getattr(pg_collection, "tp", None)
+        # The name is that of Megatron's and Transformer Engine's own attention.
+        self.softmax_offset = self._new_sinks(config) if config.softmax_type == "learnable" else None
+        """Score of each head's sink, [heads of this rank]. A sink takes part in the softmax and has no value."""
+
+    def _new_sinks(self, config: TransformerConfig) -> nn.Parameter:
+        num_heads = config.num_attention_heads // config.tensor_model_parallel_size
+        sinks = nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
+        if config.perform_initialization:
+            assert config.init_method is not None
+            config.init_method(sinks)
+        return sinks
+
+    def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
+        """Return the state of a checkpoint: the sinks, split over the tensor-parallel ranks."""
+        return make_sharded_tensors_for_checkpoint(
+            self.state_dict(prefix="", keep_vars=True),
+            prefix,
+            {"softmax_offset": 0},
+            sharded_offsets,
+            tp_group=self.tp_group,
+            dp_cp_group=metadata["dp_cp_group"],
+        )
 
     def forward(
         self,
@@ -229,7 +256,10 @@ class PackedAttention(nn.Module):
         `q` [tokens, heads, head_dim] belongs to this rank. `k` and `v` [tokens, groups, head_dim] belong to all
         context-parallel ranks.
         """
-        kernel = self._varlen if q.is_cuda and q.dtype in _VARLEN_DTYPES else self._padded
+        if self.softmax_offset is not None:
+            kernel = self._with_sinks
+        else:
+            kernel = self._varlen if q.is_cuda and q.dtype in _VARLEN_DTYPES else self._padded
         return kernel(_gather_rows(q, part.queries), _gather_rows(k, part.keys), _gather_rows(v, part.keys), part)
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
@@ -260,17 +290,28 @@ class PackedAttention(nn.Module):
         return out
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Compute the attention of one part of a row with torch's SDPA, on sequences padded to the longest. Shapes as
-        in `attend`.
-        """
-        place, keys, mask = part.padded_queries, part.padded_keys, part.mask(self.window)
+        """Return the result of `attend`, computed by torch's SDPA on sequences padded to the longest one."""
+        mask = None if part.is_plain(self.window) else part.mask(self.window)
         # Padding follows the tokens of its sequence, so the causal mask alone excludes it.
-        q = _to_padded(q, place, len(part.num_queries), part.longest_query)
-        k, v = (_to_padded(x, keys, len(part.num_keys), part.longest_key) for x in (k, v))
+        q, k, v = _all_padded(q, k, v, part)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=mask is None, scale=self.scale, enable_gqa=q.size(1) != k.size(1)
         )
-        return out.transpose(1, 2).flatten(0, 1).index_select(0, place)
+        return _from_padded(out, part)
+
+    def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+        """Return the result of `attend` with sinks, softmax in at least float32.
+
+        torch's kernels support no sinks, so all scores exist at once: [sequences, heads, longest_query, longest_key].
+        """
+        assert self.softmax_offset is not None
+        k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
+        q, k, v = _all_padded(q, k, v, part)
+        scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * self.scale
+        scores = scores.masked_fill(~part.mask(self.window), -torch.inf)
+        sinks = self.softmax_offset.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        probabilities = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        return _from_padded(probabilities.to(v.dtype) @ v, part)
 
 
 def _gather_rows(x: Tensor, places: Tensor | None) -> Tensor:
@@ -281,6 +322,18 @@ def _gather_rows(x: Tensor, places: Tensor | None) -> Tensor:
 def _takes_grouped_heads(kernel: Callable[..., Any]) -> bool:
     """Return whether a kernel supports grouped-query attention; torch 2.11's varlen_attn does not."""
     return "enable_gqa" in inspect.signature(kernel).parameters
+
+
+def _all_padded(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
+    """Return queries, keys and values [tokens, heads, head_dim] as `_to_padded` gives them."""
+    q = _to_padded(q, part.padded_queries, len(part.num_queries), part.longest_query)
+    k, v = (_to_padded(x, part.padded_keys, len(part.num_keys), part.longest_key) for x in (k, v))
+    return q, k, v
+
+
+def _from_padded(out: Tensor, part: Part) -> Tensor:
+    """Return outputs [sequences, heads, longest_query, head_dim] without padding: [queries, heads, head_dim]."""
+    return out.transpose(1, 2).flatten(0, 1).index_select(0, part.padded_queries)
 
 
 def _to_padded(x: Tensor, index: Tensor, sequences: int, longest: int) -> Tensor:

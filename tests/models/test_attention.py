@@ -35,16 +35,34 @@ def test_padded_lengths_are_given_only_where_they_are_needed() -> None:
     assert shared.cu_seqlens_q_padded.tolist() == shared.cu_seqlens_kv_padded.tolist() == [0, 4, 12]
 
 
-def config_of(width: int, window: int = 0) -> Any:
-    """What `PackedAttention` reads of Megatron's config."""
-    size = (window - 1, 0) if window else None
-    return SimpleNamespace(kv_channels=width, window_size=size, window_attn_skip_freq=None)
+def config_of(width: int, window: int = 0, *, has_sinks: bool = False) -> Any:
+    """What `PackedAttention` reads of Megatron's config, for 4 heads."""
+    return SimpleNamespace(
+        kv_channels=width,
+        window_size=(window - 1, 0) if window else None,
+        window_attn_skip_freq=None,
+        softmax_type="learnable" if has_sinks else "vanilla",
+        num_attention_heads=4,
+        tensor_model_parallel_size=1,
+        params_dtype=torch.float64,
+        perform_initialization=True,
+        init_method=torch.nn.init.normal_,
+    )
 
 
 def attend_each(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, lengths: list[int], scale: float, window: int = 0
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    lengths: list[int],
+    scale: float,
+    window: int = 0,
+    sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Softmax attention written out, sequence by sequence, in float64; heads repeated for their group."""
+    """Softmax attention written out, sequence by sequence, in float64; heads repeated for their group.
+
+    A sink [heads] adds its exponential to the sum of a head's exponentials.
+    """
     out = []
     for queries, keys, values in zip(q.split(lengths), k.split(lengths), v.split(lengths), strict=True):
         repeats = q.size(1) // k.size(1)
@@ -52,7 +70,9 @@ def attend_each(
         scores = torch.einsum("ihd,jhd->hij", queries.double(), keys) * scale
         ones = torch.ones(len(queries), len(queries), dtype=torch.bool)
         future = ones.triu(1) | ones.tril(-window if window else -len(queries))
-        out.append(torch.einsum("hij,jhd->ihd", scores.masked_fill(future, -torch.inf).softmax(-1), values))
+        weights = scores.masked_fill(future, -torch.inf).exp()
+        total = weights.sum(-1, keepdim=True) + (0 if sinks is None else sinks.exp()[:, None, None])
+        out.append(torch.einsum("hij,jhd->ihd", weights / total, values))
     return torch.cat(out)
 
 
@@ -74,16 +94,35 @@ def test_each_sequence_attends_to_itself(heads: int, groups: int, scale: float |
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-5)
 
 
+@pytest.mark.parametrize("window", [0, 3])
+def test_sinks_take_part_in_the_softmax(window: int) -> None:
+    lengths, width = [5, 1, 8, 2], 8
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(16, 1, n, width, dtype=torch.float64, requires_grad=True) for n in (4, 2, 2))
+    attention = PackedAttention(config=config_of(width, window, has_sinks=True))
+    (sinks,) = attention.parameters()
+    assert sinks.shape == (4,)
+    out = attention(q, k, v, None, packed_seq_params=PackedRow.from_lengths(lengths, CPU, "packed"))
+    expected = attend_each(q.squeeze(1), k.squeeze(1), v.squeeze(1), lengths, width**-0.5, window, sinks)
+    torch.testing.assert_close(out, expected.reshape(16, 1, 4 * width), rtol=0, atol=1e-12)
+    direction = torch.randn_like(out)
+    ours = torch.autograd.grad(out, (q, k, v, sinks), direction)
+    theirs = torch.autograd.grad(expected, (q, k, v, sinks), direction.view_as(expected))
+    for got, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [0, 1, 3, 6, 20])
 @pytest.mark.parametrize("cp", [2, 3])
-def test_context_parallel_ranks_compute_the_same(cp: int, window: int) -> None:
+def test_context_parallel_ranks_compute_the_same(cp: int, window: int, has_sinks: bool) -> None:
     lengths, width = [2 * cp, 6 * cp, 4 * cp], 8
     torch.manual_seed(1)
     q, k, v = (torch.randn(sum(lengths), n, width, dtype=torch.float64) for n in (4, 2, 2))
     rows = [PackedRow.from_lengths(lengths, CPU, "packed", cp=cp, cp_rank=rank) for rank in range(cp)]
-    attention = PackedAttention(config=config_of(width, window))
+    attention = PackedAttention(config=config_of(width, window, has_sinks=has_sinks))
     gathered = [torch.cat([x[row.local] for row in rows]) for x in (k, v)]
-    expected = attend_each(q, k, v, lengths, width**-0.5, window)
+    expected = attend_each(q, k, v, lengths, width**-0.5, window, attention.softmax_offset)
     for row in rows:
         assert row.order is not None
         outs = torch.cat([attention.attend(q[row.local], *gathered, part) for part in row.parts])
