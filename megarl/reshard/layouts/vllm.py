@@ -1,9 +1,10 @@
 """Layout of vLLM's live parameters, recorded from vLLM's own loader.
 
-`load_weights` runs once on meta tensors, and every copy into a live parameter is recorded. Fused projections,
-replicated KV heads, padding and experts thus need no rules here. A loader computing instead of copying raises an error
-naming the parameter. For a module quantising its weights, the layout describes the weights before quantisation
-(`layouts.vllm_quantised`).
+`load_weights` runs once on meta tensors, and every copy into a live parameter is recorded as a piece. Fused
+projections, replicated KV heads, padding and experts thus need no rules here. Some loaders copy a checkpoint tensor's
+view before they write it; such a copy is followed. A loader that computes instead of copying
+raises an error naming the parameter. For a module that quantises its weights, the layout describes the weights before
+quantisation (`layouts.vllm_quantised`).
 """
 
 from __future__ import annotations
@@ -70,7 +71,11 @@ def check_direct_write(model: nn.Module) -> None:
 
 
 def zero_padding(model: nn.Module) -> None:
-    """Zero the padding rows of the vocabulary, like vLLM's loader. No piece covers them."""
+    """Zero the elements that vLLM's loader zeroes, because no piece covers them.
+
+    These are padding rows of the vocabulary, and the experts' output bias on all but the first rank: the sum over the
+    ranks must contain it once.
+    """
     # vLLM is imported only where an engine exists: ranks that only train must not load it.
     from vllm.model_executor.layers.vocab_parallel_embedding import VocabParallelEmbedding
 
@@ -79,6 +84,9 @@ def zero_padding(model: nn.Module) -> None:
             rows = module.weight.data
             assert isinstance(rows, torch.Tensor)
             rows[module.shard_indices.num_org_elements :].zero_()
+        bias = getattr(module, "w2_bias", None)
+        if isinstance(bias, torch.Tensor) and module.moe_config.moe_parallel_config.tp_rank > 0:  # pyright: ignore[reportAttributeAccessIssue]
+            bias.data.zero_()
 
 
 class _Recorder(TorchDispatchMode):
@@ -91,6 +99,9 @@ class _Recorder(TorchDispatchMode):
         self.pieces: list[Piece] = []
         self._padding: dict[str, int] = defaultdict(int)
         self._sources: dict[int, tuple[str, torch.Tensor]] = {}
+        # Copies of views of sources: the copy and the view, by the copy's storage.
+        self._copies: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+        self._zeroed: set[str] = set()
         self._live: dict[int, tuple[str, torch.Tensor]] = {}
         # Some parameters are views of another parameter's storage. Sorted by size, the widest one comes last and
         # replaces them.
@@ -115,7 +126,12 @@ class _Recorder(TorchDispatchMode):
             if live := self._live.get(_storage(target)):
                 self._write(func, live, target, given)
                 return target
-        return func(*args, **kwargs)
+            if source := self._sources.get(_storage(target)):
+                self._overwrite(func, source, target)
+        result = func(*args, **kwargs)
+        if func is torch.ops.aten.clone.default and _storage(args[0]) in self._sources:
+            self._copies[_storage(result)] = (result, args[0])
+        return result
 
     def _write(self, func, live: tuple[str, torch.Tensor], target: torch.Tensor, given: dict) -> None:
         name, parameter = live
@@ -126,9 +142,23 @@ class _Recorder(TorchDispatchMode):
         elif operation != "copy_":
             raise DirectWriteError(f"{name}: vLLM's loader applies {operation} to it instead of copying")
         elif target.numel():
-            self.pieces.append(self._copied(name, parameter, target, given["src"]))
+            piece = self._copied(name, parameter, target, given["src"])
+            if piece.box.name in self._zeroed:
+                self._padding[name] += target.numel()
+            else:
+                self.pieces.append(piece)
+
+    def _overwrite(self, func, source: tuple[str, torch.Tensor], target: torch.Tensor) -> None:
+        name, tensor = source
+        if func.overloadpacket.__name__ != "zero_" or target.numel() != tensor.numel():
+            raise DirectWriteError(f"{name}: vLLM's loader changes this checkpoint tensor before it copies it")
+        self._zeroed.add(name)
 
     def _copied(self, name: str, parameter: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> Piece:
+        copy, view = self._copies.get(_storage(source), (None, source))
+        # Only whole copies are followed: a part of a copy would need the composition of two views.
+        if copy is not None and copy.shape == source.shape and copy.stride() == source.stride():
+            source = view
         if _storage(source) not in self._sources:
             raise DirectWriteError(f"{name}: vLLM's loader fills it with computed values, not with a checkpoint tensor")
         tensor_name, tensor = self._sources[_storage(source)]

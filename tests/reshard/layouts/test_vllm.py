@@ -124,6 +124,12 @@ class Loader(nn.Module):
             Piece(Box("t", (0, 0), (4, 2)), "weight", 4, (6, 1)),
             id="beside_padding",
         ),
+        pytest.param(
+            (8, 4),
+            lambda p, t: p.data.copy_(t[1:7].permute(1, 0).contiguous()),
+            Piece(Box("t", (1, 0), (7, 4)), "weight", 0, (1, 6)),
+            id="copied_after_transposing",
+        ),
     ],
 )
 def test_a_copy_becomes_a_piece(shape, load, piece) -> None:
@@ -142,6 +148,7 @@ def test_a_copy_becomes_a_piece(shape, load, piece) -> None:
         pytest.param((3, 6), lambda p, t: p.data[:3].copy_(t), "18 of 24 elements", id="rows_left_out"),
         pytest.param((4, 6), lambda p, t: (p.data.copy_(t), p.data.copy_(t)), "48 of 24 elements", id="twice"),
         pytest.param((4, 6), lambda p, t: p.data.add_(1), "applies add_", id="other_operation"),
+        pytest.param((5, 6), lambda p, t: p.data.copy_(t.clone()[1:]), "computed values", id="part_of_a_copied_tensor"),
     ],
 )
 def test_what_is_no_copy_of_a_slice_is_refused_by_name(shape, load, reason) -> None:
@@ -149,6 +156,17 @@ def test_what_is_no_copy_of_a_slice_is_refused_by_name(shape, load, reason) -> N
     with pytest.raises(DirectWriteError, match=rf"^weight: .*({reason})"):
         record_layout(model, {"t": (shape, torch.float32)})
     assert torch.equal(model.weight, torch.arange(24.0).view(4, 6))
+
+
+def test_a_zeroed_tensor_is_padding() -> None:
+    model = Loader(lambda p, t: (t.zero_(), p.data.copy_(t)))
+    assert record_layout(model, {"t": ((4, 6), torch.float32)}) == ()
+
+
+def test_a_changed_tensor_is_refused_by_name() -> None:
+    model = Loader(lambda p, t: (t.add_(1), p.data.copy_(t)))
+    with pytest.raises(DirectWriteError, match=r"^t: vLLM's loader changes this checkpoint tensor"):
+        record_layout(model, {"t": ((4, 6), torch.float32)})
 
 
 def test_layers_with_converted_weights_are_refused() -> None:
