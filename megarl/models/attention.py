@@ -12,12 +12,16 @@ import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core.packed_seq_params import PackedSeqParams
-from megatron.core.tensor_parallel import gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    gather_from_sequence_parallel_region,
+    set_tensor_model_parallel_attributes,
+)
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
 from torch import Tensor, nn
 
 from megarl.data.token_batch import ranges
+from megarl.models import sinks
 
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 """Dtypes supported by the variable-length flash kernel."""
@@ -173,7 +177,7 @@ def _part(
 
 
 class PackedAttention(nn.Module):
-    """Core attention of the local spec, for packed rows and context parallelism.
+    """Core attention of the local spec, for packed rows and context parallelism. Models with sinks always use it.
 
     On CUDA in float16 and bfloat16 it uses torch's variable-length flash kernel. Otherwise it uses SDPA on padded
     sequences, also in float32. Megatron-Core 0.16.1's own local attention supports neither packed rows nor context
@@ -208,11 +212,13 @@ class PackedAttention(nn.Module):
 
     def _new_sinks(self, config: TransformerConfig) -> nn.Parameter:
         num_heads = config.num_attention_heads // config.tensor_model_parallel_size
-        sinks = nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
+        made = nn.Parameter(torch.empty(num_heads, dtype=config.params_dtype))
         if config.perform_initialization:
             assert config.init_method is not None
-            config.init_method(sinks)
-        return sinks
+            config.init_method(made)
+        # Otherwise Megatron's gradient norm would count the first tensor-parallel rank's sinks only.
+        set_tensor_model_parallel_attributes(made, is_parallel=True, dim=0, stride=1)
+        return made
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Return the state of a checkpoint: the sinks, split over the tensor-parallel ranks."""
@@ -256,10 +262,11 @@ class PackedAttention(nn.Module):
         `q` [tokens, heads, head_dim] belongs to this rank. `k` and `v` [tokens, groups, head_dim] belong to all
         context-parallel ranks.
         """
+        has_varlen = q.is_cuda and q.dtype in _VARLEN_DTYPES
         if self.softmax_offset is not None:
-            kernel = self._with_sinks
+            kernel = self._varlen_with_sinks if has_varlen else self._with_sinks
         else:
-            kernel = self._varlen if q.is_cuda and q.dtype in _VARLEN_DTYPES else self._padded
+            kernel = self._varlen if has_varlen else self._padded
         return kernel(_gather_rows(q, part.queries), _gather_rows(k, part.keys), _gather_rows(v, part.keys), part)
 
     def _varlen(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
@@ -299,18 +306,24 @@ class PackedAttention(nn.Module):
         )
         return _from_padded(out, part)
 
+    def _varlen_with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
+        """Return the result of `attend` with sinks by torch's flash kernel."""
+        assert self.softmax_offset is not None
+        lengths = part.cu_queries, part.cu_keys, part.longest_query, part.longest_key
+        return sinks.attend(q, k, v, self.softmax_offset, sinks.FlashKernel(lengths, self.scale, self.window))
+
     def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         """Return the result of `attend` with sinks, softmax in at least float32.
 
-        torch's kernels support no sinks, so all scores exist at once: [sequences, heads, longest_query, longest_key].
+        All scores exist at once: [sequences, heads, longest_query, longest_key].
         """
         assert self.softmax_offset is not None
         k, v = (x.repeat_interleave(q.size(1) // k.size(1), dim=1) for x in (k, v))
         q, k, v = _all_padded(q, k, v, part)
         scores = (q @ k.transpose(-1, -2)).to(torch.promote_types(q.dtype, torch.float32)) * self.scale
-        scores = scores.masked_fill(~part.mask(self.window), -torch.inf)
-        sinks = self.softmax_offset.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
-        probabilities = torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1]
+        scores = torch.where(part.mask(self.window), scores, -torch.inf)
+        to_sinks = self.softmax_offset.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
+        probabilities = torch.cat([scores, to_sinks], dim=-1).softmax(-1).narrow(-1, 0, scores.size(-1))
         return _from_padded(probabilities.to(v.dtype) @ v, part)
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F  # noqa: N812
+from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer import TransformerConfig
 
@@ -20,6 +21,9 @@ from megarl.families.shape import ModelShape
 from megarl.files.nearest import nearest
 from megarl.platform import transformer_engine
 from megarl.types import ConfigError
+
+_ACTIVATIONS = {"quick_gelu": quick_gelu}
+"""Activations named on the pages of families, which import no Megatron."""
 
 
 def transformer_engine_problem() -> str | None:
@@ -83,6 +87,9 @@ def transformer_config(
         defaults |= _fused_expert_kernels(router_replay)
     if fp8 == "blockwise":
         settings |= {"fp8": "e4m3", "fp8_recipe": "blockwise"}
+    if settings.get("softmax_type", "vanilla") != "vanilla":
+        # Such models have one angle a token (`models.policy`), Transformer Engine's kernel one a position.
+        defaults["apply_rope_fusion"] = False
     overrides = _without_apex(overrides)
     for name in sorted(overrides.keys() & settings.keys()):
         raise ConfigError(f"trainer.megatron.{name}: follows from the model and the recipe's other fields; remove it.")
@@ -209,8 +216,16 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
             "gated_linear_unit": True,
             "activation_func": F.silu,
         }
-        | dict(FAMILIES[shape.family].settings(shape))
+        | _own_settings(shape)
     )
+
+
+def _own_settings(shape: ModelShape) -> dict[str, Any]:
+    """Return the settings of the model's family, with the activation as a function."""
+    own = dict(FAMILIES[shape.family].settings(shape))
+    if "activation_func" in own:
+        own["activation_func"] = _ACTIVATIONS[own["activation_func"]]
+    return own
 
 
 def _window_settings(shape: ModelShape) -> dict[str, Any]:

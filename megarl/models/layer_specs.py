@@ -19,6 +19,7 @@ from megarl.families.shape import ModelShape
 from megarl.models.attention import PackedAttention
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.expert_balance import UpdateRouter, needs_update_router
+from megarl.models.experts import OwnOutput
 
 
 class RMSNorm(nn.Module):
@@ -52,6 +53,11 @@ def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | Non
     return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_final_norm())
 
 
+def has_sinks(config: TransformerConfig) -> bool:
+    """Return whether attention has sinks. Transformer Engine 2.11 has no kernel for sinks in packed rows."""
+    return config.softmax_type != "vanilla"
+
+
 def has_router(layer: Any) -> bool:
     """Return whether a layer of a live model has a router."""
     return hasattr(layer.mlp, "router")
@@ -71,6 +77,9 @@ def _layer_spec(config: TransformerConfig, kind: LayerKind) -> Any:
     }
     if uses_transformer_engine():
         layer = get_gpt_layer_with_transformer_engine_spec(**common)
+        if has_sinks(config):
+            fused: Any = layer.submodules
+            fused.self_attention.submodules.core_attention = PackedAttention
     else:
         layer = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
         modules: Any = layer.submodules
@@ -79,6 +88,8 @@ def _layer_spec(config: TransformerConfig, kind: LayerKind) -> Any:
         attention.core_attention = PackedAttention
         if config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
+        if kind.has_experts and config.add_bias_linear:
+            modules.mlp.submodules.experts.submodules.linear_fc2 = OwnOutput
     if kind.has_experts and needs_update_router(config):
         feed_forward: Any = layer.submodules
         feed_forward.mlp.submodules.router = UpdateRouter

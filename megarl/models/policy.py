@@ -18,7 +18,7 @@ from torch import Tensor
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.models.attention import PackedRow
 from megarl.models.configuration import uses_transformer_engine
-from megarl.models.layer_specs import block_spec, has_router
+from megarl.models.layer_specs import block_spec, has_router, has_sinks
 from megarl.models.logprobs import Support, vocab_parallel_logprobs
 from megarl.models.rotary import frequencies
 
@@ -74,7 +74,7 @@ class PackedModel(GPTModel):
             self.rotary_pos_emb.inv_freq = frequencies(shape.rotary, shape.rotary_channels).to(
                 self.rotary_pos_emb.inv_freq
             )
-        self.qkv_format = "thd" if uses_transformer_engine() else "packed"
+        self.qkv_format = "thd" if uses_transformer_engine() and not has_sinks(config) else "packed"
 
     def replay_routes(self, routes: Tensor, layer_numbers: Sequence[int]) -> None:
         """Route the tokens of the next forward pass to these experts (router replay).

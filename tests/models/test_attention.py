@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from megarl.models import sinks
 from megarl.models.attention import PackedAttention, PackedRow
 
 CPU = torch.device("cpu")
@@ -112,6 +113,35 @@ def test_sinks_take_part_in_the_softmax(window: int) -> None:
         torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
 
 
+class FlashOnCpu:
+    """torch's flash attention of one causal sequence on a CPU, as a kernel without sinks."""
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        inputs = (x.transpose(0, 1)[None] for x in (q, k, v))
+        out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs, is_causal=True)
+        return out[0].transpose(0, 1), lse[0]
+
+    def backward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        *inputs, lse = tensors
+        inputs = [x.transpose(0, 1)[None] for x in inputs]
+        backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        return tuple(x[0].transpose(0, 1) for x in backward(*inputs, lse[None], 0.0, True))
+
+
+def test_a_kernel_without_sinks_computes_them() -> None:
+    torch.manual_seed(1)
+    q, k, v = (torch.randn(9, 4, 16, dtype=torch.float64, requires_grad=True) for _ in range(3))
+    scores = torch.randn(4, dtype=torch.float64, requires_grad=True)
+    out = sinks.attend(q, k, v, scores, FlashOnCpu())
+    expected = attend_each(q, k, v, [9], 0.25, sinks=scores)
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-12)
+    direction = torch.randn_like(out)
+    ours = torch.autograd.grad(out, (q, k, v, scores), direction)
+    theirs = torch.autograd.grad(expected, (q, k, v, scores), direction)
+    for got, wanted in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(got, wanted, rtol=0, atol=1e-12)
+
+
 @pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("window", [0, 1, 3, 6, 20])
 @pytest.mark.parametrize("cp", [2, 3])
@@ -141,6 +171,7 @@ class CalledOperators(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
+@pytest.mark.parametrize("has_sinks", [False, True], ids=["plain", "sinks"])
 @pytest.mark.parametrize("cp", [1, 2])
 @pytest.mark.parametrize(
     ("dtype", "is_varlen"),
@@ -150,18 +181,31 @@ class CalledOperators(TorchDispatchMode):
         pytest.param(torch.float32, False, id="float32"),
     ],
 )
-def test_the_kernel_on_a_gpu_takes_the_type(cuda_factories: None, dtype: torch.dtype, is_varlen: bool, cp: int) -> None:
+def test_the_kernel_on_a_gpu_takes_the_type(
+    cuda_factories: None, dtype: torch.dtype, is_varlen: bool, cp: int, has_sinks: bool
+) -> None:
     """Fake CUDA tensors: an index tensor on the host, or a kernel for other types, fails without a GPU."""
     device = torch.device("cuda", 0)
-    attention = PackedAttention(config=config_of(16, window=5))
-    with FakeTensorMode(), CalledOperators() as called, sdpa_kernel(SDPBackend.MATH):
+    attention = PackedAttention(config=config_of(16, window=5, has_sinks=has_sinks))
+    # torch's autograd cannot make a graph for a GPU that does not exist.
+    with torch.no_grad(), FakeTensorMode(), CalledOperators() as called, sdpa_kernel(SDPBackend.MATH):
+        if has_sinks:
+            attention.softmax_offset = torch.nn.Parameter(torch.zeros(4, dtype=dtype, device=device))
         row = PackedRow.from_lengths([8, 4, 12], device, "packed", cp=cp, cp_rank=0)
         q, k, v = (torch.zeros(24 // cp, n, 16, dtype=dtype, device=device) for n in (4, 2, 2))
         gathered = [torch.zeros(24, 2, 16, dtype=dtype, device=device) for _ in (k, v)]
         for part in row.parts:
             out = attention.attend(q, *(gathered if cp > 1 else (k, v)), part)
             assert out.device == device and out.dtype == dtype and out.shape[1:] == (4, 16)
-    assert any("varlen" in name for name in called.names) is is_varlen
+            if has_sinks and is_varlen:
+                lengths = part.cu_queries, part.cu_keys, part.longest_query, part.longest_key
+                kernel = sinks.FlashKernel(lengths, attention.scale, attention.window)
+                keys = torch.zeros(int(part.num_keys.sum()), 2, 16, dtype=dtype, device=device)
+                lse = torch.zeros(4, len(out), device=device)
+                grads = kernel.backward(out, out, keys, keys, out, lse)
+                assert [grad.shape for grad in grads] == [out.shape, keys.shape, keys.shape]
+    expected = "_flash_attention_forward" if has_sinks else "varlen"
+    assert any(expected in name for name in called.names) is is_varlen
     # Reading a length from the device would wait for the GPU in every layer.
     assert not any("_local_scalar_dense" in name for name in called.names)
 

@@ -1,0 +1,95 @@
+"""Attention with sinks by kernels that know none, from their sums of exponentials.
+
+A sink adds exp(sink) to the sum of a query's exponentials. With lse' = log(exp(lse) + exp(sink)), the output is the
+kernel's, times exp(lse - lse'). The backward pass of flash attention (arXiv:2307.08691, algorithm 2) needs the output
+and lse only: given the output with sinks and lse', it returns the gradients with sinks.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+
+
+class Kernel(Protocol):
+    """Attention of packed sequences without sinks.
+
+    Shapes: q and out [tokens, heads, head_dim], k and v [keys, groups, head_dim], lse [heads, tokens] in float32 or
+    wider.
+    """
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Return out [tokens, heads, head_dim] and lse [heads, tokens], each query's log of its exponentials' sum."""
+        ...
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Return the gradients of q, k and v from that of out, `grad` [tokens, heads, head_dim]."""
+        ...
+
+
+class FlashKernel(NamedTuple):
+    """torch's variable-length flash kernel on CUDA. A query attends to `window` keys up to its own; 0: to all of them.
+
+    `lengths`: cumulative numbers of queries and of keys, int32 [sequences + 1] each, and the largest of both.
+    """
+
+    lengths: tuple[Tensor, Tensor, int, int]
+    scale: float
+    window: int
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        out, lse, *_ = torch.ops.aten._flash_attention_forward(
+            q, k, v, *self.lengths, 0.0, self._is_causal, False, **self._options
+        )
+        return out, lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        # The state of the random generator: without dropout the kernel reads none.
+        unused = torch.zeros(2, dtype=torch.uint64, device=q.device)
+        return torch.ops.aten._flash_attention_backward(
+            grad, q, k, v, out, lse, *self.lengths, 0.0, self._is_causal, unused, unused, **self._options
+        )
+
+    @property
+    def _is_causal(self) -> bool:
+        # A window to the left and none to the right is causal already.
+        return self.window == 0
+
+    @property
+    def _options(self) -> dict[str, Any]:
+        return {"scale": self.scale, "window_size_left": self.window - 1, "window_size_right": 0}
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: Kernel) -> Tensor:
+    """Return attention with a sink for each head, [tokens, heads, head_dim].
+
+    Shapes: q [tokens, heads, head_dim], k and v [keys, groups, head_dim], sinks [heads].
+    """
+    return _SinkAttention.apply(q, k, v, sinks, kernel)  # pyright: ignore[reportReturnType]  (torch declares no type)
+
+
+class _SinkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: Kernel) -> Tensor:
+        out, lse = kernel.forward(q, k, v)
+        total = torch.logaddexp(lse, sinks.to(lse.dtype).unsqueeze(-1))
+        out = (out * (lse - total).exp().T.unsqueeze(-1)).to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, total)
+        ctx.kernel = kernel
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, sinks, out, total = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        to_inputs = ctx.kernel.backward(grad, q, k, v, out, total)
+        # A sink has no value: its score only takes weight from the keys.
+        weight = (sinks.to(total.dtype).unsqueeze(-1) - total).exp()
+        to_sinks = -(weight * (grad.to(total.dtype) * out).sum(-1).T).sum(-1)
+        return *to_inputs, to_sinks.to(sinks.dtype), None
