@@ -74,6 +74,7 @@ def _adapt_to_cpu() -> None:
     warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor` is deprecated", FutureWarning)
 
     import torch._dynamo
+    from vllm import _custom_ops
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
@@ -102,6 +103,11 @@ def _adapt_to_cpu() -> None:
         (CPUExpertsFp8, "_supports_current_device", staticmethod(lambda: True)),
         (CPUExpertsFp8, "apply", _apply_quantised_experts),
         (cpu_moe, "prepare_fp8_moe_layer_for_cpu", lambda w13, w2: (w13, w2)),
+        (
+            _custom_ops,
+            "cpu_attention_with_kv_cache",
+            _with_sinks_of_any_type(_custom_ops.cpu_attention_with_kv_cache),
+        ),
         # Use gloo: vLLM's shared-memory communicator busy-waits, and its segments remain after a crash.
         (CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False),
         # It would bind all memory of the process, including the trainer's, to one NUMA node.
@@ -115,6 +121,30 @@ def _adapt_to_cpu() -> None:
 
 def _keep_plain_weight(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = F.linear
+
+
+def _with_sinks_of_any_type(kernel):
+    """Wrap vLLM's attention on a CPU. Its kernel (0.30) reads attention sinks as bfloat16 only.
+
+    Other types are rounded for the kernel. The output is then scaled to the sinks as they are. Its scale follows from a
+    second call, without sinks.
+    """
+
+    @functools.wraps(kernel)
+    def wrapped(*, query: torch.Tensor, output: torch.Tensor, s_aux: torch.Tensor | None, **others: Any) -> None:
+        if s_aux is None or s_aux.dtype == torch.bfloat16:
+            kernel(query=query, output=output, s_aux=s_aux, **others)
+            return
+        rounded, plain = s_aux.bfloat16(), torch.empty_like(output)
+        kernel(query=query, output=output, s_aux=rounded, **others)
+        kernel(query=query, output=plain, s_aux=None, **others)
+        with_sinks, without = output.view(query.shape).float(), plain.view(query.shape).float()
+        # Without sinks the weights of all keys sum to one, with them to this share.
+        share = (with_sinks * without).sum(-1) / without.square().sum(-1).clamp(min=torch.finfo(torch.float32).tiny)
+        to_sink = (1 / share - 1) * (s_aux.float() - rounded.float()).exp()
+        output.copy_((without / (1 + to_sink[..., None])).to(output.dtype).view(output.shape))
+
+    return wrapped
 
 
 def _keeping_thread_control(init_device):
@@ -159,6 +189,25 @@ def _dequantised(weight: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, 
     return (weight.float() * wide[..., : weight.shape[-2], : weight.shape[-1]]).to(dtype)
 
 
+def _silu_gated(x: torch.Tensor) -> torch.Tensor:
+    """Return silu(gate) * up, [tokens, intermediate], from x [tokens, 2 * intermediate]: all gates, then all ups."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+def _clamped_gated(x: torch.Tensor, alpha: float = 1.702, limit: float = 7.0) -> torch.Tensor:
+    """Return gpt-oss's clamped SwiGLU, [tokens, intermediate], from x [tokens, 2 * intermediate].
+
+    Gates and ups alternate in `x`. vLLM 0.30 has fixed values of alpha and limit.
+    """
+    gate, up = x[..., ::2].clamp(max=limit), x[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * gate * torch.sigmoid(alpha * gate)
+
+
+_ACTIVATIONS = {"silu": _silu_gated, "swigluoai": _clamped_gated}
+"""Activations of experts on a CPU, by vLLM's name."""
+
+
 def _apply_plain_experts(
     experts,
     output: torch.Tensor,
@@ -176,14 +225,19 @@ def _apply_plain_experts(
 ) -> None:
     """Write the output of an MoE layer into `output`, with one matrix product per local expert.
 
-    In `w1` the gate rows come before the up rows. Shapes: output and hidden_states [tokens, hidden_size], w1 [experts,
-    2 * intermediate, hidden_size], w2 [experts, hidden_size, intermediate], topk_weights and topk_ids [tokens, top_k].
-    Raises NotImplementedError for activations except silu, for biases, and for router weights on the input.
+    Shapes: output and hidden_states [tokens, hidden_size], w1 [experts, 2 * intermediate, hidden_size], w2 [experts,
+    hidden_size, intermediate], topk_weights and topk_ids [tokens, top_k]. `experts` may hold biases [experts, rows].
+    Raises NotImplementedError for activations without an entry in `_ACTIVATIONS`, and for router weights on the input.
     """
-    if activation.value != "silu" or experts.w1_bias is not None or apply_router_weight_on_input:
+    if activation.value not in _ACTIVATIONS or apply_router_weight_on_input:
         raise NotImplementedError(
-            f"vLLM on CPU: experts with {activation.value}, biases or input weights are not supported; only silu is"
+            f"vLLM on CPU: experts with {activation.value} or router weights on the input are not supported; supported "
+            f"are {', '.join(_ACTIVATIONS)}"
         )
+    activate = _ACTIVATIONS[activation.value]
+    no_biases = [None] * len(w1)
+    biases1 = no_biases if experts.w1_bias is None else experts.w1_bias
+    biases2 = no_biases if experts.w2_bias is None else experts.w2_bias
     output.zero_()
     for expert in range(global_num_experts):
         # The map holds -1 for experts of other ranks.
@@ -191,6 +245,6 @@ def _apply_plain_experts(
         tokens, slots = torch.where(topk_ids == expert)
         if local < 0 or len(tokens) == 0:
             continue
-        gate, up = F.linear(hidden_states[tokens], w1[local]).chunk(2, dim=-1)
-        values = F.linear(F.silu(gate) * up, w2[local])
+        gated = activate(F.linear(hidden_states[tokens], w1[local], biases1[local]))
+        values = F.linear(gated, w2[local], biases2[local])
         output.index_add_(0, tokens, (values * topk_weights[tokens, slots, None]).to(output.dtype))
