@@ -2,9 +2,9 @@
 
     python tools/make_tiny_model.py --out runs/tiny_model --hidden-size 128 --num-layers 4
 
-The architecture is a real one (Qwen, Llama, Mistral, GLM), so Megatron-Core, vLLM and transformers treat the folder as
-they treat a large checkpoint. The tokenizer is a byte-level BPE trained on a few lines of text below: any text
-round-trips, each digit is its own token, and the words of the quickstart's prompts are single tokens.
+The architecture is a real one (Qwen, Llama, Mistral, GLM, gpt-oss), so Megatron-Core, vLLM and transformers treat the
+folder as they treat a large checkpoint. The tokenizer is a byte-level BPE trained on a few lines of text below: any
+text round-trips, each digit is its own token, and the words of the quickstart's prompts are single tokens.
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from transformers import (
     GenerationConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    GptOssConfig,
+    GptOssForCausalLM,
     LlamaConfig,
     LlamaForCausalLM,
     MistralConfig,
@@ -44,9 +46,10 @@ FAMILIES = {
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "gpt_oss": (GptOssConfig, GptOssForCausalLM),
 }
 
-UNTIED = ("glm4_moe",)
+UNTIED = ("glm4_moe", "gpt_oss")
 """Families that never tie embeddings and output head."""
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -194,6 +197,11 @@ def make_tiny_model(
     own_fields: dict[str, object] = {"head_dim": head_dim} if has_head_dim else {}
     if family == "mistral":
         own_fields["sliding_window"] = None
+    if family == "gpt_oss":
+        rope = {"rope_type": "yarn", "rope_theta": 1e4, "factor": 4.0, "truncate": False, "beta_fast": 32.0,
+                "beta_slow": 1.0, "original_max_position_embeddings": max_position_embeddings // 4}  # fmt: skip
+        own_fields |= {"rope_parameters": rope, "sliding_window": 16, "num_local_experts": num_experts}
+        own_fields |= {"num_experts_per_tok": experts_per_token}
     if family.endswith("_moe"):
         own_fields |= expert_fields(family, num_experts, experts_per_token, expert_intermediate_size)
     config_class, model_class = FAMILIES[family]

@@ -49,6 +49,7 @@ from megarl.families import float32_tensors, hf_tensors
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import INDEX, companions, weight_files
 from megarl.reshard.boxes import Box, Piece, contiguous_strides
+from megarl.reshard.layouts.packed import checkpoint_names, checkpoint_tensors, unpacked
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transport import Transport
 from megarl.tracking.earlier_run import EarlierRun, newest_checkpoint
@@ -148,13 +149,14 @@ def to_hf(
         dtypes = _dtypes(source, model, dtype)
         total = _num_bytes(model, dtypes)
         kept = kept_tensors(model_folder, model)
+        stored = {checkpoint: dtypes[name] for name, checkpoint in checkpoint_names(model).items()}
         files = None
         if dtype is None and shard_bytes is None and (model_folder / INDEX).exists():
-            files = _files_of_index(model_folder, dtypes)
+            files = _files_of_index(model_folder, stored)
         if files is not None:
             manifest.copy(model_folder / INDEX, INDEX)
         else:
-            forms = {name: (shape, dtypes[name]) for name, shape in hf_tensors(model).items()}
+            forms = {name: (shape, stored[name]) for name, shape in checkpoint_tensors(model).items()}
             packed = pack_files(forms, shard_bytes or SHARD_BYTES, num_more=bool(kept))
             files = {file: list(tensors) for file, tensors in packed.items()}
             last = kept_file(len(files), kept)
@@ -162,12 +164,12 @@ def to_hf(
                 _write_kept(tensors, name, manifest)
             if len(files) + len(last) > 1:
                 manifest.append(INDEX, index_text({**files, **last}, total + total_bytes(kept)).encode())
-        _write_files(source, files, model, dtypes, manifest)
+        _write_files(source, files, model, stored, manifest)
         _copy_companions(model_folder, manifest, "", dtype, override)
         manifest.close({"format": "safetensors"})
         if verify:
             verify_copy(source, FolderReader(manifest.folder, model), model, manifest.folder)
-    return Conversion(out, len(dtypes), total, time.perf_counter() - started, verify, len(kept))
+    return Conversion(out, len(stored), total, time.perf_counter() - started, verify, len(kept))
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,8 +257,8 @@ def _write_files(
     dtypes: Mapping[str, torch.dtype],
     manifest: ManifestWriter,
 ) -> None:
-    """Write safetensors files from front to back."""
-    shapes = hf_tensors(model)
+    """Write safetensors files from front to back. `dtypes` are those of the files' tensors."""
+    shapes = checkpoint_tensors(model)
     # Widest dtypes first, like the writer of the safetensors library, so that every tensor is aligned.
     ordered = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in files.items()}
 
@@ -266,7 +268,7 @@ def _write_files(
         manifest.append(file, tensor.view(-1).view(torch.uint8).numpy().data)
 
     slabs = (
-        _slab(box, dtypes[name], partial(write, file))
+        _slab(box, dtypes[name], model, partial(write, file))
         for file, names in ordered.items()
         for name in names
         for box in _slices(name, shapes[name], dtypes[name])
@@ -288,8 +290,9 @@ def _slices(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Iterator[B
         yield Box(name, (low, *(0,) * (len(shape) - 1)), (min(low + rows, shape[0]), *shape[1:]))
 
 
-def _slab(box: Box, dtype: torch.dtype, write: Callable[[Tensor], None]) -> _Slab:
-    return _Slab((Piece(box, "slab", 0, contiguous_strides(box.shape)),), box.shape, dtype, write)
+def _slab(box: Box, dtype: torch.dtype, model: ModelShape, write: Callable[[Tensor], None]) -> _Slab:
+    pieces = unpacked((Piece(box, "slab", 0, contiguous_strides(box.shape)),), model)
+    return _Slab(pieces, box.shape, dtype, write)
 
 
 def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path) -> None:
@@ -300,7 +303,7 @@ def verify_copy(source: Source, result: Source, model: ModelShape, folder: Path)
         hashed = reader.submit(check_hashes, folder, check_sizes(folder))
         for name, shape in hf_tensors(model).items():
             for box in _slices(name, shape, result.dtypes[name]):
-                slab = _slab(box, result.dtypes[name], lambda tensor: None)
+                slab = _slab(box, result.dtypes[name], model, lambda tensor: None)
                 before, after = _fill(source, slab), _fill(result, slab)
                 # Compared as bytes: NaN differs from itself, and -0.0 equals 0.0.
                 if not torch.equal(before.view(-1).view(torch.uint8), after.view(-1).view(torch.uint8)):
@@ -354,7 +357,7 @@ def _copy_companions(
 ) -> None:
     """Copy all files except weights. config.json gets `dtype`, if given, and the fields of `override`."""
     for name, path in companions(source).items():
-        if name == "config.json" and (dtype is not None or override):
+        if name == "config.json":
             manifest.append(folder + name, changed_config(path, dtype, override=override))
         else:
             manifest.copy(path, folder + name)

@@ -10,7 +10,7 @@ import json
 import mmap
 import os
 import shutil
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import cycle, groupby
 from math import prod
 from operator import itemgetter
@@ -23,13 +23,15 @@ from safetensors import safe_open
 from torch import Tensor
 
 from megarl.checkpoint.kept import KeptTensor, file_content, kept_tensors, total_bytes
-from megarl.checkpoint.stored import stored_tensors
+from megarl.checkpoint.mxfp4 import dequantised
+from megarl.checkpoint.stored import BLOCKS, MXFP4, SCALES, stored_tensors
 from megarl.config.override import overridden
-from megarl.families import float32_tensors, hf_tensors
+from megarl.families import float32_tensors
 from megarl.families.llama import EMBEDDING, HEAD, VALUE_HEAD
 from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
 from megarl.files.model_folder import INDEX, SINGLE, companions
-from megarl.reshard.boxes import Layout, Piece, dense_piece
+from megarl.reshard.boxes import Box, Layout, Piece, dense_piece
+from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
 from megarl.reshard.plan import make_plan
 from megarl.reshard.transport import Transport
 from megarl.types import DataError
@@ -46,30 +48,68 @@ SHARD_BYTES = 5_000_000_000
 class FolderReader:
     """Reader of the tensors in a model folder, each memory-mapped when it is used.
 
-    Raises DataError for a truncated file, and for a dtype not accepted for training. Raises DataError for a tensor
-    missing, unknown or with a wrong shape. The error names the file or tensor.
+    An MXFP4 tensor is one storage for each expert, dequantised on demand. Raises DataError for a truncated file, and
+    for a dtype not accepted for training. Raises DataError for a tensor missing, unknown or with a wrong shape. The
+    error names the file or tensor.
     """
 
     def __init__(self, folder: str | Path, model: ModelShape) -> None:
-        shapes = hf_tensors(model)
-        self.pieces = {name: (dense_piece(name, shape, name, 0),) for name, shape in shapes.items()}
         self._open: dict[Path, Any] = {}
-        found, faults = stored_tensors(folder, model)
+        self._stored, faults = stored_tensors(folder, model)
         if faults:
             raise DataError(faults[0].text)
-        self._files = {name: stored.path for name, stored in found.items()}
-        self.dtypes = {name: DTYPES[stored.code] for name, stored in found.items()}
+        self._experts: dict[str, tuple[str, int]] = {}
+        self.pieces: dict[str, Layout] = {}
+        self.dtypes: dict[str, torch.dtype] = {}
+        self._files: dict[str, Path] = {}
+        for name, shape in checkpoint_tensors(model).items():
+            stored = self._stored[name]
+            is_quantised = stored.code == MXFP4
+            whole = self._quantised_pieces(name, shape) if is_quantised else (dense_piece(name, shape, name, 0),)
+            for piece in unpacked(whole, model):
+                self.pieces[piece.box.name] = (piece,)
+                self.dtypes[piece.box.name] = torch.bfloat16 if is_quantised else DTYPES[stored.code]
+                self._files[piece.box.name] = stored.path
 
     def storage(self, name: str) -> Tensor:
-        """Return all elements of a tensor in the stored dtype: [elements]."""
-        path = self._files[name]
-        if path not in self._open:
-            self._open[path] = safe_open(path, "pt")
-        return self._open[path].get_tensor(name).view(-1)
+        """Return a storage's elements, flat: [elements]. The dtype is the stored one, bfloat16 for MXFP4."""
+        if name in self._experts:
+            packed, expert = self._experts[name]
+            stored = self._stored[packed]
+            assert stored.scales is not None
+            blocks = self._file(stored.path).get_slice(packed + BLOCKS)[expert]
+            scales = self._file(stored.scales).get_slice(packed + SCALES)[expert]
+            return dequantised(blocks, scales).view(-1)
+        return self._file(self._stored[name].path).get_tensor(name).view(-1)
+
+    def groups(self, layout: Layout) -> Iterator[tuple[Layout, Layout]]:
+        """Yield parts of a layout with their pieces here, so that few dequantised experts exist at a time."""
+        found: dict[str, list[Piece]] = {}
+        for piece in layout:
+            (here,) = self.pieces[piece.box.name]
+            found.setdefault(here.storage if here.storage in self._experts else "", []).append(piece)
+        for wanted in found.values():
+            names = sorted({piece.box.name for piece in wanted})
+            yield tuple(wanted), tuple(piece for name in names for piece in self.pieces[name])
 
     def file_of(self, name: str) -> Path:
         """Return the path of the file containing a tensor."""
         return self._files[name]
+
+    def _file(self, path: Path) -> Any:
+        if path not in self._open:
+            self._open[path] = safe_open(path, "pt")
+        return self._open[path]
+
+    def _quantised_pieces(self, name: str, shape: tuple[int, ...]) -> Layout:
+        """Return an MXFP4 tensor's pieces. Its experts are stored transposed: [rows, columns] by columns."""
+        experts, rows, columns = shape
+        storages = [f"{name}[{expert}]" for expert in range(experts)]
+        self._experts |= {storage: (name, expert) for expert, storage in enumerate(storages)}
+        return tuple(
+            Piece(Box(name, (expert, 0, 0), (expert + 1, rows, columns)), storage, 0, (rows * columns, 1, rows))
+            for expert, storage in enumerate(storages)
+        )
 
     def release(self) -> None:
         """Unmap the files."""
@@ -93,11 +133,11 @@ def load(
     reader = FolderReader(folder, model)
     if not model.has_value_head:
         layout = tuple(piece for piece in layout if piece.box.name != VALUE_HEAD)
-    available = tuple(piece for pieces in reader.pieces.values() for piece in pieces)
-    # Source and destination are on this rank, so nothing is staged and one bucket of any size (4 EiB) is enough.
-    plan = make_plan([available], [layout], itemsize=4, bucket_bytes=1 << 62).for_rank(0)
-    sources = {name: reader.storage(name) for name in sorted({piece.box.name for piece in layout})}
-    Transport(plan, sources, parameters, dtype=torch.float32).reshard()
+    for wanted, available in reader.groups(layout):
+        # Source and destination are on this rank, so nothing is staged and one bucket of any size (4 EiB) is enough.
+        plan = make_plan([available], [wanted], itemsize=4, bucket_bytes=1 << 62).for_rank(0)
+        sources = {name: reader.storage(name) for name in sorted({piece.storage for piece in available})}
+        Transport(plan, sources, parameters, dtype=torch.float32).reshard()
     for piece in layout:
         if not _is_finite(piece, parameters[piece.storage]):
             raise DataError(
@@ -151,7 +191,7 @@ def export(
     A rank stages at most `bucket_bytes`. A file has at most `shard_bytes`, unless a single tensor is larger. The folder
     is replaced atomically. Raises OSError if the disk is full.
     """
-    tensors = hf_tensors(model)
+    tensors = checkpoint_tensors(model)
     dtypes = dict.fromkeys(tensors, dtype) | dict.fromkeys(float32_tensors(model), torch.float32)
     kept = kept_tensors(source, model)
     forms = {name: (shape, dtypes[name]) for name, shape in tensors.items()}
@@ -173,7 +213,9 @@ def export(
             size = total_bytes(kept) + sum(prod(shape) * dtypes[name].itemsize for name, shape in tensors.items())
             (partial / INDEX).write_text(index_text(every, size), encoding="utf-8")
 
-    write_folder(folder, files, write_others, layouts, rank, parameters, dtype=dtype, bucket_bytes=bucket_bytes)
+    write_folder(
+        folder, files, write_others, layouts, rank, parameters, dtype=dtype, bucket_bytes=bucket_bytes, model=model
+    )
 
 
 @torch.no_grad()
@@ -187,10 +229,12 @@ def write_folder(
     *,
     dtype: torch.dtype,
     bucket_bytes: int,
+    model: ModelShape | None = None,
 ) -> None:
     """Write `files` (name -> forms of its tensors), each by one rank, from all ranks' `parameters`. A collective.
 
-    `parameters` are this rank's shards, [local rows, ...] each. They travel as `dtype`. On rank 0, `write_others` adds
+    `parameters` are this rank's shards, [local rows, ...] each. They travel as `dtype`. `model` is
+    needed for packed tensors. On rank 0, `write_others` adds
     the folder's other files. The folder is replaced atomically. Raises OSError if the disk is full.
     """
     folder = Path(folder)
@@ -208,7 +252,8 @@ def write_folder(
         filled: dict[str, int] = {}
         for name, (shape, kind) in tensors.items():
             storage = _storage(file, kind)
-            written[writer].append(dense_piece(name, shape, storage, filled.get(storage, 0)))
+            piece = dense_piece(name, shape, storage, filled.get(storage, 0))
+            written[writer] += unpacked((piece,), model) if model else (piece,)
             filled[storage] = filled.get(storage, 0) + prod(shape)
         if writer == rank:
             destinations |= _create(partial / file, tensors)
@@ -305,6 +350,8 @@ def changed_config(
     # transformers 4 writes torch_dtype, transformers 5 writes dtype.
     name = "torch_dtype" if "torch_dtype" in fields else "dtype"
     changed = overridden(fields, override or {})
+    # Quantised weights were dequantised on reading.
+    changed.pop("quantization_config", None)
     if dtype is not None and name in fields:
         changed[name] = str(dtype).removeprefix("torch.")
     if model and model.has_value_head:

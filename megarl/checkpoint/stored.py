@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.families import hf_tensors, kept_prefixes
+from megarl.families import FAMILIES, aliases_of, kept_prefixes
+from megarl.families.names import parse_name
 from megarl.families.shape import ModelShape
 from megarl.files.model_folder import read_safetensors_header, weight_files
+from megarl.reshard.layouts.packed import checkpoint_tensors
 
 CODES = ("F64", "F32", "F16", "BF16")
 """Dtype codes in safetensors files that are accepted for training."""
@@ -18,11 +20,20 @@ CODES = ("F64", "F32", "F16", "BF16")
 _NAMED = 5
 
 
+MXFP4 = "MXFP4"
+"""Code of packed tensors stored as blocks and scales (`checkpoint.mxfp4`)."""
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Endings of the names of an MXFP4 tensor's two parts in files."""
+_GROUP = 32
+"""Numbers with one scale in MXFP4."""
+
+
 class Stored(NamedTuple):
     """The file storing a tensor, and the tensor's dtype code in safetensors."""
 
     path: Path
     code: str
+    scales: Path | None = None
 
 
 class Fault(NamedTuple):
@@ -37,12 +48,20 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
 
     Raises DataError for a folder without safetensors and for a truncated file.
     """
-    shapes, kept = hf_tensors(model), kept_prefixes(model)
+    shapes, kept = checkpoint_tensors(model), kept_prefixes(model)
+    quantised = _quantised_shapes(shapes, model)
+    parts: dict[str, Path] = {}
     found: dict[str, Stored] = {}
     faults: list[Fault] = []
     for file, expected in weight_files(folder).items():
         path = Path(folder) / file
         for name, (code, shape) in read_safetensors_header(path, expected).items():
+            if name in quantised:
+                parts[name] = path
+                if (code, shape) != ("U8", quantised[name]):
+                    expected_form = f"U8 {quantised[name]}"
+                    faults.append(Fault("shape", f"{path}: {name} is {code} {shape}; MXFP4 has {expected_form} there."))
+                continue
             if name not in shapes:
                 # Old checkpoints store redundant tensors: rotary frequencies (computed from config.json), and a tied
                 # head (equal to the embedding). Both are ignored.
@@ -60,12 +79,35 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
             elif shape != shapes[name]:
                 faults.append(Fault("shape", f"{path}: {name} is {shape}; config.json says {shapes[name]}."))
             found[name] = Stored(path, code)
+    for name in sorted({part.removesuffix(BLOCKS).removesuffix(SCALES) for part in parts}):
+        blocks, scales = parts.get(name + BLOCKS), parts.get(name + SCALES)
+        if blocks and scales:
+            found[name] = Stored(blocks, MXFP4, scales)
+            continue
+        present, absent = (BLOCKS, SCALES) if blocks else (SCALES, BLOCKS)
+        text = f"{name}{present} is here but {name}{absent} is missing: MXFP4 weights need both"
+        faults.append(Fault("missing", f"{parts[name + present]}: {text}. Copy or download the model again."))
+        found[name] = Stored(parts[name + present], MXFP4)
     faults += [
         Fault("missing", f"{folder}: tensor {name} is missing. Copy or download the model again.")
         for name in shapes
         if name not in found
     ]
     return found, faults
+
+
+def _quantised_shapes(shapes: Mapping[str, tuple[int, ...]], model: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the two parts of each tensor that may be MXFP4, by name; `shapes` are the whole tensors'."""
+    if not FAMILIES[model.family].reads_mxfp4:
+        return {}
+    packed = {alias.packed for alias in aliases_of(model) if len(alias.packed_shape) == 3}
+    found = {}
+    for name, shape in shapes.items():
+        if parse_name(name).template in packed:
+            # Rows and columns are exchanged: groups of input features have a scale.
+            groups = (shape[0], shape[2], shape[1] // _GROUP)
+            found |= {name + BLOCKS: (*groups, _GROUP // 2), name + SCALES: groups}
+    return found
 
 
 def tensor_faults(folder: str | Path, model: ModelShape) -> Iterator[str]:

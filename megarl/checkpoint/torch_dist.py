@@ -29,7 +29,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from megarl.config.parallel import ParallelConfig
-from megarl.families import rules_of
+from megarl.families import FAMILIES, rules_of
 from megarl.families.rules import Rule
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
@@ -242,7 +242,7 @@ def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
         normalization="RMSNorm",
         norm_epsilon=model.norm_epsilon,
         swiglu=True,
-        add_bias_linear=False,
+        add_bias_linear=bool(FAMILIES[model.family].settings(model).get("add_bias_linear")),
         add_qkv_bias=model.attention.qkv_bias,
         qk_layernorm=model.attention.qk_norm,
         untie_embeddings_and_output_weights=not model.tie_word_embeddings,

@@ -6,6 +6,7 @@ import dataclasses
 import re
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -111,9 +112,20 @@ def engine_arguments(
         # vLLM 0.30 enables this pass on Hopper for two or more ranks. FlashInfer compiles its kernel at the engine's
         # start, and needs a CUDA toolkit for it.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
-    if override:
-        arguments["hf_overrides"] = engine_overrides(read_object(Path(model_path) / "config.json"), override)
+    fields = read_object(Path(model_path) / "config.json")
+    changes = engine_overrides(fields, override) if override else {}
+    if fields.get("quantization_config") is not None:
+        arguments["hf_overrides"] = partial(_as_plain, changes)
+    elif changes:
+        arguments["hf_overrides"] = changes
     return EngineArgs(**{**arguments, **vllm_on_cpu.engine_arguments(max_model_len), **config.vllm})
+
+
+def _as_plain(changes: Mapping[str, Any], config: Any) -> Any:
+    """Change fields of a model's config for vLLM, and remove its quantisation: the trainer sends plain weights."""
+    config.update(dict(changes))
+    del config.quantization_config
+    return config
 
 
 def _quantization(config: RolloutConfig) -> dict[str, Any]:

@@ -11,9 +11,10 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from megarl.families import glm4_moe, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from megarl.families import glm4_moe, gpt_oss, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
 from megarl.families.family import Family
 from megarl.families.names import TensorName, in_order
+from megarl.families.packed import Alias
 from megarl.families.rules import Rule, overlap
 
 if TYPE_CHECKING:
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 FAMILIES: dict[str, Family] = {
     "glm4_moe": glm4_moe.FAMILY,
+    "gpt_oss": gpt_oss.FAMILY,
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,
     "qwen2": qwen2.FAMILY,
@@ -89,6 +91,11 @@ def float32_tensors(model: ModelShape) -> tuple[str, ...]:
     """Return the names of tensors stored in float32 whatever the model's dtype."""
     templates = float32_templates(rules_of(model))
     return tuple(tensor.name for tensor in tensors_of(model) if tensor.template in templates)
+
+
+def aliases_of(model: ModelShape) -> tuple[Alias, ...]:
+    """Return the places of experts' tensors in packed tensors of the model's files."""
+    return FAMILIES[model.family].aliases(model)
 
 
 def kept_prefixes(model: ModelShape) -> tuple[str, ...]:

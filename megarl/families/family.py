@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.families import stacks
+from megarl.families.packed import Alias
 from megarl.families.reading import Read
 
 if TYPE_CHECKING:
@@ -17,6 +18,11 @@ if TYPE_CHECKING:
 def no_settings(model: ModelShape) -> Mapping[str, Any]:
     """Return no settings of Megatron-Core beside those made from the model's parts."""
     return {}
+
+
+def no_aliases(model: ModelShape) -> tuple[Alias, ...]:
+    """Return no aliases: files have each expert's tensors apart."""
+    return ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +44,10 @@ class Family:
     kept: tuple[str, ...] = ()
     """Prefixes of tensors that are neither trained nor sampled, such as `visual.`. An export copies them from the base
     model, byte for byte. The layers of `ModelShape.num_kept_layers` are kept too."""
+    aliases: Callable[[ModelShape], tuple[Alias, ...]] = no_aliases
+    """Function to the places of experts' tensors in packed tensors of the checkpoint."""
+    reads_mxfp4: bool = False
+    """Whether packed tensors may be MXFP4 in files. They are dequantised to bfloat16 on reading."""
     is_quantisable: bool = False
     """Whether `rollout.quantization` is tested with this family: vLLM's quantised weights are written correctly
     (tests/reshard/layouts)."""

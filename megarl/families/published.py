@@ -65,6 +65,35 @@ _GLM_355B = _GLM | {
     "use_qk_norm": True,
 }
 
+_GPT_OSS = {
+    "architectures": ["GptOssForCausalLM"],
+    "model_type": "gpt_oss",
+    "attention_bias": True,
+    "head_dim": 64,
+    "hidden_size": 2880,
+    "intermediate_size": 2880,
+    "num_attention_heads": 64,
+    "num_key_value_heads": 8,
+    "num_experts_per_tok": 4,
+    "sliding_window": 128,
+    "swiglu_limit": 7.0,
+    "quantization_config": {"quant_method": "mxfp4"},
+    "rope_scaling": {
+        "beta_fast": 32.0,
+        "beta_slow": 1.0,
+        "factor": 32.0,
+        "original_max_position_embeddings": 4096,
+        "rope_type": "yarn",
+        "truncate": False,
+    },
+    "rope_theta": 150000,
+    "rms_norm_eps": 1e-5,
+    "vocab_size": 201088,
+    "tie_word_embeddings": False,
+    "initializer_range": 0.02,
+    "max_position_embeddings": 131072,
+}
+
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-14B": _DENSE | {"intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
     "Qwen/Qwen3-32B": _DENSE | {"intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
@@ -84,6 +113,8 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_hidden_layers": 94,
         "num_attention_heads": 64,
     },
+    "openai/gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
+    "openai/gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
     "zai-org/GLM-4.5": _GLM_355B,
     "zai-org/GLM-4.6": _GLM_355B | {"max_position_embeddings": 202752},
     "zai-org/GLM-4.7": _GLM_355B | {"max_position_embeddings": 202752},

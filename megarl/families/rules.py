@@ -142,11 +142,11 @@ def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, feat
     return Rule(parameter, "every_layer", tensors, 0, (block,))
 
 
-def with_experts(dense: tuple[Rule, ...], model: ModelShape) -> tuple[Rule, ...]:
+def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate") -> tuple[Rule, ...]:
     """Return a dense family's rules with a router and experts in the feed-forward layers that have them.
 
-    Each expert is a parameter of its own, both in the local spec's sequence of experts and in Transformer Engine's
-    grouped layers. The norm before a router is never fused.
+    `router` is the router's name in the checkpoint. Each expert is a parameter of its own, both in the local spec's
+    sequence of experts and in Transformer Engine's grouped layers. The norm before a router is never fused.
     """
     mlp, theirs = "decoder.layers.{layer}.mlp.", "model.layers.{layer}.mlp."
     hidden, channels = model.hidden_size, model.moe_intermediate_size
@@ -166,7 +166,9 @@ def with_experts(dense: tuple[Rule, ...], model: ModelShape) -> tuple[Rule, ...]
         *(replace(rule, layers=others) for rule in (norm, *feed_forward) if others != frozenset()),
         # A router reads the norm's output too, so no linear layer can absorb the norm.
         replace(norm, transformer_engine=None, layers=routed),
-        replace(replicated(mlp + "router.weight", theirs + "gate.weight", (model.num_experts, hidden)), layers=routed),
+        replace(
+            replicated(mlp + "router.weight", f"{theirs}{router}.weight", (model.num_experts, hidden)), layers=routed
+        ),
         expert(gate_up(first, gate, up, (channels, hidden)), "linear_fc1"),
         expert(row(second, down, (hidden, channels)), "linear_fc2"),
     )

@@ -167,6 +167,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     name = _family_name(architecture)
     family = FAMILIES[name]
     _check_supported(config, architecture)
+    _check_quantisation(config, family.reads_mxfp4)
     parts = family.read(config)
     shape = ModelShape(
         family=name,
@@ -239,11 +240,6 @@ def _architecture(config: Mapping[str, Any]) -> str:
     architectures = config.get("architectures")
     if not isinstance(architectures, list) or not architectures or not isinstance(architectures[0], str):
         raise DataError(f'architectures is {shown(architectures)}; give a list with one name, ["Qwen3ForCausalLM"].')
-    if config.get("quantization_config") is not None:
-        raise DataError(
-            "quantization_config: quantised weights cannot be trained; use the model's bfloat16 weights, or dequantise "
-            "them and remove the field."
-        )
     return architectures[0]
 
 
@@ -254,6 +250,16 @@ def _family_name(architecture: str) -> str:
     if name is None:
         raise DataError(f"architecture {architecture} is not supported; supported are {', '.join(names)}.")
     return name
+
+
+def _check_quantisation(config: Mapping[str, Any], reads_mxfp4: bool) -> None:
+    """Raise DataError for weights in another number format than those read here."""
+    method = mapping(config, "quantization_config").get("quant_method", "unknown")
+    if config.get("quantization_config") is not None and not (reads_mxfp4 and method == "mxfp4"):
+        raise DataError(
+            f"quantization_config: weights of quant_method {shown(method)} cannot be trained; use the model's bfloat16 "
+            "weights, or dequantise them and remove the field."
+        )
 
 
 def _check_supported(config: Mapping[str, Any], architecture: str) -> None:

@@ -11,14 +11,20 @@ _LAYER = "model.layers.{layer}."
 
 
 class Part(NamedTuple):
-    """One tensor of a stack, and its split over ranks along the stack's split dimension."""
+    """One tensor of a stack, and its split over ranks along the stack's split dimension.
+
+    With `first`, the first rank of those that share an expert has the tensor, the others have zeros.
+    """
 
     tensor: str
-    split: Literal["even", "heads", "vocabulary", "copy"]
+    split: Literal["even", "heads", "vocabulary", "copy", "first"]
 
 
 class Stack(NamedTuple):
-    """A live parameter: parts concatenated along `dim`. With `stacks_experts`, the local experts are stacked too."""
+    """A live parameter: parts concatenated along `dim`. With `stacks_experts`, the local experts are stacked too.
+
+    With `alternates`, the parts' rows alternate instead.
+    """
 
     storage: str
     dim: int
@@ -26,14 +32,14 @@ class Stack(NamedTuple):
     stacks_experts: bool = False
     dtype: Literal["model", "float32"] = "model"
     """The parameter's dtype in vLLM: the model's, or always float32."""
+    alternates: bool = False
 
 
 def standard(model: ModelShape) -> tuple[Stack, ...]:
     """Return the stacks of Llama-like models, dense and with experts, as named by vLLM 0.30."""
     attention, mlp = _LAYER + "self_attn.", _LAYER + "mlp."
-    vocabulary = ("model.embed_tokens.weight", "lm_head.weight")
     return (
-        *(Stack(name, 0, (Part(name, "vocabulary"),)) for name in vocabulary),
+        *(vocabulary(name) for name in ("model.embed_tokens.weight", "lm_head.weight")),
         qkv(attention, "weight"),
         qkv(attention, "bias"),
         row(attention + "o_proj.weight"),
@@ -57,15 +63,24 @@ def experts(mlp: str) -> tuple[Stack, Stack]:
     )
 
 
-def qkv(attention: str, kind: str) -> Stack:
-    """Return the fused projection of queries, keys and values; `kind` is weight or bias."""
+def vocabulary(tensor: str, storage: str | None = None) -> Stack:
+    """Return a weight split over the vocabulary, padded at its end."""
+    return Stack(storage or tensor, 0, (Part(tensor, "vocabulary"),))
+
+
+def qkv(attention: str, kind: str, live: str | None = None) -> Stack:
+    """Return the fused projection of queries, keys and values; `kind` is weight or bias.
+
+    `attention` is the prefix of the tensors, `live` that of vLLM's parameter if it differs.
+    """
     q, k, v = (f"{attention}{letter}_proj.{kind}" for letter in "qkv")
-    return Stack(f"{attention}qkv_proj.{kind}", 0, (Part(q, "even"), Part(k, "heads"), Part(v, "heads")))
+    return Stack(f"{live or attention}qkv_proj.{kind}", 0, (Part(q, "even"), Part(k, "heads"), Part(v, "heads")))
 
 
-def gate_up(inside: str, storage: str) -> Stack:
-    """Return the fused gate and up projections under `inside`."""
-    return Stack(storage, 0, (Part(inside + "gate_proj.weight", "even"), Part(inside + "up_proj.weight", "even")))
+def gate_up(inside: str, storage: str, kind: str = "weight") -> Stack:
+    """Return the fused gate and up projections under `inside`; `kind` is weight or bias."""
+    gate, up = (f"{inside}{name}_proj.{kind}" for name in ("gate", "up"))
+    return Stack(storage, 0, (Part(gate, "even"), Part(up, "even")))
 
 
 def row(tensor: str, storage: str | None = None) -> Stack:

@@ -12,6 +12,7 @@ from megarl.config.formulas import either, formulas, taking
 from megarl.config.health import HealthConfig
 from megarl.config.judges import REMEDY, judges_answers
 from megarl.config.optimizer_on_host import obstacles
+from megarl.families import aliases_of
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.import_path import is_import_path
 from megarl.preflight.registry import Cost, checks
@@ -193,7 +194,13 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     # A rank above the narrowest matrix adds parameters but no expressive power.
     narrowest = min(shape.hidden_size, shape.moe_intermediate_size or shape.intermediate_size)
     if lora.rank > narrowest:
-        yield f"lora.rank = {lora.rank}: exceeds the smallest dimension of the model's matrices, {narrowest}; lower it"
+        yield f"lora.rank = {lora.rank}: exceeds the model's narrowest matrix, {narrowest}; lower it"
+    packed = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if aliases_of(shape) else []
+    if lora.rank and packed:
+        yield (
+            f"lora.targets: {' and '.join(packed)} of a {shape.family} model are packed experts, and PEFT has no names "
+            "for adapters of one; use qkv_proj and o_proj"
+        )
     if lora.rank and recipe.loop == "reward_model":
         yield f"lora.rank = {lora.rank}: a reward model's new head needs full training; set lora.rank=0"
     if lora.rank and shape.num_experts and recipe.trainer.megatron.get("moe_shared_expert_overlap"):

@@ -12,6 +12,7 @@ from megarl.config import Recipe
 from megarl.config.cluster import ClusterConfig, NodeGroup
 from megarl.config.formulas import either, taking
 from megarl.config.parallel import FP8_BLOCK, ParallelConfig
+from megarl.families import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.memory_plan.deep_ep import NODE_RANKS, RECEIVED_TOKENS
 from megarl.platform import transformer_engine
@@ -298,6 +299,9 @@ def model_fit(recipe: Recipe, shape: ModelShape, *, is_sampled: bool = True) -> 
             yield f"{field} = {size}: a {shape.family} model has no experts; leave it out"
         elif whole % size:
             yield f"{field} = {size}: does not divide the model's {whole} {name}; use {either(_divisors(whole))}"
+    if trainer.etp > 1 and FAMILIES[shape.family].settings(shape).get("add_bias_linear"):
+        # Every rank of an expert would add the whole bias before their sum (Megatron-Core 0.16.1).
+        yield f"trainer.etp = {trainer.etp}: Megatron-Core cannot split experts with biases; set it to 1"
     if is_sampled and 0 < shape.num_experts < rollout.tp:
         yield f"rollout.tp = {rollout.tp}: vLLM takes at most the model's {shape.num_experts} experts; lower it"
 

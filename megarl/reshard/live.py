@@ -18,11 +18,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from megarl.families import float32_tensors, hf_tensors
+from megarl.families import float32_tensors
 from megarl.families.shape import ModelShape
 from megarl.groups.cross_world import rank_in
 from megarl.groups.peer_errors import replica_collectives_marked
 from megarl.reshard.boxes import Layout, dense_piece
+from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
 from megarl.reshard.layouts.vllm import DirectWriteError, record_layout, zero_padding
 from megarl.reshard.layouts.vllm_quantised import QuantisedModule, is_spoilt, quantised_modules, spoil
 from megarl.reshard.plan import Plan, RankTopology, Transfer, make_plan
@@ -50,8 +51,8 @@ def record(
     try:
         if model is not None:
             others = float32_dtypes(shape)
-            tensors = {name: (size, others.get(name, dtype)) for name, size in hf_tensors(shape).items()}
-            recorded = record_layout(model, tensors)
+            tensors = {name: (size, others.get(name, dtype)) for name, size in checkpoint_tensors(shape).items()}
+            recorded = unpacked(record_layout(model, tensors), shape)
     except DirectWriteError as error:
         refusal = str(error)
     refusals = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(refusal, group)) if text]
@@ -231,7 +232,7 @@ class GatheredReshard:
         groups: list[dict[str, tuple[int, ...]]] = []
         # A full first group makes the loop open a new group for the first tensor.
         filled = bucket_bytes
-        for name, size in hf_tensors(shape).items():
+        for name, size in checkpoint_tensors(shape).items():
             if filled + prod(size) * dtype.itemsize > bucket_bytes:
                 groups.append({})
                 filled = 0
@@ -239,7 +240,7 @@ class GatheredReshard:
             filled += prod(size) * dtype.itemsize
 
         def plan(tensors: Mapping[str, tuple[int, ...]]) -> Plan:
-            full = tuple(dense_piece(name, size, name, 0) for name, size in tensors.items())
+            full = unpacked((dense_piece(name, size, name, 0) for name, size in tensors.items()), shape)
             wanted: list[Layout] = [()] * first_engine + [full] * num_engines
             return make_plan(sources, wanted, itemsize=dtype.itemsize, bucket_bytes=bucket_bytes, topology=topology)
 

@@ -30,6 +30,7 @@ MODELS = {
     "mistral kv above tp, untied": {"family": "mistral", "num_kv_heads": 4, "tie_word_embeddings": False},
     "qwen3_moe": {"family": "qwen3_moe", "num_kv_heads": 2},
     "qwen2_moe": {"family": "qwen2_moe", "num_kv_heads": 2},
+    "gpt_oss": {"family": "gpt_oss", "num_kv_heads": 2, "head_dim": 32},
     "glm4_moe": {"family": "glm4_moe", "num_kv_heads": 2, "tie_word_embeddings": False},
 }
 CASES = [
@@ -57,6 +58,7 @@ CASES = [
     pytest.param(ParallelConfig(tp=1, pp=1, dp=2, rollout_tp=2, ep=2), "qwen2_moe"),
     pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2), "glm4_moe"),
     pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1, ep=2), "glm4_moe"),
+    pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "gpt_oss"),
 ]
 
 

@@ -12,6 +12,7 @@ from megarl.cli import main
 from megarl.families import hf_tensors
 from megarl.families.published import published_name
 from megarl.families.shape import planned_shape, shape_from_config
+from megarl.reshard.layouts.packed import checkpoint_tensors
 from megarl.types import DataError
 from tests.memory_plan.conftest import MODELS, RECIPES
 
@@ -43,6 +44,24 @@ def test_shapes_of_glm_have_the_published_number_of_parameters(tmp_path: Path, n
     assert round((trained + kept) / 1e9) == GLM[name]
     if name.endswith("Air"):
         assert trained + kept == 110_468_824_832
+
+
+GPT_OSS = {"openai/gpt-oss-20b": (20.91, 3.61), "openai/gpt-oss-120b": (116.83, 5.13)}
+"""Billions of parameters by the model card (arXiv:2508.10925, table 1): all, and those used by a token."""
+
+
+@pytest.mark.parametrize("name", GPT_OSS)
+def test_shapes_of_gpt_oss_have_the_published_number_of_parameters(tmp_path: Path, name: str) -> None:
+    shape = planned_shape(tmp_path / name)
+    tensors = hf_tensors(shape)
+    total = sum(map(math.prod, tensors.values()))
+    unused = sum(math.prod(size) for tensor, size in tensors.items() if ".experts." in tensor)
+    unused *= 1 - shape.top_k / shape.num_experts
+    # The embedding of the input is not counted as used.
+    unused += math.prod(tensors["model.embed_tokens.weight"])
+    assert (round(total / 1e9, 2), round((total - unused) / 1e9, 2)) == GPT_OSS[name]
+    assert sum(map(math.prod, checkpoint_tensors(shape).values())) == total
+    assert shape.windows[:4] == (128, 0, 128, 0)
 
 
 @pytest.mark.parametrize("name", QWEN)

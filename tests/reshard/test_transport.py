@@ -331,9 +331,16 @@ def test_tables_name_what_transformers_saves(tiny_model: Callable[..., Path], fa
     folder = tiny_model(family=family, tie_word_embeddings=tied)
     stored = load_file(folder / "model.safetensors")
     reader = FolderReader(folder, read_model_shape(folder))
-    for name, (piece,) in reader.pieces.items():
-        assert torch.equal(reader.storage(name).view(piece.box.shape), stored.pop(name))
-    assert not stored
+    found = {
+        name: reader.storage(piece.storage).as_strided(piece.box.shape, piece.strides, piece.offset)
+        for name, (piece,) in reader.pieces.items()
+    }
+    assert sum(value.numel() for value in found.values()) == sum(value.numel() for value in stored.values())
+    # Experts in packed tensors are tested in tests/families/test_gpt_oss.py.
+    packed = {piece.storage for (piece,) in reader.pieces.values()} - found.keys()
+    assert stored.keys() - packed == {
+        name for name in stored if name in found and torch.equal(found[name], stored[name])
+    }
 
 
 def test_two_rules_for_a_parameter_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -89,15 +89,19 @@ class VllmLayouts(Layouts):
                 step = strides[0] * shape[0] if stack.stacks_experts else 0
                 place = StorageSlot(stack.storage, 0, first_expert, step)
                 ranks = range(rank, self.world_size, self.tp)
-                yield Holding(
-                    tuple(corner), tuple(end), ranks, place, sum(lengths[:index]) * strides[stack.dim], strides
-                )
+                before = index if stack.alternates else sum(lengths[:index])
+                offset = before * strides[stack.dim]
+                if stack.alternates:
+                    strides = tuple(s * len(lengths) if dim == stack.dim else s for dim, s in enumerate(strides))
+                yield Holding(tuple(corner), tuple(end), ranks, place, offset, strides)
 
     def _range(self, stack: Stack, part: Part, rank: int) -> tuple[int, int, int]:
         """Return start and stop of a rank's part of a tensor, and its length in the parameter, including padding."""
         length, tp = self._shapes[part.tensor][stack.dim], self.tp
         if part.split == "copy" or (stack.stacks_experts and self.ep):
             return 0, length, length
+        if part.split == "first":
+            return 0, length if rank == 0 else 0, length
         if part.split == "heads" and tp > self.model.num_kv_heads and tp % self.model.num_kv_heads == 0:
             # With more ranks than key-value heads, vLLM replicates each head on several neighbouring ranks.
             heads, rank = self.model.num_kv_heads, rank // (tp // self.model.num_kv_heads)

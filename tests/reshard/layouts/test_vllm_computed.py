@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from megarl.families import FAMILIES, hf_tensors
+from megarl.families import FAMILIES
 from megarl.families.shape import read_model_shape
+from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.testing import RankPool
 from megarl.types import ConfigError
@@ -29,7 +30,8 @@ def compare(path: str, tp: int, ep: bool) -> tuple[list[str], int]:
     config = RolloutConfig(tp=tp, kv_cache_gib=0.01, max_concurrent_requests=4, vllm={"enable_expert_parallel": ep})
     engine = RolloutEngine(path, config, max_model_len=64, dtype="float32", seed=0)
     model = read_model_shape(path)
-    recorded = record_layout(engine.model, {n: (shape, torch.float32) for n, shape in hf_tensors(model).items()})
+    tensors = {name: (shape, torch.float32) for name, shape in checkpoint_tensors(model).items()}
+    recorded = unpacked(record_layout(engine.model, tensors), model)
     computed = VllmLayouts(model, tp, dist.get_world_size(), ep)[dist.get_rank()]
     engine.close()
     assert len(set(recorded)) == len(recorded) and len(set(computed)) == len(computed)

@@ -11,6 +11,8 @@ from transformers.models.auto.modeling_auto import AutoModelForCausalLM as AutoM
 from transformers.models.auto.tokenization_auto import AutoTokenizer as AutoTokenizer
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig as Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeForCausalLM as Glm4MoeForCausalLM
+from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig as GptOssConfig
+from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM as GptOssForCausalLM
 from transformers.models.llama.configuration_llama import LlamaConfig as LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaForCausalLM as LlamaForCausalLM
 from transformers.models.mistral.configuration_mistral import MistralConfig as MistralConfig

@@ -1,0 +1,144 @@
+"""gpt-oss: attention with sinks, a window in every other layer, biases everywhere, experts with a clamped SwiGLU.
+
+Files pack all experts of a layer into one tensor, transposed, gates and ups alternating. The released ones are MXFP4.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megarl.families import llama, qwen2, stacks
+from megarl.families.config_values import shown, size
+from megarl.families.family import Family
+from megarl.families.packed import Alias, Axis
+from megarl.families.parts import LayerKind, Parts, Router
+from megarl.families.reading import grouped_query, refuse_biases, top_k
+from megarl.families.rotary import read_rotary
+from megarl.families.rules import Rule, Segment, Variant, replicated, with_experts
+from megarl.types import DataError
+
+if TYPE_CHECKING:
+    from megarl.families.shape import ModelShape
+
+_ATTENTION = llama.LAYER + "self_attn."
+_MLP = llama.LAYER + "mlp."
+_EXPERT = _MLP + "experts.{expert}."
+_ALPHA, _LIMIT = 1.702, 7.0
+"""Constants of the clamped SwiGLU in Megatron-Core 0.16.1 (alpha) and vLLM 0.30 (both)."""
+
+
+def read(config: Mapping[str, Any]) -> Parts:
+    """Return the parts of a gpt-oss model. Raises DataError for values that vLLM 0.30 does not read."""
+    refuse_biases(config, ignored=("attention_bias",))
+    num_layers, window = size(config, "num_hidden_layers"), size(config, "sliding_window", 128)
+    alternating = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
+    fixed = {"attention_bias": True, "swiglu_alpha": _ALPHA, "swiglu_limit": _LIMIT, "layer_types": alternating}
+    for field, value in fixed.items():
+        if config.get(field) not in (None, value):
+            raise DataError(f"{field} is {shown(config[field])}; in vLLM 0.30 it is always {shown(value)}.")
+    rotary = read_rotary(config)
+    plain = read_rotary({**config, "rope_parameters": {**_rope(config), "attention_factor": None, "mscale": None}})
+    if rotary.scaling != "yarn" or rotary != plain:
+        raise DataError("rope_parameters: vLLM 0.30 computes YaRN with its usual attention factor for this family.")
+    num_experts = size(config, "num_local_experts")
+    router = Router(num_experts, top_k(config, num_experts), size(config, "intermediate_size"))
+    kinds = tuple(LayerKind(has_experts=True, window=0 if layer % 2 else window) for layer in range(num_layers))
+    return Parts(grouped_query(config, qkv_bias=True, qk_norm=False), rotary, router, kinds)
+
+
+def _rope(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    return config.get("rope_parameters") or config.get("rope_scaling") or {}
+
+
+def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Return the rules of a gpt-oss model: Qwen2's, experts with biases, and a sink for each head."""
+    hidden = (model.hidden_size,)
+    router = replicated(llama.DECODER + "mlp.router.bias", _MLP + "router.bias", (model.num_experts,))
+    output = replicated(llama.DECODER + "self_attention.linear_proj.bias", _ATTENTION + "o_proj.bias", hidden)
+    routed = with_experts((*qwen2.rules(model), output), model, router="router")
+    sinks = replicated(
+        llama.DECODER + "self_attention.core_attention.softmax_offset", _ATTENTION + "sinks", (model.num_heads,)
+    )
+    return (*routed, router, replace(sinks, dim=0), *_expert_biases(model))
+
+
+def _expert_biases(model: ModelShape) -> tuple[Rule, Rule]:
+    channels, hidden = model.moe_intermediate_size, model.hidden_size
+    gate, up = (Segment(f"{_EXPERT}{kind}_proj.bias", 0, channels) for kind in ("gate", "up"))
+    down = Segment(_EXPERT + "down_proj.bias", 0, hidden)
+
+    def rule(layer: str, dim: int | None, *segments: Segment) -> Rule:
+        experts = llama.DECODER + "mlp.experts."
+        return Rule(
+            f"{experts}local_experts.{{expert}}.{layer}.bias",
+            "every_layer",
+            tuple((segment.tensor, (segment.stop,)) for segment in segments),
+            dim,
+            tuple((segment,) for segment in segments),
+            transformer_engine=Variant(f"{experts}{layer}.bias{{expert}}"),
+            is_expert=True,
+        )
+
+    return rule("linear_fc1", 0, gate, up), rule("linear_fc2", None, down)
+
+
+def aliases(model: ModelShape) -> tuple[Alias, ...]:
+    """Return the places of the experts' tensors in the packed ones."""
+    experts, hidden, channels = model.num_experts, model.hidden_size, model.moe_intermediate_size
+    packed = _MLP + "experts."
+    gate_up, down = packed + "gate_up_proj", packed + "down_proj"
+    return (
+        *(
+            alias
+            for first, kind in enumerate(("gate", "up"))
+            for alias in (
+                Alias(
+                    f"{_EXPERT}{kind}_proj.weight",
+                    gate_up,
+                    (experts, hidden, 2 * channels),
+                    (Axis(2, first, 2), Axis(1)),
+                ),
+                Alias(f"{_EXPERT}{kind}_proj.bias", gate_up + "_bias", (experts, 2 * channels), (Axis(1, first, 2),)),
+            )
+        ),
+        Alias(_EXPERT + "down_proj.weight", down, (experts, channels, hidden), (Axis(2), Axis(1))),
+        Alias(_EXPERT + "down_proj.bias", down + "_bias", (experts, hidden), (Axis(1),)),
+    )
+
+
+def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
+    """Return vLLM's parameters: `attn` for `self_attn`, gates and ups alternating in the experts."""
+    here, live = llama.LAYER + "attn.", _MLP + "experts.routed_experts."
+    return (
+        stacks.vocabulary(llama.EMBEDDING, "model.embedding.weight"),
+        stacks.vocabulary(llama.HEAD),
+        *(stacks.qkv(_ATTENTION, kind, here) for kind in ("weight", "bias")),
+        stacks.row(_ATTENTION + "o_proj.weight", here + "o_proj.weight"),
+        stacks.Stack(here + "o_proj.bias", 0, (stacks.Part(_ATTENTION + "o_proj.bias", "copy"),)),
+        stacks.Stack(here + "sinks", 0, (stacks.Part(_ATTENTION + "sinks", "even"),)),
+        *(
+            stacks.gate_up(_EXPERT, f"{live}w13_{kind}", kind)._replace(stacks_experts=True, alternates=True)
+            for kind in ("weight", "bias")
+        ),
+        stacks.row(_EXPERT + "down_proj.weight", live + "w2_weight")._replace(stacks_experts=True),
+        # Every rank adds its bias before the sum over ranks, so all but the first hold zeros.
+        stacks.Stack(live + "w2_bias", 0, (stacks.Part(_EXPERT + "down_proj.bias", "first"),), stacks_experts=True),
+    )
+
+
+def settings(model: ModelShape) -> Mapping[str, Any]:
+    """Return the settings of biases, sinks and the clamped SwiGLU."""
+    return {
+        "add_bias_linear": True,
+        "activation_func": "quick_gelu",
+        "activation_func_clamp_value": _LIMIT,
+        "glu_linear_offset": 1.0,
+        "softmax_type": "learnable",
+    }
+
+
+FAMILY = Family(
+    "GptOssForCausalLM", read, rules, stacks=live_stacks, settings=settings, aliases=aliases, reads_mxfp4=True
+)

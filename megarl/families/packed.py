@@ -1,0 +1,25 @@
+"""Experts' tensors inside packed tensors of a checkpoint: all experts in one, transposed, or with alternating rows."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class Axis(NamedTuple):
+    """The place of one dimension of an expert's tensor: index i is index `start + i * step` of dimension `dim`."""
+
+    dim: int
+    start: int = 0
+    step: int = 1
+
+
+class Alias(NamedTuple):
+    """An expert's tensor inside a packed tensor. The packed tensor's first dimension counts the experts."""
+
+    tensor: str
+    """Name of the expert's tensor in plans, with `{layer}` and `{expert}` for numbers."""
+    packed: str
+    """Name of the packed tensor in files, with `{layer}`."""
+    packed_shape: tuple[int, ...]
+    axes: tuple[Axis, ...]
+    """For each dimension of the expert's tensor, its place. All but the first dimension of the packed one occur."""

@@ -1,0 +1,67 @@
+"""Layouts of packed tensors: several experts' tensors in one tensor of the checkpoint, transposed or alternating.
+
+Plans speak of experts' tensors. Files, and vLLM's loader, have packed ones (`families.packed`). Here a layout of packed
+tensors becomes one of experts' tensors: strides express every permutation, so nothing is computed.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from megarl.families import aliases_of, hf_tensors, templates_of
+from megarl.families.names import TensorName, parse_name
+from megarl.families.packed import Alias
+from megarl.families.shape import ModelShape
+from megarl.reshard.boxes import Box, Layout, Piece
+
+
+def checkpoint_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of the tensors in the model's files, in the model's order: `hf_tensors`, with packed ones."""
+    shapes = {alias.packed: alias.packed_shape for alias in aliases_of(model)}
+    names, plain = checkpoint_names(model), hf_tensors(model)
+    return {stored: shapes.get(parse_name(stored).template) or plain[name] for name, stored in names.items()}
+
+
+def checkpoint_names(model: ModelShape) -> dict[str, str]:
+    """Return the names of the tensors in the model's files, by those of `hf_tensors`. Packed ones occur repeatedly."""
+    packed = {alias.tensor: alias.packed for alias in aliases_of(model)}
+    tensors = {name: parse_name(name) for name in hf_tensors(model)}
+    return {
+        name: packed[tensor.template].format(layer=tensor.layer) if tensor.template in packed else name
+        for name, tensor in tensors.items()
+    }
+
+
+def unpacked(layout: Iterable[Piece], model: ModelShape) -> Layout:
+    """Return a layout of a checkpoint's tensors as a layout of the experts' tensors in them. Other pieces stay."""
+    aliases: dict[str, list[Alias]] = {}
+    for alias in aliases_of(model):
+        aliases.setdefault(alias.packed, []).append(alias)
+    shapes = templates_of(model)
+    found: list[Piece] = []
+    for piece in layout:
+        tensor = parse_name(piece.box.name)
+        if tensor.template in aliases:
+            for alias in aliases[tensor.template]:
+                found += _parts(piece, alias, tensor.layer, shapes[alias.tensor])
+        else:
+            found.append(piece)
+    return tuple(found)
+
+
+def _parts(piece: Piece, alias: Alias, layer: int, shape: tuple[int, ...]) -> Iterator[Piece]:
+    """Yield the pieces of one kind of expert's tensor in a piece of a packed tensor; `shape` is that of the former."""
+    box, start, stop, strides, offset = piece.box, [], [], [], piece.offset
+    for size, axis in zip(shape, alias.axes, strict=True):
+        # The first index at or after the box's edge: a negated floor division rounds up.
+        low, high = (-((axis.start - edge[axis.dim]) // axis.step) for edge in (box.start, box.stop))
+        start.append(max(low, 0))
+        stop.append(min(high, size))
+        strides.append(piece.strides[axis.dim] * axis.step)
+        offset += (axis.start + start[-1] * axis.step - box.start[axis.dim]) * piece.strides[axis.dim]
+    if any(low >= high for low, high in zip(start, stop, strict=True)):
+        return
+    for expert in range(box.start[0], box.stop[0]):
+        name = TensorName(alias.tensor, layer, expert).name
+        at = offset + (expert - box.start[0]) * piece.strides[0]
+        yield Piece(Box(name, tuple(start), tuple(stop)), piece.storage, at, tuple(strides))

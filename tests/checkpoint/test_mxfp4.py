@@ -1,0 +1,79 @@
+"""MXFP4 weights against transformers' own dequantisation."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from megarl.checkpoint.convert import to_hf, to_megatron
+from megarl.checkpoint.mxfp4 import dequantised
+from megarl.checkpoint.safetensors import FolderReader
+from megarl.families.shape import read_model_shape
+from megarl.types import DataError
+
+
+def test_every_byte_and_scale_as_in_transformers() -> None:
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    # Each of the 256 bytes in groups with each of the 255 scales; 255 stands for NaN in this format.
+    blocks = torch.arange(256, dtype=torch.uint8).view(1, 16, 16).repeat(255, 1, 1)
+    scales = torch.arange(255, dtype=torch.uint8).view(255, 1).repeat(1, 16)
+    ours = dequantised(blocks, scales)
+    assert ours.shape == (255, 512) and ours.dtype == torch.bfloat16
+    theirs = convert_moe_packed_tensors(blocks[None], scales[None])[0].T
+    assert torch.equal(ours.view(torch.int16), theirs.contiguous().view(torch.int16))
+    assert ours[127, :6].tolist() == [0.0, 0.0, 0.5, 0.0, 1.0, 0.0]
+
+
+def quantise(folder: Path) -> None:
+    """Replace the experts' weights in a folder by random MXFP4 blocks and scales."""
+    file = folder / "model.safetensors"
+    tensors = load_file(file)
+    generator = torch.Generator().manual_seed(3)
+    for name in [name for name in tensors if name.endswith(("experts.gate_up_proj", "experts.down_proj"))]:
+        experts, rows, columns = tensors.pop(name).shape
+        blocks = (experts, columns, rows // 32, 16)
+        tensors[name + "_blocks"] = torch.randint(256, blocks, generator=generator, dtype=torch.uint8)
+        tensors[name + "_scales"] = torch.randint(118, 122, blocks[:-1], generator=generator, dtype=torch.uint8)
+    save_file({name: value.bfloat16() if value.is_floating_point() else value for name, value in tensors.items()}, file)
+    config = json.loads((folder / "config.json").read_text())
+    config |= {"quantization_config": {"quant_method": "mxfp4"}, "dtype": "bfloat16"}
+    (folder / "config.json").write_text(json.dumps(config))
+
+
+@pytest.fixture
+def quantised(tmp_path: Path, tool: Any) -> Path:
+    folder = tmp_path / "quantised"
+    make_tiny_model = tool("make_tiny_model").make_tiny_model
+    make_tiny_model(folder, family="gpt_oss", hidden_size=64, num_layers=1, intermediate_size=96, num_experts=2)
+    quantise(folder)
+    return folder
+
+
+def test_a_quantised_folder_becomes_a_plain_one(tmp_path: Path, quantised: Path) -> None:
+    """Through a checkpoint split for two ranks, each in slabs; the result is transformers' own dequantisation."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    to_megatron(quantised, tmp_path / "megatron", tp=2, ep=2, verify=True)
+    to_hf(tmp_path / "megatron", tmp_path / "hf", verify=True)
+    before, after = load_file(quantised / "model.safetensors"), load_file(tmp_path / "hf" / "model.safetensors")
+    assert "quantization_config" not in json.loads((tmp_path / "hf" / "config.json").read_text())
+    experts = "model.layers.0.mlp.experts."
+    for name in (experts + "gate_up_proj", experts + "down_proj"):
+        before[name] = convert_moe_packed_tensors(before.pop(name + "_blocks"), before.pop(name + "_scales"))
+    assert before.keys() == after.keys()
+    assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_a_quantised_tensor_without_scales_is_refused(quantised: Path) -> None:
+    tensors = load_file(quantised / "model.safetensors")
+    name = "model.layers.0.mlp.experts.down_proj"
+    del tensors[name + "_scales"]
+    save_file(tensors, quantised / "model.safetensors")
+    with pytest.raises(DataError, match=f"{name}_blocks is here but {name}_scales is missing: MXFP4 weights need both"):
+        FolderReader(quantised, read_model_shape(quantised))
