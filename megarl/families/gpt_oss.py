@@ -34,7 +34,8 @@ def read(config: Mapping[str, Any]) -> Parts:
     refuse_biases(config, ignored=("attention_bias",))
     num_layers, window = size(config, "num_hidden_layers"), size(config, "sliding_window", 128)
     alternating = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
-    fixed = {"attention_bias": True, "swiglu_alpha": _ALPHA, "swiglu_limit": _LIMIT, "layer_types": alternating}
+    fixed = {"attention_bias": True, "swiglu_alpha": _ALPHA, "swiglu_limit": _LIMIT, "tie_word_embeddings": False}
+    fixed |= {"layer_types": alternating}
     for field, value in fixed.items():
         if config.get(field) not in (None, value):
             raise DataError(f"{field} is {shown(config[field])}; in vLLM 0.30 it is always {shown(value)}.")

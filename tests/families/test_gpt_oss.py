@@ -34,6 +34,7 @@ def test_fields_that_transformers_5_writes() -> None:
     [
         ({"layer_types": ["full_attention"] * 24}, "layer_types is .* in vLLM 0.30 it is always"),
         ({"swiglu_limit": 8.0}, "swiglu_limit is 8.0; in vLLM 0.30 it is always 7.0"),
+        ({"tie_word_embeddings": True}, "tie_word_embeddings is True; in vLLM 0.30 it is always False"),
         ({"attention_bias": False}, "attention_bias is False; in vLLM 0.30 it is always True"),
         ({"rope_scaling": ROPE | {"attention_factor": 1.0}}, "vLLM 0.30 computes YaRN with its usual attention factor"),
         ({"rope_scaling": None}, "vLLM 0.30 computes YaRN"),
