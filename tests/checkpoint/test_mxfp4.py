@@ -12,8 +12,10 @@ from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.convert import to_hf, to_megatron
 from megarl.checkpoint.mxfp4 import dequantised
-from megarl.checkpoint.safetensors import FolderReader
-from megarl.families.shape import read_model_shape
+from megarl.checkpoint.safetensors import FolderReader, load
+from megarl.config.parallel import ParallelConfig
+from megarl.families.shape import padded_vocab_size, read_model_shape
+from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
 from megarl.types import DataError
 
 
@@ -68,6 +70,25 @@ def test_a_quantised_folder_becomes_a_plain_one(tmp_path: Path, quantised: Path)
         before[name] = convert_moe_packed_tensors(before.pop(name + "_blocks"), before.pop(name + "_scales"))
     assert before.keys() == after.keys()
     assert [name for name in before if not torch.equal(before[name], after[name])] == []
+
+
+def test_a_rank_loads_its_part_of_quantised_experts(quantised: Path) -> None:
+    """The second of two expert-parallel ranks has the second expert: gates, then ups, from alternating columns."""
+    from transformers.integrations.mxfp4 import convert_moe_packed_tensors
+
+    model = read_model_shape(quantised)
+    parallel = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1, ep=2)
+    layouts = megatron_layouts(model, parallel, padded_vocab_size=padded_vocab_size(model.vocab_size, 2))
+    shapes = parameter_shapes(layouts, parallel.coordinates(1))
+    parameters = {name: torch.zeros(shape) for name, shape in shapes.items()}
+    load(quantised, layouts[1], parameters)
+    stored = load_file(quantised / "model.safetensors")
+    name = "model.layers.0.mlp.experts.gate_up_proj"
+    whole = convert_moe_packed_tensors(stored[name + "_blocks"], stored[name + "_scales"])[1].float()
+    loaded = parameters["decoder.layers.0.mlp.experts.local_experts.0.linear_fc1.weight"]
+    assert torch.equal(loaded, torch.cat([whole[:, ::2].T, whole[:, 1::2].T]))
+    sinks = stored["model.layers.0.self_attn.sinks"].float()
+    assert torch.equal(parameters["decoder.layers.0.self_attention.core_attention.softmax_offset"], sinks[2:])
 
 
 def test_a_quantised_tensor_without_scales_is_refused(quantised: Path) -> None:
