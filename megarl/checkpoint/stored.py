@@ -81,6 +81,8 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
             found[name] = Stored(path, code)
     for name in sorted({part.removesuffix(BLOCKS).removesuffix(SCALES) for part in parts}):
         blocks, scales = parts.get(name + BLOCKS), parts.get(name + SCALES)
+        if name in found:
+            faults.append(Fault("doubled", f"{found[name].path}: {name} is here, and again as MXFP4. Remove one form."))
         if blocks and scales:
             found[name] = Stored(blocks, MXFP4, scales)
             continue

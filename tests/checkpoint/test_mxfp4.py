@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,9 @@ def test_every_byte_and_scale_as_in_transformers() -> None:
     theirs = convert_moe_packed_tensors(blocks[None], scales[None])[0].T
     assert torch.equal(ours.view(torch.int16), theirs.contiguous().view(torch.int16))
     assert ours[127, :6].tolist() == [0.0, 0.0, 0.5, 0.0, 1.0, 0.0]
+
+
+DOWN = "model.layers.0.mlp.experts.down_proj"
 
 
 def quantise(folder: Path) -> None:
@@ -91,10 +95,19 @@ def test_a_rank_loads_its_part_of_quantised_experts(quantised: Path) -> None:
     assert torch.equal(parameters["decoder.layers.0.self_attention.core_attention.softmax_offset"], sinks[2:])
 
 
-def test_a_quantised_tensor_without_scales_is_refused(quantised: Path) -> None:
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensors: tensors.pop(DOWN + "_scales"), f"{DOWN}_blocks is here but {DOWN}_scales is missing: MXFP4"),
+        (lambda tensors: tensors.update({DOWN: torch.zeros(2, 96, 64)}), f"{DOWN} is here, and again as MXFP4"),
+        (lambda tensors: tensors.update({DOWN + "_scales": torch.zeros(2, 3)}), "_scales is F32 .* MXFP4 has U8 "),
+    ],
+)
+def test_incomplete_quantised_tensors_are_refused(
+    quantised: Path, change: Callable[[dict[str, torch.Tensor]], object], message: str
+) -> None:
     tensors = load_file(quantised / "model.safetensors")
-    name = "model.layers.0.mlp.experts.down_proj"
-    del tensors[name + "_scales"]
+    change(tensors)
     save_file(tensors, quantised / "model.safetensors")
-    with pytest.raises(DataError, match=f"{name}_blocks is here but {name}_scales is missing: MXFP4 weights need both"):
+    with pytest.raises(DataError, match=message):
         FolderReader(quantised, read_model_shape(quantised))

@@ -37,6 +37,9 @@ def unpacked(layout: Iterable[Piece], model: ModelShape) -> Layout:
     aliases: dict[str, list[Alias]] = {}
     for alias in aliases_of(model):
         aliases.setdefault(alias.packed, []).append(alias)
+    if not aliases:
+        # Called for each tensor of a file: without aliases no table is needed.
+        return tuple(layout)
     shapes = templates_of(model)
     found: list[Piece] = []
     for piece in layout:
