@@ -30,7 +30,7 @@ def small_shape(family: str = "qwen3", **sizes: Any) -> ModelShape:
         "gpt_oss": Router(8, 2, 16),
         "glm4_moe": Router(8, 2, 8, shared_intermediate_size=8, score="sigmoid", has_bias=True, scale=2.5),
     }
-    has_bias = family in ("qwen2", "qwen2_moe", "glm4_moe", "gpt_oss")
+    has_bias = family in ("qwen2", "qwen2_moe", "glm4_moe", "gpt_oss", "seed_oss")
     shape = ModelShape(
         family=family, hidden_size=8, intermediate_size=16, num_layers=4, vocab_size=37, tie_word_embeddings=False,
         norm_epsilon=1e-6, max_position_embeddings=64, initializer_range=0.02, rotary=Rotary(1e4),

@@ -35,6 +35,8 @@ from transformers import (
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    SeedOssConfig,
+    SeedOssForCausalLM,
 )
 from transformers.utils import logging
 
@@ -47,6 +49,7 @@ FAMILIES = {
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
+    "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
 }
 
 UNTIED = ("glm4_moe", "gpt_oss")

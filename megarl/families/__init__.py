@@ -11,7 +11,7 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from megarl.families import glm4_moe, gpt_oss, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe
+from megarl.families import glm4_moe, gpt_oss, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe, seed_oss
 from megarl.families.family import Family
 from megarl.families.names import TensorName, in_order
 from megarl.families.packed import Alias
@@ -29,6 +29,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3": qwen3.FAMILY,
     "qwen3_moe": qwen3_moe.FAMILY,
+    "seed_oss": seed_oss.FAMILY,
 }
 """Families by the `model_type` of config.json."""
 

@@ -64,6 +64,11 @@ def test_shapes_of_gpt_oss_have_the_published_number_of_parameters(tmp_path: Pat
     assert shape.windows[:4] == (128, 0, 128, 0)
 
 
+def test_the_shape_of_seed_oss_has_the_published_number_of_parameters(tmp_path: Path) -> None:
+    shape = planned_shape(tmp_path / "Seed-OSS-36B-Instruct")
+    assert round(sum(map(math.prod, hf_tensors(shape).values())) / 1e9) == 36
+
+
 @pytest.mark.parametrize("name", QWEN)
 def test_a_published_shape_has_the_published_number_of_parameters(tmp_path: Path, name: str) -> None:
     shape = planned_shape(tmp_path / name)

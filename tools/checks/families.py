@@ -53,6 +53,7 @@ FAMILIES: dict[str, Row] = {
     "mistral": Row(),
     "qwen2": Row(),
     "qwen3": Row(),
+    "seed_oss": Row({"head_dim": 32}),
     "qwen2_moe": Row(has_experts=True),
     "qwen3_moe": Row(has_experts=True),
     "glm4_moe": Row(has_experts=True),

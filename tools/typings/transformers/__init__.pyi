@@ -25,6 +25,8 @@ from transformers.models.qwen3.configuration_qwen3 import Qwen3Config as Qwen3Co
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM as Qwen3ForCausalLM
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig as Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM as Qwen3MoeForCausalLM
+from transformers.models.seed_oss.configuration_seed_oss import SeedOssConfig as SeedOssConfig
+from transformers.models.seed_oss.modeling_seed_oss import SeedOssForCausalLM as SeedOssForCausalLM
 from transformers.tokenization_utils_base import PreTrainedTokenizerBase as PreTrainedTokenizerBase
 from transformers.tokenization_utils_tokenizers import PreTrainedTokenizerFast as PreTrainedTokenizerFast
 from transformers.trainer_callback import TrainerCallback as TrainerCallback

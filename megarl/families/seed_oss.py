@@ -1,0 +1,26 @@
+"""Seed-OSS: Llama with biases on the query, key and value projections, and a head size of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from megarl.families import qwen2
+from megarl.families.config_values import mapping, shown
+from megarl.families.family import Family
+from megarl.families.parts import Parts
+from megarl.families.reading import read_dense
+from megarl.types import DataError
+
+
+def read(config: Mapping[str, Any]) -> Parts:
+    """Return the parts of a Seed-OSS model. Raises DataError for other biases than those vLLM 0.30 always has."""
+    for field, value in {"attention_bias": True, "attention_out_bias": False}.items():
+        if config.get(field) not in (None, value):
+            raise DataError(f"{field} is {shown(config[field])}; in vLLM 0.30 it is always {shown(value)}.")
+    if (mapping(config, "rope_parameters").get("rope_theta") or config.get("rope_theta")) is None:
+        raise DataError("rope_theta is missing: transformers and vLLM 0.30 have different defaults; add it.")
+    return read_dense(config, qkv_bias=True, ignored=("attention_bias",))
+
+
+FAMILY = Family("SeedOssForCausalLM", read, qwen2.rules)
