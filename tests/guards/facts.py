@@ -66,6 +66,18 @@ SOURCES = (
         "VLLM_USE_V2_MODEL_RUNNER=0 leads back to the older model runner",
     ),
     Source(
+        "vllm", "model_executor/models/gpt_oss.py", "GptOssModel._load_weights_other",
+        "if tp_rank != 0: weight.zero_()", "experts' output biases are zeros on all but the first rank",
+    ),
+    Source(
+        "vllm", "model_executor/models/gpt_oss.py", "OAIAttention._build_attention",
+        "config.sliding_window if self.layer_idx % 2 == 0 else None", "the page refuses other layer_types",
+    ),
+    Source(
+        "vllm", "model_executor/layers/activation.py", "SwigluOAIAndMul.__init__",
+        "alpha: float = 1.702, limit: float = 7.0", "the page refuses other constants of gpt-oss's experts",
+    ),
+    Source(
         "vllm", "config/compilation.py", "PassConfig", "fuse_allreduce_rms: bool",
         "the pass that needs a CUDA compiler is switched off by this name",
     ),
@@ -156,6 +168,11 @@ SOURCES = (
     Source(
         "megatron", "core/transformer/moe/moe_utils.py", "topk_routing_with_score_function",
         "return fused_topk_with_score_function(", "the fused router knows no replay: it is off under router_replay",
+    ),
+    Source(
+        "megatron", "core/transformer/mlp.py", "MLP.forward",
+        "output += output_bias.unsqueeze(0) * per_token_scale.unsqueeze(-1)",
+        "experts with biases need an output of their own: models.experts",
     ),
     Source(
         "megatron", "core/transformer/attention.py", "Attention.forward",
