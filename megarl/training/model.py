@@ -81,6 +81,8 @@ class ModelShard:
                 # Without expert parallelism, Megatron-Core 0.16.1 treats experts as replicated over the dense
                 # data-parallel ranks. This is wrong if experts have another tensor-parallel size.
                 parameter.allreduce = False  # pyright: ignore[reportAttributeAccessIssue]  (a mark of Megatron's)
+                if "bias" in name:
+                    _mark_expert_bias(parameter)
         load_weights(self.tensors)
         self.expert_exchange: ExpertExchange | None = None
         """Fetches the experts that the engine chose, for router replay. None: the model's own router chooses."""
@@ -393,6 +395,16 @@ def _join_ranks(seed: int, layout: ParallelConfig, shape: ModelShape) -> None:
     # megarl draws from neither generator; seeding makes draws by libraries reproducible.
     random.seed(seed)
     np.random.seed(seed % 2**32)
+
+
+def _mark_expert_bias(bias: Any) -> None:
+    """Mark a bias [channels] of an expert as whole on its rank, like the expert's weights.
+
+    Megatron-Core 0.16.1 marks the second one as if tensor-parallel ranks shared it. It would add up gradients of
+    different experts, and leave some out of the gradient's norm.
+    """
+    bias.sequence_parallel = False
+    bias.tensor_model_parallel = True
 
 
 def _kept_output(output: Tensor, batch: Microbatch, non_loss_data: bool, *, count: int) -> tuple[Tensor, Microbatch]:
