@@ -203,7 +203,7 @@ class PackedAttention(nn.Module):
         if softmax_scale is None:
             assert config.kv_channels is not None
             softmax_scale = config.kv_channels**-0.5
-        self.scale = softmax_scale
+        self.scale: float = softmax_scale
         self.cp_group = getattr(pg_collection, "cp", None)
         self.tp_group = getattr(pg_collection, "tp", None)
         # The name is that of Megatron's and Transformer Engine's own attention.

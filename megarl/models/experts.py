@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from megatron.core.tensor_parallel import RowParallelLinear
 from torch import Tensor
 
@@ -13,6 +15,6 @@ class OwnOutput(RowParallelLinear):
     autograd function, and torch refuses the backward pass through such a change.
     """
 
-    def forward(self, input_: Tensor) -> tuple[Tensor, Tensor | None]:
+    def forward(self, input_: Tensor) -> tuple[Tensor, Any]:
         output, bias = super().forward(input_)
         return output.clone(), bias

@@ -71,7 +71,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor, kernel: Kernel) -> Te
 
     Shapes: q [tokens, heads, head_dim], k and v [keys, groups, head_dim], sinks [heads].
     """
-    return _SinkAttention.apply(q, k, v, sinks, kernel)  # pyright: ignore[reportReturnType]  (torch declares no type)
+    return _SinkAttention.apply(q, k, v, sinks, kernel)
 
 
 class _SinkAttention(torch.autograd.Function):

@@ -121,11 +121,19 @@ class FlashOnCpu:
         out, lse = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*inputs, is_causal=True)
         return out[0].transpose(0, 1), lse[0]
 
-    def backward(self, *tensors: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        *inputs, lse = tensors
-        inputs = [x.transpose(0, 1)[None] for x in inputs]
+    def backward(
+        self,
+        grad: torch.Tensor,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        out: torch.Tensor,
+        lse: torch.Tensor,
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        inputs = [x.transpose(0, 1)[None] for x in (grad, q, k, v, out)]
         backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
-        return tuple(x[0].transpose(0, 1) for x in backward(*inputs, lse[None], 0.0, True))
+        to_q, to_k, to_v = (x[0].transpose(0, 1) for x in backward(*inputs, lse[None], 0.0, True))
+        return to_q, to_k, to_v
 
 
 def test_a_kernel_without_sinks_computes_them() -> None:

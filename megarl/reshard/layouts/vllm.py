@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Iterator, Mapping
+from typing import Any
 
 import torch
 from torch import nn
@@ -84,8 +85,9 @@ def zero_padding(model: nn.Module) -> None:
             rows = module.weight.data
             assert isinstance(rows, torch.Tensor)
             rows[module.shard_indices.num_org_elements :].zero_()
-        bias = getattr(module, "w2_bias", None)
-        if isinstance(bias, torch.Tensor) and module.moe_config.moe_parallel_config.tp_rank > 0:  # pyright: ignore[reportAttributeAccessIssue]
+        experts: Any = module
+        bias = getattr(experts, "w2_bias", None)
+        if isinstance(bias, torch.Tensor) and experts.moe_config.moe_parallel_config.tp_rank > 0:
             bias.data.zero_()
 
 
