@@ -243,24 +243,26 @@ class PackedAttention(nn.Module):
     ) -> Tensor:
         """Attend within each sequence.
 
-        Shapes: query [tokens, 1, heads, head_dim], key and value [tokens, 1, groups, head_dim]; returns [tokens, 1,
-        heads * head_dim].
+        Shapes: query [tokens, 1, heads, head_dim], key [tokens, 1, groups, head_dim], value [tokens, 1, groups, v];
+        returns [tokens, 1, heads * v]. `v` is the size of a value head. Megatron's latent attention gives inputs
+        without the second dimension.
         """
         row = packed_seq_params
-        q, k, v = (x.squeeze(1) for x in (query, key, value))
+        q, k, v = (x.flatten(0, -3) for x in (query, key, value))
         if len(row.parts) > 1:
             # Megatron's sequence-parallel gather is used on the context-parallel group: its backward pass is a
             # reduce-scatter.
-            k, v = gather_from_sequence_parallel_region(torch.cat([k, v], dim=1), group=self.cp_group).chunk(2, dim=1)
+            both = gather_from_sequence_parallel_region(torch.cat([k, v], dim=-1), group=self.cp_group)
+            k, v = both.split([k.size(-1), v.size(-1)], dim=-1)
         outs = [self.attend(q, k, v, part) for part in row.parts]
         out = outs[0] if row.order is None else torch.cat(outs).index_select(0, row.order)
         return out.reshape(out.size(0), 1, -1)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Return the attention of one part of a row: [part's queries, heads, head_dim].
+        """Return the attention of one part of a row: [part's queries, heads, v].
 
-        `q` [tokens, heads, head_dim] belongs to this rank. `k` and `v` [tokens, groups, head_dim] belong to all
-        context-parallel ranks.
+        `q` [tokens, heads, head_dim] belongs to this rank. `k` [tokens, groups, head_dim] and `v` [tokens, groups, v]
+        belong to all context-parallel ranks.
         """
         has_varlen = q.is_cuda and q.dtype in _VARLEN_DTYPES
         if self.softmax_offset is not None:
@@ -276,6 +278,9 @@ class PackedAttention(nn.Module):
         from torch.nn.attention.varlen import varlen_attn
 
         grouped: dict[str, Any] = {}
+        width = v.size(-1)
+        # The kernel takes one size for all heads. Padded values give outputs of zero, cut off below.
+        v = F.pad(v, (0, k.size(-1) - width))
         if q.size(1) != k.size(1):
             if _takes_grouped_heads(varlen_attn):
                 grouped = {"enable_gqa": True}
@@ -294,7 +299,7 @@ class PackedAttention(nn.Module):
             **grouped,
         )
         assert isinstance(out, Tensor)
-        return out
+        return out.narrow(-1, 0, width)
 
     def _padded(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
         """Return the result of `attend`, computed by torch's SDPA on sequences padded to the longest one."""

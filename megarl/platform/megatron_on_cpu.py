@@ -167,7 +167,8 @@ def _on_cpu(factory: Any) -> Any:
     def make(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device")).startswith("cuda"):
             kwargs["device"] = "cpu"
-            kwargs.pop("pin_memory", None)
+        # Without CUDA torch has no pinned memory, on any device.
+        kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
 
     return make

@@ -200,11 +200,13 @@ def test_the_kernel_on_a_gpu_takes_the_type(
         if has_sinks:
             attention.softmax_offset = torch.nn.Parameter(torch.zeros(4, dtype=dtype, device=device))
         row = PackedRow.from_lengths([8, 4, 12], device, "packed", cp=cp, cp_rank=0)
-        q, k, v = (torch.zeros(24 // cp, n, 16, dtype=dtype, device=device) for n in (4, 2, 2))
-        gathered = [torch.zeros(24, 2, 16, dtype=dtype, device=device) for _ in (k, v)]
+        # Values may be narrower than queries and keys, as in latent attention, which has no sinks.
+        wide = 16 if has_sinks else 12
+        q, k, v = (torch.zeros(24 // cp, n, w, dtype=dtype, device=device) for n, w in ((4, 16), (2, 16), (2, wide)))
+        gathered = [torch.zeros(24, 2, width, dtype=dtype, device=device) for width in (16, wide)]
         for part in row.parts:
             out = attention.attend(q, *(gathered if cp > 1 else (k, v)), part)
-            assert out.device == device and out.dtype == dtype and out.shape[1:] == (4, 16)
+            assert out.device == device and out.dtype == dtype and out.shape[1:] == (4, wide)
             if has_sinks and is_varlen:
                 lengths = part.cu_queries, part.cu_keys, part.longest_query, part.longest_key
                 kernel = sinks.FlashKernel(lengths, attention.scale, attention.window)

@@ -1,0 +1,130 @@
+"""Multi-head latent attention (arXiv:2405.04434, section 2.1) over packed rows, with Megatron's module.
+
+Megatron-Core 0.16.1 computes rotary angles inside this attention, from a token's place in the row. `RowRotary` replaces
+them by the position in the sequence.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core.post_training.modelopt.layers import Linear
+from megatron.core.transformer import multi_latent_attention
+from torch import Tensor, nn
+
+from megarl.models.attention import PackedAttention, PackedRow
+from megarl.platform import transformer_engine
+
+# Without Transformer Engine, Megatron-Core 0.16.1 still counts it as present here, and its attention fails in
+# `isinstance` with a stand-in for TELinear.
+multi_latent_attention.HAVE_TE = transformer_engine.is_installed()
+
+
+class RowRotary(nn.Module):
+    """Rotary angles of the tokens of a packed row, in place of Megatron's `YarnRotaryEmbedding`.
+
+    All layers may share one object. `frequencies` is float32 [channels / 2], in radians per position. `scale` is the
+    factor of cosines and sines (YaRN's attention factor).
+    """
+
+    def __init__(self, frequencies: Tensor, scale: float = 1.0) -> None:
+        super().__init__()
+        # A plain attribute: a buffer would be converted to the model's dtype, and angles need float32.
+        self.frequencies = frequencies
+        self.scale = scale
+        self._row: PackedRow | None = None
+        self._tables: tuple[Tensor, Tensor] | None = None
+
+    def get_rotary_seq_len(
+        self, inference_context: Any, transformer: Any, hidden: Any, config: Any, row: PackedRow
+    ) -> int:
+        """Remember the row of the forward pass. Return the length of its longest sequence in tokens.
+
+        The other arguments are those of Megatron's method; they have no effect.
+        """
+        self._row = row
+        assert row.max_seqlen_q is not None
+        return int(row.max_seqlen_q)
+
+    def forward(self, length: int, packed_seq: bool = False) -> tuple[Tensor, float]:
+        """Return angles in radians and the factor of their cosines and sines.
+
+        Angles are float32 [tokens, 1, channels] for the tokens of the row. Rows in Transformer Engine's format get
+        those of all positions of a sequence, [length, 1, 1, channels]: Megatron picks from them.
+        """
+        if packed_seq:
+            return self._table(length), self.scale
+        assert self._row is not None and self._row.positions is not None
+        return self._angles(self._row.positions)[:, None], self.scale
+
+    def get_cached_cos_sin(self, length: int, dtype: torch.dtype, packed_seq: bool) -> tuple[Tensor, Tensor]:
+        """Return scaled cosines and sines for Megatron's fused kernel, each [length, 1, 1, channels] of `dtype`."""
+        if self._tables is None or len(self._tables[0]) < length or self._tables[0].dtype != dtype:
+            angles = self._table(length)
+            self._tables = (angles.cos() * self.scale).to(dtype), (angles.sin() * self.scale).to(dtype)
+        cosines, sines = self._tables
+        return cosines[:length], sines[:length]
+
+    def _table(self, length: int) -> Tensor:
+        """Return the angles of the first positions of a sequence: float32 [length, 1, 1, channels]."""
+        return self._angles(torch.arange(length, device=self.frequencies.device))[:, None, None]
+
+    def _angles(self, positions: Tensor) -> Tensor:
+        """Return the angle of each channel at positions [n]: float32 [n, channels]. Both halves of the channels are
+        equal.
+        """
+        angles = torch.outer(positions.float(), self.frequencies)
+        return torch.cat([angles, angles], dim=-1)
+
+
+def use_local_modules(layer: Any, norm: type[nn.Module]) -> None:
+    """Set this package's attention and norm in Megatron's local spec of a layer with latent attention.
+
+    The down projections become replicated, as in Transformer Engine's spec.
+    """
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = PackedAttention
+    attention.q_layernorm = attention.kv_layernorm = norm
+    # Megatron-Core 0.16.1 would split these over tensor-parallel ranks and gather their outputs. The gradient of the
+    # rotary key, shared by all heads, then lacks the heads of other ranks: with two ranks the whole gradient is wrong
+    # by 20% of its norm.
+    attention.linear_q_down_proj = attention.linear_kv_down_proj = Linear
+
+
+def use_transformer_engine_modules(layer: Any) -> None:
+    """Set an attention with padded values in Transformer Engine's spec of a layer with latent attention."""
+    attention = layer.submodules.self_attention.submodules
+    attention.core_attention = with_padded_values(attention.core_attention)
+
+
+def share_rotary(layers: Sequence[Any], rotary: RowRotary) -> None:
+    """Set one rotary object in the attention of all layers."""
+    for layer in layers:
+        # A submodule of the same name can be replaced by a module only.
+        layer.self_attention.rotary_pos_emb = rotary
+
+
+def with_padded_values(attention: type[nn.Module]) -> type[nn.Module]:
+    """Return a core attention that pads values with zeros to the size of query and key heads, and cuts its output.
+
+    Flash kernels for packed rows need equal sizes: Transformer Engine refuses others with Megatron-Core 0.16.1.
+    """
+
+    class PaddedDotProductAttention(attention):
+        def __init__(self, *args: Any, k_channels: int, v_channels: int, **kwargs: Any) -> None:
+            super().__init__(*args, k_channels=k_channels, v_channels=k_channels, **kwargs)
+            self.value_channels = v_channels
+
+        def forward(self, query: Tensor, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            """Attend. Shapes: query and key [tokens, heads, head_dim], value [tokens, heads, v]; returns [tokens, heads
+            * v], maybe with ones between.
+            """
+            width = key.size(-1)
+            padded = F.pad(value, (0, width - self.value_channels))
+            out = super().forward(query, key, padded, *args, **kwargs)
+            return out.unflatten(-1, (-1, width))[..., : self.value_channels].flatten(-2)
+
+    return PaddedDotProductAttention
