@@ -81,6 +81,8 @@ def _adapt_to_cpu() -> None:
     from vllm.model_executor.layers import utils as linear_layers
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8, CPUUnquantizedExperts
+    from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     # If torch was imported before the variables were set, it has missed TORCH_COMPILE_DISABLE.
@@ -113,6 +115,8 @@ def _adapt_to_cpu() -> None:
         # It would bind all memory of the process, including the trainer's, to one NUMA node.
         (torch.ops._C, "init_cpu_memory_env", lambda nodes: None),
         (CPUWorker, "init_device", _keeping_thread_control(CPUWorker.init_device)),
+        (RotaryEmbedding, "forward_cpu", _rotating_all_heads(RotaryEmbedding.forward_cpu)),
+        (CpuPlatform, "check_and_update_config", _without_amx(CpuPlatform.check_and_update_config)),
     ]
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
@@ -144,7 +148,35 @@ def _with_sinks_of_any_type(kernel):
         to_sink = (1 / share - 1) * (s_aux.float() - rounded.float()).exp()
         output.copy_((without / (1 + to_sink[..., None])).to(output.dtype).view(output.shape))
 
+
+def _rotating_all_heads(forward_cpu):
+    """Wrap `RotaryEmbedding.forward_cpu`. Its kernel rotates only the first head of queries [tokens, heads, head_dim].
+
+    vLLM's latent attention has such queries; other attention joins the last two dimensions.
+    """
+
+    @functools.wraps(forward_cpu)
+    def wrapped(self, positions: torch.Tensor, query: torch.Tensor, key: torch.Tensor | None = None) -> Any:
+        forward = self.forward_native if query.dim() == 3 else functools.partial(forward_cpu, self)
+        return forward(positions, query, key)
+
     return wrapped
+
+
+def _without_amx(check_and_update_config):
+    """Wrap `CpuPlatform.check_and_update_config`. Choose the plain backend for latent attention.
+
+    vLLM's default on processors with AMX packs the weight of `kv_b_proj` and replaces the parameter by an empty tensor.
+    """
+    from vllm.v1.attention.backends.registry import AttentionBackendEnum
+
+    @functools.wraps(check_and_update_config)
+    def wrapped(vllm_config) -> None:
+        if vllm_config.model_config is not None and vllm_config.model_config.use_mla:
+            vllm_config.attention_config.backend = AttentionBackendEnum.CPU_MLA
+        check_and_update_config(vllm_config)
+
+    return staticmethod(wrapped)
 
 
 def _keeping_thread_control(init_device):
