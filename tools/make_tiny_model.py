@@ -15,9 +15,13 @@ from pathlib import Path
 import torch
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
+    DeepseekV3Config,
+    DeepseekV3ForCausalLM,
     GenerationConfig,
     Glm4MoeConfig,
     Glm4MoeForCausalLM,
+    Glm4MoeLiteConfig,
+    Glm4MoeLiteForCausalLM,
     GptOssConfig,
     GptOssForCausalLM,
     LlamaConfig,
@@ -48,11 +52,15 @@ FAMILIES = {
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
+    "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
     "seed_oss": (SeedOssConfig, SeedOssForCausalLM),
 }
 
-UNTIED = ("glm4_moe", "gpt_oss")
+LATENT = ("deepseek_v3", "glm4_moe_lite")
+"""Families with latent attention, a sigmoid router and a dense first layer."""
+UNTIED = ("glm4_moe", "gpt_oss", *LATENT)
 """Families that never tie embeddings and output head."""
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -144,6 +152,36 @@ def expert_fields(family: str, num_experts: int, experts_per_token: int, interme
     return fields
 
 
+def latent_fields(
+    family: str, head_dim: int, query_rank: int | None, num_experts: int, experts_per_token: int, expert_size: int
+) -> dict[str, object]:
+    """What a config of the families `LATENT` says of its attention and its experts.
+
+    The ranks of keys and the rotary channels are those of the released models: vLLM's CPU kernel takes no others.
+    """
+    return {
+        "q_lora_rank": query_rank,
+        "kv_lora_rank": 512,
+        "qk_rope_head_dim": 64,
+        "qk_nope_head_dim": head_dim,
+        "v_head_dim": head_dim,
+        "n_routed_experts": num_experts,
+        "n_shared_experts": 1,
+        "num_experts_per_tok": experts_per_token,
+        "moe_intermediate_size": expert_size,
+        "routed_scaling_factor": 2.5,
+        # GLM-4.7-Flash has no groups. Where there are some, two experts are chosen of each.
+        "n_group": 1 if family == "glm4_moe_lite" else 4,
+        "topk_group": 1 if family == "glm4_moe_lite" else experts_per_token // 2,
+        "rms_norm_eps": 1e-6,
+        "num_nextn_predict_layers": 0,
+        # vLLM reads these fields; transformers 5 does not write them by itself.
+        "first_k_dense_replace": 1,
+        "topk_method": "noaux_tc",
+        "scoring_func": "sigmoid",
+    }
+
+
 def draw_weights(model_class: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
     """A model with random weights. Norms and biases, close to one and zero, are drawn too: a permuted one shows.
 
@@ -178,14 +216,16 @@ def make_tiny_model(
     num_experts: int = 8,
     experts_per_token: int = 2,
     expert_intermediate_size: int = 64,
+    query_rank: int | None = 48,
     tool_words: bool = False,
     seed: int = 0,
 ) -> Path:
     """Write the model folder `out` (float32) and return it; equal arguments give equal bytes.
 
-    The three sizes of experts count for the families that have them. `head_dim` left out is hidden_size / num_heads;
-    `vocab_size` left out is the tokenizer's, and may be larger. `tie_word_embeddings` left out is true in families that
-    tie them.
+    The three sizes of experts count for the families that have them. `query_rank` (None: queries are projected at
+    once) counts for latent attention, with as many key-value heads as heads. `head_dim` left out is hidden_size /
+    num_heads; `vocab_size` left out is the tokenizer's, and may be larger. `tie_word_embeddings` left out is true in
+    families that tie them.
     """
     tokenizer = make_tokenizer(tool_words=tool_words)
     vocab_size = vocab_size or len(tokenizer)
@@ -207,6 +247,11 @@ def make_tiny_model(
         own_fields |= {"num_experts_per_tok": experts_per_token}
     if family.endswith("_moe"):
         own_fields |= expert_fields(family, num_experts, experts_per_token, expert_intermediate_size)
+    if family in LATENT:
+        num_kv_heads = num_heads
+        own_fields = latent_fields(
+            family, head_dim, query_rank, num_experts, experts_per_token, expert_intermediate_size
+        )
     config_class, model_class = FAMILIES[family]
     config = config_class(
         vocab_size=vocab_size,
@@ -251,6 +296,7 @@ def main() -> None:
     parser.add_argument("--num-experts", type=int, default=8, help="of a family with experts")
     parser.add_argument("--experts-per-token", type=int, default=2)
     parser.add_argument("--expert-intermediate-size", type=int, default=64)
+    parser.add_argument("--query-rank", type=int, default=48, help="of a family with latent attention")
     parser.add_argument("--initializer-range", type=float, default=0.02, help="spread of the random weights")
     parser.add_argument("--tool-words", action="store_true", help="the tokenizer knows the words of tool calls")
     parser.add_argument("--seed", type=int, default=0)

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megarl.config.parallel import ParallelConfig
 from megarl.families import FAMILIES, rules_of
+from megarl.families.parts import Latent
 from megarl.families.rules import Rule
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
@@ -252,6 +253,25 @@ def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
         moe_layer_freq=[int(kind.has_experts) for kind in model.layers]
         if model.num_experts and model.has_dense_layers
         else 1,
+        **_latent_arguments(model),
     )
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
+
+
+def _latent_arguments(model: ModelShape) -> dict[str, Any]:
+    """Return Megatron-LM's arguments of latent attention; none for other attention."""
+    attention, rotary = model.attention, model.rotary
+    if not isinstance(attention, Latent):
+        return {}
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": attention.query_rank or None,
+        "kv_lora_rank": attention.kv_rank,
+        "qk_head_dim": attention.plain_channels,
+        "qk_pos_emb_head_dim": attention.rotary_channels,
+        "v_head_dim": attention.value_head_dim,
+        "rope_type": "yarn" if rotary.scaling == "yarn" else "rope",
+        "rotary_scaling_factor": rotary.factor,
+        "mscale_all_dim": rotary.score_mscale,
+    }

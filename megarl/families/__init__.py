@@ -11,7 +11,19 @@ from collections.abc import Iterable
 from itertools import combinations
 from typing import TYPE_CHECKING
 
-from megarl.families import glm4_moe, gpt_oss, llama, mistral, qwen2, qwen2_moe, qwen3, qwen3_moe, seed_oss
+from megarl.families import (
+    deepseek_v3,
+    glm4_moe,
+    glm4_moe_lite,
+    gpt_oss,
+    llama,
+    mistral,
+    qwen2,
+    qwen2_moe,
+    qwen3,
+    qwen3_moe,
+    seed_oss,
+)
 from megarl.families.family import Family
 from megarl.families.names import TensorName, in_order
 from megarl.families.packed import Alias
@@ -21,7 +33,9 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 FAMILIES: dict[str, Family] = {
+    "deepseek_v3": deepseek_v3.FAMILY,
     "glm4_moe": glm4_moe.FAMILY,
+    "glm4_moe_lite": glm4_moe_lite.FAMILY,
     "gpt_oss": gpt_oss.FAMILY,
     "llama": llama.FAMILY,
     "mistral": mistral.FAMILY,

@@ -48,6 +48,8 @@ class Family:
     """Function to the places of experts' tensors in packed tensors of the checkpoint."""
     reads_mxfp4: bool = False
     """Whether packed tensors may be MXFP4 in files. They are dequantised to bfloat16 on reading."""
+    other_model_types: tuple[str, ...] = ()
+    """Other values of `model_type` in config.json for models of this architecture."""
     is_quantisable: bool = False
     """Whether `rollout.quantization` is tested with this family: vLLM's quantised weights are written correctly
     (tests/reshard/layouts)."""

@@ -13,13 +13,19 @@ from megarl.families import rules_of
 from megarl.families.rules import Rule, Segment
 from megarl.families.shape import ModelShape
 
-LINEARS = {"qkv_proj": "linear_qkv", "o_proj": "linear_proj", "gate_up_proj": "linear_fc1", "down_proj": "linear_fc2"}
+LINEARS = {
+    # Latent attention has the last three instead: the projections that make heads. Its down projections get no adapter.
+    "qkv_proj": ("linear_qkv", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj"),
+    "o_proj": ("linear_proj",),
+    "gate_up_proj": ("linear_fc1",),
+    "down_proj": ("linear_fc2",),
+}
 """Megatron's linear layers by the values of the recipe's `lora.targets`."""
 
 
 def adapter_rules(model: ModelShape, targets: Collection[str], rank: int) -> tuple[Rule, ...]:
     """Return the rules of all adapters of a model. `rank` is the LoRA rank."""
-    endings = tuple(f".{LINEARS[target]}.weight" for target in targets)
+    endings = tuple(f".{linear}.weight" for target in targets for linear in LINEARS[target])
     return tuple(
         made for rule in rules_of(model) if rule.parameter.endswith(endings) for made in _of_linear(rule, rank)
     )

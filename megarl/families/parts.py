@@ -56,6 +56,65 @@ class GroupedQuery:
 
 
 @dataclass(frozen=True, slots=True)
+class Latent:
+    """Multi-head latent attention (arXiv:2405.04434, section 2.1): keys and values are projected from a latent vector.
+
+    It has the attributes of `GroupedQuery` that planners read. A head of queries and keys has channels without and with
+    rotary embeddings.
+    """
+
+    num_heads: int
+    query_rank: int
+    """Channels of the queries' latent vector. 0: queries are projected from the hidden states."""
+    kv_rank: int
+    """Channels of the latent vector of keys and values."""
+    plain_channels: int
+    """Channels of a query or key head without rotary embeddings."""
+    rotary_channels: int
+    """Channels of a query or key head with rotary embeddings. All key heads share them."""
+    value_head_dim: int
+    """Channels of a value head."""
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.num_heads
+
+    @property
+    def head_dim(self) -> int:
+        """Return the channels of a query or key head."""
+        return self.plain_channels + self.rotary_channels
+
+    @property
+    def qkv_bias(self) -> bool:
+        return False
+
+    @property
+    def qk_norm(self) -> bool:
+        """Return True: Megatron's field for the norms of the latent vectors."""
+        return True
+
+    @property
+    def score_channels(self) -> int:
+        return self.num_heads * self.head_dim
+
+    @property
+    def value_channels(self) -> int:
+        return self.num_heads * self.value_head_dim
+
+    def projection_elements(self, hidden_size: int) -> int:
+        queries = self.num_heads * self.head_dim
+        direct = hidden_size * queries
+        through_latent = self.query_rank * (hidden_size + queries)
+        keys = hidden_size * (self.kv_rank + self.rotary_channels)
+        raised = self.kv_rank * self.num_heads * (self.plain_channels + self.value_head_dim)
+        return (through_latent if self.query_rank else direct) + keys + raised + hidden_size * self.value_channels
+
+    def cached_numbers(self, tp: int) -> int:
+        # vLLM caches the latent vector, not heads, so every rank holds all of it.
+        return self.kv_rank + self.rotary_channels
+
+
+@dataclass(frozen=True, slots=True)
 class Router:
     """The router of a mixture of experts, and the sizes of its experts."""
 
@@ -85,7 +144,7 @@ class Router:
 class Parts(NamedTuple):
     """The parts of a model that a family's page reads from config.json."""
 
-    attention: GroupedQuery
+    attention: GroupedQuery | Latent
     rotary: Rotary
     router: Router | None = None
     kinds: tuple[LayerKind, ...] = ()

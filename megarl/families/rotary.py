@@ -57,6 +57,8 @@ class Rotary:
     """yarn: dimensions with fewer rotations over the original context are divided by `factor`."""
     attention_factor: float = 1.0
     """yarn: factor of the cosines and sines, so attention scores are scaled by its square."""
+    score_mscale: float = 0.0
+    """yarn, latent attention: attention scores are multiplied by (0.1 * score_mscale * ln(factor) + 1)^2."""
     truncate: bool = True
     """yarn: whether the borders of the ramp are rounded to whole dimensions."""
 

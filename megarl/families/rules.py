@@ -101,6 +101,11 @@ def replicated(
     return Rule(parameter, place, ((tensor, shape),), None, (_whole(tensor, shape, 0),), False, variant)
 
 
+def column(parameter: str, tensor: str, shape: tuple[int, int]) -> Rule:
+    """Return the rule of a weight split over its output features (Megatron's ColumnParallelLinear)."""
+    return Rule(parameter, "every_layer", ((tensor, shape),), 0, (_whole(tensor, shape, 0),))
+
+
 def row(parameter: str, tensor: str, shape: tuple[int, int]) -> Rule:
     """Return the rule of a weight split over its input features (Megatron's RowParallelLinear)."""
     return Rule(parameter, "every_layer", ((tensor, shape),), 1, (_whole(tensor, shape, 1),))

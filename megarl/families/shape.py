@@ -11,7 +11,7 @@ from typing import Any
 from megarl.config.override import overridden
 from megarl.families import FAMILIES
 from megarl.families.config_values import COPY_AGAIN, flag, mapping, positive, shown, size
-from megarl.families.parts import GroupedQuery, LayerKind, Router
+from megarl.families.parts import GroupedQuery, Latent, LayerKind, Router
 from megarl.families.published import PUBLISHED, published_name
 from megarl.families.rotary import Rotary
 from megarl.files.model_folder import missing_folder, read_object
@@ -36,7 +36,7 @@ class ModelShape:
     norm_epsilon: float
     max_position_embeddings: int
     initializer_range: float
-    attention: GroupedQuery
+    attention: GroupedQuery | Latent
     rotary: Rotary
     router: Router | None = None
     kinds: tuple[LayerKind, ...] = ()
@@ -150,7 +150,8 @@ def _named_shape(config: dict[str, Any], path: Path, override: Mapping[str, Any]
     except DataError as error:
         raise DataError(f"{named}: {error}") from None
     # transformers and vLLM choose their classes by model_type, megarl by the architecture: they must agree.
-    if (model_type := config.get("model_type", shape.family)) != shape.family:
+    model_type = config.get("model_type", shape.family)
+    if model_type not in (shape.family, *FAMILIES[shape.family].other_model_types):
         raise DataError(
             f'{path}: model_type is {shown(model_type)}, but the architecture of the model needs "{shape.family}".'
         )

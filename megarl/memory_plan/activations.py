@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megarl.config.parallel import ParallelConfig
-from megarl.families.parts import LayerKind
+from megarl.families.parts import Latent, LayerKind
 from megarl.families.shape import ModelShape, padded_vocab_size
 
 FLOAT32 = 4
@@ -206,6 +206,8 @@ def _norm(layout: ParallelConfig, settings: PassSettings, width: int, *, is_fuse
 
 def _attention(shape: ModelShape, at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
     size, tokens = settings.itemsize, _tokens(layout, settings)
+    if isinstance(shape.attention, Latent):
+        return _latent_attention(shape.attention, at, layout, settings)
     saved = _norm(layout, settings, at.hidden, is_fused=True)
     # The fused projection stays alive through its views. With more ranks than key-value heads it is the projection of
     # all ranks. Queries of several groups are copied out of it. Recomputed core attention keeps its values there.
@@ -222,6 +224,19 @@ def _attention(shape: ModelShape, at: Widths, layout: ParallelConfig, settings: 
     # Rotated queries and keys, and the output, which is the input of the next linear layer.
     saved += tokens * (at.query + 2 * settings.lora_rank) * size
     return saved + _core(at, layout, settings)
+
+
+def _latent_attention(attention: Latent, at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
+    """Return bytes of latent attention: projections, norms, heads with copied rotary channels, core attention."""
+    size, tokens = settings.itemsize, _tokens(layout, settings)
+    kept = _norm(layout, settings, at.hidden, is_fused=False)
+    for rank in filter(None, (attention.query_rank, attention.kv_rank)):
+        kept += _norm(layout, settings, rank, is_fused=True) + tokens * rank * size
+    raised = at.heads * (attention.plain_channels + attention.value_head_dim)
+    # Projected heads stay alive through their views. Queries and keys are copied together with rotated channels.
+    kept += tokens * (at.query + raised + at.heads * attention.value_head_dim) * size
+    kept += tokens * (at.query + 2 * settings.lora_rank) * size
+    return kept + _core(at, layout, settings)
 
 
 def _head_norms(at: Widths, settings: PassSettings, copied: int) -> float:

@@ -12,11 +12,12 @@ import torch.nn.functional as F  # noqa: N812
 from megatron.core.fusions.fused_bias_geglu import quick_gelu
 from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.transformer_config import MLATransformerConfig
 
 from megarl.config.library_settings import without_effect
 from megarl.config.parallel import ParallelConfig
 from megarl.families import FAMILIES
-from megarl.families.parts import Router
+from megarl.families.parts import Latent, Router
 from megarl.families.shape import ModelShape
 from megarl.files.nearest import nearest
 from megarl.platform import transformer_engine
@@ -58,7 +59,8 @@ def transformer_config(
     Experts all on one rank always use the dispatcher `alltoall`. Raises ConfigError for an unknown override, an
     override without effect, and an override determined by another field of the recipe.
     """
-    known = {field.name for field in dataclasses.fields(TransformerConfig)}
+    kind = MLATransformerConfig if isinstance(shape.attention, Latent) else TransformerConfig
+    known = {field.name for field in dataclasses.fields(kind)}
     for name in sorted(overrides.keys() - known):
         near = nearest(name, known)
         hint = f" Did you mean {near}?" if near else ""
@@ -94,7 +96,7 @@ def transformer_config(
     for name in sorted(overrides.keys() & settings.keys()):
         raise ConfigError(f"trainer.megatron.{name}: follows from the model and the recipe's other fields; remove it.")
     try:
-        return TransformerConfig(**(settings | defaults | dict(overrides)))
+        return kind(**(settings | defaults | dict(overrides)))
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(f"trainer.megatron: Megatron-Core refuses these settings: {error}") from None
 
@@ -197,7 +199,9 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
     scale = shape.rotary.attention_factor
     # YaRN multiplies cosines and sines of queries and keys by its attention factor. Scaling the scores is the same, and
     # Transformer Engine's fused kernel for packed rows ignores Megatron's own factor (Megatron-Core 0.16.1).
-    scaled = {} if scale == 1.0 else {"softmax_scale": shape.head_dim**-0.5 * scale**2}
+    # Latent attention has a rotary object of this package, and Megatron's own scale of the scores.
+    is_latent = isinstance(attention, Latent)
+    scaled = {} if scale == 1.0 or is_latent else {"softmax_scale": shape.head_dim**-0.5 * scale**2}
     return (
         scaled
         | _window_settings(shape)
@@ -216,6 +220,7 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
             "gated_linear_unit": True,
             "activation_func": F.silu,
         }
+        | (_latent_settings(attention, shape) if isinstance(attention, Latent) else {})
         | _own_settings(shape)
     )
 
@@ -226,6 +231,23 @@ def _own_settings(shape: ModelShape) -> dict[str, Any]:
     if "activation_func" in own:
         own["activation_func"] = _ACTIVATIONS[own["activation_func"]]
     return own
+
+
+def _latent_settings(attention: Latent, shape: ModelShape) -> dict[str, Any]:
+    return {
+        "multi_latent_attention": True,
+        "q_lora_rank": attention.query_rank or None,
+        "kv_lora_rank": attention.kv_rank,
+        "qk_head_dim": attention.plain_channels,
+        "qk_pos_emb_head_dim": attention.rotary_channels,
+        "v_head_dim": attention.value_head_dim,
+        # Without scaling its factor is 1: YaRN then equals plain embeddings. Megatron-Core 0.16.1 refuses its fused
+        # kernel for the type `rope`.
+        "rope_type": "yarn",
+        "rotary_base": shape.rotary.theta,
+        "rotary_scaling_factor": shape.rotary.factor,
+        "mscale_all_dim": shape.rotary.score_mscale,
+    }
 
 
 def _window_settings(shape: ModelShape) -> dict[str, Any]:

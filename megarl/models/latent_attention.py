@@ -6,7 +6,7 @@ them by the position in the sequence.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from megatron.core.post_training.modelopt.layers import Linear
 from megatron.core.transformer import multi_latent_attention
 from torch import Tensor, nn
 
-from megarl.models.attention import PackedAttention, PackedRow
+from megarl.models.attention import PackedRow
 from megarl.platform import transformer_engine
 
 # Without Transformer Engine, Megatron-Core 0.16.1 still counts it as present here, and its attention fails in
@@ -81,12 +81,11 @@ class RowRotary(nn.Module):
 
 
 def use_local_modules(layer: Any, norm: type[nn.Module]) -> None:
-    """Set this package's attention and norm in Megatron's local spec of a layer with latent attention.
+    """Set norms and down projections in Megatron's local spec of a layer with latent attention.
 
     The down projections become replicated, as in Transformer Engine's spec.
     """
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = PackedAttention
     attention.q_layernorm = attention.kv_layernorm = norm
     # Megatron-Core 0.16.1 would split these over tensor-parallel ranks and gather their outputs. The gradient of the
     # rotary key, shared by all heads, then lacks the heads of other ranks: with two ranks the whole gradient is wrong
@@ -100,7 +99,7 @@ def use_transformer_engine_modules(layer: Any) -> None:
     attention.core_attention = with_padded_values(attention.core_attention)
 
 
-def share_rotary(layers: Sequence[Any], rotary: RowRotary) -> None:
+def share_rotary(layers: Iterable[Any], rotary: RowRotary) -> None:
     """Set one rotary object in the attention of all layers."""
     for layer in layers:
         # A submodule of the same name can be replaced by a module only.

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from megarl.families.parts import LayerKind
 from megarl.families.shape import ModelShape
+from megarl.models import latent_attention
 from megarl.models.attention import PackedAttention
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.expert_balance import UpdateRouter, needs_update_router
@@ -74,10 +75,13 @@ def _layer_spec(config: TransformerConfig, kind: LayerKind) -> Any:
         "num_experts": num_experts,
         "moe_grouped_gemm": config.moe_grouped_gemm,
         "qk_layernorm": config.qk_layernorm,
+        "multi_latent_attention": config.multi_latent_attention,
     }
     if uses_transformer_engine():
         layer = get_gpt_layer_with_transformer_engine_spec(**common)
-        if has_sinks(config):
+        if config.multi_latent_attention:
+            latent_attention.use_transformer_engine_modules(layer)
+        elif has_sinks(config):
             fused: Any = layer.submodules
             fused.self_attention.submodules.core_attention = PackedAttention
     else:
@@ -86,7 +90,9 @@ def _layer_spec(config: TransformerConfig, kind: LayerKind) -> Any:
         modules.input_layernorm = modules.pre_mlp_layernorm = RMSNorm
         attention = modules.self_attention.submodules
         attention.core_attention = PackedAttention
-        if config.qk_layernorm:
+        if config.multi_latent_attention:
+            latent_attention.use_local_modules(layer, RMSNorm)
+        elif config.qk_layernorm:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if kind.has_experts and config.add_bias_linear:
             modules.mlp.submodules.experts.submodules.linear_fc2 = OwnOutput

@@ -32,7 +32,7 @@ from torch import Tensor, nn
 from megarl.models.policy import PackedModel
 from megarl.types import ConfigError
 
-_COLUMN = ("linear_qkv", "linear_fc1")
+_COLUMN = ("linear_qkv", "linear_fc1", "linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj")
 """Names of column-parallel linear layers (split over output features). Others are row-parallel (over input
 features).
 """

@@ -15,9 +15,11 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
 
+from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.models.attention import PackedRow
 from megarl.models.configuration import uses_transformer_engine
+from megarl.models.latent_attention import RowRotary, share_rotary
 from megarl.models.layer_specs import block_spec, has_router, has_sinks
 from megarl.models.logprobs import Support, vocab_parallel_logprobs
 from megarl.models.rotary import frequencies
@@ -70,7 +72,10 @@ class PackedModel(GPTModel):
             rotary_base=shape.rotary.theta,  # pyright: ignore[reportArgumentType]  (it takes a float, too)
             vp_stage=vp_stage,
         )
-        if shape.rotary.scaling != "default":
+        if isinstance(shape.attention, Latent):
+            table = frequencies(shape.rotary, shape.rotary_channels).to(torch.cuda.current_device())
+            share_rotary(self.decoder.layers, RowRotary(table, shape.rotary.attention_factor))
+        elif shape.rotary.scaling != "default":
             self.rotary_pos_emb.inv_freq = frequencies(shape.rotary, shape.rotary_channels).to(
                 self.rotary_pos_emb.inv_freq
             )
@@ -96,6 +101,9 @@ class PackedModel(GPTModel):
         # One rotary angle per token. Without Transformer Engine's kernel, Megatron-Core 0.16.1 loops over the sequences
         # of a packed row in Python, in every layer.
         embedded = self.embedding(input_ids=input_ids, position_ids=position_ids) if self.pre_process else None
+        if self.config.multi_latent_attention:
+            # The attention computes its angles itself.
+            return embedded, None, None, None, None, None
         angles = self.rotary_pos_emb(self.max_sequence_length, packed_seq=True)[packed_seq_params.positions]
         return embedded, angles, None, None, None, None
 

@@ -13,6 +13,7 @@ from megarl.config.cluster import ClusterConfig, NodeGroup
 from megarl.config.formulas import either, taking
 from megarl.config.parallel import FP8_BLOCK, ParallelConfig
 from megarl.families import FAMILIES
+from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape
 from megarl.memory_plan.deep_ep import NODE_RANKS, RECEIVED_TOKENS
 from megarl.platform import transformer_engine
@@ -341,6 +342,9 @@ def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         "hidden channels": shape.hidden_size,
         "channels of the queries on a rank": shape.num_heads * shape.head_dim // trainer.tp,
     }
+    if isinstance(shape.attention, Latent):
+        latent = shape.attention.kv_rank + shape.attention.rotary_channels
+        channels["channels of the latent vector of keys and values"] = latent
     if shape.num_experts:
         channels["channels of an expert on a rank"] = shape.moe_intermediate_size // trainer.etp
         channels["channels of the shared expert on a rank"] = shape.shared_intermediate_size // trainer.tp

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 from megarl.config import Recipe
 from megarl.config.formulas import either
+from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape
 from megarl.memory_plan.devices import GPU, MARGIN_GIB, GpuMemory
 from megarl.memory_plan.engine_bytes import BLOCK_TOKENS, cache_block_bytes
@@ -38,6 +39,7 @@ def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 HOST_DRAFTERS = ("ngram", "suffix", "custom_class")
 """vLLM's speculative-decoding methods that draft tokens on the host. With them vLLM cannot start a step ahead."""
 # ngram_gpu drafts on the GPU, so it allows asynchronous scheduling. None of these methods has model weights.
+_CPU_LATENT_CHANNELS = 576  # The kernel of vLLM 0.30 is compiled for DeepSeek-V3's 512 + 64 channels.
 _WEIGHTLESS = (*HOST_DRAFTERS, "ngram_gpu")
 
 
@@ -82,6 +84,14 @@ def _method_of(model: object) -> str | None:
 
 
 def _head_size(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    if isinstance(shape.attention, Latent):
+        cached = shape.attention.cached_numbers(tp=1)
+        if runs_on_cpu() and cached != _CPU_LATENT_CHANNELS:
+            yield (
+                f"model.path = {recipe.model.path}: kv_lora_rank + qk_rope_head_dim = {cached}, vLLM's latent "
+                f"attention on CPU takes {_CPU_LATENT_CHANNELS}; take another model, or a machine with GPUs"
+            )
+        return
     sizes = supported_head_sizes() if runs_on_cpu() else []
     if sizes and shape.head_dim not in sizes:
         yield (

@@ -159,7 +159,7 @@ class TrainingEngine(ModelShard):
         for chunk in self.chunks:
             lora_modules.attach(
                 chunk,
-                [LINEARS[name] for name in lora.targets],
+                [linear for name in lora.targets for linear in LINEARS[name]],
                 rank=lora.rank,
                 scale=lora.alpha / lora.rank,
                 dropout=lora.dropout,

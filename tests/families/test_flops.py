@@ -27,7 +27,7 @@ def test_the_flops_of_a_small_model_are_those_counted_by_hand() -> None:
     assert matrix_flops(shape.with_value_head()) == 2 * (3 * 651 + 7)
 
 
-@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe"])
+@pytest.mark.parametrize("family", ["qwen3", "qwen3_moe", "deepseek_v3"])
 def test_they_are_what_torch_counts_in_transformers_model(tiny_model: Callable[..., Path], family: str) -> None:
     import torch
     from torch.utils.flop_counter import FlopCounterMode

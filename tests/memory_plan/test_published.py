@@ -24,7 +24,14 @@ PARAMETERS = {
     "Qwen/Qwen3-235B-A22B": 235_093_634_560,
 }
 """Parameters of the published checkpoints, by their index files."""
-
+LATENT = {
+    "deepseek-ai/DeepSeek-V3": 671,
+    "deepseek-ai/DeepSeek-V3.1": 671,
+    "moonshotai/Moonlight-16B-A3B": 16,
+    "moonshotai/Kimi-K2-Instruct": 1026,
+    "zai-org/GLM-4.7-Flash": 30,
+}
+"""Billions of parameters in the models' papers, without the layer for multi-token prediction."""
 
 QWEN = sorted(PARAMETERS)
 GLM = {"zai-org/GLM-4.5": 358, "zai-org/GLM-4.6": 358, "zai-org/GLM-4.7": 358, "zai-org/GLM-4.5-Air": 110}
@@ -67,6 +74,12 @@ def test_shapes_of_gpt_oss_have_the_published_number_of_parameters(tmp_path: Pat
 def test_the_shape_of_seed_oss_has_the_published_number_of_parameters(tmp_path: Path) -> None:
     shape = planned_shape(tmp_path / "Seed-OSS-36B-Instruct")
     assert round(sum(map(math.prod, hf_tensors(shape).values())) / 1e9) == 36
+
+
+@pytest.mark.parametrize("name", LATENT)
+def test_shapes_with_latent_attention_have_the_published_number_of_parameters(tmp_path: Path, name: str) -> None:
+    tensors = hf_tensors(planned_shape(tmp_path / name))
+    assert round(sum(map(math.prod, tensors.values())) / 1e9) == LATENT[name]
 
 
 @pytest.mark.parametrize("name", QWEN)

@@ -148,6 +148,7 @@ def own_output(case: str, tp: int, cp: int, qkv_format: str) -> tuple[Tensor, Te
     )
     layer = get_gpt_layer_local_spec(qk_layernorm=True, multi_latent_attention=True, normalization="RMSNorm")
     use_local_modules(layer, RMSNorm)
+    layer.submodules.self_attention.submodules.core_attention = PackedAttention
     attention = build_module(layer.submodules.self_attention, config=config, layer_number=1)
     attention.rotary_pos_emb = RowRotary(frequencies(rotary, ROPE), rotary.attention_factor)
     attention.core_attention.scale *= factor

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -14,13 +14,14 @@ from hypothesis import strategies as st
 from megarl.config.parallel import ParallelConfig
 from megarl.families import FAMILIES, hf_tensors
 from megarl.families.family import no_aliases
+from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
 from megarl.reshard.cost_model import count
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.plan import Plan, Transfer, make_plan
-from tests.shapes import small_shape
+from tests.shapes import SIGMOID, small_shape
 
 
 def full_tensors(model: ModelShape) -> dict[str, np.ndarray]:
@@ -52,17 +53,20 @@ def engine_parameters(
         held["lm_head.weight"] = padded(tensors["lm_head.weight"])
     for number, kind_of_layer in enumerate(model.layers):
         layer = f"model.layers.{number}."
-        for kind in ("weight", "bias") if model.attention.qkv_bias else ("weight",):
+        is_latent = isinstance(model.attention, Latent)
+        if is_latent:
+            held |= latent_of_rank(model, tensors, layer + "self_attn.", part)
+        for kind in () if is_latent else ("weight", "bias") if model.attention.qkv_bias else ("weight",):
             q, k, v = (tensors[f"{layer}self_attn.{x}_proj.{kind}"] for x in "qkv")
             rows = slice(first_kv * width, (first_kv + kv_heads) * width)
             own = q[rank * heads * width : (rank + 1) * heads * width]
             held[f"{layer}self_attn.qkv_proj.{kind}"] = np.concatenate([own, k[rows], v[rows]])
         held[layer + "self_attn.o_proj.weight"] = part(tensors[layer + "self_attn.o_proj.weight"], 1)
         copies = ["input_layernorm", "post_attention_layernorm"]
-        copies += ["self_attn.q_norm", "self_attn.k_norm"] if model.attention.qk_norm else []
+        copies += ["self_attn.q_norm", "self_attn.k_norm"] if model.attention.qk_norm and not is_latent else []
         dense = "mlp"
         if kind_of_layer.has_experts:
-            is_glm = model.family == "glm4_moe"
+            is_glm = model.family in SIGMOID
             shared = "mlp.shared_experts" if is_glm else "mlp.shared_expert"
             copies, dense = [*copies, "mlp.gate"], shared if model.shared_intermediate_size else None
             copies += ["mlp.shared_expert_gate"] if dense and not is_glm else []
@@ -84,6 +88,25 @@ def engine_parameters(
             held[f"{layer}{dense}.down_proj.weight"] = part(tensors[f"{layer}{dense}.down_proj.weight"], 1)
         held |= {f"{layer}{name}.weight": tensors[f"{layer}{name}.weight"] for name in copies}
     return held
+
+
+def latent_of_rank(
+    model: ModelShape, tensors: dict[str, np.ndarray], inside: str, part: Callable[..., np.ndarray]
+) -> dict[str, np.ndarray]:
+    """What a rank's engine has of a layer's latent attention without its output projection, by parameter."""
+    down = tensors[inside + "kv_a_proj_with_mqa.weight"]
+    held = {inside + "kv_a_layernorm.weight": tensors[inside + "kv_a_layernorm.weight"]}
+    held[inside + "kv_b_proj.weight"] = part(tensors[inside + "kv_b_proj.weight"])
+    if not model.attention.query_rank:
+        return held | {
+            inside + "q_proj.weight": part(tensors[inside + "q_proj.weight"]),
+            inside + "kv_a_proj_with_mqa.weight": down,
+        }
+    return held | {
+        inside + "q_a_layernorm.weight": tensors[inside + "q_a_layernorm.weight"],
+        inside + "q_b_proj.weight": part(tensors[inside + "q_b_proj.weight"]),
+        inside + "fused_qkv_a_proj.weight": np.concatenate([tensors[inside + "q_a_proj.weight"], down]),
+    }
 
 
 def layout_of(held: dict[str, np.ndarray], tensors: dict[str, np.ndarray]) -> Layout:
@@ -258,12 +281,12 @@ def test_any_shape_and_layout(data: st.DataObject) -> None:
     kv_heads = one_of([1, 2, 4])
     widest = max(tp, rollout_tp, kv_heads)
     family = data.draw(st.sampled_from(sorted(PLAIN)))
-    moe = family.endswith("_moe")
+    router = small_shape(family).router
     routed: dict[str, Any] = {}
-    if moe:
+    if router:
         routed["num_experts"] = max(ep, rollout_tp) * one_of([1, 2, 3])
         routed["moe_intermediate_size"] = 4 * data.draw(st.integers(1, 3))
-    if family in ("qwen2_moe", "glm4_moe"):
+    if router and router.shared_intermediate_size:
         routed["shared_intermediate_size"] = widest * 2
     model = small_shape(
         family,

@@ -9,8 +9,12 @@ from transformers.modeling_utils import PreTrainedModel as PreTrainedModel
 from transformers.models.auto.configuration_auto import AutoConfig as AutoConfig
 from transformers.models.auto.modeling_auto import AutoModelForCausalLM as AutoModelForCausalLM
 from transformers.models.auto.tokenization_auto import AutoTokenizer as AutoTokenizer
+from transformers.models.deepseek_v3.configuration_deepseek_v3 import DeepseekV3Config as DeepseekV3Config
+from transformers.models.deepseek_v3.modeling_deepseek_v3 import DeepseekV3ForCausalLM as DeepseekV3ForCausalLM
 from transformers.models.glm4_moe.configuration_glm4_moe import Glm4MoeConfig as Glm4MoeConfig
 from transformers.models.glm4_moe.modeling_glm4_moe import Glm4MoeForCausalLM as Glm4MoeForCausalLM
+from transformers.models.glm4_moe_lite.configuration_glm4_moe_lite import Glm4MoeLiteConfig as Glm4MoeLiteConfig
+from transformers.models.glm4_moe_lite.modeling_glm4_moe_lite import Glm4MoeLiteForCausalLM as Glm4MoeLiteForCausalLM
 from transformers.models.gpt_oss.configuration_gpt_oss import GptOssConfig as GptOssConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssForCausalLM as GptOssForCausalLM
 from transformers.models.llama.configuration_llama import LlamaConfig as LlamaConfig

@@ -1,0 +1,156 @@
+"""DeepSeek-V3 and V3.1, Moonlight, Kimi-K2: latent attention, a sigmoid router, dense first layers, shared experts.
+
+The checkpoint of DeepSeek-V3 ends with a layer for multi-token prediction: it is kept. Norms of latent vectors use
+`rms_norm_eps`, as in Megatron-Core and vLLM. transformers 5 always uses 1e-6 there: with another value its log-probs
+differ slightly.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megarl.families import llama, stacks
+from megarl.families.config_values import COPY_AGAIN, flag, mapping, shown, size
+from megarl.families.family import Family
+from megarl.families.parts import Latent, Parts
+from megarl.families.reading import first_layers_dense, refuse_biases, required, sigmoid_router
+from megarl.families.rotary import Rotary, read_rotary
+from megarl.families.rules import Rule, Variant, column, expert_bias, replicated, row, with_experts, with_shared_expert
+from megarl.types import DataError
+
+if TYPE_CHECKING:
+    from megarl.families.shape import ModelShape
+
+_ROUTING = {"topk_method": "noaux_tc", "scoring_func": "sigmoid"}
+"""Fields read by vLLM 0.30. Without them it would route without the bias, or by a softmax."""
+
+
+def read(config: Mapping[str, Any]) -> Parts:
+    """Return the parts of a DeepSeek-V3 model."""
+    for field, value in _ROUTING.items():
+        if config.get(field) != value:
+            raise DataError(
+                f'{field} is {shown(config.get(field))}; vLLM needs "{value}" for this architecture. transformers 5 '
+                "drops the field: copy it from the base model's config.json."
+            )
+    return read_latent(config)
+
+
+def read_latent(config: Mapping[str, Any]) -> Parts:
+    """Return the parts of a model with latent attention and sigmoid-routed experts."""
+    refuse_biases(config)
+    if flag(config, "tie_word_embeddings"):
+        raise DataError("tie_word_embeddings true is not supported: vLLM 0.30 never ties this family's output head.")
+    if config.get("rope_interleave", True) is not True:
+        raise DataError("rope_interleave false is not supported: Megatron-Core and vLLM rotate neighbouring channels.")
+    if config.get("moe_layer_freq", 1) != 1:
+        raise DataError(f"moe_layer_freq {shown(config['moe_layer_freq'])} is not supported; only 1 is.")
+    required(config, "first_k_dense_replace", "vLLM needs it: copy it from the base model's config.json.")
+    return Parts(
+        _attention(config),
+        _rotary(config),
+        sigmoid_router(config),
+        first_layers_dense(config, size(config, "num_hidden_layers")),
+        num_kept_layers=size(config, "num_nextn_predict_layers", 0),
+    )
+
+
+def _attention(config: Mapping[str, Any]) -> Latent:
+    num_heads = size(config, "num_attention_heads")
+    if (num_kv_heads := size(config, "num_key_value_heads", num_heads)) != num_heads:
+        raise DataError(
+            f"num_key_value_heads {num_kv_heads} differs from num_attention_heads {num_heads}. {COPY_AGAIN}"
+        )
+    return Latent(
+        num_heads=num_heads,
+        query_rank=0 if config.get("q_lora_rank") is None else size(config, "q_lora_rank"),
+        kv_rank=size(config, "kv_lora_rank"),
+        plain_channels=size(config, "qk_nope_head_dim"),
+        rotary_channels=size(config, "qk_rope_head_dim"),
+        value_head_dim=size(config, "v_head_dim"),
+    )
+
+
+def _rotary(config: Mapping[str, Any]) -> Rotary:
+    """Return unscaled or YaRN embeddings. Raises DataError for settings that vLLM 0.30 reads in another way."""
+    rope = {
+        name: value
+        for name, value in (mapping(config, "rope_parameters") or mapping(config, "rope_scaling")).items()
+        if value is not None
+    }
+    # These fields are the whole head's in a config.json of transformers 4 and 5.
+    rotary = read_rotary(config, fraction=1.0)
+    if rotary.fraction != 1.0:
+        raise DataError(f"partial_rotary_factor {rotary.fraction} is not supported; only 1.0 is.")
+    if rotary.scaling not in ("default", "yarn") or rope.get("rope_type", rope.get("type")) == "dynamic":
+        raise DataError(f"rope_type {shown(rope.get('rope_type', rope.get('type')))}: vLLM 0.30 reads it as YaRN here.")
+    if ignored := sorted(rope.keys() & {"attention_factor", "truncate"}):
+        raise DataError(f"rope parameter {ignored[0]} is not supported: vLLM 0.30 ignores it for latent attention.")
+    if rotary.scaling == "yarn" and ("mscale" in rope) != ("mscale_all_dim" in rope):
+        raise DataError("rope parameters mscale and mscale_all_dim: vLLM 0.30 needs both or none for latent attention.")
+    return replace(rotary, score_mscale=float(rope.get("mscale_all_dim", 0.0)))
+
+
+def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Return the rules of a DeepSeek-V3 model."""
+    dense = (
+        # Latent attention never fuses the norm before it.
+        replace(rule, transformer_engine=None) if "input_layernorm" in rule.parameter else rule
+        for rule in llama.rules(model)
+        if "self_attention" not in rule.parameter
+    )
+    routed = with_experts((*dense, *_attention_rules(model)), model)
+    return (*with_shared_expert(routed, model, "shared_experts"), expert_bias(model))
+
+
+def _attention_rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Return the rules of latent attention. Both specs replicate the down projections (models.latent_attention)."""
+    attention, hidden = model.attention, model.hidden_size
+    assert isinstance(attention, Latent)
+    here, there = llama.DECODER + "self_attention.", llama.LAYER + "self_attn."
+    latent, raised = attention.kv_rank, attention.plain_channels + attention.value_head_dim
+
+    def norm(kind: str, rank: int) -> Rule:
+        rule = replicated(f"{here}{kind}_layernorm.weight", f"{there}{kind}_a_layernorm.weight", (rank,))
+        # Transformer Engine fuses it into the projection after it.
+        return replace(rule, transformer_engine=Variant(f"{here}linear_{kind}_up_proj.layer_norm_weight"))
+
+    queries = (
+        replicated(here + "linear_q_down_proj.weight", there + "q_a_proj.weight", (attention.query_rank, hidden)),
+        norm("q", attention.query_rank),
+        column(
+            here + "linear_q_up_proj.weight",
+            there + "q_b_proj.weight",
+            (attention.score_channels, attention.query_rank),
+        ),
+    )
+    direct = (column(here + "linear_q_proj.weight", there + "q_proj.weight", (attention.score_channels, hidden)),)
+    shape = (latent + attention.rotary_channels, hidden)
+    return (
+        *(queries if attention.query_rank else direct),
+        replicated(here + "linear_kv_down_proj.weight", there + "kv_a_proj_with_mqa.weight", shape),
+        norm("kv", latent),
+        # The rows of a head, keys before values, follow each other in both programs.
+        column(here + "linear_kv_up_proj.weight", there + "kv_b_proj.weight", (attention.num_heads * raised, latent)),
+        row(here + "linear_proj.weight", there + "o_proj.weight", (hidden, attention.value_channels)),
+    )
+
+
+def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
+    """Return vLLM's parameters. Both down projections are one replicated parameter if queries have a latent vector."""
+    attention, mlp = llama.LAYER + "self_attn.", llama.LAYER + "mlp."
+    down = tuple(stacks.Part(f"{attention}{name}.weight", "copy") for name in ("q_a_proj", "kv_a_proj_with_mqa"))
+    heads = tuple(f"{attention}{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))
+    return (
+        *stacks.standard(model),
+        *stacks.feed_forward(mlp + "shared_experts."),
+        stacks.Stack(attention + "fused_qkv_a_proj.weight", 0, down),
+        *(stacks.Stack(name, 0, (stacks.Part(name, "even"),)) for name in heads),
+        stacks.float32(mlp + "gate.e_score_correction_bias"),
+    )
+
+
+# Moonlight is a deepseek_v3 model, Kimi-K2 has a model_type of its own, known to vLLM.
+FAMILY = Family("DeepseekV3ForCausalLM", read, rules, stacks=live_stacks, other_model_types=("kimi_k2",))
