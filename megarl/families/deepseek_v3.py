@@ -143,8 +143,10 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     attention, mlp = llama.LAYER + "self_attn.", llama.LAYER + "mlp."
     down = tuple(stacks.Part(f"{attention}{name}.weight", "copy") for name in ("q_a_proj", "kv_a_proj_with_mqa"))
     heads = tuple(f"{attention}{name}.weight" for name in ("q_proj", "q_b_proj", "kv_b_proj"))
+    # Queries alone have the name of a part of grouped-query attention's fused projection.
+    others = (stack for stack in stacks.standard(model) if "qkv_proj" not in stack.storage)
     return (
-        *stacks.standard(model),
+        *others,
         *stacks.feed_forward(mlp + "shared_experts."),
         stacks.Stack(attention + "fused_qkv_a_proj.weight", 0, down),
         *(stacks.Stack(name, 0, (stacks.Part(name, "even"),)) for name in heads),
