@@ -191,13 +191,10 @@ def oracle(folder: Path, dtype: str) -> list[np.ndarray]:
 def oracle_gradient(folder: Path, work: Path) -> dict[str, np.ndarray]:
     """Return transformers' gradient of the same loss in float64, by the checkpoint's names."""
     import torch
-    from safetensors.numpy import load_file
     from transformers import AutoModelForCausalLM
 
     from megarl.families import float32_tensors
     from megarl.families.shape import read_model_shape
-    from megarl.reshard.boxes import dense_piece
-    from megarl.reshard.layouts.packed import unpacked
 
     # The eager implementation of experts: grouped products have no float64 kernel.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
@@ -212,13 +209,9 @@ def oracle_gradient(folder: Path, work: Path) -> dict[str, np.ndarray]:
         parameter.data = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
     # Saving renames packed parameters to those of the checkpoint.
     model.save_pretrained(work / "gradient")
-    saved = load_file(work / "gradient" / "model.safetensors")
-    shape = read_model_shape(folder)
-    layout = unpacked((dense_piece(name, value.shape, name, 0) for name, value in saved.items()), shape)
+    saved = invariance.stored_tensors(work / "gradient" / "model.safetensors", folder)
     # Buffers have no gradient, but they are saved too.
-    pieces = [piece for piece in layout if piece.box.name not in float32_tensors(shape)]
-    flat = {name: torch.from_numpy(value) for name, value in saved.items()}
-    return {p.box.name: flat[p.storage].as_strided(p.box.shape, p.strides, p.offset).numpy() for p in pieces}
+    return {name: value for name, value in saved.items() if name not in float32_tensors(read_model_shape(folder))}
 
 
 def apart(one: list[np.ndarray], other: list[np.ndarray]) -> float:

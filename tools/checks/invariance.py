@@ -346,17 +346,32 @@ def compare(
     }
 
 
+def stored_tensors(file: Path, folder: Path) -> dict[str, np.ndarray]:
+    """Return the tensors in a file of `folder`'s model, by the names of plans: experts of packed tensors apart."""
+    import torch
+    from safetensors.torch import load_file
+
+    from megarl.families.shape import read_model_shape
+    from megarl.reshard.boxes import dense_piece
+    from megarl.reshard.layouts.packed import unpacked
+
+    stored = load_file(file)
+    whole = (dense_piece(name, tuple(value.shape), name, 0) for name, value in stored.items())
+    return {
+        piece.box.name: torch.as_strided(stored[piece.storage], piece.box.shape, piece.strides, piece.offset).numpy()
+        for piece in unpacked(whole, read_model_shape(folder))
+    }
+
+
 def check(
     model: str, folder: Path, pool: RankPool, only: Sequence[str], objectives: Sequence[str] = tuple(OBJECTIVES)
 ) -> Iterator[dict[str, Any]]:
     """One line for each layout and objective of one model."""
-    from safetensors.numpy import load_file
-
     from megarl.tracking.metrics import merge, values
 
     objectives = [name for name in objectives if name != "balanced" or model == "moe"]
     steps = {objective: make_steps(objective, MODELS[model]["vocab_size"]) for objective in objectives}
-    before = load_file(folder / "model.safetensors")
+    before = stored_tensors(folder / "model.safetensors", folder)
     before["score.weight"] = value_head(before["model.norm.weight"].size)
     alone: dict[str, Any] = {}
     for name, sizes, trainer in CASES[model]:
