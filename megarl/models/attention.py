@@ -97,12 +97,13 @@ class PackedRow(PackedSeqParams):
     With context parallelism each sequence is split into 2 * cp chunks. Rank r has chunks r and 2 * cp - 1 - r (zigzag),
     so causal attention costs all ranks the same. Shapes: `local` [tokens], the row's indices of this rank's tokens;
     `positions` [tokens], their positions in their sequences; `order` [tokens], an index sorting the outputs of `parts`
-    by token.
+    by token; `place` [tokens of all ranks], the index of the row's tokens in the ranks' tokens, rank after rank.
     """
 
     positions: Tensor | None = None
     local: Tensor | None = None
     order: Tensor | None = None
+    place: Tensor | None = None
     parts: tuple[Part, ...] = ()
 
     @classmethod
@@ -117,18 +118,19 @@ class PackedRow(PackedSeqParams):
         if cp == 1:
             local = np.arange(sizes.sum())
             parts: tuple[Part, ...] = (_part(None, None, sizes, sizes, device),)
-            order = None
+            order = place = None
         else:
             chunk = sizes // (2 * cp)
             of_rank = [_zigzag(starts, chunk, cp, rank) for rank in range(cp)]
-            local, place = of_rank[cp_rank], np.argsort(np.concatenate(of_rank))
+            local, places = of_rank[cp_rank], np.argsort(np.concatenate(of_rank))
             halves = (cp_rank, 2 * cp - 1 - cp_rank)
             queries = [ranges((starts // cp) + chunk * back, chunk) for back in (0, 1)]
-            keys = [place[ranges(starts, chunk * (half + 1))] for half in halves]
+            keys = [places[ranges(starts, chunk * (half + 1))] for half in halves]
             parts = tuple(
                 _part(q, k, chunk, chunk * (half + 1), device) for q, k, half in zip(queries, keys, halves, strict=True)
             )
             order = torch.tensor(np.argsort(np.concatenate(queries)), device=device)
+            place = torch.tensor(places, device=device)
         sequence = np.repeat(np.arange(len(lengths)), sizes)
         # Padded and unpadded lengths are equal here. Given both, Transformer Engine 2.11 compares them on the GPU and
         # waits for the answer, in every layer. Its context parallelism requires the padded ones.
@@ -144,6 +146,7 @@ class PackedRow(PackedSeqParams):
             positions=torch.tensor(local - starts[sequence[local]], device=device),
             local=torch.tensor(local, device=device),
             order=order,
+            place=place,
             parts=parts,
         )
 

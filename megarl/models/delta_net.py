@@ -1,0 +1,212 @@
+"""Gated delta-net (arXiv:2412.06464) over packed rows and context parallelism, as a module of Megatron's layers.
+
+Megatron-Core 0.16.1's own forward pass has neither. Its parameters, tensor parallelism and checkpoint keys stay.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from megatron.core.ssm import gated_delta_net
+from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
+from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
+from megatron.core.tensor_parallel.mappings import all_to_all
+from megatron.core.transformer import TransformerConfig
+from megatron.core.transformer.spec_utils import ModuleSpec
+from torch import Tensor
+
+from megarl.models.attention import PackedRow
+from megarl.models.delta_rule import causal_convolution, gated_delta_rule, widened
+from megarl.models.norms import PlainRMSNorm
+
+
+class _Inputs(NamedTuple):
+    """Inputs of the delta rule for some heads: [tokens, channels of these heads], as projected."""
+
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    gate: Tensor
+    beta: Tensor
+    alpha: Tensor
+
+
+class DeltaNet(GatedDeltaNet):
+    """A gated delta-net layer over packed rows.
+
+    With context parallelism, an all-to-all gives each rank all tokens of some heads, in the order of the row. A second
+    one returns the outputs to the tokens' ranks. So states cross no ranks, and results are those without it.
+    """
+
+    def __init__(self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, **settings: Any) -> None:
+        # The constructor refuses to run without FLA's kernels. This forward pass has a substitute in torch.
+        gated_delta_net.HAVE_FLA = True
+        super().__init__(config, submodules, **settings)
+        self.cp_group: Any = self.pg_collection.cp
+        self.num_local_heads = self.num_value_heads // self.tp_size // self.cp_group.size()
+        """Value heads computed on this rank."""
+        self.out_norm: Any
+
+    def forward(
+        self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: PackedRow, **_: Any
+    ) -> tuple[Tensor, Tensor | None]:
+        """Return the layer's output [tokens, 1, hidden_size] and its bias, None.
+
+        `hidden_states` is [tokens, 1, hidden_size], this tensor-parallel rank's tokens under sequence parallelism.
+        """
+        row = packed_seq_params
+        projected, _bias = self.in_proj(hidden_states)
+        inputs = _Inputs(*projected.squeeze(1).split(self._widths, dim=-1))
+        order = row.place
+        if order is not None:
+            inputs = _Inputs(*self._by_heads(inputs, order))
+        out = self._mixed(inputs, row)
+        if order is not None:
+            out = self._by_tokens(out, order)
+        return self.out_proj(out.unsqueeze(1))
+
+    @property
+    def _widths(self) -> list[int]:
+        """Return the channels of the six parts of the projected input on a tensor-parallel rank."""
+        heads = self.num_value_heads
+        return [width // self.tp_size for width in (self.qk_dim, self.qk_dim, self.v_dim, self.v_dim, heads, heads)]
+
+    def _mixed(self, inputs: _Inputs, row: PackedRow) -> Tensor:
+        """Return the gated and normalised outputs of this rank's heads: [tokens, heads * value_dim]."""
+        lengths = _lengths(row, self.cp_group.size())
+        qkv = torch.cat(inputs[:3], dim=-1)
+        weight = torch.cat([self._own_heads(part) for part in self._convolution_parts()])
+        convolved = F.silu(convolution(qkv, weight, row.cu_seqlens_q, lengths))
+        query, key, value = convolved.split([part.size(-1) for part in inputs[:3]], dim=-1)
+        repeats = self.num_value_heads // self.num_key_heads
+        query, key = (x.unflatten(-1, (-1, self.key_head_dim)).repeat_interleave(repeats, dim=1) for x in (query, key))
+        decay = -widened(self._own_heads(self.A_log)).exp() * F.softplus(
+            widened(inputs.alpha) + self._own_heads(self.dt_bias)
+        )
+        out = delta_rule(
+            query,
+            key,
+            value.unflatten(-1, (-1, self.value_head_dim)),
+            decay,
+            inputs.beta.sigmoid(),
+            row.cu_seqlens_q,
+            lengths,
+        )
+        gate = widened(inputs.gate.unflatten(-1, (-1, self.value_head_dim)))
+        return (self.out_norm(out) * F.silu(gate)).to(out.dtype).flatten(1)
+
+    def _convolution_parts(self) -> Sequence[Tensor]:
+        """Return the convolution's weights for queries, keys and values, [channels, width] each."""
+        return self.conv1d.weight.squeeze(1).split(self._widths[:3])
+
+    def _own_heads(self, weight: Tensor) -> Tensor:
+        """Return the rows of a weight for the heads computed by this context-parallel rank.
+
+        The other rows have no gradient here. The sum over ranks completes it.
+        """
+        return weight.chunk(self.cp_group.size())[self.cp_group.rank()]
+
+    def _by_heads(self, inputs: _Inputs, order: Tensor) -> Sequence[Tensor]:
+        """Exchange [own tokens, channels] of all inputs for [all tokens of the row, channels of own heads]."""
+        cp = self.cp_group.size()
+        parts = torch.cat([x.unflatten(-1, (cp, -1)) for x in inputs], dim=-1)
+        received = all_to_all(self.cp_group, parts.transpose(0, 1).contiguous()).flatten(0, 1)
+        return received[order].split([x.size(-1) // cp for x in inputs], dim=-1)
+
+    def _by_tokens(self, out: Tensor, order: Tensor) -> Tensor:
+        """Exchange [all tokens of the row, channels of own heads] for [own tokens, all channels]."""
+        by_rank = torch.empty_like(order).index_copy(0, order, torch.arange(len(order), device=order.device))
+        sent = out[by_rank].unflatten(0, (self.cp_group.size(), -1))
+        return all_to_all(self.cp_group, sent.contiguous()).transpose(0, 1).flatten(1)
+
+
+def convolution(x: Tensor, weight: Tensor, cu_seqlens: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Return the causal convolution of each sequence: by FLA's kernel on GPUs where installed, else by torch.
+
+    Shapes: x [tokens, channels], weight [channels, width], cu_seqlens [sequences + 1]; returns [tokens, channels].
+    """
+    kernels = _fla_kernels() if x.is_cuda else None
+    if kernels is not None:
+        return kernels.convolution(x=x.unsqueeze(0), weight=weight, cu_seqlens=cu_seqlens)[0].squeeze(0)
+    lengths_on_device = cu_seqlens.diff()
+    starts = torch.repeat_interleave(cu_seqlens[:-1], lengths_on_device, output_size=sum(lengths))
+    return causal_convolution(x, weight, torch.arange(len(x), device=x.device) - starts)
+
+
+def delta_rule(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_decay: Tensor,
+    beta: Tensor,
+    cu_seqlens: Tensor,
+    lengths: Sequence[int],
+) -> Tensor:
+    """Return the gated delta rule of each sequence: by FLA's kernel on GPUs where installed, else by torch.
+
+    Shapes: query and key [tokens, heads, key_dim], value [tokens, heads, value_dim], log_decay and beta [tokens,
+    heads], cu_seqlens [sequences + 1]; returns [tokens, heads, value_dim].
+    """
+    kernels = _fla_kernels() if value.is_cuda else None
+    if kernels is None:
+        return gated_delta_rule(query, key, value, log_decay, beta, lengths)
+    batched = (x.unsqueeze(0).contiguous() for x in (query, key, value, log_decay, beta))
+    out, _ = kernels.delta_rule(*batched, use_qk_l2norm_in_kernel=True, cu_seqlens=cu_seqlens.long())
+    return out.squeeze(0)
+
+
+class _Kernels(NamedTuple):
+    """Functions of FLA (flash-linear-attention)."""
+
+    convolution: Any
+    delta_rule: Any
+
+
+@cache
+def _fla_kernels() -> _Kernels | None:
+    """Return FLA's kernels, or None if it is not installed."""
+    try:
+        from fla.modules.convolution import causal_conv1d  # pyright: ignore[reportMissingImports]
+        from fla.ops.gated_delta_rule import chunk_gated_delta_rule  # pyright: ignore[reportMissingImports]
+    except ImportError:
+        return None
+    return _Kernels(causal_conv1d, chunk_gated_delta_rule)
+
+
+def _lengths(row: PackedRow, cp: int) -> list[int]:
+    """Return the tokens of each sequence, over all context-parallel ranks."""
+    # With context parallelism, a part's queries are one of 2 * cp chunks of each sequence.
+    chunks = 1 if cp == 1 else 2 * cp
+    return (row.parts[0].num_queries * chunks).tolist()
+
+
+def delta_net_spec(*, transformer_engine: bool) -> ModuleSpec:
+    """Return the spec of a delta-net layer. In Transformer Engine's, the input norm is part of the input projection."""
+    linears = (ColumnParallelLinear, RowParallelLinear)
+    if transformer_engine:
+        # Only importable with Transformer Engine.
+        from megatron.core.extensions.transformer_engine import TELayerNormColumnParallelLinear, TERowParallelLinear
+
+        linears = (TELayerNormColumnParallelLinear, TERowParallelLinear)
+    # Transformer Engine's norm would be zero-centred, as all others of the model. This one is not.
+    modules = GatedDeltaNetSubmodules(in_proj=linears[0], out_norm=PlainRMSNorm, out_proj=linears[1])
+    return ModuleSpec(module=DeltaNet, submodules=modules)
+
+
+def with_delta_net(layer: Any, *, transformer_engine: bool) -> Any:
+    """Return the spec of an attention layer with a delta-net in the attention's place."""
+    modules = replace(
+        layer.submodules,
+        self_attention=delta_net_spec(transformer_engine=transformer_engine),
+        # Checkpoints name the input norm after the following layer.
+        sharded_state_dict_keys_map={
+            **layer.submodules.sharded_state_dict_keys_map,
+            **({} if transformer_engine else {"input_layernorm.": "self_attention.in_proj.layer_norm_"}),
+        },
+    )
+    return ModuleSpec(module=layer.module, submodules=modules, params=layer.params)

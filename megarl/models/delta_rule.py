@@ -1,0 +1,134 @@
+"""The gated delta rule over packed sequences, in chunks (arXiv:2412.06464, section 3.3), and its causal convolution."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from megarl.data.token_batch import ranges
+
+_CHUNK_TOKENS = 64
+"""The paper's chunk. Work inside a chunk grows with its square, the number of dependent steps shrinks with it."""
+_NORM_EPSILON = 1e-6
+"""Added to the squared norm of queries and keys, as in transformers 5 and FLA."""
+
+
+class _Chunks(NamedTuple):
+    """Chunks of the sequences of a row, sequence by sequence.
+
+    `places` [tokens] are the tokens' indices in the padded chunks, flattened. `steps` has, for each step, the chunks
+    [sequences] computed in it, longest sequence first. `order` [chunks] sorts the outputs of all steps by chunk.
+    """
+
+    count: int
+    size: int
+    places: Tensor
+    steps: tuple[Tensor, ...]
+    order: Tensor
+
+
+def causal_convolution(x: Tensor, weight: Tensor, positions: Tensor) -> Tensor:
+    """Convolve each channel over the tokens of its own sequence up to the current one, computed in float32 or wider.
+
+    Shapes: x [tokens, channels], weight [channels, width] with the current token's factor last, positions [tokens] in
+    their sequences from 0; returns [tokens, channels].
+    """
+    wide = widened(x)
+    factors = widened(weight)
+    out = wide * factors[:, -1]
+    for back in range(1, min(weight.size(1), len(x))):
+        earlier = F.pad(wide[:-back], (0, 0, back, 0))
+        is_inside = (positions >= back).unsqueeze(1)
+        out = out + torch.where(is_inside, earlier, 0.0) * factors[:, -1 - back]
+    return out.to(x.dtype)
+
+
+def gated_delta_rule(
+    query: Tensor, key: Tensor, value: Tensor, log_decay: Tensor, beta: Tensor, lengths: Sequence[int]
+) -> Tensor:
+    """Return the outputs of the gated delta rule, a state per sequence and head (arXiv:2412.06464, eq. 10).
+
+    state_t = exp(log_decay_t) * state_{t-1} (I - beta_t k_t k_t^T) + beta_t v_t k_t^T; output_t = state_t q_t. Queries
+    and keys are normalised first, and queries divided by sqrt(key_dim). All is computed in float32 or wider.
+
+    Shapes: query and key [tokens, heads, key_dim], value [tokens, heads, value_dim], log_decay and beta [tokens,
+    heads], the sequences one after another with these `lengths`; returns [tokens, heads, value_dim].
+    """
+    chunks = _chunks(tuple(lengths), value.device)
+    q = _in_chunks(_normalised(query) * query.size(-1) ** -0.5, chunks)
+    k = _in_chunks(_normalised(key), chunks)
+    v = _in_chunks(widened(value), chunks)
+    decay = _in_chunks(widened(log_decay).unsqueeze(-1), chunks).squeeze(-1).cumsum(-1)
+    rate = _in_chunks(widened(beta).unsqueeze(-1), chunks)
+
+    ones = torch.ones(chunks.size, chunks.size, dtype=torch.bool, device=value.device)
+    # Masked before the exponential: later tokens would overflow, and their gradient would be NaN.
+    between = (decay.unsqueeze(-1) - decay.unsqueeze(-2)).masked_fill(ones.triu(1), -torch.inf).exp()
+    since_start = decay.exp().unsqueeze(-1)
+    # Tokens of a chunk correct each other: a triangular system, with ones on its diagonal that are not read.
+    system = (rate * (k @ k.mT) * between).tril(-1)
+    solved = torch.linalg.solve_triangular(
+        system, torch.cat([rate * v, rate * since_start * k], dim=-1), upper=False, unitriangular=True
+    )
+    new_values, read_keys = solved.split([v.size(-1), k.size(-1)], dim=-1)
+    scores = (q @ k.mT) * between
+    decayed_queries = q * since_start
+    last = decay[..., -1:]
+    decayed_keys = k * (last - decay).exp().unsqueeze(-1)
+    whole_decay = last.exp().unsqueeze(-1)
+
+    state = v.new_zeros(len(lengths), v.size(1), k.size(-1), v.size(-1))
+    outputs = []
+    for step in chunks.steps:
+        # Sequences are sorted by length, so those with a further chunk come first.
+        state = state[: len(step)]
+        written = new_values[step] - read_keys[step] @ state
+        outputs.append(decayed_queries[step] @ state + scores[step] @ written)
+        state = state * whole_decay[step] + decayed_keys[step].mT @ written
+    out = torch.cat(outputs)[chunks.order].transpose(1, 2).flatten(0, 1)
+    return out[chunks.places].to(value.dtype)
+
+
+def widened(x: Tensor) -> Tensor:
+    """Return `x` [*shape] in float32, or in its own type if that is wider."""
+    return x.to(torch.promote_types(x.dtype, torch.float32))
+
+
+def _normalised(x: Tensor) -> Tensor:
+    """Return vectors [..., channels] divided by their norm."""
+    wide = widened(x)
+    return wide * torch.rsqrt(wide.square().sum(-1, keepdim=True) + _NORM_EPSILON)
+
+
+def _in_chunks(x: Tensor, chunks: _Chunks) -> Tensor:
+    """Return [tokens, heads, channels] as [chunks, heads, chunk, channels], padded with zeros.
+
+    A zero key and rate leave the state unchanged, as does a zero log-decay.
+    """
+    padded = x.new_zeros(chunks.count * chunks.size, *x.shape[1:]).index_copy(0, chunks.places, x)
+    return padded.view(chunks.count, chunks.size, *x.shape[1:]).transpose(1, 2)
+
+
+# All layers and both passes of a row share the chunks, so few rows are in use at a time.
+@lru_cache(maxsize=16)
+def _chunks(lengths: tuple[int, ...], device: torch.device) -> _Chunks:
+    sizes = np.asarray(lengths, dtype=np.int64)
+    size = int(min(_CHUNK_TOKENS, sizes.max()))
+    counts = -(-sizes // size)
+    first = counts.cumsum() - counts
+    places = ranges(first * size, sizes)
+    longest_first = np.argsort(-counts, kind="stable")
+    steps = [first[longest_first[: int((counts > step).sum())]] + step for step in range(int(counts.max()))]
+    return _Chunks(
+        int(counts.sum()),
+        size,
+        torch.tensor(places, device=device),
+        tuple(torch.tensor(step, device=device) for step in steps),
+        torch.tensor(np.argsort(np.concatenate(steps)), device=device),
+    )

@@ -1,0 +1,42 @@
+"""Root-mean-square norms of the local spec, plain and zero-centred."""
+
+from __future__ import annotations
+
+import torch
+from megatron.core.transformer import TransformerConfig
+from torch import Tensor, nn
+
+
+class RMSNorm(nn.Module):
+    """y = x / rms(x) * weight over the last dimension (arXiv:1910.07467, eq. 4), computed in float32 or wider.
+
+    With the config's `layernorm_zero_centered_gamma` the factor is 1 + weight, in float32 too: adding 1 to the stored
+    weight would lose bits. Under sequence parallelism each tensor-parallel rank normalises its own tokens. The weight's
+    attribute `sequence_parallel` makes Megatron sum its gradient over these ranks. Megatron-Core 0.16.1's own norm for
+    the local spec supports neither.
+    """
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__()
+        self.eps = eps
+        self.is_zero_centered = config.layernorm_zero_centered_gamma
+        initial = torch.zeros if self.is_zero_centered else torch.ones
+        self.weight = nn.Parameter(initial(hidden_size, dtype=config.params_dtype))
+        # Megatron marks parameters by attributes that torch does not declare.
+        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.to(torch.promote_types(x.dtype, torch.float32))
+        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
+        if self.is_zero_centered:
+            return (normed * (1.0 + self.weight.to(wide.dtype))).to(x.dtype)
+        return normed.to(x.dtype) * self.weight
+
+
+class PlainRMSNorm(RMSNorm):
+    """The norm with weights centred at one, in models with zero-centred ones: delta-net's output norm."""
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
+        super().__init__(config, hidden_size, eps)
+        self.is_zero_centered = False
+        nn.init.ones_(self.weight)
