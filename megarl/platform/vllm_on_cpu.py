@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from megarl.platform import device, vllm_drafts_on_cpu
+from megarl.platform import delta_net_on_cpu, device, vllm_drafts_on_cpu
 from megarl.types import ConfigError
 
 ENVIRONMENT = {
@@ -81,12 +81,16 @@ def _adapt_to_cpu() -> None:
     from vllm.model_executor.layers import utils as linear_layers
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8, CPUUnquantizedExperts
+    from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
     from vllm.platforms.cpu import CpuPlatform
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     # If torch was imported before the variables were set, it has missed TORCH_COMPILE_DISABLE.
     torch._dynamo.config.disable = True
+    # The first delta-net layer registers its function as an operator of torch, by the types of its parameters. The type
+    # of this one is only known to vLLM.
+    delta_net_on_cpu.attend.__annotations__["layer_name"] = gdn_attention.LayerNameType
     replacements: list[tuple[Any, str, Any]] = [
         # It would pack each linear layer's weight and replace the parameter by an empty tensor.
         (linear_layers, "dispatch_cpu_unquantized_gemm", _keep_plain_weight),
@@ -94,6 +98,8 @@ def _adapt_to_cpu() -> None:
         (CPUUnquantizedExperts, "_supports_grouped_gemm", classmethod(lambda cls, moe_config: (True, None))),
         (CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None),
         (CPUUnquantizedExperts, "apply", _apply_plain_experts),
+        # Its kernels expect a packed convolution weight, as well as bfloat16 and head sizes of 64 or 128.
+        (gdn_attention, "cpu_gdn_attention_core", delta_net_on_cpu.attend),
         # vLLM supports FP8 on few CPUs; the substitutes below run on all.
         (CPUFp8BlockScaledMMKernel, "is_supported", classmethod(lambda cls, compute_capability=None: (True, None))),
         (

@@ -55,7 +55,7 @@ def test_no_family_has_loose_tensors(ranks: RankPool, tiny_model: Callable[..., 
     for built, loaded, notice in found.values():
         # Latent attention has one more module around it.
         names = {name.replace("mla_attn.mla_attn", "attn") for name in built}
-        assert "model.layers.0.self_attn.attn._k_scale_cpu" in names and loaded == []
+        assert any(name.endswith(".attn._k_scale_cpu") for name in names) and loaded == []
         assert built[0] in notice and "GiB a rank" in notice
 
 

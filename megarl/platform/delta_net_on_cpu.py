@@ -1,0 +1,138 @@
+"""Gated delta-nets of vLLM 0.30 on a machine without CUDA, computed by torch from the layer's own parameters.
+
+vLLM's kernels for CPUs need bfloat16, head sizes of 64 or 128 and a repacked convolution weight. With a plain weight
+they return wrong numbers without an error on CPUs with AVX-512 BF16. The substitute computes in float32.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+_NORM_EPSILON = 1e-6
+"""Added to the squared norm of queries and keys, as in vLLM's kernels."""
+
+
+class _Batch(NamedTuple):
+    """Sequences of one engine step: their states' slots [sequences], and the places of their tokens.
+
+    `lengths` [sequences] counts new tokens. `places` [tokens] indexes the tokens in [sequences, longest], flattened.
+    `has_state` [sequences]: whether earlier tokens of the sequence are in its state.
+    """
+
+    slots: Tensor
+    lengths: Tensor
+    longest: int
+    places: Tensor
+    has_state: Tensor
+
+    def padded(self, x: Tensor) -> Tensor:
+        """Return [tokens, ...] as float32 [sequences, longest, ...], padded with zeros."""
+        block = torch.zeros(len(self.lengths) * self.longest, *x.shape[1:]).index_copy(0, self.places, x.float())
+        return block.unflatten(0, (-1, self.longest))
+
+    def states(self, cache: Tensor) -> Tensor:
+        """Return the sequences' states in a cache [slots, ...]: float32 [sequences, ...], zero for new sequences."""
+        found = cache[self.slots].float()
+        # A slot holds the state of its last sequence, which may not be finite: replace, do not multiply.
+        return torch.where(self.has_state.view(-1, *[1] * (found.dim() - 1)), found, 0.0)
+
+    def tokens(self, x: Tensor) -> Tensor:
+        """Return [sequences, longest, ...] as [tokens, ...]."""
+        return x.flatten(0, 1)[self.places]
+
+
+def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer_name: Any) -> None:
+    """Write a delta-net's outputs into `core_attn_out` [tokens, heads, value_dim], and its states into its cache.
+
+    Replaces `cpu_gdn_attention_core`. Shapes: mixed_qkv [tokens, channels of queries, keys and values], a and b
+    [tokens, heads]. Raises NotImplementedError for speculative decoding.
+    """
+    from vllm.forward_context import get_forward_context
+    from vllm.utils.torch_utils import _resolve_layer_name
+
+    name = _resolve_layer_name(layer_name)
+    context: Any = get_forward_context()
+    # vLLM's profiling runs have no metadata.
+    if context.attn_metadata is None:
+        return
+    layer, metadata = context.no_compile_layers[name], context.attn_metadata[name]
+    if metadata.spec_sequence_masks is not None:
+        raise NotImplementedError("vLLM on CPU: speculative decoding of gated delta-nets is not supported.")
+    tokens = metadata.num_actual_tokens
+    if tokens == 0:
+        return
+    batch = _batch(metadata)
+    convolved = _convolved(layer, mixed_qkv[:tokens], batch)
+    core_attn_out[:tokens] = _delta_rule(layer, convolved, a[:tokens], b[:tokens], batch)
+
+
+def _batch(metadata: Any) -> _Batch:
+    starts = metadata.non_spec_query_start_loc
+    count = metadata.num_decodes + metadata.num_prefills
+    lengths = starts[: count + 1].diff().long()
+    longest = int(lengths.max())
+    is_token = torch.arange(longest) < lengths.unsqueeze(1)
+    # Sequences that decode always have a state.
+    has_state = torch.ones(count, dtype=torch.bool)
+    if metadata.num_prefills:
+        has_state[metadata.num_decodes :] = metadata.has_initial_state[metadata.num_decodes : count]
+    slots = metadata.non_spec_state_indices_tensor[:count].long()
+    return _Batch(slots, lengths, longest, is_token.flatten().nonzero().squeeze(1), has_state)
+
+
+def _convolved(layer: Any, x: Tensor, batch: _Batch) -> Tensor:
+    """Return the convolved and activated inputs, float32 [tokens, channels]; keep each sequence's last inputs.
+
+    `x` is [tokens, channels].
+    """
+    from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
+
+    cache = layer.kv_cache[0]
+    if is_conv_state_dim_first():
+        cache = cache.transpose(-1, -2)
+    weight = layer.conv1d.weight.flatten(1).float()
+    width = weight.size(1)
+    whole = torch.cat([batch.states(cache), batch.padded(x)], dim=1)
+    out = sum((whole[:, at : at + batch.longest] * weight[:, at] for at in range(width)), start=torch.zeros(()))
+    last = (batch.lengths.unsqueeze(1) + torch.arange(width - 1)).unsqueeze(-1).expand(-1, -1, whole.size(-1))
+    cache[batch.slots] = whole.gather(1, last).to(cache.dtype)
+    return F.silu(batch.tokens(out))
+
+
+def _delta_rule(layer: Any, convolved: Tensor, a: Tensor, b: Tensor, batch: _Batch) -> Tensor:
+    """Return the outputs of the gated delta rule, float32 [tokens, heads, value_dim]; update the states in the cache.
+
+    Shapes: convolved [tokens, channels], a and b [tokens, heads].
+    """
+    heads, keys = layer.num_v_heads // layer.tp_size, layer.num_k_heads // layer.tp_size
+    widths = [keys * layer.head_k_dim, keys * layer.head_k_dim, heads * layer.head_v_dim]
+    q, k, v = convolved.split(widths, dim=-1)
+    q, k = (_unit(x.unflatten(-1, (keys, -1))).repeat_interleave(heads // keys, dim=1) for x in (q, k))
+    decay = -layer.A_log.float().exp() * F.softplus(a.float() + layer.dt_bias.float())
+    queries, all_keys, values = (
+        batch.padded(q * layer.head_k_dim**-0.5),
+        batch.padded(k),
+        batch.padded(v.unflatten(-1, (heads, -1))),
+    )
+    # Padding follows a sequence's tokens. Its log-decay and rate of zero leave the state unchanged.
+    kept, rates = batch.padded(decay).exp()[..., None, None], batch.padded(b.float().sigmoid()).unsqueeze(-1)
+    cache = layer.kv_cache[1]
+    state = batch.states(cache)
+    outputs = []
+    for at in range(batch.longest):
+        state = state * kept[:, at]
+        key = all_keys[:, at].unsqueeze(-1)
+        missing = values[:, at] - (state @ key).squeeze(-1)
+        state = state + (rates[:, at] * missing).unsqueeze(-1) * key.mT
+        outputs.append((state @ queries[:, at].unsqueeze(-1)).squeeze(-1))
+    cache[batch.slots] = state.to(cache.dtype)
+    return batch.tokens(torch.stack(outputs, dim=1))
+
+
+def _unit(x: Tensor) -> Tensor:
+    """Return vectors [..., channels] divided by their norm."""
+    return x * torch.rsqrt(x.square().sum(-1, keepdim=True) + _NORM_EPSILON)
