@@ -120,6 +120,7 @@ def folders(tiny_model: Callable[..., Path]) -> dict[str, Path]:
     return {
         "dense": tiny_model(**(SETTINGS | DENSE)),
         "qwen2_moe": tiny_model(family="qwen2_moe", num_layers=4, num_kv_heads=2, **SETTINGS),
+        "deepseek_v3": tiny_model(family="deepseek_v3", num_layers=2, **SETTINGS),
     }
 
 
@@ -174,6 +175,7 @@ def transformers_logprobs(
         pytest.param("dense", {"pp": 2, "vpp": 2}, {"max_tokens_per_microbatch": 50}, id="pp2 vpp2"),
         pytest.param("dense", {"cp": 2}, {}, id="cp2"),
         pytest.param("dense", {"dp": 2}, {"max_tokens_per_microbatch": 30}, id="dp2"),
+        pytest.param("deepseek_v3", {"tp": 2}, {}, id="latent attention tp2"),
         pytest.param("qwen2_moe", {"tp": 2, "ep": 2}, {}, id="experts tp2 ep2"),
         pytest.param("qwen2_moe", {"etp": 2, "dp": 2}, {}, id="experts etp2 dp2"),
         pytest.param("qwen2_moe", {"tp": 2, "etp": 2, "ep": 2, "dp": 2}, {}, id="experts tp2 etp2 ep2 dp2"),
