@@ -35,7 +35,7 @@ def read(config: Mapping[str, Any]) -> Parts:
     num_layers, window = size(config, "num_hidden_layers"), size(config, "sliding_window", 128)
     alternating = [("sliding_attention", "full_attention")[layer % 2] for layer in range(num_layers)]
     fixed = {"attention_bias": True, "swiglu_alpha": _ALPHA, "swiglu_limit": _LIMIT, "tie_word_embeddings": False}
-    fixed |= {"layer_types": alternating}
+    fixed |= {"layer_types": alternating, "rms_norm_eps": 1e-5}
     for field, value in fixed.items():
         if config.get(field) not in (None, value):
             raise DataError(f"{field} is {shown(config[field])}; in vLLM 0.30 it is always {shown(value)}.")

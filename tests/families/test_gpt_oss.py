@@ -33,6 +33,7 @@ def test_fields_that_transformers_5_writes() -> None:
     ("fields", "message"),
     [
         ({"layer_types": ["full_attention"] * 24}, "layer_types is .* in vLLM 0.30 it is always"),
+        ({"rms_norm_eps": 1e-6}, "rms_norm_eps is 1e-06; in vLLM 0.30 it is always 1e-05"),
         ({"swiglu_limit": 8.0}, "swiglu_limit is 8.0; in vLLM 0.30 it is always 7.0"),
         ({"tie_word_embeddings": True}, "tie_word_embeddings is True; in vLLM 0.30 it is always False"),
         ({"attention_bias": False}, "attention_bias is False; in vLLM 0.30 it is always True"),
