@@ -203,8 +203,8 @@ class PackedAttention(nn.Module):
         has_window = is_layer_window_attention(size, layers, layer_number)  # pyright: ignore[reportArgumentType]
         self.window = size[0] + 1 if has_window and size else 0
         """Number of keys attended to by a query, its own included; 0: all earlier ones."""
-        assert config.kv_channels is not None
-        self.scale = float(config.kv_channels**-0.5 if softmax_scale is None else softmax_scale)
+        channels: Any = config.kv_channels
+        self.scale: float = channels**-0.5 if softmax_scale is None else softmax_scale
         self.cp_group = getattr(pg_collection, "cp", None)
         self.tp_group = getattr(pg_collection, "tp", None)
         # The name is that of Megatron's and Transformer Engine's own attention.
