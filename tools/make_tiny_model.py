@@ -35,10 +35,16 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5ForCausalLM,
+    Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeTextConfig,
+    Qwen3_5TextConfig,
     Qwen3Config,
     Qwen3ForCausalLM,
     Qwen3MoeConfig,
     Qwen3MoeForCausalLM,
+    Qwen3NextConfig,
+    Qwen3NextForCausalLM,
     SeedOssConfig,
     SeedOssForCausalLM,
 )
@@ -52,6 +58,9 @@ FAMILIES = {
     "qwen2_moe": (Qwen2MoeConfig, Qwen2MoeForCausalLM),
     "qwen3_moe": (Qwen3MoeConfig, Qwen3MoeForCausalLM),
     "glm4_moe": (Glm4MoeConfig, Glm4MoeForCausalLM),
+    "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
+    "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
+    "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
@@ -60,8 +69,11 @@ FAMILIES = {
 
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 """Families with latent attention, a sigmoid router and a dense first layer."""
-UNTIED = ("glm4_moe", "gpt_oss", *LATENT)
+WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
+UNTIED = ("glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *LATENT)
 """Families that never tie embeddings and output head."""
+WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+"""Families with three gated delta-nets to one attention. They need four layers."""
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -145,9 +157,9 @@ def expert_fields(family: str, num_experts: int, experts_per_token: int, interme
         "num_experts": num_experts,
         "num_experts_per_tok": experts_per_token,
         "moe_intermediate_size": intermediate_size,
-        "norm_topk_prob": family == "qwen3_moe",
+        "norm_topk_prob": family != "qwen2_moe",
     }
-    if family == "qwen2_moe":
+    if family != "qwen3_moe":
         fields["shared_expert_intermediate_size"] = 2 * intermediate_size
     return fields
 
@@ -245,7 +257,15 @@ def make_tiny_model(
                 "beta_slow": 1.0, "original_max_position_embeddings": max_position_embeddings // 4}  # fmt: skip
         own_fields |= {"rope_parameters": rope, "sliding_window": 16, "num_local_experts": num_experts}
         own_fields |= {"num_experts_per_tok": experts_per_token}
-    if family.endswith("_moe"):
+    if family in WITH_DELTA_NETS:
+        # One value head's size differs from a key head's, and two value heads share a key head: an exchange shows.
+        own_fields |= {
+            "linear_num_key_heads": num_heads,
+            "linear_num_value_heads": 2 * num_heads,
+            "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24,
+        }
+    if family in WITH_EXPERTS:
         own_fields |= expert_fields(family, num_experts, experts_per_token, expert_intermediate_size)
     if family in LATENT:
         num_kv_heads = num_heads

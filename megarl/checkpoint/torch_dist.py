@@ -12,7 +12,7 @@ import pickle
 import re
 from argparse import Namespace
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from typing import Any
 
@@ -68,6 +68,8 @@ class Parameter:
     leading_shape: tuple[int, ...]
     layer: int = -1
     expert: int = -1
+    block_key: str = ""
+    """The ending of the key, if `rule` has a single block of the parameter."""
     layer_in_key: bool = False
     """Whether the key has the layer's number. Megatron-Core does so if layers differ in their parameters."""
 
@@ -78,6 +80,8 @@ class Parameter:
         name = self.rule.parameter if self.rule.is_expert or variant is None else variant.parameter
         layer = f"{self.layer}." if self.layer_in_key else ""
         key = name.replace("{layer}.", layer).replace(".local_experts.{expert}.", ".experts.")
+        if self.block_key:
+            return (f"{key}.{self.block_key}",)
         if name == "decoder.layers.{layer}.pre_mlp_layernorm.weight":
             # Megatron-Core 0.16.1: the local spec renames the norm before a router as if it were fused into linear_fc1.
             # Transformer Engine's spec does not.
@@ -122,8 +126,17 @@ def parameters(model: ModelShape) -> Iterator[Parameter]:
             experts = (model.num_experts,) if rule.is_expert else ()
             for expert in range(model.num_experts) if rule.is_expert else (-1,):
                 leading = (*(() if layer_in_key else (layer,)), *((expert,) if rule.is_expert else ()))
-                yield Parameter(rule, leading, (*layers, *experts), layer, expert, layer_in_key)
+                for part, block_key in _blocks(rule):
+                    yield Parameter(part, leading, (*layers, *experts), layer, expert, block_key, layer_in_key)
     yield from (Parameter(rule, (), ()) for rule in rules if rule.place == "last_stage")
+
+
+def _blocks(rule: Rule) -> Iterator[tuple[Rule, str]]:
+    """Yield a rule with an empty ending, or each of its blocks as a rule of its own with the ending of its key."""
+    if not rule.block_keys:
+        yield rule, ""
+    for block, key in zip(rule.blocks if rule.block_keys else (), rule.block_keys, strict=True):
+        yield replace(rule, blocks=(block,)), key
 
 
 def split(
@@ -181,10 +194,11 @@ def _boxes(rule: Rule, shape: tuple[int, ...], layouts: MegatronLayouts, limit: 
 def extra_states(model: ModelShape) -> Iterator[str]:
     """Yield the keys of the extra states that Megatron-Core's linear layers require, each stored as `[None]`."""
     for parameter in parameters(model):
-        module, _, kind = parameter.keys[0].rpartition(".")
+        key = parameter.keys[0].removesuffix(f".{parameter.block_key}")
+        module, _, kind = key.rpartition(".")
         # Linear layers of Megatron-Core 0.16.1 save an extra state with each weight (Transformer Engine: the FP8 state)
         # and look for it when loading.
-        if kind == "weight" and re.search(r"linear_(qkv|proj|fc1|fc2)$", module):
+        if kind == "weight" and re.search(r"linear_(qkv|proj|fc1|fc2)$|\.(in|out)_proj$", module):
             # Without a leading dimension, Megatron-Core counts one object.
             leading = (parameter.leading, parameter.leading_shape) if parameter.leading else ((0,), (1,))
             place, of = (".".join(map(str, numbers)) for numbers in leading)

@@ -16,6 +16,8 @@ from pydantic import ValidationError
 from megarl.config import RolloutConfig
 from megarl.config.library_settings import decided
 from megarl.config.override import engine_overrides
+from megarl.families import FAMILIES
+from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import read_object
 from megarl.files.nearest import nearest
 from megarl.platform import device, vllm_on_cpu
@@ -112,8 +114,11 @@ def engine_arguments(
         # vLLM 0.30 enables this pass on Hopper for two or more ranks. FlashInfer compiles its kernel at the engine's
         # start, and needs a CUDA toolkit for it.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
+    arguments |= _state_arguments(model_path, override)
     fields = read_object(Path(model_path) / "config.json")
     changes = engine_overrides(fields, override) if override else {}
+    if architecture := FAMILIES[read_model_shape(model_path, override).family].engine_architecture:
+        changes |= {"architectures": [architecture]}
     if fields.get("quantization_config") is not None:
         arguments["hf_overrides"] = partial(_as_plain, changes)
     elif changes:
@@ -126,6 +131,18 @@ def _as_plain(changes: Mapping[str, Any], config: Any) -> Any:
     config.update(dict(changes))
     del config.quantization_config
     return config
+
+
+def _state_arguments(model_path: str, override: Mapping[str, Any] | None) -> dict[str, Any]:
+    """Return the arguments for models with a state per sequence; an empty dict for others."""
+    if read_model_shape(model_path, override).linear_attention is None:
+        return {}
+    return {
+        # vLLM 0.30 caches prefixes of such models in whole chunks of a prefill alone, and refuses them without chunks.
+        "enable_prefix_caching": False,
+        # The trainer's states are float32. In bfloat16 they would be rounded at every token.
+        "mamba_ssm_cache_dtype": "float32",
+    }
 
 
 def _quantization(config: RolloutConfig) -> dict[str, Any]:

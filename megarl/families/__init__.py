@@ -8,6 +8,7 @@ one line of FAMILIES.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 from itertools import combinations
 from typing import TYPE_CHECKING
 
@@ -21,13 +22,16 @@ from megarl.families import (
     qwen2,
     qwen2_moe,
     qwen3,
+    qwen3_5,
     qwen3_moe,
+    qwen3_next,
     seed_oss,
 )
 from megarl.families.family import Family
 from megarl.families.names import TensorName, in_order
 from megarl.families.packed import Alias
 from megarl.families.rules import Rule, overlap
+from megarl.families.stacks import Stack
 
 if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
@@ -42,7 +46,12 @@ FAMILIES: dict[str, Family] = {
     "qwen2": qwen2.FAMILY,
     "qwen2_moe": qwen2_moe.FAMILY,
     "qwen3": qwen3.FAMILY,
+    "qwen3_5": qwen3_5.DENSE,
+    "qwen3_5_moe": qwen3_5.EXPERTS,
+    "qwen3_5_moe_text": qwen3_5.EXPERTS_TEXT,
+    "qwen3_5_text": qwen3_5.DENSE_TEXT,
     "qwen3_moe": qwen3_moe.FAMILY,
+    "qwen3_next": qwen3_next.FAMILY,
     "seed_oss": seed_oss.FAMILY,
 }
 """Families by the `model_type` of config.json."""
@@ -50,12 +59,38 @@ FAMILIES: dict[str, Family] = {
 
 def rules_of(model: ModelShape) -> tuple[Rule, ...]:
     """Return the rules of a model's family. Raises ValueError if two rules describe the same Megatron parameter."""
-    rules = FAMILIES[model.family].rules(model)
+    family = FAMILIES[model.family]
+    rules = tuple(rule.renamed(partial(_with_prefix, family.prefix)) for rule in family.rules(model))
     # A later rule would silently replace an earlier one in tables by name.
     for first, second in combinations(rules, 2):
         if first.parameter == second.parameter and overlap(first, second):
             raise ValueError(f"family {model.family} has two rules for {first.parameter}")
     return rules
+
+
+def stacks_of(model: ModelShape) -> tuple[Stack, ...]:
+    """Return vLLM's parameters by the page of a model's family, those of tensors without a rule included."""
+    family = FAMILIES[model.family]
+    rename = partial(_with_prefix, family.prefix)
+    return tuple(
+        stack._replace(parts=tuple(part._replace(tensor=rename(part.tensor)) for part in stack.parts))
+        for stack in family.stacks(model)
+    )
+
+
+def live_name(template: str, model: ModelShape) -> str:
+    """Return vLLM's name of a tensor that it stores under its own name. vLLM removes prefixes other than `model.`."""
+    prefix = FAMILIES[model.family].prefix
+    return "model." + template.removeprefix(prefix) if template.startswith(prefix) else template
+
+
+def checkpoint_name(name: str, model: ModelShape) -> str:
+    """Return the name in checkpoints of a tensor named as on a family's page."""
+    return _with_prefix(FAMILIES[model.family].prefix, name)
+
+
+def _with_prefix(prefix: str, name: str) -> str:
+    return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
 
 def templates_of(model: ModelShape) -> dict[str, tuple[int, ...]]:

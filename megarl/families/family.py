@@ -41,6 +41,12 @@ class Family:
     tensors without a stack are stored whole on every rank."""
     settings: Callable[[ModelShape], Mapping[str, Any]] = no_settings
     """Function to fields of Megatron's TransformerConfig of this family alone."""
+    section: str = ""
+    """The field of config.json with the language model's sizes, such as `text_config`. Empty: config.json itself."""
+    prefix: str = "model."
+    """The beginning of tensor names in checkpoints. Pages write `model.`; `families.rules_of` replaces it."""
+    engine_architecture: str = ""
+    """vLLM's architecture for the language model alone. Empty: that of config.json."""
     kept: tuple[str, ...] = ()
     """Prefixes of tensors that are neither trained nor sampled, such as `visual.`. An export copies them from the base
     model, byte for byte. The layers of `ModelShape.num_kept_layers` are kept too."""

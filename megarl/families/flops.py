@@ -31,7 +31,17 @@ def _layer_weights(shape: ModelShape, kind: LayerKind) -> int:
         # The router has one row for each expert.
         router = shape.hidden_size * shape.num_experts
     # A gated layer has three matrices: gate, up and down.
-    return shape.attention.projection_elements(shape.hidden_size) + 3 * shape.hidden_size * feed_forward + router
+    return _mixer_weights(shape, kind) + 3 * shape.hidden_size * feed_forward + router
+
+
+def _mixer_weights(shape: ModelShape, kind: LayerKind) -> int:
+    """Return the multiply-adds of one token in a layer's attention, without scores, or in its delta-net."""
+    linear = shape.linear_attention
+    if kind.mixer == "attention" or linear is None:
+        return shape.attention.projection_elements(shape.hidden_size)
+    # A state is read for the key, written, and read for the query: arXiv:2412.06464, eq. 10.
+    rule = 3 * linear.state_numbers + linear.width * linear.convolved_channels
+    return linear.projection_elements(shape.hidden_size) + rule
 
 
 def attention_flops(shape: ModelShape) -> float:

@@ -29,6 +29,8 @@ class GroupedQuery:
     """Whether the query, key and value projections have biases."""
     qk_norm: bool = False
     """Whether each query and key head has an RMSNorm."""
+    has_output_gate: bool = False
+    """Whether the query projection has a gate of each query head too, which scales the attention's output."""
 
     @property
     def score_channels(self) -> int:
@@ -47,7 +49,8 @@ class GroupedQuery:
 
     def projection_elements(self, hidden_size: int) -> int:
         """Return the weights of one layer's projections, without biases."""
-        return 2 * hidden_size * (self.num_heads + self.num_kv_heads) * self.head_dim
+        gates = self.num_heads if self.has_output_gate else 0
+        return hidden_size * (2 * (self.num_heads + self.num_kv_heads) + gates) * self.head_dim
 
     def cached_numbers(self, tp: int) -> int:
         """Return the numbers per token and layer in the KV cache of one of `tp` engine ranks."""
@@ -115,6 +118,46 @@ class Latent:
 
 
 @dataclass(frozen=True, slots=True)
+class DeltaNet:
+    """Gated delta-net (arXiv:2412.06464): linear attention with a state per value head."""
+
+    num_key_heads: int
+    """Heads of queries, and of keys. Each serves num_value_heads / num_key_heads value heads."""
+    num_value_heads: int
+    key_dim: int
+    """Channels of a query or key head."""
+    value_dim: int
+    """Channels of a value head."""
+    width: int
+    """Tokens seen by the causal convolution, the current one included."""
+
+    @property
+    def key_channels(self) -> int:
+        """Return the channels of all keys. Queries have equally many."""
+        return self.num_key_heads * self.key_dim
+
+    @property
+    def value_channels(self) -> int:
+        """Return the channels of all values: also of the output gates, and of the output projection's input."""
+        return self.num_value_heads * self.value_dim
+
+    @property
+    def convolved_channels(self) -> int:
+        """Return the channels of queries, keys and values together."""
+        return 2 * self.key_channels + self.value_channels
+
+    @property
+    def state_numbers(self) -> int:
+        """Return the numbers in the state of one sequence."""
+        return self.num_value_heads * self.key_dim * self.value_dim
+
+    def projection_elements(self, hidden_size: int) -> int:
+        """Return the weights of one layer's projections: queries, keys, values, gates, two rates a head, output."""
+        inputs = self.convolved_channels + self.value_channels + 2 * self.num_value_heads
+        return hidden_size * (inputs + self.value_channels)
+
+
+@dataclass(frozen=True, slots=True)
 class Router:
     """The router of a mixture of experts, and the sizes of its experts."""
 
@@ -151,3 +194,7 @@ class Parts(NamedTuple):
     """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
     num_kept_layers: int = 0
     """Layers after the last one in the checkpoint. They are neither trained nor sampled (multi-token prediction)."""
+    linear_attention: DeltaNet | None = None
+    """The linear attention of layers with this mixer."""
+    has_zero_centered_norms: bool = False
+    """Whether norms multiply by 1 + weight."""

@@ -42,9 +42,9 @@ def read_experts(
     """Return the parts of a Qwen model with softmax-routed experts in all or some layers."""
     dense = read_dense(config, qkv_bias=qkv_bias, qk_norm=qk_norm, windows=windows)
     found = [kind.window for kind in dense.kinds] or [0] * size(config, "num_hidden_layers")
-    has_experts = _experts_of_layers(config, len(found))
+    has_experts = experts_of_layers(config, len(found))
     kinds = tuple(LayerKind(has_experts=here, window=window) for here, window in zip(has_experts, found, strict=True))
-    return dense._replace(router=_softmax_router(config), kinds=uniform(kinds))
+    return dense._replace(router=softmax_router(config), kinds=uniform(kinds))
 
 
 def uniform(kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
@@ -138,7 +138,8 @@ def sigmoid_router(config: Mapping[str, Any]) -> Router:
 Read = Callable[[Mapping[str, Any]], Parts]
 
 
-def _softmax_router(config: Mapping[str, Any]) -> Router:
+def softmax_router(config: Mapping[str, Any]) -> Router:
+    """Return the router of Qwen's kind: softmax scores, and a gated shared expert if there is one."""
     # Qwen2-MoE's rules always have QKV biases; transformers makes them optional by this field.
     if config.get("qkv_bias") is False:
         raise DataError("qkv_bias false is not supported.")
@@ -155,7 +156,7 @@ def _softmax_router(config: Mapping[str, Any]) -> Router:
     )
 
 
-def _experts_of_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
+def experts_of_layers(config: Mapping[str, Any], num_layers: int) -> list[bool]:
     """Return which layers have experts, by `mlp_only_layers` and `decoder_sparse_step`. Raises DataError for none."""
     dense = config.get("mlp_only_layers") or []
     if not isinstance(dense, list) or any(type(layer) is not int or not 0 <= layer < num_layers for layer in dense):

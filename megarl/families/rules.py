@@ -10,6 +10,7 @@ ends inside a group or a head. Its gate and up halves are two blocks.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
@@ -50,7 +51,8 @@ class Rule:
     Transformer Engine's layers if it differs. With `is_expert`, expert parallelism distributes the experts, and
     expert-tensor parallelism splits each. `layers` are the layers with this parameter, numbered from 0; None: all. Two
     rules may have the same tensors or the same parameter in different layers. `is_buffer`: a buffer of Megatron's
-    module, never trained. `dtype`: that of the model, or always float32.
+    module, never trained. `dtype`: that of the model, or always float32. `block_keys`: endings of the keys in
+    Megatron's checkpoints, if these store each block as a tensor of its own.
     """
 
     parameter: str
@@ -64,10 +66,17 @@ class Rule:
     layers: frozenset[int] | None = None
     is_buffer: bool = False
     dtype: Literal["model", "float32"] = "model"
+    block_keys: tuple[str, ...] = ()
 
     def has_layer(self, layer: int) -> bool:
         """Return whether a layer has this parameter. Outside of layers, `layer` is -1."""
         return layer < 0 or self.layers is None or layer in self.layers
+
+    def renamed(self, rename: Callable[[str], str]) -> Rule:
+        """Return the rule with other names of the Hugging Face tensors."""
+        tensors = tuple((rename(name), shape) for name, shape in self.tensors)
+        blocks = tuple(tuple(replace(part, tensor=rename(part.tensor)) for part in block) for block in self.blocks)
+        return replace(self, tensors=tensors, blocks=blocks)
 
     def resolved(self, transformer_engine: bool) -> Rule:
         """Return the rule of this parameter in one kind of layers: Transformer Engine's, or Megatron's own."""
@@ -128,23 +137,34 @@ def gate_up(parameter: str, gate: str, up: str, shape: tuple[int, int]) -> Rule:
 def query_groups(parameter: str, q: str, k: str, v: str, model: ModelShape, features: tuple[int, ...]) -> Rule:
     """Return the rule of Megatron's fused QKV projection: for each key-value head its query heads, its key, its value.
 
+    With output gates, the gates of a group follow its query heads. In the checkpoint each gate follows its own head.
     `features` is `(hidden_size,)` for the weight, `()` for the bias. The whole is split into equal parts. With fewer
     key-value heads than ranks, a part may begin or end inside a head.
     """
-    width = model.head_dim
-    queries = model.num_heads // model.num_kv_heads * width
+    width, heads = model.head_dim, model.num_heads // model.num_kv_heads
     block = tuple(
         segment
         for group in range(model.num_kv_heads)
         for segment in (
-            Segment(q, group * queries, (group + 1) * queries),
+            *_queries(q, range(group * heads, (group + 1) * heads), width, model.attention.has_output_gate),
             Segment(k, group * width, (group + 1) * width),
             Segment(v, group * width, (group + 1) * width),
         )
     )
     key_shape = (model.num_kv_heads * width, *features)
-    tensors = ((q, (model.num_heads * width, *features)), (k, key_shape), (v, key_shape))
+    query_rows = model.num_heads * width * (2 if model.attention.has_output_gate else 1)
+    tensors = ((q, (query_rows, *features)), (k, key_shape), (v, key_shape))
     return Rule(parameter, "every_layer", tensors, 0, (block,))
+
+
+def _queries(q: str, heads: range, width: int, has_gates: bool) -> tuple[Segment, ...]:
+    """Return the query heads of a group, then their gates if there are any."""
+    if not has_gates:
+        return (Segment(q, heads.start * width, heads.stop * width),)
+    kinds = ((0, width), (width, 2 * width))
+    return tuple(
+        Segment(q, 2 * head * width + start, 2 * head * width + stop) for start, stop in kinds for head in heads
+    )
 
 
 def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate") -> tuple[Rule, ...]:

@@ -11,7 +11,7 @@ from typing import Any
 from megarl.config.override import overridden
 from megarl.families import FAMILIES
 from megarl.families.config_values import COPY_AGAIN, flag, mapping, positive, shown, size
-from megarl.families.parts import GroupedQuery, Latent, LayerKind, Router
+from megarl.families.parts import DeltaNet, GroupedQuery, Latent, LayerKind, Parts, Router
 from megarl.families.published import PUBLISHED, published_name
 from megarl.families.rotary import Rotary
 from megarl.files.model_folder import missing_folder, read_object
@@ -43,6 +43,10 @@ class ModelShape:
     """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
     num_kept_layers: int = 0
     """Layers after the last one in the checkpoint. They are neither trained nor sampled (multi-token prediction)."""
+    linear_attention: DeltaNet | None = None
+    """The linear attention of layers with this mixer."""
+    has_zero_centered_norms: bool = False
+    """Whether norms multiply by 1 + weight."""
     has_value_head: bool = False
     """Whether a value head (critic, reward model) replaces the output layer."""
 
@@ -167,6 +171,10 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     has_value_head = architecture.endswith(VALUE_HEAD)
     name = _family_name(architecture)
     family = FAMILIES[name]
+    if family.section:
+        # The whole model's field decides whether its embedding is tied.
+        tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
+        config = {**mapping(config, family.section), **tied, "architectures": [architecture]}
     _check_supported(config, architecture)
     _check_quantisation(config, family.reads_mxfp4)
     parts = family.read(config)
@@ -174,7 +182,8 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
         family=name,
         hidden_size=size(config, "hidden_size"),
         # Missing fields below have the defaults of transformers' configuration classes.
-        intermediate_size=size(config, "intermediate_size"),
+        # Models with experts everywhere need no such size.
+        intermediate_size=size(config, "intermediate_size", 0 if _has_only_experts(parts) else None),
         num_layers=size(config, "num_hidden_layers"),
         vocab_size=size(config, "vocab_size"),
         tie_word_embeddings=flag(config, "tie_word_embeddings"),
@@ -186,8 +195,14 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     return shape.with_value_head() if has_value_head else shape
 
 
+def _has_only_experts(parts: Parts) -> bool:
+    return parts.router is not None and all(kind.has_experts for kind in parts.kinds)
+
+
 def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:
     """Raise DataError for a changed field not read by this model."""
+    if override and (section := FAMILIES[shape.family].section):
+        raise DataError(f"{next(iter(override))} would not change {section}; edit config.json instead.")
     idle = [name for name in ("num_experts_per_tok", "norm_topk_prob") if name in override]
     if idle and not shape.num_experts:
         raise DataError(f"{idle[0]} does nothing in a dense model; leave it out.")
@@ -197,7 +212,12 @@ def sizes_of(model: ModelShape, tensor: str) -> str:
     """Return the config.json fields and values that set a Hugging Face tensor's shape, for messages: `intermediate_size
     17408`.
     """
+    linear = model.linear_attention
     names = {
+        "linear_attn": {
+            "linear_num_key_heads": linear.num_key_heads if linear else 0,
+            "linear_num_value_heads": linear.num_value_heads if linear else 0,
+        },
         "self_attn": {"num_attention_heads": model.num_heads, "num_key_value_heads": model.num_kv_heads},
         "shared_expert": {"the shared expert's intermediate size": model.shared_intermediate_size},
         "experts": {"moe_intermediate_size": model.moe_intermediate_size},

@@ -11,13 +11,15 @@ _LAYER = "model.layers.{layer}."
 
 
 class Part(NamedTuple):
-    """One tensor of a stack, and its split over ranks along the stack's split dimension.
+    """One tensor of a stack, or a range of it, and its split over ranks along the stack's split dimension.
 
     With `first`, the first rank of those that share an expert has the tensor, the others have zeros.
     """
 
     tensor: str
     split: Literal["even", "heads", "vocabulary", "copy", "first"]
+    rows: tuple[int, int] | None = None
+    """First row and end of the range. None: the whole tensor."""
 
 
 class Stack(NamedTuple):

@@ -205,6 +205,7 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
     return (
         scaled
         | _window_settings(shape)
+        | _linear_attention_settings(shape)
         | {
             "num_layers": shape.num_layers,
             "hidden_size": shape.hidden_size,
@@ -215,7 +216,9 @@ def _model_settings(shape: ModelShape) -> dict[str, Any]:
             "add_bias_linear": False,
             "add_qkv_bias": attention.qkv_bias,
             "qk_layernorm": attention.qk_norm,
+            "attention_output_gate": attention.has_output_gate,
             "normalization": "RMSNorm",
+            "layernorm_zero_centered_gamma": shape.has_zero_centered_norms,
             "layernorm_epsilon": shape.norm_epsilon,
             "gated_linear_unit": True,
             "activation_func": F.silu,
@@ -247,6 +250,21 @@ def _latent_settings(attention: Latent, shape: ModelShape) -> dict[str, Any]:
         "rotary_base": shape.rotary.theta,
         "rotary_scaling_factor": shape.rotary.factor,
         "mscale_all_dim": shape.rotary.score_mscale,
+    }
+
+
+def _linear_attention_settings(shape: ModelShape) -> dict[str, Any]:
+    linear = shape.linear_attention
+    if linear is None:
+        return {}
+    # Without the field `experimental_attention_variant`, which makes Megatron-Core 0.16.1 refuse context parallelism.
+    return {
+        "linear_attention_freq": [int(kind.mixer == "linear_attention") for kind in shape.layers],
+        "linear_conv_kernel_dim": linear.width,
+        "linear_key_head_dim": linear.key_dim,
+        "linear_value_head_dim": linear.value_dim,
+        "linear_num_key_heads": linear.num_key_heads,
+        "linear_num_value_heads": linear.num_value_heads,
     }
 
 

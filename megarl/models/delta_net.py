@@ -43,16 +43,20 @@ class DeltaNet(GatedDeltaNet):
     one returns the outputs to the tokens' ranks. So states cross no ranks, and results are those without it.
     """
 
+    # Megatron declares these sizes as optional.
+    num_key_heads: Any
+    num_value_heads: Any
+    key_head_dim: Any
+    value_head_dim: Any
+    out_norm: Any
+
     def __init__(self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, **settings: Any) -> None:
         # The constructor refuses to run without FLA's kernels. This forward pass has a substitute in torch.
         gated_delta_net.HAVE_FLA = True
         super().__init__(config, submodules, **settings)
         self.cp_group: Any = self.pg_collection.cp
-        self.num_local_heads = self.num_value_heads // self.tp_size // self.cp_group.size()
-        """Value heads computed on this rank."""
-        self.out_norm: Any
 
-    def forward(
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  (Megatron's has parameters without use here)
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: PackedRow, **_: Any
     ) -> tuple[Tensor, Tensor | None]:
         """Return the layer's output [tokens, 1, hidden_size] and its bias, None.

@@ -26,7 +26,7 @@ class _Chunks(NamedTuple):
     [sequences] computed in it, longest sequence first. `order` [chunks] sorts the outputs of all steps by chunk.
     """
 
-    count: int
+    num_chunks: int
     size: int
     places: Tensor
     steps: tuple[Tensor, ...]
@@ -111,8 +111,8 @@ def _in_chunks(x: Tensor, chunks: _Chunks) -> Tensor:
 
     A zero key and rate leave the state unchanged, as does a zero log-decay.
     """
-    padded = x.new_zeros(chunks.count * chunks.size, *x.shape[1:]).index_copy(0, chunks.places, x)
-    return padded.view(chunks.count, chunks.size, *x.shape[1:]).transpose(1, 2)
+    padded = x.new_zeros(chunks.num_chunks * chunks.size, *x.shape[1:]).index_copy(0, chunks.places, x)
+    return padded.view(chunks.num_chunks, chunks.size, *x.shape[1:]).transpose(1, 2)
 
 
 # All layers and both passes of a row share the chunks, so few rows are in use at a time.

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 from megatron.core.models.gpt.gpt_layer_specs import (
     get_gpt_layer_local_spec,
     get_gpt_layer_with_transformer_engine_spec,
@@ -12,36 +11,17 @@ from megatron.core.models.gpt.gpt_layer_specs import (
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_block import TransformerBlockSubmodules, get_num_layers_to_build
 from megatron.core.transformer.transformer_layer import get_transformer_layer_offset
-from torch import Tensor, nn
 
 from megarl.families.parts import LayerKind
 from megarl.families.shape import ModelShape
 from megarl.models import latent_attention
 from megarl.models.attention import PackedAttention
 from megarl.models.configuration import uses_transformer_engine
+from megarl.models.delta_net import with_delta_net
 from megarl.models.expert_balance import UpdateRouter, needs_update_router
 from megarl.models.experts import OwnOutput
-
-
-class RMSNorm(nn.Module):
-    """y = x / rms(x) * weight over the last dimension (arXiv:1910.07467, eq. 4), computed in float32.
-
-    Under sequence parallelism each tensor-parallel rank normalises its own tokens. The weight's attribute
-    `sequence_parallel` makes Megatron sum its gradient over these ranks. Megatron-Core 0.16.1's own norm for the local
-    spec supports no sequence parallelism.
-    """
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
-        super().__init__()
-        self.eps = eps
-        self.weight = nn.Parameter(torch.ones(hidden_size, dtype=config.params_dtype))
-        # Megatron marks parameters by attributes that torch does not declare.
-        self.weight.sequence_parallel = config.sequence_parallel  # pyright: ignore[reportAttributeAccessIssue]
-
-    def forward(self, x: Tensor) -> Tensor:
-        wide = x.float()
-        normed = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + self.eps)
-        return normed.to(x.dtype) * self.weight
+from megarl.models.gated_attention import GatedAttention
+from megarl.models.norms import RMSNorm
 
 
 def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> Any:
@@ -96,6 +76,11 @@ def _layer_spec(config: TransformerConfig, kind: LayerKind) -> Any:
             attention.q_layernorm = attention.k_layernorm = RMSNorm
         if kind.has_experts and config.add_bias_linear:
             modules.mlp.submodules.experts.submodules.linear_fc2 = OwnOutput
+    if config.attention_output_gate and kind.mixer == "attention":
+        gated: Any = layer.submodules
+        gated.self_attention.module = GatedAttention
+    if kind.mixer == "linear_attention":
+        layer = with_delta_net(layer, transformer_engine=uses_transformer_engine())
     if kind.has_experts and needs_update_router(config):
         feed_forward: Any = layer.submodules
         feed_forward.mlp.submodules.router = UpdateRouter

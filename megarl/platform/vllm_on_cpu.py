@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from megarl.platform import delta_net_on_cpu, device, vllm_drafts_on_cpu
+from megarl.platform import absent_torchvision, delta_net_on_cpu, device, vllm_drafts_on_cpu
 from megarl.types import ConfigError
 
 ENVIRONMENT = {
@@ -83,14 +83,16 @@ def _adapt_to_cpu() -> None:
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8, CPUUnquantizedExperts
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
     from vllm.model_executor.layers.rotary_embedding.base import RotaryEmbedding
+    from vllm.model_executor.models import registry
     from vllm.platforms.cpu import CpuPlatform
+    from vllm.utils.torch_utils import LayerNameType
     from vllm.v1.worker.cpu_worker import CPUWorker
 
     # If torch was imported before the variables were set, it has missed TORCH_COMPILE_DISABLE.
     torch._dynamo.config.disable = True
     # The first delta-net layer registers its function as an operator of torch, by the types of its parameters. The type
     # of this one is only known to vLLM.
-    delta_net_on_cpu.attend.__annotations__["layer_name"] = gdn_attention.LayerNameType
+    delta_net_on_cpu.attend.__annotations__["layer_name"] = LayerNameType
     replacements: list[tuple[Any, str, Any]] = [
         # It would pack each linear layer's weight and replace the parameter by an empty tensor.
         (linear_layers, "dispatch_cpu_unquantized_gemm", _keep_plain_weight),
@@ -116,6 +118,8 @@ def _adapt_to_cpu() -> None:
             "cpu_attention_with_kv_cache",
             _with_sinks_of_any_type(_custom_ops.cpu_attention_with_kv_cache),
         ),
+        # It would import the model's class in a process without these patches.
+        (registry, "_run_in_subprocess", lambda function: function()),
         # Use gloo: vLLM's shared-memory communicator busy-waits, and its segments remain after a crash.
         (CpuCommunicator, "_all_group_ranks_share_shm_group_name", lambda self: False),
         # It would bind all memory of the process, including the trainer's, to one NUMA node.
@@ -127,6 +131,8 @@ def _adapt_to_cpu() -> None:
     for owner, name, replacement in replacements:
         setattr(owner, name, replacement)
     vllm_drafts_on_cpu.install()
+    # Only now: transformers, imported by vLLM above, asks for torchvision once and must not find it.
+    absent_torchvision.install()
 
 
 def _keep_plain_weight(layer: Any, remove_weight: bool) -> None:

@@ -359,6 +359,23 @@ def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 @checks("trainer")
+def linear_attention_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield faults of a layout that gated delta-nets cannot take."""
+    linear, trainer = shape.linear_attention, recipe.trainer
+    if linear is None:
+        return
+    if linear.num_key_heads % (trainer.tp * trainer.cp) and linear.num_key_heads % trainer.tp == 0:
+        yield (
+            f"trainer.cp = {trainer.cp}: context parallelism splits the heads of delta-nets; their "
+            f"{linear.num_key_heads // trainer.tp} key heads on a tensor-parallel rank are not a multiple of it; use "
+            f"{either(_divisors(linear.num_key_heads // trainer.tp))}"
+        )
+    # Megatron-Core 0.16.1 sums the gradient of their output norm over tensor-parallel ranks only then.
+    if trainer.tp > 1 and trainer.sequence_parallel is False:
+        yield f"trainer.sequence_parallel = False: delta-nets at trainer.tp {trainer.tp} need it; leave it out"
+
+
+@checks("trainer")
 def expert_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     trainer = recipe.trainer
     # Megatron-Core requires sequence parallelism for experts split by tensor-parallel ranks.
@@ -466,6 +483,8 @@ def _tp_misfits(shape: ModelShape, tp: int, whole_experts: bool, vocabulary: int
     if shape.num_experts:
         sizes.append((shape.shared_intermediate_size, "channels of the shared expert"))
         sizes += [] if whole_experts else [(shape.moe_intermediate_size, "channels of an expert")]
+    if shape.linear_attention:
+        sizes.append((shape.linear_attention.num_key_heads, "key heads of the delta-nets"))
     misfits = [f"{size} {name}" for size, name in sizes if size % tp]
     # With more ranks than key-value heads, each head is copied to an equal number of ranks.
     if shape.num_kv_heads % tp and tp % shape.num_kv_heads:

@@ -33,6 +33,8 @@ MODELS = {
     "gpt_oss": {"family": "gpt_oss", "num_kv_heads": 2, "head_dim": 32},
     "glm4_moe": {"family": "glm4_moe", "num_kv_heads": 2, "tie_word_embeddings": False},
     "deepseek_v3": {"family": "deepseek_v3"},
+    "qwen3_next": {"family": "qwen3_next", "num_kv_heads": 2, "num_layers": 4},
+    "qwen3_5_text": {"family": "qwen3_5_text", "num_kv_heads": 2, "num_layers": 4},
 }
 CASES = [
     pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2), "qwen3 kv below tp, tied, odd vocabulary"),
@@ -61,6 +63,8 @@ CASES = [
     pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1, ep=2), "glm4_moe"),
     pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "gpt_oss"),
     pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "deepseek_v3"),
+    pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "qwen3_next"),
+    pytest.param(ParallelConfig(tp=4, pp=1, dp=1, rollout_tp=2), "qwen3_5_text"),
 ]
 
 
@@ -129,7 +133,7 @@ def test_live_parameters_equal_what_the_loader_makes(
     tiny_model: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    recipe = recipe_of(tiny_model(num_layers=2 * layout.vpp, **MODELS[model]), layout)
+    recipe = recipe_of(tiny_model(**{"num_layers": 2 * layout.vpp, **MODELS[model]}), layout)
     results = ranks.run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), world_size=layout.world_size)
     assert results == [[]] * layout.world_size
 
@@ -144,6 +148,7 @@ def test_live_parameters_equal_what_the_loader_makes(
         pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "qwen2_moe", "float32"),
         # The float32 bias of the second stage's router travels among weights of 16 bits.
         pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2), "glm4_moe", "bfloat16"),
+        pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1), "qwen3_5_text", "bfloat16"),
     ],
 )
 def test_an_engine_gets_weights_with_adapters_merged_in(
@@ -154,7 +159,7 @@ def test_an_engine_gets_weights_with_adapters_merged_in(
     tiny_model: Callable[..., Path],
     tmp_path: Path,
 ) -> None:
-    recipe = recipe_of(tiny_model(num_layers=2 * layout.vpp, **MODELS[model]), layout)
+    recipe = recipe_of(tiny_model(**{"num_layers": 2 * layout.vpp, **MODELS[model]}), layout)
     offload = {"offload": ("optimizer", "gradients", "parameters")}
     changed = {"lora": {"rank": 4}, "trainer": recipe.trainer.model_dump() | offload}
     changed["model"] = recipe.model.model_dump() | {"dtype": dtype}

@@ -217,3 +217,11 @@ def test_splitting_the_model_changes_nothing(ranks: RankPool, made: Callable[...
         assert len(last) == tp, case
         for got in last:
             assert (got - expected).abs().max() <= 1e-5, case
+
+
+def test_more_ranks_than_key_value_heads_share_gated_attention(ranks: RankPool, made: Callable[..., Path]) -> None:
+    """Two key-value heads on four ranks: each has the gate of its own query head. Other layers are delta-nets."""
+    folder = made({"family": "qwen3_5_text", "num_layers": 4, "initializer_range": 0.05})
+    [(_, expected)] = ranks.run(logits_and_logprobs, str(folder), world_size=1)
+    for got in ranks.run(split_logprobs, str(folder), ParallelConfig(4, 1, 1, 1), world_size=4):
+        assert got is not None and (got - expected).abs().max() <= 1e-5

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import pairwise
 from typing import Any
 
@@ -38,6 +38,8 @@ def engine_parameters(
     model: ModelShape, tensors: dict[str, np.ndarray], tp: int, rank: int, ep: bool = False
 ) -> dict[str, np.ndarray]:
     """Return the tensors that one engine rank must hold, sliced from full ones. -1 is padding."""
+    # The engine has the language model alone, without the name of its place in a model with a vision tower.
+    tensors = {name.replace("model.language_model.", "model."): value for name, value in tensors.items()}
     heads, kv_heads, width = model.num_heads // tp, max(1, model.num_kv_heads // tp), model.head_dim
     first_kv = rank * kv_heads if model.num_kv_heads >= tp else rank // (tp // model.num_kv_heads)
 
@@ -54,16 +56,22 @@ def engine_parameters(
     for number, kind_of_layer in enumerate(model.layers):
         layer = f"model.layers.{number}."
         is_latent = isinstance(model.attention, Latent)
+        is_linear = kind_of_layer.mixer == "linear_attention"
         if is_latent:
             held |= latent_of_rank(model, tensors, layer + "self_attn.", part)
-        for kind in () if is_latent else ("weight", "bias") if model.attention.qkv_bias else ("weight",):
+        if is_linear:
+            held |= engine_delta_net(model, tensors, layer + "linear_attn.", part)
+        kinds = ("weight", "bias") if model.attention.qkv_bias else ("weight",)
+        for kind in () if is_linear or is_latent else kinds:
             q, k, v = (tensors[f"{layer}self_attn.{x}_proj.{kind}"] for x in "qkv")
             rows = slice(first_kv * width, (first_kv + kv_heads) * width)
-            own = q[rank * heads * width : (rank + 1) * heads * width]
+            rows_of_head = width * (2 if model.attention.has_output_gate else 1)
+            own = q[rank * heads * rows_of_head : (rank + 1) * heads * rows_of_head]
             held[f"{layer}self_attn.qkv_proj.{kind}"] = np.concatenate([own, k[rows], v[rows]])
-        held[layer + "self_attn.o_proj.weight"] = part(tensors[layer + "self_attn.o_proj.weight"], 1)
         copies = ["input_layernorm", "post_attention_layernorm"]
-        copies += ["self_attn.q_norm", "self_attn.k_norm"] if model.attention.qk_norm and not is_latent else []
+        if not is_linear:
+            held[layer + "self_attn.o_proj.weight"] = part(tensors[layer + "self_attn.o_proj.weight"], 1)
+            copies += ["self_attn.q_norm", "self_attn.k_norm"] if model.attention.qk_norm and not is_latent else []
         dense = "mlp"
         if kind_of_layer.has_experts:
             is_glm = model.family in SIGMOID
@@ -109,13 +117,41 @@ def latent_of_rank(
     }
 
 
+def engine_delta_net(
+    model: ModelShape, tensors: dict[str, np.ndarray], inside: str, part: Callable[..., np.ndarray]
+) -> dict[str, np.ndarray]:
+    """Return the parameters of a delta-net that one engine rank must hold."""
+    linear = model.linear_attention
+    assert linear is not None
+    keys = linear.num_key_heads * linear.key_dim
+
+    def each(x: np.ndarray) -> list[np.ndarray]:
+        """Return the rank's queries, keys and values."""
+        return [part(block) for block in np.split(x, [keys, 2 * keys])]
+
+    own = {name: tensors[inside + name] for name in ("conv1d.weight", "A_log", "dt_bias", "norm.weight")}
+    held = {inside + name: part(own[name]) for name in ("A_log", "dt_bias")}
+    held[inside + "conv1d.weight"] = np.concatenate(each(own["conv1d.weight"]))
+    held[inside + "norm.weight"] = own["norm.weight"]
+    held[inside + "out_proj.weight"] = part(tensors[inside + "out_proj.weight"], 1)
+    if model.family == "qwen3_next":
+        return held | {
+            f"{inside}{x}.weight": part(tensors[f"{inside}{x}.weight"]) for x in ("in_proj_qkvz", "in_proj_ba")
+        }
+    projections = {x: tensors[f"{inside}in_proj_{x}.weight"] for x in ("qkv", "z", "b", "a")}
+    wide = [*each(projections["qkv"]), part(projections["z"])]
+    held[inside + "in_proj_qkvz.weight"] = np.concatenate(wide)
+    held[inside + "in_proj_ba.weight"] = np.concatenate([part(projections["b"]), part(projections["a"])])
+    return held
+
+
 def layout_of(held: dict[str, np.ndarray], tensors: dict[str, np.ndarray]) -> Layout:
     """The pieces of storages whose elements are numbered as `full_tensors` numbers them."""
     starts = {int(value.flat[0]): name for name, value in tensors.items()}
-    rows = [(int(t.flat[0]), int(t.flat[-1]), t.shape[1] if t.ndim > 1 else 1) for t in tensors.values()]
+    rows = [(int(t.flat[0]), int(t.flat[-1]), int(np.prod(t.shape[1:]))) for t in tensors.values()]
     pieces: list[Piece] = []
     for storage, stacked in held.items():
-        for index, value in enumerate(stacked if stacked.ndim == 3 else [stacked]):
+        for index, value in enumerate(stacked if "routed_experts" in storage else [stacked]):
             strides = contiguous_strides(value.shape)
             heads = value.reshape(len(value), -1)[:, 0].tolist()
             breaks = [0, *(i for i, (a, b) in enumerate(pairwise(heads), 1) if not _adjacent(a, b, rows))]
@@ -128,6 +164,16 @@ def layout_of(held: dict[str, np.ndarray], tensors: dict[str, np.ndarray]) -> La
                 box = Box(name, tuple(map(int, corner)), stop)
                 pieces.append(Piece(box, storage, index * value.size + int(low) * strides[0], strides))
     return tuple(pieces)
+
+
+def by_row(pieces: Iterable[Piece]) -> Iterator[Piece]:
+    """Yield the rows of pieces: neighbouring pieces of a tensor may be one."""
+    for piece in pieces:
+        box = piece.box
+        for row in range(box.start[0], box.stop[0]):
+            start, stop = (row, *box.start[1:]), (row + 1, *box.stop[1:])
+            offset = piece.offset + (row - box.start[0]) * piece.strides[0]
+            yield Piece(Box(box.name, start, stop), piece.storage, offset, piece.strides)
 
 
 def _adjacent(a: int, b: int, rows: list[tuple[int, int, int]]) -> bool:
@@ -218,7 +264,7 @@ def reshard_case(model: ModelShape, parallel: ParallelConfig, bucket_bytes: int 
     expected = [engine_parameters(model, tensors, engine, rank % engine, ep) for rank in ranks]
     wanted = VllmLayouts(model, engine, parallel.world_size, ep)
     for rank in ranks:
-        assert sorted(wanted[rank]) == sorted(layout_of(expected[rank], tensors))
+        assert sorted(by_row(wanted[rank])) == sorted(by_row(layout_of(expected[rank], tensors)))
     plan = make_plan(sources, wanted, itemsize=8, bucket_bytes=bucket_bytes, topology=[(r // 4,) for r in ranks])
     live = [{name: np.full_like(value, -1) for name, value in held.items()} for held in expected]
     execute(plan, shards, live)

@@ -60,6 +60,9 @@ FAMILIES: dict[str, Row] = {
     "gpt_oss": Row({"head_dim": 32}, has_experts=True, has_expert_biases=True),
     "deepseek_v3": Row(fields={"experts_per_token": 4}, has_experts=True),
     "glm4_moe_lite": Row(fields={"query_rank": None}, has_experts=True),
+    "qwen3_next": Row(has_experts=True),
+    "qwen3_5_text": Row(),
+    "qwen3_5_moe_text": Row(has_experts=True),
 }
 """Families by `model_type`."""
 

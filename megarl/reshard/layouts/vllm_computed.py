@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from megarl.families import FAMILIES, layers_of, rules_of, templates_of, tensors_of
+from megarl.families import layers_of, live_name, rules_of, stacks_of, templates_of, tensors_of
 from megarl.families.names import TensorName
 from megarl.families.shape import ModelShape, padded_vocab_size, sizes_of
 from megarl.families.stacks import Part, Stack
@@ -77,11 +77,13 @@ class VllmLayouts(Layouts):
             shape = list(self._shapes[template])
             ranges = [self._range(stack, part, rank) for part in stack.parts]
             lengths = [stored for _, _, stored in ranges]
-            index = [part.tensor for part in stack.parts].index(template)
-            start, stop, _ = ranges[index]
             shape[stack.dim] = sum(lengths)
             strides = contiguous_strides(shape)
-            if start < stop:
+            own = (index for index, part in enumerate(stack.parts) if part.tensor == template)
+            for index in own:
+                start, stop, _ = ranges[index]
+                if start == stop:
+                    continue
                 corner, end = [0] * len(shape), list(self._shapes[template])
                 corner[stack.dim], end[stack.dim] = start, stop
                 first_expert = self._first_expert(owner) if owner >= 0 else 0
@@ -98,6 +100,12 @@ class VllmLayouts(Layouts):
     def _range(self, stack: Stack, part: Part, rank: int) -> tuple[int, int, int]:
         """Return start and stop of a rank's part of a tensor, and its length in the parameter, including padding."""
         length, tp = self._shapes[part.tensor][stack.dim], self.tp
+        if part.rows is not None:
+            first, end = part.rows
+            if (end - first) % tp:
+                raise ConfigError(f"rollout.tp={tp} does not divide the model's {sizes_of(self.model, part.tensor)}.")
+            stored = (end - first) // tp
+            return first + rank * stored, first + (rank + 1) * stored, stored
         if part.split == "copy" or (stack.stacks_experts and self.ep):
             return 0, length, length
         if part.split == "first":
@@ -141,11 +149,11 @@ class VllmLayouts(Layouts):
     @cached_property
     def _stacks(self) -> tuple[Stack, ...]:
         """Return all live parameters: the checkpoint's tensors, some of them fused."""
-        stacks = FAMILIES[self.model.family].stacks(self.model)
-        present = [stack for stack in stacks if stack.parts[0].tensor in self._shapes]
+        present = [stack for stack in stacks_of(self.model) if stack.parts[0].tensor in self._shapes]
         known = {part.tensor for stack in present for part in stack.parts}
         # Tensors without a stack (norms, routers) are stored whole on every rank.
-        return (*present, *(Stack(name, 0, (Part(name, "copy"),)) for name in self._shapes if name not in known))
+        others = (name for name in self._shapes if name not in known)
+        return (*present, *(Stack(live_name(name, self.model), 0, (Part(name, "copy"),)) for name in others))
 
     @cached_property
     def _layers(self) -> dict[str, tuple[int, ...]]:

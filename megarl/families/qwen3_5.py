@@ -1,0 +1,100 @@
+"""Qwen3.5 and Qwen3.6, dense and with experts: Qwen3-Next with separate input projections of the delta-nets.
+
+Released checkpoints have a vision tower too. Text is trained and sampled. The tower (`model.visual.`) and the layers
+for multi-token prediction (`mtp.`) are kept.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megarl.families import qwen3_next, stacks
+from megarl.families.config_values import mapping, size
+from megarl.families.family import Family
+from megarl.families.parts import Parts
+from megarl.families.qwen3_next import LINEAR, delta_net
+from megarl.families.reading import softmax_router
+from megarl.families.rules import Rule, Segment
+
+if TYPE_CHECKING:
+    from megarl.families.shape import ModelShape
+
+QKV, GATE, BETA, ALPHA = (f"{LINEAR}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
+_OF_IMAGES = ("mrope_section", "mrope_interleaved")
+
+
+def read_dense(config: Mapping[str, Any]) -> Parts:
+    """Return the parts of a dense model."""
+    return qwen3_next.read_hybrid(_of_text(config), None, [False] * size(config, "num_hidden_layers"))
+
+
+def read_experts(config: Mapping[str, Any]) -> Parts:
+    """Return the parts of a model with experts in all layers."""
+    # Routing weights are always normalised. Older config.json files have no such field.
+    router = softmax_router({**config, "norm_topk_prob": True})
+    return qwen3_next.read_hybrid(_of_text(config), router, [True] * size(config, "num_hidden_layers"))
+
+
+def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json without the settings of rotary embeddings for images. Text has one position per token."""
+    rope = {name: value for name, value in mapping(config, "rope_parameters").items() if name not in _OF_IMAGES}
+    return {**config, "rope_parameters": rope}
+
+
+def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Return the rules of a Qwen3.5 model."""
+    linear, hidden = delta_net(model), model.hidden_size
+    keys, values, heads = linear.key_channels, linear.value_channels, linear.num_value_heads
+    tensors = (
+        (QKV, (linear.convolved_channels, hidden)),
+        (GATE, (values, hidden)),
+        (BETA, (heads, hidden)),
+        (ALPHA, (heads, hidden)),
+    )
+    blocks = (
+        (Segment(QKV, 0, keys),),
+        (Segment(QKV, keys, 2 * keys),),
+        (Segment(QKV, 2 * keys, 2 * keys + values),),
+        (Segment(GATE, 0, values),),
+        (Segment(BETA, 0, heads),),
+        (Segment(ALPHA, 0, heads),),
+    )
+    return qwen3_next.hybrid_rules(model, tensors, blocks)
+
+
+def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
+    """Return vLLM's parameters: queries, keys, values and gates are one, and both rates are one."""
+    linear = delta_net(model)
+    keys, end = linear.key_channels, linear.convolved_channels
+    rows = ((0, keys), (keys, 2 * keys), (2 * keys, end))
+    wide = (*(stacks.Part(QKV, "even", part) for part in rows), stacks.Part(GATE, "even"))
+    narrow = (stacks.Part(BETA, "even"), stacks.Part(ALPHA, "even"))
+    return (
+        *qwen3_next.hybrid_stacks(model),
+        stacks.Stack(LINEAR + "in_proj_qkvz.weight", 0, wide),
+        stacks.Stack(LINEAR + "in_proj_ba.weight", 0, narrow),
+    )
+
+
+def _family(architecture: str, *, has_experts: bool) -> Family:
+    read = read_experts if has_experts else read_dense
+    return Family(architecture, read, rules, stacks=live_stacks, kept=("mtp.",))
+
+
+def _with_vision(text: Family) -> Family:
+    """Return the family of checkpoints with a vision tower, trained and sampled as the text model."""
+    return replace(
+        text,
+        architecture=text.architecture.replace("ForCausalLM", "ForConditionalGeneration"),
+        engine_architecture=text.architecture,
+        section="text_config",
+        prefix="model.language_model.",
+        kept=(*text.kept, "model.visual."),
+    )
+
+
+DENSE_TEXT = _family("Qwen3_5ForCausalLM", has_experts=False)
+EXPERTS_TEXT = _family("Qwen3_5MoeForCausalLM", has_experts=True)
+DENSE, EXPERTS = _with_vision(DENSE_TEXT), _with_vision(EXPERTS_TEXT)

@@ -1,0 +1,189 @@
+"""Qwen3-Next: gated delta-nets in three of four layers, gated attention in the fourth, experts as in Qwen2-MoE.
+
+The checkpoint's `mtp.` layers, for multi-token prediction, are kept. `qwen3_5` extends this page.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from megarl.families import llama, qwen3, stacks
+from megarl.families.config_values import shown, size
+from megarl.families.family import Family
+from megarl.families.parts import DeltaNet, LayerKind, Parts, Router
+from megarl.families.reading import experts_of_layers, grouped_query, refuse_biases, softmax_router
+from megarl.families.rotary import read_rotary
+from megarl.families.rules import Rule, Segment, replicated, row, with_experts, with_shared_expert
+from megarl.types import DataError
+
+if TYPE_CHECKING:
+    from megarl.families.shape import ModelShape
+
+LINEAR = llama.LAYER + "linear_attn."
+MIXERS = {"full_attention": "attention", "linear_attention": "linear_attention"}
+"""Mixers by the values of `layer_types`."""
+KEYS = ("query", "key", "value", "z", "beta", "alpha")
+"""Parts of a delta-net's input projection, as named in checkpoints of Megatron-Core 0.16.1."""
+
+
+def read(config: Mapping[str, Any]) -> Parts:
+    """Return the parts of a Qwen3-Next model."""
+    experts = experts_of_layers(config, size(config, "num_hidden_layers"))
+    return read_hybrid(config, softmax_router({"norm_topk_prob": True, **config}), experts)
+
+
+def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: Sequence[bool]) -> Parts:
+    """Return the parts of a model with delta-nets and gated attention. `has_experts` is by layer."""
+    refuse_biases(config)
+    key_heads, value_heads = size(config, "linear_num_key_heads"), size(config, "linear_num_value_heads")
+    if value_heads % key_heads:
+        raise DataError(
+            f"linear_num_value_heads {value_heads} is not a multiple of linear_num_key_heads {key_heads}; "
+            "use another model."
+        )
+    attention = grouped_query(config, qkv_bias=False, qk_norm=True)
+    kinds = zip(_mixers(config), has_experts, strict=True)
+    return Parts(
+        replace(attention, has_output_gate=True),
+        read_rotary(config, fraction=0.25),
+        router,
+        tuple(LayerKind(mixer=mixer, has_experts=experts) for mixer, experts in kinds),
+        linear_attention=DeltaNet(
+            key_heads,
+            value_heads,
+            size(config, "linear_key_head_dim"),
+            size(config, "linear_value_head_dim"),
+            size(config, "linear_conv_kernel_dim"),
+        ),
+        has_zero_centered_norms=True,
+    )
+
+
+def _mixers(config: Mapping[str, Any]) -> list[Any]:
+    """Return the mixer of each layer. Raises DataError for unknown ones, and for layers of one kind alone."""
+    num_layers, types = size(config, "num_hidden_layers"), config.get("layer_types")
+    if types is None:
+        # Releases without the field have an interval. Its default is that of transformers.
+        interval = size(config, "full_attention_interval", 4)
+        types = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
+    if not isinstance(types, list) or len(types) != num_layers or set(types) != set(MIXERS):
+        raise DataError(
+            f"layer_types is {shown(types)}; it must have {num_layers} entries, {' and '.join(MIXERS)}, both present."
+        )
+    return [MIXERS[kind] for kind in types]
+
+
+def rules(model: ModelShape) -> tuple[Rule, ...]:
+    """Return the rules of a Qwen3-Next model."""
+    linear = delta_net(model)
+    heads = linear.num_value_heads // linear.num_key_heads
+    values = heads * linear.value_dim
+    group = 2 * (linear.key_dim + values)
+    wide, narrow = LINEAR + "in_proj_qkvz.weight", LINEAR + "in_proj_ba.weight"
+
+    def part(tensor: str, step: int, start: int, length: int) -> tuple[Segment, ...]:
+        """Return one part of each key head's group of rows."""
+        firsts = (head * step + start for head in range(linear.num_key_heads))
+        return tuple(Segment(tensor, first, first + length) for first in firsts)
+
+    # The checkpoint has q, k, v, z of one key head after another, Megatron all heads of q, then of k, and so on.
+    blocks = (
+        part(wide, group, 0, linear.key_dim),
+        part(wide, group, linear.key_dim, linear.key_dim),
+        part(wide, group, 2 * linear.key_dim, values),
+        part(wide, group, 2 * linear.key_dim + values, values),
+        part(narrow, 2 * heads, 0, heads),
+        part(narrow, 2 * heads, heads, heads),
+    )
+    hidden = model.hidden_size
+    tensors = (
+        (wide, (linear.num_key_heads * group, hidden)),
+        (narrow, (2 * linear.num_value_heads, hidden)),
+    )
+    return hybrid_rules(model, tensors, blocks)
+
+
+def hybrid_rules(
+    model: ModelShape, tensors: tuple[tuple[str, tuple[int, ...]], ...], blocks: tuple[tuple[Segment, ...], ...]
+) -> tuple[Rule, ...]:
+    """Return the rules of a model with delta-nets and gated attention.
+
+    `tensors` and `blocks` are those of a delta-net's input projection: queries, keys, values, gates, beta, alpha.
+    """
+    linear = delta_net(model)
+    is_linear = model.layers_where(lambda kind: kind.mixer == "linear_attention")
+    is_full = model.layers_where(lambda kind: kind.mixer == "attention")
+    here = llama.DECODER + "self_attention."
+    attention = (
+        replace(rule, layers=is_full) if rule.parameter.startswith((here, llama.DECODER + "input_")) else rule
+        for rule in qwen3.rules(model)
+    )
+    convolution, keys = LINEAR + "conv1d.weight", linear.key_channels
+    convolved = ((0, keys), (keys, 2 * keys), (2 * keys, linear.convolved_channels))
+    heads = (linear.num_value_heads,)
+    added = (
+        replicated(
+            llama.DECODER + "input_layernorm.weight",
+            llama.LAYER + "input_layernorm.weight",
+            (model.hidden_size,),
+            transformer_engine=here + "in_proj.layer_norm_weight",
+        ),
+        Rule(here + "in_proj.weight", "every_layer", tensors, 0, blocks, block_keys=KEYS),
+        Rule(
+            here + "conv1d.weight",
+            "every_layer",
+            ((convolution, (linear.convolved_channels, 1, linear.width)),),
+            0,
+            tuple((Segment(convolution, start, stop),) for start, stop in convolved),
+            block_keys=KEYS[:3],
+        ),
+        *(
+            Rule(here + name, "every_layer", ((LINEAR + name, heads),), 0, ((Segment(LINEAR + name, 0, *heads),),))
+            for name in ("A_log", "dt_bias")
+        ),
+        replicated(here + "out_norm.weight", LINEAR + "norm.weight", (linear.value_dim,)),
+        row(here + "out_proj.weight", LINEAR + "out_proj.weight", (model.hidden_size, linear.value_channels)),
+    )
+    # A model of few layers may have one kind alone.
+    mixed = tuple(
+        rule
+        for rule in (*attention, *(replace(rule, layers=is_linear) for rule in added))
+        if rule.layers != frozenset()
+    )
+    if model.router is None:
+        return mixed
+    return with_shared_expert(with_experts(mixed, model), model, "shared_expert")
+
+
+def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
+    """Return vLLM's parameters."""
+    return (
+        *hybrid_stacks(model),
+        stacks.Stack(LINEAR + "in_proj_qkvz.weight", 0, (stacks.Part(LINEAR + "in_proj_qkvz.weight", "even"),)),
+        stacks.Stack(LINEAR + "in_proj_ba.weight", 0, (stacks.Part(LINEAR + "in_proj_ba.weight", "even"),)),
+    )
+
+
+def hybrid_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
+    """Return vLLM's parameters of delta-nets, without the input projections, and those of the other layers."""
+    linear = delta_net(model)
+    convolution, keys = LINEAR + "conv1d.weight", linear.key_channels
+    convolved = ((0, keys), (keys, 2 * keys), (2 * keys, linear.convolved_channels))
+    return (
+        *stacks.standard(model),
+        stacks.Stack(convolution, 0, tuple(stacks.Part(convolution, "even", rows) for rows in convolved)),
+        stacks.Stack(LINEAR + "A_log", 0, (stacks.Part(LINEAR + "A_log", "even"),), dtype="float32"),
+        stacks.Stack(LINEAR + "dt_bias", 0, (stacks.Part(LINEAR + "dt_bias", "even"),)),
+        stacks.row(LINEAR + "out_proj.weight"),
+    )
+
+
+def delta_net(model: ModelShape) -> DeltaNet:
+    """Return the delta-net of a model that has one."""
+    assert model.linear_attention is not None
+    return model.linear_attention
+
+
+FAMILY = Family("Qwen3NextForCausalLM", read, rules, stacks=live_stacks, kept=("mtp.",))

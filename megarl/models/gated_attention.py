@@ -1,0 +1,27 @@
+"""Attention with an output gate for each query head, at any tensor-parallel size."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from megatron.core.transformer.attention import SelfAttention
+
+
+class GatedAttention(SelfAttention):
+    """Megatron's self-attention, with gates of this rank's own query heads.
+
+    With more tensor-parallel ranks than key-value heads, Megatron-Core 0.16.1 returns the queries of this rank, but the
+    gates of all ranks that share a key-value head.
+    """
+
+    def get_query_key_value_tensors(self, *args: Any, **kwargs: Any) -> Any:
+        """Return queries [tokens, 1, heads, head_dim], keys and values, and gates shaped like the queries."""
+        found = super().get_query_key_value_tensors(*args, **kwargs)
+        groups = self.config.num_query_groups
+        assert groups is not None
+        if len(found) != 4 or groups >= self.world_size:
+            return found
+        query, key, value, gate = found
+        # The ranks of a key-value head follow each other, and so do their query heads.
+        first = self.pg_collection.tp.rank() % (self.world_size // groups) * query.size(2)
+        return query, key, value, gate[:, :, first : first + query.size(2)]
