@@ -16,6 +16,9 @@ from megarl.reshard.layouts.packed import checkpoint_tensors
 CODES = ("F64", "F32", "F16", "BF16")
 """Dtype codes in safetensors files that are accepted for training."""
 
+_PACKED = (".experts.gate_up_proj", ".experts.down_proj")
+"""Endings of tensors with all experts of a layer. Some releases have them, others one tensor per expert."""
+
 # Faults listed of each kind: a wrong config.json can cause one for every tensor.
 _NAMED = 5
 
@@ -37,7 +40,7 @@ class Stored(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A fault of one tensor. `kind` is `extra`, `doubled`, `type`, `shape` or `missing`."""
+    """A fault of one tensor. `kind` is `extra`, `packed`, `doubled`, `type`, `shape` or `missing`."""
 
     kind: str
     text: str
@@ -67,7 +70,10 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
                 # head (equal to the embedding). Both are ignored.
                 # Others are kept: copied by exports, never trained (`checkpoint.kept`).
                 is_tied_head = name == "lm_head.weight" and model.tie_word_embeddings
-                if not (name.endswith(".rotary_emb.inv_freq") or is_tied_head or name.startswith(kept)):
+                if name.endswith(_PACKED) and not name.startswith(kept):
+                    text = f"{path}: {name} holds all experts of a layer; rewrite it with one tensor per expert."
+                    faults.append(Fault("packed", text))
+                elif not (name.endswith(".rotary_emb.inv_freq") or is_tied_head or name.startswith(kept)):
                     faults.append(Fault("extra", f"{path}: {name} has no place in a {model.family} model."))
                 continue
             if name in found:

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.convert import to_hf, to_megatron
+from megarl.checkpoint.stored import stored_tensors
 from megarl.config.parallel import ParallelConfig
+from megarl.families.shape import read_model_shape
+from megarl.files.model_folder import SINGLE
 from megarl.testing import RankPool
 from tests.checkpoint.model_folders import assert_equal_bits, tensors_of
 from tests.models.test_policy import build
@@ -51,3 +56,25 @@ def test_megatron_reads_and_writes_the_same_weights(
         assert all(name.endswith("pre_mlp_layernorm.weight") for name in result["missing"])
     to_hf(saved, tmp_path / "hf", hf=source)
     assert_equal_bits(tensors_of(source), tensors_of(tmp_path / "hf"))
+
+
+def test_a_vision_tower_is_kept_and_packed_experts_are_refused(tmp_path: Path, tiny_model: Callable[..., Path]) -> None:
+    """Released checkpoints have the text model's names under another prefix, and its sizes in `text_config`."""
+    source = tiny_model(family="qwen3_5_moe_text", num_kv_heads=2, hidden_size=64, num_layers=4)
+    config = json.loads((source / "config.json").read_text())
+    whole = tmp_path / "whole"
+    whole.mkdir()
+    names = {"architectures": ["Qwen3_5MoeForConditionalGeneration"], "model_type": "qwen3_5_moe"}
+    (whole / "config.json").write_text(json.dumps({**names, "text_config": config}))
+    tensors = {
+        name.replace("model.", "model.language_model.", 1): value for name, value in load_file(source / SINGLE).items()
+    }
+    kept = {"model.visual.patch.weight": torch.randn(3, 5), "mtp.layers.0.mlp.experts.down_proj": torch.randn(2, 4, 4)}
+    save_file(tensors | kept, whole / SINGLE)
+    assert to_megatron(whole, tmp_path / "megatron", tp=2, ep=2).num_kept == 2
+    assert to_hf(tmp_path / "megatron", tmp_path / "hf").num_kept == 2
+    assert_equal_bits(tensors | kept, tensors_of(tmp_path / "hf"))
+
+    packed = "model.language_model.layers.0.mlp.experts.gate_up_proj"
+    save_file(tensors | {packed: torch.randn(8, 128, 64)}, whole / SINGLE)
+    assert [fault.kind for fault in stored_tensors(whole, read_model_shape(whole))[1]] == ["packed"]
