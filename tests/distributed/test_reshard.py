@@ -74,6 +74,8 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: 
     import torch.distributed as dist
     from safetensors.torch import load_file
 
+    from megarl.families import hf_tensors
+    from megarl.families.shape import read_model_shape
     from megarl.reshard.live import Reshard
     from megarl.worker.colocated import Worker
 
@@ -94,7 +96,10 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: 
         for parameter in live.values():
             parameter.fill_(float("nan"))
     files = sorted(Path(exported).glob("*.safetensors"))
-    worker.engine.model.load_weights(pair for file in files for pair in load_file(file).items())
+    # Kept tensors, of a vision tower for example, are not the engine's.
+    own = hf_tensors(read_model_shape(exported))
+    pairs = (pair for file in files for pair in load_file(file).items())
+    worker.engine.model.load_weights(pair for pair in pairs if pair[0] in own)
     different = [name for name, parameter in live.items() if not torch.equal(parameter, written[name])]
     worker.close()
     return different
