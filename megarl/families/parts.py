@@ -92,6 +92,10 @@ class Latent:
         return False
 
     @property
+    def has_output_gate(self) -> bool:
+        return False
+
+    @property
     def qk_norm(self) -> bool:
         """Return True: Megatron's field for the norms of the latent vectors."""
         return True

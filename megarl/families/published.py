@@ -132,6 +132,23 @@ _GPT_OSS = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
     "max_position_embeddings": 131072,
+_DELTA_NETS = {
+    "hidden_size": 2048,
+    "head_dim": 256,
+    "num_attention_heads": 16,
+    "num_key_value_heads": 2,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "linear_num_value_heads": 32,
+    "moe_intermediate_size": 512,
+    "shared_expert_intermediate_size": 512,
+    "partial_rotary_factor": 0.25,
+    "rope_theta": 10000000,
+    "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 262144,
+    "tie_word_embeddings": False,
 }
 
 PUBLISHED: dict[str, dict[str, Any]] = {
@@ -172,6 +189,17 @@ PUBLISHED: dict[str, dict[str, Any]] = {
     },
     "openai/gpt-oss-20b": _GPT_OSS | {"num_hidden_layers": 24, "num_local_experts": 32},
     "openai/gpt-oss-120b": _GPT_OSS | {"num_hidden_layers": 36, "num_local_experts": 128},
+    "Qwen/Qwen3-Next-80B-A3B-Instruct": _DELTA_NETS
+    | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "intermediate_size": 5120,
+        "num_hidden_layers": 48,
+        "vocab_size": 151936,
+        "num_experts": 512,
+        "num_experts_per_tok": 10,
+        "norm_topk_prob": True,
+    },
     "zai-org/GLM-4.5": _GLM_355B,
     "zai-org/GLM-4.6": _GLM_355B | {"max_position_embeddings": 202752},
     "zai-org/GLM-4.7": _GLM_355B | {"max_position_embeddings": 202752},

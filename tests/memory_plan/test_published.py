@@ -126,3 +126,13 @@ def test_a_folder_that_is_there_counts(tmp_path: Path) -> None:
 def test_of_another_model_config_json_is_asked_for(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"hf download Qwen/Qwen3-8B config\.json; into this folder: "):
         planned_shape(Path("models/Qwen3-8B"))
+
+
+def test_the_shape_of_qwen3_next_has_the_published_billions_of_parameters(tmp_path: Path) -> None:
+    """The card says 80 billion, of which 3 are used for a token; layers for multi-token prediction not counted."""
+    shape = planned_shape(tmp_path / "Qwen3-Next-80B-A3B-Instruct")
+    tensors = hf_tensors(shape)
+    assert round(sum(map(math.prod, tensors.values())) / 1e9) == 80
+    unused = sum(math.prod(size) for name, size in tensors.items() if ".experts." in name) * (1 - 10 / 512)
+    assert 3 <= (sum(map(math.prod, tensors.values())) - unused) / 1e9 < 4.5
+    assert [kind.mixer for kind in shape.layers[2:4]] == ["linear_attention", "attention"]
