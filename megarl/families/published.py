@@ -132,6 +132,7 @@ _GPT_OSS = {
     "tie_word_embeddings": False,
     "initializer_range": 0.02,
     "max_position_embeddings": 131072,
+}
 _DELTA_NETS = {
     "hidden_size": 2048,
     "head_dim": 256,
