@@ -194,7 +194,7 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     # A rank above the narrowest matrix adds parameters but no expressive power.
     narrowest = min(shape.hidden_size, shape.moe_intermediate_size or shape.intermediate_size)
     if lora.rank > narrowest:
-        yield f"lora.rank = {lora.rank}: exceeds the model's narrowest matrix, {narrowest}; lower it"
+        yield f"lora.rank = {lora.rank}: exceeds the smallest dimension of the model's matrices, {narrowest}; lower it"
     packed = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if aliases_of(shape) else []
     if lora.rank and packed:
         yield (

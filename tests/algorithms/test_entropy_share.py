@@ -30,5 +30,5 @@ def test_a_share_that_is_a_whole_number_of_tokens_takes_so_many() -> None:
 
 
 def test_a_step_without_a_trained_token_is_refused() -> None:
-    with pytest.raises(ValueError, match="no token"):
+    with pytest.raises(ValueError, match="needs a token where `mask` is True"):
         highest_entropy_mask(ENTROPIES, MASK & False, share=0.2)

@@ -221,7 +221,7 @@ def test_faulty_tools_are_named() -> None:
         check_tools((ADD, ADD))
     with pytest.raises(ValueError, match="'f' are not a JSON schema"):
         check_tools(({"type": "function", "function": {"name": "f", "parameters": {"type": "int"}}},))
-    with pytest.raises(ValueError, match="give"):
+    with pytest.raises(ValueError, match="it must have the form"):
         check_tools(({"name": "f"},))
 
 

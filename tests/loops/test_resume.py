@@ -122,7 +122,7 @@ def test_a_run_whose_checkpoints_are_all_damaged_never_starts_over(recipe: Recip
     for _ in range(2):
         with (
             RunFolder(recipe, resume=True) as folder,
-            pytest.raises(DataError, match=r"none of its 2 checkpoints is good.*\n.*common\.pt: \d+ bytes"),
+            pytest.raises(DataError, match=r"none of the run's 2 checkpoints can be loaded.*\n.*common\.pt: \d+ bytes"),
         ):
             find_origin(recipe, folder, "if-any")
         assert contents(home.parent) == before

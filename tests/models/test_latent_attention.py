@@ -226,7 +226,9 @@ class EqualHeads(nn.Module):
     def __init__(self, *, k_channels: int, v_channels: int) -> None:
         super().__init__()
         self.attention = PackedAttention(
-            config=SimpleNamespace(kv_channels=k_channels, window_size=None, window_attn_skip_freq=None)
+            config=SimpleNamespace(
+                kv_channels=k_channels, window_size=None, window_attn_skip_freq=None, softmax_type="vanilla"
+            )
         )  # pyright: ignore[reportArgumentType]
         assert k_channels == v_channels
 

@@ -84,7 +84,7 @@ RANKS_4 = {"ranks_per_node": 4}
             ["trainer.recompute_modules = ['mlp', 'moe']", "has no experts; leave moe out"],
             id="experts computed anew",
         ),
-        pytest.param({"lora": {"rank": 65}}, ["lora.rank = 65: exceeds", "matrices, 64; lower it"], id="lora rank"),
+        pytest.param({"lora": {"rank": 65}}, ["lora.rank = 65: exceeds", "64; lower it"], id="lora rank"),
         pytest.param(
             {"loop": "reward_model", "lora": {"rank": 8}},
             ["lora.rank = 8", "set lora.rank=0"],

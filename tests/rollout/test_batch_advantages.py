@@ -218,7 +218,9 @@ def test_an_advantage_of_the_user_s_own_that_returns_another_form_is_named(
     monkeypatch.chdir(tmp_path)
     Path("own.py").write_text("def of_groups(rewards, groups, *, gamma):\n    return rewards[:1] * gamma\n")
     changed = recipe(algorithm={"advantage": "own.py:of_groups"})
-    with pytest.raises(ConfigError, match=r"^algorithm\.advantage = own\.py:of_groups: returned a tensor \[1\] of"):
+    with pytest.raises(
+        ConfigError, match=r"^algorithm\.advantage = own\.py:of_groups: the function returned a tensor \[1\] of"
+    ):
         _with_advantages([attempt(0, 1.0, 2), attempt(0, 0.0, 2)], changed)
 
 

@@ -113,7 +113,9 @@ def test_a_loss_of_the_user_s_own_that_returns_another_form_is_named(
     assign_token_weights(batch, config)
     row = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"))
     logprobs = row.per_token["values"].requires_grad_()
-    with pytest.raises(ConfigError, match=r"^algorithm\.policy_loss = own\.py:bare: returned a tensor \[5\] of"):
+    with pytest.raises(
+        ConfigError, match=r"^algorithm\.policy_loss = own\.py:bare: the function returned a tensor \[5\] of"
+    ):
         policy_objective(config)(torch.stack([logprobs, logprobs]), row, StepNumbers(0.0))
 
 
