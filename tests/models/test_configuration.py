@@ -142,17 +142,15 @@ def test_what_megatron_refuses_is_a_config_error(config: Callable[..., Any]) -> 
 def test_what_megatron_refuses_while_it_builds_is_a_config_error(config: Callable[..., Any]) -> None:
     from megatron.core.transformer.torch_norm import WrappedTorchNorm
 
-    overrides = {"layernorm_zero_centered_gamma": True}
+    overrides = {"persist_layer_norm": True}
 
     def build() -> None:
         WrappedTorchNorm(config(**overrides), 8)
 
-    told = (
-        r"trainer\.megatron\.layernorm_zero_centered_gamma = True\. Megatron-Core refuses it: zero_centered_gamma not"
-    )
+    told = r"trainer\.megatron\.persist_layer_norm = True\. Megatron-Core refuses it: persist_layer_norm not"
     with pytest.raises(ConfigError, match=told), refusals_named(overrides):
         build()
-    with pytest.raises(AssertionError, match="zero_centered_gamma"), refusals_named({}):
+    with pytest.raises(AssertionError, match="persist_layer_norm"), refusals_named({}):
         build()
 
 

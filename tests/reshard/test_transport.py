@@ -27,6 +27,7 @@ from megarl.reshard.transport import Transport
 from megarl.testing import RankPool
 from megarl.types import DataError
 from tests.shapes import small_shape, with_sizes
+from tools.make_tiny_model import FAMILIES as TINY
 from tools.make_tiny_model import UNTIED
 
 LAYOUTS = [
@@ -325,7 +326,7 @@ def test_broken_folders_are_refused(tmp_path: Path, change: Callable[[Path], obj
 
 @pytest.mark.parametrize(
     ("family", "tied"),
-    [(family, tied) for family in FAMILIES for tied in (True, False) if not (tied and family in UNTIED)],
+    [(family, tied) for family in TINY for tied in (True, False) if not (tied and family in UNTIED)],
 )
 def test_tables_name_what_transformers_saves(tiny_model: Callable[..., Path], family: str, tied: bool) -> None:
     folder = tiny_model(family=family, tie_word_embeddings=tied)
