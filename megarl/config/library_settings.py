@@ -17,7 +17,8 @@ _OTHERWISE = {
             (
                 "num_layers", "hidden_size", "ffn_hidden_size", "num_attention_heads", "num_query_groups",
                 "kv_channels", "add_bias_linear", "add_qkv_bias", "qk_layernorm", "normalization",
-                "attention_output_gate", "layernorm_zero_centered_gamma", "layernorm_epsilon", "gated_linear_unit", "activation_func",
+                "attention_output_gate", "layernorm_zero_centered_gamma", "layernorm_epsilon",
+                "gated_linear_unit", "activation_func",
             ),
             _MODEL,
         ),
