@@ -160,6 +160,8 @@ def _with_sinks_of_any_type(kernel):
         to_sink = (1 / share - 1) * (s_aux.float() - rounded.float()).exp()
         output.copy_((without / (1 + to_sink[..., None])).to(output.dtype).view(output.shape))
 
+    return wrapped
+
 
 def _rotating_all_heads(forward_cpu):
     """Wrap `RotaryEmbedding.forward_cpu`. Its kernel rotates only the first head of queries [tokens, heads, head_dim].
