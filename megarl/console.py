@@ -1,4 +1,4 @@
-"""Printed output of the commands: tables of sizes, memory, metrics and data, and the error that ends a command."""
+"""Printed output of the commands: tables of sizes, memory, metrics and data, and the error ending a command."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 def print_error(error: MegarlError) -> None:
-    """Print the error that ends a command. Stacks and logs come first, except for errors in a recipe or its files."""
+    """Print the error ending a command. Stacks and logs come first, except for errors in a recipe or its files."""
     from rich.text import Text
 
     from megarl.terminal import Terminal
@@ -42,7 +42,7 @@ def print_error(error: MegarlError) -> None:
 
 
 def print_sizes(recipe: Recipe, layout: ParallelConfig, records: dict[str, int], dropped: Mapping[str, int]) -> None:
-    """Print the sizes that follow from a recipe, the recognised data formats, and the training settings."""
+    """Print the sizes following from a recipe, the recognised data formats, and the training settings."""
     from rich.table import Table
 
     from megarl.preflight import overview, recognised_formats, shortened_warmups, uncorrected

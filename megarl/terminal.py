@@ -23,7 +23,7 @@ _SEQUENCE = re.compile(
     r"|\x1b[ -/]*[0-~]?"
 )
 _CONTROL = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069\ud800-\udfff]")
-"""Characters that are never printed: control characters except tab and line feed, bidirectional controls, lone
+"""Characters never printed: control characters except tab and line feed, bidirectional controls, lone
 surrogates."""
 
 _GONE = (errno.EIO, errno.EPIPE, errno.EBADF)
@@ -83,7 +83,7 @@ class Terminal(Console):
 
 
 class FirstOfEachKind:
-    """Notices that are shown only once per kind. Callers count repeated events themselves."""
+    """Notices shown only once per kind. Callers count repeated events themselves."""
 
     def __init__(self, show: Callable[[str], object]) -> None:
         self._show = show

@@ -111,7 +111,7 @@ class FunctionRunner:
         self._store = rendezvous.store(world_size, _LOAD_SECONDS)
 
     def load(self, module_name: str, file: str, qualname: str) -> None:
-        """Import the function's file under the driver's module name, so that its classes pickle both ways."""
+        """Import the function's file under the driver's module name, so its classes pickle both ways."""
         # The worker has its own __main__, so the driver's script gets another name.
         module_name = "driver_main" if module_name == "__main__" else module_name
         if module_name not in sys.modules:

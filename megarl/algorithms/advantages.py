@@ -128,7 +128,7 @@ def gae(
     """Return generalised advantage estimates and returns of packed tokens: both [tokens].
 
     `rewards` and `values` are float [tokens], `cu_seqlens` int [sequences + 1]. The value after a sequence's last token
-    is zero. Tokens where `mask` (bool [tokens]) is False, such as prompts and tool results, get zeros and are skipped:
+    is zero. Tokens where `mask` (bool [tokens]) is False, like prompts and tool results, get zeros and are skipped:
     the tokens before and after them count as neighbours. Source: arXiv 1506.02438, eqs. 11 and 16.
     """
     trained = torch.arange(len(rewards), device=rewards.device) if mask is None else mask.nonzero().squeeze(1)

@@ -148,7 +148,7 @@ def _folder_hint(path: Path) -> str:
 
 
 def _place_of(run_folder: Path) -> dict[str, str]:
-    """Return the recipe fields that give a run folder's place, for a message."""
+    """Return the recipe fields giving a run folder's place, for a message."""
     absolute = run_folder.absolute()
     return {"runs_folder": str(absolute.parent), "name": absolute.name}
 
@@ -419,7 +419,7 @@ def metrics(
         bool, typer.Option("--markdown", help="Print a Markdown page with one table per group of metrics.")
     ] = False,
 ) -> None:
-    """Print the table of all metrics: name, unit, meaning. With --json also the module that computes each."""
+    """Print the table of all metrics: name, unit, meaning. With --json also the module computing each."""
     from megarl.console import print_metrics
     from megarl.tracking.metric_table import find, metrics_markdown, rows
 

@@ -113,7 +113,7 @@ def to_hf(
 
 
 def _model_of_run(checkpoint: Path) -> tuple[Path, Mapping[str, Any]] | None:
-    """Return model folder and model.override_config from the run that contains a checkpoint. None: it is in no run
+    """Return model folder and model.override_config from the run containing a checkpoint. None: it is in no run
     folder."""
     from megarl.config.recipe import load
 

@@ -1,4 +1,4 @@
-"""Statistics of the calls that a rank executes: busy time and peak memory."""
+"""Statistics of the calls executed by a rank: busy time and peak memory."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Activity:
     """Statistics of a rank's calls since they were last fetched with `take`."""
 
     busy_seconds: float = 0.0
-    """Seconds that the rank spent in calls."""
+    """Seconds spent by the rank in calls."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
     """Peak bytes in use, by method: the maximum from the end of the previous call to the end of a call of the
     method.

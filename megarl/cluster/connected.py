@@ -96,7 +96,7 @@ class _RemoteHandle(RankHandle):
 
 
 class ConnectedGroup(WorkerGroup):
-    """Group of rank processes that a launcher starts on several nodes."""
+    """Group of rank processes started by a launcher on several nodes."""
 
     _most_stacks_seconds = 60.0
 
@@ -110,7 +110,7 @@ class ConnectedGroup(WorkerGroup):
         self._key = secrets.token_bytes(32)
         """Secret key of this start of the group. It keeps out late processes of an earlier start."""
         self.most_direct = 64
-        """Maximum number of ranks that the driver connects to directly. With more, each node with several ranks has a
+        """Maximum number of ranks with a direct connection to the driver. With more, each node with several ranks has a
         relay.
         """
 

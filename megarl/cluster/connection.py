@@ -156,7 +156,7 @@ class Connection(asyncio.Protocol):
         self._take_answers()
 
     def _take_answers(self) -> None:
-        """Pass each complete answer received so far to the call that expects it."""
+        """Pass each complete answer received so far to the call expecting it."""
         # Local variables: this loop is most of the driver's work in a short call of a thousand ranks.
         is_relay, handles, batches = self.is_relay, self._handles, self._batches
         head = ANSWER if is_relay else HEAD

@@ -26,7 +26,7 @@ class Limit(NamedTuple):
 class Deadlines:
     """Time limits of calls by method: set in the recipe, or derived from the method's earlier calls.
 
-    A method whose limit is not set has `longest` seconds for its first `_NUM_FIRST` calls. From then on it has
+    A method without a set limit has `longest` seconds for its first `_NUM_FIRST` calls. From then on it has
     `_TIMES_SLOWEST` times its slowest call, but at least `shortest` and at most `longest`.
     """
 
@@ -43,7 +43,7 @@ class Deadlines:
 
     @property
     def shortest(self) -> Limit:
-        """Smallest limit of a method whose limit is not set."""
+        """Smallest limit of a method without a set limit."""
         return self._shortest
 
     def limit_for(self, method: str) -> Limit:

@@ -40,14 +40,14 @@ VLLM_VERSIONS = SpecifierSet(">=0.25,<0.33", prereleases=True)
 """vLLM versions supported by megarl."""
 
 _APEX_EXTENSIONS = ("amp_C", "fused_weight_gradient_mlp_cuda")
-"""Modules of NVIDIA's apex that Megatron-Core uses, for Adam and for the accumulation of gradients."""
+"""Modules of NVIDIA's apex used by Megatron-Core, for Adam and for the accumulation of gradients."""
 
 _IMPORTED = ("torch", "megatron.core", "vllm", "transformers", "tensorboard")
 """Modules that the report imports, to show whether that works."""
 _LEAST_OPEN_FILES = 1024
 """Number of open files (`ulimit -n`) below which the report shows a fault."""
 _LEAST_SHARED_BYTES = 256 << 20
-"""Bytes of free shared memory that NCCL and vLLM need."""
+"""Bytes of free shared memory needed by NCCL and vLLM."""
 _SETUP = "run launch/setup.sh"
 
 
@@ -93,7 +93,7 @@ def examine() -> list[Finding]:
 async def examine_nodes(
     recipe: Recipe, planned: RankHostBytes | None = None
 ) -> tuple[dict[str, list[Finding]], list[str]]:
-    """Examine the nodes that the recipe's launcher provides. Returns findings by node, and notices such as bandwidths.
+    """Examine the nodes provided by the recipe's launcher. Returns findings by node, and notices like bandwidths.
 
     The findings include the node checks made at the start of a run. `planned` is the host memory of each rank in bytes;
     None: it is not checked.
@@ -189,7 +189,7 @@ def _imports() -> Iterator[Finding]:
 def _devices(shown: Sequence[str]) -> Iterator[Finding]:
     """Yield findings about GPUs and collectives.
 
-    `shown` are the GPUs that the NVIDIA driver reports; torch may see fewer.
+    `shown` are the GPUs reported by the NVIDIA driver; torch may see fewer.
     """
     if torch.cuda.is_available():
         properties = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
@@ -206,7 +206,7 @@ def _devices(shown: Sequence[str]) -> Iterator[Finding]:
 
 
 def _compilers() -> Iterator[Finding]:
-    """Yield findings about the compilers that vLLM engines need at their start in a CUDA environment; none on a CPU
+    """Yield findings about the compilers needed by vLLM engines at their start in a CUDA environment; none on a CPU
     build.
     """
     if torch.version.cuda is None:
@@ -224,7 +224,7 @@ def _compilers() -> Iterator[Finding]:
 
 
 def number_formats(shown: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield, for each recipe field selecting a number format such as FP8, whether GPUs and libraries support it.
+    """Yield, for each recipe field selecting a number format like FP8, whether GPUs and libraries support it.
 
     Yields nothing without GPUs.
     """
@@ -238,7 +238,7 @@ def number_formats(shown: Sequence[Gpu], libraries: Mapping[str, str]) -> Iterat
 
 
 def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the implementations that trainer and engine will use, with reasons, or why the trainer cannot be
+    """Yield the implementations for trainer and engine, with reasons, or why the trainer cannot be
     imported.
     """
     try:
@@ -253,7 +253,7 @@ def _choices(installed: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
-    """Yield the implementations that the trainer will use for layers, attention and optimizer."""
+    """Yield the implementations used by the trainer for layers, attention and optimizer."""
     # Imported here, because an import of Megatron-Core that fails must become a finding.
     from megarl.models.configuration import transformer_engine_problem
     from megarl.training.optimizer import adam_module

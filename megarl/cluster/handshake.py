@@ -22,7 +22,7 @@ _PROOF_BYTES = hashlib.sha256().digest_size
 _LENGTH = struct.Struct("<I")
 """Header of a JSON message: its length in bytes."""
 _MOST_BYTES = 1 << 20
-"""Maximum bytes of a JSON message, so that a wrong length cannot exhaust memory."""
+"""Maximum bytes of a JSON message, so a wrong length cannot exhaust memory."""
 
 
 STRANGERS = 64

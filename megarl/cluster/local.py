@@ -68,7 +68,7 @@ class _LocalHandle(RankHandle):
 class LocalGroup(WorkerGroup):
     """Group of rank processes on this machine. Call `start` on a new object.
 
-    The ranks share a private `TMPDIR`. `imports` are modules that the fork server imports once, before it forks the
+    The ranks share a private `TMPDIR`. `imports` are modules imported by the fork server once, before it forks the
     first rank.
     """
 

@@ -20,7 +20,7 @@ HEAD = struct.Struct("<Q")
 """Header of a message: the length of its pickle in bytes."""
 
 _NOTICE = 1 << 63
-"""Bit of the header that is set in notices and clear in commands."""
+"""Bit of the header set in notices and clear in commands."""
 
 
 def pack(content: Any) -> bytes:

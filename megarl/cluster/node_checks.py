@@ -35,7 +35,7 @@ _REACH_SECONDS = 10.0
 
 
 class NodeReport:
-    """Worker class of a rank that inspects its node. Only the first rank of each node works; the others return None."""
+    """Worker class of a rank inspecting its node. Only the first rank of each node works; the others return None."""
 
     def __init__(self, rank: int, world_size: int) -> None:
         self._server: socket.socket | None = None
@@ -45,7 +45,7 @@ class NodeReport:
 
         They cover model folders, free space for the run folder, host memory, shared memory, device, GPUs and clock.
         They include usable GPUs with compute capabilities, versions of libraries for GPUs, and why CUDA libraries
-        cannot be imported or compiled. `port` is a TCP port that stays open until `close`, for connection tests of
+        cannot be imported or compiled. `port` is a TCP port staying open until `close`, for connection tests of
         other nodes.
         """
         if os.environ["LOCAL_RANK"] != "0":
@@ -102,7 +102,7 @@ def _problem(address: tuple[str, int]) -> str | None:
 
 
 def gpus() -> list[str]:
-    """Return name and driver version of each GPU that the NVIDIA driver reports; empty without the driver."""
+    """Return name and driver version of each GPU reported by the NVIDIA driver; empty without the driver."""
     command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
     try:
         # nvidia-smi hangs on some broken GPUs, hence the timeout.
@@ -150,7 +150,7 @@ def all_faults(
     run_folder: str,
     planned: RankHostBytes | None,
 ) -> list[str]:
-    """Return the faults that the nodes' reports show, a line each.
+    """Return the faults in the nodes' reports, a line each.
 
     `nodes` is the node of each rank, `planned` the host memory of each rank in bytes; None: memory is not checked.
     """
@@ -187,7 +187,7 @@ async def _bandwidths(group: WorkerGroup, recipe: Recipe) -> list[dict[str, floa
 def faults(
     reports: Mapping[str, Mapping[str, Any]], run_folder: str, ranks_per_node: int, asked: Mapping[str, Need]
 ) -> Iterator[str]:
-    """Yield the faults of nodes of one kind, found in their reports, and requirements that they do not meet.
+    """Yield the faults of nodes of one kind, found in their reports, and unmet requirements.
 
     `reports` are results of `NodeReport.look` by node. `asked` are the ranks' requirements by recipe field.
     """
@@ -225,7 +225,7 @@ def faults(
 
 
 def unreached(tried: Mapping[str, Mapping[str, str]]) -> Iterator[str]:
-    """Yield a message for each node that others cannot reach, from the results of `NodeReport.reach`."""
+    """Yield a message for each node out of reach of others, from the results of `NodeReport.reach`."""
     for node in dict.fromkeys(node for found in tried.values() for node in found):
         others = {other: found[node] for other, found in tried.items() if node in found}
         yield (

@@ -28,13 +28,13 @@ from megarl.processes.process_tree import ENDING_SIGNALS
 from megarl.types import MegarlError
 
 _stop_signal: str | None = None
-"""Name of the last stop signal that this process received. Every answer reports it to the driver."""
+"""Name of the last stop signal received by this process. Every answer reports it to the driver."""
 _DEVICE_FAULTS = ("CUDA error", "CUDA driver error", "cuDNN error", "CUBLAS_STATUS", "EngineDeadError")
-"""Parts of error messages that mean a lost GPU (CUDA, cuDNN, cuBLAS) or a dead vLLM engine."""
+"""Parts of error messages meaning a lost GPU (CUDA, cuDNN, cuBLAS) or a dead vLLM engine."""
 
 
 def _is_lost(error: Exception) -> bool:
-    """Return whether an error means that a device or peers are lost, so that a restart may help."""
+    """Return whether an error means that a device or peers are lost, so a restart may help."""
     text = f"{type(error).__name__}: {error}"
     return is_peer_loss(error) or isinstance(error, TimeoutError) or any(word in text for word in _DEVICE_FAULTS)
 
@@ -78,7 +78,7 @@ class _Host:
         self.worker = getattr(imported, name)(rank=rank, world_size=world_size, **kwargs)
 
     def decode(self, command: bytes) -> tuple[str, Callable[[], Any]]:
-        """Decode a command. Returns the method's name, and a function that executes the call.
+        """Decode a command. Returns the method's name, and a function executing the call.
 
         The method is one of the worker's, or `part.method` of one of its parts. The process itself has four:
 

@@ -32,7 +32,7 @@ _NOISE = re.compile(
 
 
 class RankError(Exception):
-    """Raised for an error that a rank reports, or for a lost rank (`report` None).
+    """Raised for an error reported by a rank, or for a lost rank (`report` None).
 
     `at` is the time in seconds since 1970. `echo` is True if the error is a mere consequence, because another rank left
     a collective.
@@ -96,7 +96,7 @@ class RankHandle(ABC):
 
     `direct` is the connection to the rank itself. `connection` carries the commands; it leads to the relay of the
     rank's node, if there is one. `died` completes with the time at which the end of the process became known.
-    `stop_signal` is the name of the stop signal that the rank received, if any.
+    `stop_signal` is the name of the stop signal received by the rank, if any.
     """
 
     direct: RankConnection

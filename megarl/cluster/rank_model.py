@@ -154,7 +154,7 @@ class RankModel:
         return np.concatenate([everything, np.tile(everything[-self.together :], missing // self.together)])
 
     def _pack_samples(self, batch: TokenBatch) -> list[list[list[int]]]:
-        """Assign sequences to rows so that all sequences of a sample share one. Raises MegarlError if a sample does not
+        """Assign sequences to rows, so all sequences of a sample share one. Raises MegarlError if a sample does not
         fit.
         """
         try:

@@ -4,7 +4,7 @@ The driver thus has one connection per node instead of one per rank. The relay u
 the group's start to the driver, and the ranks prove the key to the relay, by the same handshake.
 
 The driver sends a call as one batch: messages, each with its ranks. The relay returns their answers together once all
-have arrived. After a short time it sends the answers present, so that a failed or hanging rank does not hold up the
+have arrived. After a short time it sends the answers present, so a failed or hanging rank does not hold up the
 others' answers. Each rank's answers stay in order. An empty answer means that the rank has ended. The ranks also keep
 direct connections to the driver, for notices and for requests of stacks.
 """

@@ -46,7 +46,7 @@ class Replacements:
         return ready
 
     async def close(self) -> None:
-        """Cancel the restarts in progress, and close the restarted replicas that were not taken."""
+        """Cancel the restarts in progress, and close the restarted replicas not taken."""
         for task in self._starting:
             task.cancel()
         await asyncio.gather(*self._starting, return_exceptions=True)

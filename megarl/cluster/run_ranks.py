@@ -60,7 +60,7 @@ class RunRanks:
             group.deadlines = make()
 
     def on_asked(self, callback: Callable[[str], object]) -> None:
-        """Set the callback(signal name) that is called when any rank receives a stop signal."""
+        """Set the callback(signal name) called when any rank receives a stop signal."""
         for group in self.groups:
             group.on_asked = callback
 

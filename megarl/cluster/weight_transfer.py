@@ -239,7 +239,7 @@ class WeightTransfer:
         return True
 
     async def _end_stopped(self, groups: Sequence[WorkerGroup], what: str, patience_seconds: float) -> None:
-        """End each of these groups that has a stopped rank, if the run can continue without it."""
+        """End each of these groups with a stopped rank, if the run can continue without it."""
         if self._ranks.on_lost is not None:
             await asyncio.gather(*(group.end_if_stopped(what, patience_seconds) for group in groups))
 

@@ -126,7 +126,7 @@ def _ranks(handles: Sequence[RankHandle]) -> str:
 
 
 def _packed(method: str, per_rank: Sequence[Any], args: Sequence[Any]) -> list[bytes]:
-    """Return the encoded command for each rank. Ranks with the same first argument, such as None, share one."""
+    """Return the encoded command for each rank. Ranks with the same first argument, like None, share one."""
     # Keyed by identity: arguments such as lists of batches are not hashable.
     messages: dict[int, bytes] = {}
     for first in per_rank:
@@ -248,7 +248,7 @@ class WorkerGroup(ABC):
         """Call the worker's method on some ranks, with `per_rank[i]` as first argument on rank `ranks[i]`.
 
         Returns the answers in the order of `ranks`. The other ranks are free for other calls meanwhile.
-        `budget_seconds` is planned working time, such as sampling for a while; it extends the deadline. Raises
+        `budget_seconds` is planned working time, like sampling for a while; it extends the deadline. Raises
         ValueError for wrong ranks or a wrong number of arguments.
         """
         if len(per_rank) != len(ranks):

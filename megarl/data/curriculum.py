@@ -1,4 +1,4 @@
-"""Curricula: most draws skip problems that are solved almost always or almost never."""
+"""Curricula: most draws skip problems solved almost always or almost never."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ METRICS = {
 """Names, units and meanings of the curriculum's metrics, read by `tracking.metric_table`."""
 
 Rates = Mapping[str, float]
-"""Measured solve rates, keyed by bucket (problems that share a rate). Buckets without an attempt are missing."""
+"""Measured solve rates, keyed by bucket (problems sharing a rate). Buckets without an attempt are missing."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -77,7 +77,7 @@ class Dialogue:
         return decoded[: last[0].start()] if last and last[0].end() == len(decoded) else decoded
 
     def observation(self, token_ids: NDArray[np.int32], messages: Messages, tools: Tools = ()) -> NDArray[np.int32]:
-        """Return the token ids [new_tokens] of `messages`, which answer the assistant's turn at the end of `token_ids`
+        """Return the token ids [new_tokens] of `messages`, answering the assistant's turn at the end of `token_ids`
         [tokens].
 
         The result ends with the opening of the next turn. If the turn was cut at its length limit, the result begins

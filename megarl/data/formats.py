@@ -33,7 +33,7 @@ class RecordFormat:
     """Fields that say whether a response is good (kto)."""
     tools: tuple[str, ...] = ("tools",)
     input: tuple[str, ...] = ()
-    """Fields with a text that is appended to the prompt after an empty line, in the user's message."""
+    """Fields with a text appended to the prompt after an empty line, in the user's message."""
     unread: tuple[str, ...] = ()
     """Fields that would change the prompt, but that megarl does not read. A record with a value there is refused."""
 
@@ -71,7 +71,7 @@ FORMATS = {
         ),
     )
 }
-"""Formats keyed by the name of the program that writes them. `colossalrl` is megarl's own format too."""
+"""Formats keyed by the name of the program writing them. `colossalrl` is megarl's own format too."""
 
 
 _USUAL_NAMES: dict[str, tuple[str, ...]] = {
@@ -97,7 +97,7 @@ class FieldNames:
     answer_field: str | None = None
     """The user's own name of the field with the gold answer. None: the format's name."""
     remedy: str = "'data.fields={}'"
-    """Remedy in an error: the setting that names the fields, as a user writes it. `{}` stands for the names by role."""
+    """Remedy in an error: the setting naming the fields, as a user writes it. `{}` stands for the names by role."""
 
     def format_of(self, first: Mapping[str, Any]) -> RecordFormat:
         """Return the format of a source from its first record."""

@@ -1,6 +1,6 @@
 """Draws of problems from several sources, in proportion to their weights.
 
-A draw is a function of the seed and of positions that are saved in checkpoints.
+A draw is a function of the seed and of positions saved in checkpoints.
 """
 
 from __future__ import annotations

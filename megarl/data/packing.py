@@ -124,7 +124,7 @@ def _fill_tightly(order: list[int], tokens: list[int], max_tokens: int) -> Bins:
 
 
 def _fill_alike(order: list[int], tokens: list[int], max_tokens: int, num_bins: int) -> Bins:
-    """Fill bins up to a common level, about the lowest that needs at most `num_bins` bins (MULTIFIT).
+    """Fill bins up to a common level, about the lowest needing at most `num_bins` bins (MULTIFIT).
 
     All bins then have some free space, not only the last one. The later exchanges of sequences need it.
     """

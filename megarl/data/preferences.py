@@ -149,7 +149,7 @@ def with_score_masks(batch: TokenBatch) -> TokenBatch:
 
 
 def _conversation(record: Record, field: str, system_prompt: str | None) -> tuple[Mapping[str, Any], ...]:
-    """Return the whole conversation that ends with one of the two answers."""
+    """Return the whole conversation ending with one of the two answers."""
     given = first_name_with_value(record.fields, record.format.prompt)
     before = record.messages(system_prompt, field=given, role="user") if given else ()
     answer = record.messages(None if before else system_prompt, field=field, role="assistant")

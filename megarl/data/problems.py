@@ -68,7 +68,7 @@ def read_problems(
     `name` is the problems' `source`. `needed` is a field required in each record. With `has_answers` a gold answer is
     required too; otherwise answers are empty.
 
-    Raises DataError, with the line, for an invalid record and for a conversation that ends with the assistant's turn. A
+    Raises DataError, with the line, for an invalid record and for a conversation ending with the assistant's turn. A
     prompt longer than `max_prompt_tokens` is never truncated: `on_long` is called with the error, or without `on_long`
     it is raised.
     """

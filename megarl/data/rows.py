@@ -23,7 +23,7 @@ from megarl.files.strict_json import parse
 from megarl.types import ConfigError, DataError
 
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "eval", "heldout")
-"""Words that name a split, as the name of a file or folder or at its start or end."""
+"""Words naming a split, as the name of a file or folder or at its start or end."""
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
 """Names of metadata files that `datasets` writes next to the data."""
 _SHARD = re.compile(r"[-_.](\d{5,7})-of-(\d{5,7}).*")
@@ -44,7 +44,7 @@ _LONGEST_CELL = 1 << 27
 class Row(NamedTuple):
     """A row of a file: its number (from 1, in the unit `unit`) and its value.
 
-    The value of an invalid row is a DataError, so that later rows can still be read.
+    The value of an invalid row is a DataError, so later rows can still be read.
     """
 
     number: int
@@ -375,4 +375,4 @@ READERS: dict[str, Callable[[Path], Iterator[Row]]] = {
     ".parquet": _parquet,
     ".arrow": _arrow,
 }
-"""Functions that read a file's rows, keyed by file extension."""
+"""Functions reading a file's rows, keyed by file extension."""

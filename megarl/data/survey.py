@@ -30,7 +30,7 @@ preference with the loss kto."""
 # A survey measures lengths, so no record may be refused as too long: 16 Mi tokens exceed every record.
 _NO_LIMIT = 1 << 24
 MAX_LISTED_FAULTS = 20
-"""Maximum number of different errors, of duplicates, and of overlaps that are listed. All are counted."""
+"""Maximum number of different errors, of duplicates, and of overlaps listed. All are counted."""
 MAX_LISTED_PLACES = 5
 """Number of further records listed with the same error."""
 
@@ -72,7 +72,7 @@ class Survey:
     characters."""
     num_duplicates: int = 0
     duplicates: list[str] = field(default_factory=list)
-    """Records equal to an earlier one in everything that is used for training: `line 7 (as line 3)`."""
+    """Records equal to an earlier one in everything used for training: `line 7 (as line 3)`."""
     num_overlaps: dict[str, int] = field(default_factory=dict)
     """Number of records whose prompt is also in another source, keyed by that source."""
     overlaps: list[str] = field(default_factory=list)
@@ -218,7 +218,7 @@ def _prompt_messages(record: Record, kind: Kind, system_prompt: str | None) -> l
 
 
 def _trained_messages(record: Record, kind: Kind, system_prompt: str | None, has_answers: bool) -> list[Any]:
-    """Return the parts of a record that are used for training, to recognise duplicates."""
+    """Return the parts of a record used for training, to recognise duplicates."""
     if kind == "problems":
         record.require("prompt", *(["answer"] if has_answers else []))
         return [*record.prompt(system_prompt), *([record.answer()] if has_answers else [])]

@@ -1,7 +1,7 @@
 """Tests of a chat template on sample conversations: whether it changes earlier turns.
 
 Templates change earlier turns in three ways. They drop reasoning before a new question, close a conversation with their
-own token, or begin a turn differently from the generation prompt. Then a model that is shown the tokens as sampled
+own token, or begin a turn differently from the generation prompt. Then a model shown the tokens as sampled
 reads a text different from the template's.
 """
 
@@ -80,7 +80,7 @@ def _faults(tokenizer: Tokenizer, messages: Sequence[Mapping[str, Any]]) -> str:
 
 
 def history_notice(faults: Mapping[str, str], history: str) -> str:
-    """Return a sentence for the start of a run: what `rollout.history` does with a template that changes earlier
+    """Return a sentence for the start of a run: what `rollout.history` does with a template changing earlier
     turns."""
     rewritten = {kind: fault for kind, fault in faults.items() if fault != REFUSES}
     refused = [kind for kind, fault in faults.items() if fault == REFUSES]

@@ -32,7 +32,7 @@ _Read = tuple[str, list[WrittenCall]]
 
 
 class _CutOffError(ValueError):
-    """Raised for JSON text that ends before the value is complete."""
+    """Raised for JSON text ending before the value is complete."""
 
 
 def no_constant(name: str) -> Any:
@@ -300,7 +300,7 @@ def _mistral(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _mistral_list(text: str) -> list[WrittenCall]:
-    """Return the tool calls in a JSON list. Its objects are read one by one, so that a broken one does not affect
+    """Return the tool calls in a JSON list. Its objects are read one by one, so a broken one does not affect
     others."""
     calls, place = [], 1
     while True:

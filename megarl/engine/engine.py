@@ -96,7 +96,7 @@ class RolloutEngine:
 
         `override` replaces fields of the model's config.json. `keep_experts` stores the routed experts [tokens, layers,
         top_k] of a completion and returns their handle. If `config.sampling` has top-p, top-k or min-p, completions
-        include the sets of tokens that were left to sample from. Raises ConfigError for settings that vLLM refuses.
+        include the sets of tokens left to sample from. Raises ConfigError for settings that vLLM refuses.
         """
         # First, because vLLM caches its environment variables while the engine is built.
         compile_cache.use_own_folder()
@@ -171,7 +171,7 @@ class RolloutEngine:
         `error` and the cause; other requests continue. Ranks other than the first return an empty list, at the same
         time.
 
-        No step is in flight afterwards. Steps started ahead are read first, so that the caller may write weights and
+        No step is in flight afterwards. Steps started ahead are read first, so the caller may write weights and
         release memory.
         """
         with preserved_random_state():

@@ -90,7 +90,7 @@ def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
 
 
 def retained_sets(token_ids: Sequence[int], masks: Sequence[Any], vocab_size: int) -> RetainedSets | None:
-    """Return the sets of tokens that were left to sample from at each token of a completion; None if nothing was cut
+    """Return the sets of tokens left to sample from at each token of a completion; None if nothing was cut
     off.
 
     Shapes: token_ids [new_tokens], masks one array [kept_tokens] per token. Raises RuntimeError if masks and tokens do

@@ -34,7 +34,7 @@ from megarl.engine.executor import LeaderExecutor  # noqa: E402
 VLLM_QUANTIZATION = {"fp8": "fp8_per_block", "fp8_per_channel": "fp8_per_channel"}
 """vLLM's names for `rollout.quantization`. vLLM quantises loaded weights, in blocks of 128 x 128 or by rows."""
 ROUTERS = "*.mlp.gate"
-"""Pattern of the module names of MoE routers, which are excluded from quantisation."""
+"""Pattern of the module names of MoE routers, excluded from quantisation."""
 
 REASON_LENGTH = 400
 """Maximum characters shown of a vLLM error."""

@@ -84,7 +84,7 @@ class Step:
 
 
 class EnvironmentUnavailableError(Exception):
-    """Raised by an environment for a fault outside the policy, such as an unreachable server. The attempt is retried.
+    """Raised by an environment for a fault outside the policy, like an unreachable server. The attempt is retried.
 
     `rollout.budget.attempts` limits the tries. After the last one the attempt has no reward.
     """

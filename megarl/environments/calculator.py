@@ -51,7 +51,7 @@ class Calculator(ToolEnvironment):
     async def calculator(self, expression: str) -> str:
         """The value of an arithmetic expression.
 
-        expression: numbers with + - * / // % ** and brackets, such as (3 + 4) * 5
+        expression: numbers with + - * / // % ** and brackets, like (3 + 4) * 5
         """
         return as_text(evaluate(expression))
 

@@ -125,7 +125,7 @@ def _value(node: ast.expr, depth: int) -> Fraction:
 
 
 def guess_in(text: str) -> str | None:
-    r"""Return the expression in the last line that has one, without tags, \boxed{} and any text after `=`."""
+    r"""Return the expression in the last line with one, without tags, \boxed{} and any text after `=`."""
     for line in reversed(re.sub(r"</?\w+>", "\n", text).splitlines()):
         boxed = re.search(r"\\boxed\{(.*)\}", line)
         before = (boxed.group(1) if boxed else line).partition("=")[0].translate(_WRITTEN_OTHERWISE)

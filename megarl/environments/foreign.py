@@ -1,4 +1,4 @@
-"""Environments of other libraries, run in child processes with an interpreter that has the library.
+"""Environments of other libraries, run in child processes with an interpreter with the library.
 
 A child runs `foreign_child.py` and serves many episodes, one request at a time. If it hangs, dies or gives an invalid
 answer, it is killed. The episode of the faulty request fails. Other episodes are replayed in a new child, where they
@@ -32,7 +32,7 @@ _GIB = 1 << 30
 
 
 _Command = tuple[str, str, int | None]
-"""What identifies a kind of child process: interpreter, library, and limit of the address space in bytes (None: no
+"""Identity of a kind of child process: interpreter, library, and limit of the address space in bytes (None: no
 limit).
 """
 _NAMES = itertools.count()
@@ -53,7 +53,7 @@ class NotRepeatedError(Exception):
 class ForeignEnvironment:
     """Environment of another library, run in a child process.
 
-    `python` is the interpreter that has the library (default: megarl's own). `processes` is the number of children for
+    `python` is the interpreter with the library (default: megarl's own). `processes` is the number of children for
     all attempts together. `seconds` limits the time of one answer, `memory_gib` a child's address space.
     """
 

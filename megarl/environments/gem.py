@@ -1,4 +1,4 @@
-"""Environments of GEM (gem-llm) by name, such as `game:Mastermind-v0-easy` or `rg:leg_counting`."""
+"""Environments of GEM (gem-llm) by name, like `game:Mastermind-v0-easy` or `rg:leg_counting`."""
 
 from __future__ import annotations
 

@@ -11,7 +11,7 @@ Place = Literal["tags", "boxed", "text"]
 
 
 class ReasoningGym(ForeignEnvironment):
-    r"""One question of a reasoning-gym task, such as `basic_arithmetic`. `config` has the task's own settings.
+    r"""One question of a reasoning-gym task, like `basic_arithmetic`. `config` has the task's own settings.
 
     The question is generated from the problem's number and `seed`. With data `environment:COUNT`, training and
     validation never share a question. `answer` says where the answer stands: in the last <answer> tags of the turn

@@ -38,7 +38,7 @@ class Search(ToolEnvironment):
 
     @tool
     async def search(self, query: str) -> str:
-        """Find the passages of the corpus that fit a query best.
+        """Find the passages of the corpus fitting a query best.
 
         query: a few words
         """

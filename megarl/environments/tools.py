@@ -201,7 +201,7 @@ class ToolError(Exception):
 def begun(function: Callable[..., Any], arguments: Mapping[str, Any]) -> Awaitable[Any]:
     """Start a call of a function, and return an awaitable of its result.
 
-    A blocking function runs in a daemon thread, so that a hanging call does not prevent the process from exiting.
+    A blocking function runs in a daemon thread, so a hanging call does not prevent the process from exiting.
     """
     if inspect.iscoroutinefunction(function):
         return function(**arguments)

@@ -14,7 +14,7 @@ _MAKE_ROOM = "Make room, choose another disk with runs_folder=FOLDER, or retain 
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 _FAILED = (errno.EIO, errno.EROFS, errno.ESTALE, errno.EFBIG)
 _DENIED = (errno.EACCES, errno.EPERM)
-"""Error numbers of denied access. They count as storage errors only in the run folder, which belongs to the run."""
+"""Error numbers of denied access. They count as storage errors only in the run folder, belonging to the run."""
 
 
 @contextmanager

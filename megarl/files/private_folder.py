@@ -1,4 +1,4 @@
-"""A temporary folder of one process that only its user can read, and that is removed even after a crash."""
+"""A temporary folder of one process that only its user can read, and removed even after a crash."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ _listeners: dict[str, Callable[[], object]] = {}
 
 
 def cancel(name: str, reason: str) -> None:
-    """Cancel the group `name`, so that no thread of this rank waits on it any longer. The first reason is stored.
+    """Cancel the group `name`, so no thread of this rank waits on it any longer. The first reason is stored.
 
     This also works before the rank has joined the group. Callable from any thread; returns without waiting.
     """

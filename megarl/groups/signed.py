@@ -2,7 +2,7 @@
 
 gloo and NCCL do not authenticate their peers, and unpickling can run arbitrary code. Each message therefore carries an
 HMAC over its sender, its number and its content. It is checked before unpickling, so forged and replayed messages are
-refused. Messages of another torch world, such as an engine replica's, are refused too. A restarted replica is a new
+refused. Messages of another torch world, like an engine replica's, are refused too. A restarted replica is a new
 world.
 """
 

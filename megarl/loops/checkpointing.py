@@ -309,7 +309,7 @@ def plain_recipe(recipe: Recipe) -> dict[str, Any]:
 
 
 def _rename_damaged(folder: Path) -> None:
-    """Rename a folder to NAME.damaged, or NAME.damaged_2 and so on, so that it can be inspected."""
+    """Rename a folder to NAME.damaged, or NAME.damaged_2 and so on, so it can be inspected."""
     target, number = folder.with_name(f"{folder.name}.damaged"), 1
     while target.exists():
         number += 1

@@ -1,6 +1,6 @@
 """Evaluation outside of training (`megarl eval`): engines with a model's weights sample a recipe's validation sets.
 
-Prompts, sampling parameters, random numbers and rewards are the recipe's. A training run that evaluates these sets
+Prompts, sampling parameters, random numbers and rewards are the recipe's. A training run evaluating these sets
 makes the same attempts.
 """
 

@@ -1,4 +1,4 @@
-"""Models of a run on its ranks, and the calls that change them apart from updates."""
+"""Models of a run on its ranks, and the calls changing them apart from updates."""
 
 from __future__ import annotations
 

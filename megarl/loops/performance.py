@@ -125,7 +125,7 @@ class Performance:
         self._asked: asyncio.Future[_OfEngines] | None = None
 
     async def begin(self) -> None:
-        """Reset all counters before the run's first step, so that start-up and first evaluation are not counted."""
+        """Reset all counters before the run's first step, so starting-up and first evaluation are not counted."""
         if not self._has_begun:
             self._has_begun = True
             await self._ranks.call("__activity__")

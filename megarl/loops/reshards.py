@@ -200,7 +200,7 @@ class Reshards:
         return metrics | {"time/reshard_hidden_seconds": self._ranks.trainers.seconds_in_calls - worked_before}
 
     def _settled(self, began: float) -> dict[str, float]:
-        """Let the engines that have the new weights sample again, and return the metrics of the pause."""
+        """Let the engines with the new weights sample again, and return the metrics of the pause."""
         self._pool.set_live_replicas(self._leaders)
         return {
             "perf/engine_pause_seconds": time.monotonic() - began,

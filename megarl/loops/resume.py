@@ -35,7 +35,7 @@ _PASSING_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtyp
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """What identifies a run's models and data, by recipe field: sha256 of config.json and of each data file.
+    """Identity of a run's models and data, by recipe field: sha256 of config.json and of each data file.
 
     `template` is the sha256 of the chat template's text. `kept` says how many records were dropped as too long.
     """

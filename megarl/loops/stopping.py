@@ -43,7 +43,7 @@ class StopRequest:
         return self.by is not None
 
     def ask(self, signal_name: str) -> None:
-        """Request the run to save and stop, if that was not requested before."""
+        """Request the run to save and stop, if not requested before."""
         if self.by is None:
             self.by = signal_name
             self._notice(
@@ -128,7 +128,7 @@ class StackRequest:
 
 @contextmanager
 def stacks_on_quit(logs_folder: Path) -> Iterator[StackRequest]:
-    """Context that writes the stacks of all the driver's threads to `driver.log` on SIGQUIT. The run continues."""
+    """Context writing the stacks of all the driver's threads to `driver.log` on SIGQUIT. The run continues."""
     request = StackRequest()
     path = logs_folder / "driver.log"
 

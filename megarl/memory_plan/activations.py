@@ -40,7 +40,7 @@ class PassSettings:
     recomputes_layers: bool = False
     """Whether whole layers are recomputed in the backward pass."""
     recomputed: frozenset[str] = frozenset()
-    """Parts of a layer that are recomputed, by Megatron-Core's names."""
+    """Recomputed parts of a layer, by Megatron-Core's names."""
     fuses_activation: bool = False
     """Whether SwiGLU is one kernel (bias_activation_fusion)."""
     pads_attention: bool = False

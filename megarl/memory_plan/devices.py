@@ -50,9 +50,9 @@ class GpuMemory(NamedTuple):
     engine: float
 
     def gib_for(self, phase: Phase) -> float:
-        """Return the memory in GiB of the GPU that runs a phase."""
+        """Return the memory in GiB of the GPU running a phase."""
         return self.engine if phase.part == "engine" else self.trainer
 
     def exceeded(self, table: MemoryTable) -> list[Phase]:
-        """Return the phases that need more than the memory of their GPU."""
+        """Return the phases needing more than the memory of their GPU."""
         return [phase for phase in table.phases if phase.device_bytes > self.gib_for(phase) * 2**30]

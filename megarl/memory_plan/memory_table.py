@@ -44,18 +44,18 @@ class Phase:
 
     @property
     def metric(self) -> str:
-        """Return PHASE of the metric `memory/PHASE_gib` that measures this phase."""
+        """Return PHASE of the metric `memory/PHASE_gib` measuring this phase."""
         first = self.name.partition(" ")[0]
         return "checkpoint" if first == "save" else first
 
     def use(self, kind: str) -> Use:
-        """Return the memory of one use, such as weights. It is zero if the phase does not have the use."""
+        """Return the memory of one use, like weights. It is zero if the phase does not have the use."""
         return next((use for use in self.uses if use.kind == kind), Use(kind))
 
 
 @dataclass(frozen=True, slots=True)
 class CacheCapacity:
-    """Number of requests that fit into the KV cache of one engine."""
+    """Number of requests fitting into the KV cache of one engine."""
 
     tokens: int
     longest: int
@@ -135,7 +135,7 @@ class MemoryTable:
 
     @property
     def kinds(self) -> tuple[str, ...]:
-        """Return all uses of memory (`Use.kind`) that occur, in the order of the phases."""
+        """Return all uses of memory (`Use.kind`) occurring, in the order of the phases."""
         return tuple(
             dict.fromkeys(use.kind for phase in self.phases for use in phase.uses if use.device_bytes or use.host_bytes)
         )

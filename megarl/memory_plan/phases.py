@@ -33,7 +33,7 @@ _ALL = ("parameters", "gradients", "optimizer")
 
 
 def memory_table(recipe: Recipe, models: Models, platform: Platform, *, gpu_gib: float | None = None) -> MemoryTable:
-    """Return a recipe's predicted memory. Each phase is shown on the rank that needs most memory in it.
+    """Return a recipe's predicted memory. Each phase is shown on the rank needing most memory in it.
 
     `gpu_gib` is the memory of a GPU in GiB, of which `rollout.gpu_memory_utilization` is a share. One rank of each
     pipeline stage is examined, because ranks of a stage differ only by a few elements of padding. With separate

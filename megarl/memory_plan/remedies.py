@@ -188,7 +188,7 @@ def cache_within(table: MemoryTable, limit_gib: float) -> float:
 
 
 def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | None:
-    """Return the largest KV cache (or share of the GPU) that fits during sampling, or None."""
+    """Return the largest KV cache (or share of the GPU) fitting during sampling, or None."""
     table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
     sampling = [phase.device_bytes for phase in table.phases if phase.use("KV cache").device_bytes]
     excess = max(sampling, default=0) - gpus.engine * _GIB

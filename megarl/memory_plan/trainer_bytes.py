@@ -44,7 +44,7 @@ class TrainerStates:
     pinned_optimizer: int = 0
     """Bytes of host memory for offloaded main weights and moments."""
     saved: int = 0
-    """Bytes that this rank writes into a checkpoint. Nothing is gathered for it."""
+    """Bytes written by this rank into a checkpoint. Nothing is gathered for it."""
     on_host: int = 0
     """Bytes of host memory for parameters whose optimizer is there: main weights, moments, gradients, pinned copies."""
     built: int = 0

@@ -1,6 +1,6 @@
 """Stand-in for torchvision on a machine without CUDA, so that vLLM 0.30 can import its Qwen3.5 models.
 
-vLLM's file of Qwen3.5 imports transformers' image code, also for text alone, and that imports torchvision. PyPI's
+vLLM's file of Qwen3.5 imports transformers' image code, also for text alone, and importing torchvision. PyPI's
 torchvision does not work with torch's build for CPUs. Text needs no function of it; a use of one raises ImportError.
 """
 

@@ -77,7 +77,7 @@ def _rewritten_history(recipe: Recipe, dialogue: Dialogue) -> Iterator[str]:
 
 
 def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
-    """Return the tools that the environment offers before an attempt. Raises ConfigError if it cannot be
+    """Return the environment's tools before an attempt. Raises ConfigError if it cannot be
     constructed."""
     rollout = recipe.rollout
     sandbox = recipe.sandbox.model_dump(mode="json")
@@ -155,7 +155,7 @@ _SCRIPTS = (".py", ".sh", ".bash", ".js", ".mjs", ".ts", ".rb", ".pl", ".lua", "
 
 
 def _script(command: Sequence[str]) -> str | None:
-    """Return the script that an interpreter runs: the first argument ending like a script, or None.
+    """Return the script run by an interpreter: the first argument ending like a script, or None.
 
     After -m or -c, all arguments belong to a module or to code, so there is no script.
     """

@@ -1,4 +1,4 @@
-"""Checks of a recipe's data files before a run, and functions that read and survey them."""
+"""Checks of a recipe's data files before a run, and functions reading and survey them."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ Dropped = Counter[str]
 
 
 Kept = dict[str, str]
-"""Number and digest of the training records that remain after leaving out long ones, keyed by recipe field."""
+"""Number and digest of the training records remaining after leaving out long ones, keyed by recipe field."""
 
 
 def count_records(recipe: Recipe, dropped: Dropped | None = None, kept: Kept | None = None) -> dict[str, int]:
@@ -190,7 +190,7 @@ def collect_for(recipe: Recipe, folder: Path) -> Collect:
 def _reading(recipe: Recipe, data_set: DataSet, dropped: Dropped | None, collect: Collect) -> dict[str, Any]:
     """Return the keyword arguments common to all readers of data sets.
 
-    They decide about records that are too long: an error, or with `data.overlong` drop a count.
+    They decide about overlong records: an error, or with `data.overlong` drop a count.
     """
 
     def drop(_: TooLongError) -> None:
@@ -362,7 +362,7 @@ def data_sets(recipe: Recipe) -> dict[str, DataSet]:
 
 
 def kind_of_set(recipe: Recipe, field: str) -> Kind:
-    """Return the kind of training examples (problems, conversations, pairs) that a recipe field's data set holds."""
+    """Return the kind of training examples (problems, conversations, pairs) in a recipe field's data set."""
     if recipe.loop in ("preference", "reward_model"):
         return "judged" if recipe.loop == "preference" and recipe.preference.loss == "kto" else "pairs"
     is_trained_text = field == "data.train" and recipe.loop == "sft"
@@ -393,7 +393,7 @@ def made_sources(recipe: Recipe) -> Iterator[str]:
 
 @checks("data", Cost.FILES)
 def data_files(recipe: Recipe) -> Iterator[DataError]:
-    """Yield errors of data files that are missing, unreadable or empty."""
+    """Yield errors of data files: missing, unreadable or empty."""
     for field, path in data_paths(recipe).items():
         if path.startswith(MADE):
             continue

@@ -27,7 +27,7 @@ _OF_SEQUENCES = ("cu_seqlens", "mask")
 """Further tensors for a user's policy loss over whole sequences. A parameter `cu_seqlens` marks such a loss."""
 _RETURNS = {"algorithm.advantage": "Tensor", "algorithm.policy_loss": "tuple[Tensor, dict[str, Tensor]]"}
 _TRIAL = "megarl.algorithms.trial"
-"""Name of the module that calls a function on small tensors. It imports torch, so it is imported only for a user's own
+"""Name of the module calling a function on small tensors. It imports torch, so it is imported only for a user's own
 function."""
 
 
@@ -84,7 +84,7 @@ def _failed_call(
 
 
 def _unfit_kwargs(recipe: Recipe, field: str, further: str, name: str, taken: Keywords) -> Iterator[str]:
-    """Yield an error for each keyword that the function does not have, or whose value has the wrong type."""
+    """Yield an error for each unknown keyword of the function, and for each value of the wrong type."""
     measured = formula_fields()[field].measured
     open_to_recipe = [keyword for keyword in taken if keyword not in keyword_fields(field) and keyword not in measured]
     for keyword, value in value_at(recipe, further).items():
@@ -147,7 +147,7 @@ def _annotation(parameter: inspect.Parameter) -> ast.expr | None:
 
 
 def _idle_fields(recipe: Recipe, field: str, name: str, taken: Keywords) -> Iterator[str]:
-    """Yield an error for each recipe field whose keyword the user's function does not take."""
+    """Yield an error for each recipe field without a keyword in the user's function."""
     given = set(given_fields(recipe))
     for keyword, own_field in keyword_fields(field).items():
         if own_field in given and keyword not in taken:

@@ -1,4 +1,4 @@
-"""Checks of recipe fields that depend on each other: optimizer, algorithm, critic, rewards; and the health rules."""
+"""Checks of recipe fields depending on each other: optimizer, algorithm, critic, rewards; and the health rules."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def evaluation(recipe: Recipe) -> Iterator[str]:
 
 @checks("checkpoint", per_run=True)
 def best(recipe: Recipe) -> Iterator[str]:
-    """Yield an error if `checkpoint.best` does not name a metric of a validation set that is evaluated."""
+    """Yield an error if `checkpoint.best` does not name a metric of an evaluated validation set."""
     metric, sets = recipe.checkpoint.best, recipe.validation_sets
     if metric is None or not sets:
         return
@@ -82,7 +82,7 @@ def best(recipe: Recipe) -> Iterator[str]:
 
 
 def _unmeasured(recipe: Recipe, name: str, measure: str) -> str | None:
-    """Return why the validation set `name` will not have a metric such as accuracy, or None if it will."""
+    """Return why the validation set `name` will not have a metric like accuracy, or None if it will."""
     owners = [source.recipe for source in recipe.sources if name in source.recipe.data.validation]
     if name in recipe.data.validation_conversations and not owners:
         return None if measure == "loss" else "conversations are measured by the metric loss only"
@@ -94,7 +94,7 @@ def _unmeasured(recipe: Recipe, name: str, measure: str) -> str | None:
 
 
 def _measure_fault(recipe: Recipe, measure: str) -> str | None:
-    """Return why a validation set with sampled answers will not have a metric such as accuracy, or None if it will."""
+    """Return why a validation set with sampled answers will not have a metric like accuracy, or None if it will."""
     from megarl.rewards import metric_name
     from megarl.rewards.final_answers import reader_of
 
@@ -145,7 +145,7 @@ def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:
 
 
 def shortened_warmups(recipe: Recipe) -> Iterator[str]:
-    """Yield a notice for each warm-up that is longer than the run. The run shortens it, to reach the peak rate at its
+    """Yield a notice for each warm-up longer than the run. The run shortens it, to reach the peak rate at its
     end."""
     for field, optimizer, updates in num_updates(recipe):
         if recipe.train.steps and optimizer.warmup_steps > updates:
@@ -212,7 +212,7 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 @checks("trackers", Cost.FILES)
 def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[str]:
-    """Yield an error for each tracker that cannot be imported. An evaluation (`is_trained` False) uses no trackers."""
+    """Yield an error for each tracker failing to import. An evaluation (`is_trained` False) uses no trackers."""
     from megarl.tracking.trackers import check, locate
 
     # A job's environment is not that of the node that submits it.
@@ -229,7 +229,7 @@ def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[st
 
 @checks("rollout")
 def sampling(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of sampling settings whose distribution the trainer cannot reproduce.
+    """Yield errors of sampling settings not reproducible by the trainer.
 
     The trainer applies temperature, top-p, top-k and min-p to its log-probs, and nothing else.
     """
@@ -383,7 +383,7 @@ def _reward_order(recipe: Recipe) -> Iterator[str]:
 
 
 def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
-    """Return the recipe fields that the policy loss takes. A user's own loss counts as taking all."""
+    """Return the recipe fields taken by the policy loss. A user's own loss counts as taking all."""
     name = recipe.algorithm.policy_loss
     return frozenset({"clip_low"}) if is_import_path(name) else frozenset(formulas("algorithm.policy_loss")[name])
 

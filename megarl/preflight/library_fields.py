@@ -71,7 +71,7 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def _without_replay(settings: Mapping[str, Any]) -> Iterator[str]:
-    """Yield errors of router settings that conflict with router replay (the trainer uses the experts chosen by an
+    """Yield errors of router settings conflicting with router replay (the trainer uses the experts chosen by an
     engine)."""
     if settings.get("moe_router_fusion"):
         yield (
@@ -116,7 +116,7 @@ def class_fields(package: str, file: str, name: str) -> dict[str, ast.expr]:
 
 
 def supported_head_sizes() -> list[int]:
-    """Return the head sizes that vLLM's attention on CPUs supports. Empty if they cannot be read from its source."""
+    """Return the head sizes supported by vLLM's attention on CPUs. Empty if they cannot be read from its source."""
     # vLLM 0.30 lists them in this function's return statement; a later form of it yields an empty list.
     source = _read("vllm", "v1/attention/backends/cpu_attn.py")
     for node in ast.walk(source):

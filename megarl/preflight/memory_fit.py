@@ -1,4 +1,4 @@
-"""Check whether a recipe fits into GPU memory, by the prediction of `megarl.memory_plan`, and changes that make it
+"""Check whether a recipe fits into GPU memory, by the prediction of `megarl.memory_plan`, and changes making it
 fit."""
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def models_of(recipe: Recipe, layout: ParallelConfig) -> Models:
 
 
 def not_downloaded(recipe: Recipe) -> Iterator[str]:
-    """Yield a notice for each model whose folder does not exist. Its published sizes are used instead."""
+    """Yield a notice for each model without a folder. Its published sizes are used instead."""
     for folder in dict.fromkeys((recipe.model.folder, *recipe.further_models.values())):
         if not Path(folder).is_dir() and (name := published_name(folder)) is not None:
             yield (
@@ -63,7 +63,7 @@ class Verdict:
     excess: dict[str, int]
     """Bytes above the limit, for each phase that does not fit."""
     remedies: tuple[str, ...] = ()
-    """Command-line overrides with which the recipe fits, cheapest first."""
+    """Command-line overrides making the recipe fit, cheapest first."""
 
     def as_json(self) -> dict[str, Any]:
         """Return the verdict as values for JSON."""
@@ -87,7 +87,7 @@ def verdict_without_gpus() -> Verdict:
 
 
 def refusal(recipe: Recipe, models: Models, gpus: GpuMemory, over: list[Phase]) -> str:
-    """Return the error for a run that does not fit: the phases above the limit, and up to three changes."""
+    """Return the error for a run too large for its GPUs: the phases above the limit, and up to three changes."""
     text = f"{_limits_named(recipe, gpus)}: {_excess_named(gpus, over)}"
     found = _remedies(recipe, models, gpus)
     if found.narrow:
@@ -102,7 +102,7 @@ def refusal(recipe: Recipe, models: Models, gpus: GpuMemory, over: list[Phase]) 
 @dataclass(frozen=True, slots=True)
 class _Remedies:
     narrow: tuple[str, ...]
-    """Changes that keep parallel sizes and nodes, cheapest first."""
+    """Changes keeping parallel sizes and nodes, cheapest first."""
     wider: str | None = None
     """A change of parallel sizes or nodes. It is searched only if no change in `narrow` is enough."""
 
@@ -119,7 +119,7 @@ def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory) -> _Remedies:
 
 
 def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: GpuMemory) -> Verdict:
-    """Return the verdict on a prediction for GPUs. Each phase is compared with the memory of the GPU that runs it."""
+    """Return the verdict on a prediction for GPUs. Each phase is compared with the memory of the GPU running it."""
     limits = {phase.name: int(gpus.gib_for(phase) * _GIB) for phase in table.phases}
     over = gpus.exceeded(table)
     excess = {phase.name: phase.device_bytes - limits[phase.name] for phase in over}
@@ -140,7 +140,7 @@ def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: Gp
 
 
 def _too_long_request(table: MemoryTable) -> str | None:
-    """Return what is wrong if the KV cache cannot hold the longest possible request. None: it can, or there is no
+    """Return the fault if the KV cache cannot hold the longest possible request. None: it can, or there is no
     engine."""
     if table.cache is None or table.cache.longest_requests:
         return None
@@ -151,7 +151,7 @@ def _too_long_request(table: MemoryTable) -> str | None:
 
 
 def _cache_remedies(recipe: Recipe, models: Models, gpus: GpuMemory) -> tuple[str, ...]:
-    """Return overrides that enlarge the KV cache until it holds the longest possible request."""
+    """Return overrides enlarging the KV cache until it holds the longest possible request."""
     if (share := recipe.rollout.gpu_memory_utilization) is not None:
         return _larger_share(recipe, models, gpus, share)
     field = "rollout.kv_cache_gib"
@@ -223,7 +223,7 @@ def _excess_named(gpus: GpuMemory, over: list[Phase]) -> str:
 
 
 def _largest(phase: Phase) -> str:
-    """Return the three uses (weights, gradients, ...) that take most memory in a phase, in words."""
+    """Return the three uses (weights, gradients, ...) taking most memory in a phase, in words."""
     kinds = sorted(phase.uses, key=lambda use: -use.device_bytes)[:3]
     return ", ".join(f"{use.kind} {use.device_bytes / _GIB:.1f}" for use in kinds)
 

@@ -111,7 +111,7 @@ def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
 
 
 def _tokens_beyond(folder: str, shape: ModelShape) -> Iterator[str]:
-    """Yield an error if the tokenizer has token ids for which the model has no embedding."""
+    """Yield an error if the tokenizer has token ids without an embedding in the model."""
     if not (Path(folder) / TOKENIZER[0]).is_file():
         return  # Reported by check_model_folder.
     token, number = largest_token(folder)

@@ -19,7 +19,7 @@ from megarl.preflight.registry import checks
 
 @checks("trainer", per_run=True)
 def format_faults(recipe: Recipe, *, is_start: bool, is_trained: bool = True) -> Iterator[str]:
-    """Yield errors if GPUs or installed libraries lack a number format that the recipe needs.
+    """Yield errors if GPUs or installed libraries lack a number format needed by the recipe.
 
     `is_start`: this machine's GPUs are checked. Otherwise the GPUs named in the recipe count.
     """

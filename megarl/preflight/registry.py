@@ -39,7 +39,7 @@ class Cost(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """A registered check: a function that yields errors of one recipe section."""
+    """A registered check: a function yielding errors of one recipe section."""
 
     section: str
     cost: Cost
@@ -57,7 +57,7 @@ _CHECKS: list[Check] = []
 def checks(
     section: str, cost: Cost = Cost.FIELDS, *, per_run: bool = False, training_only: bool = False
 ) -> Callable[[Function], Function]:
-    """Register the decorated function, which yields errors of a recipe section. Its parameters are names in `FACTS`."""
+    """Register the decorated function, yielding errors of a recipe section. Its parameters are names in `FACTS`."""
 
     def register(function: Function) -> Function:
         facts = tuple(name for name in inspect.signature(function).parameters if name in FACTS)

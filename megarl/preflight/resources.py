@@ -118,7 +118,7 @@ def _larger_cache(recipe: Recipe, layout: ParallelConfig) -> str:
 
 
 def _weakened_sandbox(recipe: Recipe) -> Iterator[str]:
-    """Yield a notice about isolation layers that this machine lacks and sandbox.require does not list."""
+    """Yield a notice about isolation layers neither present on this machine nor listed in sandbox.require."""
     if set(LAYERS) <= set(recipe.sandbox.require) or recipe.sandbox.url is not None:
         return
     if notice := examine().layers.notice(recipe.sandbox.require):

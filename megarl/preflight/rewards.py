@@ -60,7 +60,7 @@ def reward_fields(recipe: Recipe) -> Iterator[str]:
 
 @checks("reward")
 def verdicts(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of recipe fields that need accuracy although no reward function decides whether answers are
+    """Yield errors of recipe fields needing accuracy although no reward function decides whether answers are
     right."""
     if not recipe.has_engine or judges_answers(recipe) != "none":
         return
@@ -122,7 +122,7 @@ Check = Callable[[Record], None]
 
 
 def _faults_of_records(recipe: Recipe, served: list[ServedReward[Any]]) -> Iterator[str]:
-    """Yield an error for each reward function with the first record that lacks a needed field."""
+    """Yield an error for each reward function with the first record lacking a needed field."""
     left = _checks(recipe, served)
     trained: list[DataSet] = [recipe.data.train] if recipe.is_on_policy else []
     for data_set in [*trained, *recipe.data.validation.values()]:

@@ -360,7 +360,7 @@ def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 @checks("trainer")
 def linear_attention_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield faults of a layout that gated delta-nets cannot take."""
+    """Yield faults of a layout unusable for gated delta-nets."""
     linear, trainer = shape.linear_attention, recipe.trainer
     if linear is None:
         return

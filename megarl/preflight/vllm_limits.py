@@ -44,7 +44,7 @@ _WEIGHTLESS = (*HOST_DRAFTERS, "ngram_gpu")
 
 
 def _drafter(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of `speculative_config`: draft models and methods that megarl's engines do not support."""
+    """Yield errors of `speculative_config`: draft models and methods unsupported by megarl's engines."""
     config = recipe.rollout.vllm.get("speculative_config")
     if not isinstance(config, Mapping) or not config:
         return
@@ -121,7 +121,7 @@ def _kv_cache(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 def least_cache_gib(recipe: Recipe, shape: ModelShape) -> float:
-    """Return the size in GiB of the smallest KV cache of a rank that holds the longest possible sequence."""
+    """Return the size in GiB of the smallest KV cache of a rank holding the longest possible sequence."""
     block = _block_tokens(recipe) or BLOCK_TOKENS["cuda"]
     return float(_gib(_needed_bytes(recipe, shape, block, recipe.context_tokens)))
 
@@ -133,7 +133,7 @@ def is_cache_given(recipe: Recipe) -> bool:
 
 
 def default_cache_gib(recipe: Recipe, models: Models, gpus: GpuMemory) -> float:
-    """Return the size in GiB of the largest KV cache of a rank that leaves a safety margin of memory free.
+    """Return the size in GiB of the largest KV cache of a rank leaving a safety margin of memory free.
 
     It is at least the size needed by the longest possible sequence.
     """
@@ -151,7 +151,7 @@ def _block_tokens(recipe: Recipe) -> int | None:
 
 
 def _needed_bytes(recipe: Recipe, shape: ModelShape, block: int, tokens: int) -> int:
-    """Return the bytes of a rank's KV cache for one sequence, plus one block that vLLM reserves."""
+    """Return the bytes of a rank's KV cache for one sequence, plus one block reserved by vLLM."""
     rollout = recipe.rollout
     # A quantised cache (FP8) takes one byte a value.
     item_bytes = ITEM_BYTES[recipe.model.dtype] if rollout.kv_cache_dtype == "auto" else 1

@@ -35,7 +35,7 @@ def run(server: str, descriptor: str) -> NoReturn:
 
 
 def _limited(start: Start) -> Start:
-    """Return a start function that also limits memory after `start`, so that its imports do not count."""
+    """Return a start function that also limits memory after `start`, so its imports do not count."""
 
     def limited(message: dict[str, Any]) -> tuple[dict[str, Any], Answer]:
         found = start(message)

@@ -94,7 +94,7 @@ def import_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def _server_maker() -> Callable[[Mapping[str, str], Sequence[str], Sequence[str], BinaryIO], ServerHandle]:
-    """Return the function that starts a server's process."""
+    """Return the function starting a server's process."""
     path = os.environ.get(SERVER_MAKER)
     return ForkServerProcess if path is None else import_object(path, SERVER_MAKER)
 
@@ -126,7 +126,7 @@ class ForkServer:
         return -signal.SIGKILL if code is None else code
 
     def fork(self, name: str, function: str, environment: Mapping[str, str], log: BinaryIO) -> ForkedProcess:
-        """Fork a process that calls `function` (`package.module:name`) with a connected socket.
+        """Fork a process calling `function` (`package.module:name`) with a connected socket.
 
         Its output goes to `log`. `ps` and `top` show the first 15 characters of `name`. From `environment` it takes
         only the variables in `PROCESS_VARIABLES`; the server's values apply to all others.

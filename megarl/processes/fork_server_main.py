@@ -58,7 +58,7 @@ class _Forked:
 
 @dataclass(frozen=True, slots=True)
 class _Request:
-    """What a forked process shall do, and the process id of its server."""
+    """Task of a forked process, and the process id of its server."""
 
     content: bytes
     connection: int

@@ -31,7 +31,7 @@ MAX_ERROR_CHARACTERS = 4000
 Answer = Callable[[dict[str, Any]], dict[str, Any]]
 """Function of a child process carrying out a request (JSON object) and returning its answer."""
 Start = Callable[[dict[str, Any]], tuple[dict[str, Any], Answer]]
-"""Function of a child process that is called with the first message.
+"""Function of a child process called with the first message.
 
 It returns an introduction, and the function answering requests. It raises RefusedError if the process cannot start.
 """

@@ -1,4 +1,4 @@
-"""Start of programs. Each leads a session of its own, so that no signal of a terminal reaches it.
+"""Start of programs. Each leads a session of its own, so no signal of a terminal reaches it.
 
 A program dies with its parent by `process_tree.die_with`, by a supervisor (`supervised_process`), or once it reads the
 end of a connection to the parent.
@@ -30,7 +30,7 @@ getattr(importlib.import_module(module), name)(*sys.argv[3:])
 def python_call(
     function: str, *arguments: str, path: Sequence[str] | None = None, executable: str = sys.executable
 ) -> list[str]:
-    """Return the command of an interpreter that calls `function` (`package.module:name`) with `arguments`.
+    """Return the command of an interpreter calling `function` (`package.module:name`) with `arguments`.
 
     `path` is its search path; None: that of this process.
     """

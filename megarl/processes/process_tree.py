@@ -79,7 +79,7 @@ def fork_child(work: Callable[[], object], clone: Callable[[], int] = os.fork) -
 
 
 def send_signal(pid: int, number: signal.Signals) -> None:
-    """Send a signal to a process that is not reaped yet."""
+    """Send a signal to a process not reaped yet."""
     os.kill(pid, number)
 
 

@@ -26,7 +26,7 @@ _MAX_OUTPUT_CHARACTERS = 2000
 
 @dataclass(frozen=True, slots=True)
 class ServerSettings:
-    """What a server process runs, and its limits."""
+    """Program of a server process, and its limits."""
 
     server: str | tuple[str, ...]
     """Function `package.module:name` starting the process; or a program calling `answer_requests`."""

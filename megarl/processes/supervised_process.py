@@ -20,7 +20,7 @@ import megarl
 from megarl.processes.launcher import DEVNULL, LaunchedProgram
 
 _OWN_END_SECONDS = 2.0
-"""Seconds for a process to exit by itself after it closed its connection, so that its exit code is known."""
+"""Seconds for a process to exit by itself after it closed its connection, so its exit code is known."""
 _END_SECONDS = 10.0
 """Seconds that the supervisor has to kill its processes and to report."""
 _PART_BYTES = 1 << 20

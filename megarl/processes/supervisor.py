@@ -1,6 +1,6 @@
 """Supervisor: the parent process of a child process. It limits the child's log and kills it when the driver ends.
 
-The supervisor is a separate process, so that it can adopt orphans: all descendants of the child, even after they left
+The supervisor is a separate process, so it can adopt orphans: all descendants of the child, even after they left
 its process group. It kills all of them when the child or the driver ends.
 """
 
@@ -72,7 +72,7 @@ def supervise(settings: Mapping[str, Any]) -> NoReturn:
 
 
 def _become(command: list[str], stdout: int, stderr: int, refuse: int) -> None:
-    """Replace this process by a program, which keeps the supervisor's standard input."""
+    """Replace this process by a program, keeping the supervisor's standard input."""
     # Python ignores these, and a program would inherit that: a writer would not end with the reader of its pipe.
     for number in (signal.SIGPIPE, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
@@ -148,7 +148,7 @@ class _Tail:
 
 
 class _CappedLog:
-    """A log file that is created with its first byte and limited to `MAX_LOG_BYTES`."""
+    """A log file created with its first byte and limited to `MAX_LOG_BYTES`."""
 
     def __init__(self, path: str) -> None:
         self._path = path

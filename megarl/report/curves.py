@@ -78,7 +78,7 @@ FAULTS = re.compile(
     r"|critic/update_skipped|environment/(.+/)?process_killed|tools/.+/errors|tools/invalid|fault/.+"
     r"|rollout/(aborted|slow_replicas|lost_requests)"
 )
-"""Metrics that count errors. The page shows their sums over a run."""
+"""Metrics counting errors. The page shows their sums over a run."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -175,9 +175,9 @@ def series(rows: Rows, most_points: int) -> dict[str, Any]:
 
 
 def over_seeds(runs: Sequence[Rows], most_points: int) -> dict[str, Any]:
-    """Return the mean curves of runs that differ only in their seed, in the form of `series`.
+    """Return the mean curves of runs differing only in their seed, in the form of `series`.
 
-    A point is the mean over the runs that have the step. `low` and `high` are one standard deviation below and above
+    A point is the mean over the runs with the step. `low` and `high` are one standard deviation below and above
     it; they equal the mean if only one run has the step. `final` has mean, deviation and number of runs for each
     metric's last values.
     """
@@ -229,7 +229,7 @@ def phase_times(rows: Rows) -> dict[str, Any]:
     """Return the time of each phase over the run, as JSON values.
 
     `x` has the last step of each column. `of` has for each phase the mean seconds per step in each column. `other` is
-    the step's time outside of all phases. Parts of a phase, such as reshard_wire, are left out. `total` has the seconds
+    the step's time outside of all phases. Parts of a phase, like reshard_wire, are left out. `total` has the seconds
     over all steps, `per_column` the maximum number of steps in a column.
     """
     names = [name for name in metric_names(rows) if re.fullmatch(r"time/[^/]+_seconds", name)]

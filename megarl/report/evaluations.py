@@ -17,7 +17,7 @@ from megarl.report.samples import digest
 from megarl.types import ConfigError
 
 ANSWERS = "answers.jsonl"
-"""Name of the file that marks a folder as an evaluation."""
+"""Name of the file marking a folder as an evaluation."""
 
 
 @dataclass(slots=True)

@@ -1,4 +1,4 @@
-"""HTML page of a report: a single file that needs no network and runs only its own script."""
+"""HTML page of a report: a single file needing no network and runs only its own script."""
 
 from __future__ import annotations
 
@@ -133,7 +133,7 @@ def content_of(runs: Sequence[RecordedRun], labels: Sequence[str]) -> dict[str, 
 def _seeds(
     runs: Sequence[RecordedRun], labels: Sequence[str], all_rows: Sequence[curves.Rows], points: int
 ) -> list[dict[str, Any]]:
-    """Return groups of runs that differ only in their seed: the runs' positions, and their mean curves."""
+    """Return groups of runs differing only in their seed: the runs' positions, and their mean curves."""
     groups: dict[str, list[int]] = {}
     for place, run in enumerate(runs):
         # Runs without a readable recipe belong to no group.
@@ -152,7 +152,7 @@ def _seeds(
 
 
 def _seeds_label(seeds: Mapping[str, Any]) -> str:
-    """Return a label for runs that differ in their seed: the beginning of all labels, and the seeds (`grpo, seeds 0, 1,
+    """Return a label for runs differing in their seed: the beginning of all labels, and the seeds (`grpo, seeds 0, 1,
     2`)."""
     columns = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*seeds, strict=False))
     shared = "".join(letters[0] for letters in columns).rstrip("-_./ ")

@@ -151,7 +151,7 @@ def as_list(value: Any) -> list[Any]:
 
 
 def _visible_replacement(found: re.Match[str]) -> str:
-    """Return the visible text that replaces a hidden character."""
+    """Return the visible text replacing a hidden character."""
     code = ord(found[0])
     # Unicode has a picture for each control character, from U+2400 on.
     if code < 0x20:

@@ -58,5 +58,5 @@ def contiguous_strides(shape: Iterable[int]) -> tuple[int, ...]:
 
 
 def dense_piece(name: str, shape: tuple[int, ...], storage: str, offset: int) -> Piece:
-    """Return the piece for a whole tensor that is stored contiguously from element `offset` on."""
+    """Return the piece for a whole tensor stored contiguously from element `offset` on."""
     return Piece(Box(name, (0,) * len(shape), shape), storage, offset, contiguous_strides(shape))

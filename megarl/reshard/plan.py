@@ -217,7 +217,7 @@ class Plan:
         return slices if any(slices) else []
 
     def _make_steps(self, limit: int) -> None:
-        """Distribute the tensors over buckets so that no rank sends plus receives more than `limit` elements in one.
+        """Distribute the tensors over buckets, so no rank sends plus receives more than `limit` elements in one.
 
         The first tensor of each group of source ranks comes first, then each second one, and so on. Thus all ranks send
         at the same time, instead of one pipeline stage or expert rank after another.

@@ -29,7 +29,7 @@ class State(Enum):
 
 
 class Event(Enum):
-    """What happened on the ranks, or what the training loop requests."""
+    """An event on the ranks, or a request of the training loop."""
 
     START = "a transfer is requested; the trainers wait for it"
     START_OVERLAPPING = "a transfer of copies is requested"
@@ -44,7 +44,7 @@ class Event(Enum):
 
 
 class Command(Enum):
-    """What the caller must do after a change of state."""
+    """Duties of the caller after a change of state."""
 
     NOTHING = "nothing"
     JOIN = "let all ranks create a cross-world group and send the weights"
@@ -103,7 +103,7 @@ TRANSITIONS: Mapping[tuple[State, Event], tuple[State, Command]] = {
 
 
 class TransitionError(RuntimeError):
-    """Raised for an event that is not allowed in the present state."""
+    """Raised for an event not allowed in the present state."""
 
 
 class TransferStates:
@@ -117,7 +117,7 @@ class TransferStates:
     def handle(self, event: Event) -> Command:
         """Change the state for an event and return the command for the caller.
 
-        Raises TransitionError for an event that is not allowed in the present state.
+        Raises TransitionError for an event not allowed in the present state.
         """
         if (self.state, event) not in TRANSITIONS:
             raise TransitionError(f"a weight transfer in state {self.state.name} cannot handle {event.name}")

@@ -31,7 +31,7 @@ _BITS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 @dataclass(slots=True)
 class _Copies:
-    """Pairs of a destination view and the source view that is copied into it."""
+    """Pairs of a destination view and the source view copied into it."""
 
     tensors: list[tuple[Tensor, Tensor]] = field(default_factory=list)
     small: list[tuple[Tensor, Tensor]] = field(default_factory=list)

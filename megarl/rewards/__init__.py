@@ -146,7 +146,7 @@ def served_kind(name: str) -> str | None:
 def system_prompt_of(name: str, kwargs: Mapping[str, Any]) -> str | None:
     """Return the system prompt describing a reward function's answer format; None: the function has no format.
 
-    For a function that accepts several forms, the prompt describes the first one.
+    For a function accepting several forms, the prompt describes the first one.
     """
     chosen = next((kwargs[key] for key in ("forms", "form", "place") if kwargs.get(key)), None)
     if chosen is None:

@@ -21,7 +21,7 @@ _WITH_TEXT = re.compile(
 )
 """Regular expression of a choice's letter with a mark and a blank, followed by the choice's text.
 
-It does not match text that continues a formula, such as `(N) (N-1)`. After a bracket without a blank only a plain
+It does not match text that continues a formula, like `(N) (N-1)`. After a bracket without a blank only a plain
 number may follow: `(C)12`.
 """
 ALSO_RIGHT = (

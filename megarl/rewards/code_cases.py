@@ -175,7 +175,7 @@ def _parsed(text: str) -> Any:
 
 @lru_cache(maxsize=8)
 def _unpacked(text: str) -> str:
-    """Return the text in a pickle that is compressed by zlib and encoded in base64.
+    """Return the text in a pickle compressed by zlib and encoded in base64.
 
     Nothing is executed. Raises ValueError if the pickle holds anything but a text.
     """

@@ -35,7 +35,7 @@ _BARE = re.compile(
     r"(?:(?P<dollars>[^$\n]*)\$|(?P<formula>(?:\\.|[^\s$\\])+))",
     re.ASCII,
 )
-r"""Regular expression of a \boxed without braces: contents that begin with a sign, a digit, a command or a single
+r"""Regular expression of a \boxed without braces: contents beginning with a sign, a digit, a command or a single
 letter.
 """
 _TAGS = ("<think>", "</think>", "<answer>", "</answer>")

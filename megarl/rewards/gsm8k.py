@@ -105,7 +105,7 @@ def _in_form(text: str, forms: tuple[Form, ...]) -> Fraction | None:
 
 
 def _quantity(text: str) -> Fraction | None:
-    """Return the number of a text that consists of a number, optionally with a unit. None: other texts, such as `5 or
+    """Return the number of a text consisting of a number, optionally with a unit. None: other texts, like `5 or
     6`.
     """
     text = _without_marks(text.strip())

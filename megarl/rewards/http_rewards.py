@@ -95,7 +95,7 @@ class ServedReward(Generic[Config]):
     path = ""
     """Path of the service, appended to the url in the recipe."""
     left_out_path = ""
-    """Ending of a url that is removed before `path` is appended."""
+    """Ending of a url removed before `path` is appended."""
     amount_names: tuple[str, ...] = ()
     """Names of all amounts that `amounts` can return."""
 
@@ -130,7 +130,7 @@ class ServedReward(Generic[Config]):
         raise NotImplementedError
 
     def amounts(self, answer: Any) -> Mapping[str, float]:
-        """Return amounts of a server's answer that are summed for metrics, by name: tokens, money."""
+        """Return amounts of a server's answer summed for metrics, by name: tokens, money."""
         return {}
 
     @property
@@ -139,7 +139,7 @@ class ServedReward(Generic[Config]):
         return False
 
     def check_record(self, sample: Sample) -> None:
-        """Raise ValueError for a record that lacks what the request needs."""
+        """Raise ValueError for a record lacking what the request needs."""
 
     async def score(self, sample: Sample) -> FunctionScore:
         """Return the score of a completion, retrying failed calls. Raises ServerFailedError if all calls fail."""

@@ -36,9 +36,9 @@ _KNOWN = ("question", "completion", "answer")
 _PLACEHOLDER = re.compile(r"\{\{\s*([\w.-]+)\s*\}\}")
 _MAX_SHOWN = 120
 _MAX_TOKENS = 1e12
-"""Largest token count of an answer that is believed."""
+"""Largest token count of an answer believed."""
 _MAX_READ_CHARACTERS = 20_000
-"""Number of characters at the end of a judge's answer that are searched for a verdict."""
+"""Number of characters at the end of a judge's answer searched for a verdict."""
 _LABEL = (
     r"(?:[*_# ]{0,9}(?:(?:the|my|final|overall) ){0,3}(?:verdict|answer|judge?ment|grade|rating|score|result)"
     r"[*_ ]{0,9}[:=])?"

@@ -76,7 +76,7 @@ class Quantity:
 def read_quantity(text: str, known: Collection[str] | None = None) -> Quantity | None:
     """Parse a number with or without a unit. None: any other text.
 
-    `known` lists words that are accepted as units in addition to the usual ones. None: any word is.
+    `known` lists words accepted as units in addition to the usual ones. None: any word is.
     """
     text, currency = without_currency(text)
     number, end = _read_number(text)

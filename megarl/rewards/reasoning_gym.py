@@ -57,7 +57,7 @@ def scorer_of(task: str) -> Callable[..., Reward]:
     It passes the last <answer> tags, the last \boxed{} or the whole completion (`place`) to the task's scorer, and
     multiplies the score by `correct_score`. An answer is right from a score of 0.99 on. The record needs
     reasoning-gym's `metadata`, an object or its JSON, at the top or in `extra_info`. `config` has the task's settings,
-    for scorers that depend on them. If the scorer evaluates answers as code, an answer that is neither literal nor
+    for scorers depending on them. If the scorer evaluates answers as code, an answer that is neither literal nor
     formula counts as empty. Metric: `raw`, the scorer's own value.
     """
 
@@ -134,7 +134,7 @@ def task_of(record: Mapping[str, Any]) -> str:
 
 
 def check_record(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
-    """Raise ValueError for a record that names no task, for the reward `reasoning_gym`."""
+    """Raise ValueError for a record naming no task, for the reward `reasoning_gym`."""
     task_of(record)
 
 

@@ -1,4 +1,4 @@
-"""Pool of processes running reward functions. A process that fails or exceeds its time limit is replaced.
+"""Pool of processes running reward functions. A process failing or exceeds its time limit is replaced.
 
 A process scores one completion at a time, so killing it loses no other. Requests to scoring servers are sent by the
 driver's event loop itself.

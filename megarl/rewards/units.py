@@ -41,7 +41,7 @@ def read_unit(text: str, known: Collection[str] | None = None) -> tuple[bool, Un
     "5th").
 
     Words in `known` (singular) count as units of their own. With `known` None every word does, except words changing a
-    number, such as "halves" or "about".
+    number, like "halves" or "about".
     """
     factor = Fraction(1)
     dimensions: Counter[str] = Counter()
@@ -184,7 +184,7 @@ _COUNTED = set(
     route function subset sequence soldier sailor
     """.split()  # noqa: SIM905
 ) - {"prime", "mile", "square", "point", "pair", "can", "cup"} | {"pair", "point"}
-"""Words for things that are counted (apples), in the singular. Each is a unit of its own in any answer."""
+"""Words for things counted (apples), in the singular. Each is a unit of its own in any answer."""
 
 _LENGTH, _TIME, _MASS, _VOLUME = {"metre": 1}, {"second": 1}, {"gram": 1}, {"metre": 3}
 _LITRE = Fraction(1, 1000)

@@ -126,7 +126,7 @@ class _Clock:
 
     @property
     def over(self) -> Literal["attempt", "step"] | None:
-        """The time limit that is exceeded: the whole attempt's, or that of one environment step. None: neither."""
+        """The time limit exceeded: the whole attempt's, or that of one environment step. None: neither."""
         now = self.now()
         if self._attempt_ends is not None and now >= self._attempt_ends:
             return "attempt"

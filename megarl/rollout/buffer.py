@@ -307,7 +307,7 @@ class GroupBuffer:
             self._start_more(self._demand.num_live - self._demand.num_groups)
 
     async def _wait_for_a_group(self) -> None:
-        """Wait until a group completes or fails. Returns after at most 1 second, so that the caller can check for a
+        """Wait until a group completes or fails. Returns after at most 1 second, so the caller can check for a
         stop.
         """
         self._wakes = asyncio.Event()

@@ -292,7 +292,7 @@ class EnginePool:
                 self._enqueue(pending, self._waiting, last=False)
 
     async def _count_unfinished(self, replica: Replica) -> None:
-        """Count the tokens of requests that stay in an engine during a pause, because they may finish in a later
+        """Count the tokens of requests staying in an engine during a pause, because they may finish in a later
         step.
         """
         try:

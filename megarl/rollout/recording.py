@@ -1,4 +1,4 @@
-"""Records of the model calls of unfinished attempts, stored in checkpoints so that a resumed run can continue them."""
+"""Records of the model calls of unfinished attempts, stored in checkpoints, so a resumed run can continue them."""
 
 from __future__ import annotations
 

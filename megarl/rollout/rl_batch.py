@@ -114,7 +114,7 @@ class RLBatch(TokenBatch):
         """Use the engine's log-probs as the old log-probs of the importance ratio, for all weight versions.
 
         `weight_version` is the trainer's version before the update. `rollout_logprobs` of tokens sampled with other
-        versions become NaN, so that the mismatch between engine and trainer is measured for equal weights only.
+        versions become NaN, so the mismatch between engine and trainer is measured for equal weights only.
         """
         self.per_token["old_logprobs"] = self.per_token["rollout_logprobs"]
         self.forget_stale_logprobs(weight_version)

@@ -27,7 +27,7 @@ class Source:
     """Training problems. Each carries the name of this source."""
     validation: Mapping[str, Sequence[Problem]] = field(default_factory=dict)
     served_metrics: Callable[[], Mapping[str, float]] = dict
-    """Function returning and resetting the reward pool's counters, such as calls to scoring servers."""
+    """Function returning and resetting the reward pool's counters, like calls to scoring servers."""
 
     def sampling(self, step: int) -> SamplingSettings:
         """Return the sampling parameters of a training step, with the temperature scheduled for it."""
@@ -36,7 +36,7 @@ class Source:
 
 
 def served_metrics(sources: Sequence[Source]) -> dict[str, float]:
-    """Return the counts of all reward pools since the last call, by metric name, such as `reward/NAME/calls`."""
+    """Return the counts of all reward pools since the last call, by metric name, like `reward/NAME/calls`."""
     total: dict[str, float] = {}
     for source in sources:
         for name, value in source.served_metrics().items():

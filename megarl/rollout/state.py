@@ -51,7 +51,7 @@ class RLState:
     def begin_step(self, *, repeats_draws: bool) -> None:
         """Begin a training step, after the previous step's groups are trained.
 
-        `repeats_draws`: if the step fails, `forget_step` also undoes its draws, so that the same prompts are drawn
+        `repeats_draws`: if the step fails, `forget_step` also undoes its draws, so the same prompts are drawn
         again.
         """
         self._given = []

@@ -43,7 +43,7 @@ class Teachers:
         batch.target_keys = np.column_stack([of_sample[batch.samples], numbers])
 
     def leave_out_unknown(self, batch: RLBatch) -> dict[str, float]:
-        """Mask tokens that their teacher's vocabulary lacks, such as padding ids sampled by the policy.
+        """Mask tokens that their teacher's vocabulary lacks, like padding ids sampled by the policy.
 
         Returns the metric `distillation/unknown`, the share of these tokens.
         """

@@ -34,7 +34,7 @@ READY = b"ready"
 
 @dataclass(frozen=True, slots=True)
 class Confinement:
-    """What the spawner passes to every run: folders, address space, and how the kernel counts threads."""
+    """Values passed by the spawner to every run: folders, address space, and how the kernel counts threads."""
 
     layers: frozenset[str]
     trees: tuple[str, ...]

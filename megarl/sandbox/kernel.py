@@ -85,7 +85,7 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
-    """Add flags to a mount, such as MS_RDONLY. Existing flags stay. Raises KernelError.
+    """Add flags to a mount, like MS_RDONLY. Existing flags stay. Raises KernelError.
 
     `recursive` includes mounts below it, impossible before Linux 5.12.
     """

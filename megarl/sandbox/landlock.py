@@ -14,7 +14,7 @@ _READ_FILE, _READ_DIR, _WRITE_FILE = 1 << 2, 1 << 3, 1 << 1
 _ALL_OF_FIRST = (1 << 13) - 1
 _REFER, _TRUNCATE, _IOCTL_DEV = 1 << 13, 1 << 14, 1 << 15
 _NEVER = 1 | 1 << 6 | 1 << 9 | 1 << 11
-"""Landlock rights that are never given: executing files, and making devices and sockets."""
+"""Landlock rights never given: executing files, and making devices and sockets."""
 _TCP_BIND_AND_CONNECT = 3
 _ABSTRACT_SOCKETS_AND_SIGNALS = 3
 _VERSION_FLAG = 1

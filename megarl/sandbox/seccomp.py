@@ -113,7 +113,7 @@ def _if_number(number: int, then: list[_Instruction]) -> list[_Instruction]:
 
 
 def _only_if(tests: list[tuple[int, int, int]]) -> list[_Instruction]:
-    """Return filter instructions that allow a call if any test holds.
+    """Return filter instructions allowing a call if any test holds.
 
     A test is (code, argument number, constant), and looks at the low 32 bits of the argument.
     """

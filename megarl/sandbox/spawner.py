@@ -35,7 +35,7 @@ fractions decimal time enum dataclasses array queue cmath numbers abc contextlib
 """Modules that test programs often import. Each forked run inherits them."""
 _TMP_BYTES = 64 << 20
 _COUNTS_BY_NAMESPACE = (5, 14)
-"""First kernel version that counts a user's tasks by user namespace. Earlier kernels also count the user's other
+"""First kernel version counting a user's tasks by user namespace. Earlier kernels also count the user's other
 tasks.
 """
 
@@ -108,7 +108,7 @@ def _kernel() -> tuple[int, ...]:
 def _import_packages(names: Sequence[str], folders: Sequence[str]) -> None:
     """Import packages once for all programs, with the program's rights.
 
-    A package that fails here fails again in the program that imports it.
+    A package failing here fails again in the program importing it.
     """
     before = list(sys.path)
     sys.path += folders

@@ -36,7 +36,7 @@ SESSION_HEADER = "x-megarl-session"
 _SHUTDOWN_SECONDS = 2.0
 """Seconds that open connections get to end at shutdown."""
 _LINGERING_SECONDS = 1.0
-"""Seconds for reading and discarding the body of a refused request, so that the client receives the answer and not a
+"""Seconds for reading and discarding the body of a refused request, so the client receives the answer and not a
 reset.
 """
 _LOGGED_A_MINUTE = 10
@@ -380,7 +380,7 @@ class _MalformedRequests(logging.Filter):
 
 
 def _endpoint_log() -> logging.Logger:
-    """Return a logger of this endpoint alone, so that its filter is not added twice to a shared logger."""
+    """Return a logger of this endpoint alone, so its filter is not added twice to a shared logger."""
     log = logging.Logger("megarl.serving.endpoint", logging.WARNING)
     log.parent = logging.getLogger("megarl")
     log.addFilter(_MalformedRequests())

@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _EXCERPT = 160
-"""Characters shown of each of the two messages that differ at a fork."""
+"""Characters shown of each of the two messages differing at a fork."""
 
 ForkReason = Literal["tools", "system", "history"]
-"""What a client changed in its conversation: the tools, the system message, or a later message."""
+"""Part of a conversation changed by its client: the tools, the system message, or a later message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +31,7 @@ class Answered:
 class Fork:
     """A request that does not continue any answered conversation of its session.
 
-    It has the kind of the first difference, and the two messages that differ, as text.
+    It has the kind of the first difference, and the two messages differing, as text.
     """
 
     reason: ForkReason
@@ -51,7 +51,7 @@ class History:
         self._texts: list[tuple[str, NDArray[np.int32]]] = []
 
     def add(self, answered: Answered) -> None:
-        """Store a conversation ending with the model's answer, so that later requests continuing it can reuse its token
+        """Store a conversation ending with the model's answer, so later requests continuing it can reuse its token
         ids."""
         self._answered.append(answered)
         self._by_digest.setdefault(answered.conversation.digests()[-1], []).append(answered)

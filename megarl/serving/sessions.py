@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from numpy.typing import NDArray
 
 _REMEMBERED = 100_000
-"""Number of ended sessions that are remembered. Late calls to them get status 410; calls to older ones get 401 (unknown
+"""Number of ended sessions remembered. Late calls to them get status 410; calls to older ones get 401 (unknown
 key).
 """
 
@@ -373,7 +373,7 @@ class Sessions:
 
 
 def ended_error() -> RequestError:
-    """Return the error for a call that arrives after the end of its session."""
+    """Return the error for a call arriving after the end of its session."""
     return RequestError("this session has ended; its agent's attempt is over", status=410, code="session_ended")
 
 

@@ -65,7 +65,7 @@ class Rule(NamedTuple):
 
 
 def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callable[[Series, HealthConfig], Any]:
-    """Return a check that fails if the last `window` values of a metric are all bad."""
+    """Return a check failing if the last `window` values of a metric are all bad."""
 
     def check(series: Series, health: HealthConfig) -> Evidence | None:
         last = _values(series, metric)[-health.window :]
@@ -79,7 +79,7 @@ def _always(metric: str, holds: Callable[[float, HealthConfig], bool]) -> Callab
 def _rises(
     metric: str, factor: Callable[[HealthConfig], float], least: Callable[[HealthConfig], float]
 ) -> Callable[[Series, HealthConfig], Evidence | None]:
-    """Return a check that fails if a metric rises: the median of its last `window` values against the median of the
+    """Return a check failing if a metric rises: the median of its last `window` values against the median of the
     first.
 
     It fails if the ratio of both is at least `factor` and the last median is at least `least`.
@@ -199,7 +199,7 @@ RULES = (
 )
 """All health rules checked after each step."""
 LEARNING_RATE = "learning_rate"
-"""Name of the health rule that is checked once at the start (`unusual_learning_rate`)."""
+"""Name of the health rule checked once at the start (`unusual_learning_rate`)."""
 
 
 @dataclass(slots=True)

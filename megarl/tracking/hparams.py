@@ -1,6 +1,6 @@
 """Settings of a run for TensorBoard's HPARAMS tab, stored as two summaries in addition to the scalars.
 
-The first summary declares the columns. They are the same for all loops, so that all runs share one table. The second
+The first summary declares the columns. They are the same for all loops, so all runs share one table. The second
 has the run's values of the recipe fields with an effect. For a run resumed with changed settings, TensorBoard shows the
 first values.
 """
@@ -58,7 +58,7 @@ def summaries(recipe: Recipe) -> list[Any]:
 
 
 def ended() -> Any:
-    """Return the summary that marks the end of a run. The reason of the end is in `status.json`."""
+    """Return the summary marking the end of a run. The reason of the end is in `status.json`."""
     info = _plugin.SessionEndInfo(status=_api.STATUS_UNKNOWN, end_time_secs=time.time())
     return _summary(metadata.SESSION_END_INFO_TAG, _plugin.HParamsPluginData(session_end_info=info))
 

@@ -1,4 +1,4 @@
-"""Table of all metrics: names, units and meanings, read from the modules that compute them.
+"""Table of all metrics: names, units and meanings, read from the modules computing them.
 
 Each of these modules lists its metrics in a literal `METRICS`: name -> (unit, meaning). The modules are parsed and not
 imported, because some need torch and the table must work without it. Parts of a name in capitals are placeholders:
@@ -33,7 +33,7 @@ class Row:
     unit: str
     meaning: str
     module: str
-    """Name of the module that computes the metric."""
+    """Name of the module computing the metric."""
 
     @property
     def pattern(self) -> re.Pattern[str]:
@@ -54,7 +54,7 @@ def rows() -> tuple[Row, ...]:
 
 
 def find(name: str) -> Row | None:
-    """Return the row that describes a logged metric. None: the metric is the user's own, for example of a custom loss.
+    """Return the row describing a logged metric. None: the metric is the user's own, for example of a custom loss.
 
     In mixtures and evaluations, a metric's name follows a prefix `environment/SOURCE/` or `val/SET/`.
     """

@@ -33,7 +33,7 @@ from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedEr
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
 
 _STATUS_BYTES = 512
-"""Size in bytes to which status.json is padded with spaces, so that a final status fits even on a full disk."""
+"""Size in bytes to which status.json is padded with spaces, so a final status fits even on a full disk."""
 
 
 class RunFolder:
@@ -145,7 +145,7 @@ class RunFolder:
         replace_text(self.path / "status.json", text + "\n")
 
     def describe(self, facts: Mapping[str, Mapping[str, str]]) -> None:
-        """Add facts about the attempt to attempt.json, in sections such as `machine` and `versions`. Raises OSError."""
+        """Add facts about the attempt to attempt.json, in sections like `machine` and `versions`. Raises OSError."""
         for section, found in facts.items():
             self._attempt[section] = {**self._attempt.get(section, {}), **found}
         replace_text(self.logs_folder / "attempt.json", json.dumps(self._attempt, indent=2) + "\n")

@@ -129,7 +129,7 @@ class Tracker:
             self._give_up(name, error)
 
     def _to_trackers(self, action: Callable[[RunTracker], object]) -> None:
-        """Call every tracker. One that fails is dropped with a warning, and the run continues.
+        """Call every tracker. One failing is dropped with a warning, and the run continues.
 
         Raises DiskFullError: on a full disk nothing else can be written either.
         """
@@ -158,7 +158,7 @@ class Tracker:
         self._notices.tell(kind, text)
 
     def unhealthy(self, finding: Finding) -> None:
-        """Report a broken health rule on the console, in status.json, and to trackers that accept texts."""
+        """Report a broken health rule on the console, in status.json, and to trackers accepting texts."""
         self.notice(finding.text)
         self._folder.add_finding(finding.as_json())
         self._to_trackers(lambda tracker: _write_finding(tracker, finding))

@@ -40,7 +40,7 @@ class RunTracker(Protocol):
         """Log samples as plain records (prompt, completion, reward...). `set` in a record names its validation set."""
 
     def sync(self) -> None:
-        """Store everything logged so far, so that it survives a crash."""
+        """Store everything logged so far, so it survives a crash."""
 
     def close(self) -> None:
         """Close files and connections at the end of the run."""

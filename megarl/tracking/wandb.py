@@ -92,7 +92,7 @@ def _mode() -> Mode:
 
 
 def _run_id(file: Path, *, is_new: bool) -> str:
-    """Return the run's W&B id. It is stored in a file, so that a resumed run has the same."""
+    """Return the run's W&B id. It is stored in a file, so a resumed run has the same."""
     if is_new or not file.exists():
         replace_text(file, secrets.token_hex(4) + "\n")
     return file.read_text().strip()

@@ -57,7 +57,7 @@ def pack_row(
 ) -> Microbatch:
     """Return the row of a batch's sequences, or a context-parallel rank's part of it.
 
-    With cp > 1 each sequence is padded to a multiple of 2 * cp. The last one is padded further, so that the tokens of
+    With cp > 1 each sequence is padded to a multiple of 2 * cp. The last one is padded further, so the tokens of
     the row are a multiple of cp * `multiple`.
     """
     lengths = batch.lengths

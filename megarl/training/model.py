@@ -298,7 +298,7 @@ class ModelShard:
 
 
 class FrozenModel(ModelShard):
-    """A model that is never trained: a reference, a teacher or a reward model. Between passes it is in host memory.
+    """A model never trained: a reference, a teacher or a reward model. Between passes it is in host memory.
 
     `has_moved` says that its weights differ from those loaded from its folder.
     """
@@ -362,7 +362,7 @@ class FrozenModel(ModelShard):
 
 
 def saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yield the buffers [*shape] of a model chunk that belong to its checkpoint, with their names."""
+    """Yield the buffers [*shape] of a model chunk belonging to its checkpoint, with their names."""
     for prefix, module in chunk.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set:

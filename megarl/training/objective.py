@@ -206,7 +206,7 @@ def critic_objective(config: CriticConfig) -> Objective:
 
 
 def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], config: PreferenceConfig) -> Objective:
-    """Return the objective for a loss of whole answers, such as DPO's."""
+    """Return the objective for a loss of whole answers, like DPO's."""
     settings = supported_kwargs(preference_loss, config.model_dump(exclude={"loss", "loss_kwargs"}))
     settings |= config.loss_kwargs
 

@@ -32,7 +32,7 @@ After the loss of a peer: `lost`, the reason, and `missing`, the ranks that neve
 class RankTransfer:
     """One rank's part in weight transfers between the torch worlds of trainers and engines.
 
-    A rank has either the `policy` or an `engine`. With a `snapshot` of the policy, the snapshot is sent, so that the
+    A rank has either the `policy` or an `engine`. With a `snapshot` of the policy, the snapshot is sent, so the
     policy can be trained meanwhile. `transformer_engine` says whether the trainer uses Transformer Engine's layers;
     None on ranks with an engine. `replica` is the engine's number.
 

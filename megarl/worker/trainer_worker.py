@@ -41,7 +41,7 @@ Model = TypeVar("Model", bound=ModelShard)
 
 
 class TrainerWorker:
-    """Worker of a training rank. The driver calls its methods, or those of one of its models, such as `policy.update`.
+    """Worker of a training rank. The driver calls its methods, or those of one of its models, like `policy.update`.
 
     The models are the recipe's: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on.
     """
@@ -149,7 +149,7 @@ class TrainerWorker:
 
     @property
     def kept_notices(self) -> list[str]:
-        """Return a notice if the model's folder has tensors that are not trained."""
+        """Return a notice if the model's folder has tensors not trained."""
         folder = self.recipe.model.folder
         kept = kept_tensors(folder, self.policy.shape)
         if not kept:
@@ -223,7 +223,7 @@ class TrainerWorker:
         return self._save.finish(wait=wait)
 
     def load_checkpoint(self, folder: Path) -> None:
-        """Load a checkpoint that was checked for harmful pickles. Afterwards the engines need the weights again."""
+        """Load a checkpoint checked for harmful pickles. Afterwards the engines need the weights again."""
         with self._everything_saved() as models:
             driver = checkpoint.restore(folder, models, str(self.layout))
         self.weight_version = driver["weight_version"]

@@ -201,7 +201,7 @@ class MegatronLayouts(Layouts):
         return tuple(chunk for chunk in self.chunks for _ in range(chunk.num_layers))
 
     def chunks_of(self, rule: Rule) -> tuple[ModelChunk, ...]:
-        """Return the model chunks containing a parameter outside the layers, such as an embedding."""
+        """Return the model chunks containing a parameter outside the layers, like an embedding."""
         # A model with tied embeddings has a second copy of them on the last stage, if there are several stages.
         if rule.place == "last_of_several_stages":
             return self.chunks[-1:] if self.parallel.pp > 1 else ()

@@ -2,7 +2,7 @@
 
 `load_weights` runs once on meta tensors, and every copy into a live parameter is recorded as a piece. Fused
 projections, replicated KV heads, padding and experts thus need no rules here. Some loaders copy a checkpoint tensor's
-view before they write it; such a copy is followed. A loader that computes instead of copying
+view before they write it; such a copy is followed. A loader computing instead of copying
 raises an error naming the parameter. For a module that quantises its weights, the layout describes the weights before
 quantisation (`layouts.vllm_quantised`).
 """

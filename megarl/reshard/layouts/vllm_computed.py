@@ -123,7 +123,7 @@ class VllmLayouts(Layouts):
         return min(rank * stored, length), min((rank + 1) * stored, length), stored
 
     def _owner(self, expert: int) -> int:
-        """Return the engine rank that has an expert.
+        """Return the engine rank with an expert.
 
         If experts do not divide evenly, the first ranks have one more than the others, as in vLLM.
         """

@@ -23,7 +23,7 @@ METHODS = (
     "Fp8PtpcOnlineLinearMethod",
     "Fp8PtpcOnlineMoEMethod",
 )
-"""Quantisation methods of vLLM 0.30 that give equal results when repeated: by blocks of 128 x 128, and by rows."""
+"""Quantisation methods of vLLM 0.30 giving equal results when repeated: by blocks of 128 x 128, and by rows."""
 
 LINEAR_KERNELS = (
     "TritonFp8BlockScaledMMKernel",
@@ -149,7 +149,7 @@ class QuantisedModule:
             _bits(self.live[name]).copy_(_bits(made))
 
     def differing(self, weights: Mapping[str, Tensor]) -> list[str]:
-        """Return the names of live weights and scales that differ in any bit from the quantised `weights` [*shape]."""
+        """Return the names of live weights and scales differing in any bit from the quantised `weights` [*shape]."""
         made = self.quantised(weights)
         return [name for name, live in self.live.items() if not torch.equal(_bits(live), _bits(made[name]))]
 
@@ -228,7 +228,7 @@ def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _kept(module: nn.Module) -> set[str]:
-    """Return the names of a module's parameters that are not quantised. They are written as in any other module."""
+    """Return the names of a module's parameters not quantised. They are written as in any other module."""
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
     return {key for key in module._parameters if key in SKIP_TENSORS}

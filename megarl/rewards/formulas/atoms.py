@@ -185,7 +185,7 @@ class Atoms(Commands):
         return node
 
     def _skip_to_brace(self) -> int:
-        """Skip a group in braces that contains no other group. Returns the number of skipped tokens."""
+        """Skip a group in braces containing no other group. Returns the number of skipped tokens."""
         self.advance()
         skipped = 0
         while self.token.text != "}":

@@ -18,7 +18,7 @@ MAX_MATCHED = 40
 order.
 """
 MAX_SIGNS = 4
-r"""Maximum number of \pm and \mp in a formula that are expanded. Each doubles the number of values."""
+r"""Maximum number of \pm and \mp in a formula expanded. Each doubles the number of values."""
 _FLIPPED = {"<": ">", "<=": ">=", ">": "<", ">=": "<=", "=": "=", "!=": "!="}
 _DOTS = symbol("ldots")
 _CONSTANTS_OF_INTEGRATION = ("C", "c", "K", "k")
@@ -379,7 +379,7 @@ def _scaled(matrix: Node, factors: list[Node]) -> Node:
 
 
 def _degrees(node: Node) -> Node | None:
-    r"""Return the number of degrees in a formula such as `90^\circ`. None: the formula is not in degrees."""
+    r"""Return the number of degrees in a formula like `90^\circ`. None: the formula is not in degrees."""
     if node.kind == "negative":
         inner = _degrees(node.parts[0])
         return inner and negative(inner)

@@ -40,7 +40,7 @@ def _name(node: Node) -> str | None:
 
 
 def _pairs(node: Node) -> list[tuple[str, Node]] | None:
-    """Return (name, value) pairs of a formula such as `x=1, y=2`, `(x,y)=(1,2)` or `x=y=2`. A name may occur twice."""
+    """Return (name, value) pairs of a formula like `x=1, y=2`, `(x,y)=(1,2)` or `x=y=2`. A name may occur twice."""
     if node.kind == "relation" and set(node.value) == {"="}:
         left, right = node.parts[0], node.parts[-1]
         if left.kind == right.kind == "tuple" and len(node.parts) == 2 and len(left.parts) == len(right.parts):
@@ -69,7 +69,7 @@ def assignments(node: Node) -> dict[str, Node] | None:
 
 
 def solutions(node: Node) -> tuple[str | None, Node]:
-    """Return the name and the values of alternatives such as `x=1 or x=2`. Other formulas: None and the formula
+    """Return the name and the values of alternatives like `x=1 or x=2`. Other formulas: None and the formula
     itself.
     """
     if node.kind == "list":

@@ -136,7 +136,7 @@ def _combined(sets: list[NumberSet | None], sign: str) -> NumberSet | None:
 
 
 def _solutions(node: Node) -> NumberSet | None:
-    r"""Return the numbers satisfying inequalities or an equation in one variable, such as `1 < x \le 2`."""
+    r"""Return the numbers satisfying inequalities or an equation in one variable, like `1 < x \le 2`."""
     names = node.symbols() - {"mathbbR"}
     if node.value == ("in",) and node.parts[0].kind == "symbol":
         found = _number_set(node.parts[1])

@@ -174,7 +174,7 @@ class _Parser(Atoms):
         return self.power()
 
     def _factor_or_mixed(self) -> Node:
-        r"""Parse a factor of a product, or a mixed number such as `3 1/2` or `3\frac12`."""
+        r"""Parse a factor of a product, or a mixed number like `3 1/2` or `3\frac12`."""
         first, second = self.token, self.following()
         is_whole = first.kind == "number" and first.text.isdigit()
         if is_whole and second.kind == "command" and second.text == "frac" and not self._is_unit_at(second):
@@ -236,7 +236,7 @@ def _has_words(node: Node) -> bool:
 
 
 def _with_single_letters(tokens: list[Token]) -> list[Token]:
-    """Return the tokens, with products of variables such as `xy` split into single letters."""
+    """Return the tokens, with products of variables like `xy` split into single letters."""
     found: list[Token] = []
     for token in tokens:
         if token.kind == "word" and is_product(token.text):

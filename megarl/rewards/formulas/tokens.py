@@ -36,7 +36,7 @@ FUNCTION_WORDS = frozenset(
     sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth log ln lg exp sqrt max min gcd lcm mod det
     """.split()  # noqa: SIM905
 )
-"""Function names such as sin and log that answers may write without a backslash."""
+"""Function names like sin and log answering may write without a backslash."""
 _CONSTANT_WORDS = {"pi": "pi", "infinity": "infty", "inf": "infty", "oo": "infty", "theta": "theta"}
 _GROUPED = r"[1-9]\d{0,2}(?:,\d{3})+(?![\d,])"
 _PLAIN = r"\d+"
@@ -186,7 +186,7 @@ def _number(text: str, position: int, spaced: bool, *, groups: bool) -> tuple[To
 
 
 def decimal(text: str) -> Fraction:
-    """Return the value of a decimal number such as `1,234.5` or `1.5e3`. Raises NotMathematicsError beyond
+    """Return the value of a decimal number like `1,234.5` or `1.5e3`. Raises NotMathematicsError beyond
     MAX_DIGITS.
     """
     exponent = re.split("[eE]", text)[1:]
