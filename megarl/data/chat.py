@@ -36,7 +36,7 @@ BORDER_TOKENS = 16
 """Maximum change of the number of tokens if a text is cut between any two characters."""
 
 RENDER_SECONDS = 5.0
-"""CPU seconds that a chat template may take for one short message."""
+"""CPU seconds allowed to a chat template for one short message."""
 # 1 GiB: one short message needs far less, and a runaway template is stopped before it fills the machine.
 _RENDER_BYTES = 1 << 30
 
@@ -121,7 +121,7 @@ def _template_of(name: str) -> str:
 
 
 def _with_defaults(template: Any, defaults: Mapping[str, Any]) -> str:
-    """Return a chat template with default values for variables that its caller does not set."""
+    """Return a chat template with default values for variables not set by its caller."""
     from jinja2 import Environment, TemplateSyntaxError, meta
 
     if not isinstance(template, str):
@@ -153,7 +153,7 @@ _GIVEN_VARIABLES = frozenset(
     {"messages", "tools", "documents", "add_generation_prompt", "raise_exception", "strftime_now", "bos_token",
      "eos_token", "pad_token", "unk_token", "namespace"}
 )  # fmt: skip
-"""Template variables that megarl or transformers set, so that users cannot."""
+"""Template variables set by megarl or transformers, not by users."""
 
 
 def _jinja(value: Any) -> str:
@@ -212,7 +212,7 @@ def num_tokens(tokenizer: Tokenizer, text: str) -> int:
 
 
 def exceeds(tokenizer: Tokenizer, text: str, max_tokens: int) -> bool:
-    """Return True if rendered text certainly has more than `max_tokens` tokens, False if that is not certain.
+    """Return True if rendered text certainly has more than `max_tokens` tokens, False if uncertain.
 
     It encodes prefixes of growing length instead of the whole text.
     """

@@ -35,7 +35,7 @@ _QUESTION = {"role": "user", "content": "."}
 
 @dataclass(frozen=True, slots=True)
 class Dialogue:
-    """The tokens that a chat template writes around the assistant's sampled turns.
+    """The tokens written by a chat template around the assistant's sampled turns.
 
     Message contents and tool schemas become plain text, never special tokens (`data.chat`).
     """
@@ -138,7 +138,7 @@ class Dialogue:
         return decoded
 
     def _after_turn(self, messages: Messages, tools: Tools) -> str:
-        """Return the text that a template writes after an assistant's turn without tool calls, beginning with its end
+        """Return the text written by a template after an assistant's turn without tool calls, beginning with its end
         token."""
         turn = (_QUESTION, {"role": "assistant", "content": _TURN})
         text = render(self.tokenizer, (*turn, *messages), generation_prompt=True, tools=tools)
@@ -148,7 +148,7 @@ class Dialogue:
         return following
 
     def _after_calls(self, answers: Messages, messages: Messages, tools: Tools) -> str | None:
-        """Return the text that a template writes after a turn with tool calls, if `messages` begin with their results.
+        """Return the text written by a template after a turn with tool calls, if `messages` begin with their results.
 
         None: the template does not write tool calls.
         """

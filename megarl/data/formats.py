@@ -30,7 +30,7 @@ class RecordFormat:
     chosen: tuple[str, ...] = ("chosen",)
     rejected: tuple[str, ...] = ("rejected",)
     label: tuple[str, ...] = ("label",)
-    """Fields that say whether a response is good (kto)."""
+    """Fields saying whether a response is good (kto)."""
     tools: tuple[str, ...] = ("tools",)
     input: tuple[str, ...] = ()
     """Fields with a text appended to the prompt after an empty line, in the user's message."""
@@ -84,7 +84,7 @@ _USUAL_NAMES: dict[str, tuple[str, ...]] = {
 }
 """Field names common in public data sets, by role, the most likely first. They only suggest a remedy in errors."""
 _UNKNOWN = "FIELD"
-"""Placeholder in an error's remedy for a field name that cannot be guessed."""
+"""Placeholder in an error's remedy for an unknown field name."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,9 +18,9 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase as Tokenizer
 
 MADE = "environment:"
-"""Prefix of a data source `environment:COUNT`, whose problems the environment makes."""
+"""Prefix of a data source `environment:COUNT`: the environment makes its problems."""
 MAX_MADE = 1_000_000
-"""Maximum number of problems that an environment makes for one data set."""
+"""Maximum number of problems made by an environment for one data set."""
 FIRST_HELDOUT = 1_000_000_000
 """Number of the first validation problem made by an environment. Training problems have lower numbers."""
 

@@ -54,11 +54,11 @@ class Record:
         return kind(f"{self.path}, {self.unit} {self.line}: {problem}")
 
     def value(self, names: tuple[str, ...]) -> Any:
-        """Return the value of the first of these fields that the record has, or None."""
+        """Return the value of the first of these fields in the record, or None."""
         return next((found for name in names if (found := value_at(self.fields, name)) is not None), None)
 
     def field(self, names: tuple[str, ...]) -> str:
-        """Return the first of these field names that the record has, else the first name."""
+        """Return the first of these field names in the record, else the first name."""
         return first_name_with_value(self.fields, names) or names[0]
 
     def require(self, *roles: str, also: Sequence[str] = ()) -> None:

@@ -25,7 +25,7 @@ from megarl.types import ConfigError, DataError
 SPLITS = ("train", "training", "validation", "valid", "val", "dev", "test", "eval", "heldout")
 """Words naming a split, as the name of a file or folder or at its start or end."""
 _DESCRIPTIONS = ("dataset_info.json", "dataset_infos.json", "dataset_dict.json", "state.json")
-"""Names of metadata files that `datasets` writes next to the data."""
+"""Names of metadata files written by `datasets` next to the data."""
 _SHARD = re.compile(r"[-_.](\d{5,7})-of-(\d{5,7}).*")
 _PART = re.compile(r"([-_.](part)?\d+)+$")
 """Regular expression for the number of a file among several: `train-1`."""
@@ -51,7 +51,7 @@ class Row(NamedTuple):
     unit: str
     value: Any
     columns: tuple[str, ...] = ()
-    """Return the field names that a file declares for its rows, nested ones with dots. Empty if it declares none."""
+    """Return the field names declared by a file for its rows, nested ones with dots. Empty if it declares none."""
 
 
 def data_files(source: str | Path) -> list[Path]:

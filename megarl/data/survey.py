@@ -86,7 +86,7 @@ class Survey:
 
 
 def kind_of(fields: Mapping[str, Any], format: RecordFormat) -> Kind:
-    """Return the kind of training examples that a record's fields fit."""
+    """Return the kind of training examples fitting a record's fields."""
     if first_name_with_value(fields, format.chosen) and first_name_with_value(fields, format.rejected):
         return "pairs"
     label = first_name_with_value(fields, format.label)
@@ -175,7 +175,7 @@ def _note(faults: dict[str, Fault], path: Path, unit: str, line: int, error: Dat
 
 
 def _records(source: str, names: FieldNames | None, faults: dict[str, Fault]) -> Iterator[Record]:
-    """Yield the records of a source. Invalid rows, and files that cannot be read to their end, are counted as
+    """Yield the records of a source. Invalid rows, and files unreadable before their end, are counted as
     errors."""
     format: RecordFormat | None = None
     for path in data_files(source):

@@ -50,7 +50,7 @@ CONVERSATIONS: Mapping[str, Sequence[Mapping[str, Any]]] = {
 
 
 REFUSES = "refuses"
-"""Result for a template that raises an error."""
+"""Result for a template raising an error."""
 
 
 def history_faults(tokenizer: Tokenizer) -> dict[str, str]:

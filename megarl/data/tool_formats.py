@@ -77,7 +77,7 @@ def _call_from_object(value: Any, *argument_fields: str) -> WrittenCall:
 
 
 def _find_name(text: str) -> str:
-    """Return the tool's name in a JSON text that may be broken, or an empty text."""
+    """Return the tool's name in a possibly broken JSON text, or an empty text."""
     found = re.search(r'"name"\s*:\s*"([^"\\]*)"', text)
     return found.group(1) if found else ""
 

@@ -1,4 +1,4 @@
-"""Schemas of the tools that a policy may call, in the form used by chat templates."""
+"""Schemas of the tools for a policy to call, in the form used by chat templates."""
 
 from __future__ import annotations
 

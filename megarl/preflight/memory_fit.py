@@ -229,7 +229,7 @@ def _largest(phase: Phase) -> str:
 
 
 def _wider(recipe: Recipe, gpus: GpuMemory) -> str | None:
-    """Return a doubled parallel size or number of nodes with which the recipe fits, with one more change if needed."""
+    """Return a doubled parallel size or number of nodes making the recipe fit, with one more change if needed."""
     trainer, cluster = recipe.trainer, recipe.cluster
     engines = ({"rollout.tp": 2 * recipe.rollout.tp},) if recipe.separate_ranks else ()
     # Ordered by cost: engines first, then trainer sizes on the same nodes, then more nodes.

@@ -51,7 +51,7 @@ _Bytes = NDArray[np.int64]
 
 @dataclass(frozen=True)
 class Traffic:
-    """The bytes that a plan moves, by rank.
+    """The bytes moved by a plan, by rank.
 
     `received` and `sent` are [tier, rank], where a tier is a kind of link, in the order of TIERS. Other arrays are
     [rank].
@@ -152,7 +152,7 @@ def forecast(
 
 
 def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
-    """Count the bytes that a plan moves over all its ranks. Tensors of one kind are counted once."""
+    """Count the bytes moved by a plan over all its ranks. Tensors of one kind are counted once."""
     num = plan.num_ranks
     received, sent = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64)
     lower_bound, gathered, copies = np.zeros(num, np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
@@ -289,7 +289,7 @@ class _Turn(NamedTuple):
 
 
 def _turn(plan: Plan, overlap: Overlap, turn: int, num_slices: int) -> _Turn:
-    """Count the elements that each rank sends and receives, and the copies it makes, to reshard one tensor."""
+    """Count the elements sent and received by each rank, and the copies it makes, to reshard one tensor."""
     num = plan.num_ranks
     received, sent, copies = np.zeros((3, num), np.int64), np.zeros((3, num), np.int64), np.zeros(num, np.int64)
     pairs = []

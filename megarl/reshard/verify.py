@@ -122,7 +122,7 @@ def _exchange(
     outgoing: Tensor,
     group: dist.ProcessGroup | None,
 ) -> Tensor:
-    """Exchange the checksums of sent elements. Returns those for the copies that this rank receives: int64
+    """Exchange the checksums of sent elements. Returns those for the copies received by this rank: int64
     [receives].
     """
     if plan.num_ranks == 1:

@@ -53,7 +53,7 @@ class Layouts(Sequence[Layout]):
 
     @cached_property
     def tensors(self) -> Sequence[TensorName]:
-        """All tensors that some rank stores, sorted by layer, name and expert."""
+        """All tensors stored by some rank, sorted by layer, name and expert."""
         raise NotImplementedError
 
     @cached_property

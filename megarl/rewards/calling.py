@@ -24,7 +24,7 @@ PARAMETERS = {
     "correct_score": "float: reward.correct_score",
     "sandbox": "megarl.sandbox.sandbox_fusion.AnySandbox: runs programs of the policy, if it is named",
 }
-"""Values of a sample that a reward function can take, by parameter name, with type and meaning."""
+"""Possible arguments of a reward function from a sample, by parameter name, with type and meaning."""
 
 _RECIPE_PARAMETERS = ("correct_score",)
 """Parameters filled from the recipe instead of the sample. A function's `kwargs` in the recipe may override them."""
@@ -92,11 +92,11 @@ class BoundFunction:
 
     function: Callable[..., Any]
     needs: frozenset[str]
-    """Names of the sample values that the function takes; keys of `PARAMETERS`."""
+    """Names of the sample values taken by the function; keys of `PARAMETERS`."""
     positional: Mapping[str, Any]
     """The function's positional-only parameters in order, with their defaults."""
     kwargs: Mapping[str, Any]
-    """Keyword arguments that the recipe sets for the function."""
+    """Keyword arguments set by the recipe for the function."""
 
     def __call__(self, values: Mapping[str, Any]) -> Any:
         """Call the function with a sample's values and return its result. Values without a parameter are ignored."""

@@ -78,7 +78,7 @@ def _places_from_the_end(text: str, command: str) -> Iterator[int]:
 
 
 def _until_brace(text: str, start: int) -> str | None:
-    """Return the text from `start` up to the brace that closes the group open there. None: it is not closed."""
+    """Return the text from `start` up to the brace closing the group open there. None: it is not closed."""
     position = start
     depth = 1
     while position < len(text):

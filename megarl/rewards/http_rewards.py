@@ -97,7 +97,7 @@ class ServedReward(Generic[Config]):
     left_out_path = ""
     """Ending of a url removed before `path` is appended."""
     amount_names: tuple[str, ...] = ()
-    """Names of all amounts that `amounts` can return."""
+    """Names of all possible amounts of `amounts`."""
 
     def __init__(self, name: str, config: Config) -> None:
         """Create the reward. Raises ConfigError for an invalid url, or if the environment variable of the key is

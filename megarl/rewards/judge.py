@@ -1,4 +1,4 @@
-"""Reward from a language model that judges completions, behind any OpenAI-compatible endpoint."""
+"""Reward from a language model judging completions, behind any OpenAI-compatible endpoint."""
 
 from __future__ import annotations
 

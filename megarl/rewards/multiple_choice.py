@@ -55,7 +55,7 @@ class Choices:
         return _LETTERS[: len(self.labels)]
 
     def letter(self, said: str) -> str | None:
-        """Return the letter of the choice that a text names: by label, by the choice's text, or by letter. None: no
+        """Return the letter of the choice named by a text: by label, by the choice's text, or by letter. None: no
         choice.
         """
         return self.by_label(said) or self.by_text(said) or self.by_letter(said)
@@ -67,7 +67,7 @@ class Choices:
         return _only(said, self.texts)
 
     def by_letter(self, said: str) -> str | None:
-        """Return the choice's letter that a text consists of or begins with; None: no letter."""
+        """Return the choice's letter forming a text or its beginning; None: no letter."""
         plain = _plain(said)
         alone = _ALONE.fullmatch(plain)
         letter = alone[1].upper() if alone else self._leading(plain)
@@ -172,7 +172,7 @@ def gold_choice(answer: Any, choices: Choices, gold: Gold | None = None) -> str:
 def final_answer(
     text: str, record: Mapping[str, Any], *, num_choices: int | None = None, field: str | None = None, **kwargs: Any
 ) -> str | None:
-    """Return the letter of the choice that a completion ends with, as scored. None: the completion names no choice."""
+    """Return the letter of the choice at the end of a completion, as scored. None: the completion names no choice."""
     return _chosen(without_thoughts(text), choices_of(record, field, num_choices))
 
 

@@ -84,7 +84,7 @@ def __getattr__(name: str) -> Callable[..., Reward]:
 
 
 def check_task(task: str) -> None:
-    """Raise ConfigError for a task that reasoning-gym does not have."""
+    """Raise ConfigError for a task unknown to reasoning-gym."""
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -122,7 +122,7 @@ def metadata_of(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
 
 
 def task_of(record: Mapping[str, Any]) -> str:
-    """Return the reasoning-gym task that a record names. Raises ValueError if it names none."""
+    """Return the reasoning-gym task named by a record. Raises ValueError if it names none."""
     metadata = metadata_of(record)
     task = None if metadata is None else metadata.get("source_dataset")
     if not isinstance(task, str):

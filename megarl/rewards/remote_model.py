@@ -1,4 +1,4 @@
-"""Reward from a reward model that another server runs, over HTTP."""
+"""Reward from a reward model run by another server, over HTTP."""
 
 from __future__ import annotations
 

@@ -55,7 +55,7 @@ enough.
 
 @dataclass(frozen=True, slots=True)
 class FunctionScore:
-    """Score that one reward function gives to one sample.
+    """Score given by one reward function to one sample.
 
     `format_valid` and `answer_correct` are None if the function does not judge them.
     """
@@ -155,7 +155,7 @@ def verdict(opinion: FunctionScore, judging: Judging, correct_score: float) -> b
 
 
 def verdict_by_value(score: float) -> bool | None:
-    """Return the verdict that a score means: 1 is right, 0 is wrong, any other is none."""
+    """Return the verdict meant by a score: 1 is right, 0 is wrong, any other is none."""
     return bool(score) if score in (0.0, 1.0) else None
 
 
@@ -216,7 +216,7 @@ def read_reply(reply: Mapping[str, Any], names: Iterable[str]) -> Reward:
 
 
 def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
-    """Return the metrics of each reward function: its scores, and the metrics that it returned itself.
+    """Return the metrics of each reward function: its scores, and the metrics returned by the function itself.
 
     A sample to which no function applies has score zero. Samples whose scoring failed are excluded.
     """
@@ -286,7 +286,7 @@ def source_metrics(rewards: Mapping[str, Sequence[Reward]]) -> dict[str, float]:
 
 
 def _finite(metrics: Any) -> dict[str, float]:
-    """Return the metrics that a reward function returned. Raises TypeError or ValueError if they are not finite numbers
+    """Return the metrics returned by a reward function. Raises TypeError or ValueError if they are not finite numbers
     by name.
     """
     if not isinstance(metrics, Mapping) or not all(

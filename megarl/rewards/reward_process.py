@@ -22,7 +22,7 @@ from megarl.types import ConfigError, Reward
 _MEMORY_BYTES = 4 << 30
 """Limit of the address space of a reward process, in bytes."""
 _MAX_REPLY_BYTES = 64 << 10
-"""Maximum bytes of a reply, which holds scores or a shortened traceback."""
+"""Maximum bytes of a reply with scores or a shortened traceback."""
 
 Failure = Literal["error", "timeout", "parse_error"]
 """Reason for a missing score: an error in scoring, a timeout, or a server's answer without a verdict."""

@@ -62,7 +62,7 @@ INHERITED = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE",
     "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR",
 )  # fmt: skip
-"""Environment variables of the driver that each agent program inherits.
+"""Environment variables of the driver inherited by each agent program.
 
 Others may hold keys of trackers, judges and hubs, and an agent could leak them. `rollout.agent.environment` names
 further variables.
@@ -240,7 +240,7 @@ async def agent_program(
 
 
 def _task_input(task: Task) -> dict[str, Any]:
-    """Return the JSON object that the agent program reads from its standard input."""
+    """Return the JSON object for the agent program to read from its standard input."""
     problem = task.problem
     return {
         "messages": [dict(message) for message in problem.messages],
@@ -290,7 +290,7 @@ def _trajectory(
     engine_seconds: float,
     environment_seconds: float,
 ) -> Trajectory:
-    """Return the trajectory that a session recorded, without a reward."""
+    """Return the trajectory recorded by a session, without a reward."""
     answers = session.answers
     calls = [answer.call for answer in answers]
     ended: Ended = "done"

@@ -1,4 +1,4 @@
-"""Conversations in canonical form, to match the history that a client sends with the recorded tokens.
+"""Conversations in canonical form, to match the history sent by a client with the recorded tokens.
 
 Clients drop reasoning, add or omit empty lists of calls, serialise arguments differently, change ids of calls and trim
 blanks around an answer. The canonical form ignores these changes. A changed word remains a difference.
@@ -22,7 +22,7 @@ MAX_DEPTH = 64
 Chat templates and json.dumps recurse into them, and Python raises RecursionError at about 1,000 stack frames.
 """
 ROLES = ("system", "developer", "user", "assistant", "tool")
-"""Roles that a message may have."""
+"""Possible roles of a message."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +50,7 @@ class Conversation:
         return known.followed_by(_read(message, place) for place, message in enumerate(messages))
 
     def followed_by(self, messages: Iterator[Message] | Sequence[Message]) -> Conversation:
-        """Return this conversation extended by further messages, which are in the form that chat templates expect."""
+        """Return this conversation extended by further messages, which are in the form expected by chat templates."""
         added = tuple(messages)
         together = (*self.messages, *added)
         keys = [_key(message, places) for message, places in zip(together, _call_places(together), strict=True)]
@@ -85,7 +85,7 @@ class Conversation:
 
 
 def answer_message(text: str, reasoning: str | None, calls: Sequence[tuple[str, str, str]]) -> Message:
-    """Return an assistant's message in the form that chat templates expect. `calls` are (id, name, arguments as
+    """Return an assistant's message in the form expected by chat templates. `calls` are (id, name, arguments as
     sent).
     """
     message: dict[str, Any] = {"role": "assistant", "content": text}
@@ -100,7 +100,7 @@ def answer_message(text: str, reasoning: str | None, calls: Sequence[tuple[str, 
 
 
 def _read(message: Any, place: int) -> Message:
-    """Convert a message of a request to the form that chat templates expect. Raises RequestError if it is invalid."""
+    """Convert a message of a request to the form expected by chat templates. Raises RequestError if it is invalid."""
     where = f"messages.{place}"
     if not isinstance(message, Mapping):
         raise RequestError(f"{where}: must be an object with role and content", param=where)
@@ -140,7 +140,7 @@ def _text(content: Any, where: str) -> str:
 
 
 def _calls(calls: Any, where: str) -> list[dict[str, Any]]:
-    """Convert a message's tool calls to the form that chat templates expect. Raises RequestError if they are
+    """Convert a message's tool calls to the form expected by chat templates. Raises RequestError if they are
     invalid.
     """
     found = []

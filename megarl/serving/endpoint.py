@@ -206,7 +206,7 @@ class Endpoint:
         return web.json_response({"id": session.secret, "reward": session.reward})
 
     def _asked(self, body: Mapping[str, Any], session: Session) -> Asked:
-        """Return the sampling parameters of a request. Fields that the recipe overrides are counted and reported."""
+        """Return the sampling parameters of a request. Fields overridden by the recipe are counted and reported."""
         asked = Asked.read(body, session.sampling, is_training=self._guests is None)
         names = [*asked.overridden, *(["model"] if body.get("model") not in (None, self._model) else [])]
         for name in names:
@@ -336,7 +336,7 @@ class Endpoint:
 
 
 def _secret(request: web.Request) -> str:
-    """Return the secret or token that a request carries, in its path or in its header."""
+    """Return the secret or token carried by a request, in its path or in its header."""
     return request.match_info.get("secret") or _key(request)
 
 

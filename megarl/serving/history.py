@@ -57,7 +57,7 @@ class History:
         self._by_digest.setdefault(answered.conversation.digests()[-1], []).append(answered)
 
     def find(self, conversation: Conversation) -> Answered | None:
-        """Return the longest answered conversation that `conversation` continues, the newest of equal ones; None: there
+        """Return the longest answered conversation continued by `conversation`, the newest of equal ones; None: there
         is none.
         """
         # From the longest beginning to the shortest. The whole conversation is left out: its last message is new.
@@ -98,6 +98,6 @@ class History:
         self._texts.append((text, token_ids))
 
     def find_text(self, prompt: str) -> tuple[str, NDArray[np.int32]] | None:
-        """Return the longest stored text that a prompt begins with, and its tokens [tokens]. None: there is none."""
+        """Return the longest stored text at the beginning of a prompt, and its tokens [tokens]. None: there is none."""
         found = [known for known in self._texts if prompt.startswith(known[0])]
         return max(found, key=lambda known: len(known[0]), default=None)

@@ -33,7 +33,7 @@ _MAX_CALLS = 1 << 31
 class EngineRank:
     """Rank process that only samples: one vLLM engine, without a trainer.
 
-    `dtype` None: the weights have the type that the model folder names.
+    `dtype` None: the weights have the type named by the model folder.
     """
 
     def __init__(

@@ -211,7 +211,7 @@ def is_spoilt(parameter: Tensor) -> bool:
 
 
 def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
-    """Return the parameters that vLLM created for loading, on the meta device, with their own loaders."""
+    """Return the parameters created by vLLM for loading, on the meta device, with their own loaders."""
     from vllm.model_executor.model_loader.reload.layerwise import _get_original_loader, get_layerwise_info
     from vllm.model_executor.model_loader.reload.meta import to_meta_tensor
     from vllm.model_executor.model_loader.reload.sanitize import restore_layer_refs
@@ -235,7 +235,7 @@ def _kept(module: nn.Module) -> set[str]:
 
 
 def _as_parameter(weights: Tensor, like: Tensor) -> Tensor:
-    """Return weights [*shape] as a parameter with the class and attributes that vLLM's loader gives it."""
+    """Return weights [*shape] as a parameter with the class and attributes given by vLLM's loader."""
     parameter = weights.detach()
     parameter.__class__ = like.__class__
     vars(parameter).update(vars(like))

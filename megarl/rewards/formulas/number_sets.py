@@ -16,7 +16,7 @@ _NEAR = Fraction(1, 10**40)
 _STEPS = (Fraction(1, 10**12), Fraction(1, 10**6), Fraction(1, 100))
 """Relative distances from an interval's end at which two sets are compared."""
 _GRID = (*(Fraction(step * 7, 3) for step in range(-9, 10)), Fraction(1001, 3), Fraction(-1001, 3))
-"""Points at which any two sets are compared."""
+"""Points for the comparison of any two sets."""
 INEQUALITIES = frozenset(("<", "<=", ">", ">=", "!="))
 MAX_EDGES = 40
 
@@ -56,7 +56,7 @@ def _points(edges: tuple[Fraction, ...]) -> list[Fraction]:
 
 
 def number_set(node: Node) -> NumberSet | None:
-    """Return the set of real numbers that a formula means. None: the formula does not mean a set."""
+    """Return the set of real numbers meant by a formula. None: the formula does not mean a set."""
     try:
         return _number_set(node)
     except NoValueError:

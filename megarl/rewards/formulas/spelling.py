@@ -115,7 +115,7 @@ def _without_wrapping(text: str) -> str:
 
 
 def _closing_brace(text: str, position: int) -> int:
-    """Return the index of the brace that closes the group open at `position`; -1: it is not closed."""
+    """Return the index of the brace closing the group open at `position`; -1: it is not closed."""
     depth = 1
     while position < len(text):
         if text[position] == "\\":
