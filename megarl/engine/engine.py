@@ -31,6 +31,7 @@ from vllm.exceptions import VLLMClientError  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
+from megarl.engine import full_tensors  # noqa: E402
 from megarl.engine.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
 from megarl.engine.retained_tokens import RetainedTokenRecorder, recordable, retained_sets  # noqa: E402
 from megarl.engine.vllm_arguments import (  # noqa: E402
@@ -226,7 +227,7 @@ class RolloutEngine:
         `tensors` are pairs of a Hugging Face name and a full tensor [any shape]. Call it on all ranks of a replica.
         """
         with preserved_random_state():
-            self._worker.reload_weights(weights_iterator=tensors)
+            full_tensors.load(self._worker, tensors)
 
     def weights_updated(self, version: int | None = None) -> None:
         """Record an update of the live weights, and invalidate the KV cache computed with the old ones.

@@ -70,6 +70,10 @@ SOURCES = (
         "if tp_rank != 0: weight.zero_()", "experts' output biases are zeros on all but the first rank",
     ),
     Source(
+        "vllm", "model_executor/models/gpt_oss.py", "GptOssModel._load_weights_other",
+        "param.copy_(narrow_weight)", "a reload would lose experts and sinks: engine.full_tensors avoids it",
+    ),
+    Source(
         "vllm", "model_executor/models/gpt_oss.py", "OAIAttention._build_attention",
         "config.sliding_window if self.layer_idx % 2 == 0 else None", "the page refuses other layer_types",
     ),

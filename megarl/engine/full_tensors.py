@@ -1,0 +1,31 @@
+"""Loading of full checkpoint tensors into vLLM's live model."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+
+from megarl.reshard.layouts.vllm import check_direct_write
+
+_COPYING_MODELS = ("GptOssForCausalLM",)
+"""Models of vLLM 0.30 with a loader that copies into some parameters itself, without their `weight_loader`."""
+
+
+def load(worker: Any, tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Load pairs of a Hugging Face name and a full tensor [any shape] into the model of a vLLM worker.
+
+    vLLM converts the tensors as at an engine's start. Raises DirectWriteError if a layer of a model in
+    `_COPYING_MODELS` needs a conversion, with the name of the layer.
+    """
+    model = worker.get_model()
+    if type(model).__name__ not in _COPYING_MODELS:
+        worker.reload_weights(weights_iterator=tensors)
+        return
+    # During a reload (vLLM 0.30), parameters are meta tensors until their `weight_loader` has filled them. A copy past
+    # it is lost without an error: here of all experts and sinks. Without conversions the loader may write live
+    # parameters.
+    check_direct_write(model)
+    with torch.no_grad():
+        model.load_weights(tensors)
