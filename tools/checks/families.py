@@ -57,7 +57,8 @@ FAMILIES: dict[str, Row] = {
     "qwen2_moe": Row(has_experts=True),
     "qwen3_moe": Row(has_experts=True),
     "glm4_moe": Row(has_experts=True),
-    "gpt_oss": Row({"head_dim": 32}, has_experts=True, has_expert_biases=True),
+    # vLLM copies none of its key-value heads, so four ranks need four.
+    "gpt_oss": Row({"head_dim": 32, "num_heads": 8, "num_kv_heads": 4}, has_experts=True, has_expert_biases=True),
     "deepseek_v3": Row(fields={"experts_per_token": 4}, has_experts=True),
     "glm4_moe_lite": Row(fields={"query_rank": None}, has_experts=True),
     "qwen3_next": Row(has_experts=True),
