@@ -159,7 +159,7 @@ def add(copy: Path, what: str, file: str, name: str, table_file: str) -> None:
     function = FUNCTIONS.get(what, "")
     text = text[: head.start()] + function + head[0] + f'    "{key}": {value},\n' + text[head.end() :]
     if what == "a model family":
-        text = text.replace("from megarl.families import deepseek_v3,", "from megarl.families import toy, deepseek_v3,")
+        text = text.replace("from megarl.families import (\n", "from megarl.families import (\n    toy,\n", 1)
     listed.write_text(text)
 
 

@@ -74,8 +74,8 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: 
     import torch.distributed as dist
     from safetensors.torch import load_file
 
-    from megarl.families import hf_tensors
     from megarl.families.shape import read_model_shape
+    from megarl.reshard.layouts.packed import checkpoint_tensors
     from megarl.reshard.live import Reshard
     from megarl.worker.colocated import Worker
 
@@ -97,7 +97,7 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: 
             parameter.fill_(float("nan"))
     files = sorted(Path(exported).glob("*.safetensors"))
     # Kept tensors, of a vision tower for example, are not the engine's.
-    own = hf_tensors(read_model_shape(exported))
+    own = checkpoint_tensors(read_model_shape(exported))
     pairs = (pair for file in files for pair in load_file(file).items())
     worker.engine.model.load_weights(pair for pair in pairs if pair[0] in own)
     different = [name for name, parameter in live.items() if not torch.equal(parameter, written[name])]
@@ -194,6 +194,7 @@ def order_of_start(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     import torch
 
     from megarl.engine.engine import RolloutEngine
+    from megarl.reshard.layouts.packed import checkpoint_tensors
     from megarl.reshard.live import Reshard
     from megarl.training.training_engine import TrainingEngine
     from megarl.worker.colocated import Worker
@@ -229,6 +230,7 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     """Return the errors of verification after two rows of an engine were exchanged, and after the next reshard."""
     import torch
 
+    from megarl.reshard.layouts.packed import checkpoint_tensors
     from megarl.reshard.live import Reshard
     from megarl.types import MegarlError
     from megarl.worker.colocated import Worker

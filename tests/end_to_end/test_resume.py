@@ -379,7 +379,7 @@ def test_a_damaged_checkpoint_is_named_and_the_one_before_it_used(
         found.settle(home)
         assert (home / f"{name}.damaged").is_dir() and (home / "latest").read_text() == f"{older.name}\n"
     fault(home / names[-1])
-    with pytest.raises(DataError, match="none of its 3 checkpoints is good"):
+    with pytest.raises(DataError, match="none of the run's 3 checkpoints can be loaded"):
         survey(EarlierRun.read(tmp_path))
     assert not (home / "sprung").exists()
 

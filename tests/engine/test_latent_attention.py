@@ -69,7 +69,9 @@ def test_logprobs_are_transformers(
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    made = tiny_model(family="deepseek_v3", num_layers=2, hidden_size=64, initializer_range=0.1, **shape)
+    made = tiny_model(
+        family="deepseek_v3", num_layers=2, hidden_size=64, max_position_embeddings=128, initializer_range=0.1, **shape
+    )
     folder = tmp_path / "model"
     folder.mkdir()
     for file in made.iterdir():

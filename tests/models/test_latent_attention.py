@@ -119,7 +119,7 @@ def own_output(case: str, tp: int, cp: int, qkv_format: str) -> tuple[Tensor, Te
     from megatron.core.transformer.transformer_config import MLATransformerConfig
 
     from megarl.models.latent_attention import use_local_modules
-    from megarl.models.policy import RMSNorm
+    from megarl.models.norms import RMSNorm
 
     parallel_state.initialize_model_parallel(tp, context_parallel_size=cp, create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
