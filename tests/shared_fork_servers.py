@@ -15,7 +15,7 @@ import socket
 import struct
 import subprocess
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -142,8 +142,8 @@ def _server_process(wanted: Mapping[str, Any], log: BinaryIO) -> ForkServerProce
     return ForkServerProcess(**{**wanted, "path": path}, log=log, function=f"{_MODULE}:lend")
 
 
-def lend(number: str, owner: str, *modules: str) -> None:
-    """Import the modules, then fork one server per driver. Return only in processes forked by these.
+def lend(number: str, owner: str, *modules: str) -> Callable[[], object]:
+    """Import the modules, then fork one server per driver. Return only in processes forked by these: their function.
 
     `number` is the file descriptor of a socket. It receives the connections of drivers. `owner` is the process id of
     their sender.
@@ -167,8 +167,7 @@ def lend(number: str, owner: str, *modules: str) -> None:
             # `ps` shows the driver's process id as the name of its server.
             Path("/proc/self/comm").write_text(f"megarl {driver}")
             _end_with(driver, connection)
-            fork_on_request(connection)
-            return
+            return fork_on_request(connection)
         connection.close()
     with suppress(ChildProcessError):
         # With SIGCHLD ignored, wait() returns only after all children have ended (wait(2)).

@@ -17,6 +17,7 @@ import tempfile
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 from megarl.files.private_folder import PrivateFolder
@@ -204,13 +205,13 @@ def _print_to(descriptor: int) -> None:
     os.close(descriptor)
 
 
-def serve(number: str, driver: str, *modules: str) -> None:
-    """Import the modules, then serve requests until the driver ends. Return in forked processes only, after their work.
+def serve(number: str, driver: str, *modules: str) -> Callable[[], object]:
+    """Import the modules, then serve requests until the driver ends. Return in forked processes only: their function.
 
     `number` is the file descriptor of the request socket, `driver` the process id of the driver.
     """
     begin(int(driver), modules)
-    fork_on_request(socket.socket(fileno=int(number)))
+    return fork_on_request(socket.socket(fileno=int(number)))
 
 
 def begin(parent: int, modules: Sequence[str]) -> None:
@@ -225,9 +226,9 @@ def begin(parent: int, modules: Sequence[str]) -> None:
     _print_to(os.open(os.devnull, os.O_WRONLY))
 
 
-def fork_on_request(requests: socket.socket) -> None:
-    """Fork a process for each request on the socket. Return in forked processes only, after their work."""
+def fork_on_request(requests: socket.socket) -> Callable[[], object]:
+    """Fork a process for each request on the socket. Return in forked processes only: the function to be run there."""
     request = _Server(requests).run()
     if request is None:
         os._exit(0)
-    request.begin()(socket.socket(fileno=request.connection))
+    return partial(request.begin(), socket.socket(fileno=request.connection))

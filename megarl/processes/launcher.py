@@ -23,7 +23,9 @@ _CALL = """
 import importlib, json, sys
 sys.path[:] = json.loads(sys.argv[1])
 module, _, name = sys.argv[2].partition(":")
-getattr(importlib.import_module(module), name)(*sys.argv[3:])
+work = getattr(importlib.import_module(module), name)(*sys.argv[3:])
+if work is not None:
+    work()
 """
 
 
@@ -32,6 +34,7 @@ def python_call(
 ) -> list[str]:
     """Return the command of an interpreter calling `function` (`package.module:name`) with `arguments`.
 
+    If it returns a function, that is called next: a forked process then has no frames of its server on the stack.
     `path` is its search path; None: that of this process.
     """
     search_path = json.dumps(list(sys.path if path is None else path))

@@ -194,7 +194,6 @@ def order_of_start(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     import torch
 
     from megarl.engine.engine import RolloutEngine
-    from megarl.reshard.layouts.packed import checkpoint_tensors
     from megarl.reshard.live import Reshard
     from megarl.training.training_engine import TrainingEngine
     from megarl.worker.colocated import Worker
@@ -230,7 +229,6 @@ def spoil_and_verify(recipe: Recipe, layout: ParallelConfig) -> list[str]:
     """Return the errors of verification after two rows of an engine were exchanged, and after the next reshard."""
     import torch
 
-    from megarl.reshard.layouts.packed import checkpoint_tensors
     from megarl.reshard.live import Reshard
     from megarl.types import MegarlError
     from megarl.worker.colocated import Worker

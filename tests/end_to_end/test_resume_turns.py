@@ -95,7 +95,7 @@ def test_turns_and_truncated_sampling_of_a_mixture_go_on_bit_equal_after_a_kill(
     newest = max((killed / "checkpoints").glob("step_??????"))
     waiting = [one for one in json.loads((newest / STATE).read_text())["waiting"] if one["source"] == "games"]
     assert waiting and all(len(one["texts"]) == 2 for one in waiting)
-    assert any("retained_sets" in name for name in load_file(newest / ARRAYS))
+    assert any("kept_sets" in name for name in load_file(newest / ARRAYS))
     train(killed, "--resume")
     status = json.loads((killed / "status.json").read_text())
     assert status["resumed_step"] == int(newest.name.removeprefix("step_")) < STEPS
