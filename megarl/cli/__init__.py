@@ -124,10 +124,10 @@ def train(
     # Imports create many objects, and collections during them only take time.
     with uncollected():
         with checking(display):
-            from megarl.preflight import load, with_cache, with_steps
+            from megarl.preflight import load, with_memory_defaults, with_steps
 
             loaded = with_steps(load(path, given, is_start=not dry_run, is_of_run=is_of_run))
-            loaded = with_cache(loaded, is_start=not dry_run)
+            loaded = with_memory_defaults(loaded, is_start=not dry_run)
         # Before the data are read: a finished run needs neither its data nor its model.
         if not dry_run and not restart and not _has_work(loaded, resume):
             return
@@ -247,25 +247,24 @@ def plan(
         aligned,
         check_plan,
         gpu_kind,
+        memory_defaults,
         not_downloaded,
         small_cache,
         table_of,
         verdict_of,
-        with_cache,
+        with_memory_defaults,
     )
     from megarl.reshard.cost_model import forecast
 
     loaded = with_notices_shown(load(recipe, overrides or ()))
     shape, layout = check_plan(loaded)
-    as_written, loaded = loaded, with_cache(loaded)
+    as_written, loaded = loaded, with_memory_defaults(loaded)
     memory = table_of(loaded, layout)
     found, kind = verdict_of(loaded, layout, memory), gpu_kind(loaded)
     if not as_json:
         print_memory(loaded, memory)
         if loaded is not as_written:
-            print_lines(
-                [f"rollout.kv_cache_gib = {loaded.rollout.kv_cache_gib:g} by default: the rest of a GPU's memory"]
-            )
+            print_lines(list(memory_defaults(as_written, loaded)))
     layout = aligned(loaded, shape, layout)
     counted = forecast(
         shape,
@@ -339,10 +338,10 @@ def show_config(
 ) -> None:
     """Print a recipe in full: each field with its description."""
     from megarl.config.recipe import load, to_yaml
-    from megarl.preflight import with_cache
+    from megarl.preflight import with_memory_defaults
 
     loaded = with_notices_shown(load(recipe, overrides or ()))
-    print(to_yaml(with_cache(loaded), comments=True), end="")
+    print(to_yaml(with_memory_defaults(loaded), comments=True), end="")
 
 
 @app.command(cls=RecipeCommand)

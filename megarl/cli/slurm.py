@@ -34,7 +34,7 @@ def submit(
 ) -> None:
     """Check a recipe as a dry run does, let sbatch test the batch script, then submit it."""
     from megarl.cluster.sbatch import submit
-    from megarl.preflight import load, with_cache, with_steps
+    from megarl.preflight import load, with_memory_defaults, with_steps
     from megarl.tracking.display import Display
 
     given = list(overrides or ())
@@ -42,7 +42,7 @@ def submit(
     loaded = load(recipe, given, is_start=False)
     # The batch script sets the launcher to slurm, unless the recipe uses ray. The checks must see the same.
     by_slurm = [] if loaded.cluster.launcher == "ray" else ["cluster.launcher=slurm"]
-    checked(with_cache(with_steps(load(recipe, [*given, *by_slurm]))), Display(), is_start=False)
+    checked(with_memory_defaults(with_steps(load(recipe, [*given, *by_slurm]))), Display(), is_start=False)
     print(submit(_batch_script(recipe, given), option or ()))
 
 

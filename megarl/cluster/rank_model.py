@@ -55,6 +55,8 @@ class RankModel:
     layout: ParallelConfig
     max_tokens_per_microbatch: int
     """Maximum number of tokens in a row (a packed microbatch)."""
+    max_tokens_per_forward: int | None = None
+    """The same limit for passes without gradients. None: `max_tokens_per_microbatch`."""
     row_multiple: int = 1
     """Number of tokens; the capacity of a row is rounded down to a multiple of it."""
     attention_ratio: float = 65536.0
@@ -110,7 +112,7 @@ class RankModel:
         batch = batch.with_arrays({})
         self._count(batch, 1.0)
         sent = self._filled(batch.num_sequences)
-        packed = self._pack(batch.lengths[sent], self.together)
+        packed = self._pack(batch.lengths[sent], self.together, self.max_tokens_per_forward)
         rows = [[batch.select(sent[row]) for row in replica] for replica in packed]
         results = await self.group.scatter(f"{self.name}.{method}", self._by_rank(rows))
         found = [
@@ -140,7 +142,8 @@ class RankModel:
         self._count(batch, 1.0)
         # Repeating sequences is harmless: their rows write the same targets again.
         sent = sent.select(self._filled(batch.num_sequences))
-        rows = [[sent.select(row) for row in replica] for replica in self._pack(sent.lengths, self.together)]
+        packed = self._pack(sent.lengths, self.together, self.max_tokens_per_forward)
+        rows = [[sent.select(row) for row in replica] for replica in packed]
         await self.group.scatter(f"{self.name}.teach", self._by_rank(rows))
 
     def _filled(self, num_sequences: int) -> NDArray[np.int64]:
@@ -166,15 +169,18 @@ class RankModel:
                 "a loss of single tokens, such as clipped."
             ) from error
 
-    def _pack(self, lengths: NDArray[np.int64], together: int | NDArray[np.int64]) -> list[list[list[int]]]:
+    def _pack(
+        self, lengths: NDArray[np.int64], together: int | NDArray[np.int64], max_tokens: int | None = None
+    ) -> list[list[list[int]]]:
         """Assign sequences of these `lengths` in tokens to rows: indices by replica and row.
 
-        `together` is the number of consecutive sequences that must share a row, or one number per group.
+        `together` is the number of consecutive sequences that must share a row, or one number per group. `max_tokens`
+        limits the tokens of a row; None: `max_tokens_per_microbatch`.
         """
         layout, multiple = self.layout, self.row_multiple
         return pack(
             lengths,
-            max_tokens=self.max_tokens_per_microbatch // multiple * multiple,
+            max_tokens=(max_tokens or self.max_tokens_per_microbatch) // multiple * multiple,
             num_ranks=layout.dp,
             multiple=layout.sequence_multiple,
             rows_multiple=layout.rows_multiple,

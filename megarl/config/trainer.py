@@ -118,8 +118,7 @@ class TrainerConfig(Section):
     Needs Adam, bfloat16, distributed_optimizer and no LoRA. Default: 0."""
     max_tokens_per_microbatch: Annotated[PositiveInt,
         Foreign(note="the number of microbatches follows", ColossalChat="--accumulation_steps"),
-        Foreign("max_length_per_device max_inference_length_per_device", note="of a data-parallel rank",
-            RL2="actor.max_length_per_device"),
+        Foreign("max_length_per_device", note="of a data-parallel rank", RL2="actor.max_length_per_device"),
         Foreign("ppo_micro_batch_size ppo_micro_batch_size_per_gpu log_prob_micro_batch_size",
             "log_prob_micro_batch_size_per_gpu micro_batch_size micro_train_batch_size",
             "micro_rollout_batch_size train_micro_batch_size logprob_batch_size ppo_max_token_len_per_gpu",
@@ -127,6 +126,11 @@ class TrainerConfig(Section):
             note="in tokens, sequences are packed", short="tmbs", ColossalRL="--train-microbatch-size",
             verl="actor_rollout_ref.actor.ppo_max_token_len_per_gpu", slime="--max-tokens-per-gpu")] = 8192  # fmt: skip
     """Limit of tokens in one microbatch of packed sequences, padding included, per data-parallel rank."""
+    max_tokens_per_forward: Annotated[PositiveInt | None,
+        Foreign("max_inference_length_per_device", note="of a data-parallel rank",
+            RL2="actor.max_inference_length_per_device")] = None  # fmt: skip
+    """The same limit for passes without gradients: log-probs, values, scores, teachers. Longer rows mean fewer calls.
+    Default: max_tokens_per_microbatch; on GPUs of known memory up to 8 times as many, within an update's memory."""
     logprob_chunk_tokens: Annotated[PositiveInt, OnlyIf(LOGPROBS)] = 1024
     """Number of tokens whose logits are in memory at once while log-probs are computed."""
     megatron: Annotated[dict[str, Any], Foreign("override_transformer_config tf_config")] = Field(default_factory=dict)

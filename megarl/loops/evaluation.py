@@ -30,7 +30,7 @@ from megarl.files.atomic import append_whole, replace_text, storage_faults_named
 from megarl.files.model_folder import found_folder
 from megarl.loops.sources import Data, make_sources, read_heldout, start_rewards
 from megarl.loops.stopping import stop_signals
-from megarl.preflight import Dropped, check, check_rewards, load, with_cache
+from megarl.preflight import Dropped, check, check_rewards, load, with_memory_defaults
 from megarl.rollout.evaluate import EvaluatedSet, evaluate
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.sample_records import with_rendered_prompts
@@ -117,7 +117,7 @@ def prepare(
         cluster = loaded.cluster.model_copy(update={"groups": GroupsConfig()})
         rollout = loaded.rollout.model_copy(update={"placement": "colocated", "ranks": None})
         loaded = loaded.model_copy(update={"cluster": cluster, "rollout": rollout})
-    loaded = with_cache(loaded, is_start=True, is_trained=False)
+    loaded = with_memory_defaults(loaded, is_start=True, is_trained=False)
     layout = _checked(loaded)
     home = model if (model / "config.yaml").is_file() else Path()
     written = _made(out, home / "evaluations" / f"{folder.absolute().name}_{loaded.name}")

@@ -33,6 +33,7 @@ def models_of(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dic
         ranks,
         layout,
         recipe.trainer.max_tokens_per_microbatch,
+        recipe.trainer.max_tokens_per_forward,
         row_multiple(recipe),
         attention_ratio(shape),
         together=recipe.sequences_per_example,

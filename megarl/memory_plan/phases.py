@@ -248,6 +248,8 @@ class RankMemory:
     def _scoring(self, name: str) -> list[Use]:
         built = self._built(name)
         settings = self._passes(built)
+        if (row_tokens := self.recipe.trainer.max_tokens_per_forward) is not None:
+            settings = replace(settings, row_tokens=row_tokens)
         uses = [*self._working(name), *self._idle_engine()]
         forward = activations.forward_bytes(built.shape, built.layout, settings)
         logits = activations.logits_bytes(built.shape, built.layout, settings) if self._is_last(built) else 0

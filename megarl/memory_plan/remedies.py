@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from itertools import product
 from typing import Any
@@ -36,6 +36,9 @@ In rising order: seconds of each step, a smaller cache, shorter rows, a third of
 host costs more than all of them.
 """
 _GIB = 2**30
+_LONGEST_FORWARD = 8
+"""Greatest row length of a pass without gradients, in row lengths of an update. Longer rows save no more time, and
+fewer rows are harder to balance over ranks."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -211,26 +214,67 @@ def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | No
 def _fitted_rows(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
     """Return the greatest row length, below the present one, with which training fits. None: it could not hold a
     sample."""
-    layout = models.policy.layout
-    multiple = layout.sequence_multiple * (layout.tp if recipe.trainer.sequence_parallel is not False else 1)
-    # Under FP8 each part of a row consists of whole blocks, as in `preflight.sizes.row_multiple`.
-    multiple = multiple * FP8_BLOCK if recipe.trainer.fp8 == "blockwise" else math.lcm(multiple, 128)
+    multiple = _row_step(recipe, models)
     least = -(-(recipe.trained_tokens + bool(recipe.reward.model)) // multiple)
     most = (recipe.trainer.max_tokens_per_microbatch - 1) // multiple
 
     def fits(count: int) -> bool:
         shorter = with_field_values(recipe, {"trainer.max_tokens_per_microbatch": count * multiple})
-        table = memory_table(shorter, models, GPU, gpu_gib=gpus.engine)
-        training = [phase for phase in table.phases if phase.metric in ("train", "logprobs")]
-        return max(phase.device_bytes for phase in training) <= gpus.trainer * _GIB
+        training, scoring = _pass_bytes(shorter, models, gpus)
+        return max(training, scoring) <= gpus.trainer * _GIB
 
     if least > most or not fits(least):
         return None
-    # Memory grows with the row length, so bisect.
+    return _greatest(least, most, fits) * multiple
+
+
+def forward_row_tokens(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
+    """Return the greatest row length for passes without gradients needing no more memory than an update.
+
+    None: it is not greater than the row length of an update, or the plan has no such passes. Pipelines keep the rows of
+    an update too, because fewer rows leave their stages idle.
+    """
+    if models.policy.layout.pp > 1:
+        return None
+    multiple = _row_step(recipe, models)
+    shortest = recipe.trainer.max_tokens_per_microbatch
+    training, scoring = _pass_bytes(recipe, models, gpus)
+    if not scoring:
+        return None
+
+    def fits(count: int) -> bool:
+        longer = with_field_values(recipe, {"trainer.max_tokens_per_forward": count * multiple})
+        return _pass_bytes(longer, models, gpus)[1] <= training
+
+    least, most = -(-shortest // multiple), _LONGEST_FORWARD * shortest // multiple
+    if least > most or not fits(least):
+        return None
+    found = _greatest(least, most, fits) * multiple
+    return found if found > shortest else None
+
+
+def _row_step(recipe: Recipe, models: Models) -> int:
+    """Return the number of tokens of which a row length is a multiple."""
+    layout = models.policy.layout
+    multiple = layout.sequence_multiple * (layout.tp if recipe.trainer.sequence_parallel is not False else 1)
+    # Under FP8 each part of a row consists of whole blocks, as in `preflight.sizes.row_multiple`.
+    return multiple * FP8_BLOCK if recipe.trainer.fp8 == "blockwise" else math.lcm(multiple, 128)
+
+
+def _pass_bytes(recipe: Recipe, models: Models, gpus: GpuMemory) -> tuple[int, int]:
+    """Return the bytes on a device in the fullest phase with gradients, and in the fullest one without (0: none)."""
+    phases = memory_table(recipe, models, GPU, gpu_gib=gpus.engine).phases
+    training = (phase.device_bytes for phase in phases if phase.metric == "train")
+    scoring = (phase.device_bytes for phase in phases if phase.metric == "logprobs")
+    return max(training), max(scoring, default=0)
+
+
+def _greatest(least: int, most: int, fits: Callable[[int], bool]) -> int:
+    """Return the greatest number of `least` to `most` that `fits`. `least` does, and memory grows with the number."""
     while least < most:
         middle = (least + most + 1) // 2
         least, most = (middle, most) if fits(middle) else (least, middle - 1)
-    return least * multiple
+    return least
 
 
 def _cost(recipe: Recipe, values: Mapping[str, Any]) -> float:

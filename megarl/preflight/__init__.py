@@ -37,7 +37,7 @@ from megarl.preflight.memory_fit import (
 )
 from megarl.preflight.overview import overview
 from megarl.preflight.registry import Cost, Fault, faults
-from megarl.preflight.resources import resource_warnings, small_cache, with_cache
+from megarl.preflight.resources import memory_defaults, resource_warnings, small_cache, with_memory_defaults
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.sizes import aligned, layout_of, row_multiple
 from megarl.types import ConfigError, DataError
@@ -55,6 +55,7 @@ __all__ = [
     "kept_kv",
     "layout_of",
     "load",
+    "memory_defaults",
     "not_downloaded",
     "overview",
     "planned_host_bytes",
@@ -71,7 +72,7 @@ __all__ = [
     "uncorrected",
     "uncorrected_fp8",
     "verdict_of",
-    "with_cache",
+    "with_memory_defaults",
     "with_steps",
 ]
 

@@ -1,4 +1,4 @@
-"""Default size of the KV cache, and warnings if a machine has too few cores or too little memory."""
+"""Defaults decided by the memory of the GPUs, and warnings if a machine has too few cores or too little memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from megarl.memory_plan.devices import CPU
 from megarl.memory_plan.memory_table import MemoryTable
 from megarl.memory_plan.models import Built, Models
 from megarl.memory_plan.phases import memory_table
-from megarl.memory_plan.remedies import with_field_values
+from megarl.memory_plan.remedies import forward_row_tokens, with_field_values
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.host_memory import machine_bytes
 from megarl.preflight import sizes
@@ -23,14 +23,16 @@ from megarl.sandbox.layers import LAYERS
 from megarl.types import DataError
 
 
-def with_cache(recipe: Recipe, *, is_start: bool = False, is_trained: bool = True) -> Recipe:
-    """Return the recipe with a KV cache size, if it sets none and the memory of its GPUs is known.
+def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: bool = True) -> Recipe:
+    """Return the recipe with the sizes that it leaves out and the memory of its GPUs decides.
 
-    The size holds at least one longest sequence; a later check tests whether it fits. The recipe is returned unchanged
-    if its memory cannot be predicted, or if it starts (`is_start`) on a CPU. `is_trained` False: only engines start, on
-    all ranks.
+    They are the KV cache and the row length of passes without gradients. The cache holds at least one longest sequence;
+    a later check tests whether it fits. The recipe is returned unchanged if its memory cannot be predicted, or if it
+    starts (`is_start`) on a CPU. `is_trained` False: only engines start, on all ranks.
     """
-    if is_cache_given(recipe) or not recipe.has_engine or (is_start and ranks_on_cpu(recipe)):
+    wants_cache = recipe.has_engine and not is_cache_given(recipe)
+    wants_rows = is_trained and recipe.trainer.max_tokens_per_forward is None
+    if not (wants_cache or wants_rows) or (is_start and ranks_on_cpu(recipe)):
         return recipe
     if (gpus := gpu_memory(recipe)) is None or any(sizes.ranks(recipe)):
         return recipe
@@ -43,7 +45,20 @@ def with_cache(recipe: Recipe, *, is_start: bool = False, is_trained: bool = Tru
     # An evaluation loads no trainer, so the cache may take the memory that training would use.
     if not is_trained:
         models = Models(_engines_alone(models.policy), None, {})
-    return with_field_values(recipe, {"rollout.kv_cache_gib": default_cache_gib(recipe, models, gpus)})
+    if wants_cache:
+        recipe = with_field_values(recipe, {"rollout.kv_cache_gib": default_cache_gib(recipe, models, gpus)})
+    if wants_rows and (row_tokens := forward_row_tokens(recipe, models, gpus)) is not None:
+        recipe = with_field_values(recipe, {"trainer.max_tokens_per_forward": row_tokens})
+    return recipe
+
+
+def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
+    """Yield a line for each size that `with_memory_defaults` added to the recipe `written`."""
+    cache, rows = completed.rollout.kv_cache_gib, completed.trainer.max_tokens_per_forward
+    if cache != written.rollout.kv_cache_gib:
+        yield f"rollout.kv_cache_gib = {cache:g} by default: the rest of a GPU's memory"
+    if rows != written.trainer.max_tokens_per_forward:
+        yield f"trainer.max_tokens_per_forward = {rows} by default: the longest rows within an update's memory"
 
 
 def _engines_alone(policy: Built) -> Built:

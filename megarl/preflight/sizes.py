@@ -236,6 +236,18 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
 
 
 @checks("trainer")
+def forward_rows(recipe: Recipe) -> Iterator[str]:
+    """Yield an error if rows without gradients are limited to fewer tokens than rows of an update."""
+    trainer = recipe.trainer
+    if (most := trainer.max_tokens_per_forward) is not None and most < trainer.max_tokens_per_microbatch:
+        yield (
+            f"trainer.max_tokens_per_forward = {most}: is below trainer.max_tokens_per_microbatch = "
+            f"{trainer.max_tokens_per_microbatch}, although passes without gradients need less memory; raise it to "
+            f"{trainer.max_tokens_per_microbatch} or more, or leave it out"
+        )
+
+
+@checks("trainer")
 def lengths(recipe: Recipe) -> Iterator[str]:
     if not recipe.is_on_policy:
         return

@@ -103,6 +103,17 @@ async def test_each_replica_is_sent_its_rows_once(layout: ParallelConfig) -> Non
     assert len({len(rows) for rows in ranks.rows}) == 1
 
 
+async def test_rows_without_gradients_have_a_limit_of_their_own() -> None:
+    layout = ParallelConfig(1, 1, 2, 1)
+    ranks = Ranks(layout)
+    policy = RankModel(ranks, layout, 14, 28)  # type: ignore[arg-type]
+    found = await policy.forward(batch(LENGTHS))
+    assert found.tolist() == (batch(LENGTHS).token_ids / 2).tolist()
+    assert 14 < max(len(row.token_ids) for rows in ranks.rows for row in rows) <= 28
+    await policy.update(batch(LENGTHS))
+    assert max(len(row.token_ids) for rows in ranks.rows for row in rows) <= 14
+
+
 async def test_tokens_of_updates_are_the_policy_s_and_an_evaluation_counts_nothing() -> None:
     layout = ParallelConfig(1, 1, 1, 1)
     policy = RankModel(Ranks(layout), layout, 14, shape=SHAPE)  # type: ignore[arg-type]
@@ -130,7 +141,7 @@ def of_segments() -> TokenBatch:
 @pytest.mark.parametrize("layout", LAYOUTS)
 async def test_segments_of_a_sample_share_a_row_where_the_loss_is_of_all_of_them(layout: ParallelConfig) -> None:
     ranks = Ranks(layout)
-    policy = RankModel(ranks, layout, 16, layout.tp, keeps_samples=True)  # type: ignore[arg-type]
+    policy = RankModel(ranks, layout, 16, row_multiple=layout.tp, keeps_samples=True)  # type: ignore[arg-type]
     await policy.update(of_segments())
     rows = [row.samples.tolist() for replica in ranks.rows for row in replica]
     assert sorted(sample for row in rows for sample in set(row)) == list(range(len(SEGMENTS)))

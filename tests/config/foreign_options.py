@@ -149,7 +149,7 @@ _OF_BOTH_MODELS: dict[str, tuple[str, ...]] = {
     "sp_size": ("trainer.cp",),
     "optimizer_dir": NONE,
     "max_length_per_device": (MICROBATCH,),
-    "max_inference_length_per_device": (MICROBATCH,),
+    "max_inference_length_per_device": ("trainer.max_tokens_per_forward",),
     "weight_decay": ("optimizer.weight_decay", "critic.optimizer.weight_decay"),
     "max_grad_norm": ("optimizer.clip_grad_norm",),
     "freeze_steps": ("critic.warmup_steps",),

@@ -15,7 +15,7 @@ from megarl.memory_plan.devices import GPU
 from megarl.memory_plan.memory_table import CacheCapacity
 from megarl.memory_plan.phases import memory_table
 from megarl.memory_plan.remedies import with_field_values
-from megarl.preflight import resource_warnings, small_cache, table_of, with_cache
+from megarl.preflight import resource_warnings, small_cache, table_of, with_memory_defaults
 from megarl.preflight.memory_fit import memory_faults, models_of
 from megarl.preflight.sizes import layout_of
 from tests.memory_plan.conftest import RECIPES
@@ -60,7 +60,7 @@ SEPARATE = ("rollout.placement=separate", "trainer.offload=[]")
     ],
 )
 def test_the_cache_takes_all_but_8_gib(make: Make, overrides: tuple[str, ...], gib: float) -> None:
-    recipe = with_cache(make(*overrides))
+    recipe = with_memory_defaults(make(*overrides))
     assert gib - 8.2 < sampling_gib(recipe) <= gib - 8.0
     more = with_field_values(recipe, {"rollout.kv_cache_gib": recipe.rollout.kv_cache_gib + 0.2})
     assert sampling_gib(more) > gib - 8.0
@@ -75,33 +75,54 @@ def test_what_is_given_stays_and_so_does_the_default_of_a_cpu(make: Make, monkey
         ("cluster.gpu_memory_gib=h200", "trainer.tp=3"),
         ("cluster.ranks_per_node=8",),
     ):
-        assert with_cache(recipe := make(*overrides)) is recipe
+        assert with_memory_defaults(recipe := make(*overrides)).rollout == recipe.rollout
     named = make("cluster.gpu_memory_gib=h200")
-    assert with_cache(named, is_start=True) is named and named.rollout.kv_cache_gib == 1.0
+    assert with_memory_defaults(named, is_start=True) is named and named.rollout.kv_cache_gib == 1.0
     # A machine with GPUs: as without a name, by what they have.
     monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: False)
     monkeypatch.setattr("megarl.preflight.memory_fit.installed_gpu_gib", lambda: 139.8)
-    started = with_cache(make("cluster.launcher=local"), is_start=True)
-    assert started.rollout.kv_cache_gib == with_cache(named).rollout.kv_cache_gib > 100
+    started = with_memory_defaults(make("cluster.launcher=local"), is_start=True)
+    assert started.rollout.kv_cache_gib == with_memory_defaults(named).rollout.kv_cache_gib > 100
+
+
+def test_rows_without_gradients_fill_the_memory_of_an_update(make: Make) -> None:
+    given = ("cluster.gpu_memory_gib=h200", "trainer.recompute=full")
+    recipe = with_memory_defaults(make(*given))
+    most, rows = recipe.trainer.max_tokens_per_forward, recipe.trainer.max_tokens_per_microbatch
+    assert most is not None and 2 * rows <= most <= 8 * rows
+
+    def taken(tokens: int) -> dict[str, int]:
+        longer = with_field_values(recipe, {"trainer.max_tokens_per_forward": tokens})
+        table = memory_table(longer, models_of(longer, layout_of(longer)), GPU)
+        return {phase.name: phase.device_bytes for phase in table.phases}
+
+    assert taken(most)["logprobs"] <= taken(most)["train"] == taken(rows)["train"]
+    assert taken(rows)["logprobs"] < taken(most)["logprobs"]
+    # The last length within eight rows, or the last within the memory.
+    assert most == 8 * rows or taken(most + 1024)["logprobs"] > taken(most)["train"]
+    # Fewer rows would leave pipeline stages idle; supervised training has no such pass in its plan.
+    assert with_memory_defaults(make(*given, "trainer.pp=2")).trainer.max_tokens_per_forward is None
+    own = make(*given, f"trainer.max_tokens_per_forward={rows}")
+    assert with_memory_defaults(own).trainer == own.trainer
 
 
 def test_a_resumed_run_keeps_the_cache_that_it_began_with(make: Make, tmp_path: Path) -> None:
-    began = with_cache(make("cluster.gpu_memory_gib=h200"))
+    began = with_memory_defaults(make("cluster.gpu_memory_gib=h200"))
     (tmp_path / "config.yaml").write_text(to_yaml(began))
     resumed = load(tmp_path / "config.yaml", ["cluster.gpu_memory_gib=b200"])
-    assert with_cache(resumed).rollout.kv_cache_gib == began.rollout.kv_cache_gib
-    assert with_cache(make("cluster.gpu_memory_gib=h200")) == began
+    assert with_memory_defaults(resumed).rollout.kv_cache_gib == began.rollout.kv_cache_gib
+    assert with_memory_defaults(make("cluster.gpu_memory_gib=h200")) == began
 
 
 def test_where_nothing_is_left_one_longest_request_decides(make: Make) -> None:
     """Then a start is refused, with a remedy under which the default is larger."""
     given = ("cluster.gpu_memory_gib=60", "trainer.offload=[]", "trainer.max_tokens_per_microbatch=18432")
-    recipe = with_cache(make(*given, "trainer.recompute=full"))
+    recipe = with_memory_defaults(make(*given, "trainer.recompute=full"))
     cache = table_of(recipe, layout_of(recipe)).cache
     assert cache is not None and cache.longest_requests == 1
     (text,) = memory_faults(recipe, layout_of(recipe), is_start=False)
     assert "rollout takes " in text and "trainer.offload=[optimizer" in text
-    offloaded = with_cache(make(*given, "trainer.recompute=full", "trainer.offload=[optimizer,gradients]"))
+    offloaded = with_memory_defaults(make(*given, "trainer.recompute=full", "trainer.offload=[optimizer,gradients]"))
     assert offloaded.rollout.kv_cache_gib > recipe.rollout.kv_cache_gib
     assert list(memory_faults(offloaded, layout_of(offloaded), is_start=False)) == []
 
@@ -109,7 +130,9 @@ def test_where_nothing_is_left_one_longest_request_decides(make: Make) -> None:
 def test_an_evaluation_has_the_gpu_for_its_engines_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     """14.8e9 bytes of weights a rank and 6e9 of libraries, of 79.1 GiB: the trainer's states would leave nothing."""
     given = ("cluster.gpu_memory_gib=h100", "cluster.ranks_per_node=2", "trainer.tp=2", "trainer.offload=[]")
-    trained, alone = (with_cache(make(*given), is_trained=flag).rollout.kv_cache_gib for flag in (True, False))
+    trained, alone = (
+        with_memory_defaults(make(*given), is_trained=flag).rollout.kv_cache_gib for flag in (True, False)
+    )
     assert trained < 2 and 79.1 - 8 - alone == pytest.approx((14.8e9 + 6e9) / GIB, abs=1.0)
 
 
@@ -122,7 +145,7 @@ def test_a_cache_for_few_of_the_requests_under_way_is_a_warning(
     assert (
         len(found) == 1 and "holds only 2 of 256 concurrent requests" in found[0] and "rollout.kv_cache_gib" in found[0]
     )
-    own = with_cache(make("cluster.gpu_memory_gib=h200", "cluster.launcher=slurm"))
+    own = with_memory_defaults(make("cluster.gpu_memory_gib=h200", "cluster.launcher=slurm"))
     assert not [text for text in resource_warnings(own, layout_of(own)) if "KV cache" in text]
 
     for override, is_warned in ((["rollout.kv_cache_gib=2"], True), ([], False)):
@@ -140,7 +163,7 @@ def test_unknown_gpus_are_a_warning_that_names_their_field(make: Make, monkeypat
     monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: False)
 
     def found(*overrides: str) -> list[str]:
-        recipe = with_cache(make(*overrides))
+        recipe = with_memory_defaults(make(*overrides))
         layout = layout_of(recipe)
         return list(small_cache(recipe, layout, table_of(recipe, layout)))
 
@@ -153,12 +176,12 @@ def test_unknown_gpus_are_a_warning_that_names_their_field(make: Make, monkeypat
 
 def test_the_default_is_a_remedy_only_if_it_is_larger(make: Make) -> None:
     def remedy(*overrides: str) -> str:
-        recipe = with_cache(make("cluster.launcher=slurm", *overrides))
+        recipe = with_memory_defaults(make("cluster.launcher=slurm", *overrides))
         layout = layout_of(recipe)
         (text,) = small_cache(recipe, layout, table_of(recipe, layout))
         return text.partition("the others wait; ")[2]
 
-    own = with_cache(make("cluster.gpu_memory_gib=h200")).rollout.kv_cache_gib
+    own = with_memory_defaults(make("cluster.gpu_memory_gib=h200")).rollout.kv_cache_gib
     assert f"(left out: {own:g} GiB" in remedy("cluster.gpu_memory_gib=h200", "rollout.kv_cache_gib=2")
     derived = remedy("cluster.gpu_memory_gib=60", "trainer.offload=[]", "trainer.recompute=full")
     assert derived.startswith("raise rollout.kv_cache_gib or ")
@@ -173,7 +196,7 @@ def test_a_quarter_of_the_requests_is_enough() -> None:
 
 
 def test_a_recipe_in_full_has_the_derived_cache(make: Make, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    expected = with_cache(make("cluster.gpu_memory_gib=h200")).rollout.kv_cache_gib
+    expected = with_memory_defaults(make("cluster.gpu_memory_gib=h200")).rollout.kv_cache_gib
     with pytest.raises(SystemExit):
         main(["show-config", str(tmp_path / "without.yaml"), "cluster.gpu_memory_gib=h200"])
     assert yaml.safe_load(capsys.readouterr().out)["rollout"]["kv_cache_gib"] == expected > 100

@@ -36,6 +36,11 @@ RANKS_4 = {"ranks_per_node": 4}
             id="critic's optimizer",
         ),
         pytest.param(
+            {"trainer": {"max_tokens_per_microbatch": 64, "max_tokens_per_forward": 63}},
+            ["trainer.max_tokens_per_forward = 63", "max_tokens_per_microbatch = 64", "raise it to 64"],
+            id="forward rows shorter than an update's",
+        ),
+        pytest.param(
             {"trainer": {"max_tokens_per_microbatch": 63}},
             ["trainer.max_tokens_per_microbatch = 63", "max_prompt_tokens 40", "max_new_tokens 24", "raise it to 64"],
             id="microbatch",
