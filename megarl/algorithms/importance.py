@@ -87,6 +87,11 @@ def geometric_rejection(log_ratios: Tensor, cu_seqlens: Tensor, mask: Tensor, *,
     return _within(broadcast_to_tokens(sequence_means(log_ratios, cu_seqlens, mask), cu_seqlens, len(mask)), low, high)
 
 
+def is_of_single_tokens(name: str) -> bool:
+    """Return whether a named correction gives each token the weight of its own ratio, without those of others."""
+    return IMPORTANCE_SAMPLING[name] in (tis, icepop)
+
+
 def importance_weights(
     name: str,
     old_logprobs: Tensor,
@@ -106,18 +111,17 @@ def importance_weights(
     return torch.where(mask, weights, 0.0)
 
 
-def weight_metrics(weights: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor, mask: Tensor) -> dict[str, float]:
-    """Return metrics of a correction's weights over the masked tokens; all tensors are [tokens].
+def weight_metrics(weights: Tensor, old_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Tensor]:
+    """Return metrics of a correction's weights for each token; all tensors are [tokens].
 
-    `mean` is the mean weight, `rejected` the fraction of zeros, `cut` the fraction of weights differing from the
-    token's ratio.
+    `importance/mean` is the weight. `importance/rejected` is 1 on weights of zero, `importance/cut` on weights
+    differing from the token's ratio.
     """
-    masked_weights = weights[mask]
-    own = log_ratio(old_logprobs, rollout_logprobs).exp()[mask]
+    own = log_ratio(old_logprobs, rollout_logprobs).exp()
     return {
-        "mean": float(masked_weights.mean()),
-        "rejected": float((masked_weights == 0).float().mean()),
-        "cut": float((masked_weights != own).float().mean()),
+        "importance/mean": weights,
+        "importance/rejected": (weights == 0).float(),
+        "importance/cut": (weights != own).float(),
     }
 
 

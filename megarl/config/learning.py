@@ -384,9 +384,9 @@ class AlgorithmConfig(Section):
     """Count sequences without trained tokens (mask_truncated) in the denominator of the loss's mean over sequences, as
     TRL does."""
     old_logprobs: Annotated[Literal["rollout", "trainer"], OnlyIf(*ADVANTAGES)] = "trainer"
-    """Source of the old log-probs, the denominator of PPO's ratio. trainer (default): recomputed by the trainer before
-    the step's updates, where needed. rollout: recorded by the engine. The metrics logprob_gap/ then come from a step's
-    first update."""
+    """Source of the old log-probs, the denominator of PPO's ratio. trainer (default): the trainer, in the first update
+    itself, or in a pass before it where later updates or advantages need them. rollout: recorded by the engine. The
+    metrics logprob_gap/ then come from a step's first update."""
     dynamic_sampling: Annotated[tuple[float, float] | None,
         Foreign("filter_groups filter_groups.enable filter_groups.metric use_dynamic_sampling dynamic_filtering",
             "dynamic_filtering_reward_range", example="[0,1]", ColossalRL="filter_range",

@@ -24,6 +24,7 @@ from megarl.data.token_batch import TokenBatch
 from megarl.files.import_path import function_of
 from megarl.rewards import metric_name
 from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.scoring import corrects_in_update
 from megarl.rollout.step_metrics import metrics_by_version
 from megarl.types import ConfigError
 
@@ -49,7 +50,8 @@ def weigh(batch: RLBatch, recipe: Recipe, weight_version: int, kl_coefficient: f
     """
     algorithm = recipe.algorithm
     metrics = compute_advantages(batch, recipe, kl_coefficient)
-    metrics |= compute_importance_weights(batch, algorithm)
+    if not corrects_in_update(recipe):
+        metrics |= compute_importance_weights(batch, algorithm)
     # After the importance weights: it sets some of them to zero.
     metrics |= keep_highest_entropies(batch, algorithm)
     if recipe.rollout.carries_groups:
@@ -131,8 +133,7 @@ def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) ->
         **algorithm.importance_sampling_kwargs,
     )
     batch.per_token["importance_weights"] = weights.numpy()
-    found = weight_metrics(weights, old, rollout, mask)
-    return {f"importance/{name}": value for name, value in found.items()}
+    return {name: float(values[mask].mean()) for name, values in weight_metrics(weights, old, rollout).items()}
 
 
 def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[str, float]:

@@ -71,8 +71,11 @@ async def token_records(
         return []
     places = batch.last_segments[chosen]
     selected = batch.select(places)
-    is_known = "old_logprobs" in batch.per_token and not starts_from_rollout
-    found = selected.per_token["old_logprobs"] if is_known else await forward(selected)
+    found = selected.per_token.get("old_logprobs")
+    # NaN: the update's own forward pass is to give them.
+    is_known = not (found is None or starts_from_rollout or np.isnan(found).any())
+    if found is None or not is_known:
+        found = await forward(selected)
     trainer = np.split(found, selected.cu_seqlens[1:-1])
     advantages = np.split(selected.per_token["advantages"], selected.cu_seqlens[1:-1])
     records = []

@@ -11,6 +11,7 @@ from itertools import islice
 
 import numpy as np
 
+from megarl.algorithms.importance import is_of_single_tokens
 from megarl.cluster.rank_model import RankModel
 from megarl.config import Recipe, RewardConfig
 from megarl.data.preferences import with_score_masks
@@ -92,15 +93,14 @@ async def complete_logprobs(
 ) -> tuple[list[Group], list[Group]]:
     """Add the trainer's `old_logprobs` to a step's groups, and to `waiting` groups of a later step, where needed.
 
-    New trajectories trained in a single update need none: the update's own forward pass gives them. Waiting ones always
+    New trajectories in the step's first update need none: the update's own forward pass gives them. Waiting ones always
     need them. With algorithm.entropy_top_share all get `entropies` too. `forward` is called at most once. Returns both
     lists.
     """
     if recipe.algorithm.old_logprobs == "rollout":
         return list(groups), list(waiting)
     everything = flatten([*groups, *waiting])
-    # Without that need, only waiting trajectories get log-probs: the ones after the step's own.
-    first = 0 if _needs_logprobs(recipe) else sum(len(group) for group in groups)
+    first = _first_needing(recipe, sum(len(group) for group in groups))
     needs_entropies = recipe.algorithm.entropy_top_share is not None
     lacking = [number >= first and lacks_logprobs(one) for number, one in enumerate(everything)]
     wanting = [needs_entropies and _lacks_entropies(one) for one in everything]
@@ -120,6 +120,16 @@ async def complete_logprobs(
     return taken, waited
 
 
+def _first_needing(recipe: Recipe, count: int) -> int:
+    """Return the number of a step's first trajectories, of `count`, without need for log-probs before the updates."""
+    train = recipe.train
+    if _needs_logprobs(recipe) or train.epochs_per_step > 1:
+        # A later pass over the samples trains the first minibatch again, with other weights.
+        return 0
+    # `RLBatch.minibatches` keeps the order of the samples in its first pass.
+    return count // train.updates_per_step
+
+
 def _needs_logprobs(recipe: Recipe) -> bool:
     """Return whether the recipe needs the trainer's log-probs of all trained tokens before the first update."""
     if recipe.loop == "distillation":
@@ -127,7 +137,23 @@ def _needs_logprobs(recipe: Recipe) -> bool:
     algorithm = recipe.algorithm
     # A KL outside the loss is part of the advantages, computed before the first update.
     is_kl_before = algorithm.kl_coefficient > 0 and algorithm.kl_placement != "loss"
-    return recipe.train.num_updates > 1 or algorithm.importance_sampling is not None or is_kl_before
+    return is_kl_before or (algorithm.importance_sampling is not None and not corrects_in_update(recipe))
+
+
+def corrects_in_update(recipe: Recipe) -> bool:
+    """Return whether updates compute the weights of algorithm.importance_sampling from their own forward pass.
+
+    This saves a pass before the update. Four things need the weights, or the log-probs, beforehand: distillation, the
+    entropy filter, metrics of stale groups, and a product over the segments of a trajectory. Segments may be in
+    different microbatches.
+    """
+    algorithm = recipe.algorithm
+    if recipe.loop != "rl" or (name := algorithm.importance_sampling) is None or algorithm.old_logprobs != "trainer":
+        return False
+    if algorithm.entropy_top_share is not None or recipe.rollout.carries_groups:
+        return False
+    has_segments = any(source.recipe.rollout.turns_of_attempt > 1 for source in recipe.sources)
+    return is_of_single_tokens(name) or not has_segments
 
 
 def lacks_logprobs(trajectory: Trajectory) -> bool:

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.algorithms.importance import mismatch_moments
+from megarl.algorithms.importance import importance_weights, mismatch_moments, weight_metrics
 from megarl.algorithms.keywords import supported_kwargs
 from megarl.algorithms.kl import KL_ESTIMATORS, k3
 from megarl.algorithms.policy_losses import POLICY_LOSSES, LossAndMetrics, is_sequence_loss
@@ -95,8 +95,8 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
 
     Metrics: `train/` those of the policy loss and `entropy`; `kl/reference` if the KL is part of the loss; with
     algorithm.k3_max `kl/capped`, 1 on tokens with a limited estimate; `train/ptx_loss` if conversations are trained
-    too; `logprob_gap/`, listed in `rollout.updates.update_metrics`. All metrics except the loss are computed on the
-    policy's tokens.
+    too; `importance/` if the batch has no weights yet; `logprob_gap/`, listed in `rollout.updates.update_metrics`. All
+    metrics except the loss are computed on the policy's tokens.
     """
     policy_loss: Callable[..., LossAndMetrics] = function_of(config.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
     settings = supported_kwargs(
@@ -119,11 +119,14 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
                 loss, metrics = checked_policy_loss(policy_loss(*arguments, **settings), policy_logprobs)
         except ResultError as error:
             raise ConfigError(f"algorithm.policy_loss = {config.policy_loss}: {error}") from error
-        if (weights := given.get("importance_weights")) is not None:
-            loss = loss * weights
         metrics = {f"train/{name}": value for name, value in metrics.items()} | {
             "train/entropy": entropies.detach(),
         }
+        if (weights := given.get("importance_weights")) is None and config.importance_sampling is not None:
+            weights = _importance_weights(config, old_logprobs, batch)
+            metrics |= weight_metrics(weights, old_logprobs, given["rollout_logprobs"])
+        if weights is not None:
+            loss = loss * weights
         if config.old_logprobs == "trainer":
             metrics["kl/update"] = k3(old_logprobs, policy_logprobs.detach())
         if config.kl_placement == "loss" and config.kl_coefficient:
@@ -160,6 +163,29 @@ def old_logprobs_or_own(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:
     own = policy_logprobs.detach()
     given = batch.per_token.get("old_logprobs")
     return own if given is None else torch.where(given.isnan(), own, given)
+
+
+def _importance_weights(config: AlgorithmConfig, old_logprobs: Tensor, batch: Microbatch) -> Tensor:
+    """Return the weights of algorithm.importance_sampling, [tokens], for `old_logprobs` [tokens]. Each sample is in one
+    row if the correction compares whole samples.
+    """
+    assert config.importance_sampling is not None
+    row, own = batch.row, batch.row.local
+    assert own is not None
+    old, rollout, mask = (
+        whole_row(values, row) for values in (old_logprobs, batch.per_token["rollout_logprobs"], batch.mask.float())
+    )
+    weights = importance_weights(
+        config.importance_sampling,
+        old,
+        rollout,
+        _sample_borders(batch),
+        mask > 0,
+        low=config.importance_sampling_low,
+        high=config.importance_sampling_high,
+        **config.importance_sampling_kwargs,
+    )
+    return weights[own]
 
 
 def divergence_objective(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
@@ -318,8 +344,12 @@ def _on_whole_row(
     # Only this rank's tokens carry gradient; a token's loss never has a gradient for another token's log-prob.
     policy_logprobs = policy_logprobs.index_copy(0, own, arguments[0])
     mask = whole_row(batch.mask.float(), row) > 0
-    is_last = np.diff(batch.samples, append=-1) != 0
-    cu_samples = torch.tensor([0, *batch.padded.cumsum()[is_last].tolist()], device=own.device)
-    result = policy_loss(policy_logprobs, *others, cu_samples, mask, **settings)
+    result = policy_loss(policy_logprobs, *others, _sample_borders(batch), mask, **settings)
     loss, metrics = checked_policy_loss(result, policy_logprobs)
     return loss[own], {name: value[own] for name, value in metrics.items()}
+
+
+def _sample_borders(batch: Microbatch) -> Tensor:
+    """Return the ends of a row's samples in the padded row, int64 [samples + 1], starting with 0."""
+    is_last = np.diff(batch.samples, append=-1) != 0
+    return torch.tensor([0, *batch.padded.cumsum()[is_last].tolist()], device=batch.mask.device)

@@ -411,10 +411,14 @@ ALL_MIXED = dict.fromkeys(range(10), 1)
     [
         # Six groups are drawn for every other step, three of which wait: only theirs are asked for.
         pytest.param({}, [[None] * 3, [1] * 3, [None] * 3, [3] * 3], [12, 12], id="one update"),
-        pytest.param({"updates": 3}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="several updates"),
+        # The first of three updates gives those of its own group.
+        pytest.param({"updates": 3}, [[None, 1, 1], [1] * 3, [None, 3, 3], [3] * 3], [20, 20], id="several updates"),
         pytest.param({"epochs": 2}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="several passes"),
         pytest.param(
-            {"importance_sampling": "icepop"}, [[1] * 3, [1] * 3, [3] * 3, [3] * 3], [24, 24], id="importance_sampling"
+            {"importance_sampling": "icepop"},
+            [[None] * 3, [1] * 3, [None] * 3, [3] * 3],
+            [12, 12],
+            id="corrected in the update",
         ),
         pytest.param(
             {"kl_coefficient": 0.1, "kl_placement": "reward"},

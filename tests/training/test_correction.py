@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import torch
 
+from megarl.algorithms.importance import IMPORTANCE_SAMPLING
 from megarl.config import AlgorithmConfig, Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
@@ -23,6 +24,7 @@ from megarl.rollout.advantages import compute_importance_weights
 from megarl.rollout.updates import update_metrics
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge
+from megarl.training.objective import policy_objective
 from megarl.types import TrainingSequence
 from tests.token_batches import by_sequence, row_batches
 from tests.training.test_training_engine import build, cut_out, distance, rows_of, whole
@@ -194,3 +196,66 @@ def test_answers_that_waited_start_from_the_weights_that_sampled_them(
         assert found[case]["logprob_gap/measured"] == pytest.approx(measured)
     assert found["engine's"]["logprob_gap/max"] < 1e-5
     assert "logprob_gap/mean" not in found["engine's, second update"]
+
+
+def in_pass_and_in_update(recipe: Recipe, layout: ParallelConfig) -> dict[str, Any]:
+    """Parts of the gradient by correction, and metrics: weights of a pass before the update, then of the update."""
+    engine, _, pieces = build(recipe, layout)
+    random = np.random.default_rng(5)
+    sequences = []
+    for length in (9, 4, 17, 6, 11, 12):
+        mask = np.arange(length) >= 3
+        advantages, weights = (random.normal(size=length).astype(np.float32) * mask for _ in range(2))
+        tokens = random.integers(1, VOCABULARY, length)
+        sequences.append(TrainingSequence(tokens, mask, advantages=advantages, token_weights=weights))
+    indices = rows_of(recipe, layout, sequences)
+    shared: list[Any] = [None] * layout.world_size
+    torch.distributed.all_gather_object(
+        shared, by_sequence(sequences, indices, engine.forward(row_batches(sequences, indices)))
+    )
+    own = {i: v for part in shared for i, v in part.items()}
+    drifts = [random.normal(0, 0.3, len(s.token_ids)).astype(np.float32) for s in sequences]
+    sequences = [
+        replace(s, rollout_logprobs=np.where(s.loss_mask, own[i] + drifts[i], np.float32(0)))
+        for i, s in enumerate(sequences)
+    ]
+    found: dict[str, Any] = {}
+    for name in IMPORTANCE_SAMPLING:
+        algorithm = AlgorithmConfig.model_validate({"importance_sampling": name, "importance_sampling_high": 1.5})
+        engine.role = replace(engine.role, objective=policy_objective(algorithm))
+        known = [replace(s, old_logprobs=np.where(s.loss_mask, own[i], 0)) for i, s in enumerate(sequences)]
+        batch = TokenBatch.from_sequences(known)
+        metrics = compute_importance_weights(batch, algorithm)
+        parts = np.split(batch.per_token["importance_weights"], batch.cu_seqlens[1:-1])
+        weighed = [replace(s, importance_weights=part) for s, part in zip(known, parts, strict=True)]
+        parts_of = []
+        for batch_of in (weighed, sequences):
+            updated = engine.update(row_batches(batch_of, indices))
+            gradient = {name: p.main_grad.clone() for name, p in engine.parameters.items()}
+            parts_of.append((cut_out(pieces, gradient), updated))
+        found[name] = parts_of, metrics
+    return found
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), id="one rank"),
+        pytest.param(ParallelConfig(tp=2, pp=1, dp=2, rollout_tp=1), id="tp2 dp2"),
+        pytest.param(ParallelConfig(tp=1, pp=1, dp=1, cp=2, rollout_tp=1), id="cp2"),
+    ],
+)
+def test_an_update_corrects_as_a_pass_before_it(
+    ranks: RankPool, tiny_model: Callable[..., Path], layout: ParallelConfig
+) -> None:
+    recipe = recipe_of(tiny_model(**SIZES), policy_loss="policy_gradient")
+    recipe = recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"cp": layout.cp})})
+    results = ranks.run(in_pass_and_in_update, recipe, layout, world_size=layout.world_size)
+    for name in IMPORTANCE_SAMPLING:
+        before, within = (whole([result[name][0][side][0] for result in results]) for side in (0, 1))
+        assert all(np.array_equal(before[key], within[key]) for key in before)
+        expected = results[0][name][1]
+        got = update_metrics([merge([result[name][0][1][1] for result in results])])
+        assert {key: got[key] for key in expected} == pytest.approx(expected, rel=1e-6)
+        assert got["logprob_gap/measured"] == 1.0
+    assert expected["importance/mean"] > 0
