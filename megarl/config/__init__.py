@@ -81,9 +81,9 @@ class Recipe(Section):
     Default: 1."""
     # The forward pass is needed only where the step computes no trainer log-probs before its update.
     samples_with_tokens: Annotated[int, Field(ge=0, le=64), OnlyIf(*ADVANTAGES)] = 4
-    """Number of samples per step written token by token to the run folder's tokens/, for `megarl report`: those with
-    the highest and lowest advantages, with log-probs of engine and trainer and weight versions. Written every
-    samples_every_steps steps (rl, distillation of sampled tokens). May cost a forward pass. 0: none."""
+    """Number of samples per step to record token by token in the run folder's tokens/, for `megarl report`: the ones
+    with the highest and lowest advantages, with log-probs of engine and trainer. Interval: samples_every_steps (loops
+    rl, distillation of sampled tokens). May cost a forward pass. 0: none."""
     model: ModelConfig
     """Policy model."""
     data: DataConfig
@@ -118,7 +118,7 @@ class Recipe(Section):
     preference: Annotated[PreferenceConfig, OnlyIf(PREFERENCE)] = PreferenceConfig()
     """Loss of the loops preference and reward_model."""
     distillation: Annotated[DistillationConfig, OnlyIf(DISTILLATION)] = DistillationConfig()
-    """Loop distillation: the teacher models and the loss towards them."""
+    """Loop distillation: the teacher models, and the loss that compares the policy with them."""
     train: TrainConfig = TrainConfig()
     """Batch sizes, number of steps, and limits that end the run."""
     evaluation: EvaluationConfig = EvaluationConfig()

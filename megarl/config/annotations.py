@@ -24,15 +24,15 @@ if TYPE_CHECKING:
 class Condition:
     """Condition under which a recipe field has an effect, for example `rollout.placement` being separate.
 
-    `fields` are the names of the fields that decide it. `remedy` says how a user can meet it.
+    `fields` are the names of the fields that decide it. `remedy` says how a user can fulfil it.
     """
 
     fields: tuple[str, ...]
     remedy: str
     holds: Callable[[Recipe], bool]
     example: str = ""
-    """Command-line overrides (`field=value ...`) that meet the condition. The generated page MIGRATION.md shows
-    them."""
+    """Command-line overrides fulfilling the condition, for example `rollout.placement=separate`. The generated page
+    MIGRATION.md shows them."""
     is_alternative: bool = False
     """True if the annotated and the deciding field are two ways to write one setting, for example warmup_steps and
     warmup_fraction. A command-line override of one then removes the recipe file's value of the other."""
@@ -80,8 +80,8 @@ class KeywordOf:
 
 @dataclass(frozen=True, slots=True)
 class Decides:
-    """Settings of vLLM and Megatron-Core that megarl computes from the annotated field. Users cannot set them
-    themselves.
+    """Settings of vLLM and Megatron-Core determined by the annotated recipe field. Users must set the recipe field
+    instead.
 
     A text has several names separated by blanks.
     """
@@ -104,32 +104,33 @@ class Decides:
 
 @dataclass(frozen=True, slots=True, init=False)
 class Foreign:
-    """Options of other training programs with the meaning of the annotated field, and the field's former names.
+    """Names of the annotated recipe field in other training programs, and its former names in megarl.
 
     A text has several names separated by blanks. Case, dashes and underscores are ignored in comparisons.
     """
 
     names: tuple[str, ...]
-    """Option names in other programs. They are compared from the end: `rollout.n` also matches
+    """Option names in other programs. A name matches any option ending with it: `rollout.n` also matches
     `actor_rollout_ref.rollout.n`."""
     options: dict[str, tuple[str, ...]]
     """Full option names by program, for example {"verl": ("actor_rollout_ref.rollout.n",)}. Each becomes a row of
     MIGRATION.md. Each also counts as an entry of `names`, unless its last part equals the recipe field's name."""
     note: str
-    """How the other program's option differs in meaning. Error messages and MIGRATION.md show it. For an option without
-    a counterpart here: the reason."""
+    """How the other program's option differs from the recipe field. If megarl has no such field: the reason. Error
+    messages and MIGRATION.md show it."""
     remark: str
-    """Note for MIGRATION.md only. Unlike `note`, it lets an error message suggest the option's value for the recipe
+    """Like `note`, but shown on MIGRATION.md only. Error messages then suggest the option's value for the recipe
     field."""
     example: str
-    """Example on MIGRATION.md: a value of the recipe field, or overrides `field=value ...`. Default: the field's
-    default."""
+    """Example for MIGRATION.md: a value of the recipe field, or command-line overrides like `field=value`. Default: the
+    field's default value."""
     also: tuple[str, ...]
-    """Further recipe fields needed to express the other program's option."""
+    """Further recipe fields that must be set to get the effect of the other program's option."""
     inside: str
-    """For an annotation of a whole section: name of the section's field with the option's meaning."""
+    """Only for an annotation of a whole section: the name of the field inside it to set instead of the option."""
     short: tuple[str, ...]
-    """Short option names, for example `tbs`. They match only as a whole, because longer names may end like them."""
+    """Short option names, for example `tbs`. They match only if they are equal, because longer names may end like
+    them."""
 
     def __init__(
         self,

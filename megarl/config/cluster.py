@@ -56,8 +56,8 @@ class GroupsConfig(Section):
     """Groups of nodes of another kind than the trainer's, one field per purpose."""
 
     engines: NodeGroup | None = None
-    """Nodes of the engines, if they differ from the trainer's nodes (rollout.placement separate). All their ranks
-    sample; cluster.nodes and cluster.ranks_per_node then count the trainer only. Slurm: a heterogeneous job (`megarl
+    """Nodes for the engines only, if their hardware differs from the trainer's nodes (rollout.placement separate).
+    cluster.nodes and cluster.ranks_per_node then count the trainer's nodes only. Slurm: a heterogeneous job (`megarl
     slurm submit`). `megarl eval` samples on the trainer's nodes."""
 
 
@@ -89,23 +89,23 @@ class ClusterConfig(Section):
     """Deadline in seconds for all ranks to build and load their models. The error names a hanging rank."""
     # The first calls compile kernels and create process groups, so their times predict nothing.
     verb_timeout_seconds: PositiveFloat = 300.0
-    """Shortest deadline in seconds of a call to all ranks (an update, a reshard). It grows to ten times the longest
-    earlier call, at most to collective_timeout_seconds. The first three calls get the latter at once. Time of sampling
-    is added. Ranks that miss it end the run; the error names them, with all stacks."""
+    """Minimum deadline in seconds of a call to all ranks (an update, a reshard). The deadline is ten times the longest
+    earlier call, at most collective_timeout_seconds, which the first three calls get. Sampling time is added. If a rank
+    misses it, the run ends; the error names the rank and shows all stacks."""
     checkpoint_timeout_seconds: PositiveFloat = 3600.0
     """Deadline in seconds for writing or reading a checkpoint, or exporting a model."""
     collective_timeout_seconds: PositiveFloat = 1800.0
-    """Timeout of torch.distributed collectives in seconds. A collective above it ends the run."""
+    """Timeout of torch.distributed collectives in seconds. If one takes longer, the run ends."""
     signal_seconds: PositiveInt = 300
-    """Seconds before a job's time limit at which Slurm signals the run to save. Choose more than an update and a
-    checkpoint take."""
+    """Slurm signals the run to save this many seconds before the job's time limit. Choose more than an update and a
+    checkpoint take together."""
     srun_options: tuple[CommandOption, ...] = ()
     """Further options of srun, for example --container-image=FILE and --container-mounts=FROM:TO."""
     preflight: bool = True
     """Check every node before models are built: folders, disk, GPUs, clock, ports, bandwidth. Default: true."""
     min_bandwidth_fraction: Annotated[float, Field(ge=0.0, lt=1.0)] = 0.25
-    """Lowest accepted bandwidth of a rank, as a fraction of all ranks' median. The check before the start refuses nodes
-    with a slower rank."""
+    """Minimum bandwidth of a rank, as a fraction of the median of all ranks. The run does not start if a rank is
+    slower; the error names its node."""
     peak_tflops: PositiveFloat | None = None
     """Peak speed of one rank's device at `model.dtype`, in TFLOP/s, for the metric perf/mfu. Default: known for common
     GPUs. If unknown (a CPU, for example), perf/mfu is not logged."""
@@ -116,7 +116,7 @@ class ClusterConfig(Section):
     """Memory of one GPU in GiB, or its kind (h100, h200, b200). A run whose predicted memory exceeds it does not start;
     the error suggests changes (see `megarl plan`). Default: read from this machine's GPUs; without GPUs, no check."""
     max_restarts: NonNegativeInt = 5
-    """Limit of a run's automatic restarts in a row without a completed training step in between."""
+    """Maximum number of consecutive automatic restarts of a run without a completed training step in between."""
 
     @property
     def world_size(self) -> int:

@@ -115,11 +115,10 @@ class CurriculumConfig(Section):
     drawn. Default: no curriculum, every problem once per epoch. Metrics: curriculum/."""
     # Above 0, because a skipped problem could never return to the band as the policy changes.
     outside: Annotated[float, Field(gt=0.0, le=1.0), OnlyIf(CURRICULUM)] = 0.1
-    """Probability of drawing a problem with a solve rate outside `band` at its turn. Each problem has one turn per
-    epoch."""
+    """Probability of training on a problem with a solve rate outside `band`, each time that an epoch reaches it."""
     memory: Annotated[float, Field(ge=0.0, lt=1.0), OnlyIf(CURRICULUM)] = 0.5
-    """Weight of a problem's earlier solve rate in the running average; its newest group has the rest. 0: only the
-    newest group counts."""
+    """Weight of the old value in the running average of a problem's solve rate. The newest group has 1 minus this
+    weight. 0: only the newest group counts."""
     by: Annotated[str | None, OnlyIf(CURRICULUM)] = None
     """Record field that groups problems, for example a difficulty level. Problems with equal values share one solve
     rate. Default: one solve rate per problem."""
@@ -186,7 +185,8 @@ class DataConfig(Section):
             verl="data.max_prompt_length"),
         Foreign(remark="a longer prompt is refused or dropped, never cut", example="512", short="mpt",
             ColossalRL="--max-prompt-tokens")] = 1024  # fmt: skip
-    """Limit of a prompt's tokens, chat template included. Longer prompts are never cut, see data.overlong."""
+    """Maximum number of tokens of a prompt, chat template included. Longer prompts are refused or dropped
+    (data.overlong), never shortened."""
     overlong: Annotated[Literal["refuse", "drop"],
         Foreign("filter_overlong_prompts data.truncation", note="prompts are never cut", example="drop",
             verl="data.filter_overlong_prompts")] = "refuse"  # fmt: skip

@@ -170,8 +170,8 @@ def option_hint(option: str, value: str | None, options: Sequence[str]) -> str:
 
 
 def leaves_of(value: Any) -> Iterator[tuple[str, Any]]:
-    """Yield all values below a section, each with its dotted name relative to the section. A plain value has the name
-    ``."""
+    """Yield all values below a section, each with its dotted name relative to the section. If `value` itself is not a
+    section, it is yielded with an empty name."""
     if isinstance(value, Mapping) and value:
         for name, item in value.items():
             yield from ((f".{name}{rest}", leaf) for rest, leaf in leaves_of(item))

@@ -25,8 +25,8 @@ class HealthConfig(Section):
     off: tuple[RuleName, ...] = ()
     """Names of health rules to disable, for example entropy_collapsed. All rules: megarl/tracking/health.py."""
     window: PositiveInt = 3
-    """Number n of consecutive logged steps that must break a health rule before it warns. Rules about a rise compare
-    the median of the last n steps with the median of the first n."""
+    """Number n of consecutive logged steps that must break a health rule before it warns. Rules about a rising metric
+    compare the median of the last n steps with the median of the first n."""
     truncated: Annotated[Share, OnlyIf(ON_POLICY)] = 0.95
     """Share of attempts cut at the length limit (metric rollout/truncated) from which the health rule `truncated`
     warns."""

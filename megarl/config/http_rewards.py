@@ -17,13 +17,13 @@ class ServedConfig(Section):
     """Address of the server, for example http://127.0.0.1:8000/v1. Calls to https addresses use the proxy of
     HTTPS_PROXY, if set."""
     max_in_flight: PositiveInt = 64
-    """Limit of simultaneous calls to the server. Further completions wait; their waiting counts towards no time
-    limit."""
+    """Maximum number of simultaneous calls to the server. Further completions wait; no timeout includes this
+    waiting."""
     timeout_seconds: PositiveFloat = 60.0
     """Timeout of one call to the server in seconds."""
     max_tries: PositiveInt = 3
-    """Limit of calls to the server for one completion, the first call included. A timeout, an HTTP error (408, 425,
-    429, 5xx) or an answer without a readable score leads to another call."""
+    """Maximum number of calls to the server for one completion, the first call included. A call is repeated after a
+    timeout, an HTTP error (408, 425, 429, 5xx) or an answer without a readable score."""
     pause_seconds: NonNegativeFloat = 0.5
     """Pause in seconds before the second call for a completion. It doubles before each further call. A Retry-After of
     the server, up to a minute, can lengthen it."""
@@ -31,9 +31,9 @@ class ServedConfig(Section):
     """Score of a completion if the server's last answer has no readable score. Default: none, and reward.on_failure
     applies. Metric: reward/NAME/substituted."""
     correct_from: float | None = None
-    """Lowest score that counts as a right answer, for val/SET/accuracy. Default: right is a judge's verdict CORRECT.
-    Other `choices`, a `scale` and the reward `remote` decide correctness only with judges_answer: true
-    (reward.functions)."""
+    """Lowest score that counts as a right answer, for val/SET/accuracy. Default: the verdict CORRECT of a judge. With
+    other `choices`, with a `scale` and for the reward `remote`, scores count as right or wrong only if judges_answer is
+    true (reward.functions)."""
     api_key_env: str | None = None
     """Name of the environment variable with the server's API key, sent as a bearer token."""
     headers: dict[str, str] = Field(default_factory=dict)
@@ -65,17 +65,19 @@ class JudgeConfig(ServedConfig):
     between them proportionally. A number outside counts as unreadable."""
     pattern: str | None = None
     """Regular expression that finds the verdict in the judge's answer: the last match, or its first group. A search
-    above one second finds nothing. Default: the answer's last line, without a label such as "Verdict:" and
-    punctuation."""
+    taking longer than one second counts as no match. Default: the answer's last line, without a label such as
+    "Verdict:" and punctuation."""
     thoughts: Literal["hide", "show"] = "hide"
     """Treatment of the completion's thoughts, the text up to its last </think>. hide (default): the judge does not see
     them; of a completion cut while thinking it sees nothing. show: the judge sees the whole completion."""
     max_shown_characters: PositiveInt = 100_000
-    """Limit of the completion's characters in the judge's prompt. Of a longer completion only the end is shown."""
+    """Maximum number of the completion's characters in the judge's prompt. If it is longer, the judge sees only its
+    end."""
     temperature: NonNegativeFloat | None = 0.0
     """Sampling temperature of the judge. null: the request has no temperature, so the server's default applies."""
     max_tokens: PositiveInt | None = 1024
-    """Limit of tokens of the judge's answer. null: the request has no limit, so the server's default applies."""
+    """Maximum number of tokens of the judge's answer. null: the request has no limit, so the server's default
+    applies."""
     request: dict[str, JsonValue] = Field(default_factory=dict)
     """Further fields of the request to the judge, for example {seed: 1, response_format: {type: json_object}}."""
     dollars_per_million: tuple[NonNegativeFloat, NonNegativeFloat] = (0.0, 0.0)

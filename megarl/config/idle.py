@@ -158,8 +158,8 @@ def given_fields(section: Section, prefix: str = "") -> Iterator[str]:
 
 
 class Idle(NamedTuple):
-    """A field that the user set without effect: its name as written, the schema's name, the recipe and the unmet
-    condition."""
+    """A field that the user set, but that has no effect. It has the field's name as written, the name in the schema,
+    the recipe, and the unmet condition."""
 
     place: str
     field: str

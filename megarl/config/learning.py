@@ -159,7 +159,8 @@ class OptimizerConfig(Section):
             TRL="max_grad_norm")] = 1.0  # fmt: skip
     """Clip the gradient to this global norm. 0: no clipping."""
     max_skipped_updates: NonNegativeInt = 3
-    """Limit of consecutive updates skipped because the loss or the gradient is not finite. One more ends the run."""
+    """Maximum number of consecutive updates skipped because the loss or the gradient is not finite. One more ends the
+    run."""
 
     def warmup_updates(self, num_updates: int) -> int:
         """Return the number of linear warm-up steps in a run of `num_updates` optimizer steps, at most all of them."""
@@ -244,9 +245,9 @@ class AlgorithmConfig(Section):
     reward_order: Annotated[Literal["sum_then_normalize", "normalize_then_sum"], OnlyIf(GRPO, DEVIATION),
         Foreign(example="algorithm.reward_order=normalize_then_sum reward.functions=[boxed,format]",
             TRL="multi_objective_aggregation")] = "sum_then_normalize"  # fmt: skip
-    """How scores of several reward functions become one advantage (grpo). sum_then_normalize: normalise their weighted
-    sum within the group to mean 0, deviation 1. normalize_then_sum (GDPO): normalise each function's scores in the
-    group, then their weighted sum over the step, so that no function dominates by its scale."""
+    """How the scores of several reward functions are combined into one advantage (grpo). sum_then_normalize: normalise
+    their weighted sum within the group to mean 0, deviation 1. normalize_then_sum (GDPO): normalise each function's
+    scores in the group, then their weighted sum over the step, so that no function dominates by its scale."""
     lone_sample: Annotated[Literal["zero", "reward"], KeywordOf("algorithm.advantage")] = "zero"
     """Advantage of a sample that is alone in its group (grpo, rloo, opo, reinforce_plus_plus_baseline). zero (default):
     0. reward: its reward, as in verl."""
@@ -358,13 +359,14 @@ class AlgorithmConfig(Section):
     (rollout.max_staleness). All names: megarl/algorithms/importance.py."""
     importance_sampling_low: Annotated[NonNegativeFloat, KeywordOf("algorithm.importance_sampling", "low"),
         Foreign("tis_clip_low vllm_importance_sampling_clip_min rollout_is_threshold_lower")] = 0.5  # fmt: skip
-    """Lowest accepted ratio of trainer to engine probability. Tokens or sequences below it are masked
-    (importance_sampling icepop, rejection and masks)."""
+    """Lowest accepted ratio of trainer to engine probability. Tokens or sequences with a lower ratio are masked, so
+    that they get no loss (importance_sampling icepop, rejection and masks). tis ignores this field."""
     importance_sampling_high: Annotated[PositiveFloat, KeywordOf("algorithm.importance_sampling", "high"),
         Foreign("tis_imp_ratio_cap tis_clip rollout_is_threshold vllm_importance_sampling_cap",
             "truncated_importance_sampling_ratio vllm_importance_sampling_clip_max")] = 2.0  # fmt: skip
-    """Highest accepted ratio of trainer to engine probability. importance_sampling tis truncates a higher ratio to it;
-    icepop, rejection and masks mask the tokens or sequences."""
+    """Highest accepted ratio of trainer to engine probability. A higher ratio is truncated to this value
+    (importance_sampling tis), or its token or sequence is masked, so that it gets no loss (icepop, rejection and
+    masks)."""
     importance_sampling_kwargs: Annotated[Kwargs, OnlyIf(*ADVANTAGES, CORRECTION)] = Field(default_factory=dict)
     """Further keyword arguments of the importance-sampling correction."""
     aggregation: Annotated[
@@ -381,8 +383,8 @@ class AlgorithmConfig(Section):
         bool,
         OnlyIf(TOKEN_LOSS, SEQUENCE_MEAN),
     ] = False
-    """Count sequences without trained tokens (mask_truncated) in the denominator of the loss's mean over sequences, as
-    TRL does."""
+    """Whether sequences without trained tokens (because of mask_truncated) count in the denominator if the loss is a
+    mean over sequences. TRL counts them."""
     old_logprobs: Annotated[Literal["rollout", "trainer"], OnlyIf(*ADVANTAGES)] = "trainer"
     """Source of the old log-probs, the denominator of PPO's ratio. trainer (default): the trainer, in the first update
     itself, or in a pass before it where later updates or advantages need them. rollout: recorded by the engine. The
@@ -392,8 +394,8 @@ class AlgorithmConfig(Section):
             "dynamic_filtering_reward_range", example="[0,1]", ColossalRL="filter_range",
             verl="algorithm.filter_groups.enable", slime="--dynamic-sampling-filter-path")] = None  # fmt: skip
     """Dynamic sampling (DAPO), [low, high]: train only groups whose accuracy is strictly between low and high; sample
-    others instead. With dynamic_sampling_metric reward: whose rewards differ by more than low. Default: train all
-    groups."""
+    others instead. With dynamic_sampling_metric reward: train only groups with rewards differing by more than low.
+    Default: train all groups."""
     dynamic_sampling_metric: Annotated[Literal["accuracy", "reward"] | None, OnlyIf(FILTER)] = None
     """Metric compared by dynamic_sampling. accuracy: share of right answers in a group. reward: largest minus smallest
     reward. Default: accuracy if every answer is judged right or wrong, by a reward function (judges_answer) or the
@@ -401,7 +403,8 @@ class AlgorithmConfig(Section):
     max_attempts: Annotated[PositiveInt, OnlyIf(FILTER),
         Foreign("filter_groups.max_num_gen_batches max_num_gen_batches dynamic_sampling_max_gen_batches",
             verl="algorithm.filter_groups.max_num_gen_batches")] = 10  # fmt: skip
-    """Limit of batches of prompts sampled to fill one step (dynamic_sampling). If they do not fill it, the run ends."""
+    """Maximum number of prompt batches sampled to fill one step (dynamic_sampling). If the step is still not full, the
+    run ends."""
     oversampling: Annotated[float, Field(ge=1.0), OnlyIf(*SURPLUS),
         Foreign("gen_batch_size", note="over prompts a step",
             example="algorithm.dynamic_sampling=[0,1] algorithm.oversampling=2",
@@ -414,9 +417,10 @@ class AlgorithmConfig(Section):
             "overlong_buffer_length", note="in tokens", example="512",
             ColossalRL="soft_over_length_punishment cache_length",
             verl="reward_model.overlong_buffer.len")] = None  # fmt: skip
-    """Penalise long completions (DAPO): length in tokens of the last part of max_new_tokens, where the reward falls
-    linearly, by up to overlong_penalty * reward.correct_score. With several turns: the longest turn, and their sum
-    against rollout.budget.sampled_tokens. Default: none (preset dapo: a fifth of max_new_tokens). 0: none."""
+    """Length penalty (DAPO): in the last n tokens before max_new_tokens the reward falls linearly, by up to
+    overlong_penalty * reward.correct_score. With several turns: in the longest turn, or before
+    rollout.budget.sampled_tokens in all together. Default: 0, no penalty (preset dapo: a fifth of max_new_tokens).
+    """
     overlong_penalty: Annotated[PositiveFloat, OnlyIf(given("algorithm.overlong_buffer", "512")),
         Foreign("overlong_buffer.penalty_factor overlong_buffer_penalty", remark="times reward.correct_score",
             verl="reward_model.overlong_buffer.penalty_factor")] = 1.0  # fmt: skip
@@ -465,11 +469,11 @@ class CriticConfig(Section):
     """Optimizer and learning-rate schedule of the critic."""
     clip: Annotated[PositiveFloat | None,
         Foreign("cliprange_value value_clip value_clip_range", example="0.5", RL2="critic.clip")] = 0.2  # fmt: skip
-    """Clip range of the value loss: how far a value may move from its old value. null: no clipping."""
+    """Clip range of the value loss: maximum distance of a value from its value before the update. null: no clipping."""
     warmup_steps: Annotated[NonNegativeInt,
         Foreign("critic_warmup freezing_actor_steps num_critic_only_steps freeze_steps", example="2",
             RL2="actor.freeze_steps")] = 0  # fmt: skip
-    """Critic warm-up: in the first n steps only the critic is updated, not the policy."""
+    """Number of steps at the start in which only the critic is updated, not the policy (critic warm-up)."""
     updates_per_step: Annotated[PositiveInt, Foreign(example="8", RL2="critic.update_per_rollout")] = 1
     """Number of critic minibatches per step. Each is one optimizer update of the critic."""
 

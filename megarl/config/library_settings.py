@@ -38,7 +38,8 @@ _OTHERWISE = {
         "moe_grouped_gemm": "whether Transformer Engine is installed",
     },
 }  # fmt: skip
-"""Settings of libraries that something other than a recipe field decides, by library (the names of `Decides`)."""
+"""Settings of vLLM and Megatron-Core that neither users nor recipe fields set, each with what determines it. The keys
+are names of fields of `Decides`."""
 
 
 @cache

@@ -85,7 +85,8 @@ class Counterpart:
 
     foreign: Foreign
     fields: tuple[str, ...] = ()
-    """Recipe fields with the meaning of the other programs' options. Empty: megarl has no such field."""
+    """Names of the recipe fields that replace the options, for example `train.samples_per_prompt`. Empty: megarl has no
+    such field."""
 
     def __str__(self) -> str:
         """Return the end of an error message, for example `here it is train.samples_per_prompt`."""

@@ -36,7 +36,7 @@ class SourceConfig(Section):
     """Source of prompts in a mixture. Fields that it does not set are the recipe's."""
 
     weight: PositiveFloat = 1.0
-    """Weight of this source: its share of the prompts is its weight divided by the sum of all sources' weights."""
+    """Weight of this source. Its share of all prompts is this weight divided by the sum of all sources' weights."""
     data: dict[str, JsonValue] = Field(default_factory=dict)
     """Values of `data` fields for this source: train, validation, format, fields, answer_field, system_prompt,
     max_prompt_tokens, overlong, streaming, shuffle, curriculum. Others are as in the recipe's `data`."""

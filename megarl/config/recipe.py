@@ -28,7 +28,7 @@ class Draft:
 
     path: Path
     recipe: Recipe
-    """Recipe without its unknown keys. Fields listed in `unread` have their defaults."""
+    """The recipe, without unknown keys. Fields listed in `unread` have their default values."""
     problems: tuple[str, ...]
     """Errors of the recipe. Each line has a field, its value, the error and the remedy."""
     unread: frozenset[str]

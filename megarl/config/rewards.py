@@ -17,8 +17,8 @@ class RewardFunctionConfig(Section):
     """One entry of reward.functions: name, weight, arguments."""
 
     name: str
-    """Reward function: a built-in name (megarl/rewards), `package.module:function` or `path/to/file.py:function`.
-    megarl passes the values named by its parameters, for example text and gold answer; all names:
+    """Reward function: a built-in name (megarl/rewards), `package.module:function` or `path/to/file.py:function`. The
+    names of its parameters select the values passed to it, for example `completion_text` and `answer`; all names:
     megarl/rewards/README.md."""
     weight: float = 1.0
     """Weight of this function's score in the sum of scores. 0: the score is only logged. Metric: reward/NAME/mean."""
@@ -27,8 +27,8 @@ class RewardFunctionConfig(Section):
     are sent to another process. For the rewards judge and remote: fields of megarl/config/http_rewards.py."""
     judges_answer: bool | None = None
     """true: the function decides whether an answer is right: by Reward.answer_correct, or by a score of at least
-    reward.correct_score. false: it does not. Default: built-in judges do; so does a single function while it returns
-    only 0 or 1. Without such a function no accuracy, pass_at_K or majority_at_K is logged."""
+    reward.correct_score. false: it does not. Default: true for built-in judges, and for a single function as long as it
+    returns only 0 or 1. If no function decides, accuracy, pass_at_K and majority_at_K are not logged."""
     # The error names the first line lacking a field, before any GPU time is spent.
     needs: tuple[str, ...] = ()
     """Record fields read by the reward function. A dot selects a field of an inner object. A run does not start if a
@@ -83,14 +83,14 @@ class RewardConfig(Section):
     num_workers: PositiveInt = 2
     """Number of reward processes. They score completions while other completions are still being sampled."""
     timeout_seconds: PositiveFloat = 5.0
-    """Limit of CPU seconds per completion, for all reward functions and their child processes. Above it the completion
-    scores zero, and the reward process is replaced."""
+    """Maximum CPU seconds for scoring a completion, with all reward functions and their child processes. If they take
+    longer, the completion scores zero, and the reward process is replaced."""
     wall_timeout_seconds: PositiveFloat | None = None
-    """Limit of wall-clock seconds per completion, for reward functions that wait or hang. Default: ten times
+    """Maximum wall-clock seconds for scoring a completion, for reward functions that wait or hang. Default: ten times
     timeout_seconds, at least 30."""
     max_failed_fraction: Annotated[float, Field(ge=0.0, le=1.0)] = 0.05
-    """Limit of the share of completions without a score (by an error or a timeout) in a step or an evaluation. Above it
-    the run ends. Metrics: reward/errors, reward/timeouts, reward/parse_errors."""
+    """Maximum share of completions without a score (because of an error or a timeout) in a step or an evaluation. If it
+    is higher, the run ends. Metrics: reward/errors, reward/timeouts, reward/parse_errors."""
     on_failure: Literal["zero", "leave_out"] = "zero"
     """Treatment of a completion whose reward function failed. zero (default): its score is zero. leave_out: it has no
     reward, is not trained, and does not count in its group's baseline (rl). Both count it as failed."""

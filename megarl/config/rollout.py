@@ -42,11 +42,11 @@ class EndpointConfig(Section):
     """Secret token for clients other than the agent programs, written as ${oc.env:NAME}. Each agent program gets a
     secret of its own. Required if `host` is not a loopback address; then it has at least 16 characters."""
     max_connections: PositiveInt = 1000
-    """Limit of client connections to the endpoint. A further connection gets status 503."""
+    """Maximum number of client connections to the endpoint. A further connection gets status 503."""
     hold_seconds: PositiveFloat = 540.0
-    """Limit in seconds that a request waits for its completion while engines are busy or being updated. Then it gets
-    status 503 and a request to retry; the retry continues to wait for the same completion. OpenAI's clients wait for
-    600 seconds."""
+    """Maximum seconds that a request waits for its completion while engines are busy or being updated. Then the client
+    gets status 503 and is asked to retry. The retry waits for the same completion. OpenAI's clients wait for 600
+    seconds."""
 
     @model_validator(mode="after")
     def _is_guarded(self) -> Self:
@@ -67,10 +67,10 @@ class AgentConfig(Section):
     problem as JSON on standard input, and OPENAI_BASE_URL and OPENAI_API_KEY in its environment. See
     megarl/environments/README.md."""
     timeout_seconds: PositiveFloat = 600.0
-    """Limit of an agent program's seconds per attempt, without the time that engines pause for an update
-    (rollout.stragglers). Above it the program and its children are killed, and the attempt ends with an error."""
+    """Maximum seconds that an agent program runs in an attempt, not counting pauses of the engines for an update
+    (rollout.stragglers). After that the program and its children are killed, and the attempt ends with an error."""
     max_processes: PositiveInt = 64
-    """Limit of agent programs running at once. All run on the driver's machine."""
+    """Maximum number of agent programs running at once. All run on the driver's machine."""
     environment: tuple[str, ...] = ()
     """Names of environment variables passed on to the agent program, for example a search service's key. PATH, HOME,
     locale and Python variables are always passed. Keys of megarl, trackers, judges and hubs are refused."""
@@ -80,27 +80,28 @@ class BudgetConfig(Section):
     """Limits of one multi-turn attempt, in addition to `rollout.max_turns`."""
 
     sampled_tokens: PositiveInt | None = None
-    """Limit of tokens sampled by the policy in all turns of an attempt. At the limit the attempt ends with reason
-    `length`. Default: the room that prompts and tool replies leave (see rollout.max_turns)."""
+    """Maximum number of tokens sampled by the policy in all turns of an attempt together. At the limit the attempt ends
+    with reason `length`. Default: limited only by the room for all tokens of an attempt (see rollout.max_turns)."""
     tool_calls: PositiveInt | None = None
-    """Limit of tool calls in an attempt. A turn above it ends the attempt with reason `calls`. Default: none."""
+    """Maximum number of tool calls in an attempt. A turn with more calls ends the attempt with reason `calls`. Default:
+    none."""
     invalid_calls: PositiveInt = 8
-    """Limit of consecutive invalid tool calls (unreadable, unknown tool or wrong arguments). The policy gets an error
-    message for each; at the limit the attempt ends with reason `invalid_calls`. A call cut by its turn's length limit
-    does not count. Default: 8."""
+    """Maximum number of consecutive invalid tool calls (unreadable, unknown tool or wrong arguments). The policy gets
+    an error message for each; at the limit the attempt ends with reason `invalid_calls`. A call cut by its turn's
+    length limit does not count. Default: 8."""
     reply_tokens: Annotated[int, Field(ge=64)] | None = None
-    """Limit of tokens of a tool's reply, at least 64. The middle of a longer reply is replaced by the number of omitted
-    tokens. Default: none except the environment's own limit in characters. Metric: tools/shortened."""
+    """Maximum number of tokens of a tool's reply, at least 64. The middle of a longer reply is replaced by a note with
+    the number of omitted tokens. Default: only the environment's own limit in characters. Metric: tools/shortened."""
     step_seconds: PositiveFloat | None = 600.0
-    """Limit of seconds in which the environment must begin an attempt or answer a turn. Above it the attempt ends with
-    an error and no reward. null: no limit. Metric: rollout/errors/Timeout."""
+    """Maximum seconds that the environment may take to begin an attempt or to answer a turn. If it takes longer, the
+    attempt ends with an error and no reward. null: no limit. Metric: rollout/errors/Timeout."""
     seconds: PositiveFloat | None = None
-    """Limit of an attempt's wall-clock seconds. Waiting for engines counts; pauses for an update do not
-    (rollout.stragglers). At the limit the attempt ends with reason `seconds` and is scored as it is. Two runs may end
-    different attempts. Default: none."""
+    """Maximum wall-clock seconds of an attempt, including waiting for engines, but not pauses for an update
+    (rollout.stragglers). At the limit the attempt ends with reason `seconds` and is scored as it is. Runs are then not
+    exactly reproducible. Default: none."""
     attempts: PositiveInt = 1
-    """Limit of starts of one attempt: it starts again if its environment raises EnvironmentUnavailableError, an error
-    not caused by the policy. Default: 1, no retry. Metric: rollout/restarted."""
+    """Maximum number of starts of one attempt. It starts again if its environment raises EnvironmentUnavailableError,
+    an error not caused by the policy. Default: 1, no retry. Metric: rollout/restarted."""
 
 
 class RolloutConfig(Section):
@@ -125,21 +126,21 @@ class RolloutConfig(Section):
             slime="--rollout-num-gpus-per-engine", TRL="vllm_tensor_parallel_size")] = 1  # fmt: skip
     """Tensor-parallel size of each vLLM engine. The number of engine replicas is the number of ranks / tp."""
     sampling: Annotated[SamplingConfig, Foreign("train_sampling_params")] = SamplingConfig()
-    """Sampling parameters of training."""
+    """Sampling parameters of training rollouts (evaluations: evaluation.sampling)."""
     max_concurrent_requests: Annotated[PositiveInt, Decides(vllm="max_num_seqs"),
         Foreign("val_batch_size per_device_eval_batch_size max_num_seqs sglang_server_concurrency"),
         Foreign(note="imbs * num_generations", example="64", short="imbs",
             ColossalRL="--inference-microbatch-size")] = 256  # fmt: skip
-    """Limit of requests decoded at once by one engine (vLLM's max_num_seqs)."""
+    """Maximum number of requests decoded at once by one engine (vLLM's max_num_seqs)."""
     # vLLM 0.30 has no async scheduling on CPUs or with a drafter on the host (vllm.speculative_config). With top_p,
     # top_k or min_p the older model runner records the kept tokens, and that undoes the gain. A call of the engine ends
     # only after all started steps are read: weight versions stay right and tokens are equal up to rounding. The
     # rounding then depends on when calls end, so false is needed for a bit-equal resume of single turns. A completion
     # ending before its limit costs one more token, which is dropped.
     async_scheduling: Annotated[bool | None, Decides(vllm="async_scheduling")] = None
-    """Let vLLM start its next step before the host has read the previous one, so that the GPU does not wait. Default:
-    on where vLLM supports it; off with top_p, top_k or min_p under vLLM's older model runner. true: an error where vLLM
-    does not support it. Metric: perf/steps_ahead."""
+    """Let vLLM start its next step before the previous step's tokens have arrived on the host, so that the GPU does not
+    wait. Default: on where vLLM supports it; off with top_p, top_k or min_p under vLLM's older model runner. true: an
+    error where vLLM does not support it. Metric: perf/steps_ahead."""
     # Resume: a run is bit-equal in float32 if its loss reads no engine log-probs (algorithm.old_logprobs trainer, no
     # importance_sampling). Otherwise it is bit-equal only while all requests of a step fit in the engines at once and
     # async_scheduling is off, because an engine's rounding depends on the requests decoded together. Base classes of
@@ -177,15 +178,15 @@ class RolloutConfig(Section):
     max_turns: Annotated[PositiveInt,
         Foreign(example="rollout.environment=calculator rollout.max_turns=4",
             RL2="rollout.max_turns")] = 16  # fmt: skip
-    """Limit of turns in one attempt; each turn is one completion of the policy. All tokens of an attempt together must
-    fit in data.max_prompt_tokens + rollout.sampling.max_new_tokens."""
+    """Maximum number of turns in one attempt; each turn is one completion of the policy. All tokens of an attempt
+    together must fit in data.max_prompt_tokens + rollout.sampling.max_new_tokens."""
     truncated_turn: Annotated[Literal["end", "close"], OnlyIf(NOT_AGENT)] = "end"
     """Action after a completion cut at its length limit, if the attempt may have more tokens. end (default): the
     attempt ends. close: the end-of-turn token is added, without training it, and the attempt continues."""
     history: Annotated[Literal["append", "render", "refuse"], OnlyIf(NOT_SINGLE_TURN, NOT_AGENT)] = "append"
     """Prompt of a later turn if the chat template changes earlier turns (removes thoughts, for example). append
-    (default): earlier tokens stay as sampled and observed. render: the template's text; each changed history becomes a
-    training sequence of its own. refuse: the run does not start. Reported at the start."""
+    (default): the earlier tokens are kept as they were. render: all messages are rendered again; each changed history
+    becomes a separate training sequence. refuse: the run does not start. The start reports such a template."""
     budget: Annotated[BudgetConfig, OnlyIf(NOT_SINGLE_TURN, NOT_AGENT)] = BudgetConfig()
     """Limits of a multi-turn attempt: tokens, tool calls, seconds, starts."""
     # park is partial rollouts: requests pause with their tokens while the engines sleep, and environments continue
@@ -214,9 +215,9 @@ class RolloutConfig(Section):
             example="rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8 rollout.max_staleness=1 "
             "algorithm.importance_sampling=tis", also="rollout.placement", verl="async_training.staleness_threshold"),
         Foreign("data_actor_buffer_size_limit", note="it limits how far engines sample ahead")] = None  # fmt: skip
-    """Limit of a trained group's age, in steps since the weights that sampled its oldest token. Default: 1 with
-    rollout.stragglers park, else 0 (synchronous). Above 0, set algorithm.importance_sampling, or algorithm.old_logprobs
-    rollout with a clipping policy loss. Metric: staleness/dropped."""
+    """Maximum staleness of a trained group: the number of steps since the weights that sampled its oldest token.
+    Default: 1 with rollout.stragglers park, else 0 (synchronous). Above 0, set algorithm.importance_sampling, or
+    algorithm.old_logprobs rollout with a clipping policy loss. Metric: staleness/dropped."""
     sync_every: Annotated[PositiveInt, OnlyIf(RL, SEPARATE),
         Foreign("trigger_parameter_sync_step", note="in steps n; rollout.max_staleness must be at least n - 1",
             example="rollout.placement=separate rollout.ranks=4 cluster.ranks_per_node=8 rollout.max_staleness=2 "

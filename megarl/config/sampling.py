@@ -24,7 +24,7 @@ class SamplingConfig(Section):
             "train_sampling_params.max_new_tokens", ColossalChat="--max_seq_len", verl="data.max_response_length",
             slime="--rollout-max-response-len", TRL="max_completion_length"),
         Foreign(example="3584", short="mnt", ColossalRL="--max-new-tokens")] = 1024  # fmt: skip
-    """Limit of a completion's length in tokens."""
+    """Maximum length of a completion in tokens."""
     temperature: Annotated[Temperature, OnlyIf(ON_POLICY),
         Foreign("train_sampling_params.temperature temp_scheduler.start_temperature",
             RL2="rollout.train_sampling_params.temperature"),
@@ -42,8 +42,8 @@ class SamplingConfig(Section):
     """Temperature from step `temperature_steps` on (temperature_schedule linear, cosine)."""
     temperature_steps: Annotated[PositiveInt | None, OnlyIf(ON_POLICY, MOVING_TEMPERATURE),
         Foreign("temp_scheduler.total_steps")] = None  # fmt: skip
-    """Step at which end_temperature is reached (temperature_schedule linear, cosine). Default: train.steps, the last
-    step."""
+    """Number of the step that reaches end_temperature (temperature_schedule linear, cosine). Default: train.steps, the
+    last step."""
     # The reference is renormalised too. Otherwise a policy equal to its reference would have a KL above 0.
     top_p: Annotated[float, Field(gt=0.0, le=1.0), OnlyIf(ON_POLICY), Decides(vllm="return_sampling_mask"),
         Foreign("train_sampling_params.top_p rollout_top_p", remark="replayed by the trainer", example="0.95",
@@ -86,7 +86,7 @@ class EvaluationSamplingConfig(Section):
     """Sampling parameters of evaluation."""
 
     max_new_tokens: PositiveInt | None = None
-    """Limit of a completion's length in tokens, in evaluations. Default: rollout.sampling.max_new_tokens."""
+    """Maximum length of a completion in tokens, in evaluations. Default: rollout.sampling.max_new_tokens."""
     temperature: Temperature | None = None
     """Sampling temperature in evaluations, at most 2; 0: greedy. Default: 0 with one attempt per problem, else
     rollout.sampling.temperature (see evaluation.samples_per_prompt)."""

@@ -75,8 +75,8 @@ class TrainConfig(Section):
     profiles/step_NNNNNN.json, a Chrome trace (open with ui.perfetto.dev). With weights.overlap, a profiled step first
     waits until all weights have arrived."""
     max_logprob_gap: Annotated[PositiveFloat | None, OnlyIf(ON_POLICY, UNPACED)] = None
-    """Limit of the mean distance between trainer and engine log-probs, in nats (metric logprob_gap/mean; rl,
-    distillation). Above it the step's remaining updates are skipped. Default: none. Metric: train/gap_exceeded."""
+    """Maximum mean distance between trainer and engine log-probs, in nats (metric logprob_gap/mean; rl, distillation).
+    If it is larger, the step's remaining updates are skipped. Default: none. Metric: train/gap_exceeded."""
     on_logprob_gap: Annotated[Literal["stop", "skip"], OnlyIf(ON_POLICY, UNPACED, given("train.max_logprob_gap"))] = (
         "stop"
     )
@@ -146,9 +146,8 @@ class WeightsConfig(Section):
     checksums. If the engine converts its weights (to FP8, for example): by log-probs of a prompt. 0: only before
     training."""
     probe_tolerance: Annotated[PositiveFloat | None, OnlyIf(*ENGINE)] = None
-    """Limit of the mean difference between trainer and engine log-probs after a reshard, in nats (metric
-    reshard/probe_gap). Above it the run ends. Default: 0.001 in float32, 0.1 in bfloat16. Quantised weights may need
-    more."""
+    """Maximum mean difference between trainer and engine log-probs after a reshard, in nats (metric reshard/probe_gap).
+    If it is larger, the run ends. Default: 0.001 in float32, 0.1 in bfloat16. Quantised weights may need more."""
 
 
 class CheckpointConfig(Section):

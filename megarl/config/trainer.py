@@ -46,8 +46,9 @@ class TrainerConfig(Section):
         Foreign("expert_tensor_parallel_size")] = 1  # fmt: skip
     """Expert-tensor-parallel size: each expert is split over n ranks."""
     rank_order: Literal["tp-cp-ep-dp-pp", "tp-cp-ep-pp-dp"] = "tp-cp-ep-dp-pp"
-    """Megatron's order of parallel dimensions over ranks, fastest first. With dp last, the pipeline stages of a replica
-    are neighbours: a reshard then sends fewer bytes between nodes, an update more. `megarl plan` counts them."""
+    """Megatron's order of parallel dimensions over ranks, fastest first. With dp last, neighbouring ranks are pipeline
+    stages of one replica: a reshard then sends fewer bytes between nodes, but an update more. `megarl plan` counts the
+    bytes."""
     align_ranks: Annotated[bool, OnlyIf(*ENGINE, COLOCATED)] = True
     """Permute the trainer's ranks if a reshard then sends fewer bytes between nodes. Default: true."""
     sequence_parallel: Annotated[bool | None, Decides(megatron="sequence_parallel"),
@@ -113,9 +114,9 @@ class TrainerConfig(Section):
         Foreign("overlap_cpu_optimizer_d2h_h2d use_precision_aware_optimizer",
             note="copies to and from the host overlap in any case; main weights and moments are float32"),
     ] = 0.0  # fmt: skip
-    """Fraction of the parameters with optimizer state (main weights, moments) in host memory; Adam updates them on the
-    CPU. Saves 12 bytes of GPU memory per parameter on the rank. A step takes seconds longer per billion parameters.
-    Needs Adam, bfloat16, distributed_optimizer and no LoRA. Default: 0."""
+    """Fraction of the parameters for which the optimizer state (main weights, moments) is in host memory; the CPU
+    updates them. Saves 12 bytes of GPU memory per parameter on the rank. A step takes seconds longer per billion
+    parameters. Needs Adam, bfloat16, distributed_optimizer and no LoRA. Default: 0."""
     max_tokens_per_microbatch: Annotated[PositiveInt,
         Foreign(note="the number of microbatches follows", ColossalChat="--accumulation_steps"),
         Foreign("max_length_per_device", note="of a data-parallel rank", RL2="actor.max_length_per_device"),
@@ -125,15 +126,15 @@ class TrainerConfig(Section):
             "log_prob_max_token_len_per_gpu max_total_sequence_length max_length max_seq_length max_len",
             note="in tokens, sequences are packed", short="tmbs", ColossalRL="--train-microbatch-size",
             verl="actor_rollout_ref.actor.ppo_max_token_len_per_gpu", slime="--max-tokens-per-gpu")] = 8192  # fmt: skip
-    """Limit of tokens in one microbatch of packed sequences, padding included, per data-parallel rank."""
+    """Maximum number of tokens in one microbatch of packed sequences, padding included, per data-parallel rank."""
     max_tokens_per_forward: Annotated[PositiveInt | None,
         Foreign("max_inference_length_per_device", note="of a data-parallel rank",
             RL2="actor.max_inference_length_per_device")] = None  # fmt: skip
     """The same limit for passes without gradients: log-probs, values, scores, teachers. Longer rows mean fewer calls.
     Default: max_tokens_per_microbatch; on GPUs of known memory up to 8 times as many, within an update's memory."""
     logprob_chunk_tokens: Annotated[PositiveInt, OnlyIf(LOGPROBS)] = 1024
-    """Number of tokens whose logits are in memory at once while log-probs are computed."""
+    """Log-probs are computed for this many tokens at a time, to limit the memory of the logits."""
     megatron: Annotated[dict[str, Any], Foreign("override_transformer_config tf_config")] = Field(default_factory=dict)
-    """Further fields of Megatron-Core's TransformerConfig, by Megatron's names. A balancing loss of experts is a mean
-    over tokens: of an update (`aux_loss`, `global_aux_loss`, with one more forward pass to count each expert's tokens)
-    or of a sequence (`seq_aux_loss`)."""
+    """Further fields of Megatron-Core's TransformerConfig, by Megatron's names. Balancing losses of experts are means
+    over tokens: over all tokens of an update (`aux_loss`, `global_aux_loss`; they cost one more forward pass, to count
+    each expert's tokens), or over each sequence (`seq_aux_loss`)."""
