@@ -1,8 +1,8 @@
-"""Model families, one page each: the architecture in config.json, Megatron parameters and their Hugging Face tensors.
+"""Model families, one module each: the architecture in config.json, Megatron parameters and their Hugging Face tensors.
 
 `rules.py` defines the rules in a family's table. They are used in both directions: to load, to export, and to reshard
-into the engine. `family.py` defines the type of a page. `shape.py` reads a model's sizes. A new family is one file and
-one line of FAMILIES.
+into the engine. `family.py` defines what a family's module contains. `shape.py` reads a model's sizes. A new family is
+one file and one line of FAMILIES.
 """
 
 from __future__ import annotations
@@ -69,7 +69,8 @@ def rules_of(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def stacks_of(model: ModelShape) -> tuple[Stack, ...]:
-    """Return vLLM's parameters by the page of a model's family, those of tensors without a rule included."""
+    """Return vLLM's parameters of a model, as its family defines them. Tensors without a rule are included, one
+    parameter each."""
     family = FAMILIES[model.family]
     rename = partial(_with_prefix, family.prefix)
     return tuple(
@@ -79,13 +80,14 @@ def stacks_of(model: ModelShape) -> tuple[Stack, ...]:
 
 
 def live_name(template: str, model: ModelShape) -> str:
-    """Return vLLM's name of a tensor that it stores under its own name. vLLM removes prefixes other than `model.`."""
+    """Return the name in vLLM of a tensor that vLLM does not fuse with others. vLLM removes prefixes other than
+    `model.`."""
     prefix = FAMILIES[model.family].prefix
     return "model." + template.removeprefix(prefix) if template.startswith(prefix) else template
 
 
 def checkpoint_name(name: str, model: ModelShape) -> str:
-    """Return the name in checkpoints of a tensor named as on a family's page."""
+    """Return the name in checkpoints of a tensor, given its name in the family's module (beginning with `model.`)."""
     return _with_prefix(FAMILIES[model.family].prefix, name)
 
 
@@ -106,7 +108,7 @@ def float32_templates(rules: Iterable[Rule]) -> frozenset[str]:
 
 
 def layers_of(rules: Iterable[Rule], model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the layers with a tensor, by template: the union over its rules. Outside of layers: (-1,)."""
+    """Return the numbers of the layers with a tensor, keyed by its template. A tensor outside of layers has (-1,)."""
     found: dict[str, set[int]] = {}
     for rule in rules:
         own = range(model.num_layers) if rule.layers is None else rule.layers
@@ -144,11 +146,12 @@ def float32_tensors(model: ModelShape) -> tuple[str, ...]:
 
 
 def aliases_of(model: ModelShape) -> tuple[Alias, ...]:
-    """Return the places of experts' tensors in packed tensors of the model's files."""
+    """Return where the tensors of single experts lie in packed tensors (all experts in one) of the model's files."""
     return FAMILIES[model.family].aliases(model)
 
 
 def kept_prefixes(model: ModelShape) -> tuple[str, ...]:
-    """Return the prefixes of tensors that are neither trained nor sampled, only copied."""
+    """Return name prefixes of tensors that are copied from the base model into exports, but not used by trainer and
+    engine."""
     extra = range(model.num_layers, model.num_layers + model.num_kept_layers)
     return (*(f"model.layers.{layer}." for layer in extra), *FAMILIES[model.family].kept)

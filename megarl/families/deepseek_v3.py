@@ -1,8 +1,8 @@
 """DeepSeek-V3 and V3.1, Moonlight, Kimi-K2: latent attention, a sigmoid router, dense first layers, shared experts.
 
-The checkpoint of DeepSeek-V3 ends with a layer for multi-token prediction: it is kept. Norms of latent vectors use
-`rms_norm_eps`, as in Megatron-Core and vLLM. transformers 5 always uses 1e-6 there: with another value its log-probs
-differ slightly.
+The checkpoint of DeepSeek-V3 ends with a layer for multi-token prediction. It is not trained; exports contain it
+unchanged. Norms of latent vectors use `rms_norm_eps`, as in Megatron-Core and vLLM. transformers 5 always uses 1e-6
+there: with another value its log-probs differ slightly.
 """
 
 from __future__ import annotations
@@ -85,11 +85,17 @@ def _rotary(config: Mapping[str, Any]) -> Rotary:
     if rotary.fraction != 1.0:
         raise DataError(f"partial_rotary_factor {rotary.fraction} is not supported; only 1.0 is.")
     if rotary.scaling not in ("default", "yarn") or rope.get("rope_type", rope.get("type")) == "dynamic":
-        raise DataError(f"rope_type {shown(rope.get('rope_type', rope.get('type')))}: vLLM 0.30 reads it as YaRN here.")
+        raise DataError(
+            f"rope_type {shown(rope.get('rope_type', rope.get('type')))} is not supported, because vLLM 0.30 would "
+            "compute YaRN instead for this family."
+        )
     if ignored := sorted(rope.keys() & {"attention_factor", "truncate"}):
         raise DataError(f"rope parameter {ignored[0]} is not supported: vLLM 0.30 ignores it for latent attention.")
     if rotary.scaling == "yarn" and ("mscale" in rope) != ("mscale_all_dim" in rope):
-        raise DataError("rope parameters mscale and mscale_all_dim: vLLM 0.30 needs both or none for latent attention.")
+        raise DataError(
+            "rope parameters mscale and mscale_all_dim: vLLM 0.30 needs both or none for latent attention; add or "
+            "remove one."
+        )
     return replace(rotary, score_mscale=float(rope.get("mscale_all_dim", 0.0)))
 
 

@@ -1,4 +1,4 @@
-"""The type of a model family's page: how to read config.json, the tensors, Megatron's settings."""
+"""Definition of a model family: how to read its config.json, its tensors, and its settings of Megatron-Core."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ if TYPE_CHECKING:
 
 
 def no_settings(model: ModelShape) -> Mapping[str, Any]:
-    """Return no settings of Megatron-Core beside those made from the model's parts."""
+    """Return no further settings of Megatron-Core, for families that need none."""
     return {}
 
 
 def no_aliases(model: ModelShape) -> tuple[Alias, ...]:
-    """Return no aliases: files have each expert's tensors apart."""
+    """Return nothing, for families with a tensor per expert in files."""
     return ()
 
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """One family, defined on its page. `families.FAMILIES` lists it under the `model_type` of config.json."""
+    """A model family, defined in a module of its own. `families.FAMILIES` lists it under the `model_type` of
+    config.json."""
 
     architecture: str
     """The architecture of the family's language models, for example `Qwen3ForCausalLM`. `shape` derives the name for
@@ -37,21 +38,22 @@ class Family:
     rules: Callable[[ModelShape], tuple[Rule, ...]]
     """Function from a model's shape to the rules of its Megatron parameters, each with its Hugging Face tensors."""
     stacks: Callable[[ModelShape], Iterable[stacks.Stack]] = stacks.standard
-    """Function to vLLM's parameters that fuse, split or retype tensors. Stacks of tensors without a rule are ignored;
-    tensors without a stack are stored whole on every rank."""
+    """Function from a model's shape to vLLM's parameters that fuse, split or convert tensors (`stacks.Stack`). Other
+    tensors are stored whole on every rank. Stacks of tensors without a rule are ignored."""
     settings: Callable[[ModelShape], Mapping[str, Any]] = no_settings
-    """Function to fields of Megatron's TransformerConfig of this family alone."""
+    """Function from a model's shape to fields of Megatron's TransformerConfig needed by this family only."""
     section: str = ""
     """The field of config.json with the language model's sizes, such as `text_config`. Empty: config.json itself."""
     prefix: str = "model."
-    """The beginning of tensor names in checkpoints. Pages write `model.`; `families.rules_of` replaces it."""
+    """Prefix of tensor names in checkpoints. The family's module writes `model.` instead; `families.rules_of` replaces
+    it."""
     engine_architecture: str = ""
     """vLLM's architecture for the language model alone. Empty: that of config.json."""
     kept: tuple[str, ...] = ()
-    """Prefixes of tensors that are neither trained nor sampled, such as `visual.`. An export copies them from the base
-    model, byte for byte. The layers of `ModelShape.num_kept_layers` are kept too."""
+    """Prefixes of tensors not used by trainer and engine, such as `visual.`. An export copies them from the base model,
+    byte for byte. It also copies the layers counted by `ModelShape.num_kept_layers`."""
     aliases: Callable[[ModelShape], tuple[Alias, ...]] = no_aliases
-    """Function to the places of experts' tensors in packed tensors of the checkpoint."""
+    """Function from a model's shape to the places of single experts' tensors in the checkpoint's packed tensors."""
     reads_mxfp4: bool = False
     """Whether packed tensors may be MXFP4 in files. They are dequantised to bfloat16 on reading."""
     other_model_types: tuple[str, ...] = ()

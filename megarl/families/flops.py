@@ -17,7 +17,7 @@ from megarl.families.shape import ModelShape
 
 
 def matrix_flops(shape: ModelShape) -> float:
-    """Return the FLOPs of one token's matrix products without attention: two for each weight used."""
+    """Return the FLOPs of one token's matrix products, attention scores excluded: two for each weight used."""
     layers = sum(count * _layer_weights(shape, kind) for kind, count in Counter(shape.layers).items())
     head = shape.hidden_size * (1 if shape.has_value_head else shape.vocab_size)
     return 2.0 * (layers + head)

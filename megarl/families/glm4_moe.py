@@ -1,6 +1,6 @@
 """GLM-4.5, 4.6, 4.7 and GLM-4.5-Air: Qwen3-MoE with a sigmoid router, dense first layers and a shared expert.
 
-The checkpoint ends with layers for multi-token prediction: they are kept.
+The checkpoint ends with layers for multi-token prediction. They are not trained, and exports contain them unchanged.
 """
 
 from __future__ import annotations

@@ -42,7 +42,10 @@ def read(config: Mapping[str, Any]) -> Parts:
     rotary = read_rotary(config)
     plain = read_rotary({**config, "rope_parameters": {**_rope(config), "attention_factor": None, "mscale": None}})
     if rotary.scaling != "yarn" or rotary != plain:
-        raise DataError("rope_parameters: vLLM 0.30 computes YaRN with its usual attention factor for this family.")
+        raise DataError(
+            "rope_parameters: for this family vLLM 0.30 supports only YaRN with the default attention factor; use "
+            "rope_type yarn without attention_factor and mscale."
+        )
     num_experts = size(config, "num_local_experts")
     router = Router(num_experts, top_k(config, num_experts), size(config, "intermediate_size"))
     kinds = tuple(LayerKind(has_experts=True, window=0 if layer % 2 else window) for layer in range(num_layers))

@@ -1,4 +1,5 @@
-"""Experts' tensors inside packed tensors of a checkpoint: all experts in one, transposed, or with alternating rows."""
+"""Places of single experts' tensors in a checkpoint's packed tensors. A packed tensor has all experts of a layer, and
+maybe transposes them or alternates their rows."""
 
 from __future__ import annotations
 
@@ -22,4 +23,5 @@ class Alias(NamedTuple):
     """Name of the packed tensor in files, with `{layer}`."""
     packed_shape: tuple[int, ...]
     axes: tuple[Axis, ...]
-    """For each dimension of the expert's tensor, its place. All but the first dimension of the packed one occur."""
+    """Place of each dimension of the expert's tensor in the packed one. All dimensions of the packed tensor occur
+    except the first."""

@@ -9,7 +9,8 @@ from megarl.families.rotary import Rotary
 
 
 class LayerKind(NamedTuple):
-    """The computation of one layer. Layers of one kind share a layer spec in Megatron."""
+    """Kind of a transformer layer: its attention, and its feed-forward network. Layers of one kind share a layer spec
+    in Megatron."""
 
     mixer: Literal["attention", "linear_attention"] = "attention"
     has_experts: bool = False
@@ -20,7 +21,8 @@ class LayerKind(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class GroupedQuery:
-    """Grouped-query attention. Other kinds of attention have the same attributes, read by planners."""
+    """Sizes of grouped-query attention. `Latent` has the same attributes, so that code planning memory and FLOPs
+    handles both."""
 
     num_heads: int
     num_kv_heads: int
@@ -30,30 +32,30 @@ class GroupedQuery:
     qk_norm: bool = False
     """Whether each query and key head has an RMSNorm."""
     has_output_gate: bool = False
-    """Whether the query projection has a gate of each query head too, which scales the attention's output."""
+    """Whether the query projection also computes a gate for each query head. The gate scales the attention's output."""
 
     @property
     def score_channels(self) -> int:
-        """Return the channels of all queries: multiply-adds of one score over all heads."""
+        """Return the number of query channels, all heads together. Each is one multiply-add of an attention score."""
         return self.num_heads * self.head_dim
 
     @property
     def value_channels(self) -> int:
-        """Return the channels of the attention's output: the input of the output projection."""
+        """Return the number of channels of the attention's output, before the output projection."""
         return self.num_heads * self.head_dim
 
     @property
     def rotary_channels(self) -> int:
-        """Return the channels of a head to which rotary embeddings with fraction 1 apply."""
+        """Return the number of channels of a head that rotary embeddings rotate if their fraction is 1."""
         return self.head_dim
 
     def projection_elements(self, hidden_size: int) -> int:
-        """Return the weights of one layer's projections, without biases."""
+        """Return the number of weights in one layer's projections (query, key, value, output), without biases."""
         gates = self.num_heads if self.has_output_gate else 0
         return hidden_size * (2 * (self.num_heads + self.num_kv_heads) + gates) * self.head_dim
 
     def cached_numbers(self, tp: int) -> int:
-        """Return the numbers per token and layer in the KV cache of one of `tp` engine ranks."""
+        """Return how many numbers one engine rank of `tp` stores in its KV cache, per token and layer."""
         # With more ranks than key-value heads, each rank holds a copy of one head. Factor 2: keys and values.
         return 2 * max(1, self.num_kv_heads // tp) * self.head_dim
 
@@ -62,8 +64,8 @@ class GroupedQuery:
 class Latent:
     """Multi-head latent attention (arXiv:2405.04434, section 2.1): keys and values are projected from a latent vector.
 
-    It has the attributes of `GroupedQuery` that planners read. A head of queries and keys has channels without and with
-    rotary embeddings.
+    It has the same attributes as `GroupedQuery`. Each query or key head has some channels without rotary embeddings,
+    and others with them.
     """
 
     num_heads: int
@@ -97,7 +99,7 @@ class Latent:
 
     @property
     def qk_norm(self) -> bool:
-        """Return True: Megatron's field for the norms of the latent vectors."""
+        """Return True, because Megatron-Core normalises the latent vectors only if its field qk_layernorm is set."""
         return True
 
     @property
@@ -137,17 +139,18 @@ class DeltaNet:
 
     @property
     def key_channels(self) -> int:
-        """Return the channels of all keys. Queries have equally many."""
+        """Return the number of key channels, all heads together. Queries have equally many."""
         return self.num_key_heads * self.key_dim
 
     @property
     def value_channels(self) -> int:
-        """Return the channels of all values: also of the output gates, and of the output projection's input."""
+        """Return the number of value channels, all heads together. The output gates and the input of the output
+        projection have equally many."""
         return self.num_value_heads * self.value_dim
 
     @property
     def convolved_channels(self) -> int:
-        """Return the channels of queries, keys and values together."""
+        """Return the number of channels that the causal convolution processes: queries, keys and values."""
         return 2 * self.key_channels + self.value_channels
 
     @property
@@ -156,7 +159,8 @@ class DeltaNet:
         return self.num_value_heads * self.key_dim * self.value_dim
 
     def projection_elements(self, hidden_size: int) -> int:
-        """Return the weights of one layer's projections: queries, keys, values, gates, two rates a head, output."""
+        """Return the number of weights in one layer's projections. They are queries, keys, values, gates, two rates per
+        value head, and the output."""
         inputs = self.convolved_channels + self.value_channels + 2 * self.num_value_heads
         return hidden_size * (inputs + self.value_channels)
 
@@ -177,19 +181,19 @@ class Router:
     has_shared_gate: bool = False
     """Whether the shared expert's output is scaled by a gate of its own."""
     score: Literal["softmax", "sigmoid"] = "softmax"
-    """Function of the router's logits."""
+    """Function that turns the router's logits into scores."""
     has_bias: bool = False
     """Whether a float32 bias per expert is added to the scores for the choice of experts (not for their weights)."""
     scale: float = 1.0
-    """Factor of the routing weights."""
+    """Factor by which the routing weights are multiplied."""
     num_groups: int = 1
-    """Groups of experts. A token first chooses groups, then experts within them."""
+    """Number of groups of experts. The router first chooses groups for a token, then experts within them."""
     top_groups: int = 1
     """Number of groups chosen for each token."""
 
 
 class Parts(NamedTuple):
-    """The parts of a model that a family's page reads from config.json."""
+    """The parts of a model that a family's module reads from config.json."""
 
     attention: GroupedQuery | Latent
     rotary: Rotary
@@ -197,8 +201,9 @@ class Parts(NamedTuple):
     kinds: tuple[LayerKind, ...] = ()
     """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
     num_kept_layers: int = 0
-    """Layers after the last one in the checkpoint. They are neither trained nor sampled (multi-token prediction)."""
+    """Number of additional layers at the checkpoint's end, for multi-token prediction. megarl copies them unchanged:
+    they are neither trained nor used for sampling."""
     linear_attention: DeltaNet | None = None
-    """The linear attention of layers with this mixer."""
+    """Sizes of the linear attention in layers with this mixer. None: the model has no such layers."""
     has_zero_centered_norms: bool = False
     """Whether norms multiply by 1 + weight."""

@@ -1,7 +1,7 @@
 """Qwen3.5 and Qwen3.6, dense and with experts: Qwen3-Next with separate input projections of the delta-nets.
 
-Released checkpoints have a vision tower too. Text is trained and sampled. The tower (`model.visual.`) and the layers
-for multi-token prediction (`mtp.`) are kept.
+megarl trains and samples text only. Released checkpoints also have a vision tower (`model.visual.`) and layers for
+multi-token prediction (`mtp.`). Exports contain both unchanged.
 """
 
 from __future__ import annotations
@@ -65,7 +65,8 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters: queries, keys, values and gates are one, and both rates are one."""
+    """Return vLLM's parameters. In a delta-net, one holds the projections of queries, keys, values and gates, and
+    another both rates."""
     linear = delta_net(model)
     keys, end = linear.key_channels, linear.convolved_channels
     rows = ((0, keys), (keys, 2 * keys), (2 * keys, end))
@@ -84,7 +85,8 @@ def _family(architecture: str, *, has_experts: bool) -> Family:
 
 
 def _with_vision(text: Family) -> Family:
-    """Return the family of checkpoints with a vision tower, trained and sampled as the text model."""
+    """Return the family for checkpoints with a vision tower. Their text model is trained as usual, and the tower is
+    copied."""
     return replace(
         text,
         architecture=text.architecture.replace("ForCausalLM", "ForConditionalGeneration"),

@@ -1,6 +1,7 @@
 """Qwen3-Next: gated delta-nets in three of four layers, gated attention in the fourth, experts as in Qwen2-MoE.
 
-The checkpoint's `mtp.` layers, for multi-token prediction, are kept. `qwen3_5` extends this page.
+The checkpoint's layers for multi-token prediction (`mtp.`) are not trained, and exports contain them unchanged.
+`qwen3_5` extends this module.
 """
 
 from __future__ import annotations
@@ -70,7 +71,8 @@ def _mixers(config: Mapping[str, Any]) -> list[Any]:
         types = ["linear_attention" if (layer + 1) % interval else "full_attention" for layer in range(num_layers)]
     if not isinstance(types, list) or len(types) != num_layers or set(types) != set(MIXERS):
         raise DataError(
-            f"layer_types is {shown(types)}; it must have {num_layers} entries, {' and '.join(MIXERS)}, both present."
+            f"layer_types is {shown(types)}; it must have {num_layers} entries, each {' or '.join(MIXERS)}, with at "
+            "least one of both."
         )
     return [MIXERS[kind] for kind in types]
 
@@ -84,7 +86,7 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     wide, narrow = LINEAR + "in_proj_qkvz.weight", LINEAR + "in_proj_ba.weight"
 
     def part(tensor: str, step: int, start: int, length: int) -> tuple[Segment, ...]:
-        """Return one part of each key head's group of rows."""
+        """Return the rows of one part (queries, keys, ...) in every key head's group of rows."""
         firsts = (head * step + start for head in range(linear.num_key_heads))
         return tuple(Segment(tensor, first, first + length) for first in firsts)
 
@@ -167,7 +169,7 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
 
 
 def hybrid_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
-    """Return vLLM's parameters of delta-nets, without the input projections, and those of the other layers."""
+    """Return vLLM's parameters of all layers, except the input projections of delta-nets."""
     linear = delta_net(model)
     convolution, keys = LINEAR + "conv1d.weight", linear.key_channels
     convolved = ((0, keys), (keys, 2 * keys), (2 * keys, linear.convolved_channels))

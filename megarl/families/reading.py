@@ -1,4 +1,4 @@
-"""Readers of config.json shared by the pages of families. No torch."""
+"""Functions that read config.json, shared by several model families. They import no torch."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def read_experts(
 
 
 def uniform(kinds: tuple[LayerKind, ...]) -> tuple[LayerKind, ...]:
-    """Return no kinds if all layers have attention without a window, and experts."""
+    """Return an empty tuple if all layers have experts, and attention without a window; otherwise each layer's kind."""
     return () if set(kinds) == {LayerKind(has_experts=True)} else kinds
 
 

@@ -50,11 +50,12 @@ class Rotary:
     low_factor: float = 1.0
     """llama3: wavelengths above original_positions / low_factor are divided by `factor`."""
     high_factor: float = 4.0
-    """llama3: wavelengths below original_positions / high_factor stay."""
+    """llama3: wavelengths below original_positions / high_factor are unchanged."""
     beta_fast: float = 32.0
-    """yarn: dimensions with more rotations over the original context stay."""
+    """yarn: dimensions with more rotations than this over the original context are unchanged."""
     beta_slow: float = 1.0
-    """yarn: dimensions with fewer rotations over the original context are divided by `factor`."""
+    """yarn: frequencies of dimensions with fewer rotations than this over the original context are divided by `factor`.
+    """
     attention_factor: float = 1.0
     """yarn: factor of the cosines and sines, so attention scores are scaled by its square."""
     score_mscale: float = 0.0

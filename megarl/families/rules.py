@@ -1,4 +1,4 @@
-"""Rules of a family's page: how a Megatron parameter is composed of Hugging Face tensors.
+"""Rules of a model family: how a Megatron parameter is composed of Hugging Face tensors.
 
 A Megatron parameter is a sequence of blocks. A block is a sequence of segments. A segment is a range of one Hugging
 Face tensor along the split dimension. Tensor parallelism splits every block into equal contiguous parts. A rank stores
@@ -32,9 +32,10 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """The same parameter in Transformer Engine's layers: its name there, and whether it is replicated there.
+    """How a parameter of Megatron's own layers differs in Transformer Engine's layers: by name, and maybe by
+    replication.
 
-    Norms are fused into the following linear layer, experts are in one module.
+    Transformer Engine fuses a norm with the following linear layer, and puts all experts into one module.
     """
 
     parameter: str
@@ -45,35 +46,43 @@ class Variant:
 class Rule:
     """A Megatron parameter and its Hugging Face tensors.
 
-    `{layer}` and `{expert}` are local numbers in `parameter`, global numbers in `tensors`. `tensors` are Hugging Face
-    names and shapes. `dim` is the dimension split by tensor parallelism, None for a replicated parameter. `padded`
-    marks a vocabulary whose last rows belong to no Hugging Face tensor. `transformer_engine` describes the parameter in
-    Transformer Engine's layers if it differs. With `is_expert`, expert parallelism distributes the experts, and
-    expert-tensor parallelism splits each. `layers` are the layers with this parameter, numbered from 0; None: all. Two
-    rules may have the same tensors or the same parameter in different layers. `is_buffer`: a buffer of Megatron's
-    module, never trained. `dtype`: that of the model, or always float32. `block_keys`: endings of the keys in
-    Megatron's checkpoints, if these store each block as a tensor of its own.
+    Names contain the placeholders `{layer}` and `{expert}`. In `parameter` they stand for the numbers on the rank, in
+    `tensors` for the numbers in the whole model. Two rules may have the same tensors or the same parameter in different
+    layers.
     """
 
     parameter: str
+    """Name of the parameter in Megatron's own layers, for example `decoder.layers.{layer}.mlp.linear_fc2.weight`."""
     place: Place
     tensors: tuple[tuple[str, tuple[int, ...]], ...]
+    """Names and shapes of the Hugging Face tensors that the parameter is composed of."""
     dim: int | None
+    """Dimension split by tensor parallelism. None: the parameter is replicated."""
     blocks: tuple[tuple[Segment, ...], ...]
+    """Blocks of the parameter, in order: each is split over the tensor-parallel ranks, and consists of segments."""
     padded: bool = False
+    """Whether the parameter has more vocabulary rows at its end than the Hugging Face tensor."""
     transformer_engine: Variant | None = None
+    """Differences in Transformer Engine's layers. None: the parameter is the same there."""
     is_expert: bool = False
+    """Whether it is a parameter of one expert. Expert parallelism distributes experts over ranks, and expert-tensor
+    parallelism splits each expert."""
     layers: frozenset[int] | None = None
+    """Numbers, from 0, of the layers with this parameter. None: all layers."""
     is_buffer: bool = False
+    """Whether it is a buffer of Megatron's module, never trained."""
     dtype: Literal["model", "float32"] = "model"
+    """Data type: the model's, or always float32."""
     block_keys: tuple[str, ...] = ()
+    """Endings of the keys in Megatron's checkpoints that store each block as a separate tensor. Empty: the checkpoint
+    stores the whole parameter under one key."""
 
     def has_layer(self, layer: int) -> bool:
         """Return whether a layer has this parameter. Outside of layers, `layer` is -1."""
         return layer < 0 or self.layers is None or layer in self.layers
 
     def renamed(self, rename: Callable[[str], str]) -> Rule:
-        """Return the rule with other names of the Hugging Face tensors."""
+        """Return a copy of the rule with the Hugging Face tensors' names replaced by `rename`."""
         tensors = tuple((rename(name), shape) for name, shape in self.tensors)
         blocks = tuple(tuple(replace(part, tensor=rename(part.tensor)) for part in block) for block in self.blocks)
         return replace(self, tensors=tensors, blocks=blocks)
@@ -88,7 +97,7 @@ class Rule:
 
 
 def overlap(first: Rule, second: Rule) -> bool:
-    """Return whether some layer has the parameters of both rules."""
+    """Return whether the parameters of both rules occur in a common layer."""
     if first.layers is None or second.layers is None:
         return True
     return bool(first.layers & second.layers)
@@ -168,7 +177,7 @@ def _queries(q: str, heads: range, width: int, has_gates: bool) -> tuple[Segment
 
 
 def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate") -> tuple[Rule, ...]:
-    """Return a dense family's rules with a router and experts in the feed-forward layers that have them.
+    """Add a router and experts to a dense family's rules, in the layers with experts.
 
     `router` is the router's name in the checkpoint. Each expert is a parameter of its own, both in the local spec's
     sequence of experts and in Transformer Engine's grouped layers. The norm before a router is never fused.
@@ -200,7 +209,7 @@ def with_experts(dense: tuple[Rule, ...], model: ModelShape, router: str = "gate
 
 
 def with_shared_expert(rules: tuple[Rule, ...], model: ModelShape, theirs: str) -> tuple[Rule, ...]:
-    """Return rules with a shared expert in the layers with experts, if the model has one.
+    """Add a shared expert to the rules, in the layers with experts, if the model has one.
 
     `theirs` is the checkpoint's name of it: `shared_expert` or `shared_experts`.
     """

@@ -42,9 +42,10 @@ class ModelShape:
     kinds: tuple[LayerKind, ...] = ()
     """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
     num_kept_layers: int = 0
-    """Layers after the last one in the checkpoint. They are neither trained nor sampled (multi-token prediction)."""
+    """Number of additional layers at the checkpoint's end, for multi-token prediction. They are copied unchanged, not
+    trained."""
     linear_attention: DeltaNet | None = None
-    """The linear attention of layers with this mixer."""
+    """Sizes of the linear attention in layers with this mixer. None: the model has no such layers."""
     has_zero_centered_norms: bool = False
     """Whether norms multiply by 1 + weight."""
     has_value_head: bool = False
@@ -66,7 +67,7 @@ class ModelShape:
         return len(self.expert_layers) < self.num_layers
 
     def layers_where(self, is_wanted: Callable[[LayerKind], bool]) -> frozenset[int] | None:
-        """Return the numbers, from 0, of the layers of a kind, for the rules of a page. None: all layers."""
+        """Return the numbers, from 0, of the layers of a kind, as `Rule.layers` has them. None: all layers."""
         found = frozenset(number for number, kind in enumerate(self.layers) if is_wanted(kind))
         return None if len(found) == self.num_layers else found
 
@@ -202,10 +203,13 @@ def _has_only_experts(parts: Parts) -> bool:
 def _check_override(override: Mapping[str, Any], shape: ModelShape) -> None:
     """Raise DataError for a changed field not read by this model."""
     if override and (section := FAMILIES[shape.family].section):
-        raise DataError(f"{next(iter(override))} would not change {section}; edit config.json instead.")
+        raise DataError(
+            f"{next(iter(override))} is a field of {section} in this model's config.json and cannot be overridden; "
+            "edit config.json instead."
+        )
     idle = [name for name in ("num_experts_per_tok", "norm_topk_prob") if name in override]
     if idle and not shape.num_experts:
-        raise DataError(f"{idle[0]} does nothing in a dense model; leave it out.")
+        raise DataError(f"{idle[0]} has no effect, because the model has no experts; remove it.")
 
 
 def sizes_of(model: ModelShape, tensor: str) -> str:
@@ -274,7 +278,7 @@ def _family_name(architecture: str) -> str:
 
 
 def _check_quantisation(config: Mapping[str, Any], reads_mxfp4: bool) -> None:
-    """Raise DataError for weights in another number format than those read here."""
+    """Raise DataError if the weights are stored in a quantised format that megarl cannot read."""
     method = mapping(config, "quantization_config").get("quant_method", "unknown")
     if config.get("quantization_config") is not None and not (reads_mxfp4 and method == "mxfp4"):
         raise DataError(
@@ -284,7 +288,7 @@ def _check_quantisation(config: Mapping[str, Any], reads_mxfp4: bool) -> None:
 
 
 def _check_supported(config: Mapping[str, Any], architecture: str) -> None:
-    """Raise DataError for a config whose model would be computed differently here."""
+    """Raise DataError for values of config.json that megarl cannot compute with: labels, activation, dtype."""
     # transformers defaults to two labels.
     labels = len(mapping(config, "id2label")) or 2
     if architecture.endswith(VALUE_HEAD) and labels != 1:

@@ -1,4 +1,4 @@
-"""vLLM's parameters as stacks of Hugging Face tensors, and the stacks shared by the pages of families. No torch."""
+"""vLLM's parameters as stacks of Hugging Face tensors, and the stacks that several families have. No torch."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _LAYER = "model.layers.{layer}."
 
 
 class Part(NamedTuple):
-    """One tensor of a stack, or a range of it, and its split over ranks along the stack's split dimension.
+    """One tensor of a stack, or a range of its rows, and how it is split over the engine's ranks.
 
     With `first`, the first rank of those that share an expert has the tensor, the others have zeros.
     """
@@ -23,9 +23,8 @@ class Part(NamedTuple):
 
 
 class Stack(NamedTuple):
-    """A live parameter: parts concatenated along `dim`. With `stacks_experts`, the local experts are stacked too.
-
-    With `alternates`, the parts' rows alternate instead.
+    """A parameter of vLLM: tensors concatenated along `dim`. With `alternates`, their rows alternate instead. With
+    `stacks_experts`, the parameter holds all local experts in an additional first dimension.
     """
 
     storage: str
