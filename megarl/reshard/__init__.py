@@ -1,4 +1,4 @@
-"""Resharding: moving weights between holders splitting them differently, like Megatron's and vLLM's ranks.
+"""Resharding: copying weights between ranks or files that split them differently, like Megatron's and vLLM's ranks.
 
 A layout (`layouts/`) lists where each box (`boxes.py`, an index range of a Hugging Face tensor) is stored. `world.py`
 lists the layouts of all ranks at once, by kind of tensor. A plan (`plan.py`) is the intersection of source layouts and

@@ -267,7 +267,8 @@ def rank_orders(model: ModelShape, parallel: ParallelConfig) -> Iterator[tuple[s
 
 
 def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tuple[int, int]]:
-    """Return the identity, then permutations giving the ranks of one engine neighbouring places in the trainer."""
+    """Return the identity (1, 1), then rank permutations giving the ranks of one engine neighbouring positions in the
+    trainer's grid."""
     found = [(1, 1)]
     for size in sorted({parallel.tp, parallel.etp * parallel.ep if model.num_experts else parallel.tp}):
         small, large = sorted((size, parallel.rollout_tp))
@@ -277,7 +278,8 @@ def _rank_permutations(model: ModelShape, parallel: ParallelConfig) -> list[tupl
 
 
 class _Turn(NamedTuple):
-    """Elements and copies for one tensor, for one choice among ranks with equal copies of it: [tier, rank] or [rank].
+    """Elements sent and received, and copies, to reshard one tensor from a certain choice of source ranks: [tier, rank]
+    or [rank].
 
     `pairs` encodes each remote (source, destination) pair as `source * num_ranks + destination`.
     """

@@ -206,11 +206,10 @@ class Reshard:
 
 
 class GatheredReshard:
-    """Passes full tensors to vLLM's loader `load`, for engines converting their weights.
-
-    Converted weights have no bytes to compare: `reshard.probe` compares log-probs instead. A rank without `load` has no
-    engine and only sends. `sources` are the layouts of all ranks; ranks from `first_engine` on have engines. Memory in
-    addition to the staging buffers: full tensors of `bucket_bytes`, at least one tensor.
+    """Passes full tensors to vLLM's loader `load`, for engines that convert their weights. Converted weights differ
+    from the trainer's, so `reshard.probe` compares log-probs instead of bytes. A rank without `load` has no engine and
+    only sends. `sources` are the layouts of all ranks; ranks from `first_engine` on have engines. Memory in addition to
+    the staging buffers: full tensors of `bucket_bytes`, at least one tensor.
     """
 
     def __init__(

@@ -32,7 +32,7 @@ class CopyTemplate(NamedTuple):
 
 
 class Region(NamedTuple):
-    """A part of a tensor that one destination needs. Each entry of `sources` contains all of it."""
+    """A part of a tensor needed by a destination. Each entry of `sources` is a stored box containing the whole part."""
 
     start: tuple[int, ...]
     stop: tuple[int, ...]
@@ -99,10 +99,13 @@ class Overlap:
                     routes.setdefault((holders, wanted.ranks), Route(holders, wanted.ranks)).regions.append(region)
                     missing -= region.numel
             if missing:
-                raise ValueError(f"no source holds all of {tensor.name} from {wanted.start} to {wanted.stop}")
+                raise ValueError(
+                    f"the source layouts have no elements for a part of {tensor.name} between the indices "
+                    f"{wanted.start} and {wanted.stop}"
+                )
         self.routes = tuple(routes.values())
         self.cells = tuple((prod(b - a for a, b in zip(*c[:2], strict=True)), c[3]) for c in cells)
-        """For each disjoint part of the tensor, the number of its elements and its source ranks."""
+        """(number of elements, source ranks) of each part, after the tensor was split into disjoint parts."""
         self.turns = max((len(route.holders) for route in self.routes), default=1)
         """Number of tensors after which the rotating choice among equal source ranks repeats."""
         self.longest = max((r.stop[0] - r.start[0] for route in self.routes for r in route.regions), default=1)
@@ -171,7 +174,8 @@ def _copy_template(region: Region, source: Holding) -> CopyTemplate:
 
 
 def _slices(copy_template: CopyTemplate, num_slices: int) -> Iterator[tuple[int, CopyTemplate]]:
-    """Yield even slices of a copy along its first dimension, with their indices. Empty slices are omitted."""
+    """Cut a copy along its first dimension into slices of equal size. Yields each with its index; empty slices are
+    omitted."""
     if num_slices == 1:
         yield 0, copy_template
         return

@@ -136,7 +136,8 @@ class Plan:
         return self._near.shape[1]
 
     def width(self, tensor: TensorName) -> int:
-        """Return the units of the item size per element of a tensor. Sources decide: float32 ones stay exact."""
+        """Return the size of a tensor's elements as a multiple of the plan's item size. It is above 1 for tensors that
+        the sources store in float32, because these are sent unrounded."""
         return max(1, _FLOAT32_BYTES // self.itemsize) if tensor.template in self.sources.float32 else 1
 
     @property
@@ -279,8 +280,8 @@ class Plan:
             num_slices = min(max(num_slices + 1, -(-2 * largest * num_slices // limit)), overlap.longest)
 
     def _reach(self, holders: Sequence[int], takers: Sequence[int]) -> int:
-        """Return the largest number of destination ranks of one source rank, over all rotations; 0 if all copies are
-        local.
+        """Return the maximum number of destination ranks that one source rank sends to, over all rotations. 0: all
+        copies are local.
         """
         who, source = np.asarray(takers), self.chosen(holders, takers, 0)
         most, is_left = 0, source != who

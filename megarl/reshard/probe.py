@@ -1,6 +1,6 @@
 """Check of a reshard into converted weights: trainer and engine compute the log-probs of a fixed prompt.
 
-Engines converting the checkpoint's weights have no bytes to compare.
+It is used for engines that convert the weights, because their bytes cannot be compared with the trainer's.
 """
 
 from __future__ import annotations

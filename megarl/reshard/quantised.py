@@ -1,4 +1,4 @@
-"""Shared buffer for arriving weights of modules that quantise: a module's weights wait there until all have arrived."""
+"""Buffer for received weights of modules that quantise them. A module is quantised once all have arrived."""
 
 from __future__ import annotations
 
@@ -19,7 +19,8 @@ Take = Callable[[QuantisedModule, Mapping[str, Tensor]], None]
 
 
 class WaitingRoom:
-    """Buffer for the weights of quantising modules, each from the arrival of its first piece to its last.
+    """Buffer for the weights of quantising modules. A module's weights stay in it from the arrival of their first piece
+    to the last.
 
     `destinations` maps names to these weights. They are views of one buffer; a module occupies its place from its first
     bucket to its last. The buffer has memory only within `opened`. The buckets follow from the plan and are the same on

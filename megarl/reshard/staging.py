@@ -31,7 +31,7 @@ from megarl.reshard.plan import RankBucket, RankPlan
 Value = TypeVar("Value")
 
 _END_MILLISECONDS = 1000
-"""Milliseconds, after the files of a process were closed, within which the process ends."""
+"""Milliseconds to wait for the end of a peer process after its files were closed."""
 
 
 class OwnSlots:
@@ -197,7 +197,7 @@ def _mapped(file: Path) -> mmap.mmap:
 
 
 def is_one_machine(is_willing: bool, group: dist.ProcessGroup | None) -> bool:
-    """Return whether all ranks are willing and run on one machine for one user. A collective.
+    """Return whether all ranks allow shared memory, and run on one machine under one user. A collective.
 
     Shared slots need x86-64: it makes stores visible in program order, so the counters need no memory fence.
     """

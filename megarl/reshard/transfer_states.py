@@ -44,7 +44,7 @@ class Event(Enum):
 
 
 class Command(Enum):
-    """Duties of the caller after a change of state."""
+    """Actions that the driver must take after a change of the transfer's state."""
 
     NOTHING = "nothing"
     JOIN = "let all ranks create a cross-world group and send the weights"

@@ -25,7 +25,8 @@ from megarl.reshard.plan import RankPlan, Transfer, View
 from megarl.reshard.staging import OwnSlots, SharedSlots, is_one_machine
 
 _SMALL_BYTES = 1 << 20
-"""Copies below this number of bytes share one kernel launch: on a GPU the launch takes longer than the copy."""
+"""Copies below this number of bytes are made together by one kernel launch. On a GPU their launches would take longer
+than the copies."""
 _BITS = (torch.int64, torch.int32, torch.int16, torch.int8)
 
 
@@ -190,9 +191,10 @@ def strided_view(storage: Tensor, view: View, shape: Sequence[int], name: str) -
     last = view.offset + sum((n - 1) * s for n, s in zip(shape, view.strides, strict=True))
     if not storage.is_contiguous() or last >= storage.numel():
         raise ValueError(
-            f"{name}: element {last} of storage {view.storage} is needed, which has {storage.numel()} elements"
+            f"{name}: the reshard's plan needs element {last} of the tensor {view.storage}, but it has "
+            f"{storage.numel()} elements"
             f"{'' if storage.is_contiguous() else ' and is not contiguous'}; "
-            "the reshard's plan was made for another storage"
+            "the plan was made for another tensor"
         )
     return storage.detach().as_strided(shape, view.strides, storage.storage_offset() + view.offset)
 
@@ -208,7 +210,7 @@ def transfer_view(storage: Tensor, view: View, transfer: Transfer, dtype: torch.
         return strided_view(storage, view, transfer.shape, transfer.name)
     if storage.itemsize != dtype.itemsize * width:
         raise ValueError(
-            f"{transfer.name}: storage {view.storage} is {storage.dtype}, but this tensor is float32 in models of any "
+            f"{transfer.name}: the tensor {view.storage} is {storage.dtype}, but it must be float32 in models of any "
             "dtype; rounding it would change the model"
         )
     units = View(view.storage, view.offset * width, (*(stride * width for stride in view.strides), 1))

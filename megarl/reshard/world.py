@@ -46,9 +46,8 @@ class Holding(NamedTuple):
 
 
 class Layouts(Sequence[Layout]):
-    """Layouts of all ranks: a sequence by rank, created on demand, and the stored parts of each tensor.
-
-    Layouts with an equal `repr` are equal: `Plan.digest` relies on it.
+    """Layouts of all ranks, as a sequence by rank, created when used. `holdings` returns the stored parts of a tensor.
+    Equal layouts must have an equal `repr`, and different ones different: `Plan.digest` hashes it.
     """
 
     @cached_property

@@ -23,9 +23,8 @@ if TYPE_CHECKING:
     from megarl.training.training_engine import Snapshot, TrainingEngine
 
 Report = Mapping[str, Any]
-"""Seconds and bytes of a weight transfer by name.
-
-After the loss of a peer: `lost`, the reason, and `missing`, the ranks that never joined.
+"""Report of a weight transfer: seconds and bytes by name. If a peer was lost, it has instead `lost`, the reason, and
+`missing`, the ranks that never joined.
 """
 
 

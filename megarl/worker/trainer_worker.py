@@ -278,7 +278,7 @@ class TrainerWorker:
         layout: ParallelConfig | None = None,
         replica: Replica | None = None,
     ) -> Model:
-        """Build a model of class `kind` and load its weights from a folder.
+        """Build a model of the class `kind`, and load its weights from a folder.
 
         `has_value_head` adds a new value head if the folder has none. `layout` and `replica` default to the trainer's
         parallel sizes and data-parallel replica.
@@ -325,7 +325,7 @@ class TrainerWorker:
         return min(self._shape_of(folder).vocab_size for folder in (teacher, self.recipe.model.folder))
 
     def _target_fetcher(self) -> TargetFetcher:
-        """Return the object reading the teachers' targets for the policy's update.
+        """Return the object that fetches the teachers' targets for the policy's update.
 
         On the last pipeline stage it has this rank's rows of the teachers' output layers.
         """

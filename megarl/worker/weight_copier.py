@@ -113,7 +113,8 @@ class WeightCopier:
         return report
 
     def _meet(self) -> dict[str, float]:
-        """Wait on the host until all ranks of the group are ready. Returns `meet_seconds`; empty without a group.
+        """Wait on the host until all ranks of the group are ready. Returns the waiting time as `meet_seconds`; empty
+        without a group.
 
         A trainer sending in the background arrives before the engines have paused. If it started to send, NCCL kernels
         would wait on its GPU, occupying 16 to 32 multiprocessors during training.
@@ -135,23 +136,26 @@ class WeightCopier:
         recorded, refusal = record(engine.model if engine is not None else None, self._shape, dtype, self._group)
         if recorded is None and self._recipe.rollout.quantization != "none":
             raise ConfigError(
-                f"rollout.quantization = {self._recipe.rollout.quantization}: the engine's weights cannot be written "
-                f"in place, because of {refusal}; or set rollout.quantization=none"
+                f"rollout.quantization = {self._recipe.rollout.quantization}: a reshard cannot write this engine's "
+                f"weights in place ({refusal}). Change this, or set rollout.quantization=none"
             )
         if recorded is None and not self._recipe.rollout.recompute_kv:
             raise ConfigError(
-                "rollout.recompute_kv = false: interrupted requests then stay in the engine during a reshard. But here "
-                f"the engine takes its weights as full tensors, because of {refusal}. A probe prompt verifies these "
-                "weights, and the engine must have no other request for it; set rollout.recompute_kv=true"
+                "rollout.recompute_kv = false: interrupted requests then stay in the engine during a reshard. But a "
+                f"reshard cannot write this engine's weights in place ({refusal}), so it is checked with a probe "
+                "prompt, which needs an engine without other requests; set rollout.recompute_kv=true"
             )
         if recorded is None and self._group is not None and self._recipe.weights.overlap:
             raise ConfigError(
-                f"weights.overlap = true: the engine takes its weights as full tensors, because of {refusal}. A "
-                "forward pass of the trainer verifies them, but with overlap the trainer is training during a reshard; "
-                "set weights.overlap=false"
+                f"weights.overlap = true: a reshard cannot write this engine's weights in place ({refusal}), so it is "
+                "checked by a forward pass of the trainer. With overlap, the trainer is training at that time; set "
+                "weights.overlap=false"
             )
         if recorded is None:
-            self.notices.append(f"weights go to the engine as full tensors, which is slow, because of {refusal}")
+            self.notices.append(
+                "each reshard sends full tensors to the engine, which is slow, because the engine's weights cannot "
+                f"be written in place ({refusal})"
+            )
             return GatheredReshard(
                 ends.sources,
                 self._shape,
@@ -225,8 +229,8 @@ class WeightCopier:
             raise
 
     def _engine_errors_marked(self) -> AbstractContextManager[None]:
-        """Return a context marking errors of the engine's own torch world, to distinguish them from those of the
-        trainers' group.
+        """Return a context that marks errors of collectives in the engine's own torch world. Other errors come from the
+        group with the trainers.
         """
         return nullcontext() if self._group is None else replica_collectives_marked()
 

@@ -355,7 +355,7 @@ def test_two_rules_for_a_parameter_are_refused(monkeypatch: pytest.MonkeyPatch) 
 def test_storage_too_small_is_refused() -> None:
     box = Box("t", (0,), (4,))
     plan = make_plan([(Piece(box, "a", 0, (1,)),)], [(Piece(box, "b", 0, (1,)),)], itemsize=4, bucket_bytes=100)
-    with pytest.raises(ValueError, match="t: element 3 of storage b is needed, which has 3 elements"):
+    with pytest.raises(ValueError, match="t: the reshard's plan needs element 3 of the tensor b, but"):
         Transport(plan.for_rank(0), {"a": torch.zeros(4)}, {"b": torch.zeros(3)}, dtype=torch.float32)
     with pytest.raises(ValueError, match="needs storage a"):
         Transport(plan.for_rank(0), {}, {"b": torch.zeros(4)}, dtype=torch.float32)
@@ -376,7 +376,7 @@ def test_float32_tensors_are_never_rounded() -> None:
         for name, shape in parameter_shapes(layouts, layouts.parallel.coordinates(0)).items()
     }
     targets = {name: torch.zeros(shape, dtype=torch.bfloat16) for name, shape in shapes.items()}
-    with pytest.raises(ValueError, match=f"{bias}: storage {bias} is torch.bfloat16, .* would change the model"):
+    with pytest.raises(ValueError, match=f"{bias}: the tensor {bias} is torch.bfloat16, .* would change the model"):
         Transport(plan, parameters, targets, dtype=torch.bfloat16)
     Transport(plan, parameters, targets | {bias: (exact := torch.zeros(3))}, dtype=torch.bfloat16).reshard()
     assert torch.equal(exact, parameters["decoder.layers.1.mlp.router.expert_bias"])

@@ -1,4 +1,4 @@
-"""The layouts of LoRA adapters. They are split over ranks, stages and chunks like the linear layers they belong to."""
+"""Layouts of LoRA adapters. An adapter is split over ranks, stages and chunks like its linear layer."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from megarl.reshard.layouts.megatron import MegatronLayouts
 
 @dataclass(frozen=True)
 class AdapterLayouts(MegatronLayouts):
-    """The layouts of the LoRA adapters on all trainer ranks. `rank` is the LoRA rank."""
+    """Layouts of the LoRA adapters on all trainer ranks. `rank` is the LoRA rank."""
 
     targets: tuple[str, ...] = ()
     rank: int = 0

@@ -1,7 +1,7 @@
 """Layouts of Megatron's parameters, computed from the model's sizes and the ranks' parallel coordinates.
 
 The computation needs neither a collective nor a model, so each rank knows the layouts of all ranks. `check_against`
-compares one of them with a live model.
+compares a rank's layout with the live model.
 """
 
 from __future__ import annotations
@@ -231,8 +231,8 @@ class MegatronLayouts(Layouts):
 
     @cached_property
     def ranks(self) -> dict[tuple[bool, int, int, int | None], tuple[int, ...]]:
-        """Return the ranks by (experts?, stage, expert-parallel coordinate, tensor-parallel coordinate or None for
-        all).
+        """Return the ranks at each place of the parallel grid, as a mapping. A key is (whether it is the experts' grid,
+        pipeline stage, expert-parallel coordinate, tensor-parallel coordinate or None for all of them).
         """
         ranks: dict[tuple[bool, int, int, int | None], list[int]] = {}
         for rank in range(self.parallel.world_size):

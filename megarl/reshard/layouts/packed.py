@@ -1,7 +1,9 @@
-"""Layouts of packed tensors: several experts' tensors in one tensor of the checkpoint, transposed or alternating.
+"""Layouts of packed tensors: a checkpoint's tensor with all experts of a layer, maybe transposed or with alternating
+rows.
 
-Plans speak of experts' tensors. Files, and vLLM's loader, have packed ones (`families.packed`). Here a layout of packed
-tensors becomes one of experts' tensors: strides express every permutation, so nothing is computed.
+Reshard plans have one tensor per expert, but files and vLLM's loader have packed tensors (`families.packed`). This
+module converts a layout of packed tensors into a layout of single experts' tensors. Only offsets and strides change, so
+no weights are copied.
 """
 
 from __future__ import annotations
@@ -16,14 +18,16 @@ from megarl.reshard.boxes import Box, Layout, Piece
 
 
 def checkpoint_tensors(model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the tensors in the model's files, in the model's order: `hf_tensors`, with packed ones."""
+    """Return the shapes of the tensors in the model's files, by name. They are those of `hf_tensors`, but experts'
+    tensors are replaced by packed ones."""
     shapes = {alias.packed: alias.packed_shape for alias in aliases_of(model)}
     names, plain = checkpoint_names(model), hf_tensors(model)
     return {stored: shapes.get(parse_name(stored).template) or plain[name] for name, stored in names.items()}
 
 
 def checkpoint_names(model: ModelShape) -> dict[str, str]:
-    """Return the names of the tensors in the model's files, by those of `hf_tensors`. Packed ones occur repeatedly."""
+    """Map each tensor name of `hf_tensors` to the name of the tensor in the model's files. Several experts' tensors map
+    to the same packed one."""
     packed = {alias.tensor: alias.packed for alias in aliases_of(model)}
     tensors = {name: parse_name(name) for name in hf_tensors(model)}
     return {
@@ -33,7 +37,8 @@ def checkpoint_names(model: ModelShape) -> dict[str, str]:
 
 
 def unpacked(layout: Iterable[Piece], model: ModelShape) -> Layout:
-    """Return a layout of a checkpoint's tensors as a layout of the experts' tensors in them. Other pieces stay."""
+    """Return a layout with its pieces of packed tensors replaced by pieces of single experts' tensors. Other pieces are
+    unchanged."""
     aliases: dict[str, list[Alias]] = {}
     for alias in aliases_of(model):
         aliases.setdefault(alias.packed, []).append(alias)

@@ -1,9 +1,9 @@
 """Layout of vLLM's live parameters, recorded from vLLM's own loader.
 
 `load_weights` runs once on meta tensors, and every copy into a live parameter is recorded as a piece. Fused
-projections, replicated KV heads, padding and experts thus need no rules here. Some loaders copy a checkpoint tensor's
-view before they write it; such a copy is followed. A loader computing instead of copying
-raises an error naming the parameter. For a module that quantises its weights, the layout describes the weights before
+projections, replicated KV heads, padding and experts thus need no rules here. Some loaders clone a checkpoint tensor
+before writing it; the recorder follows such clones. A loader that computes values instead of copying them raises an
+error naming the parameter. For a module that quantises its weights, the layout describes the weights before
 quantisation (`layouts.vllm_quantised`).
 """
 
@@ -72,7 +72,8 @@ def check_direct_write(model: nn.Module) -> None:
 
 
 def zero_padding(model: nn.Module) -> None:
-    """Zero the elements that vLLM's loader zeroes, because no piece covers them.
+    """Set to zero the elements that vLLM's loader sets to zero. No checkpoint tensor contains them, so a reshard does
+    not write them.
 
     These are padding rows of the vocabulary, and the experts' output bias on all but the first rank: the sum over the
     ranks must contain it once.
@@ -142,7 +143,10 @@ class _Recorder(TorchDispatchMode):
         if operation in ("fill_", "zero_"):
             self._padding[name] += target.numel()
         elif operation != "copy_":
-            raise DirectWriteError(f"{name}: vLLM's loader applies {operation} to it instead of copying")
+            raise DirectWriteError(
+                f"{name}: vLLM's loader applies {operation} to this parameter instead of copying a checkpoint tensor "
+                "into it"
+            )
         elif target.numel():
             piece = self._copied(name, parameter, target, given["src"])
             if piece.box.name in self._zeroed:
@@ -153,7 +157,9 @@ class _Recorder(TorchDispatchMode):
     def _overwrite(self, func, source: tuple[str, torch.Tensor], target: torch.Tensor) -> None:
         name, tensor = source
         if func.overloadpacket.__name__ != "zero_" or target.numel() != tensor.numel():
-            raise DirectWriteError(f"{name}: vLLM's loader changes this checkpoint tensor before it copies it")
+            raise DirectWriteError(
+                f"{name}: vLLM's loader modifies this checkpoint tensor before copying it into a parameter"
+            )
         self._zeroed.add(name)
 
     def _copied(self, name: str, parameter: torch.Tensor, target: torch.Tensor, source: torch.Tensor) -> Piece:
@@ -162,7 +168,9 @@ class _Recorder(TorchDispatchMode):
         if copy is not None and copy.shape == source.shape and copy.stride() == source.stride():
             source = view
         if _storage(source) not in self._sources:
-            raise DirectWriteError(f"{name}: vLLM's loader fills it with computed values, not with a checkpoint tensor")
+            raise DirectWriteError(
+                f"{name}: vLLM's loader fills this parameter with computed values instead of a checkpoint tensor"
+            )
         tensor_name, tensor = self._sources[_storage(source)]
         piece = _piece(tensor_name, tensor, source, name, parameter, target)
         if piece is None:

@@ -1,4 +1,4 @@
-"""vLLM modules with FP8 weights: the parameters that they load into, and vLLM's quantisation of these.
+"""vLLM modules with FP8 weights: their unquantised parameters during loading, and the quantisation of these by vLLM.
 
 vLLM's online quantisation loads a module's weights in the checkpoint's form, then computes FP8 weights and scales. Here
 vLLM's own code does both. The loading parameters are the ones that vLLM remembers for its reload. The quantiser is the
@@ -81,7 +81,7 @@ class QuantisedModule:
         return {f"{self.name}.{key}": tuple(parameter.shape) for key, parameter in self._loaded.items()}
 
     def padding(self) -> dict[str, int]:
-        """Return the number of elements of the module's weights that the checkpoint lacks, by name.
+        """Return, by weight, the number of its elements that are not in the checkpoint.
 
         Only experts have any: their sizes are rounded up to whole blocks.
         """
@@ -97,7 +97,7 @@ class QuantisedModule:
 
     @contextmanager
     def loadable(self) -> Iterator[None]:
-        """Context in which the module has the parameters that it loads into, on the meta device."""
+        """Context in which the module has unquantised parameters on the meta device, as during vLLM's loading."""
         live = self._module._parameters
         kept = {key: live[key] for key in _kept(self._module) if key in live}
         # `vars` bypasses `nn.Module.__setattr__`: the whole dictionary is exchanged, and no parameter is registered
@@ -186,7 +186,7 @@ def quantised_modules(model: nn.Module | None) -> list[QuantisedModule]:
 
 @contextmanager
 def all_loadable(modules: Sequence[QuantisedModule]) -> Iterator[None]:
-    """Context in which all these modules have the parameters that they load into."""
+    """Context in which all these modules have unquantised parameters on the meta device, as during vLLM's loading."""
     with ExitStack() as stack:
         for module in modules:
             stack.enter_context(module.loadable())
@@ -228,7 +228,8 @@ def _parameters_before_loading(module: nn.Module) -> dict[str, Tensor]:
 
 
 def _kept(module: nn.Module) -> set[str]:
-    """Return the names of a module's parameters not quantised. They are written as in any other module."""
+    """Return the names of the module's parameters that are not quantised. A reshard writes them directly, as in other
+    modules."""
     from vllm.model_executor.model_loader.reload.meta import SKIP_TENSORS
 
     return {key for key in module._parameters if key in SKIP_TENSORS}

@@ -165,7 +165,7 @@ def test_a_zeroed_tensor_is_padding() -> None:
 
 def test_a_changed_tensor_is_refused_by_name() -> None:
     model = Loader(lambda p, t: (t.add_(1), p.data.copy_(t)))
-    with pytest.raises(DirectWriteError, match=r"^t: vLLM's loader changes this checkpoint tensor"):
+    with pytest.raises(DirectWriteError, match=r"^t: vLLM's loader modifies this checkpoint tensor"):
         record_layout(model, {"t": ((4, 6), torch.float32)})
 
 
