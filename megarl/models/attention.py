@@ -70,7 +70,7 @@ class Part:
 
     @cached_property
     def _masks(self) -> dict[int, Tensor]:
-        """Return the masks made so far by window: all layers share them."""
+        """Return the cached masks by window size. All layers share them."""
         return {}
 
     def _limits(self, window: int) -> bool:
@@ -110,7 +110,7 @@ class PackedRow(PackedSeqParams):
     def from_lengths(
         cls, lengths: list[int], device: torch.device, qkv_format: str, *, cp: int = 1, cp_rank: int = 0
     ) -> PackedRow:
-        """Return the row of consecutive sequences with these lengths (multiples of 2 * cp if cp > 1)."""
+        """Create the row made of consecutive sequences with these lengths in tokens (multiples of 2 * cp if cp > 1)."""
         # Index arithmetic runs on the host: on a GPU, each length read by Python would be a synchronisation.
         sizes = np.asarray(lengths, dtype=np.int64)
         starts, longest = sizes.cumsum() - sizes, int(sizes.max())
@@ -313,13 +313,13 @@ class PackedAttention(nn.Module):
         return _from_padded(out, part)
 
     def _varlen_with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Return the result of `attend` with sinks by torch's flash kernel."""
+        """Return the result of `attend` for a model with attention sinks, computed by torch's flash kernel."""
         assert self.softmax_offset is not None
         lengths = part.cu_queries, part.cu_keys, part.longest_query, part.longest_key
         return sinks.attend(q, k, v, self.softmax_offset, sinks.FlashKernel(lengths, self.scale, self.window))
 
     def _with_sinks(self, q: Tensor, k: Tensor, v: Tensor, part: Part) -> Tensor:
-        """Return the result of `attend` with sinks, softmax in at least float32.
+        """Return the result of `attend` for a model with attention sinks, with the softmax in at least float32.
 
         All scores exist at once: [sequences, heads, longest_query, longest_key].
         """
@@ -344,7 +344,8 @@ def _takes_grouped_heads(kernel: Callable[..., Any]) -> bool:
 
 
 def _all_padded(q: Tensor, k: Tensor, v: Tensor, part: Part) -> tuple[Tensor, Tensor, Tensor]:
-    """Return queries, keys and values [tokens, heads, head_dim] as `_to_padded` gives them."""
+    """Reshape queries, keys and values [tokens, heads, head_dim] to [sequences, heads, longest, head_dim], padded with
+    zeros."""
     q = _to_padded(q, part.padded_queries, len(part.num_queries), part.longest_query)
     k, v = (_to_padded(x, part.padded_keys, len(part.num_keys), part.longest_key) for x in (k, v))
     return q, k, v

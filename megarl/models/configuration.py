@@ -24,7 +24,7 @@ from megarl.platform import transformer_engine
 from megarl.types import ConfigError
 
 _ACTIVATIONS = {"quick_gelu": quick_gelu}
-"""Activations named on the pages of families, which import no Megatron."""
+"""Activation functions by the names that model families use. Families import no Megatron, so they use names."""
 
 
 def transformer_engine_problem() -> str | None:
@@ -274,7 +274,10 @@ def _window_settings(shape: ModelShape) -> dict[str, Any]:
     if not sizes:
         return {}
     if len(sizes) > 1:
-        raise ConfigError(f"sliding windows of {sorted(sizes)} tokens in one model are not supported; one size is.")
+        raise ConfigError(
+            f"the model has sliding windows of several sizes, {sorted(sizes)} tokens; only one size per model is "
+            "supported."
+        )
     # Megatron counts the tokens before the own one.
     return {
         "window_size": (sizes.pop() - 1, 0),

@@ -1,6 +1,7 @@
 """Gated delta-net (arXiv:2412.06464) over packed rows and context parallelism, as a module of Megatron's layers.
 
-Megatron-Core 0.16.1's own forward pass has neither. Its parameters, tensor parallelism and checkpoint keys stay.
+Megatron-Core 0.16.1's own forward pass supports neither. This module replaces it, and uses Megatron's parameters,
+tensor parallelism and checkpoint keys.
 """
 
 from __future__ import annotations
@@ -40,7 +41,8 @@ class DeltaNet(GatedDeltaNet):
     """A gated delta-net layer over packed rows.
 
     With context parallelism, an all-to-all gives each rank all tokens of some heads, in the order of the row. A second
-    one returns the outputs to the tokens' ranks. So states cross no ranks, and results are those without it.
+    one returns the outputs to the tokens' ranks. So no state is sent between ranks, and the results are the same as
+    without context parallelism.
     """
 
     # Megatron declares these sizes as optional.

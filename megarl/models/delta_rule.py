@@ -14,7 +14,8 @@ from torch import Tensor
 from megarl.data.token_batch import ranges
 
 _CHUNK_TOKENS = 64
-"""The paper's chunk. Work inside a chunk grows with its square, the number of dependent steps shrinks with it."""
+"""Chunk length in tokens, as in the paper. Work grows with the square of the length; the number of sequential steps
+shrinks with it."""
 _NORM_EPSILON = 1e-6
 """Added to the squared norm of queries and keys, as in transformers 5 and FLA."""
 

@@ -14,7 +14,8 @@ from megarl.models.logprobs import HeadGradients, all_reduce, columns_of, vocabu
 DivergenceFunction = Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]
 """A divergence from `algorithms.divergences` with its keyword arguments set."""
 _BLOCK_SHARE = 3
-"""Memory for a block of the vocabulary, as a multiple of its log-probs: those of both models, and the results."""
+"""Memory needed for a block of the vocabulary, as a multiple of one model's log-probs: both models' log-probs, and
+results."""
 
 
 def vocab_parallel_divergence(
@@ -230,7 +231,8 @@ def _log_totals(hidden: Tensor, weight: Tensor, blocks: list[range], temperature
 
 
 def _no_parts(hidden: Tensor, blocks: list[range]) -> Tensor:
-    """Return minus infinity as normaliser of an empty vocabulary: float32 [blocks, tokens], at least one block."""
+    """Return the initial normaliser (log of a sum over no tokens): minus infinity, float32 [blocks, tokens], at least
+    one block."""
     return hidden.new_full((max(len(blocks), 1), len(hidden)), -torch.inf, dtype=torch.float32)
 
 

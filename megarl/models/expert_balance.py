@@ -68,7 +68,7 @@ class UpdateRouter(TopKRouter):
         self.expert_count = config.num_moe_experts
         self.losses = balance_losses(config)
         self.row: RowTokens | None = None
-        """Tokens of the next forward pass."""
+        """The row of tokens (`RowTokens`) in the next forward pass."""
         self.num_tokens = 0
         """Number of tokens of the update, on all ranks."""
         self.is_counting = False
@@ -208,7 +208,8 @@ def needs_update_router(config: TransformerConfig) -> bool:
 
 
 class ExpertBalance:
-    """The balancing losses of a rank's model chunks: preparation for an update, and metrics."""
+    """Controls the balancing losses of a rank's model chunks: prepares them for an update, and returns their
+    metrics."""
 
     def __init__(self, config: TransformerConfig, chunks: Sequence[nn.Module]) -> None:
         self._losses = balance_losses(config) if config.num_moe_experts is not None else {}

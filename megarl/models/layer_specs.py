@@ -1,4 +1,4 @@
-"""Megatron's layer specs, one for each kind of layer, sliced to a model chunk."""
+"""Megatron's layer specs: one for each kind of layer, and the sequence of layers in a model chunk."""
 
 from __future__ import annotations
 

@@ -146,7 +146,8 @@ class HeadGradients:
         self._of_weight = torch.empty_like(weight) if needs[1] else None
 
     def add(self, block: range, grad_logits: Tensor) -> None:
-        """Add the gradient of a block's logits, [tokens, block] in the weight's dtype. Each block is added once."""
+        """Add the contribution of a block, given the gradient of its logits [tokens, block] in the weight's dtype. Call
+        it once for each block."""
         rows = slice(block.start, block.stop)
         if self._of_hidden is not None:
             self._of_hidden += grad_logits @ self._weight[rows]

@@ -34,7 +34,7 @@ class RMSNorm(nn.Module):
 
 
 class PlainRMSNorm(RMSNorm):
-    """The norm with weights centred at one, in models with zero-centred ones: delta-net's output norm."""
+    """Norm with the factor `weight`, for delta-nets in models with other norms multiplying by 1 + weight."""
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-6, **_: object) -> None:
         super().__init__(config, hidden_size, eps)

@@ -38,7 +38,8 @@ def _llama3(plain: Tensor, rotary: Rotary) -> Tensor:
 
 
 def _yarn(plain: Tensor, divided: Tensor, rotary: Rotary, num_channels: int) -> Tensor:
-    """Return YaRN's frequencies [pairs] (arXiv:2309.00071, section 3.2): a ramp between plain and divided ones."""
+    """Return YaRN's frequencies [pairs] (arXiv:2309.00071, section 3.2): a linear ramp between unchanged frequencies
+    and frequencies divided by the factor."""
 
     def pair_with(rotations: float) -> float:
         """Return the (real-valued) number of the channel pair with this many rotations over the original context."""

@@ -1,4 +1,5 @@
-"""Attention with sinks by kernels that know none, from their sums of exponentials.
+"""Attention with sinks, computed by kernels that do not support sinks. The kernels return lse, the log of each query's
+sum of exponentials.
 
 A sink adds exp(sink) to the sum of a query's exponentials. With lse' = log(exp(lse) + exp(sink)), the output is the
 kernel's, times exp(lse - lse'). The backward pass of flash attention (arXiv:2307.08691, algorithm 2) needs the output
@@ -21,7 +22,8 @@ class Kernel(Protocol):
     """
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Return out [tokens, heads, head_dim] and lse [heads, tokens], each query's log of its exponentials' sum."""
+        """Return the attention's output [tokens, heads, head_dim] and lse [heads, tokens]: for each query, the log of
+        the sum of its exponentials."""
         ...
 
     def backward(
