@@ -57,7 +57,7 @@ METRICS = {
 
 
 _MOST_NAMED = 5
-"""Maximum number of tensor names in a notice. The same names recur in each layer."""
+"""Maximum number of tensor names listed in a notice. Every layer has tensors of the same names."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -207,7 +207,8 @@ class RolloutEngine:
                 self._channel.release()
 
     def metrics(self) -> dict[str, Metric]:
-        """Return `METRICS` since the last call; empty on ranks other than the leader, which counts for all."""
+        """Return the engine's metrics (METRICS) since the last call. Only the leader returns any; it counts for all
+        ranks."""
         if self._engine is None:
             return {}
         executor = self._executor
@@ -386,8 +387,8 @@ class RolloutEngine:
         return f"version {self.weight_version}"
 
     def _has_computed_tokens(self, running: _Running) -> bool:
-        """Return whether any keys and values of a request are in the cache. If not, let the request use the new
-        weights' cache.
+        """Return whether keys and values of a request were computed. If not, switch the request to the new weights'
+        prefix cache.
         """
         assert self._engine is not None
         scheduler = cast(Any, self._engine.engine_core).engine_core.scheduler

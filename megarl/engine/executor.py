@@ -210,7 +210,7 @@ class LeaderExecutor(Executor):
         self.max_kv_usage = 0.0
         """Largest fraction of the KV cache used by a step since the last reset."""
         self.kv_usage: Callable[[], float] = lambda: 0.0
-        """Function returning the used fraction of the KV cache. The scheduler's replaces it once it exists."""
+        """Function returning the used fraction of the KV cache. It is a placeholder until the scheduler exists."""
         self.num_steps = 0
         """Number of steps started since the last reset."""
         self.num_ahead = 0
@@ -236,7 +236,10 @@ class LeaderExecutor(Executor):
         `timeout` is ignored. Raises TypeError if `method` is not a name.
         """
         if not isinstance(method, str):
-            raise TypeError(f"method = {method!r}: followers accept only names of worker methods, not functions")
+            raise TypeError(
+                f"collective_rpc method = {method!r}: must be the name of a worker method; functions cannot be sent "
+                "to an engine's other ranks"
+            )
         self.channel.send((method, args, kwargs or {}))
         results = self.channel.gather(getattr(self.worker, method)(*args, **(kwargs or {})))
         future = _future(results)
@@ -284,7 +287,8 @@ class LeaderExecutor(Executor):
 
 
 def _future(value: Any) -> Future[Any]:
-    """Return a future of `value`. Reading it waits for an asynchronous output that is not yet on the host."""
+    """Return a future with the result `value`. If `value` is an asynchronous output, reading the result waits until it
+    is on the host."""
     if isinstance(value, AsyncModelRunnerOutput):
         return AsyncOutputFuture(value, single_value=True)
     future: Future[Any] = Future()

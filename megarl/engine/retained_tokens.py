@@ -21,8 +21,8 @@ from megarl.types import RetainedSets
 class RetainedTokenRecorder:
     """Records sampling masks for vLLM's V1 model runner, equal to `return_sampling_mask` of the V2 runner.
 
-    A mask contains the tokens with a finite processed log-prob, that is, after min-p, top-p and top-k. Requests without
-    any token cut off have empty masks.
+    A mask contains the tokens with a finite processed log-prob, that is, after min-p, top-p and top-k. A request that
+    may sample from the whole vocabulary has empty masks.
     """
 
     # Log-probs are read in the sampler, on the device. Requesting them from vLLM would create a Python number for each
@@ -79,7 +79,8 @@ def _masked(output: Any, kept: Tensor | None) -> Any:
 
 
 def recordable(parameters: SamplingParams, vocab_size: int) -> SamplingParams:
-    """Return equivalent sampling parameters with temperature and top_k above 0, as the V2 runner needs to record."""
+    """Return equivalent sampling parameters with temperature and top_k above 0. vLLM's V2 runner records masks only for
+    these."""
     # Greedy sampling equals top_k 1. A top_k of the whole vocabulary cuts nothing off.
     recorded = copy.copy(parameters)
     if recorded.temperature == 0:

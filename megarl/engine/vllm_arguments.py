@@ -32,9 +32,10 @@ from vllm.usage.usage_lib import UsageContext  # noqa: E402
 from megarl.engine.executor import LeaderExecutor  # noqa: E402
 
 VLLM_QUANTIZATION = {"fp8": "fp8_per_block", "fp8_per_channel": "fp8_per_channel"}
-"""vLLM's names for `rollout.quantization`. vLLM quantises loaded weights, in blocks of 128 x 128 or by rows."""
+"""Values of vLLM's setting `quantization`, by the value of `rollout.quantization`. vLLM quantises the weights when it
+loads them, with one scale per block of 128 x 128 or per row."""
 ROUTERS = "*.mlp.gate"
-"""Pattern of the module names of MoE routers, excluded from quantisation."""
+"""Pattern of the module names of MoE routers. vLLM does not quantise modules with these names."""
 
 REASON_LENGTH = 400
 """Maximum characters shown of a vLLM error."""
@@ -42,7 +43,8 @@ REASON_LENGTH = 400
 
 @contextmanager
 def refusals_named(config: RolloutConfig, max_model_len: int, *kinds: type[Exception]) -> Iterator[None]:
-    """Context converting vLLM's errors of these kinds to a ConfigError naming the recipe field."""
+    """Context that turns vLLM's errors of these classes into a ConfigError naming the recipe field. `max_model_len` is
+    in tokens."""
     try:
         yield
     except kinds as error:
@@ -127,14 +129,15 @@ def engine_arguments(
 
 
 def _as_plain(changes: Mapping[str, Any], config: Any) -> Any:
-    """Change fields of a model's config for vLLM, and remove its quantisation: the trainer sends plain weights."""
+    """Change fields of a model's config for vLLM. Also remove its quantisation, because the trainer sends unquantised
+    weights."""
     config.update(dict(changes))
     del config.quantization_config
     return config
 
 
 def _state_arguments(model_path: str, override: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Return the arguments for models with a state per sequence; an empty dict for others."""
+    """Return the arguments for models with linear attention (a state per sequence); an empty dict for other models."""
     if read_model_shape(model_path, override).linear_attention is None:
         return {}
     return {
@@ -156,14 +159,15 @@ def _quantization(config: RolloutConfig) -> dict[str, Any]:
 
 
 def engine_config(arguments: EngineArgs, config: RolloutConfig) -> Any:
-    """Return vLLM's complete configuration. Settings to record the tokens left to sample from are added if needed.
+    """Return vLLM's complete configuration. With top-p, top-k or min-p, vLLM must also record the tokens that remain to
+    sample from; the settings for this are added.
 
     Raises ValueError if `config.async_scheduling` is true but vLLM's platform does not support it.
     """
     found = arguments.create_engine_config(UsageContext.LLM_CLASS)
     is_ahead = found.scheduler_config.async_scheduling
     if config.async_scheduling and not is_ahead:
-        raise ValueError("its platform does not support async scheduling")
+        raise ValueError("vLLM's platform does not support async scheduling")
     changes: dict[str, bool] = {}
     if config.sampling.is_truncated and found.use_v2_model_runner:
         # vLLM's V2 model runner records kept sets by itself; the V1 runner does not know this setting.
@@ -185,7 +189,8 @@ def _cache_size(config: RolloutConfig) -> dict[str, Any]:
 
 
 def sampling_params(request: Request) -> SamplingParams:
-    """Return vLLM's sampling parameters of a request. Only log-probs of sampled tokens are returned."""
+    """Return vLLM's sampling parameters of a request. They request the log-prob of each sampled token, and of no other
+    token."""
     # A seed per request makes all ranks of a tensor-parallel group draw the same tokens.
     sampling = request.sampling
     return SamplingParams(

@@ -1,7 +1,8 @@
 """Stand-in for torchvision on a machine without CUDA, so that vLLM 0.30 can import its Qwen3.5 models.
 
-vLLM's file of Qwen3.5 imports transformers' image code, also for text alone, and importing torchvision. PyPI's
-torchvision does not work with torch's build for CPUs. Text needs no function of it; a use of one raises ImportError.
+vLLM's module of Qwen3.5 imports transformers' image code even if only text is processed, and the image code imports
+torchvision. PyPI's torchvision does not work with torch's build for CPUs. Processing text calls no function of
+torchvision. A call of one raises ImportError.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ _MODULES = (
 
 
 class _Absent(ModuleType):
-    """A module without contents."""
+    """A stand-in module. Accessing a public attribute raises ImportError."""
 
     __version__ = "0"
 

@@ -17,7 +17,8 @@ _SECONDS = 120.0
 _EXTENSION = "#include <Python.h>\n"
 _KERNEL = "#include <cub/cub.cuh>\n"
 _CCCL = ("cub", "libcudacxx/include", "thrust")
-"""Header folders within FlashInfer's copy of CCCL, in the order of FlashInfer's own builds (jit/env.py of 0.6.18)."""
+"""Folders with C++ headers in FlashInfer's copy of the CUDA library CCCL, in the order of FlashInfer's own builds
+(jit/env.py of 0.6.18)."""
 
 
 def extension_fault() -> str | None:

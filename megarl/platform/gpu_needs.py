@@ -82,7 +82,7 @@ _MEGATRON_FP4 = Need((10, 0), transformer_engine="2.7.0")
 
 
 def field_needs() -> dict[str, Need]:
-    """Return the requirements of recipe fields holding for every value except the default."""
+    """Return the requirements of recipe fields for which all values except the default have the same requirement."""
     # FlashInfer's attention reads an FP8 cache from Ampere on, vLLM 0.30's other backends from Ada on.
     has_flashinfer = not runs_on_cpu() and find_spec("flashinfer") is not None
     return {

@@ -1,9 +1,10 @@
 """Patches for vLLM 0.30 on a machine without CUDA: unpacked weights, gloo between ranks, unchanged process settings.
 
-Stock vLLM repacks weights for its CPU kernels. A write into a live parameter would then be lost without an error. With
-the patches, linear layers and experts compute from the parameters themselves. As a further effect, float32 log-probs
-equal those of Hugging Face. vLLM supports FP8 weights on few CPUs. The patches multiply them by their scales, in the
-type of the activations, as in vLLM's own CPU kernels.
+Without the patches, vLLM copies weights into another format for its CPU kernels. New weights written into a parameter
+would then have no effect, without an error. With the patches, linear layers and experts compute from the parameters
+themselves. As a side effect, float32 log-probs equal the log-probs of transformers. vLLM supports FP8 weights on few
+CPUs only. The patches convert them to the dtype of the activations, multiplied by their scales, as vLLM's own CPU
+kernels do.
 """
 
 from __future__ import annotations
@@ -142,8 +143,8 @@ def _keep_plain_weight(layer: Any, remove_weight: bool) -> None:
 def _with_sinks_of_any_type(kernel):
     """Wrap vLLM's attention on a CPU. Its kernel (0.30) reads attention sinks as bfloat16 only.
 
-    Other types are rounded for the kernel. The output is then scaled to the sinks as they are. Its scale follows from a
-    second call, without sinks.
+    Sinks of another dtype are rounded to bfloat16 for the kernel. Then the output is rescaled, as if the sinks had not
+    been rounded. The rescaling needs the output without sinks, from a second call of the kernel.
     """
 
     @functools.wraps(kernel)
