@@ -74,7 +74,7 @@ class _RemoteHandle(RankHandle):
         ended.
         """
         if self.direct.is_lost:
-            raise PeerLostError(f"a process on node {self.node} was lost before it had its rank")
+            raise PeerLostError(f"a process on node {self.node} was lost before it received its rank number")
         self.direct.send(pack_json(message))
 
     def kill(self) -> None:
@@ -103,15 +103,15 @@ class ConnectedGroup(WorkerGroup):
     def __init__(self, world_size: int, part: PartOfRun | None = None) -> None:
         super().__init__(world_size, part)
         self.start_log = f"start_{self.part.first_rank:04d}.log" if self.part.first_rank else "start.log"
-        """Log file of the processes until they know their ranks."""
+        """Name of the log file that all processes write to until they know their ranks."""
         self._remote_handles: list[_RemoteHandle] = []
         self._addresses: list[str] = []
         self._ended: asyncio.Task[str] | None = None
         self._key = secrets.token_bytes(32)
         """Secret key of this start of the group. It keeps out late processes of an earlier start."""
         self.most_direct = 64
-        """Maximum number of ranks with a direct connection to the driver. With more, each node with several ranks has a
-        relay.
+        """Maximum number of ranks that send their answers to the driver directly. With more ranks, each node with
+        several ranks has a relay.
         """
 
     @abstractmethod
@@ -124,7 +124,7 @@ class ConnectedGroup(WorkerGroup):
 
     @abstractmethod
     def end_processes(self) -> None:
-        """Let the launcher kill the remaining processes. Repeated calls are allowed."""
+        """Let the launcher kill the remaining processes. Calling it again has no effect."""
 
     def note_first_end(self, turn: int) -> None:
         """Record which process ended first (`turn` is its index), before the others are ended because of it.

@@ -113,7 +113,9 @@ async def admit(connected: socket.socket, key: bytes) -> dict[str, Any]:
     theirs, proof = answer[:_NUMBER_BYTES], answer[_NUMBER_BYTES:]
     # compare_digest takes constant time: its duration does not reveal how much of a forged proof is right.
     if not hmac.compare_digest(proof, _proof(key, b"process", challenge, theirs)):
-        raise StrangerError("the connecting process does not know the secret key of this run's start")
+        raise StrangerError(
+            "the connecting process does not know this run's secret key, so it is not one of the run's processes"
+        )
     await loop.sock_sendall(connected, _proof(key, b"driver", challenge, theirs))
     return json.loads(await receive(_length(await receive(_LENGTH.size))))
 
@@ -127,7 +129,9 @@ def introduce(connected: socket.socket, key: bytes, message: dict[str, Any]) -> 
     challenge, number = receive_exactly(connected, _NUMBER_BYTES), secrets.token_bytes(_NUMBER_BYTES)
     connected.sendall(number + _proof(key, b"process", challenge, number))
     if not hmac.compare_digest(receive_exactly(connected, _PROOF_BYTES), _proof(key, b"driver", challenge, number)):
-        raise StrangerError("the server at the driver's address does not know the secret key of this run's start")
+        raise StrangerError(
+            "the server at the driver's address does not know this run's secret key, so it is not this run's driver"
+        )
     connected.sendall(pack_json(message))
 
 

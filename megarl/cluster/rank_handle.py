@@ -121,7 +121,8 @@ class RankHandle(ABC):
         return RankError(self, self._lost_at(noticed))
 
     def _lost_at(self, noticed: float) -> float:
-        """Return the time at which a rank was lost. `noticed` is the time at which its connection ended."""
+        """Return the time, in seconds since 1970, at which a rank was lost. `noticed` is the time at which its
+        connection ended."""
         return self.died.result() if self.died.done() else noticed
 
     @property

@@ -58,7 +58,7 @@ class RankModel:
     max_tokens_per_forward: int | None = None
     """The same limit for passes without gradients. None: `max_tokens_per_microbatch`."""
     row_multiple: int = 1
-    """Number of tokens; the capacity of a row is rounded down to a multiple of it."""
+    """The capacity of a row is rounded down to a multiple of this number of tokens."""
     attention_ratio: float = 65536.0
     """Parameter of the cost of a sequence of l tokens in packing: l * (1 + l / attention_ratio)."""
     together: int = 1

@@ -120,7 +120,7 @@ class RayGroup(ConnectedGroup):
                 )
             if lack != reported:
                 print(
-                    f"waiting at most {self.start_timeout_seconds:g} s for nodes: the run {lack}",
+                    f"the run {lack}; waiting at most {self.start_timeout_seconds:g} s for more nodes",
                     file=sys.stderr,
                     flush=True,
                 )

@@ -95,7 +95,8 @@ def _has_ended(connected: socket.socket) -> bool:
 
 @dataclass(slots=True, eq=False)
 class _Batch:
-    """Answers to one call: how many ranks have not answered, and which answers are not yet sent."""
+    """Collects the answers to one call: the number of ranks still to answer, and the answers not yet sent to the
+    driver."""
 
     num_awaited: int = 0
     gathered: list[bytes] = field(default_factory=list)

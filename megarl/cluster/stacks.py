@@ -64,7 +64,7 @@ def ranks_named(ranks: Sequence[int]) -> str:
 
 
 def engine_named(ranks: Sequence[int]) -> str:
-    """Return the name of the separate engine replica on these ranks, as words."""
+    """Return the name of the separate engine replica with these ranks, for messages."""
     return f"the engine of {ranks_named(ranks)}"
 
 

@@ -166,7 +166,8 @@ class WeightTransfer:
 
     @contextmanager
     def _failure_noted(self) -> Iterator[None]:
-        """Context marking the transfer as failed if an error leaves it. Its process group is then never used again."""
+        """Context that marks the transfer as failed if its body raises an error. The process group is then never used
+        again."""
         try:
             yield
         except BaseException:
@@ -174,8 +175,8 @@ class WeightTransfer:
             raise
 
     def _has_suspect(self, groups: Sequence[WorkerGroup]) -> bool:
-        """Return whether all groups of the attempt are alive, and the run can continue without the replica that left
-        first.
+        """Return whether ending the replica that left first may help: all groups of the attempt are alive, and the run
+        can continue without it.
         """
         can_lose = self._ranks.on_lost is not None and len(self._ranks.replicas) > 1
         return can_lose and groups == self._ranks.groups and self._first_to_leave is not None
@@ -274,7 +275,8 @@ class WeightTransfer:
         )
 
     def _handle_report(self, group: WorkerGroup, report: Mapping[str, Any]) -> None:
-        """Handle a rank's report of a lost peer at once, while other ranks still wait for that peer."""
+        """Callback for a rank's answer: handle a report of a lost peer at once, while other ranks still wait for that
+        peer."""
         if "lost" not in report:
             return
         if self._first_to_leave is None and group in self._ranks.replicas:

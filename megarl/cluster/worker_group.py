@@ -34,9 +34,8 @@ from megarl.cluster.stacks import is_complete, ranks_named, summary, waits_in_co
 from megarl.groups.rendezvous import Rendezvous
 
 _REPORT_GRACE_SECONDS = LOSS_GRACE_SECONDS + 0.5
-"""Seconds, after a failure, for other ranks to report an earlier failure that caused it.
-
-It exceeds the time within which a lost rank's end becomes known: peers may notice the end before the driver does.
+"""Seconds to wait, after a failure, for another rank to report an earlier failure that caused it. Other ranks may
+notice that a rank died before the driver does.
 """
 _LEAVE_SECONDS = 10.0
 """Seconds for ranks to exit by themselves when the group closes."""
@@ -77,8 +76,8 @@ class PartOfRun:
     total.
 
     Logs and messages use the run's rank numbers. Calls, and the ranks themselves, number a group's ranks from 0. Ranks
-    of all groups sign messages to each other with `key`. To the driver they prove another key, drawn for the group's
-    start.
+    of all groups sign messages to each other with `key`. To connect to the driver they use another key, drawn for each
+    start of the group.
     """
 
     first_rank: int
@@ -121,7 +120,7 @@ def _call_back(on_answer: Callable[[Any], object], answer: asyncio.Future[Any]) 
 
 
 def _ranks(handles: Sequence[RankHandle]) -> str:
-    """Return the ranks of these handles as words."""
+    """Return the ranks of these handles as text, for example `ranks 0-2, 5`."""
     return ranks_named([handle.rank for handle in handles])
 
 
@@ -374,7 +373,8 @@ class WorkerGroup(ABC):
         return answers, [connection.ask(own, answers) for connection, own in per_connection.items()]
 
     async def _end_once(self, end: Callable[[], Coroutine[Any, Any, Exception]]) -> Exception:
-        """End the group by `end`, unless it is already ending. Returns the error of all later calls."""
+        """Run `end` (a coroutine ending the group), unless the group is already ending. Returns the error of all later
+        calls."""
         if self._ending is None:
             self._ending = asyncio.create_task(end())
         # Several calls may wait for the end. The shield lets it complete even if some of them are cancelled.
@@ -461,7 +461,7 @@ class WorkerGroup(ABC):
         return error
 
     def _show_busy_stacks(self) -> None:
-        """Make ranks executing a call, or have just finished one, write their stacks to their logs."""
+        """Make ranks write their stacks to their logs, if they execute a call or have just finished one."""
         self.show_stacks()
 
     async def _stacks(self, seconds: float = _STACKS_SECONDS) -> dict[int, str]:

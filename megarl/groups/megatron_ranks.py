@@ -32,9 +32,11 @@ def permuted_ranks(rank_of_part: Sequence[int]) -> Iterator[None]:
 
 
 class RankGroups:
-    """A further set of Megatron's parallel groups, for models with other parallel sizes. It starts empty.
+    """A second set of Megatron's parallel groups, for models with other parallel sizes than the policy. It is empty at
+    first.
 
-    Megatron-Core 0.16.1 has one set per process, in module globals: groups, sizes and ranks. `in_place` exchanges them.
+    Megatron-Core 0.16.1 has one set per process, in module globals: groups, sizes and ranks. `in_place` exchanges the
+    two.
     """
 
     def __init__(self) -> None:

@@ -120,7 +120,7 @@ def test_a_driver_that_does_not_know_the_key_is_not_believed() -> None:
                 connected.recv(64)
                 connected.sendall(bytes(32))
                 assert process.stderr is not None
-                assert "does not know the secret key of this run" in process.stderr.read()
+                assert "does not know this run's secret key" in process.stderr.read()
                 assert connected.recv(1) == b""  # it said nothing of itself
 
 
@@ -165,12 +165,12 @@ class PlayedGroup(ConnectedGroup):
 
 
 async def test_a_process_that_leaves_before_it_has_its_rank_is_named_by_its_node(tmp_path: Path) -> None:
-    with pytest.raises(PeerLostError, match="a process on node node was lost before it had its rank"):
+    with pytest.raises(PeerLostError, match="a process on node node was lost before it received its rank"):
         await PlayedGroup(leaves=True).start("probe:Probe", {}, log_folder=tmp_path)
 
 
 async def test_processes_that_end_while_their_connections_are_opened_are_lost(tmp_path: Path) -> None:
-    with pytest.raises(PeerLostError, match=r"ended or lost its connection|was lost before it had its rank"):
+    with pytest.raises(PeerLostError, match=r"ended or lost its connection|was lost before it received its rank"):
         await PlayedGroup(ends=True).start("probe:Probe", {}, log_folder=tmp_path)
 
 

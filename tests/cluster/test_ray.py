@@ -124,7 +124,7 @@ def test_too_small_a_cluster_says_what_it_has(folder: Path) -> None:
     assert done.returncode == 2, done.stdout + done.stderr
     lack = "needs 4 nodes with 2 CPUs each, the Ray cluster has nodes with [2, 2, 0]"
     assert (
-        f"waiting at most 3 s for nodes: the run {lack}" in done.stderr
+        f"the run {lack}; waiting at most 3 s for more nodes" in done.stderr
         and f"cluster.nodes = 4: {lack}; add nodes" in done.stderr
     )
     assert json.loads((folder / "runs/large/status.json").read_text())["exit_code"] == 2
