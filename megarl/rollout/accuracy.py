@@ -1,4 +1,4 @@
-"""Right-or-wrong verdicts on the answers of one source of problems, and their end when an answer has no verdict."""
+"""Right-or-wrong verdicts on the answers to one source's problems. They end once an answer has no verdict."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from megarl.config.judges import REMEDY, Judging, judges_answers
 from megarl.types import Trajectory
 
 REMEDY_TEXT = f"{REMEDY[0].upper()}{REMEDY[1:]}"
-"""`REMEDY`, the advice on how to get verdicts on answers, with a capital letter for use as a sentence."""
+"""The text of `REMEDY` (how to get a verdict on every answer), capitalised for use as a sentence of its own."""
 
 
 @dataclass(slots=True)
@@ -61,7 +61,7 @@ def unjudged_text(recipe: Recipe, source: str) -> str | None:
 
 
 def had_ended(rows: Iterable[Mapping[str, Any]], source: str, sets: Iterable[str], *, is_mixture: bool) -> bool:
-    """Return whether the logged metrics of a run show an answer of this source without a verdict.
+    """Return whether a run's logged metrics show that an earlier step had an answer of this source without a verdict.
 
     `rows` has one mapping per step, `sets` the names of the source's validation sets.
     """

@@ -43,10 +43,11 @@ METRICS = {
 
 
 def weigh(batch: RLBatch, recipe: Recipe, weight_version: int, kl_coefficient: float) -> dict[str, float]:
-    """Set the batch's advantages, and the weights of its tokens, by the recipe. Return all metrics.
+    """Set the batch's advantages and importance weights as the recipe says. Return the metrics of both.
 
-    `weight_version` is the version of the trainer's weights before the update. Log-probs sampled by earlier versions
-    are forgotten if groups may span several (`RLBatch.forget_stale_logprobs`).
+    `weight_version` is the version of the trainer's weights before the update. If groups may span several weight
+    versions, the engine's log-probs of tokens from earlier versions are removed first
+    (`RLBatch.forget_stale_logprobs`).
     """
     algorithm = recipe.algorithm
     metrics = compute_advantages(batch, recipe, kl_coefficient)
@@ -155,8 +156,9 @@ def keep_highest_entropies(batch: RLBatch, algorithm: AlgorithmConfig) -> dict[s
 def _scores(batch: RLBatch, recipe: Recipe) -> Tensor:
     """Return the rewards minus length penalties, float64 [samples].
 
-    A completion has a token limit, so the first penalty depends on the longest turn of a trajectory. If all turns
-    together have a token limit too, a second penalty is computed for it, and the larger one is subtracted.
+    The penalty grows linearly in the last algorithm.overlong_buffer tokens before a limit. One penalty compares the
+    longest turn with the limit of a completion. If all turns together have a limit too, another compares their sum with
+    it. The larger penalty is subtracted.
     """
     scores = torch.from_numpy(batch.rewards)
     lengths, longest_turns = torch.from_numpy(batch.num_sampled), torch.from_numpy(batch.longest_turns)
@@ -263,7 +265,7 @@ def _turn_advantages(scores: Tensor, batch: RLBatch, algorithm: AlgorithmConfig,
 
 
 def _all_in_group(holds: Tensor, batch: RLBatch) -> Tensor:
-    """Return bool [samples]: True if `holds` [samples] is True for all scored samples of the same group."""
+    """Return for each sample whether `holds` [samples] is True for all scored samples of its group: bool [samples]."""
     groups = torch.from_numpy(batch.groups)
     fails = torch.from_numpy(batch.is_scored) & ~holds
     return ~torch.isin(groups, groups[fails])

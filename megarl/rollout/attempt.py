@@ -31,15 +31,14 @@ Score = Callable[[Sample], Awaitable[Scored]]
 
 
 GRACE_SECONDS = 2.0
-"""Seconds that a cancelled or closed environment has to finish. After them the attempt goes on without waiting for it.
-"""
+"""Seconds to wait for an environment to finish after it was cancelled or closed. Then it is abandoned."""
 _ATTEMPTS_AT_A_LOSS = 2
-"""Number of tries of an attempt if the environment's process dies. The retry is for kills from outside, which the
-policy did not cause.
+"""Number of tries of an attempt if the environment's process dies. A process can be killed from outside, for example
+for lack of memory, without any fault of the policy.
 """
 _TICK_SECONDS = 0.05
-"""Seconds between two checks of a time limit close to its end. Limits are extended while the engines are paused, so
-they cannot be plain timers.
+"""Minimum seconds between two checks of a time limit. A limit is extended while the engines are paused, so it must be
+checked again instead of using one timer.
 """
 
 
@@ -126,7 +125,8 @@ class _Clock:
 
     @property
     def over(self) -> Literal["attempt", "step"] | None:
-        """The time limit exceeded: the whole attempt's, or that of one environment step. None: neither."""
+        """The exceeded time limit: `seconds` (the attempt's) or the one of an environment step. None: no limit is
+        exceeded."""
         now = self.now()
         if self._attempt_ends is not None and now >= self._attempt_ends:
             return "attempt"
@@ -364,9 +364,7 @@ def _failure(error: BaseException) -> str:
 
 
 def _validated(method: Callable[..., Result], *given: Any) -> Result:
-    """Call a conversation method with data from the environment. Raises _AttemptError if it rejects the data as
-    invalid.
-    """
+    """Call a conversation method with data from the environment. Raises _AttemptError if the data are invalid."""
     try:
         return method(*given)
     except (TypeError, ValueError) as error:

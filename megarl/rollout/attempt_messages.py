@@ -50,7 +50,7 @@ class AttemptConversation:
     turns: list[Turn] = field(default_factory=list)
     steps: list[Step] = field(default_factory=list)
     _rendered: str = ""
-    """Text of `prompt`, only with `history` = render."""
+    """The chat template's text of which `prompt` holds the tokens. Empty with `history` = append."""
 
     def start(self, start: object, problem: Problem) -> None:
         """Set the first prompt from `start`, the value returned by the environment's reset.
@@ -131,7 +131,7 @@ class AttemptConversation:
         return message if short == text else {**message, "content": short}
 
     def shown(self) -> tuple[tuple[Message, ...], ...]:
-        """Return the messages added before each completion, and after the last one: one tuple per place."""
+        """Return the new messages before each completion, and after the last one: tuple i comes before completion i."""
         return self.opening, *(tuple(step.messages) for step in self.steps)
 
     def _messages(self) -> tuple[Message, ...]:

@@ -62,8 +62,8 @@ class GroupBuffer:
     whole batch. Surplus groups wait in `state.waiting` for the next step.
 
     Continuing or aborting stragglers: prompts are drawn one by one, `algorithm.oversampling` times as many as a step
-    needs. The step takes the groups that complete first. Groups may lag by at most `rollout.max_staleness` weight
-    versions. `rollout.on_stale` decides whether the step waits for a group at this limit or drops it.
+    needs. The step takes the groups that complete first. A group's oldest token may be at most `rollout.max_staleness`
+    weight versions old. `rollout.on_stale` decides whether the step waits for a group at this limit or drops it.
 
     Sampling ahead: groups are sampled during training and used in the order of drawing. At most `StepDemand.num_live`
     groups exist at a time, so that none exceeds `rollout.max_staleness`. A group filtered out is replaced at once by
@@ -155,9 +155,8 @@ class GroupBuffer:
             await asyncio.wait(self._cancelled, timeout=_CANCEL_SECONDS)
 
     def metrics(self) -> dict[str, float]:
-        """Return the METRICS of the last step.
-
-        A curriculum adds `curriculum/NAME`; in a mixture the name is `environment/SOURCE/curriculum/NAME`.
+        """Return the metrics of the last step (METRICS). A curriculum adds `curriculum/NAME`; in a mixture the name is
+        `environment/SOURCE/curriculum/NAME`.
         """
         return self._counts | self._position_metrics()
 
@@ -281,8 +280,8 @@ class GroupBuffer:
         group.finish(replace(trajectory, restarts=trajectory.restarts + pool.is_restarted))
 
     def _end_sampling(self, draw: int, number: int) -> None:
-        """Record that an attempt will request no more completions. After the last attempt of a batch, put the engines
-        to sleep.
+        """Record that an attempt will request no more completions. After a batch's last attempt the engines go to
+        sleep.
         """
         if (draw, number) not in self._sampling:
             return
@@ -379,7 +378,7 @@ class GroupBuffer:
         state.waiting = [group for group in state.waiting if draw_of(group) not in stale]
 
     def _abort_all(self) -> None:
-        """Drop all groups that the step does not use, in flight or complete."""
+        """Drop all groups not used by the step, both complete ones and those still being sampled."""
         state = self.state
         surplus = len(state.started) + len(state.waiting)
         self._counts["rollout/aborted"] += surplus
@@ -442,7 +441,7 @@ class GroupBuffer:
 
 
 def _renumbered(groups: Sequence[Group]) -> list[Group]:
-    """Return the groups with group numbers 0, 1, 2, ..."""
+    """Return the groups, renumbered 0, 1, 2, ..."""
     return [[replace(t, group=number) for t in group] for number, group in enumerate(groups)]
 
 

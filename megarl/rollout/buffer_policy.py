@@ -43,7 +43,7 @@ class BufferPolicy:
 
 @dataclass(frozen=True, slots=True)
 class StepDemand:
-    """Number of groups that a training step needs, and the weight versions deciding which groups are too old.
+    """What a training step requests from the buffer: a number of groups, none of them too old.
 
     `step` is the step's number, and the version of the weights it trains. `engine_version` is the version of the
     engines' weights.
@@ -136,13 +136,13 @@ def refuse_unjudged(group: Sequence[Trajectory], recipe: Recipe) -> None:
         return
     if needs := accuracy_needs(recipe):
         raise MegarlError(
-            f"{'; '.join(needs)}: every answer needs a verdict (right or wrong), but a reward other than 0 and 1 came "
-            f"without a verdict; {REMEDY}, or set answer_correct in the environment's last step"
+            f"{'; '.join(needs)}: every answer needs a verdict (right or wrong), but one has only a reward, and the "
+            f"reward is neither 0 nor 1; {REMEDY}, or set answer_correct in the environment's last step"
         )
 
 
 def starved_text(algorithm: AlgorithmConfig, found: str, groups: Sequence[Sequence[Trajectory]]) -> str:
-    """Return the error message for a step that too few groups passed the filter for.
+    """Return the error message for a step with too few groups passing the filter.
 
     `found` begins the message: how many prompts were sampled and how many groups passed. `groups` are the groups
     sampled last.

@@ -81,7 +81,8 @@ class Replica:
 
 
 class WaitMeasuringPool:
-    """The engines for one attempt, with a measurement of its waiting time. Concurrent completions count once.
+    """Wrapper of the engines for one attempt. It measures how long the attempt waits for completions. Concurrent
+    completions count once.
 
     `seconds` excludes pauses of the engines, `seconds_by_clock` includes them. `is_followed` says another attempt waits
     for the end of this one. Then no request of this attempt counts as the last one.
@@ -120,7 +121,7 @@ class WaitMeasuringPool:
 
 
 def num_sampled(parts: Sequence[Completion]) -> int:
-    """Return the number of tokens sampled in all parts of a completion."""
+    """Return the total number of tokens in the parts of a completion."""
     return sum(len(part.token_ids) for part in parts)
 
 

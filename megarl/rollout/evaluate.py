@@ -53,13 +53,14 @@ class EvaluatedSet:
     samples_per_prompt: int
     temperature: float
     measures: Mapping[str, Measure]
-    """Mean and 95 % interval of `accuracy`, `pass_at_K` and `majority_at_K`; empty if an answer has no verdict."""
+    """`accuracy`, `pass_at_K` and `majority_at_K`, each a mean with a 95 % interval. Empty if an answer has no verdict.
+    """
     by_data_source: Mapping[str, Mapping[str, Measure]]
-    """The same measures per data source. The records name it in the field `reward.source_field`. Empty for a single
-    one.
+    """The same measures for each data source (named in the records' field `reward.source_field`). Empty if there is
+    only one.
     """
     counts: Mapping[str, float]
-    """Counts of failed scorings (`failure_metrics`), and of calls to scoring servers."""
+    """Counts of completions without a score (`failure_metrics`), and of calls to scoring servers."""
     read_answer: ReadAnswer | None = None
 
     @property
@@ -99,7 +100,8 @@ class EvaluatedSet:
 async def evaluate(sources: Sequence[Source], max_failed_fraction: float) -> AsyncGenerator[EvaluatedSet, None]:
     """Sample and score every validation set with its source's settings, one set after the other.
 
-    Raises AbandonedError if the run must stop, and MegarlError if more than `max_failed_fraction` of the scorings fail.
+    Raises AbandonedError if the run must stop, and MegarlError if the reward functions fail on more than
+    `reward.max_failed_fraction` of the completions.
     """
     sets = [(source, name, problems) for source in sources for name, problems in source.validation.items()]
     for source, name, problems in sets:

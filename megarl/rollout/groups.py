@@ -130,7 +130,7 @@ class GroupSampler:
         )
 
     def _report(self, trajectory: Trajectory) -> None:
-        """Notify the user of an attempt's failure, if it has one."""
+        """If the attempt failed, notify the user of the error, once for each kind of error."""
         if trajectory.ended != "error" or trajectory.failure is None:
             return
         kind = trajectory.failure.partition(":")[0]

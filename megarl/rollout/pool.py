@@ -69,11 +69,11 @@ class EnginePool:
     """Engine replicas shared by many coroutines, with one task per replica (its pump) that steps the engine.
 
     A replica runs at most `max_running` requests. Requests are admitted in the order of their arrival, so samples of
-    one prompt share a replica's prefix cache. A replica that finishes early gets more of them.
+    one prompt share a replica's prefix cache. A replica that finishes early gets more requests.
 
     The pump lets the engine run until an eighth of its requests have finished, for at most `budget_seconds`. If no
-    request can follow any completion, the engine runs until all have finished. Other tasks of the driver, for example
-    scoring, continue meanwhile.
+    further request can come after these (`is_last`), the engine runs until all have finished. Other tasks of the
+    driver, for example scoring, continue meanwhile.
 
     If a pump fails, all requests raise its error, later ones too. Losing a replica while others live is not a failure:
     its requests move to the others, with the tokens sampled so far.
@@ -102,7 +102,8 @@ class EnginePool:
         self._pending: dict[str, PendingRequest] = {}
         self._homes: dict[str, Replica] = {}
         self._open: set[str] = set()
-        """Trajectories (affinities, or request ids without one) that may send another request after the current one."""
+        """Names of trajectories (their `affinity`, else the request id) that may send another request after the current
+        one."""
         self._failure: Exception | None = None
         self._is_paused = False
         self._advanced = asyncio.Event()
@@ -235,7 +236,7 @@ class EnginePool:
             await self._advanced.wait()
 
     def metrics(self) -> dict[str, float]:
-        """Return the METRICS since the last call. A pause in progress counts up to now.
+        """Return the metrics (METRICS) since the last call. A pause in progress counts up to now.
 
         The prefix cache hits come from later samples of a group (same prompt), and from earlier turns of an attempt.
         """
@@ -269,7 +270,8 @@ class EnginePool:
         return found
 
     async def _abort_running(self, replica: Replica) -> None:
-        """Abort a replica's running requests. Requests for the rest of each go to the front of the queue."""
+        """Abort a replica's running requests. For each, a request for the rest of its completion goes to the front of
+        the queue."""
         running = tuple(replica.running)
         replica.running.clear()
         replica.aborts.clear()
@@ -342,7 +344,7 @@ class EnginePool:
                 replica.pump = asyncio.create_task(self._pump(replica))
 
     async def _pump(self, replica: Replica) -> None:
-        """Step one replica's engine until it has no requests or the pool is paused."""
+        """Let one replica's engine sample until it has no requests, or until the pool is paused."""
         try:
             while not self._is_paused:
                 new = self._admitted(replica)
@@ -407,7 +409,7 @@ class EnginePool:
         return completions
 
     def _leave_after(self, replica: Replica) -> int | None:
-        """Return after how many finished completions the engine must report to the driver; None: only at the time
+        """Return the number of finished completions after which the engine must report to the driver. None: at the time
         limit.
 
         A report costs driver and engine as much time as some sampled tokens.

@@ -21,7 +21,8 @@ class RLBatch(TokenBatch):
 
     Arrays per trajectory are [samples]. `rewards` is float64. `groups` numbers the prompts. `num_sampled` counts tokens
     sampled by the policy, `num_turns` completions. `is_correct` marks right answers, `is_scored` scored trajectories.
-    Group statistics exclude unscored trajectories. They are trained only if rewards are not the training signal.
+    Group statistics exclude unscored trajectories. Unscored trajectories are trained only if the loss needs no rewards
+    (distillation).
     """
 
     weight_versions: NDArray[np.int32]
@@ -41,7 +42,7 @@ class RLBatch(TokenBatch):
     scores: dict[str, NDArray[np.float64]] = field(default_factory=dict)
     """Unweighted scores [samples] by reward function; NaN: the function gave no score."""
     environment_scores: NDArray[np.float64] | None = None
-    """[samples]: sum of turn rewards of environments; NaN for samples without. None: no sample has any."""
+    """[samples]: sum of the turn rewards that the environment gave; NaN if it gave none. None: no sample has any."""
     model_scores: NDArray[np.float64] | None = None
     """[samples]: unweighted scores of the reward model. None: the run has none, or it has not yet scored."""
     entropies: NDArray[np.float32] | None = None

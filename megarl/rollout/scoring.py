@@ -33,7 +33,7 @@ Forward = Callable[[TokenBatch], Awaitable[np.ndarray]]
 async def score(
     groups: Sequence[Group], models: Mapping[str, RankModel], recipe: Recipe, weight_version: int
 ) -> tuple[list[Group], RLBatch, dict[str, float]]:
-    """Return a step's groups, their batch with the scores of all models, and METRICS.
+    """Return a step's groups, their batch with the scores of all models, and the metrics (METRICS).
 
     `weight_version` is the version of the trainer's weights before the update. With a reward model, the rewards of the
     returned groups include its scores.
@@ -93,9 +93,9 @@ async def complete_logprobs(
 ) -> tuple[list[Group], list[Group]]:
     """Add the trainer's `old_logprobs` to a step's groups, and to `waiting` groups of a later step, where needed.
 
-    New trajectories in the step's first update need none: the update's own forward pass gives them. Waiting ones always
-    need them. With algorithm.entropy_top_share all get `entropies` too. `forward` is called at most once. Returns both
-    lists.
+    New trajectories of the step's first update need no extra pass: the update's own forward pass computes them. Waiting
+    ones always need one. With algorithm.entropy_top_share all get `entropies` too. `forward` is called at most once.
+    Returns both lists.
     """
     if recipe.algorithm.old_logprobs == "rollout":
         return list(groups), list(waiting)

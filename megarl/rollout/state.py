@@ -32,10 +32,10 @@ TIMES = "collection_times.json"
 class RLState:
     """State that an RL run carries from step to step. A run resumed from a saved state continues bit-equal.
 
-    `drawn` counts draws: batches of prompts in synchronous training, otherwise single prompts. `positions` are the
-    sources' positions in their data. `waiting` holds complete groups for a later step, `started` the groups in flight
-    by number. If single prompts are drawn, every group drawn is in exactly one of `used` (given to a step), `given_up`
-    (dropped), `started` and `waiting`. `kl_coefficient` is the current coefficient of the KL penalty.
+    `drawn` counts how often prompts were drawn: in batches in synchronous training, otherwise one by one. `positions`
+    are the sources' positions in their data. `waiting` holds complete groups for a later step, `started` the groups in
+    flight by number. If single prompts are drawn, every group drawn is in exactly one of `used` (given to a step),
+    `given_up` (dropped), `started` and `waiting`. `kl_coefficient` is the current coefficient of the KL penalty.
     """
 
     def __init__(self, algorithm: AlgorithmConfig) -> None:
@@ -77,7 +77,7 @@ class RLState:
 
     @property
     def waiting_experts(self) -> list[ExpertsHandle]:
-        """Handles of the stored routed experts (MoE) of all groups waiting or are in flight."""
+        """Handles of the stored routed experts (MoE) of all groups that are waiting or in flight."""
         segments = [segment for group in self.waiting for trajectory in group for segment in trajectory.segments]
         started = [handle for group in self.started.values() for handle in group.experts]
         return [segment.routed_experts for segment in segments if segment.routed_experts is not None] + started
@@ -150,8 +150,8 @@ def problem_lookup(problems: Mapping[str, Sequence[Problem]]) -> FindProblem:
         place = places[source].get(index) if source in places else None
         if place is None:
             raise ConfigError(
-                f"mixture.{source}: its problem {index} waits in the checkpoint with its samples, but the recipe no "
-                "longer has it; keep this source with a small weight, or start over with --restart"
+                f"mixture.{source}: the checkpoint has unused samples for problem {index} of this source, but the "
+                "recipe no longer has the problem; keep the source with a small weight, or start over with --restart"
             )
         return problems[source][place]
 

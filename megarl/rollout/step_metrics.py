@@ -128,10 +128,7 @@ def environment_metrics(name: str, trajectories: Sequence[Trajectory]) -> dict[s
 
 
 def by_data_source(trajectories: Sequence[Trajectory], field: str | None) -> dict[str, list[Trajectory]]:
-    """Group trajectories by data source. The field `field` of their records names the source.
-
-    Trajectories without a text in the field are omitted.
-    """
+    """Group trajectories by data source, a text in the field `field` of their records. Others are omitted."""
     if field is None:
         return {}
     named = ((value_at(t.problem.record, field), t) for t in trajectories if t.problem.record)
@@ -248,7 +245,7 @@ def _first_prompt_tokens(trajectory: Trajectory) -> int:
 
 
 def metrics_by_version(batch: RLBatch, weight_version: int, *, is_trainers: bool = True) -> dict[str, float]:
-    """Return METRICS of the trained tokens by the weight version that sampled them, before the update.
+    """Return metrics of the trained tokens before the update, for each age (weight versions since sampling).
 
     `weight_version` is the trainer's version. Only shares of tokens are returned if some log-probs of the trainer are
     missing. `is_trainers` says whether `old_logprobs` come from the trainer. Call this before stale log-probs become

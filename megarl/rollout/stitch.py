@@ -51,7 +51,7 @@ def stitch(calls: Sequence[ModelCall]) -> tuple[Segment, ...]:
     running time is linear in the tokens of all calls. Raises ValueError without calls.
     """
     if not calls:
-        raise ValueError("no model calls were given; a segment needs a model call at least")
+        raise ValueError("no model calls were given; a segment needs at least one")
     chains: list[_Chain] = []
     for number, call in enumerate(calls):
         token_ids = call.token_ids

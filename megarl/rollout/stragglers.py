@@ -71,7 +71,7 @@ class StragglerDetector:
         self._reported.discard(name)
 
     def metrics(self, paces: Mapping[str, Pace]) -> dict[str, float]:
-        """Return the METRICS of a step from the speeds (`Pace`) of the live replicas."""
+        """Return a step's metrics (METRICS) from the speeds (`Pace`) of the live replicas."""
         for name, pace in paces.items():
             # The first step is dropped: it includes one-time work, such as kernel compilation.
             if name not in self._paces:

@@ -43,7 +43,8 @@ class Teachers:
         batch.target_keys = np.column_stack([of_sample[batch.samples], numbers])
 
     def leave_out_unknown(self, batch: RLBatch) -> dict[str, float]:
-        """Mask tokens that their teacher's vocabulary lacks, like padding ids sampled by the policy.
+        """Exclude tokens from the loss that are not in their teacher's vocabulary, like padding ids sampled by the
+        policy.
 
         Returns the metric `distillation/unknown`, the share of these tokens.
         """
@@ -80,7 +81,7 @@ def _num_tokens(model: RankModel) -> int:
 
 
 def _known(batch: TokenBatch, model: RankModel) -> TokenBatch:
-    """Replace, in place, tokens that the teacher's vocabulary lacks by token 0. Returns the batch."""
+    """Replace tokens missing in the teacher's vocabulary by token 0, in place. Returns the batch."""
     # The teacher has no embedding for these ids. Their result is unused: `leave_out_unknown` masked them.
     batch.token_ids = np.where(batch.token_ids < _num_tokens(model), batch.token_ids, 0)
     return batch

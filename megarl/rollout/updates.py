@@ -21,7 +21,8 @@ METRICS = {
 
 
 class PolicyUpdates:
-    """Updates of the policy in one step. Iterate over the minibatches, and `add` the metrics of each one's update.
+    """Updates of the policy in one step. Callers iterate over it for the minibatches, and `add` the metrics of each
+    update.
 
     The remaining minibatches are left out once the policy's log-probs are too far from the engine's
     (train.max_logprob_gap). `train/gap_exceeded` is then 1.

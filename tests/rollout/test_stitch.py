@@ -153,5 +153,5 @@ def test_a_prompt_that_rewrites_what_was_opens_a_segment(prompt: list[int]) -> N
     first = call([1, 2, 3], [10, 11, END], [-0.1, -0.2, -0.3])
     segments = stitch([first, call(prompt, [12], [-0.4])])
     assert [marks(segment) for segment in segments] == ["FFFTTT", "F" * len(prompt) + "T"]
-    with pytest.raises(ValueError, match="needs a model call"):
+    with pytest.raises(ValueError, match="needs at least one"):
         stitch([])
