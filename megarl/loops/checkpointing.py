@@ -51,7 +51,7 @@ class Checkpoints:
         self._best = BestModel(recipe, folder, tracker, ranks)
 
     async def begin(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
-        """Start the exports and the save that are due after a step's updates.
+        """Start the model export and the checkpoint save if they are due after a step's updates.
 
         `save_driver` writes the driver's state into the checkpoint folder. Raises DiskFullError.
         """
@@ -176,7 +176,8 @@ class BestModel:
     """
 
     def __init__(self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: WorkerGroup) -> None:
-        """Read the best model retained earlier. Raises StorageError or DataError if it cannot be read."""
+        """Read the step and the metric of the best model so far (hf_best/best.json). Raises StorageError or DataError
+        if it cannot be read."""
         self._recipe, self._tracker, self._ranks = recipe, tracker, ranks
         self._metric = recipe.checkpoint.best
         self._candidate, self._kept = folder.path / "hf_candidate", folder.path / "hf_best"
@@ -252,7 +253,7 @@ class BestModel:
 
 @dataclass(frozen=True, slots=True)
 class Survey:
-    """Newest valid checkpoint, and the reasons why newer ones are damaged, by name."""
+    """The newest valid checkpoint, and the faults of newer, damaged ones by name."""
 
     good: Path | None
     damaged: Mapping[str, str]

@@ -50,7 +50,7 @@ _OUT_EXISTS = "--out {}: already exists; give a new folder, or leave it out"
 
 @dataclass(frozen=True, slots=True)
 class Evaluation:
-    """An evaluation whose inputs are checked, ready to run.
+    """An evaluation with checked inputs, ready to run.
 
     `recipe` has the model folder as its model. `layout` has the engines' parallel sizes. `sets` names the validation
     sets. Results go to `folder`.
@@ -241,7 +241,7 @@ class _Screen:
 
 @contextmanager
 def _leaving_on_signals(folder: Path) -> Iterator[None]:
-    """Context that cancels the calling task on a stop signal, and raises StoppedError."""
+    """Context: a stop signal cancels the code inside it, and StoppedError is raised."""
     loop, task = asyncio.get_running_loop(), asyncio.current_task()
     assert task is not None
     received: list[str] = []
@@ -259,7 +259,9 @@ def _leaving_on_signals(folder: Path) -> Iterator[None]:
     except asyncio.CancelledError:
         if not received:
             raise
-        raise StoppedError(f"{received[0]}: stopped before the end; {folder} has the finished sets") from None
+        raise StoppedError(
+            f"{received[0]}: the evaluation was stopped before its end;  {folder} has the finished sets"
+        ) from None
     finally:
         for number in numbers:
             loop.remove_signal_handler(number)

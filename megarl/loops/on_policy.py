@@ -53,8 +53,9 @@ class OnPolicyRun:
         assert checkpoint is not None
         if lacking := self.buffer.load(checkpoint):
             session.tracker.notice(
-                f"{lacking} trajectories of {checkpoint} have no log-probs of the trainer, because "
-                "algorithm.old_logprobs was not trainer: their ratio starts from the engine's"
+                f"{checkpoint}: {lacking} trajectories waiting for training have no log-probs of the trainer, because "
+                "algorithm.old_logprobs was not trainer when they were sampled. Their importance ratio uses the "
+                "engine's log-probs instead"
             )
         await load_experts(session.models, self._recipe, self.state, checkpoint)
         # The engines hold the initial weights, not the checkpoint's.

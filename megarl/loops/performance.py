@@ -89,14 +89,15 @@ _OfEngines = tuple[list[Activity], list[dict[str, Metric]]]
 """Call statistics of separate engines' ranks, and metrics of all engines, since they were last fetched."""
 
 WINDOW = 5
-"""Largest number of recent steps averaged for one verdict."""
+"""Maximum number of recent steps averaged to decide which side, trainer or engines, is the bottleneck."""
 FEWEST = 3
-"""Steps needed before the first verdict. The run's first step never counts, because it includes one-time work."""
+"""Steps needed before the bottleneck is first reported. The run's first step never counts, because it includes one-time
+work."""
 MARGIN = 0.1
 """A side is the bottleneck if the other side's idle share is larger by more than this."""
 
 Call = Callable[[str, bool], Awaitable[list[Any]]]
-"""Function calling a method on all ranks of a group, with a flag."""
+"""Async function that calls a method of all ranks of a group with a boolean argument."""
 
 _SAME_CLOCK_SECONDS = 0.1
 """Clock offsets below this count as 0. Different machines were not booted within such a short time of each other, so a
@@ -104,7 +105,7 @@ small offset means one machine."""
 
 
 class Performance:
-    """Measures a run's steps: METRICS, and the engines' own metrics."""
+    """Measures a run's steps. Its results are the metrics in METRICS, and the engines' own metrics."""
 
     def __init__(
         self,
@@ -113,7 +114,7 @@ class Performance:
         models: Mapping[str, RankModel],
         predicted: Mapping[str, int] | None = None,
     ) -> None:
-        """Create the measurement. `predicted` has the planned bytes of the rank with most memory, by phase."""
+        """Create the measurement. `predicted` has, by phase, the planned memory in bytes of the fullest rank."""
         self._predicted = predicted or {}
         self._ranks = ranks
         self._work = models["policy"].work
@@ -246,7 +247,8 @@ class Balance:
         self._verdict = ""
 
     def observe_step(self, seconds: Mapping[str, float], metrics: Mapping[str, float]) -> dict[str, float]:
-        """Return the METRICS of a step, from its times so far (`seconds`) and the engines' `time/engines_idle`."""
+        """Return the metrics of a step (METRICS), from its times so far (`seconds`) and the engines'
+        `time/engines_idle`."""
         whole, waited = seconds["time/step_seconds"], seconds.get("time/rollout_seconds", 0.0)
         idle = min(1.0, waited / max(whole, 1e-9))
         found = {"time/rollout_waited_seconds": waited}
@@ -288,8 +290,8 @@ class Balance:
 class Profiles:
     """Recorder of steps, writing their traces to profiles/ in the run folder.
 
-    Separate engines answer only after receiving the weights on their way. No step waits for this: their spans are
-    fetched and the trace is written in the background.
+    Separate engines answer only after they received the weights being sent to them. No step waits for this: their spans
+    are fetched and the trace is written in the background.
     """
 
     def __init__(self, ranks: RunRanks, folder: RunFolder, tracker: Tracker) -> None:
@@ -299,7 +301,7 @@ class Profiles:
 
     @asynccontextmanager
     async def record_step(self, number: int) -> AsyncIterator[None]:
-        """Record the step run within. A failed step has no trace."""
+        """Context for one step: record its spans. A failed step has no trace."""
         # Not awaited here: the engines may be busy receiving weights, and the step must not wait for them.
         offsets_of_engines = asyncio.create_task(self._begin_engines(self._writing))
         try:
@@ -335,7 +337,7 @@ class Profiles:
             await asyncio.gather(self._writing, return_exceptions=True)
 
     async def _begin_engines(self, earlier: asyncio.Task[None] | None) -> list[float]:
-        """Start recording on separate engines once the `earlier` trace is written. Return `_begin` of their ranks."""
+        """Start recording spans on separate engines once the `earlier` trace is written. Returns as `_begin` does."""
         if not self._ranks.is_separate:
             return []
         if earlier is not None:
@@ -384,7 +386,8 @@ class Profiles:
 
 
 async def _begin(call: Call) -> list[float]:
-    """Start recording on ranks. Return the seconds by which the driver's clock is ahead of each rank's."""
+    """Start recording spans on ranks. Return for each rank the seconds by which the driver's clock is ahead of its
+    clock."""
     # In the first round ranks may still be busy. The round with the shorter answer time bounds the offset better.
     rounds = [await _ask_clocks(call) for _ in range(2)]
     asked, answered, clocks = min(rounds, key=lambda one: one[1] - one[0])
@@ -394,7 +397,8 @@ async def _begin(call: Call) -> list[float]:
 
 
 async def _ask_clocks(call: Call) -> tuple[float, float, list[float]]:
-    """Start recording on ranks. Return the time of the request, the time of the last answer, and each rank's clock."""
+    """Start recording spans on ranks. Return the time of the request, the time of the last answer, and each rank's
+    clock."""
     asked = time.monotonic()
     clocks = [clock for clock, _ in await call("__spans__", True)]
     return asked, time.monotonic(), clocks

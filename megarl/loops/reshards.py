@@ -70,9 +70,8 @@ class Reshards:
         """Reports of the engines about the current reshard."""
 
     async def sleep_engines(self) -> None:
-        """Free the engines' memory for the trainer until the next reshard. Their requests pause until then.
-
-        Separate engines never sleep. Engines asleep already are left alone.
+        """Put colocated engines to sleep until the next reshard, so that the trainer can use their memory. Their
+        requests pause until then. No effect on separate engines, and on engines already asleep.
         """
         # Colocated engines are paused by this method only. `run` wakes the engines, then resumes the pool.
         if self._ranks.is_separate or self._pool.is_paused:
@@ -215,7 +214,7 @@ class Reshards:
 
 
 def _measured(reports: Reports) -> dict[str, float]:
-    """Return the slowest rank's seconds by stage, and the bytes summed over ranks."""
+    """Return the metrics of a reshard: the slowest rank's seconds for each stage, and the bytes summed over ranks."""
     # Stages differ between ranks: sampling ranks have some that training ranks lack.
     stages = dict.fromkeys(name for r in reports for name in r if name.endswith("_seconds"))
     seconds = {f"time/reshard_{name}": max(r.get(name, 0.0) for r in reports) for name in stages}

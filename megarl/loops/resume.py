@@ -86,7 +86,7 @@ class Origin:
 
 
 def find_origin(recipe: Recipe, folder: RunFolder, resume: Resume | None, kept: Kept | None = None) -> Origin:
-    """Find the checkpoint to resume from, then register a new attempt of the run in its folder.
+    """Find the checkpoint to resume from, then register a new start of the run in its folder.
 
     `kept` says how many records were dropped as too long.
 
@@ -178,7 +178,8 @@ def _refuse_other_draws(earlier: Mapping[str, Any], recipe: Recipe) -> None:
 
 
 def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> list[str]:
-    """Return warnings about changed validation files. Raises DataError for changed training files."""
+    """Return a warning for each validation file changed since the run began. Raises DataError for a changed training
+    file."""
     before, paths = earlier.get("data", {}), data_paths(recipe)
     changed = {
         field: f"{paths[field]}: {field} is not what the run was trained on: its sha256 is {sha256}, it was "
@@ -197,7 +198,7 @@ def _data_changes(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) ->
 
 
 def _refuse_other_kept(earlier: Mapping[str, Any], recipe: Recipe, inputs: Inputs) -> None:
-    """Raise DataError if not the same records as before are dropped as too long.
+    """Raise DataError if other records than before are dropped as too long.
 
     The run's position in the data counts only the other records, so it would point at other records than before.
     """

@@ -213,7 +213,7 @@ class _Start:
         await transfer.run(verify=True, version=1)
 
     async def _check_nodes(self, ranks: RunRanks) -> None:
-        """Print the nodes of the ranks and what checks of them found. Raises ConfigError naming the unfit nodes."""
+        """Print the nodes of the ranks, and the results of their checks. Raises ConfigError naming the unfit nodes."""
         recipe, tracker = self.recipe, self.tracker
         if len(nodes := dict.fromkeys(place[0] for place in ranks.topology)) > 1:
             tracker.info(f"ranks on {', '.join(nodes)}")
@@ -295,7 +295,7 @@ def _count_of_ranks(recipe: Recipe) -> str:
 
 
 async def _construct_engine(group: WorkerGroup, recipe: Recipe, layout: ParallelConfig) -> None:
-    """Construct an engine's worker on each rank of a separate replica."""
+    """Construct the worker (an engine shard) on each rank of a separate engine replica."""
     # A replica keeps its number for life: its first rank determines it.
     number = layout.leaders().index(group.part.first_rank)
     settings = {"recipe": recipe, "layout": layout, "replica": number}

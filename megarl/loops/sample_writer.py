@@ -35,7 +35,8 @@ class SampleWriter:
     async def write_step(
         self, step: int, trajectories: Sequence[Trajectory], tokens: Sequence[Mapping[str, Any]] = ()
     ) -> None:
-        """Write a step's trajectories if they are due, and its token-by-token records `tokens`."""
+        """Write a step's trajectories if they are due (tracking every n steps), and its token-by-token records
+        `tokens`."""
         if self.is_due(step):
             await self.write(step, [trajectory.record() for trajectory in trajectories], trajectories)
         if tokens:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Session:
-    """Run under way, with all its parts."""
+    """A started run with all its parts: models, engines, data, tracker, checkpoints."""
 
     recipe: Recipe
     folder: RunFolder

@@ -178,8 +178,8 @@ async def make_source(
 ) -> Source:
     """Create a source sampling with these engines. An agent's endpoint is open until `stack` closes.
 
-    `screen` gets its settings and the first failure of each kind. `had_ended`: earlier steps showed that its rewards
-    are not verdicts (`rollout.answers`).
+    `screen` gets its settings and the first failure of each kind. `had_ended`: an earlier step already had an answer
+    without a verdict, so accuracy is not measured (`rollout.accuracy`).
     """
     recipe = given.recipe
     rollout = recipe.rollout

@@ -43,7 +43,8 @@ class StepChecks:
             raise UnhealthyError(f"train.on_unhealthy = stop: {finding.text}")
 
     def check(self, step: int, metrics: Mapping[str, float]) -> MegarlError | None:
-        """Warn of problems in a logged step. Return its fault: the error ending the run once the step is saved."""
+        """Warn of problems in a logged step. Return the error that must end the run once the step is saved; None: go
+        on."""
         self._tool_use.add(metrics)
         for tool in self._tool_use.never_called:
             text = uncalled_text([tool], f"up to step {step}", self._look)
@@ -66,7 +67,8 @@ class StepChecks:
         return f"The state after the step is saved; go on with: megarl train {self._folder.path} --resume"
 
     def _check_mismatch(self, step: int, metrics: Mapping[str, float]) -> MegarlError | None:
-        """Return the fault of a step with too large a log-prob mismatch of trainer and engine (train.on_logprob_gap).
+        """Return the error ending the run if trainer and engine log-probs differ too much in a step
+        (train.on_logprob_gap).
 
         With train.on_logprob_gap = skip, warn once.
         """
@@ -79,7 +81,8 @@ class StepChecks:
         return None
 
     def _check_health(self, step: int, metrics: Mapping[str, float]) -> MegarlError | None:
-        """Warn of broken health rules. If train.on_unhealthy = stop, return the fault for the first of them."""
+        """Warn of broken health rules. If train.on_unhealthy = stop, return the error ending the run for the first of
+        them."""
         findings = self._health.observe(step, metrics)
         for finding in findings:
             self._tracker.unhealthy(finding)

@@ -130,7 +130,8 @@ class Steps:
         await self.checkpoints.complete(wait=True)
 
     def _log(self, step: Step) -> MegarlError | None:
-        """Log a step's metrics, and keep its model if it is the best so far. Return its fault (`StepChecks.check`)."""
+        """Log a step's metrics, and keep its model if it is the best so far. Return the error that ends the run, if any
+        (`StepChecks.check`)."""
         self.tracker.log(step.number, step.metrics)
         self.checkpoints.judge(step.number, step.metrics)
         return self.checks.check(step.number, step.metrics)

@@ -50,7 +50,8 @@ _FORMAT = {
     "singleton_local_shards": False,
 }
 _OVERHEAD_BYTES = 4096
-"""Upper bound of the bytes that torch and the manifest need for one tensor, in addition to its elements."""
+"""Maximum bytes that a checkpoint needs for one tensor in addition to its elements: torch's headers, and the manifest's
+entry."""
 
 
 class Save:
@@ -141,9 +142,9 @@ def _own_storage(data: Any) -> Any:
 
 @contextmanager
 def changed_models_loaded(models: Mapping[str, Model]) -> Iterator[None]:
-    """Context in which frozen models with changed weights are on the device; other frozen models stay on the host.
-
-    Changed models are part of a save. Tensors on the device are copied before a save continues in the background.
+    """Context in which frozen models with changed weights (an updated reference) are on the device, because a save
+    contains them. Other frozen models stay on the host. Tensors on the device are copied before a save continues in the
+    background.
     """
     with ExitStack() as stack:
         for name in _changed_models(models):

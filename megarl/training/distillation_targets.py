@@ -55,7 +55,7 @@ class StoredTargets:
 
 @dataclass(frozen=True, slots=True)
 class TargetPositions:
-    """Positions in a padded row that predict a trained token, in row order. All arrays are [positions]."""
+    """The positions of a padded row at which a trained token is predicted, in row order. All arrays are [positions]."""
 
     place: NDArray[np.int64]
     sequence: NDArray[np.int64]
@@ -167,7 +167,7 @@ def _runs(row: TokenBatch, positions: TargetPositions) -> NDArray[np.int64]:
 
 
 def _own_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[TargetPositions, NDArray[np.int64]]:
-    """Return the positions on this rank that one teacher teaches, and their indices among the rank's tokens."""
+    """Return the positions on this rank with targets from one teacher, and their indices among the rank's tokens."""
     assert row.target_keys is not None and batch.row.local is not None
     own, indices = TargetPositions.of_row(row, batch.padded).among(batch.row.local.cpu().numpy())
     chosen = row.target_keys[own.sequence, 0] == teacher
@@ -175,5 +175,5 @@ def _own_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[Ta
 
 
 def _ends(runs: Sequence[NDArray[np.int64]]) -> NDArray[np.int64]:
-    """Return the end of each row's targets except the last row's: [rows - 1]."""
+    """Return where each row's targets end in the fetched array, for all rows except the last: [rows - 1]."""
     return np.cumsum([(of_row[:, 2] - of_row[:, 1]).sum() for of_row in runs])[:-1].astype(np.int64)

@@ -37,7 +37,8 @@ class Microbatch:
     padded: NDArray[np.int64]
     """[sequences]: number of tokens of each sequence of the whole row with padding; `lengths` is the number without."""
     samples: NDArray[np.int64]
-    """[sequences]: number of the sample that each segment belongs to, in ascending order."""
+    """[sequences]: for each sequence, the number of its sample, ascending. A sample may have several sequences
+    (segments)."""
     support: Support | None = None
     """For each token, the set of tokens over which its log-prob is renormalised. None: the whole vocabulary
     everywhere.

@@ -170,7 +170,7 @@ class ModelShard:
             return get_forward_backward_func()(**self.passes(rows, of_row, forward_only=True))
 
     def shared(self, rows: Sequence[TokenBatch] | None) -> Sequence[TokenBatch]:
-        """Return the rows for this rank: those of the first rank of its data-parallel replica."""
+        """Return the rows that this rank processes. They were passed to the first rank of its data-parallel replica."""
         if self._replica is not None:
             return self._replica.share(rows)
         assert rows is not None
@@ -349,7 +349,8 @@ class FrozenModel(ModelShard):
             return super().forward(rows)
 
     def move_towards(self, tensors: Mapping[str, Tensor], share: float) -> None:
-        """Set each parameter and buffer to share * the given one + (1 - share) * itself, computed in float32.
+        """Mix other weights into the model, in float32: each parameter or buffer becomes share * tensor + (1 - share) *
+        itself.
 
         `tensors` [*shape] belong to a model of the same shape and layout, by the same names. Source: TR-DPO
         (Gorbatovski et al. 2024, arXiv 2404.09656, eq. 3 and 4: the soft update, and the hard one at share 1).
@@ -370,7 +371,7 @@ def saved_buffers(chunk: torch.nn.Module) -> Iterator[tuple[str, Tensor]]:
 
 
 def _host_copy(values: Tensor) -> Tensor:
-    """Return the values in host memory, page-locked if they come from an accelerator, for a fast way back."""
+    """Copy values to host memory: page-locked if they come from an accelerator, so that copying back is fast."""
     if values.device.type == "cpu":
         return values
     return torch.empty_like(values, device="cpu", pin_memory=True).copy_(values)

@@ -60,7 +60,8 @@ def _bytes(storage: torch.UntypedStorage) -> Tensor:
 
 
 class MergedWeights:
-    """Weights with LoRA adapters merged in, by Megatron's names in `weights`, valid within the context `merged_lora`.
+    """The model's weights with LoRA adapters merged into them. `weights` maps Megatron's names to tensors, valid within
+    the context `merged_lora`.
 
     A linear layer with an adapter has a separate tensor for it. Its memory exists within `merged_lora` only; the frozen
     weight is never written. Merging needs no other rank: adapters are split like their weights.
@@ -79,7 +80,7 @@ class MergedWeights:
 
     @contextmanager
     def merged_lora(self) -> Iterator[None]:
-        """Context in which the merged weights are valid. The trainer's own must be on the device."""
+        """Context in which the merged weights are valid. The trainer's own weights must be on the device."""
         self._offloadable.onload()
         with torch.no_grad():
             for name, (adapter, weight) in self._adapters.items():

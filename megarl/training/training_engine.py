@@ -182,9 +182,8 @@ class TrainingEngine(ModelShard):
 
     @property
     def overlaps_reduction(self) -> bool:
-        """Whether gradients are reduced during the backward pass.
-
-        The recipe decides. By default, they are if their ranks are on several nodes.
+        """Whether gradients are reduced during the backward pass: the value of trainer.overlap_grad_reduce, by default
+        True if the ranks are on several nodes.
         """
         if (given := self.recipe.trainer.overlap_grad_reduce) is not None:
             return given
@@ -361,7 +360,7 @@ class TrainingEngine(ModelShard):
 
 
 class StartingPolicy:
-    """The policy at the start of training, if only adapters are trained: the same weights without adapters."""
+    """The initial policy, as reference model if only adapters are trained: the policy's weights without adapters."""
 
     def __init__(self, policy: TrainingEngine) -> None:
         self._policy = policy
