@@ -277,7 +277,8 @@ def _write_files(
 
 
 def _write_kept(tensors: Mapping[str, KeptTensor], file: str, manifest: ManifestWriter) -> int:
-    """Write kept tensors to a file of their own. Returns their number; writes nothing for none."""
+    """Write the tensors that are copied unchanged (vision tower, multi-token prediction) to a separate file. Returns
+    their number; 0: no file is written."""
     for piece in file_content(tensors) if tensors else ():
         manifest.append(file, piece)
     return len(tensors)
@@ -338,8 +339,8 @@ def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> Paralle
 
 
 def _files_of_index(folder: Path, tensors: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """Return the tensors of each file in a folder's index, in the model's order. None: the index is not this
-    model's.
+    """Return the tensors of each file in a folder's index, in the model's order. None: the index lists other tensors
+    than the model's.
     """
     files = weight_files(folder)
     where = {name: file for file, names in files.items() for name in names}
@@ -364,7 +365,8 @@ def _copy_companions(
 
 
 def find_checkpoint(folder: Path) -> Path:
-    """Find the checkpoint in a folder: the folder itself, the one named by Megatron's tracker file, or a run's newest.
+    """Find the checkpoint in a folder. It is the folder itself, the checkpoint named by Megatron's tracker file, or the
+    newest one of a run.
 
     Raises ConfigError for a run, or its `checkpoints` folder, without checkpoints. Raises DataError for an invalid
     tracker file.
@@ -376,7 +378,8 @@ def find_checkpoint(folder: Path) -> Path:
     text = (folder / TRACKER).read_text(encoding="utf-8").strip()
     if text != RELEASE and not text.isdecimal():
         raise DataError(
-            f"{folder / TRACKER}: names no checkpoint but {text[:40]!r}. Write an iteration's number, or release."
+            f"{folder / TRACKER}: contains {text[:40]!r} instead of the name of a checkpoint. Write an iteration's "
+            "number, or release."
         )
     return folder / (RELEASE if text == RELEASE else f"iter_{int(text):07}")
 

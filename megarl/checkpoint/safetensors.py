@@ -231,11 +231,12 @@ def write_folder(
     bucket_bytes: int,
     model: ModelShape | None = None,
 ) -> None:
-    """Write `files` (name -> forms of its tensors), each by one rank, from all ranks' `parameters`. A collective.
+    """Write safetensors files into a folder, each by one rank, from the shards of all ranks. A collective.
 
-    `parameters` are this rank's shards, [local rows, ...] each. They travel as `dtype`. `model` is
-    needed for packed tensors. On rank 0, `write_others` adds
-    the folder's other files. The folder is replaced atomically. Raises OSError if the disk is full.
+    `files` maps a file's name to its tensors' names, shapes and dtypes. `parameters` are this rank's shards, each
+    [local rows, ...]. They are sent as `dtype`. `model` is needed for packed tensors (all experts of a layer in one
+    tensor). On rank 0, `write_others` adds the folder's other files. The folder is replaced atomically. Raises OSError
+    if the disk is full.
     """
     folder = Path(folder)
     # Written next to its final place, so that the last rename stays on one file system and is atomic.
@@ -267,13 +268,14 @@ def write_folder(
 
 
 def kept_file(num_files: int, kept: Mapping[str, KeptTensor]) -> dict[str, Mapping[str, KeptTensor]]:
-    """Return the name of the last file, after `num_files` others, with the kept tensors in it; nothing without any."""
+    """Return the tensors that are only copied (vision tower, multi-token prediction), under the name of the last file.
+    `num_files` files come before it. Empty if there are no such tensors."""
     return {_file_name(num_files + 1, num_files + 1): kept} if kept else {}
 
 
 def pack_files(tensors: Mapping[str, Form], shard_bytes: int, *, num_more: int = 0) -> dict[str, dict[str, Form]]:
-    """Distribute tensors, in the model's order, over files of at most `shard_bytes`. Returns file name -> its
-    tensors, widest dtypes first. The folder has `num_more` files of weights after them.
+    """Distribute tensors, in the model's order, over files of at most `shard_bytes`. Returns the tensors of each file,
+    by file name, widest dtypes first. The names count `num_more` further files that the folder will have.
     """
     shards: list[dict[str, Form]] = [{}]
     filled = 0

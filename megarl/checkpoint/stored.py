@@ -17,22 +17,27 @@ CODES = ("F64", "F32", "F16", "BF16")
 """Dtype codes in safetensors files that are accepted for training."""
 
 _PACKED = (".experts.gate_up_proj", ".experts.down_proj")
-"""Endings of tensors with all experts of a layer. Some releases have them, others one tensor per expert."""
+"""Endings of the names of packed tensors: one tensor holds all experts of a layer. Some releases of a model store
+these, others one tensor per expert."""
 
 # Faults listed of each kind: a wrong config.json can cause one for every tensor.
 _NAMED = 5
 
 
 MXFP4 = "MXFP4"
-"""Code of packed tensors stored as blocks and scales (`checkpoint.mxfp4`)."""
+"""Value of `Stored.code` for tensors in the 4-bit format MXFP4 (`checkpoint.mxfp4`)."""
 BLOCKS, SCALES = "_blocks", "_scales"
-"""Endings of the names of an MXFP4 tensor's two parts in files."""
+"""Endings of the names of the two tensors that store an MXFP4 tensor in files: 4-bit numbers, and their scales."""
 _GROUP = 32
-"""Numbers with one scale in MXFP4."""
+"""MXFP4 has one scale for this many consecutive numbers."""
 
 
 class Stored(NamedTuple):
-    """The file storing a tensor, and the tensor's dtype code in safetensors."""
+    """Place of a tensor in a model folder: its file, and its dtype code in the file's header (`CODES` or `MXFP4`).
+
+    An MXFP4 tensor (gpt-oss) has 4-bit numbers in the file `path`, and one scale per `_GROUP` numbers in the file
+    `scales`. Other tensors have `scales` None.
+    """
 
     path: Path
     code: str

@@ -157,7 +157,8 @@ def split(
             dtype = stored_as.setdefault(parameter.keys, dtypes[name])
             if dtypes[name] != dtype:
                 raise DataError(
-                    f"{name} is {dtypes[name]}, other parts of {parameter.keys[0]} are {dtype}; cast them with --dtype."
+                    f"{name} has dtype {dtypes[name]}, but other parts of the Megatron tensor {parameter.keys[0]} "
+                    f"have {dtype}; give all the same dtype with --dtype."
                 )
         dtype = stored_as[parameter.keys]
         where = layouts.chunk(parameter.layer) if parameter.layer >= 0 else layouts.chunks_of(rule)[0]

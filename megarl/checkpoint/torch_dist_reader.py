@@ -170,7 +170,10 @@ class _Unpickler(pickle.Unpickler):
             return super().find_class(module_name, global_name)
         if module_name == "torch" and isinstance(dtype := getattr(torch, global_name, None), torch.dtype):
             return dtype
-        raise pickle.UnpicklingError(f"it names {module_name}.{global_name}, which is not allowed")
+        raise pickle.UnpicklingError(
+            f"the file contains an object of the class {module_name}.{global_name}; only plain metadata is allowed, "
+            "because other classes can run code"
+        )
 
 
 def _loads(content: bytes) -> Metadata:
@@ -191,7 +194,7 @@ def read_metadata(path: Path) -> Metadata:
         seconds, memory_bytes = _SECONDS + size / _BYTES_PER_SECOND, _MEMORY + 64 * size
         work = partial(_loads, content)
         if fault := fault_of(work, seconds=seconds, memory_bytes=memory_bytes):
-            raise pickle.UnpicklingError(f"to read it {fault}, which its {size} bytes cannot need")
+            raise pickle.UnpicklingError(f"reading its {size} bytes {fault}, so the file is damaged or malicious")
         return work()
     except Exception as error:  # A damaged pickle can raise anything.
         raise DataError(f"{path}: cannot be read ({type(error).__name__}: {error}). {_AGAIN}") from None
@@ -210,7 +213,7 @@ def check_harmless(folder: Path) -> None:
         for index, place in metadata.storage_data.items():
             path = folder / place.relative_path
             if path.parent != folder or place.transform_descriptors or place.offset < 0:
-                raise ValueError("it is not a plain file of this folder")
+                raise ValueError("a tensor is stored compressed, or outside this folder")
             if isinstance(metadata.state_dict_metadata[index.fqn], BytesStorageMetadata):
                 with path.open("rb") as file:
                     file.seek(place.offset)
@@ -250,7 +253,7 @@ class _Metadata:
                 own = key.replace("decoder.layers.", f"decoder.layers.{layer}.", 1)
                 if own in self._records:
                     return own, tuple(rest)
-        raise DataError(f"{self._path}: lacks {parameter.keys[0]}. {_AGAIN}")
+        raise DataError(f"{self._path}: the checkpoint does not contain the tensor {parameter.keys[0]}. {_AGAIN}")
 
     def tensor(self, key: str, depth: int) -> _StoredTensor:
         """Return the tensor stored under a key.
@@ -275,13 +278,14 @@ class _Metadata:
             # A downloaded checkpoint must not make megarl read files elsewhere.
             if Path(info.relative_path).name != info.relative_path:
                 raise DataError(
-                    f"{self._path}: {key} is said to be in {info.relative_path!r}, not a file of this folder. Copy "
+                    f"{self._path}: {key} is stored in {info.relative_path!r}, which is not a file of this folder. "
+                    "Copy "
                     "or convert the checkpoint again."
                 )
             if info.transform_descriptors or shape[:depth] != (1,) * depth:
                 raise DataError(
-                    f"{self._path}: {key} is compressed or spans layers. Save it again without compression, one layer "
-                    "a chunk."
+                    f"{self._path}: {key} is compressed, or one chunk holds several layers. Save the checkpoint again "
+                    "without compression, with one layer per chunk."
                 )
             path, end = self._path.with_name(info.relative_path), info.offset + info.length
             if self._size(path) < end:
