@@ -42,7 +42,7 @@ class PassSettings:
     recomputed: frozenset[str] = frozenset()
     """Recomputed parts of a layer, by Megatron-Core's names."""
     fuses_activation: bool = False
-    """Whether SwiGLU is one kernel (bias_activation_fusion)."""
+    """Whether SwiGLU is computed by one fused kernel (bias_activation_fusion)."""
     pads_attention: bool = False
     """Whether attention pads the sequences of a row: on a CPU, and in float32."""
     lora_rank: int = 0
@@ -98,7 +98,7 @@ def layer_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSetting
 
 
 def stage_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings: PassSettings) -> float:
-    """Return bytes saved on a pipeline stage at its fullest: all rows in flight, all its layers, and the head."""
+    """Return the peak bytes saved on a pipeline stage: all rows in flight, in all layers of the stage and the head."""
     kinds = [shape.layers[number] for number in layout.layers_on_stage(shape.num_layers, stage)]
     rows = rows_in_flight(layout, stage)
     by_kind = {kind: layer_bytes(shape, layout, settings, kind) for kind in set(kinds)}
@@ -127,7 +127,7 @@ def pipeline_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settin
 
 
 def rows_in_flight(layout: ParallelConfig, stage: int) -> float:
-    """Return how many rows have saved activations on a pipeline stage at the moment of most.
+    """Return the maximum number of rows whose activations a pipeline stage holds at a time.
 
     A row counts fully if all layers of the stage hold its activations. 1F1B schedule: the number of stages from this
     one to the last. Interleaved schedule: (pp - 1) / (pp vpp) more on the first stage. Source: Megatron-LM (arXiv

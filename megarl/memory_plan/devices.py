@@ -54,5 +54,5 @@ class GpuMemory(NamedTuple):
         return self.engine if phase.part == "engine" else self.trainer
 
     def exceeded(self, table: MemoryTable) -> list[Phase]:
-        """Return the phases needing more than the memory of their GPU."""
+        """Return the phases that need more memory than their GPU has."""
         return [phase for phase in table.phases if phase.device_bytes > self.gib_for(phase) * 2**30]

@@ -17,10 +17,9 @@ class Use:
 
 @dataclass(frozen=True, slots=True)
 class Phase:
-    """A phase at its moment of most memory, on the rank with most.
-
-    `name` is the phase's name in metrics. A model other than the policy follows it (`train critic`), and `engine`
-    follows in a phase of separate engines (`reshard engine`).
+    """A phase of a run, and its peak memory on the rank that needs most. `name` is the phase's name in metrics. For a
+    model other than the policy, the model's name is appended (`train critic`). For separate engines, `engine` is
+    appended (`reshard engine`).
     """
 
     name: str
@@ -66,14 +65,13 @@ class CacheCapacity:
 
     @property
     def mean_requests(self) -> int:
-        """Return how many requests fit at their mean length. Requests grow evenly, so that is half the longest
-        length."""
+        """Return how many requests fit at half of the longest length, their mean length while they are decoded."""
         return 2 * self.tokens // self.longest
 
     @property
     def warning(self) -> str | None:
-        """Return a warning if the cache holds less than a quarter of the concurrent requests at their mean length. May
-        be None."""
+        """Return a warning if fewer than a quarter of the concurrent requests fit at their mean length. None: enough
+        fit."""
         if 4 * self.mean_requests >= self.under_way:
             return None
         return (
@@ -129,7 +127,7 @@ class MemoryTable:
         )
 
     def host_bytes(self, num_trainers: int, num_engines: int = 0) -> int:
-        """Return the bytes of host memory of so many trainer and engine ranks, each at its maximum."""
+        """Return the bytes of host memory needed by these numbers of trainer and engine ranks, each at its maximum."""
         counts = (num_trainers, num_engines)
         return sum(count * phase.host_bytes for count, phase in zip(counts, self.fullest_host, strict=False))
 

@@ -37,7 +37,7 @@ def fullest_node(recipe: Recipe, table: MemoryTable) -> NodeRanks:
 
 
 def _ranks_of_nodes(recipe: Recipe) -> set[NodeRanks]:
-    """Return the different combinations of ranks occurring on a node."""
+    """Return the different numbers of trainer and engine ranks that nodes of the run have."""
     ranks, engines = recipe.cluster.ranks_per_node, recipe.cluster.groups.engines
     if engines is not None:
         return {NodeRanks(ranks, 0), NodeRanks(0, engines.ranks_per_node)}

@@ -54,7 +54,7 @@ def memory_table(recipe: Recipe, models: Models, platform: Platform, *, gpu_gib:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Predicted memory of one rank: its models, its engine, or both."""
+    """Predicts the memory of one rank: of its models, its engine, or both."""
 
     recipe: Recipe
     models: Models
@@ -82,7 +82,7 @@ class RankMemory:
 
     @cached_property
     def policy(self) -> TrainerStates:
-        """Return the policy's states after its first update. An optimizer has moments only from then on."""
+        """Return the policy's states as they are after the first update: an optimizer has no moments before."""
         if not self.has_trainer:
             return trainer_bytes.NOTHING
         return self._trained(self.models.policy, self.recipe.optimizer.name, self.recipe.lora.rank)
@@ -211,7 +211,7 @@ class RankMemory:
         return moments
 
     def _start(self) -> list[Use]:
-        """Return the start's moment of most memory: while the engine is built, after all models are loaded, or the
+        """Return the peak of a run's start. It occurs while the engine is built, when all models are loaded, or in the
         first reshard."""
         # Moments appear with the first update, so they are missing until then.
         began = replace(self.policy, moments=0)
@@ -273,9 +273,8 @@ class RankMemory:
         ]
 
     def _fp8(self, built: Built) -> Iterator[Use]:
-        """Yield FP8 copies of the weights that the policy keeps until the engine's turn.
-
-        FP8 also makes saved activations smaller, which is not counted.
+        """Yield the FP8 copies of weights in an update. The policy retains them until the engine samples. FP8 also
+        makes saved activations smaller; this is not counted.
         """
         if self.recipe.trainer.fp8 != "none":
             models = {id(model): model.layouts for model in (built, self.models.policy)}
@@ -304,8 +303,8 @@ class RankMemory:
         return [*self._states(self.policy, _ALL), *self._critic(()), *self._idle_models(at_work=name)]
 
     def _states(self, states: TrainerStates, awake: Collection[str]) -> Iterator[Use]:
-        """Yield a trained model's states: on the device those in `awake` and those never offloaded, on the host their
-        copies."""
+        """Yield the memory of a trained model's states. States in `awake`, and those never offloaded, are on the
+        device. The others are on the host."""
         offload = self.recipe.trainer.offload
         is_here = {name: name in awake or name not in offload for name in _ALL}
         yield Use("parameters", states.parameters * is_here["parameters"])

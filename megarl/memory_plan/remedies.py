@@ -1,4 +1,5 @@
-"""Search for changes with which a recipe fits into a GPU's memory. Each is checked by predicting the memory again."""
+"""Search for changes of a recipe that make its run fit into GPU memory. Each change is checked by predicting the memory
+again."""
 
 from __future__ import annotations
 
@@ -30,10 +31,8 @@ _COSTS = {
     "weights.overlap": 0.5,
     "trainer.optimizer_offload_fraction": 6.0,
 }
-"""Relative cost of a change to a run, without a unit.
-
-In rising order: seconds of each step, a smaller cache, shorter rows, a third of the training time. An optimizer on the
-host costs more than all of them.
+"""Costs of changes, to try cheap ones first. Numbers have no unit. Offloading costs seconds per step. A smaller KV
+cache, shorter rows and recomputation (a third of the training time) cost more. An optimizer on the host costs most.
 """
 _GIB = 2**30
 _LONGEST_FORWARD = 8
@@ -43,7 +42,7 @@ fewer rows are harder to balance over ranks."""
 
 @dataclass(frozen=True, slots=True)
 class Remedy:
-    """New field values with which a recipe fits into memory, and its predicted memory with them."""
+    """New values of recipe fields that make the run fit into memory, and the memory predicted with them."""
 
     values: Mapping[str, Any]
     table: MemoryTable
@@ -72,7 +71,8 @@ def remedies(recipe: Recipe, models: Models, gpus: GpuMemory, *, most: int = 3) 
 
 
 def _optimizer_on_host(recipe: Recipe) -> dict[str, Any] | None:
-    """Return the field values that move the optimizer to the host. None: that is impossible, or it is there already."""
+    """Return the field values that move the optimizer to the host. None: this is impossible, or the optimizer is there
+    already."""
     trainer = recipe.trainer
     if any(obstacles(recipe)) or trainer.optimizer_offload_fraction == 1:
         return None
@@ -110,7 +110,7 @@ def with_field_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
 
 
 class _Fitted:
-    """Marker instead of a value: the search replaces it by the largest value that fits."""
+    """Placeholder for a field's value. The search replaces it by the largest value that fits."""
 
 
 _FITTED = _Fitted()
@@ -181,7 +181,8 @@ def _completed(recipe: Recipe, models: Models, gpus: GpuMemory, values: dict[str
 
 
 def cache_within(table: MemoryTable, limit_gib: float) -> float:
-    """Return the GiB of the largest KV cache with which an engine stays within `limit_gib`, rounded down to tenths.
+    """Return the size in GiB, rounded down to tenths, of the largest KV cache for which engine ranks need at most
+    `limit_gib`.
 
     It is negative if no cache fits.
     """
@@ -191,7 +192,8 @@ def cache_within(table: MemoryTable, limit_gib: float) -> float:
 
 
 def _fitted_cache(recipe: Recipe, models: Models, gpus: GpuMemory) -> float | None:
-    """Return the largest KV cache (or share of the GPU) fitting during sampling, or None."""
+    """Return the largest value of `rollout.kv_cache_gib` (or `rollout.gpu_memory_utilization`) that fits during
+    sampling. None: no value fits."""
     table = memory_table(recipe, models, GPU, gpu_gib=gpus.engine)
     sampling = [phase.device_bytes for phase in table.phases if phase.use("KV cache").device_bytes]
     excess = max(sampling, default=0) - gpus.engine * _GIB

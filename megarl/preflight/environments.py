@@ -101,10 +101,10 @@ def _tools(recipe: Recipe) -> Sequence[Mapping[str, Any]]:
 
 
 def _refuse_made_problems(recipe: Recipe) -> None:
-    """Raise ConfigError if data.train is `environment:COUNT`, but the environment makes no problems."""
+    """Raise ConfigError if data.train is `environment:COUNT`, but the environment cannot generate problems."""
     for field, path in data_paths(recipe).items():
         if path.startswith(MADE) and takes_problems(recipe, field):
-            raise ConfigError(f"{field} = {path}: this environment makes no problems; give a data file instead")
+            raise ConfigError(f"{field} = {path}: this environment cannot generate problems; give a data file instead")
 
 
 def _faults_with_tools(name: str, tools: Sequence[Mapping[str, Any]], dialogue: Dialogue) -> Iterator[str]:

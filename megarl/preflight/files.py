@@ -1,4 +1,4 @@
-"""Checks of a recipe's data files before a run, and functions reading and survey them."""
+"""Checks of a recipe's data files before a run, and functions to read and survey the files."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _count_of_source(
 def _noted(
     digest: blake2b, records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
 ) -> Sequence[int]:
-    """Count like `collect_count`, and add the position of each remaining record to a digest."""
+    """Count the records, and hash the position of each one that is not dropped."""
 
     def noting(index: int, record: Record) -> None:
         make(index, record)
@@ -183,14 +183,14 @@ def recognised_formats(recipe: Recipe) -> dict[str, str]:
 
 
 def collect_for(recipe: Recipe, folder: Path) -> Collect:
-    """Return where training records are kept: in memory, or with `data.streaming` in files of a folder."""
+    """Return a function that collects training records: in memory, or with `data.streaming` in files of a folder."""
     return partial(Streamed, folder=folder) if recipe.data.streaming else in_memory
 
 
 def _reading(recipe: Recipe, data_set: DataSet, dropped: Dropped | None, collect: Collect) -> dict[str, Any]:
     """Return the keyword arguments common to all readers of data sets.
 
-    They decide about overlong records: an error, or with `data.overlong` drop a count.
+    A record that is too long raises an error. With `data.overlong` = drop, it is left out and counted in `dropped`.
     """
 
     def drop(_: TooLongError) -> None:
@@ -206,7 +206,7 @@ def _reading(recipe: Recipe, data_set: DataSet, dropped: Dropped | None, collect
 
 
 def _some(found: Sequence[Any], source: str) -> Sequence[Any]:
-    """Return the records. Raises DataError if all of them were left out as too long."""
+    """Return `found`, the records left after dropping long ones. Raises DataError if there are none."""
     if not found:
         raise DataError(
             f"{source}: every record is too long, so data.overlong = drop leaves none; raise data.max_prompt_tokens or "
@@ -272,7 +272,7 @@ def system_prompt(recipe: Recipe) -> str | None:
     if prompt is None:
         names = [function.name for function in functions]
         raise ConfigError(
-            "data.system_prompt = default: takes the format instruction of a reward function, but "
+            "data.system_prompt = default: would use the format instruction of a reward function, but "
             f"{', '.join(names) or 'this recipe'} has none; write the system message itself, or remove the field"
         )
     return prompt

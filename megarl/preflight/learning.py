@@ -212,7 +212,8 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 @checks("trackers", Cost.FILES)
 def trackers(recipe: Recipe, *, is_start: bool, is_trained: bool) -> Iterator[str]:
-    """Yield an error for each tracker failing to import. An evaluation (`is_trained` False) uses no trackers."""
+    """Yield an error for each tracker that cannot be used. Training (`is_trained`) imports every tracker. An evaluation
+    uses none, so only their names are checked."""
     from megarl.tracking.trackers import check, locate
 
     # A job's environment is not that of the node that submits it.
@@ -332,7 +333,7 @@ def uncorrected_fp8(recipe: Recipe) -> Iterator[str]:
 
 
 def kept_kv(recipe: Recipe) -> Iterator[str]:
-    """Yield a warning if a kept KV cache mixes several weight versions in one token's log-prob."""
+    """Yield a warning if rollout.recompute_kv is false: several weight versions then contribute to a log-prob."""
     if unmet(recipe, "rollout.recompute_kv") is None and not recipe.rollout.recompute_kv:
         yield (
             "rollout.recompute_kv = false: requests interrupted by a reshard continue with the old keys and values; "
@@ -355,8 +356,8 @@ def _nothing_corrects(recipe: Recipe) -> bool:
 
 
 def _reward_order(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of normalising each reward function's scores separately: every part of the reward must be a
-    function's."""
+    """Yield errors of algorithm.reward_order normalize_then_sum: all parts of the reward must come from reward
+    functions."""
     chosen = "algorithm.reward_order = normalize_then_sum"
     algorithm = recipe.algorithm
     if unmet(recipe, "algorithm.reward_order") is not None:
@@ -383,7 +384,7 @@ def _reward_order(recipe: Recipe) -> Iterator[str]:
 
 
 def _settings_of_policy_loss(recipe: Recipe) -> frozenset[str]:
-    """Return the recipe fields taken by the policy loss. A user's own loss counts as taking all."""
+    """Return the recipe fields used as arguments by the policy loss. A user's own loss counts as using all."""
     name = recipe.algorithm.policy_loss
     return frozenset({"clip_low"}) if is_import_path(name) else frozenset(formulas("algorithm.policy_loss")[name])
 
@@ -470,7 +471,8 @@ def algorithm(recipe: Recipe) -> Iterator[str]:
 
 _OF_REWARDS = ("no_gradient", "constant_reward", "validation_falling")
 _OF_SAMPLES = ("entropy_collapsed",)
-"""Health rules disabled for supervised loops, because models may rightly become certain of given answers."""
+"""Health rules disabled for supervised loops. There a falling entropy is no fault: models should learn the given
+answers."""
 
 
 def thresholds(recipe: Recipe) -> HealthConfig:

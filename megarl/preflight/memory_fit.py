@@ -1,5 +1,4 @@
-"""Check whether a recipe fits into GPU memory, by the prediction of `megarl.memory_plan`, and changes making it
-fit."""
+"""Check whether a recipe's predicted memory (`megarl.memory_plan`) fits into the GPUs, and how to make it fit."""
 
 from __future__ import annotations
 
@@ -66,7 +65,7 @@ class Verdict:
     """Command-line overrides making the recipe fit, cheapest first."""
 
     def as_json(self) -> dict[str, Any]:
-        """Return the verdict as values for JSON."""
+        """Return the result as JSON values."""
         return {
             "fits": self.fits,
             "limit_bytes": self.limits,
@@ -82,7 +81,7 @@ class Verdict:
 
 
 def verdict_without_gpus() -> Verdict:
-    """Return the verdict for the case that the GPUs' memory is unknown."""
+    """Return the result of the check if the memory of the GPUs is unknown."""
     return Verdict(None, f"no verdict: the memory of the run's GPUs is unknown; {NAME_THE_GPU}", {}, {})
 
 
@@ -102,7 +101,7 @@ def refusal(recipe: Recipe, models: Models, gpus: GpuMemory, over: list[Phase]) 
 @dataclass(frozen=True, slots=True)
 class _Remedies:
     narrow: tuple[str, ...]
-    """Changes keeping parallel sizes and nodes, cheapest first."""
+    """Changes that leave parallel sizes and nodes as they are, cheapest first."""
     wider: str | None = None
     """A change of parallel sizes or nodes. It is searched only if no change in `narrow` is enough."""
 
@@ -119,7 +118,7 @@ def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory) -> _Remedies:
 
 
 def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: GpuMemory) -> Verdict:
-    """Return the verdict on a prediction for GPUs. Each phase is compared with the memory of the GPU running it."""
+    """Return whether a prediction for GPUs fits. Each phase is compared with the memory of the GPU running it."""
     limits = {phase.name: int(gpus.gib_for(phase) * _GIB) for phase in table.phases}
     over = gpus.exceeded(table)
     excess = {phase.name: phase.device_bytes - limits[phase.name] for phase in over}
@@ -140,7 +139,7 @@ def verdict_on_gpus(recipe: Recipe, models: Models, table: MemoryTable, gpus: Gp
 
 
 def _too_long_request(table: MemoryTable) -> str | None:
-    """Return the fault if the KV cache cannot hold the longest possible request. None: it can, or there is no
+    """Return an error text if the KV cache cannot hold the longest possible request. None: it can, or there is no
     engine."""
     if table.cache is None or table.cache.longest_requests:
         return None
@@ -178,7 +177,8 @@ def _fits_on_gpus(recipe: Recipe, models: Models, gpus: GpuMemory) -> bool:
 
 
 def verdict_on_cpus(recipe: Recipe, models: Models, table: MemoryTable) -> Verdict:
-    """Return the verdict on a prediction for CPUs: the maxima of all ranks on a node against this machine's memory."""
+    """Return whether a prediction for CPUs fits: the sum of the maxima of a node's ranks is compared with this
+    machine's memory."""
     needed, limit = table.host_bytes(*fullest_node(recipe, table)), machine_bytes()
     phases = " and ".join(phase.name for phase in table.fullest_host)
     text = f"the ranks take {needed / _GIB:.1f} GiB of host memory in {phases}, this machine has {limit / _GIB:.1f}"
@@ -305,8 +305,8 @@ def table_of(recipe: Recipe, layout: ParallelConfig) -> MemoryTable:
 
 
 def verdict_of(recipe: Recipe, layout: ParallelConfig, table: MemoryTable) -> Verdict:
-    """Return the verdict on a recipe's predicted memory, against the GPUs of recipe or machine, or this machine's
-    CPUs."""
+    """Return whether a recipe's predicted memory fits into the GPUs of the recipe or the machine, or into this
+    machine's memory if ranks run on CPUs."""
     if (gpus := gpu_memory(recipe)) is not None:
         return verdict_on_gpus(recipe, models_of(recipe, layout), table, gpus)
     if table.is_gpu or recipe.cluster.launcher != "local" or recipe.cluster.nodes > 1:

@@ -67,7 +67,7 @@ def _gpus(recipe: Recipe, is_start: bool) -> Sequence[Gpu]:
 
 
 def _named(field: str, given: float | str | None) -> list[Gpu]:
-    """Return the GPU named by a recipe field as a list of one, or an empty list."""
+    """Return a list with the GPU that a recipe field names; empty if it names none."""
     return [Gpu(f"{field} = {given}", NAMED_GPUS[given])] if isinstance(given, str) else []
 
 

@@ -27,7 +27,7 @@ def overview(recipe: Recipe) -> dict[str, str]:
 
 
 def _by_source(recipe: Recipe, shown: Callable[[Recipe], str]) -> str:
-    """Return a text about the recipe. If a mixture's sources differ: each source's name and text."""
+    """Return a text about the recipe's sources. If they have different texts, each text follows its source's name."""
     texts = {source.name: shown(source.recipe) for source in recipe.sources}
     if len(set(texts.values())) == 1:
         return next(iter(texts.values()))

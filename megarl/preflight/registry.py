@@ -14,13 +14,11 @@ from typing import Any, TypeVar
 from megarl.types import DataError
 
 Fault = str | DataError
-"""An error found by a check: a text if it is in the recipe, a DataError if it is in one of its files."""
+"""An error found by a check: a text for an error in the recipe, or a DataError for an error in one of its files."""
 
 FACTS = ("recipe", "shape", "dp", "is_start", "is_trained", "has_model")
-"""Names of the values that a check gets if it has a parameter of this name.
-
-recipe; shape: of the policy; dp: data-parallel size; is_start: ranks start from this machine; is_trained: they train;
-has_model: the policy's folder is complete.
+"""Names of the arguments that a check may have. `recipe`, `shape` (sizes of the policy), `dp` (data-parallel size),
+`is_start` (ranks start from this machine), `is_trained` (they train), `has_model` (the policy's folder is complete).
 """
 
 Function = TypeVar("Function", bound=Callable[..., Iterable[Fault]])

@@ -178,7 +178,7 @@ def _check_of(
 
 
 def _ask(served: ServedReward[Any], sample: Sample) -> Iterator[str]:
-    """Yield the error of a call to a reward server. Its answer must be readable at the first try."""
+    """Call a reward server once, and yield an error if the call fails or its answer has no readable score."""
     from megarl.rewards.http_rewards import ServerFailedError
 
     # parse_error_score hides unreadable answers during a run; here they must be found.

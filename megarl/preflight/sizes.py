@@ -1,4 +1,4 @@
-"""Checks of sizes: ranks, batches and lengths fit each other and the model."""
+"""Checks of sizes: whether ranks, batches and lengths fit each other and the model."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def layout_of(recipe: Recipe) -> ParallelConfig:
 
 
 def row_multiple(recipe: Recipe) -> int:
-    """Return the number of tokens to whose multiple a packed microbatch is padded.
+    """Return a number of tokens: a packed microbatch is padded to a multiple of it.
 
     Each context-parallel rank gets two chunks, and tensor-parallel ranks get equal parts. With FP8 each part is a whole
     number of blocks.
@@ -372,7 +372,7 @@ def fp8_channels(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 @checks("trainer")
 def linear_attention_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield faults of a layout unusable for gated delta-nets."""
+    """Yield errors of parallel sizes that gated delta-nets do not support."""
     linear, trainer = shape.linear_attention, recipe.trainer
     if linear is None:
         return
@@ -440,7 +440,8 @@ def _dispatcher(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 _NEEDS_EXPERTS = ("moe", "moe_act", "shared_experts")
 _NEEDS_TRANSFORMER_ENGINE = ("layernorm", "moe_act")
-"""Modules whose recomputation drops their output. Megatron-Core does that with Transformer Engine only."""
+"""Values of trainer.recompute_modules that need Transformer Engine: Megatron-Core frees the outputs of these modules,
+and its own layers cannot."""
 
 
 def _recomputed_modules(recipe: Recipe, shape: ModelShape) -> Iterator[str]:

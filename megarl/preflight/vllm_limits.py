@@ -37,7 +37,8 @@ def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
 
 
 HOST_DRAFTERS = ("ngram", "suffix", "custom_class")
-"""vLLM's speculative-decoding methods that draft tokens on the host. With them vLLM cannot start a step ahead."""
+"""vLLM's speculative-decoding methods that draft tokens on the host. With these methods, vLLM cannot start a step
+before the previous one is read."""
 # ngram_gpu drafts on the GPU, so it allows asynchronous scheduling. None of these methods has model weights.
 _CPU_LATENT_CHANNELS = 576  # The kernel of vLLM 0.30 is compiled for DeepSeek-V3's 512 + 64 channels.
 _WEIGHTLESS = (*HOST_DRAFTERS, "ngram_gpu")
@@ -133,7 +134,7 @@ def is_cache_given(recipe: Recipe) -> bool:
 
 
 def default_cache_gib(recipe: Recipe, models: Models, gpus: GpuMemory) -> float:
-    """Return the size in GiB of the largest KV cache of a rank leaving a safety margin of memory free.
+    """Return the default size of one rank's KV cache in GiB: the GPU memory left over by the run, minus a margin.
 
     It is at least the size needed by the longest possible sequence.
     """
@@ -159,7 +160,8 @@ def _needed_bytes(recipe: Recipe, shape: ModelShape, block: int, tokens: int) ->
 
 
 def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield an error for each stop token id beyond the vocabulary. vLLM would accept it, and it would never occur."""
+    """Yield an error for each stop token id outside the vocabulary. vLLM would accept it, but no completion could ever
+    contain it."""
     found = {
         "rollout.sampling": recipe.rollout.sampling.stop_token_ids,
         "evaluation.sampling": recipe.evaluation.sampling.stop_token_ids or (),

@@ -32,7 +32,7 @@ from megarl.types import ConfigError, DataError
         ),
         pytest.param(
             {"data": {"train": "environment:20"}, "rollout": {"environment": "calculator"}},
-            ["data.train = environment:20", "makes no problems"],
+            ["data.train = environment:20", "cannot generate problems"],
             id="an environment that makes no problems",
         ),
         pytest.param(
