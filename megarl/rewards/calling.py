@@ -24,13 +24,14 @@ PARAMETERS = {
     "correct_score": "float: reward.correct_score",
     "sandbox": "megarl.sandbox.sandbox_fusion.AnySandbox: runs programs of the policy, if it is named",
 }
-"""Possible arguments of a reward function from a sample, by parameter name, with type and meaning."""
+"""Values of a sample that a reward function can get, by the parameter's name: type and meaning."""
 
 _RECIPE_PARAMETERS = ("correct_score",)
-"""Parameters filled from the recipe instead of the sample. A function's `kwargs` in the recipe may override them."""
+"""Parameters with values from the recipe's section `reward`, not from the sample. A function's `kwargs` in the recipe
+may override them."""
 _SANDBOX = "sandbox"
-"""Parameter `sandbox`. A function receives it only if it names it, never through `**rest`: a machine may lack a
-sandbox.
+"""Name of the parameter for the sandbox. A function gets the sandbox only if it has a parameter of this name. `**rest`
+is not enough, because a machine may lack a sandbox.
 """
 
 
@@ -92,7 +93,7 @@ class BoundFunction:
 
     function: Callable[..., Any]
     needs: frozenset[str]
-    """Names of the sample values taken by the function; keys of `PARAMETERS`."""
+    """Names of the sample's values that the function is called with; keys of `PARAMETERS`."""
     positional: Mapping[str, Any]
     """The function's positional-only parameters in order, with their defaults."""
     kwargs: Mapping[str, Any]

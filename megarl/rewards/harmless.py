@@ -30,7 +30,7 @@ FORMULAS = frozenset(
 def harmless_answer(task: str, said: str, entry: Mapping[str, Any]) -> str:
     """Return an answer unchanged if evaluating it is safe; otherwise return an empty text.
 
-    `task` and `entry` are the reasoning-gym task and the problem that the answer `said` belongs to.
+    `said` is the answer, `task` the name of the reasoning-gym task, and `entry` its problem.
     """
     if task in FORMULAS:
         return said if is_formula(said) else ""

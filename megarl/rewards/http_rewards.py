@@ -61,11 +61,11 @@ class ServerFailedError(Exception):
 
 
 class RefusedError(Exception):
-    """Raised if a scoring server refuses a request in a way that a retry cannot change."""
+    """Raised if a scoring server refuses a request, and a retry would be refused too."""
 
 
 class FailedCallError(Exception):
-    """A reward server answered a call with an error. Retrying the call may succeed."""
+    """Raised if a call to a scoring server failed. A retry may succeed."""
 
     def __init__(self, text: str, wait_seconds: float = 0.0) -> None:
         super().__init__(text)
@@ -97,7 +97,7 @@ class ServedReward(Generic[Config]):
     left_out_path = ""
     """Ending of a url removed before `path` is appended."""
     amount_names: tuple[str, ...] = ()
-    """Names of all possible amounts of `amounts`."""
+    """Names of all quantities that `amounts` can return, for example prompt_tokens."""
 
     def __init__(self, name: str, config: Config) -> None:
         """Create the reward. Raises ConfigError for an invalid url, or if the environment variable of the key is
@@ -130,7 +130,8 @@ class ServedReward(Generic[Config]):
         raise NotImplementedError
 
     def amounts(self, answer: Any) -> Mapping[str, float]:
-        """Return amounts of a server's answer summed for metrics, by name: tokens, money."""
+        """Return quantities in a server's answer, by name, for example tokens and dollars. Metrics report their
+        sums."""
         return {}
 
     @property
@@ -139,7 +140,7 @@ class ServedReward(Generic[Config]):
         return False
 
     def check_record(self, sample: Sample) -> None:
-        """Raise ValueError for a record lacking what the request needs."""
+        """Raise ValueError if a record lacks a field needed for the request."""
 
     async def score(self, sample: Sample) -> FunctionScore:
         """Return the score of a completion, retrying failed calls. Raises ServerFailedError if all calls fail."""
@@ -209,7 +210,8 @@ class ServedReward(Generic[Config]):
         self._counts.setdefault(COUNTED_FOR.get(), defaultdict(float))[name] += amount
 
     def metrics(self) -> dict[str, float]:
-        """Return the counts since the last call of this method: METRICS and the server's amounts.
+        """Return the metrics since the last call of this method: counts of calls (METRICS), and sums of the server's
+        `amounts`.
 
         Training and evaluation are counted separately; the counts of the current purpose are returned.
         """
@@ -236,7 +238,9 @@ class ServedReward(Generic[Config]):
 
     async def _post(self, body: bytes) -> Any:
         if self._session is None or self._session.closed:
-            raise FailedCallError("the connections to the scoring server were closed")
+            raise FailedCallError(
+                "the reward no longer calls its scoring server, because the run closed the connections"
+            )
         # A redirect could send the key to another server.
         asked = self._session.post(self._url, data=body, headers=self._headers, allow_redirects=False)
         async with asked as response:
@@ -251,8 +255,8 @@ class ServedReward(Generic[Config]):
             raise FailedCallError(f"the answer is not valid JSON: {_shown(text)}") from None
 
     def _adopt_loop(self) -> None:
-        """Move connections and concurrency limits to the running event loop, because they cannot be used in another
-        loop.
+        """Create new connections and a new limit of concurrent calls if the event loop has changed: they work in one
+        loop only.
         """
         loop = asyncio.get_running_loop()
         if self._is_closed or (self._loop is loop and self._session is not None):

@@ -36,7 +36,7 @@ _KNOWN = ("question", "completion", "answer")
 _PLACEHOLDER = re.compile(r"\{\{\s*([\w.-]+)\s*\}\}")
 _MAX_SHOWN = 120
 _MAX_TOKENS = 1e12
-"""Largest token count of an answer believed."""
+"""Upper bound of the token counts accepted from a server. Larger ones count as missing."""
 _MAX_READ_CHARACTERS = 20_000
 """Number of characters at the end of a judge's answer searched for a verdict."""
 _LABEL = (
@@ -58,11 +58,9 @@ METRICS = {
 
 
 class Judge(ServedReward[JudgeConfig]):
-    """Reward from a judge model: it is shown question, gold answer and completion, and answers with one of several
-    verdicts.
-
-    Amounts: `prompt_tokens` and `completion_tokens` as counted by the server, `dollars` at the recipe's prices, and
-    `unmetered`, the number of answers without token counts.
+    """Reward from a judge model: it reads the question, the gold answer and the completion, and answers with a verdict.
+    Quantities summed in metrics: `prompt_tokens` and `completion_tokens` as counted by the server, `dollars` at the
+    recipe's prices, and `unmetered`, the number of answers without token counts.
     """
 
     path = "/chat/completions"
@@ -164,7 +162,7 @@ class Judge(ServedReward[JudgeConfig]):
         return values
 
     def _shown(self, completion: str) -> str:
-        """Return the part of a completion that the judge is shown."""
+        """Return the part of a completion shown to the judge (`thoughts`, `max_completion_characters`)."""
         if self.config.thoughts == "hide":
             # Thoughts cut off by the length limit have no end tag, so nothing after them is an answer.
             is_cut = completion.rfind("<think>") > completion.rfind("</think>")

@@ -67,15 +67,15 @@ class Choices:
         return _only(said, self.texts)
 
     def by_letter(self, said: str) -> str | None:
-        """Return the choice's letter forming a text or its beginning; None: no letter."""
+        """Return the letter of a choice if the text is this letter or begins with it. None: it does not."""
         plain = _plain(said)
         alone = _ALONE.fullmatch(plain)
         letter = alone[1].upper() if alone else self._leading(plain)
         return letter if letter and letter in self.letters else None
 
     def _leading(self, plain: str) -> str | None:
-        """Return the letter at the start of a text, before the choice's text or a reason. None: another choice is named
-        too.
+        """Return the choice's letter at the start of a text like `B, because ...` or `(B) 12`. None: there is none, or
+        the rest names another choice too.
         """
         led = _LED_BY.fullmatch(plain)
         if led is not None:
@@ -207,7 +207,7 @@ def _stated_letter(found: re.Match[str]) -> str:
 
 
 def _only(said: str, names: Sequence[str]) -> str | None:
-    """Return the letter of the one name that equals a text. None: no name is equal, or several are."""
+    """Return the letter of the choice in `names` that equals the text `said`. None: none is equal, or several are."""
     plain = _plain(said).casefold()
     folded = [_plain(name).casefold() for name in names]
     return _LETTERS[folded.index(plain)] if folded.count(plain) == 1 else None

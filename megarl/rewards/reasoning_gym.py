@@ -210,7 +210,8 @@ def _refuse_evaluated(task: str, entry: Mapping[str, Any]) -> None:
         text, is_harmless = checks[task]
         if not is_harmless(str(text)):
             raise ValueError(
-                f"the scorer of {task} would run {text!r:.80} of the record, but it is not a formula or literal"
+                f"reasoning-gym's scorer of {task} would run the record's text {text!r:.80} as Python code, but it is "
+                "not a plain formula or literal, so it could be malicious"
             )
 
 

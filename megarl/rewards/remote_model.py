@@ -1,4 +1,4 @@
-"""Reward from a reward model run by another server, over HTTP."""
+"""Reward computed by a reward model on another server, requested over HTTP."""
 
 from __future__ import annotations
 

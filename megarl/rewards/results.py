@@ -155,7 +155,7 @@ def verdict(opinion: FunctionScore, judging: Judging, correct_score: float) -> b
 
 
 def verdict_by_value(score: float) -> bool | None:
-    """Return the verdict meant by a score: 1 is right, 0 is wrong, any other is none."""
+    """Return the verdict of a score: True for 1, False for 0, None for any other score."""
     return bool(score) if score in (0.0, 1.0) else None
 
 
@@ -242,8 +242,8 @@ def function_metrics(rewards: Iterable[Reward]) -> dict[str, float]:
 
 
 def accuracy_metrics(rewards: Sequence[Reward]) -> dict[str, float]:
-    """Return `accuracy`, the share of right answers, if all answers have a verdict. Otherwise return `unjudged`, the
-    share without.
+    """Return the metric `accuracy` (share of right answers) if all answers have a verdict. Otherwise return `unjudged`
+    (share of answers without a verdict).
     """
     verdicts = [reward.answer_correct for reward in rewards]
     if None in verdicts:

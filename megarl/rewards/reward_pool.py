@@ -1,4 +1,4 @@
-"""Pool of processes running reward functions. A process failing or exceeds its time limit is replaced.
+"""Pool of processes running reward functions. A process is replaced if it fails or exceeds its time limit.
 
 A process scores one completion at a time, so killing it loses no other. Requests to scoring servers are sent by the
 driver's event loop itself.
@@ -33,8 +33,8 @@ METRICS = {
 
 
 _MAX_LOST = 2
-"""Number of processes tried for one completion. The retry is for kills from outside, which the completion did not
-cause.
+"""Maximum number of processes that try to score one completion. A process can be killed from outside, for example for
+lack of memory, without any fault of the completion.
 """
 
 
@@ -123,7 +123,8 @@ class RewardPool:
         return scored
 
     async def _by_process(self, sample: Sample, place: Place) -> Scored:
-        """Score a sample in the process of `place`, or in a new process if the first one ends meanwhile."""
+        """Score a sample in the reserved process (`place`). If the process ends meanwhile, try once more in a new
+        one."""
         settings = self._settings
         detail = ""
         for num_lost in range(_MAX_LOST):

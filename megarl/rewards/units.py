@@ -165,7 +165,7 @@ _NOT_A_UNIT = set(MULTIPLES) | set(
     ninety quadrillion quintillion hundredfold fold tuple recurring repeating repeated
     """.split()  # noqa: SIM905
 )
-"""Words near a number that are not units: they change the number, or make it something else."""
+"""Words next to a number that are not units. They change the number (half), or say that it is no quantity."""
 _COUNTED = set(
     """
     apple orange pear banana egg cookie cake pie pizza slice candy chocolate cupcake muffin donut doughnut bagel
@@ -184,7 +184,7 @@ _COUNTED = set(
     route function subset sequence soldier sailor
     """.split()  # noqa: SIM905
 ) - {"prime", "mile", "square", "point", "pair", "can", "cup"} | {"pair", "point"}
-"""Words for things counted (apples), in the singular. Each is a unit of its own in any answer."""
+"""Singular words for counted things, like apple. Any answer may use them as units."""
 
 _LENGTH, _TIME, _MASS, _VOLUME = {"metre": 1}, {"second": 1}, {"gram": 1}, {"metre": 3}
 _LITRE = Fraction(1, 1000)

@@ -36,7 +36,7 @@ FUNCTION_WORDS = frozenset(
     sin cos tan cot sec csc arcsin arccos arctan arccot sinh cosh tanh coth log ln lg exp sqrt max min gcd lcm mod det
     """.split()  # noqa: SIM905
 )
-"""Function names like sin and log answering may write without a backslash."""
+"""Function names like sin and log. Answers may write them without a backslash."""
 _CONSTANT_WORDS = {"pi": "pi", "infinity": "infty", "inf": "infty", "oo": "infty", "theta": "theta"}
 _GROUPED = r"[1-9]\d{0,2}(?:,\d{3})+(?![\d,])"
 _PLAIN = r"\d+"
@@ -70,7 +70,7 @@ _ARGUMENT = re.compile(r"\*?\s*\{([^{}]*)\}")
 _MATHEMATICAL_TEXT = re.compile(
     r"[\s()]*(?:[A-Z](?:\s*[,)(&]+\s*|\s+and\s+|\s+or\s+))+[A-Z][\s()]*|[\s\d.,=+*/()<>-]*\d[^A-Za-z]*"
 )
-r"""Regular expression of the contents of a \text{} that are mathematics after all: letters of choices, or numbers."""
+r"""Regular expression of contents of a \text{} that are read as mathematics: letters of choices, or numbers."""
 _SPACES = frozenset((",", "!", " ", "\n", "/"))
 
 
