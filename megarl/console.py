@@ -107,7 +107,7 @@ def size_text(num_bytes: float, sign: str = "") -> str:
 
 
 def print_conversion(done: Conversion) -> None:
-    """Print the folder written by a conversion, its size and the time taken."""
+    """Print the result of a conversion: the written folder, its size, and the seconds taken."""
     verified = ", verified" if done.is_verified else ""
     kept = f", {done.num_kept} untrained tensors copied" if done.num_kept else ""
     print(
@@ -262,7 +262,7 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], 
     console = Console(soft_wrap=True, highlight=False)
     # The times are lower bounds given by the hardware, so the kind of GPU must be visible.
     gpu = counted["gpu"].upper() + " (assumed)" * is_assumed
-    console.print(f"{layout}; nodes: {_nodes_named(recipe)}")
+    console.print(f"ranks: {layout}; nodes: {_nodes_named(recipe)}")
     console.print(table)
     console.print(
         f"bytes moved / minimum: {reshard['ratio_to_lower_bound']:.2f}; {reshard['buckets']} buckets, "
@@ -350,16 +350,14 @@ def print_survey(found: Survey, *, unit: str) -> None:
 
     console = Console(soft_wrap=True, highlight=False, markup=False)
     taken_for = f", {found.format.name}" if found.format else ""
-    console.print(
-        f"{found.source}: {found.num_records} {found.kind}{taken_for}; {found.num_faults} records with errors"
-    )
+    console.print(f"{found.source}: {found.num_records} {found.kind}{taken_for}; {found.num_faults} more have errors")
     for fault in found.faults:
         console.print(f"  {fault}")
     if found.num_different_faults > len(found.faults):
-        console.print(f"  and {found.num_different_faults - len(found.faults)} further different errors")
+        console.print(f"  and {found.num_different_faults - len(found.faults)} other kinds of errors")
     console.print(f"duplicates: {found.num_duplicates}{_list(found.duplicates, found.num_duplicates)}")
     for other, count in found.num_overlaps.items():
-        console.print(f"prompts that are in {other} too: {count}")
+        console.print(f"prompts also in {other}: {count}")
     if found.overlaps:
         console.print(f"overlap:{_list(found.overlaps, sum(found.num_overlaps.values()))}")
     for line in _histogram(found.lengths.tolist(), unit):

@@ -33,7 +33,7 @@ PREFIX_CHARACTERS = 4
 """Characters encoded first per allowed token, to decide quickly that a text is too long. Most texts have fewer
 characters per token."""
 BORDER_TOKENS = 16
-"""Maximum change of the number of tokens if a text is cut between any two characters."""
+"""Maximum difference between the tokens of a text and the tokens of its two parts together, wherever it is cut."""
 
 RENDER_SECONDS = 5.0
 """CPU seconds allowed to a chat template for one short message."""

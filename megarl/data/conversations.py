@@ -106,8 +106,8 @@ def train_on_assistant(
 ) -> TrainingSequence:
     """Return a conversation as tokens up to its last assistant turn, with a mask of the tokens to train.
 
-    Trained are the assistant's tokens and end-of-turn tokens, except in turns before message `first`. `tools` are JSON
-    schemas of the tools that the assistant may call.
+    The mask marks the assistant's tokens and end-of-turn tokens, except in turns before message number `first`. `tools`
+    are JSON schemas of the tools that the assistant may call.
 
     Each turn follows the exact tokens that the model sees in sampling: the earlier messages with a generation prompt.
     So prompt and turn are encoded separately, and no token spans their border. White space that the template writes

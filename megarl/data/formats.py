@@ -84,7 +84,7 @@ _USUAL_NAMES: dict[str, tuple[str, ...]] = {
 }
 """Field names common in public data sets, by role, the most likely first. They only suggest a remedy in errors."""
 _UNKNOWN = "FIELD"
-"""Placeholder in an error's remedy for an unknown field name."""
+"""Placeholder for a field name in an error's remedy, if no field can be suggested."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -130,7 +130,8 @@ def recognised(fields: Mapping[str, Any]) -> RecordFormat:
 
 
 def missing_roles(fields: Mapping[str, Any], format: RecordFormat, roles: Sequence[str]) -> list[str]:
-    """Return the roles for which the record has no field. A field with an empty value counts as present."""
+    """Return the roles (prompt, answer, ...) for which the record has no field. A field with an empty value counts as
+    present."""
     return [
         role
         for role in roles
@@ -182,8 +183,8 @@ def _first_names(fields: Mapping[str, Any]) -> str:
 
 
 def _is_judgement(fields: Mapping[str, Any]) -> bool:
-    """Return whether the record's label says if its response is good, instead of being a gold answer. It may be
-    empty."""
+    """Return whether the record's field `label` says if its response is good (kto), and is not a gold answer. The label
+    may be empty."""
     if fields["label"] is None:
         return any(name in fields for name in RESPONSES)
     return isinstance(fields["label"], bool)

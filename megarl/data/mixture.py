@@ -101,8 +101,8 @@ class Mixture:
             taken, passed = taken + 1, passed + 1
             if taken - at.taken > _MAX_SKIPPED:
                 raise MegarlError(
-                    f"data.curriculum: {_MAX_SKIPPED} problems of {name} were skipped one after the other; widen "
-                    "data.curriculum.band, or raise data.curriculum.outside"
+                    f"data.curriculum: {_MAX_SKIPPED} consecutive problems of {name} were skipped, because their "
+                    "solve rates are outside data.curriculum.band; widen the band, or raise data.curriculum.outside"
                 )
         moved = {n: Position(a.taken, a.passed, credits[n], a.rates) for n, a in found.items()}
         moved[name] = Position(taken + 1, passed, credits[name], at.rates)

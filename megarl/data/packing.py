@@ -21,7 +21,7 @@ Bins = list[list[int]]
 MOST_EXCHANGES = 70
 """Number of exchanges of sequences tried for one packing. It bounds the time; more exchanges improve little."""
 MOST_PARTNERS = 12
-"""Number of rows in which an exchange is searched: those with the most slack."""
+"""Number of rows searched for an exchange. Rows with the most idle time come first."""
 WORTH_ANOTHER_START = 0.0075
 """Share of the ranks' time spent waiting. Above it, a second packing is balanced too, and the better one is used."""
 

@@ -20,7 +20,7 @@ OnLong = Callable[[TooLongError], object]
 
 
 class Collect(Protocol):
-    """Function keeping the results of records: in memory, on disk, or only their number."""
+    """Function that collects the results of records: in memory, on disk, or only their number."""
 
     def __call__(
         self, records: Iterable[Record], make: Callable[[int, Record], Any], on_long: OnLong | None
@@ -35,7 +35,8 @@ def in_memory(records: Iterable[Record], make: Callable[[int, Record], Made], on
 def collect_count(
     records: Iterable[Record], make: Callable[[int, Record], object], on_long: OnLong | None
 ) -> Sequence[int]:
-    """Return a sequence knowing only the number of results. Raises the errors of `make_results`."""
+    """Return a sequence with the right length but without items, to count results. Raises the errors of
+    `make_results`."""
     return range(sum(1 for _ in make_results(records, make, on_long)))
 
 

@@ -32,7 +32,7 @@ _NO_LIMIT = 1 << 24
 MAX_LISTED_FAULTS = 20
 """Maximum number of different errors, of duplicates, and of overlaps listed. All are counted."""
 MAX_LISTED_PLACES = 5
-"""Number of further records listed with the same error."""
+"""Maximum number of further records listed for an error. The first record is listed in any case."""
 
 
 @dataclass(slots=True)
@@ -43,7 +43,7 @@ class Fault:
     place: str
     """First record with the error: `train.jsonl, line 7`. Empty for an error of a whole file."""
     further: list[str] = field(default_factory=list)
-    """Places of the next few records with the same error, for example `line 8`."""
+    """Places of the next records with the same error, at most `MAX_LISTED_PLACES`, for example `line 8`."""
     count: int = 1
 
     def __str__(self) -> str:
@@ -65,7 +65,7 @@ class Survey:
     """Number of records without an error."""
     num_faults: int = 0
     faults: list[Fault] = field(default_factory=list)
-    """The first few different errors. `num_faults` counts all records with errors."""
+    """The first different errors, at most `MAX_LISTED_FAULTS`, each with the records having it."""
     num_different_faults: int = 0
     lengths: NDArray[np.int64] = field(default_factory=lambda: np.zeros(0, np.int64))
     """Lengths in tokens of each prompt, conversation or pair (both answers together). Without a tokenizer: in
@@ -77,7 +77,7 @@ class Survey:
     """Number of records whose prompt is also in another source, keyed by that source."""
     overlaps: list[str] = field(default_factory=list)
     first: list[tuple[str, bool]] = field(default_factory=list)
-    """Text of the first record in pieces, each with whether it is trained."""
+    """Text of the first record, as pieces (text, whether its tokens are trained)."""
 
     @property
     def is_sound(self) -> bool:
@@ -86,7 +86,7 @@ class Survey:
 
 
 def kind_of(fields: Mapping[str, Any], format: RecordFormat) -> Kind:
-    """Return the kind of training examples fitting a record's fields."""
+    """Return the kind of training examples that a record's fields can be used for."""
     if first_name_with_value(fields, format.chosen) and first_name_with_value(fields, format.rejected):
         return "pairs"
     label = first_name_with_value(fields, format.label)

@@ -76,9 +76,9 @@ def test_the_command_takes_fields_or_a_recipe(
     recipe = tmp_path / "recipe.yaml"
     recipe.write_text(json.dumps({"name": "r", "loop": "rl", "model": {"path": str(tiny_model())}, "data": data}))
     code, printed = run("--recipe", str(recipe))
-    assert code == 65 and "data.train:\n" in printed and f"prompts that are in {heldout} too: " in printed
-    assert f"data.validation.b:\n{heldout}: 1 problems, colossalrl; 0 records with errors" in printed
-    assert f"data.validation.c:\n{heldout}: 0 problems, colossalrl; 1 records with errors" in printed
+    assert code == 65 and "data.train:\n" in printed and f"prompts also in {heldout}: " in printed
+    assert f"data.validation.b:\n{heldout}: 1 problems, colossalrl; 0 more have errors" in printed
+    assert f"data.validation.c:\n{heldout}: 0 problems, colossalrl; 1 more have errors" in printed
     assert run(train, "--recipe", str(recipe))[0] == 0
     code, printed = run("--recipe", str(recipe), "--kind", "pairs")
     assert code == 2 and printed.startswith("error: --kind")
@@ -119,7 +119,7 @@ def test_the_command(
         cli.main(["data", "check", source, "--model", str(tiny_model())])
     assert ended.value.code == 65
     printed = capsys.readouterr().out
-    assert f"{source}: 5 problems, colossalrl; 4 records with errors" in printed
+    assert f"{source}: 5 problems, colossalrl; 4 more have errors" in printed
     assert "duplicates: 1 line 6 (as line 1)" in printed and "tokens of a record: " in printed
     lines = [line for line in printed.splitlines() if line.endswith("#")]
     assert sum(int(line.split()[-2]) for line in lines) == 5
@@ -128,7 +128,7 @@ def test_the_command(
         cli.main(["data", "check", talk, "--model", str(tiny_model()), "--heldout", source])
     assert ended.value.code == 0
     printed = capsys.readouterr().out
-    assert "[[2<|im_end|>]]" in printed and f"prompts that are in {source} too: 1" in printed
+    assert "[[2<|im_end|>]]" in printed and f"prompts also in {source}: 1" in printed
     with pytest.raises(SystemExit) as ended:
         cli.main(["data", "check", talk, "--format", "verll"])
     assert ended.value.code == 2 and "known are colossalrl, rl2" in capsys.readouterr().err
