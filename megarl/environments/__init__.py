@@ -192,7 +192,7 @@ def num_processes(name: str, given: int | None) -> int:
     if given == 0 and not all(map(inspect.iscoroutinefunction, methods)):
         raise ConfigError(
             f"rollout.environment_processes = 0: a method of {name} is not `async def` and would block the driver; "
-            "leave the field out, or write all three as coroutines that do not block"
+            "leave the field out, or write reset, step and close as coroutines that do not block"
         )
     if given is not None:
         return given

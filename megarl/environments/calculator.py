@@ -33,7 +33,7 @@ _UNARY: dict[type[ast.unaryop], Callable[[Any], Any]] = {ast.UAdd: operator.pos,
 def _round(value: Number, digits: int = 0) -> Number:
     # More digits than a float has are useless, and huge numbers of them make `round` slow.
     if not isinstance(digits, int) or abs(digits) > 100:
-        raise ToolError("round accepts at most 100 digits")
+        raise ToolError("the second argument of round (digits) must be an integer from -100 to 100")
     return round(value, digits) if digits else round(value)
 
 
@@ -112,7 +112,7 @@ def _value(node: ast.expr, depth: int) -> Number:
     if isinstance(found, int) and found.bit_length() > MAX_BITS:
         raise ToolError("the number is too large")
     if isinstance(found, complex) or (isinstance(found, float) and not math.isfinite(found)):
-        raise ToolError("the result is not a real number")
+        raise ToolError("the result is a complex number, infinite or undefined; only finite real numbers are supported")
     return found
 
 

@@ -69,7 +69,7 @@ class _Player:
         return self._runner.run(_awaited(found)) if inspect.isawaitable(found) else found
 
     def _is_unfit(self) -> bool:
-        """Whether a hanging function of the last attempt still runs in a thread of this process."""
+        """Whether a tool function of the last attempt hangs: it still runs in a thread of this process."""
         return self._environment is None and any(t.name.startswith(CALL_THREAD) for t in threading.enumerate())
 
 

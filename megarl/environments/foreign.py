@@ -1,4 +1,4 @@
-"""Environments of other libraries, run in child processes with an interpreter with the library.
+"""Environments of other libraries, run in child processes. Their Python interpreter has the library installed.
 
 A child runs `foreign_child.py` and serves many episodes, one request at a time. If it hangs, dies or gives an invalid
 answer, it is killed. The episode of the faulty request fails. Other episodes are replayed in a new child, where they
@@ -115,11 +115,13 @@ class ForeignEnvironment:
             self._child = None
 
     def check(self) -> None:
-        """Make the first problem, as a test before a run. Raises ConfigError if this fails."""
+        """Generate the first problem, as a test before a run. Raises ConfigError if this fails."""
         try:
             asyncio.run(self._tried())
         except Exception as error:
-            raise ConfigError(f"{self.library} cannot make a problem of {self._settings}: {error}") from error
+            raise ConfigError(
+                f"{self.library} cannot generate a problem with the settings {self._settings}: {error}"
+            ) from error
 
     async def _tried(self) -> None:
         try:
@@ -140,7 +142,8 @@ class ForeignEnvironment:
                 for earlier, known in self._answered:
                     if await self._child.request(place, self._name, earlier, self._seconds) != known:
                         raise NotRepeatedError(
-                            "a replayed episode got other answers in a new process; make its environment repeatable"
+                            "the environment's process was replaced, and replaying the episode in a new process gave "
+                            "other answers; make the environment deterministic"
                         )
                 self._process = place.process
             value = await self._child.request(place, self._name, request, self._seconds)

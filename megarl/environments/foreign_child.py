@@ -239,7 +239,10 @@ def limit_address_space(limit):
     resource.setrlimit(resource.RLIMIT_AS, (limit, resource.RLIM_INFINITY))
     used = int(pathlib.Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
     if used > limit:
-        raise MemoryError(f"the interpreter with the library takes {used >> 20} MiB of address space")
+        raise MemoryError(
+            f"the Python process with the imported library alone already takes {used >> 20} MiB of address space; "
+            "raise the memory limit"
+        )
 
 
 def main():

@@ -73,7 +73,7 @@ class Python(ToolEnvironment):
         raise ToolError("\n".join(filter(None, (why, ran.stdout.rstrip(), ran.stderr.rstrip()))))
 
     def _time_of(self, ran: Ran) -> str:
-        """Return the exceeded time limit as text: CPU time or wall-clock time, in seconds."""
+        """Return the exceeded time limit as text for the policy: seconds of CPU time, or of wall-clock time."""
         if not ran.is_by_clock:
             return f"{self._settings.timeout_seconds:g} seconds of CPU time"
         return f"{self._settings.timeout_seconds if self._settings.url else ran.wall_seconds:.2g} seconds by the clock"

@@ -1,4 +1,5 @@
-"""Environments of reasoning-gym: problems generated from numbers, answers scored by the task's own scorer."""
+"""Environments of reasoning-gym. Problems are generated from a random seed, and the task's own scorer scores
+answers."""
 
 from __future__ import annotations
 

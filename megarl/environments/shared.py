@@ -19,7 +19,7 @@ _SHARED: WeakKeyDictionary[asyncio.AbstractEventLoop, dict[Hashable, Any]] = Wea
 
 
 def shared(key: Hashable, make: Callable[[], Shared]) -> Shared:
-    """Return the object that this event loop shares under `key`. The first call makes it with `make()`."""
+    """Return the object stored under `key` for this event loop. The first call creates it with `make()`."""
     known = _SHARED.setdefault(asyncio.get_running_loop(), {})
     if key not in known:
         known[key] = make()
