@@ -8,7 +8,7 @@ from collections import Counter
 from typing import Any, NoReturn
 
 MAX_DEPTH = 100
-"""Maximum nesting of objects and lists. Code copying or writes a value recurses to the same depth."""
+"""Maximum nesting of objects and lists. Code that copies or writes a value recurses to the same depth."""
 
 
 def parse(content: bytes) -> Any:

@@ -88,7 +88,7 @@ class ProcessPool:
         return result
 
     def submit(self, call: Callable[[], None]) -> Future[None]:
-        """Run a blocking call in a thread. Returns a future of its end."""
+        """Run a blocking call in a thread. Returns a future that completes when the call ends."""
         return self._threads.submit(call)
 
     async def _take(self) -> Place:

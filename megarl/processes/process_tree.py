@@ -50,7 +50,8 @@ def adopt_orphans() -> None:
 def fork(clone: Callable[[], int] = os.fork) -> int:
     """Fork a process that leads a session of its own and dies with the calling thread. Return 0 in it, else its id.
 
-    `clone` forks in another way and returns the same. Raises OSError if there can be no further process.
+    `clone` is the function that forks; it must return what `os.fork` returns. Raises OSError if the limit of processes
+    is reached.
     """
     parent = os.getpid()
     child = clone()
@@ -61,7 +62,7 @@ def fork(clone: Callable[[], int] = os.fork) -> int:
 
 
 def fork_child(work: Callable[[], object], clone: Callable[[], int] = os.fork) -> int:
-    """Fork a process for `work` by `fork`, and return its id.
+    """Fork a process (see `fork`) that calls `work`, and return its id.
 
     The process exits with 0 after `work`, and with 1 and a traceback after an exception.
     """

@@ -18,7 +18,8 @@ from megarl.processes.supervised_process import Ended, SupervisedProcess
 from megarl.types import ConfigError, PeerLostError
 
 _SHORT_SECONDS = 0.05
-"""Seconds; the CPU time of faster answers is not measured, because measuring takes time itself."""
+"""The CPU time of a request is not measured if its answer arrives within this number of seconds, because measuring
+takes time itself."""
 _LONGEST_WAIT_SECONDS = 3600.0
 """Longest wait, in seconds, between two checks of a request without limits. Sockets do not accept infinity."""
 _MAX_OUTPUT_CHARACTERS = 2000

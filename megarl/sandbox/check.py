@@ -17,7 +17,10 @@ _RUNS = 10
 
 @dataclass(frozen=True, slots=True)
 class Examination:
-    """Result of the examination: the layers of this machine, and a sentence on whether programs run in them."""
+    """Result of the examination: the isolation layers (namespaces, seccomp, ...) that this machine supports.
+
+    `works` says whether a trial program ran in them, and `text` says so in a sentence.
+    """
 
     layers: Layers
     works: bool
@@ -27,7 +30,7 @@ class Examination:
 
     @property
     def notes(self) -> list[str]:
-        """The operations that an active layer does not restrict on this machine."""
+        """Remarks on operations that an active layer does not restrict on this machine."""
         if "landlock" not in self.layers.active or self.landlock_version is None:
             return []
         operations = landlock.ungoverned_operations(self.landlock_version)

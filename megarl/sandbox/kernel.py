@@ -85,9 +85,8 @@ def mount(source: str, target: str, kind: str = "", flags: int = 0, options: str
 
 
 def restrict_mount(target: str, flags: int, *, recursive: bool = False) -> None:
-    """Add flags to a mount, like MS_RDONLY. Existing flags stay. Raises KernelError.
-
-    `recursive` includes mounts below it, impossible before Linux 5.12.
+    """Add flags like MS_RDONLY to a mount, without removing others. `recursive` includes the mounts below it, and needs
+    Linux 5.12. Raises KernelError.
     """
     attributes = sum(attribute for flag, attribute in _MOUNT_ATTR.items() if flags & flag)
     packed = ctypes.create_string_buffer(attributes.to_bytes(8, "little") + bytes(24), 32)

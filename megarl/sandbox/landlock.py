@@ -27,7 +27,7 @@ def version() -> int:
 
 
 def ungoverned_operations(known: int) -> list[str]:
-    """Return the operations not governed by a version of Landlock."""
+    """Return the operations that a version of Landlock cannot restrict."""
     since = {2: "moving files between folders", 3: "truncating files", 4: "TCP", 5: "devices", 6: "signals"}
     return [what for first, what in since.items() if known < first]
 

@@ -48,15 +48,16 @@ class Layers:
             # Running programs as root is never offered, whatever the recipe requires.
             less = f"or with less, at your own risk: sandbox.require=[{others}]; "
             raise ConfigError(
-                f"sandbox.require: this machine has no {' and no '.join(missing)} to run programs in ({reasons}); "
-                f"{'' if 'unprivileged' in missing else less}or run them elsewhere, by sandbox.url"
+                f"sandbox.require: this machine lacks isolation layers for running programs: {', '.join(missing)} "
+                f"({reasons}); "
+                f"{'' if 'unprivileged' in missing else less}or run programs on another machine, with sandbox.url"
             )
 
     def require_minimum(self) -> None:
-        """Raise ConfigError without the layers needed under every setting.
+        """Raise ConfigError if layers are missing that every recipe needs: an unprivileged user, and namespaces or
+        seccomp.
 
-        These are an unprivileged user, and namespaces or seccomp. Without the latter two, processes started by a
-        program outlive the program and its limits.
+        Without namespaces and seccomp, processes started by a program would outlive the program and its limits.
         """
         if "unprivileged" not in self.active:
             self.require(("unprivileged",))
@@ -64,8 +65,8 @@ class Layers:
         if not self.active & set(either):
             reasons = "; ".join(f"{layer}: {self.fault_of(layer)}: {REMEDIES[layer]}" for layer in either)
             raise ConfigError(
-                "sandbox.require: this machine has neither namespaces nor seccomp, so programs could start others "
-                f"that outlive their limits ({reasons}); enable one of them, or run programs elsewhere, by "
+                "sandbox.require: this machine has neither namespaces nor seccomp, so child processes of a program "
+                f"could outlive its limits ({reasons}); enable one of them, or run programs on another machine, with "
                 "sandbox.url"
             )
 

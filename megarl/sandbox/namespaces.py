@@ -102,7 +102,7 @@ def start_run() -> int:
 
 
 def mount_private_tmp(size_bytes: int) -> None:
-    """Mount an empty /tmp for a run, with the same links to folders as before. Raises OSError."""
+    """Mount an empty /tmp for a run, with links to the readable folders, as in the first one. Raises OSError."""
     links = {name: os.readlink(f"{_TMP}/{name}") for name in os.listdir(_TMP)}
     options = f"size={size_bytes},nr_inodes={_MAX_FILES},mode=700"
     mount("tmpfs", _TMP, "tmpfs", MS_NOSUID | MS_NODEV | MS_NOEXEC, options)

@@ -246,8 +246,9 @@ class Sandbox:
                 return
             reason = f"{ran.outcome}: {ran.stderr.strip()[-500:]}"
         raise SandboxError(
-            f"a trial program does not run in the sandbox ({reason}); without namespaces every user must be able to "
-            f"read Python at {_python()[0]} and its library: take one that is not in a private folder such as /root"
+            f"a trial program does not run in the sandbox ({reason}); without namespaces, every user of the machine "
+            f"must be able to read Python at {_python()[0]} and its library: use a Python outside private folders "
+            "such as /root"
         )
 
     def _run(self, program: str, stdin: str, *, cpu_seconds: float, output_bytes: int) -> Ran:
@@ -337,7 +338,7 @@ class _Run:
                 if self._ended:
                     raise SandboxError("a sandboxed program has ended, but a process that it started is still running")
                 if is_killed:
-                    raise SandboxError("a run that was killed does not end")
+                    raise SandboxError("a sandboxed program is still running after it was killed")
                 deadline = self._extended_deadline()
                 self._is_late = time.monotonic() >= deadline
             if (self._is_late or self._is_too_long) and not is_killed and not self._ended:
