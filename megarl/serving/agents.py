@@ -57,7 +57,7 @@ Result = TypeVar("Result")
 COUNTS = (
     "forks", "abandoned_calls", "joined_retries", "overridden_fields", "refused_calls", "untrained_tokens",
 )  # fmt: skip
-"""Counts of a session logged as metrics `environment/NAME`."""
+"""Names of counts of a session (`Session.counts`) that are logged as metrics `environment/NAME`."""
 INHERITED = (
     "PATH", "HOME", "USER", "LOGNAME", "SHELL", "TERM", "TMPDIR", "TZ", "LANG", "LANGUAGE", "LC_ALL", "LC_CTYPE",
     "LD_LIBRARY_PATH", "PYTHONPATH", "PYTHONUNBUFFERED", "VIRTUAL_ENV", "SSL_CERT_FILE", "SSL_CERT_DIR",

@@ -19,7 +19,7 @@ MAX_BODY_BYTES = 32 << 20
 _LARGE_BYTES = 64 << 10
 """Bodies from this size on are parsed in a thread. Parsing 64 KiB blocks other clients for about 1 ms."""
 _MAX_VALUES = 1 << 20
-"""Maximum number of commas and brackets in a body.
+"""Maximum number of commas and opening brackets in a body. It bounds the number of JSON values.
 
 Python's JSON parser holds the interpreter lock, in a thread too: 10 million empty lists take 4 s. A million is more
 than the context of any model, as text or as token ids.
@@ -49,7 +49,9 @@ def parse_body(raw: bytes) -> Mapping[str, Any]:
     """Parse the JSON object in `raw`. Raises RequestError with status 400 if it is invalid or nested too deeply."""
     # Counted before parsing: bytes.count takes milliseconds for 32 MiB.
     if sum(raw.count(separator) for separator in (b",", b"[", b"{")) > _MAX_VALUES:
-        raise RequestError(f"the body has more than {_MAX_VALUES} commas and brackets", status=413)
+        raise RequestError(
+            f"the body is too complex: it has more than {_MAX_VALUES} commas and opening brackets", status=413
+        )
     try:
         body = json.loads(raw.decode())
     except (ValueError, RecursionError) as error:

@@ -16,7 +16,8 @@ _EXCERPT = 160
 """Characters shown of each of the two messages differing at a fork."""
 
 ForkReason = Literal["tools", "system", "history"]
-"""Part of a conversation changed by its client: the tools, the system message, or a later message."""
+"""Kind of a change made by the client to an earlier conversation: in the tools, the system message, or a later
+message."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -40,8 +40,8 @@ NEUTRAL: Mapping[str, tuple[Any, ...]] = {
     "guided_regex": (),
     "structured_outputs": (),
 }
-"""Request fields that would change the sampled distribution or the number of answers, with the values changing
-nothing.
+"""Request fields that are refused, because they would change the sampled distribution or the number of answers. The
+listed values are accepted, because they change nothing.
 """
 
 _RANGES = {
