@@ -158,10 +158,10 @@ class FunctionRunner:
 
 
 def _meet(store: Store, rank: int, world_size: int) -> None:
-    """Wait until all ranks have arrived here.
+    """Wait until all ranks have finished the function, before any of them destroys its process groups.
 
-    A group exists for a rank once its peers have connected, not once they know about it. A rank ending its world early
-    would close connections still being made by others. Uses the store, because the function may have ended its groups.
+    Gloo connects pairs of ranks one by one. A rank that ends early would close connections which others are still
+    making. The ranks meet in the torch store, because the function may have destroyed its groups.
     """
     store.set(f"ended on rank {rank}", "")
     store.wait([f"ended on rank {other}" for other in range(world_size)])
@@ -179,7 +179,7 @@ def _no_freezing() -> Iterator[None]:
 
 
 def _let_go_of_groups() -> None:
-    """Free the process groups of a finished function. Each gloo group has threads that wake up periodically.
+    """Free the process groups of a finished function, because each gloo group has threads that wake up periodically.
 
     Models of megarl and Megatron keep groups alive after the function: in cycles through autograd's hooks, invisible to
     the collector, and in a cache of Megatron's rotary embedding. So attributes holding a group are set to None.

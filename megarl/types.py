@@ -167,7 +167,8 @@ class Archive:
 
 # Routed experts are large, so only their reference travels over the control connection.
 class ExpertsHandle(NamedTuple):
-    """Reference to the routed experts of a completion. They stay on the rank of its engine, under a number."""
+    """Reference to the routed experts (MoE) of a completion. The experts themselves stay on the rank that sampled it,
+    stored under `number`."""
 
     rank: int
     number: int
@@ -254,7 +255,7 @@ class Reward:
     format_valid: bool
     answer_correct: bool | None
     scores: Mapping[str, float | None] = field(default_factory=dict)
-    """Unweighted score of each function, by its name in metrics. None: the function has no opinion."""
+    """Unweighted score of each function, by its name in metrics. None: the function does not apply to the sample."""
     metrics: Mapping[str, float] = field(default_factory=dict)
     """Numbers of a function. Each is logged as reward/FUNCTION/NAME, a mean over the samples with a value."""
 
@@ -453,7 +454,7 @@ _TRAJECTORY_VALUES = ("environment", "group", "number", "failure", "ended", "res
 FindProblem = Callable[[str, int], Problem]
 """Returns the problem of a source with an index. Raises ConfigError if the run no longer has it."""
 Group = list[Trajectory]
-"""The attempts at one problem."""
+"""A group: all attempts at one problem in a step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -483,7 +484,8 @@ class TrainingSequence:
     desirable: NDArray[np.float32] | None = None
     """1 for trained tokens of desirable answers (KTO), else 0."""
     supervised: NDArray[np.float32] | None = None
-    """1 for tokens trained by likelihood, next to the policy loss (ptx), else 0."""
+    """1 for tokens of supervised conversations (PPO-ptx), which have a likelihood loss instead of the policy loss; else
+    0."""
     retained_sets: RetainedSets | None = None
     """Sampling sets to renormalise log-probs over. None: the whole vocabulary for all tokens."""
     temperature: float = 1.0
@@ -497,4 +499,4 @@ PER_TOKEN = (
     "token_weights", "advantages", "old_logprobs", "rollout_logprobs", "reference_logprobs", "importance_weights",
     "values", "returns", "desirable", "supervised",
 )  # fmt: skip
-"""Names of the optional [tokens] arrays of a TrainingSequence."""
+"""Names of the optional arrays [tokens] of a TrainingSequence, for code that handles all of them."""

@@ -110,9 +110,9 @@ def gspo(
 ) -> LossAndMetrics:
     """Return the clipped surrogate of the sequence's ratio, the geometric mean of its tokens' ratios: [tokens].
 
-    The clip is two to three orders of magnitude tighter than a token's (paper: 3e-4 below, 4e-4 above). `cu_seqlens` is
-    [sequences + 1]. Metrics as in `clipped`. Source: Group Sequence Policy Optimization (arXiv 2507.18071, eqs. 5, 7
-    and 13).
+    Its clip range is two to three orders of magnitude narrower than for single tokens (paper: 3e-4 below, 4e-4 above).
+    `cu_seqlens` is [sequences + 1]. Metrics as in `clipped`. Source: Group Sequence Policy Optimization (arXiv
+    2507.18071, eqs. 5, 7 and 13).
     """
     log_ratios = log_ratio(policy_logprobs, old_logprobs.detach())
     mean_log_ratio = broadcast_to_tokens(sequence_means(log_ratios.detach(), cu_seqlens, mask), cu_seqlens, len(mask))

@@ -236,7 +236,7 @@ def _numbers(text: str) -> list[int]:
 def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for other programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
 ) -> None:
     """Predict memory by phase, whether it fits, and the bytes moved by a reshard. Reads config.json and starts nothing.
 
@@ -354,7 +354,7 @@ def doctor(
         ),
     ] = None,
     overrides: Overrides = None,
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for other programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
 ) -> None:
     """Show whether this machine's libraries and devices fit together, and which of them megarl will use."""
     from megarl.cluster.doctor import differences, examine, examine_nodes
@@ -413,12 +413,13 @@ def metrics(
             help="Print only metrics whose name contains TEXT, or the row that describes the logged metric TEXT.",
         ),
     ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for other programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
     as_markdown: Annotated[
         bool, typer.Option("--markdown", help="Print a Markdown page with one table per group of metrics.")
     ] = False,
 ) -> None:
-    """Print the table of all metrics: name, unit, meaning. With --json also the module computing each."""
+    """Print the table of all metrics: name, unit, meaning. With --json it also has the module that computes each
+    metric."""
     from megarl.console import print_metrics
     from megarl.tracking.metric_table import find, metrics_markdown, rows
 

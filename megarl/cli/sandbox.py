@@ -24,7 +24,7 @@ def _sandbox() -> None:
 
 @app.command("check")
 def check_sandbox(
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object for other programs.")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
 ) -> None:
     """Show which isolation layers this machine supports, and how to get missing ones.
 

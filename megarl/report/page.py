@@ -1,4 +1,4 @@
-"""HTML page of a report: a single file needing no network and runs only its own script."""
+"""HTML page of a report: a single file that needs no network and runs only its own script."""
 
 from __future__ import annotations
 
@@ -152,8 +152,8 @@ def _seeds(
 
 
 def _seeds_label(seeds: Mapping[str, Any]) -> str:
-    """Return a label for runs differing in their seed: the beginning of all labels, and the seeds (`grpo, seeds 0, 1,
-    2`)."""
+    """Return a common label for runs that differ only in their seed: the common beginning of their labels, and the
+    seeds (`grpo, seeds 0, 1, 2`)."""
     columns = itertools.takewhile(lambda letters: len(set(letters)) == 1, zip(*seeds, strict=False))
     shared = "".join(letters[0] for letters in columns).rstrip("-_./ ")
     return shortened_text(f"{shared or 'runs'}, seeds {', '.join(map(str, seeds.values()))}", 120)

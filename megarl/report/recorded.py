@@ -154,7 +154,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
 
 
 def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return fields of nested sections by dotted name. Lists and empty sections are values."""
+    """Return the fields of nested sections, keyed by dotted name. Lists and empty sections count as values."""
     found: dict[str, Any] = {}
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
@@ -165,7 +165,7 @@ def flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
 
 
 class Named(Protocol):
-    """Anything read from a named folder: a run or an evaluation."""
+    """Protocol of something read from a folder with a name: a run or an evaluation."""
 
     @property
     def name(self) -> str: ...

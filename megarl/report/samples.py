@@ -20,7 +20,7 @@ BYTES_READ = 2 << 30
 """Maximum number of bytes of samples/ read for a page. With larger files, fewer steps are read, each completely."""
 
 _NUM_EXTREME = 5
-"""Number of samples shown for a step: so many with the highest rewards, and as many with the lowest."""
+"""Number of samples shown for a step with the highest rewards. As many are shown with the lowest rewards."""
 _NUM_CHANGED = 8
 """Number of held-out problems with changed answers shown in the report."""
 _NUM_TURNS = 4
@@ -128,7 +128,7 @@ def _newest_first(records: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 
 
 class _LowestKeys:
-    """Collects the records with the smallest keys. Keys must be unique."""
+    """Collects a fixed number of records: the ones with the smallest keys. Keys must be unique."""
 
     def __init__(self, most: int) -> None:
         self._most = most
@@ -220,7 +220,8 @@ class _EvaluatedProblem:
 
     @property
     def representative(self) -> tuple[int, int]:
-        """Step of the samples, and the line of the sample with the reward nearest to their mean."""
+        """Place of the typical sample: step, and line in the step's file. Its reward is the one nearest to the samples'
+        mean."""
         mean = self.mean
         return self.step, min(self.samples, key=lambda sample: (abs(sample[1] - mean), sample[0]))[0]
 

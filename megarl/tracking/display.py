@@ -37,7 +37,8 @@ STEP_LINE = (
     ("entropy", ("train/entropy",)),
     ("tokens/s/rank", ("perf/tokens_per_second_per_rank",)),
 )
-"""Items of a finished step's line: a label, and alternative metrics, of which the first available one is shown."""
+"""Items of the line printed for a finished step: a label, and names of metrics. The first metric that the run logs is
+shown."""
 
 _SPARKLINE_LENGTH = 24
 """Number of recent steps in the graph of the live line."""
@@ -48,7 +49,7 @@ _REFRESHES_PER_SECOND = 4
 
 
 class Closing(NamedTuple):
-    """Results for the summary printed when a run finishes."""
+    """Results shown in the summary that a finished run prints."""
 
     model: str | None
     """Folder of the trained model. None: the run only evaluated."""
@@ -57,7 +58,7 @@ class Closing(NamedTuple):
     phase_seconds: Mapping[str, float]
     next_commands: Sequence[str]
     resumed_step: int = 0
-    """Step of the checkpoint from which this attempt continued. 0: it started from the beginning."""
+    """Step of the checkpoint from which this start of the run continued. 0: it began at the beginning."""
 
 
 class Display:
@@ -107,7 +108,8 @@ class Display:
 
     @contextmanager
     def phase(self, name: str, *, is_printed: bool = False) -> Iterator[None]:
-        """Show the phase of the run within. `is_printed`: print a line for it if there is no live line."""
+        """Context in which the run is in this phase: the live line shows it. `is_printed`: print a line for it if there
+        is no live line."""
         if is_printed and not self.is_live:
             self.info(name)
         self._phases.append((name, self._clock()))
@@ -177,7 +179,7 @@ class Display:
         return Text("  ".join(words), style="dim", no_wrap=True, overflow="crop")
 
     def _steps_text(self, resumed_step: int) -> str:
-        """Return the number of steps in this attempt, in words."""
+        """Return the number of steps in this start of the run, in words."""
         if self._steps == 0:
             return "evaluation"
         last = self._step or 0

@@ -69,7 +69,7 @@ class EarlierRun:
         return values if isinstance(values, dict) else {}
 
     def refuse_new_start(self) -> None:
-        """Raise ConfigError if a start from the beginning would overwrite trained steps."""
+        """Raise ConfigError if starting from the beginning would overwrite the trained steps of an earlier run."""
         if self.checkpoints or self.damaged:
             kept = ", ".join(folder.name for folder in (*self.checkpoints, *self.damaged))
             state = f"with checkpoints ({kept})"

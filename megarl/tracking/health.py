@@ -22,7 +22,7 @@ _EVALUATIONS = 2
 """Number of consecutive evaluations that must be below the best one. A single one may be chance."""
 
 Series = Mapping[str, Sequence[tuple[int, float]]]
-"""Finite values of each watched metric with their steps, in order."""
+"""Type of the recorded values: for each watched metric its finite values, each with its step, in order."""
 
 
 class Evidence(NamedTuple):
@@ -248,7 +248,7 @@ def usual_learning_rates(hidden_size: int, *, has_lora: bool) -> tuple[float, fl
 
 
 def unusual_learning_rate(rate: float, usual: tuple[float, float], step: int = 0) -> Finding | None:
-    """Return the finding for a learning rate outside the usual range. None: the rate is inside."""
+    """Return the finding if a learning rate is outside the usual range. None: it is inside."""
     low, high = usual
     if low <= rate <= high:
         return None

@@ -1,8 +1,8 @@
 """Settings of a run for TensorBoard's HPARAMS tab, stored as two summaries in addition to the scalars.
 
-The first summary declares the columns. They are the same for all loops, so all runs share one table. The second
-has the run's values of the recipe fields with an effect. For a run resumed with changed settings, TensorBoard shows the
-first values.
+The first summary declares the columns. They are the same for all loops, so all runs share one table. The second has the
+values of the run's recipe fields, except fields without effect. For a run resumed with changed settings, TensorBoard
+shows the first values.
 """
 
 from __future__ import annotations

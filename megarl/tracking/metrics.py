@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True)
 class Metric:
-    """Number from one rank or microbatch. The subclass defines how several are combined."""
+    """A number measured on one rank or microbatch. Subclasses define how numbers of several ranks are combined."""
 
     number: float
 

@@ -176,8 +176,8 @@ class RunFolder:
                 append_whole(self.logs_folder / "notices.jsonl", line)
 
     def _count_restart(self, step: int, most_restarts: int | None) -> None:
-        """Count the resumes in a row without a new step, as `restarts` in status.json. Raises MegarlError above the
-        limit."""
+        """Count the consecutive resumes without a completed step in between, as `restarts` in status.json. Raises
+        MegarlError above the limit."""
         if step:
             self._status["resumed_step"] = step
         # A newer checkpoint than at the last resume means progress, so counting starts again.

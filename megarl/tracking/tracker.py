@@ -70,7 +70,7 @@ class Tracker:
             self._phase_seconds[key] = self._phase_seconds.get(key, 0.0) + time.monotonic() - started
 
     def begin(self, step: int) -> None:
-        """Note and show the beginning of a step."""
+        """Record the time at which a step begins, and show its number."""
         self._display.begin_step(step)
 
     @property
@@ -129,9 +129,8 @@ class Tracker:
             self._give_up(name, error)
 
     def _to_trackers(self, action: Callable[[RunTracker], object]) -> None:
-        """Call every tracker. One failing is dropped with a warning, and the run continues.
-
-        Raises DiskFullError: on a full disk nothing else can be written either.
+        """Call every tracker. If one fails, warn and drop it; the run continues. Raises DiskFullError, because on a
+        full disk nothing else can be written either.
         """
         # A copy, because failing trackers are removed in the loop.
         for name, tracker in list(self._trackers.items()):
