@@ -3,8 +3,9 @@
     python tools/make_tiny_model.py --out runs/tiny_model --hidden-size 128 --num-layers 4
 
 The architecture is a real one (Qwen, Llama, Mistral, GLM, gpt-oss), so Megatron-Core, vLLM and transformers treat the
-folder as they treat a large checkpoint. The tokenizer is a byte-level BPE trained on a few lines of text below: any
-text round-trips, each digit is its own token, and the words of the quickstart's prompts are single tokens.
+folder as they treat a large checkpoint. The tokenizer is a byte-level BPE trained on a few lines of text below:
+decoding restores any text exactly, each digit is its own token, and the words of the quickstart's prompts are single
+tokens.
 """
 
 from __future__ import annotations
@@ -68,12 +69,13 @@ FAMILIES = {
 }
 
 LATENT = ("deepseek_v3", "glm4_moe_lite")
-"""Families with latent attention, a sigmoid router and a dense first layer."""
+"""Names in `FAMILIES` of models with latent attention, a sigmoid router and a dense first layer."""
 WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
 UNTIED = ("glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *LATENT)
-"""Families that never tie embeddings and output head."""
+"""Names in `FAMILIES` of models that never share weights between input embeddings and output head."""
 WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
-"""Families with three gated delta-nets to one attention. They need four layers."""
+"""Names in `FAMILIES` of models with three gated delta-net layers before each attention layer. They need at least four
+layers, to have both kinds."""
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -111,11 +113,13 @@ TOOL_TEXT = [
     '<tool_call>\n{"name": "calculator", "arguments": {"expression": "1 * 2"}}\n</tool_call>',
     "Tools: calculator. The product is",
 ]
-"""Further training text of a tokenizer for a student that calls tools: its words are single tokens then."""
+"""Further training text of the tokenizer, for models that learn to call tools. The words of a tool call become single
+tokens."""
 
 
 def make_tokenizer(*, tool_words: bool = False) -> PreTrainedTokenizerFast:
-    """A byte-level BPE tokenizer with a ChatML template; the same one on every call with equal arguments."""
+    """Return a byte-level BPE tokenizer with a ChatML template. Equal arguments give equal tokenizers. `tool_words`
+    adds `TOOL_TEXT` to its training text."""
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.Sequence(
         [
@@ -141,7 +145,7 @@ def make_tokenizer(*, tool_words: bool = False) -> PreTrainedTokenizerFast:
 
 
 def expert_fields(family: str, num_experts: int, experts_per_token: int, intermediate_size: int) -> dict[str, object]:
-    """What a config says of its experts."""
+    """Return the fields of config.json about experts, for a family of `WITH_EXPERTS`."""
     if family == "glm4_moe":
         return {
             "n_routed_experts": num_experts,
@@ -167,9 +171,8 @@ def expert_fields(family: str, num_experts: int, experts_per_token: int, interme
 def latent_fields(
     family: str, head_dim: int, query_rank: int | None, num_experts: int, experts_per_token: int, expert_size: int
 ) -> dict[str, object]:
-    """What a config of the families `LATENT` says of its attention and its experts.
-
-    The ranks of keys and the rotary channels are those of the released models: vLLM's CPU kernel takes no others.
+    """Return the fields of config.json about attention and experts, for a family of `LATENT`. `kv_lora_rank` and the
+    rotary channels have the values of the released models, because vLLM's CPU kernel supports no others.
     """
     return {
         "q_lora_rank": query_rank,
@@ -195,9 +198,10 @@ def latent_fields(
 
 
 def draw_weights(model_class: type[PreTrainedModel], config: PretrainedConfig, seed: int) -> PreTrainedModel:
-    """A model with random weights. Norms and biases, close to one and zero, are drawn too: a permuted one shows.
+    """Return a model with random weights. Norms and biases get random deviations from 1 and 0, so that a test notices
+    if their elements are permuted.
 
-    Buffers that belong to the checkpoint, such as the biases of routers, are drawn alike.
+    Buffers saved in the checkpoint, such as the biases of routers, are treated in the same way.
     """
     with torch.random.fork_rng():
         torch.manual_seed(seed)
@@ -232,12 +236,13 @@ def make_tiny_model(
     tool_words: bool = False,
     seed: int = 0,
 ) -> Path:
-    """Write the model folder `out` (float32) and return it; equal arguments give equal bytes.
+    """Write a float32 model into the folder `out`, and return the folder. Equal arguments give equal bytes.
 
-    The three sizes of experts count for the families that have them. `query_rank` (None: queries are projected at
-    once) counts for latent attention, with as many key-value heads as heads. `head_dim` left out is hidden_size /
-    num_heads; `vocab_size` left out is the tokenizer's, and may be larger. `tie_word_embeddings` left out is true in
-    families that tie them.
+    `num_experts`, `experts_per_token` and `expert_intermediate_size` apply only to families with experts. `query_rank`
+    applies only to `LATENT` families: the size of the queries' latent vector. With None, queries are projected from the
+    hidden states directly. `LATENT` families ignore `num_kv_heads`. Default `head_dim`: hidden_size / num_heads.
+    `vocab_size` is at least the tokenizer's size, the default. Default `tie_word_embeddings`: true, except in families
+    of `UNTIED`. Raises ValueError if sizes do not fit each other.
     """
     tokenizer = make_tokenizer(tool_words=tool_words)
     vocab_size = vocab_size or len(tokenizer)
