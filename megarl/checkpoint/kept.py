@@ -1,6 +1,6 @@
-"""Tensors of a model folder that are neither trained nor sampled. Exports and conversions copy them byte for byte.
-
-These are layers for multi-token prediction and vision towers (`families.kept_prefixes`). They belong to no layout.
+"""Kept tensors: tensors of a model folder that trainer and engine do not use. Exports and conversions copy them byte
+for byte. They are layers for multi-token prediction and vision towers (`families.kept_prefixes`). They belong to no
+layout.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from megarl.families.shape import ModelShape
 from megarl.files.model_folder import INDEX, SINGLE, read_safetensors_header, weight_files
 
 FILE = "kept.safetensors"
-"""The file of these tensors next to a converted checkpoint, which has no other weights."""
+"""Name of the file with the kept tensors in the `hf` folder next to a converted checkpoint. That folder has no other
+weights."""
 
 _CHUNK_BYTES = 1 << 24
 
@@ -45,7 +46,7 @@ def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, KeptTensor]
 
 
 def total_bytes(tensors: Mapping[str, KeptTensor]) -> int:
-    """Return the bytes of these tensors."""
+    """Return the total size of these tensors in bytes."""
     return sum(kept.stop - kept.start for kept in tensors.values())
 
 
@@ -81,7 +82,7 @@ def _content(kept: KeptTensor) -> Iterator[bytes]:
 
 
 def _files(folder: Path) -> Iterable[tuple[Path, set[str]]]:
-    """Return the files with weights in a folder, with their tensors by the index."""
+    """Return the files with weights in a folder, each with its tensors as listed by the folder's index."""
     if (folder / FILE).exists():
         return [(folder / FILE, set())]
     # A conversion may be given a folder with config.json and tokenizer alone.

@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 GROUP = 32
-"""Numbers with one scale."""
+"""Number of consecutive numbers that share a scale."""
 
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of e2m1: two bits of exponent, one of mantissa. A fourth bit is the sign."""
@@ -16,7 +16,7 @@ _SCALE_BIAS = 127
 
 
 def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
-    """Return weights in bfloat16, [..., 32 * groups], exact but for underflow and overflow of bfloat16.
+    """Return weights in bfloat16, [..., 32 * groups], exact except for underflow and overflow of bfloat16.
 
     Shapes: `blocks` uint8 [..., groups, 16] has two numbers a byte, the lower four bits first. `scales` uint8 [...,
     groups] has one exponent a group.

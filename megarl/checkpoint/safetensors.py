@@ -83,7 +83,8 @@ class FolderReader:
         return self._file(self._stored[name].path).get_tensor(name).view(-1)
 
     def groups(self, layout: Layout) -> Iterator[tuple[Layout, Layout]]:
-        """Yield parts of a layout with their pieces here, so that few dequantised experts exist at a time."""
+        """Yield parts of a layout, each with the pieces of this folder that it needs. Handled part by part, few
+        dequantised experts exist at a time."""
         found: dict[str, list[Piece]] = {}
         for piece in layout:
             (here,) = self.pieces[piece.box.name]

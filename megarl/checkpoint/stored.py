@@ -45,7 +45,8 @@ class Stored(NamedTuple):
 
 
 class Fault(NamedTuple):
-    """A fault of one tensor. `kind` is `extra`, `packed`, `doubled`, `type`, `shape` or `missing`."""
+    """An error of one tensor, described by `text`. `kind` is `extra`, `packed`, `doubled`, `type`, `shape` or
+    `missing`."""
 
     kind: str
     text: str
@@ -110,7 +111,8 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
 
 
 def _quantised_shapes(shapes: Mapping[str, tuple[int, ...]], model: ModelShape) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of the two parts of each tensor that may be MXFP4, by name; `shapes` are the whole tensors'."""
+    """Return the shapes of the two tensors (numbers, scales) of each tensor that may be stored as MXFP4, by name.
+    `shapes` are the shapes of the whole tensors."""
     if not FAMILIES[model.family].reads_mxfp4:
         return {}
     packed = {alias.packed for alias in aliases_of(model) if len(alias.packed_shape) == 3}

@@ -69,9 +69,10 @@ class Parameter:
     layer: int = -1
     expert: int = -1
     block_key: str = ""
-    """The ending of the key, if `rule` has a single block of the parameter."""
+    """The ending of the key, if the checkpoint stores each block separately and `rule` is one of them."""
     layer_in_key: bool = False
-    """Whether the key has the layer's number. Megatron-Core does so if layers differ in their parameters."""
+    """Whether the key contains the layer's number. Megatron-Core writes such keys if layers have different
+    parameters."""
 
     @property
     def keys(self) -> tuple[str, ...]:

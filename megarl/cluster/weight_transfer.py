@@ -144,7 +144,9 @@ class WeightTransfer:
                 return [report for reports in answers for report in reports]
             if command is Command.GIVE_UP:
                 reasons = "; ".join(_losses(groups, answers)) or "a replica was lost"
-                raise PeerLostError(f"{MOST_ATTEMPTS} weight transfers to the engines in a row were aborted: {reasons}")
+                raise PeerLostError(
+                    f"{MOST_ATTEMPTS} consecutive weight transfers to the engines were aborted: {reasons}"
+                )
             if command is Command.END_SUSPECT:
                 suspect = self._first_to_leave
                 assert suspect is not None

@@ -361,9 +361,9 @@ class WorkerGroup(ABC):
             return [answer.result() for answer in answers.values()]
 
     def _ask(self, messages: Mapping[RankHandle, bytes]) -> tuple[Answers, list[asyncio.Future[None]]]:
-        """Send a command to each rank. Returns a future for each rank's answer, and the futures to wait for.
-
-        The latter are all done when all ranks have answered. One of them fails as soon as any rank fails.
+        """Send a command to each rank. Returns a future for each rank's answer, keyed by rank, and a list of futures to
+        wait for. All futures of the list are done when all ranks have answered. One of them fails as soon as any rank
+        fails.
         """
         loop = asyncio.get_running_loop()
         answers: Answers = {handle: loop.create_future() for handle in messages}

@@ -166,5 +166,5 @@ class CheckpointConfig(Section):
     """Export the model as a Hugging Face folder, hf_step_NNNNNN, every n steps. 0 (default): only at the end, as hf."""
     best: Annotated[str | None, OnlyIf(EVALUATED)] = None
     """Evaluation metric that selects the best step, for example val/SET/accuracy. That step's model is exported to
-    hf_best/ (step and value: best.json), and its checkpoint, if any, is kept in addition to `keep`. Best is the largest
-    value (of metrics ending with /loss the smallest), the earliest of equal ones."""
+    hf_best/ (with best.json: step and value). Its checkpoint, if any, is kept in addition to the newest ones. Best is
+    the largest value (for metrics ending with /loss the smallest); of equal ones the earliest."""

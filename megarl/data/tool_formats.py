@@ -135,7 +135,8 @@ def _hermes(text: str, tools: Sequence[ToolSchema]) -> _Read:
 
 
 def _tagged(text: str, opening: str, closing: str) -> tuple[str, list[tuple[str, bool]]]:
-    """Return the text outside the tags, and each text inside a pair of tags with whether the closing tag was there."""
+    """Return the text outside the tags, and a list of the texts inside. Each entry is (text, whether its closing tag
+    was there)."""
     texts, bodies, place = [], [], 0
     while (found := text.find(opening, place)) >= 0:
         texts.append(text[place:found])

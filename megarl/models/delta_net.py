@@ -1,4 +1,5 @@
-"""Gated delta-net (arXiv:2412.06464) over packed rows and context parallelism, as a module of Megatron's layers.
+"""Gated delta-net (arXiv:2412.06464) with support for packed rows and context parallelism, as a module of Megatron's
+layers.
 
 Megatron-Core 0.16.1's own forward pass supports neither. This module replaces it, and uses Megatron's parameters,
 tensor parallelism and checkpoint keys.

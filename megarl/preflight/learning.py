@@ -262,7 +262,8 @@ def sampling(recipe: Recipe) -> Iterator[str]:
 
 @checks("rollout")
 def stragglers(recipe: Recipe) -> Iterator[str]:
-    """Yield errors of rollout.stragglers: what happens to incomplete groups when a step has enough complete ones."""
+    """Yield errors of rollout.stragglers, the treatment of groups still incomplete when a step has enough complete
+    ones."""
     rollout, algorithm = recipe.rollout, recipe.algorithm
     if recipe.loop != "rl" or rollout.stragglers == "wait":
         return

@@ -43,7 +43,7 @@ class BufferPolicy:
 
 @dataclass(frozen=True, slots=True)
 class StepDemand:
-    """What a training step requests from the buffer: a number of groups, none of them too old.
+    """Request of a training step to the buffer: a number of groups, none of them too old.
 
     `step` is the step's number, and the version of the weights it trains. `engine_version` is the version of the
     engines' weights.

@@ -236,7 +236,8 @@ class RunFolder:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: TracebackType | None) -> None:
-        """Write how the run ended. An error caused by the folder or its disk is raised as StorageError instead."""
+        """At the end of the context, write how the run ended. An error caused by the folder or its disk is raised as
+        StorageError instead."""
         # An error caused by the folder or its disk becomes a StorageError, which has its own exit code.
         broken = None if error is None else storage_error(self.path, error)
         try:

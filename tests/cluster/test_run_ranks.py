@@ -186,7 +186,7 @@ async def test_a_replica_that_leaves_every_cross_world_group_is_lost_before_the_
         # Without another the run ends, and who left is named.
         await other.call("leave_every_group")
         ranks.on_removed("the next transfer needs a new group")
-        with pytest.raises(PeerLostError, match="3 weight transfers to the engines in a row were aborted"):
+        with pytest.raises(PeerLostError, match="3 consecutive weight transfers to the engines were aborted"):
             await transfer.run(False, 2)
 
 

@@ -273,7 +273,7 @@ def test_a_package_that_is_not_installed_is_named() -> None:
 
 
 def test_a_missing_layer_is_refused_with_its_remedy_and_may_be_left_out() -> None:
-    with pytest.raises(ConfigError, match=r"sandbox\.require.* no landlock .*lsm=landlock") as refused:
+    with pytest.raises(ConfigError, match=r"sandbox\.require.* programs: landlock .*lsm=landlock") as refused:
         Sandbox(SandboxSettings(packages=()), _without=("landlock",)).start()
     assert "sandbox.require=[namespaces, seccomp, limits, unprivileged]" in str(refused.value)
     required = ("namespaces", "seccomp", "limits", "unprivileged")
