@@ -26,7 +26,7 @@ from megarl.checkpoint.kept import KeptTensor, file_content, kept_tensors, total
 from megarl.checkpoint.mxfp4 import dequantised
 from megarl.checkpoint.stored import BLOCKS, MXFP4, SCALES, stored_tensors
 from megarl.config.override import overridden
-from megarl.families import float32_tensors
+from megarl.families import checkpoint_name, float32_tensors
 from megarl.families.llama import EMBEDDING, HEAD, VALUE_HEAD
 from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
 from megarl.files.model_folder import INDEX, SINGLE, companions
@@ -153,7 +153,7 @@ def head_rows(folder: str | Path, rows: range, *, override: Mapping[str, Any] | 
     `override` changes fields of config.json. Raises DataError for an invalid folder.
     """
     model = read_model_shape(folder, override)
-    name = EMBEDDING if model.tie_word_embeddings else HEAD
+    name = checkpoint_name(EMBEDDING if model.tie_word_embeddings else HEAD, model)
     whole = FolderReader(folder, model).storage(name).view(-1, model.hidden_size)
     # Cloned, so that the memory map of the whole file can be freed.
     return whole[rows.start : rows.stop].clone()
