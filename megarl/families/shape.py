@@ -115,7 +115,14 @@ class ModelShape:
         return self.router.shared_intermediate_size if self.router else 0
 
     def with_value_head(self) -> ModelShape:
-        """Return the same backbone with a value head."""
+        """Return the same backbone with a value head. Raises DataError for checkpoints with more than a text model."""
+        family = FAMILIES[self.family]
+        if family.section:
+            # The export would keep the architecture of a language model: `value_head_fields` knows text models alone.
+            raise DataError(
+                f"{family.architecture} with a value head (critic, reward model) is not supported; use a text model, "
+                f"{family.engine_architecture}."
+            )
         # A value head has no vocabulary, so it cannot be tied to the embedding.
         return replace(self, has_value_head=True, tie_word_embeddings=False)
 

@@ -17,7 +17,7 @@ from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.import_path import is_import_path
 from megarl.preflight.registry import Cost, checks
 from megarl.tracking.health import LEARNING_RATE, Finding, unusual_learning_rate, usual_learning_rates
-from megarl.types import ConfigError
+from megarl.types import ConfigError, DataError
 
 
 @checks("optimizer")
@@ -179,12 +179,19 @@ def _on_host(recipe: Recipe) -> Iterator[str]:
 
 @checks("model")
 def head(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
-    """Yield an error if the policy's folder has a value head instead of a language-model head."""
+    """Yield an error if the policy's folder has the wrong head, or if a value head that it needs is not supported."""
     if shape.has_value_head and recipe.loop != "reward_model":
         yield (
             f"model.path = {recipe.model.path}: is a reward model without a language head; set model.path to a "
             "language model, and reward.model or critic.path to this folder"
         )
+    is_critic = recipe.has_critic and "critic.path" not in recipe.further_models
+    if recipe.loop == "reward_model" or is_critic:
+        try:
+            shape.with_value_head()
+        except DataError as error:
+            remedy = " Or set critic.path." if is_critic else ""
+            yield f"model.path = {recipe.model.path}: {error}{remedy}"
 
 
 @checks("lora")

@@ -105,6 +105,11 @@ def further_models(recipe: Recipe, shape: ModelShape) -> Iterator[Fault]:
             yield f"{field} = {folder}: the policy and this model must both have experts, or neither; use another model"
         if field == "reward.model" and not own.has_value_head:
             yield f"{field} = {folder}: is a language model; give a model trained with loop: reward_model"
+        if field == "critic.path":
+            try:
+                own.with_value_head()
+            except DataError as error:
+                yield f"{field} = {folder}: {error}"
         if is_teacher:
             yield from teacher_fit(recipe, field, own, shape)
             yield from (DataError(f"{field}: {fault}") for fault in _tokens_beyond(folder, own))

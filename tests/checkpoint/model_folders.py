@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from megarl.families import hf_tensors
 from megarl.families.shape import read_model_shape
+from megarl.files.model_folder import SINGLE
 
 MTP = "num_nextn_predict_layers"
 SIZES = {"hidden_size": 32, "num_layers": 2, "num_heads": 8, "num_kv_heads": 4, "intermediate_size": 48}
@@ -62,6 +63,30 @@ def random_folder(folder: Path, config: dict[str, Any], dtype: torch.dtype = tor
     (folder / "tokenizer.json").write_bytes(b'{"a":   1}\r\n')
     (folder / "templates").mkdir()
     (folder / "templates" / "tool.jinja").write_bytes(b"\xff\x00")
+    return folder
+
+
+TEXT = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "head_dim": 32, "vocab_size": 1031, "linear_num_key_heads": 2,
+    "linear_num_value_heads": 4, "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4,
+    "full_attention_interval": 4,
+}  # fmt: skip
+VISION = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5"}
+
+
+def vision_folder(folder: Path, tokenizer: Path | None = None, **fields: Any) -> Path:
+    """A folder with the names of a checkpoint with a vision tower. `fields` are those of the whole model's config.json.
+
+    The tokenizer is copied from the folder `tokenizer`.
+    """
+    folder.mkdir()
+    (folder / "config.json").write_text(json.dumps({**VISION, "text_config": TEXT, **fields}))
+    for path in tokenizer.glob("token*.json") if tokenizer else ():
+        (folder / path.name).write_bytes(path.read_bytes())
+    torch.manual_seed(5)
+    shapes = hf_tensors(read_model_shape(folder))
+    save_file({name: torch.randn(shape) for name, shape in shapes.items()}, folder / SINGLE)
     return folder
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -15,11 +14,10 @@ from megarl.checkpoint.convert import to_hf, to_megatron
 from megarl.checkpoint.safetensors import head_rows
 from megarl.checkpoint.stored import stored_tensors
 from megarl.config.parallel import ParallelConfig
-from megarl.families import hf_tensors
 from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import SINGLE
 from megarl.testing import RankPool
-from tests.checkpoint.model_folders import assert_equal_bits, tensors_of
+from tests.checkpoint.model_folders import assert_equal_bits, tensors_of, vision_folder
 from tests.models.test_policy import build
 
 
@@ -59,24 +57,6 @@ def test_megatron_reads_and_writes_the_same_weights(
         assert all(name.endswith("pre_mlp_layernorm.weight") for name in result["missing"])
     to_hf(saved, tmp_path / "hf", hf=source)
     assert_equal_bits(tensors_of(source), tensors_of(tmp_path / "hf"))
-
-
-TEXT = {
-    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_attention_heads": 2,
-    "num_key_value_heads": 1, "head_dim": 8, "vocab_size": 11, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
-    "linear_key_head_dim": 4, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4, "full_attention_interval": 4,
-}  # fmt: skip
-WHOLE = {"architectures": ["Qwen3_5ForConditionalGeneration"], "model_type": "qwen3_5", "text_config": TEXT}
-
-
-def vision_folder(folder: Path, **fields: Any) -> Path:
-    """A model folder with a vision tower's names, and other fields of the whole model's config.json."""
-    folder.mkdir()
-    (folder / "config.json").write_text(json.dumps({**WHOLE, **fields}))
-    torch.manual_seed(5)
-    tensors = {name: torch.randn(shape) for name, shape in hf_tensors(read_model_shape(folder)).items()}
-    save_file(tensors, folder / SINGLE)
-    return folder
 
 
 def test_the_head_of_a_prefixed_checkpoint_is_read(tmp_path: Path) -> None:

@@ -12,10 +12,12 @@ import numpy as np
 import pytest
 
 from megarl.config import Recipe
+from megarl.families.shape import read_model_shape
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.preflight import check, row_multiple
 from megarl.preflight.library_fields import supported_head_sizes
 from megarl.types import ConfigError, DataError
+from tests.checkpoint.model_folders import vision_folder
 
 PPO = {"preset": "ppo"}
 
@@ -87,6 +89,25 @@ def test_the_models_beside_the_policy_are_looked_at(
     with pytest.raises(DataError, match=r"reward\.model: absent: model folder not found"):
         check(recipe(reward={"model": "absent"}))
     assert check(recipe(loop="reward_model", model={"path": reward})).world_size == 1
+
+
+def test_value_heads_of_checkpoints_with_a_vision_tower_are_refused(
+    recipe: Callable[..., Recipe], tmp_path: Path
+) -> None:
+    """The export would name a language model, and a later run would miss its output head."""
+    folder = vision_folder(tmp_path / "vision", tokenizer=Path(recipe().model.path))
+    refused = "Qwen3_5ForConditionalGeneration with a value head (critic, reward model) is not supported"
+    for field, changed in (
+        ("model.path", {"loop": "reward_model", "model": {"path": str(folder)}}),
+        ("model.path", {"algorithm": PPO, "model": {"path": str(folder)}}),
+        ("critic.path", {"algorithm": PPO, "critic": {"path": str(folder)}}),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            check(recipe(**changed))
+        assert f"{field} = {folder}: {refused}; use a text model, Qwen3_5ForCausalLM." in str(caught.value)
+        assert str(caught.value).count(refused) == 1
+    with pytest.raises(DataError, match="with a value head"):
+        read_model_shape(folder).with_value_head()
 
 
 def test_a_token_beyond_the_vocabulary(recipe: Callable[..., Recipe], tmp_path: Path) -> None:
