@@ -179,12 +179,14 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     has_value_head = architecture.endswith(VALUE_HEAD)
     name = _family_name(architecture)
     family = FAMILIES[name]
+    # Also where the sizes are in a section: releases have both fields outside of it.
+    _check_number_formats(config, family.reads_mxfp4)
     if family.section:
         # The whole model's field decides whether its embedding is tied.
         tied = {"tie_word_embeddings": config["tie_word_embeddings"]} if "tie_word_embeddings" in config else {}
         config = {**mapping(config, family.section), **tied, "architectures": [architecture]}
+        _check_number_formats(config, family.reads_mxfp4)
     _check_supported(config, architecture)
-    _check_quantisation(config, family.reads_mxfp4)
     parts = family.read(config)
     shape = ModelShape(
         family=name,
@@ -284,8 +286,11 @@ def _family_name(architecture: str) -> str:
     return name
 
 
-def _check_quantisation(config: Mapping[str, Any], reads_mxfp4: bool) -> None:
-    """Raise DataError if the weights are stored in a quantised format that megarl cannot read."""
+def _check_number_formats(config: Mapping[str, Any], reads_mxfp4: bool) -> None:
+    """Raise DataError for a dtype, or for a quantised format of the weights, that megarl cannot read."""
+    for field in ("dtype", "torch_dtype"):
+        if config.get(field) not in (None, *DTYPES):
+            raise DataError(f"{field} is {shown(config[field])}; it must be one of {', '.join(DTYPES)}.")
     method = mapping(config, "quantization_config").get("quant_method", "unknown")
     if config.get("quantization_config") is not None and not (reads_mxfp4 and method == "mxfp4"):
         raise DataError(
@@ -302,6 +307,3 @@ def _check_supported(config: Mapping[str, Any], architecture: str) -> None:
         raise DataError(f"{architecture} with {labels} labels is not supported; a reward model has one.")
     if config.get("hidden_act", "silu") != "silu":
         raise DataError(f"hidden_act {config['hidden_act']} is not supported; only silu is.")
-    for field in ("dtype", "torch_dtype"):
-        if config.get(field) not in (None, *DTYPES):
-            raise DataError(f"{field} is {shown(config[field])}; it must be one of {', '.join(DTYPES)}.")

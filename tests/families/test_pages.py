@@ -118,3 +118,25 @@ def test_flops_count_each_kind_of_layer() -> None:
     tokens = 5
     scores = 3 * 4 * 4 * 4 * tokens * tokens / 2
     assert forward_flops(read(GLM), np.array([tokens])) == tokens * matrices + scores
+
+
+TEXT = SIZES | {
+    "num_hidden_layers": 4, "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 4,
+    "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4,
+}  # fmt: skip
+VISION = {"architectures": ["Qwen3_5ForConditionalGeneration"], "text_config": TEXT}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"quantization_config": {"quant_method": "fp8"}}, "weights of quant_method 'fp8' cannot be trained"),
+        ({"dtype": "int8"}, "dtype is 'int8'"),
+        ({"text_config": TEXT | {"quantization_config": {"quant_method": "fp8"}}}, "weights of quant_method 'fp8'"),
+        ({"text_config": TEXT | {"torch_dtype": "int8"}}, "torch_dtype is 'int8'"),
+    ],
+)
+def test_number_formats_are_checked_in_and_outside_of_the_text_section(fields: dict[str, Any], message: str) -> None:
+    assert read(VISION).family == "qwen3_5"
+    with pytest.raises(DataError, match=re.escape(message)):
+        read(VISION, **fields)
