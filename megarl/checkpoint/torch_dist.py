@@ -73,21 +73,23 @@ class Parameter:
     layer_in_key: bool = False
     """Whether the key contains the layer's number. Megatron-Core writes such keys if layers have different
     parameters."""
+    is_latent: bool = False
+    """Whether the model has latent attention. Megatron's local spec then renames no norms."""
 
     @property
     def keys(self) -> tuple[str, ...]:
         """Return the key in Transformer Engine's spec, and the local spec's key if it differs."""
-        variant = self.rule.transformer_engine
-        name = self.rule.parameter if self.rule.is_expert or variant is None else variant.parameter
+        own, variant = self.rule.parameter, self.rule.transformer_engine
+        fused = own if self.rule.is_expert or variant is None else variant.parameter
+        # Megatron-Core 0.16.1: except with latent attention, the local spec saves norms under the names of Transformer
+        # Engine's fused layers. It does so even with the norm before a router, which is never fused.
+        local = own if self.is_latent else fused.replace("pre_mlp_layernorm.", "mlp.linear_fc1.layer_norm_")
+        return tuple(dict.fromkeys(map(self._key, (fused, local))))
+
+    def _key(self, name: str) -> str:
         layer = f"{self.layer}." if self.layer_in_key else ""
         key = name.replace("{layer}.", layer).replace(".local_experts.{expert}.", ".experts.")
-        if self.block_key:
-            return (f"{key}.{self.block_key}",)
-        if name == "decoder.layers.{layer}.pre_mlp_layernorm.weight":
-            # Megatron-Core 0.16.1: the local spec renames the norm before a router as if it were fused into linear_fc1.
-            # Transformer Engine's spec does not.
-            return key, f"decoder.layers.{layer}mlp.linear_fc1.layer_norm_weight"
-        return (key,)
+        return f"{key}.{self.block_key}" if self.block_key else key
 
     def shape(self, padded_vocab: int) -> tuple[int, ...]:
         """Return the shape of the whole parameter, not split over tensor-parallel ranks."""
@@ -122,13 +124,16 @@ def parameters(model: ModelShape) -> Iterator[Parameter]:
     yield from (Parameter(rule, (), ()) for rule in rules if rule.place == "first_stage")
     layer_in_key = any(rule.layers is not None for rule in rules)
     layers = () if layer_in_key else (model.num_layers,)
+    is_latent = isinstance(model.attention, Latent)
     for layer in range(model.num_layers):
         for rule in (rule for rule in rules if rule.place == "every_layer" and rule.has_layer(layer)):
             experts = (model.num_experts,) if rule.is_expert else ()
             for expert in range(model.num_experts) if rule.is_expert else (-1,):
                 leading = (*(() if layer_in_key else (layer,)), *((expert,) if rule.is_expert else ()))
                 for part, block_key in _blocks(rule):
-                    yield Parameter(part, leading, (*layers, *experts), layer, expert, block_key, layer_in_key)
+                    yield Parameter(
+                        part, leading, (*layers, *experts), layer, expert, block_key, layer_in_key, is_latent
+                    )
     yield from (Parameter(rule, (), ()) for rule in rules if rule.place == "last_stage")
 
 
@@ -200,7 +205,7 @@ def extra_states(model: ModelShape) -> Iterator[str]:
         module, _, kind = key.rpartition(".")
         # Linear layers of Megatron-Core 0.16.1 save an extra state with each weight (Transformer Engine: the FP8 state)
         # and look for it when loading.
-        if kind == "weight" and re.search(r"linear_(qkv|proj|fc1|fc2)$|\.(in|out)_proj$", module):
+        if kind == "weight" and re.search(r"\.linear_\w+$|\.(in|out)_proj$", module):
             # Without a leading dimension, Megatron-Core counts one object.
             leading = (parameter.leading, parameter.leading_shape) if parameter.leading else ((0,), (1,))
             place, of = (".".join(map(str, numbers)) for numbers in leading)

@@ -39,6 +39,13 @@ GLM = {
 }  # fmt: skip
 
 
+LATENT = {
+    "q_lora_rank": 12, "kv_lora_rank": 16, "qk_nope_head_dim": 6, "qk_rope_head_dim": 2, "v_head_dim": 10,
+    "num_key_value_heads": 8, "n_routed_experts": 4, "n_shared_experts": 1, "n_group": 1, "topk_group": 1,
+    "first_k_dense_replace": 1, "topk_method": "noaux_tc", "scoring_func": "sigmoid",
+}  # fmt: skip
+
+
 def random_folder(folder: Path, config: dict[str, Any], dtype: torch.dtype = torch.float32) -> Path:
     """A model folder of random bits, in two files; texts end in what a rewrite would change.
 

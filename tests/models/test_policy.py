@@ -63,7 +63,8 @@ def build(folder: str, layout: ParallelConfig) -> Any:
     model.sample_as(TEMPERATURE, None)
     layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
     pieces = layouts[dist.get_rank()]
-    safetensors.load(folder, pieces, dict(model.named_parameters()))
+    # Biases of routers are buffers.
+    safetensors.load(folder, pieces, {**dict(model.named_parameters()), **dict(model.named_buffers())})
     return model.eval()
 
 
