@@ -37,6 +37,18 @@ _OTHERWISE = {
         ),
         "moe_grouped_gemm": "whether Transformer Engine is installed",
     },
+    "architecture": dict.fromkeys(
+        (
+            "multi_latent_attention", "q_lora_rank", "kv_lora_rank", "qk_head_dim", "qk_pos_emb_head_dim", "v_head_dim",
+            "rope_type", "rotary_base", "rotary_percent", "rotary_scaling_factor", "rotary_interleaved", "mscale",
+            "mscale_all_dim", "original_max_position_embeddings", "beta_fast", "beta_slow",
+            "experimental_attention_variant", "linear_attention_freq", "linear_conv_kernel_dim", "linear_key_head_dim",
+            "linear_value_head_dim", "linear_num_key_heads", "linear_num_value_heads", "softmax_scale", "softmax_type",
+            "activation_func_clamp_value", "glu_linear_offset",
+        ),
+        _MODEL,
+    ),
+    "sinks": {"apply_rope_fusion": "the model's attention sinks: their packed rows have one rotary angle a token"},
 }  # fmt: skip
 """Settings of vLLM and Megatron-Core that neither users nor recipe fields set, each with what determines it. The keys
 are names of fields of `Decides`."""
@@ -47,12 +59,13 @@ def decided(library: str) -> dict[str, str]:
     """Return the settings of a library that users cannot set, each with the recipe field or other source that decides
     it.
 
-    `library` is vllm, megatron, experts, recompute or fp8, a field of `config.annotations.Decides`.
+    `library` is vllm, megatron, experts, recompute or fp8, a field of `config.annotations.Decides`. architecture:
+    Megatron's settings of parts that few models have. sinks: those in models with attention sinks.
     """
     deciding: dict[str, list[str]] = {}
     for place in all_fields():
         for item in annotated_with(place, Decides):
-            for setting in getattr(item, library).split():
+            for setting in getattr(item, library, "").split():
                 deciding.setdefault(setting, []).append(place)
     return _OTHERWISE.get(library, {}) | {setting: _all_of(fields) for setting, fields in deciding.items()}
 
@@ -66,7 +79,6 @@ def _all_of(fields: list[str]) -> str:
 _UNREAD = {
     "attention_dropout": "attention over packed rows has no dropout; use hidden_dropout",
     "masked_softmax_fusion": "attention over packed rows has kernels of its own",
-    "softmax_type": "attention over packed rows has kernels of its own",
     "window_size": "config.json of the model decides about attention windows",
     "window_attn_skip_freq": "config.json of the model decides about attention windows",
     "cross_entropy_loss_fusion": "log-probs are computed in chunks, see trainer.logprob_chunk_tokens",

@@ -15,6 +15,9 @@ _SHAPES = (
     "vocab_size", "tie_word_embeddings", "num_experts", "num_local_experts", "moe_intermediate_size",
     "shared_expert_intermediate_size", "n_routed_experts", "n_shared_experts", "first_k_dense_replace",
     "mlp_only_layers", "decoder_sparse_step", "num_nextn_predict_layers", "attention_bias", "use_qk_norm",
+    "q_lora_rank", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "layer_types",
+    "full_attention_interval", "linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim",
+    "linear_value_head_dim", "linear_conv_kernel_dim",
 )  # fmt: skip
 _REASONS = {
     **dict.fromkeys(_SHAPES, "it determines the shapes of the folder's weights"),

@@ -14,7 +14,7 @@ from megatron.core.tensor_parallel import layers as tensor_parallel_layers
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.transformer_config import MLATransformerConfig
 
-from megarl.config.library_settings import without_effect
+from megarl.config.library_settings import decided, without_effect
 from megarl.config.parallel import ParallelConfig
 from megarl.families import FAMILIES
 from megarl.families.parts import Latent, Router
@@ -91,12 +91,12 @@ def transformer_config(
         settings |= {"fp8": "e4m3", "fp8_recipe": "blockwise"}
     if settings.get("softmax_type", "vanilla") != "vanilla":
         # Such models have one angle a token (`models.policy`), Transformer Engine's kernel one a position.
-        defaults["apply_rope_fusion"] = False
+        settings["apply_rope_fusion"] = False
     overrides = _without_apex(overrides)
-    for name in sorted(overrides.keys() & settings.keys()):
+    for name in sorted(overrides.keys() & (settings.keys() | decided("architecture").keys())):
         raise ConfigError(f"trainer.megatron.{name}: follows from the model and the recipe's other fields; remove it.")
     try:
-        return kind(**(settings | defaults | dict(overrides)))
+        return kind(**(defaults | settings | dict(overrides)))
     except (AssertionError, ValueError, TypeError) as error:
         raise ConfigError(f"trainer.megatron: Megatron-Core refuses these settings: {error}") from None
 

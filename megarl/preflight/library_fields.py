@@ -15,6 +15,7 @@ from typing import Any
 from megarl.config import Recipe
 from megarl.config.library_settings import decided, without_effect
 from megarl.config.secrets import holds_secret
+from megarl.families import FAMILIES
 from megarl.families.shape import ModelShape
 from megarl.files.nearest import nearest
 from megarl.preflight.registry import Cost, checks
@@ -28,7 +29,9 @@ def megatron_fields(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield errors of `trainer.megatron`: fields that Megatron-Core's TransformerConfig lacks, or that have no
     effect."""
     settings = recipe.trainer.megatron
-    follows = dict(decided("megatron"))
+    follows = decided("megatron") | decided("architecture")
+    has_sinks = "softmax_type" in FAMILIES[shape.family].settings(shape)
+    follows |= decided("sinks") if has_sinks else {}
     follows |= decided("recompute") if recipe.trainer.recompute != "none" else {}
     follows |= decided("experts") if shape.num_experts else {}
     follows |= decided("fp8") if recipe.trainer.fp8 != "none" else {}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import inspect
 import re
 from collections.abc import Callable
@@ -19,6 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from megarl.config.library_settings import decided
 from megarl.config.parallel import ParallelConfig
 from megarl.config.trainer import RecomputedModule
+from megarl.families import FAMILIES
+from megarl.families.rotary import Rotary
 from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.models import configuration
 from megarl.models.attention import PackedRow
@@ -31,6 +34,7 @@ from megarl.models.configuration import (
 )
 from megarl.models.policy import accumulate_in_main_gradients
 from megarl.types import ConfigError
+from tests.shapes import small_shape
 
 
 @pytest.fixture
@@ -102,6 +106,30 @@ def test_the_fields_that_others_decide_are_listed(config: Callable[..., Any], ti
     assert experts.router is not None
     of_experts = _expert_settings(experts.router, experts, layout)
     assert {*of_experts, "moe_enable_routing_replay"} == decided("experts").keys()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_what_a_family_sets_is_listed(family: str) -> None:
+    """The checks before a start know the settings of each family; windows have no effect and are refused as such."""
+    settings = _model_settings(dataclasses.replace(small_shape(family), rotary=Rotary(1e4, attention_factor=1.2)))
+    listed = decided("megatron") | decided("architecture")
+    assert settings.keys() - listed.keys() <= {"window_size", "window_attn_skip_freq"}
+
+
+def test_the_architecture_cannot_be_overridden() -> None:
+    layout = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+    for family, overrides in (
+        ("gpt_oss", {"apply_rope_fusion": True}),
+        ("qwen3", {"softmax_scale": 0.5}),
+        ("qwen3", {"softmax_type": "learnable"}),
+        ("qwen3", {"multi_latent_attention": True}),
+        ("deepseek_v3", {"mscale": 2.0}),
+        ("qwen3_next", {"linear_conv_kernel_dim": 3}),
+    ):
+        with pytest.raises(ConfigError, match=rf"trainer\.megatron\.{next(iter(overrides))}: follows from the model"):
+            transformer_config(
+                small_shape(family), layout, dtype=torch.float32, sequence_parallel=False, overrides=overrides
+            )
 
 
 def test_products_in_fp8_are_scaled_by_blocks(tiny_model: Callable[..., Path]) -> None:

@@ -11,8 +11,9 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.preflight import check
-from megarl.preflight.library_fields import accepts
+from megarl.preflight.library_fields import accepts, megatron_fields
 from megarl.types import ConfigError
+from tests.shapes import small_shape
 
 MODEL_FIELDS = [
     pytest.param(
@@ -80,6 +81,22 @@ def test_fields_of_the_libraries_are_checked(
     title, line = str(caught.value).split("\n")
     assert title == "recipe small: 1 error"
     assert all(part in line for part in parts), line
+
+
+@pytest.mark.parametrize(
+    ("family", "field", "reason"),
+    [
+        ("gpt_oss", "apply_rope_fusion", "the model's attention sinks"),
+        ("qwen3", "q_lora_rank", "the model's config.json"),
+        ("qwen3", "linear_conv_kernel_dim", "the model's config.json"),
+        ("qwen3", "softmax_type", "the model's config.json"),
+    ],
+)
+def test_fields_of_the_architecture_are_refused(
+    family: str, field: str, reason: str, recipe: Callable[..., Recipe]
+) -> None:
+    (line,) = megatron_fields(recipe(trainer={"megatron": {field: True}}), small_shape(family))
+    assert line.startswith(f"trainer.megatron.{field} = True: megarl sets this from {reason}")
 
 
 def test_fp8_with_a_history_is_refused(recipe: Callable[..., Recipe]) -> None:
