@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from megarl.families import qwen3_next, stacks
-from megarl.families.config_values import mapping, size
+from megarl.families.config_values import mapping, shown, size
 from megarl.families.family import Family
 from megarl.families.parts import Parts
 from megarl.families.qwen3_next import LINEAR, delta_net
 from megarl.families.reading import softmax_router
 from megarl.families.rules import Rule, Segment
+from megarl.types import DataError
 
 if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
@@ -32,7 +33,11 @@ def read_dense(config: Mapping[str, Any]) -> Parts:
 
 def read_experts(config: Mapping[str, Any]) -> Parts:
     """Return the parts of a model with experts in all layers."""
-    # Routing weights are always normalised. Older config.json files have no such field.
+    # transformers and vLLM 0.30 have experts in all layers and normalise their weights. They read none of these fields.
+    fixed = {"norm_topk_prob": (None, True), "mlp_only_layers": (None, []), "decoder_sparse_step": (None, 1)}
+    for field, values in fixed.items():
+        if config.get(field) not in values:
+            raise DataError(f"{field} is {shown(config[field])}; for this family it is always {values[1]}.")
     router = softmax_router({**config, "norm_topk_prob": True})
     return qwen3_next.read_hybrid(_of_text(config), router, [True] * size(config, "num_hidden_layers"))
 

@@ -38,6 +38,8 @@ def read(config: Mapping[str, Any]) -> Parts:
 def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: Sequence[bool]) -> Parts:
     """Return the parts of a model with delta-nets and gated attention. `has_experts` is by layer."""
     refuse_biases(config)
+    if config.get("attn_output_gate", True) is not True:
+        raise DataError(f"attn_output_gate is {shown(config['attn_output_gate'])}: transformers always has the gates.")
     key_heads, value_heads = size(config, "linear_num_key_heads"), size(config, "linear_num_value_heads")
     if value_heads % key_heads:
         raise DataError(

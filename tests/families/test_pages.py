@@ -140,3 +140,21 @@ def test_number_formats_are_checked_in_and_outside_of_the_text_section(fields: d
     assert read(VISION).family == "qwen3_5"
     with pytest.raises(DataError, match=re.escape(message)):
         read(VISION, **fields)
+
+
+EXPERTS = TEXT | {"num_experts": 4, "architectures": ["Qwen3_5MoeForCausalLM"]}
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"attn_output_gate": False}, "attn_output_gate is False"),
+        ({"norm_topk_prob": False}, "norm_topk_prob is False; for this family it is always True"),
+        ({"mlp_only_layers": [0]}, "mlp_only_layers is [0]"),
+        ({"decoder_sparse_step": 2}, "decoder_sparse_step is 2"),
+    ],
+)
+def test_fields_that_libraries_do_not_read_are_refused(fields: dict[str, Any], message: str) -> None:
+    assert read(EXPERTS, attn_output_gate=True, norm_topk_prob=True, mlp_only_layers=[]).expert_layers == (0, 1, 2, 3)
+    with pytest.raises(DataError, match=re.escape(message)):
+        read(EXPERTS, **fields)
