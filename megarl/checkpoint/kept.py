@@ -14,6 +14,7 @@ from typing import NamedTuple
 from megarl.families import kept_prefixes
 from megarl.families.shape import ModelShape
 from megarl.files.model_folder import INDEX, SINGLE, read_safetensors_header, weight_files
+from megarl.types import DataError
 
 FILE = "kept.safetensors"
 """Name of the file with the kept tensors in the `hf` folder next to a converted checkpoint. That folder has no other
@@ -51,7 +52,10 @@ def total_bytes(tensors: Mapping[str, KeptTensor]) -> int:
 
 
 def file_content(tensors: Mapping[str, KeptTensor]) -> Iterator[bytes]:
-    """Yield the content of a safetensors file with these tensors, in pieces of at most 16 MiB."""
+    """Yield the content of a safetensors file with these tensors, in pieces of at most 16 MiB.
+
+    Raises DataError for a file that became shorter since its header was read.
+    """
     header: dict[str, object] = {"__metadata__": {"format": "pt"}}
     end = 0
     # Like the safetensors library: the largest items first, so that each tensor is aligned.
@@ -77,6 +81,8 @@ def _content(kept: KeptTensor) -> Iterator[bytes]:
         left = kept.stop - kept.start
         while left:
             piece = file.read(min(left, _CHUNK_BYTES))
+            if not piece:
+                raise DataError(f"{kept.path}: became shorter while it was read. Copy or download the model again.")
             left -= len(piece)
             yield piece
 
