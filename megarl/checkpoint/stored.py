@@ -66,6 +66,9 @@ def stored_tensors(folder: str | Path, model: ModelShape) -> tuple[dict[str, Sto
         path = Path(folder) / file
         for name, (code, shape) in read_safetensors_header(path, expected).items():
             if name in quantised:
+                if name in parts:
+                    text = f"{path}: {name} is also in {parts[name]}. Remove one of the files."
+                    faults.append(Fault("doubled", text))
                 parts[name] = path
                 if (code, shape) != ("U8", quantised[name]):
                     expected_form = f"U8 {quantised[name]}"

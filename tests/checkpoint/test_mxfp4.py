@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from megarl.checkpoint.convert import to_hf, to_megatron
 from megarl.checkpoint.mxfp4 import dequantised
 from megarl.checkpoint.safetensors import FolderReader, load
+from megarl.checkpoint.stored import stored_tensors
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import padded_vocab_size, read_model_shape
 from megarl.reshard.layouts.megatron import megatron_layouts, parameter_shapes
@@ -111,3 +112,17 @@ def test_incomplete_quantised_tensors_are_refused(
     save_file(tensors, quantised / "model.safetensors")
     with pytest.raises(DataError, match=message):
         FolderReader(quantised, read_model_shape(quantised))
+
+
+def test_a_quantised_part_in_two_files_is_refused(quantised: Path) -> None:
+    tensors = load_file(quantised / "model.safetensors")
+    (quantised / "model.safetensors").rename(quantised / "a.safetensors")
+    save_file({DOWN + "_scales": tensors.pop(DOWN + "_scales") + 1, "lm_head.weight": tensors.pop("lm_head.weight")},
+              quantised / "b.safetensors")  # fmt: skip
+    index = dict.fromkeys(tensors, "a.safetensors") | {"lm_head.weight": "b.safetensors"}
+    index |= {DOWN + "_scales": "b.safetensors"}
+    (quantised / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    model = read_model_shape(quantised)
+    faults = [fault for fault in stored_tensors(quantised, model)[1] if DOWN in fault.text]
+    assert [fault.kind for fault in faults] == ["doubled"]
+    assert f"{DOWN}_scales is also in {quantised}/a.safetensors" in faults[0].text
