@@ -5,25 +5,25 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-GROUP = 32
-"""Number of consecutive numbers that share a scale."""
-
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 """The numbers of e2m1: two bits of exponent, one of mantissa. A fourth bit is the sign."""
 
-_SCALE_BIAS = 127
-"""A scale byte (e8m0) is the exponent of two plus this bias."""
+_SCALE_BIAS, _NAN = 127, 255
+"""A scale byte (e8m0) is the exponent of two plus the bias, or stands for NaN."""
 
 
 def dequantised(blocks: Tensor, scales: Tensor) -> Tensor:
     """Return weights in bfloat16, [..., 32 * groups], exact except for underflow and overflow of bfloat16.
 
     Shapes: `blocks` uint8 [..., groups, 16] has two numbers a byte, the lower four bits first. `scales` uint8 [...,
-    groups] has one exponent a group.
+    groups] has one exponent a group. A group with the scale 255 becomes NaN, as the format defines.
     """
     numbers = torch.tensor([*_MAGNITUDES, *(-number for number in _MAGNITUDES)])
     # One table of both numbers of a byte needs no separation of the bits.
     byte = torch.arange(256)
     pairs = torch.stack([numbers[byte & 15], numbers[byte >> 4]], dim=-1)
     values = pairs[blocks.int()].flatten(-2)
-    return torch.ldexp(values, scales.int().unsqueeze(-1) - _SCALE_BIAS).bfloat16().flatten(-2)
+    exponents = scales.int().unsqueeze(-1)
+    # As an exponent, 255 would make small numbers finite: 0.5 * 2^128.
+    scaled = torch.ldexp(values, exponents - _SCALE_BIAS).masked_fill(exponents == _NAN, torch.nan)
+    return scaled.bfloat16().flatten(-2)

@@ -34,6 +34,13 @@ def test_every_byte_and_scale_as_in_transformers() -> None:
     assert ours[127, :6].tolist() == [0.0, 0.0, 0.5, 0.0, 1.0, 0.0]
 
 
+def test_a_group_whose_scale_is_nan_is_nan() -> None:
+    """OCP microscaling 1.0, section 5.4.1: 255 is NaN in e8m0. A load then refuses the tensor by name."""
+    blocks = torch.arange(32, dtype=torch.uint8).view(2, 16)
+    values = dequantised(blocks, torch.tensor([127, 255], dtype=torch.uint8)).view(2, 32)
+    assert values[0].isfinite().all() and values[1].isnan().all()
+
+
 DOWN = "model.layers.0.mlp.experts.down_proj"
 
 
