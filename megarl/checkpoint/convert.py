@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from math import lcm, prod
 from pathlib import Path
@@ -47,7 +47,7 @@ from megarl.checkpoint.torch_dist_reader import CheckpointReader
 from megarl.config.parallel import ParallelConfig
 from megarl.families import float32_tensors, hf_tensors
 from megarl.families.shape import ModelShape, read_model_shape
-from megarl.files.model_folder import INDEX, companions, weight_files
+from megarl.files.model_folder import INDEX, companions, read_object, stored_names, weight_files
 from megarl.reshard.boxes import Box, Piece, contiguous_strides
 from megarl.reshard.layouts.packed import checkpoint_names, checkpoint_tensors, unpacked
 from megarl.reshard.plan import make_plan
@@ -59,6 +59,8 @@ from megarl.types import ConfigError, DataError
 SLAB_BYTES = 1 << 26
 
 TRACKER, RELEASE, COMPANIONS = "latest_checkpointed_iteration.txt", "release", "hf"
+_PACKS = "packs_experts"
+"""Field of a manifest: whether the model folder had packed experts."""
 
 Source = FolderReader | CheckpointReader
 """A reader of weights: for each Hugging Face tensor, its dtype and the pieces (stored index ranges) making it up."""
@@ -110,7 +112,8 @@ def to_megatron(
                 manifest.copy(hf / INDEX, f"{COMPANIONS}/{INDEX}")
             manifest.append(TRACKER, RELEASE.encode())
         sizes = {name: getattr(parallel, name) for name in ("tp", "pp", "ep", "etp")}
-        manifest.close({"format": "torch_dist", "checkpoint": RELEASE, **sizes})
+        form = {_PACKS: True} if model.packs_experts else {}
+        manifest.close({"format": "torch_dist", "checkpoint": RELEASE, **sizes, **form})
         if verify:
             verify_copy(source, CheckpointReader(manifest.folder / RELEASE, model), model, manifest.folder)
     return Conversion(out, len(dtypes), _num_bytes(model, dtypes), time.perf_counter() - started, verify, kept)
@@ -130,8 +133,9 @@ def to_hf(
 
     `megatron` is the checkpoint, or a folder containing it (a run or Megatron's own folder). `hf` is a folder with
     config.json, tokenizer and other files; it may be omitted for a checkpoint made by `to_megatron`. `override` changes
-    fields of config.json. Tensors go to the files that the folder's index names, else to files of `shard_bytes`. Raises
-    ConfigError if `out` exists, DataError with the name of a truncated file.
+    fields of config.json. Tensors go to the files that the folder's index names, else to files of `shard_bytes`.
+    Experts are packed if they are in `hf`, or were in the folder converted by `to_megatron`. Raises ConfigError if
+    `out` exists, DataError with the name of a truncated file.
     """
     started = time.perf_counter()
     checkpoint = find_checkpoint(megatron)
@@ -144,6 +148,9 @@ def to_hf(
             f"{checkpoint.parent}: has no folder {COMPANIONS} with a config.json; give a model folder as --hf."
         )
     model = read_model_shape(model_folder, override)
+    if not stored_names(model_folder):
+        # Without weights, the folder does not show whether experts are packed.
+        model = replace(model, packs_experts=_packs_experts(root))
     with new_folder(out) as manifest, _checked(root):
         source = CheckpointReader(checkpoint, model)
         dtypes = _dtypes(source, model, dtype)
@@ -362,6 +369,12 @@ def _copy_companions(
             manifest.append(folder + name, changed_config(path, dtype, override=override))
         else:
             manifest.copy(path, folder + name)
+
+
+def _packs_experts(folder: Path) -> bool:
+    """Return whether the manifest of a converted checkpoint records packed experts. False without a manifest."""
+    path = folder / MANIFEST
+    return path.exists() and bool(read_object(path)["layout"].get(_PACKS))
 
 
 def find_checkpoint(folder: Path) -> Path:

@@ -60,7 +60,7 @@ FAMILIES: dict[str, Family] = {
 def rules_of(model: ModelShape) -> tuple[Rule, ...]:
     """Return the rules of a model's family. Raises ValueError if two rules describe the same Megatron parameter."""
     family = FAMILIES[model.family]
-    rules = tuple(rule.renamed(partial(_with_prefix, family.prefix)) for rule in family.rules(model))
+    rules = tuple(rule.renamed(partial(checkpoint_name, model=model)) for rule in family.rules(model))
     # A later rule would silently replace an earlier one in tables by name.
     for first, second in combinations(rules, 2):
         if first.parameter == second.parameter and overlap(first, second):
@@ -72,9 +72,8 @@ def stacks_of(model: ModelShape) -> tuple[Stack, ...]:
     """Return vLLM's parameters of a model, as its family defines them. Tensors without a rule are included, one
     parameter each."""
     family = FAMILIES[model.family]
-    rename = partial(_with_prefix, family.prefix)
     return tuple(
-        stack._replace(parts=tuple(part._replace(tensor=rename(part.tensor)) for part in stack.parts))
+        stack._replace(parts=tuple(part._replace(tensor=checkpoint_name(part.tensor, model)) for part in stack.parts))
         for stack in family.stacks(model)
     )
 
@@ -88,10 +87,7 @@ def live_name(template: str, model: ModelShape) -> str:
 
 def checkpoint_name(name: str, model: ModelShape) -> str:
     """Return the name in checkpoints of a tensor, given its name in the family's module (beginning with `model.`)."""
-    return _with_prefix(FAMILIES[model.family].prefix, name)
-
-
-def _with_prefix(prefix: str, name: str) -> str:
+    prefix = FAMILIES[model.family].prefix
     return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
 
@@ -147,11 +143,15 @@ def float32_tensors(model: ModelShape) -> tuple[str, ...]:
 
 def aliases_of(model: ModelShape) -> tuple[Alias, ...]:
     """Return where the tensors of single experts lie in packed tensors (all experts in one) of the model's files."""
-    return FAMILIES[model.family].aliases(model)
+    return tuple(
+        alias._replace(tensor=checkpoint_name(alias.tensor, model), packed=checkpoint_name(alias.packed, model))
+        for alias in FAMILIES[model.family].aliases(model)
+    )
 
 
 def kept_prefixes(model: ModelShape) -> tuple[str, ...]:
     """Return name prefixes of tensors that are copied from the base model into exports, but not used by trainer and
     engine."""
     extra = range(model.num_layers, model.num_layers + model.num_kept_layers)
-    return (*(f"model.layers.{layer}." for layer in extra), *FAMILIES[model.family].kept)
+    layers = (checkpoint_name(f"model.layers.{layer}.", model) for layer in extra)
+    return (*layers, *FAMILIES[model.family].kept)

@@ -10,9 +10,10 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from megarl.families import qwen3_next, stacks
+from megarl.families import llama, qwen3_next, stacks
 from megarl.families.config_values import mapping, shown, size
-from megarl.families.family import Family
+from megarl.families.family import Family, no_aliases
+from megarl.families.packed import Alias, Axis
 from megarl.families.parts import Parts
 from megarl.families.qwen3_next import LINEAR, delta_net
 from megarl.families.reading import softmax_router
@@ -69,6 +70,25 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     return qwen3_next.hybrid_rules(model, tensors, blocks)
 
 
+def aliases(model: ModelShape) -> tuple[Alias, ...]:
+    """Return the places of the experts' tensors in packed ones; none for files with a tensor for each expert.
+
+    Packed tensors are gate_up_proj [experts, 2 * channels, hidden_size], all gates before all ups, and down_proj
+    [experts, hidden_size, channels].
+    """
+    if not model.packs_experts:
+        return ()
+    experts, hidden, channels = model.num_experts, model.hidden_size, model.moe_intermediate_size
+    packed = llama.LAYER + "mlp.experts."
+    expert, gate_up = packed + "{expert}.", packed + "gate_up_proj"
+    wide = (experts, 2 * channels, hidden)
+    return (
+        Alias(expert + "gate_proj.weight", gate_up, wide, (Axis(1), Axis(2))),
+        Alias(expert + "up_proj.weight", gate_up, wide, (Axis(1, channels), Axis(2))),
+        Alias(expert + "down_proj.weight", packed + "down_proj", (experts, hidden, channels), (Axis(1), Axis(2))),
+    )
+
+
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     """Return vLLM's parameters. In a delta-net, one holds the projections of queries, keys, values and gates, and
     another both rates."""
@@ -85,8 +105,8 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
 
 
 def _family(architecture: str, *, has_experts: bool) -> Family:
-    read = read_experts if has_experts else read_dense
-    return Family(architecture, read, rules, stacks=live_stacks, kept=("mtp.",))
+    read, own = (read_experts, aliases) if has_experts else (read_dense, no_aliases)
+    return Family(architecture, read, rules, stacks=live_stacks, kept=("mtp.",), aliases=own)
 
 
 def _with_vision(text: Family) -> Family:

@@ -9,12 +9,13 @@ from pathlib import Path
 from typing import Any
 
 from megarl.config.override import overridden
-from megarl.families import FAMILIES
+from megarl.families import FAMILIES, aliases_of
 from megarl.families.config_values import COPY_AGAIN, flag, mapping, positive, shown, size
+from megarl.families.names import parse_name
 from megarl.families.parts import DeltaNet, GroupedQuery, Latent, LayerKind, Parts, Router
 from megarl.families.published import PUBLISHED, published_name
 from megarl.families.rotary import Rotary
-from megarl.files.model_folder import missing_folder, read_object
+from megarl.files.model_folder import missing_folder, read_object, stored_names
 from megarl.types import DataError
 
 DTYPES = ("float32", "bfloat16", "float16", "float64")
@@ -48,6 +49,8 @@ class ModelShape:
     """Sizes of the linear attention in layers with this mixer. None: the model has no such layers."""
     has_zero_centered_norms: bool = False
     """Whether norms multiply by 1 + weight."""
+    packs_experts: bool = False
+    """Whether the model's files have one tensor for all experts of a layer, in a family with both forms."""
     has_value_head: bool = False
     """Whether a value head (critic, reward model) replaces the output layer."""
 
@@ -135,7 +138,16 @@ def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | Non
     path = Path(model_folder) / "config.json"
     if not path.parent.is_dir():
         raise DataError(missing_folder(path.parent))
-    return _named_shape(read_object(path), path, override)
+    shape = _named_shape(read_object(path), path, override)
+    return replace(shape, packs_experts=_packs_experts(path.parent, shape))
+
+
+def _packs_experts(folder: Path, model: ModelShape) -> bool:
+    """Return whether a folder's files have packed experts. False in families with one form alone."""
+    forms = (aliases_of(replace(model, packs_experts=packs)) for packs in (True, False))
+    packed, always = ({alias.packed for alias in aliases} for aliases in forms)
+    # Files are read only if both forms exist.
+    return packed != always and any(parse_name(name).template in packed for name in stored_names(folder))
 
 
 def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None = None) -> ModelShape:

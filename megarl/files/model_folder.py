@@ -117,6 +117,19 @@ def weight_files(folder: str | Path) -> dict[str, set[str]]:
     return files
 
 
+def stored_names(folder: str | Path) -> set[str]:
+    """Return the names of all tensors in a model folder, from its index or its only file.
+
+    Empty for a folder without weights. Empty too for a broken file: the functions above report its error.
+    """
+    try:
+        if (Path(folder) / INDEX).exists():
+            return set().union(*weight_files(folder).values())
+        return set(read_safetensors_header(Path(folder) / SINGLE))
+    except DataError:
+        return set()
+
+
 def largest_token(folder: str | Path) -> tuple[str, int]:
     """Return the largest token id in a folder's tokenizer.json, with its token. Raises DataError for an invalid
     file."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from math import ceil
 
 from megarl.config import AlgorithmConfig, OptimizerConfig, Recipe
@@ -202,7 +203,9 @@ def adapters(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     narrowest = min(shape.hidden_size, shape.moe_intermediate_size or shape.intermediate_size)
     if lora.rank > narrowest:
         yield f"lora.rank = {lora.rank}: exceeds the smallest dimension of the model's matrices, {narrowest}; lower it"
-    packed = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if aliases_of(shape) else []
+    # transformers packs experts in memory whatever the form of the files. So PEFT's names do not depend on it.
+    aliases = aliases_of(replace(shape, packs_experts=False))
+    packed = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if aliases else []
     if lora.rank and packed:
         yield (
             f"lora.targets: {' and '.join(packed)} of a {shape.family} model are packed experts, and PEFT has no names "

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from megarl.config import Recipe
 from megarl.preflight import check, shortened_warmups
+from megarl.preflight.learning import adapters
+from tests.shapes import small_shape
 
 PPO = {"preset": "ppo"}
 RANKS_4 = {"ranks_per_node": 4}
@@ -155,6 +158,18 @@ def test_each_misfit_is_one_line_with_field_value_and_remedy(
 )
 def test_the_limits_themselves_are_allowed(recipe: Callable[..., Recipe], changed: dict[str, Any]) -> None:
     assert check(recipe(**changed)).world_size == 1
+
+
+@pytest.mark.parametrize("family", ["qwen3_5_moe", "qwen3_5_moe_text", "gpt_oss"])
+def test_adapters_of_experts_do_not_depend_on_the_form_of_files(recipe: Callable[..., Recipe], family: str) -> None:
+    """transformers packs the experts of Qwen3.5 in memory from both forms. gpt-oss has one form."""
+    targeted = recipe(lora={"rank": 4, "targets": ["gate_up_proj"]})
+    forms = (replace(small_shape(family), packs_experts=packs) for packs in (True, False))
+    one, other = (list(adapters(targeted, shape)) for shape in forms)
+    assert one == other
+    assert ["gate_up_proj of a gpt_oss model are packed experts" in line for line in one] == (
+        [True] if family == "gpt_oss" else []
+    )
 
 
 def test_a_warm_up_longer_than_the_run_is_held_to_it(recipe: Callable[..., Recipe]) -> None:

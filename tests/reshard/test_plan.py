@@ -12,8 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from megarl.config.parallel import ParallelConfig
-from megarl.families import FAMILIES, hf_tensors
-from megarl.families.family import no_aliases
+from megarl.families import FAMILIES, aliases_of, hf_tensors
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape
 from megarl.reshard.boxes import Box, Layout, Piece, contiguous_strides
@@ -285,7 +284,7 @@ def layout(tp: int = 1, pp: int = 1, dp: int = 1, rollout_tp: int = 1, **sizes: 
     return ParallelConfig(tp=tp, pp=pp, dp=dp, rollout_tp=rollout_tp, **sizes)
 
 
-PLAIN = [name for name, family in FAMILIES.items() if family.aliases is no_aliases]
+PLAIN = [name for name in FAMILIES if not aliases_of(small_shape(name))]
 """Families whose engines hold plain slices of experts. tests/reshard/layouts compares the others with vLLM's own."""
 
 
