@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 from pathlib import Path
+from typing import Any
 
 import torch
+from safetensors.torch import load_file, save_file
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import (
     DeepseekV3Config,
@@ -36,8 +38,12 @@ from transformers import (
     Qwen2ForCausalLM,
     Qwen2MoeConfig,
     Qwen2MoeForCausalLM,
+    Qwen3_5Config,
     Qwen3_5ForCausalLM,
+    Qwen3_5ForConditionalGeneration,
+    Qwen3_5MoeConfig,
     Qwen3_5MoeForCausalLM,
+    Qwen3_5MoeForConditionalGeneration,
     Qwen3_5MoeTextConfig,
     Qwen3_5TextConfig,
     Qwen3Config,
@@ -62,6 +68,8 @@ FAMILIES = {
     "qwen3_next": (Qwen3NextConfig, Qwen3NextForCausalLM),
     "qwen3_5_text": (Qwen3_5TextConfig, Qwen3_5ForCausalLM),
     "qwen3_5_moe_text": (Qwen3_5MoeTextConfig, Qwen3_5MoeForCausalLM),
+    "qwen3_5": (Qwen3_5Config, Qwen3_5ForConditionalGeneration),
+    "qwen3_5_moe": (Qwen3_5MoeConfig, Qwen3_5MoeForConditionalGeneration),
     "deepseek_v3": (DeepseekV3Config, DeepseekV3ForCausalLM),
     "glm4_moe_lite": (Glm4MoeLiteConfig, Glm4MoeLiteForCausalLM),
     "gpt_oss": (GptOssConfig, GptOssForCausalLM),
@@ -70,12 +78,22 @@ FAMILIES = {
 
 LATENT = ("deepseek_v3", "glm4_moe_lite")
 """Names in `FAMILIES` of models with latent attention, a sigmoid router and a dense first layer."""
-WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text")
-UNTIED = ("glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *LATENT)
-"""Names in `FAMILIES` of models that never share weights between input embeddings and output head."""
-WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text")
+WITH_VISION = ("qwen3_5", "qwen3_5_moe")
+"""Names in `FAMILIES` of models with a vision tower, and with layers for multi-token prediction."""
+WITH_DELTA_NETS = ("qwen3_next", "qwen3_5_text", "qwen3_5_moe_text", *WITH_VISION)
 """Names in `FAMILIES` of models with three gated delta-net layers before each attention layer. They need at least four
 layers, to have both kinds."""
+WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe")
+PACKED = ("qwen3_5_moe",)
+"""Names in `FAMILIES` of models written with one tensor for all experts of a layer. transformers packs experts in
+memory, not in files."""
+UNTIED = ("glm4_moe", "gpt_oss", *WITH_DELTA_NETS, *LATENT)
+"""Names in `FAMILIES` of models that never share weights between input embeddings and output head."""
+
+SMALLEST_TOWER = {
+    "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "patch_size": 2, "num_position_embeddings": 4,
+}  # fmt: skip
+"""Sizes of a vision tower. The tower is never run."""
 
 SPECIAL_TOKENS = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
 
@@ -215,6 +233,19 @@ def draw_weights(model_class: type[PreTrainedModel], config: PretrainedConfig, s
     return model
 
 
+def add_prediction_layers(file: Path, hidden_size: int) -> None:
+    """Add tensors for multi-token prediction to a safetensors file, under the names of released checkpoints.
+
+    transformers has no such layers for Qwen3.5. A whole layer has more tensors than these.
+    """
+    generator = torch.Generator().manual_seed(0)
+    norms = ("norm", "pre_fc_norm_embedding", "pre_fc_norm_hidden")
+    sizes = {"fc": (hidden_size, 2 * hidden_size), **dict.fromkeys(norms, (hidden_size,))}
+    added = {f"mtp.{name}.weight": torch.randn(size, generator=generator) for name, size in sizes.items()}
+    # transformers refuses a file without this field.
+    save_file(load_file(file) | added, file, {"format": "pt"})
+
+
 def make_tiny_model(
     out: str | Path,
     *,
@@ -278,7 +309,7 @@ def make_tiny_model(
             family, head_dim, query_rank, num_experts, experts_per_token, expert_intermediate_size
         )
     config_class, model_class = FAMILIES[family]
-    config = config_class(
+    fields: dict[str, Any] = dict(
         vocab_size=vocab_size,
         hidden_size=hidden_size,
         intermediate_size=intermediate_size,
@@ -294,11 +325,18 @@ def make_tiny_model(
         dtype="float32",
         **own_fields,
     )
+    if family in WITH_VISION:
+        tower = SMALLEST_TOWER | {"out_hidden_size": hidden_size}
+        shared = {name: fields[name] for name in ("tie_word_embeddings", "dtype")}
+        fields = {"text_config": fields, "vision_config": tower, **shared}
+    config = config_class(**fields)
     model = draw_weights(model_class, config, seed)
     ends = [tokenizer.eos_token_id, tokenizer.pad_token_id]
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     logging.disable_progress_bar()
-    model.save_pretrained(out)
+    model.save_pretrained(out, save_original_format=family not in PACKED)
+    if family in WITH_VISION:
+        add_prediction_layers(Path(out) / "model.safetensors", hidden_size)
     tokenizer.save_pretrained(out)
     return Path(out)
 

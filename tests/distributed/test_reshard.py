@@ -35,6 +35,7 @@ MODELS = {
     "deepseek_v3": {"family": "deepseek_v3"},
     "qwen3_next": {"family": "qwen3_next", "num_kv_heads": 2, "num_layers": 4},
     "qwen3_5_text": {"family": "qwen3_5_text", "num_kv_heads": 2, "num_layers": 4},
+    "qwen3_5_moe, packed": {"family": "qwen3_5_moe", "num_kv_heads": 2, "num_layers": 4},
 }
 CASES = [
     pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2), "qwen3 kv below tp, tied, odd vocabulary"),
@@ -65,6 +66,7 @@ CASES = [
     pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "deepseek_v3"),
     pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "qwen3_next"),
     pytest.param(ParallelConfig(tp=4, pp=1, dp=1, rollout_tp=2), "qwen3_5_text"),
+    pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2, rollout_ep=True), "qwen3_5_moe, packed"),
 ]
 
 
@@ -154,6 +156,7 @@ def test_live_parameters_equal_what_the_loader_makes(
         # The float32 bias of the second stage's router travels among weights of 16 bits.
         pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2), "glm4_moe", "bfloat16"),
         pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1), "qwen3_5_text", "bfloat16"),
+        pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=2, ep=2), "qwen3_5_moe, packed", "float32"),
     ],
 )
 def test_an_engine_gets_weights_with_adapters_merged_in(

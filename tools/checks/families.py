@@ -29,7 +29,7 @@ from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 from tools.checks import invariance
 from tools.make_dataset import make_dataset
-from tools.make_tiny_model import make_tiny_model
+from tools.make_tiny_model import WITH_DELTA_NETS, make_tiny_model
 from tools.runs import DIGITS_REWARD, read_metrics, train
 
 DURATION = {"small": "minutes: one family (not timed)", "full": "an hour or more: all families (not timed)"}
@@ -64,6 +64,9 @@ FAMILIES: dict[str, Row] = {
     "qwen3_next": Row(has_experts=True),
     "qwen3_5_text": Row(),
     "qwen3_5_moe_text": Row(has_experts=True),
+    # With a vision tower, and experts packed in files.
+    "qwen3_5": Row(),
+    "qwen3_5_moe": Row(has_experts=True),
 }
 """Families by `model_type`."""
 
@@ -165,12 +168,16 @@ def engine_logprobs(folder: str) -> list[np.ndarray]:
     from megarl.config import RolloutConfig
     from megarl.engine.engine import RolloutEngine
     from megarl.families.shape import read_model_shape
+    from megarl.reshard.layouts.packed import checkpoint_tensors
 
     config = RolloutConfig(kv_cache_gib=0.05)
     engine = RolloutEngine(folder, config, max_model_len=64, dtype="float32", seed=0)
-    engine.load_tensors(iter(load_file(f"{folder}/model.safetensors").items()))
+    shape = read_model_shape(folder)
+    stored = load_file(f"{folder}/model.safetensors")
+    # Kept tensors, of a vision tower for example, are not the engine's.
+    engine.load_tensors((name, stored[name]) for name in checkpoint_tensors(shape))
     found = []
-    for one in sequences(read_model_shape(folder).vocab_size):
+    for one in sequences(shape.vocab_size):
         found.append(engine.prompt_logprobs(one.token_ids))
     engine.close()
     return found
@@ -314,7 +321,10 @@ def prove_learning(name: str, folder: Path, pool: RankPool, work: Path) -> Found
 
 def _gain(name: str, work: Path) -> float:
     """Return the rise of the mean reward over 10 steps, from the first two steps to the last two."""
-    make_tiny_model(work / "runs" / name, family=name, num_layers=2, initializer_range=0.08)
+    # A delta-net needs three layers of its kind before the first attention.
+    num_layers = 4 if name in WITH_DELTA_NETS else 2
+    sizes = {"num_layers": num_layers, "initializer_range": 0.08}
+    make_tiny_model(work / "runs" / name, family=name, **{**sizes, **FAMILIES[name].fields})
     split = ("trainer.ep=2", "trainer.router_replay=true") if FAMILIES[name].has_experts else ()
     student = (f"model.path=runs/{name}", f"name={name}_sft", "train.steps=100", *split[:1])
     train("launch/recipes/quickstart_sft.yaml", *student, folder=work)

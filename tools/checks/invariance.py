@@ -367,12 +367,13 @@ def check(
     model: str, folder: Path, pool: RankPool, only: Sequence[str], objectives: Sequence[str] = tuple(OBJECTIVES)
 ) -> Iterator[dict[str, Any]]:
     """One line for each layout and objective of one model."""
+    from megarl.families.shape import read_model_shape
     from megarl.tracking.metrics import merge, values
 
     objectives = [name for name in objectives if name != "balanced" or model == "moe"]
     steps = {objective: make_steps(objective, MODELS[model]["vocab_size"]) for objective in objectives}
     before = stored_tensors(folder / "model.safetensors", folder)
-    before["score.weight"] = value_head(before["model.norm.weight"].size)
+    before["score.weight"] = value_head(read_model_shape(folder).hidden_size)
     alone: dict[str, Any] = {}
     for name, sizes, trainer in CASES[model]:
         layout = layout_of(sizes)

@@ -27,10 +27,18 @@ from transformers.models.qwen2_moe.configuration_qwen2_moe import Qwen2MoeConfig
 from transformers.models.qwen2_moe.modeling_qwen2_moe import Qwen2MoeForCausalLM as Qwen2MoeForCausalLM
 from transformers.models.qwen3.configuration_qwen3 import Qwen3Config as Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3ForCausalLM as Qwen3ForCausalLM
+from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5Config as Qwen3_5Config
 from transformers.models.qwen3_5.configuration_qwen3_5 import Qwen3_5TextConfig as Qwen3_5TextConfig
 from transformers.models.qwen3_5.modeling_qwen3_5 import Qwen3_5ForCausalLM as Qwen3_5ForCausalLM
+from transformers.models.qwen3_5.modeling_qwen3_5 import (
+    Qwen3_5ForConditionalGeneration as Qwen3_5ForConditionalGeneration,
+)
+from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeConfig as Qwen3_5MoeConfig
 from transformers.models.qwen3_5_moe.configuration_qwen3_5_moe import Qwen3_5MoeTextConfig as Qwen3_5MoeTextConfig
 from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import Qwen3_5MoeForCausalLM as Qwen3_5MoeForCausalLM
+from transformers.models.qwen3_5_moe.modeling_qwen3_5_moe import (
+    Qwen3_5MoeForConditionalGeneration as Qwen3_5MoeForConditionalGeneration,
+)
 from transformers.models.qwen3_moe.configuration_qwen3_moe import Qwen3MoeConfig as Qwen3MoeConfig
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeForCausalLM as Qwen3MoeForCausalLM
 from transformers.models.qwen3_next.configuration_qwen3_next import Qwen3NextConfig as Qwen3NextConfig
