@@ -14,6 +14,8 @@ from megarl.config import RolloutConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import EndpointConfig
 from megarl.data.chat import load_tokenizer
+from megarl.families import kept_prefixes
+from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import read_object, weight_files
 from megarl.groups import world
 from megarl.platform import device
@@ -57,7 +59,8 @@ class EngineRank:
         self._engine = RolloutEngine(
             folder, config, max_model_len=context_tokens, dtype=dtype, seed=seed, override=override
         )
-        self._engine.load_tensors(_tensors(Path(folder)))
+        kept = kept_prefixes(read_model_shape(folder, override))
+        self._engine.load_tensors(_tensors(Path(folder), kept))
         self._engine.weights_updated()
 
     def advance(
@@ -100,7 +103,7 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, no
     """Serve a model until the process receives SIGINT or SIGTERM. The address is passed to `notify`."""
     folder = model_folder(path)
     tokenizer = load_tokenizer(folder)
-    context_tokens = int(read_object(folder / "config.json")["max_position_embeddings"])
+    context_tokens = read_model_shape(folder).max_position_embeddings
     device.require("auto")
     asked_to_end = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -142,11 +145,15 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, no
             await group.close()
 
 
-def _tensors(folder: Path) -> Iterator[tuple[str, Any]]:
-    """Yield the tensors of a model folder by name, each read from disk only when it is yielded."""
+def _tensors(folder: Path, kept: tuple[str, ...]) -> Iterator[tuple[str, Any]]:
+    """Yield the tensors of a model folder by name, each read from disk only when it is yielded.
+
+    Tensors with a prefix in `kept`, such as those of a vision tower, are left out: the engine has no place for them.
+    """
     from safetensors import safe_open
 
     for name in weight_files(folder):
         with safe_open(folder / name, "pt") as file:
             for tensor in file.keys():  # noqa: SIM118 (no mapping)
-                yield tensor, file.get_tensor(tensor)
+                if not tensor.startswith(kept):
+                    yield tensor, file.get_tensor(tensor)

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
-from megarl.serving.local_model import model_folder
+from megarl.families import hf_tensors
+from megarl.families.shape import read_model_shape
+from megarl.serving.local_model import _tensors, model_folder
 from megarl.types import DataError
 
 
@@ -26,3 +29,9 @@ def test_a_folder_without_a_model_or_its_weights_is_refused_by_name(tmp_path: Pa
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(DataError, match=r"model\.safetensors"):
         model_folder(tmp_path)
+
+
+def test_an_engine_gets_no_tensors_of_a_vision_tower(tiny_model: Callable[..., Path]) -> None:
+    folder = tiny_model(family="qwen3_5", hidden_size=64)
+    names = {name for name, _ in _tensors(folder, ("mtp.", "model.visual."))}
+    assert names == hf_tensors(read_model_shape(folder)).keys()
