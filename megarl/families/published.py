@@ -151,6 +151,52 @@ _DELTA_NETS = {
     "max_position_embeddings": 262144,
     "tie_word_embeddings": False,
 }
+_QWEN3_5 = {
+    "head_dim": 256,
+    "linear_conv_kernel_dim": 4,
+    "linear_key_head_dim": 128,
+    "linear_value_head_dim": 128,
+    "linear_num_key_heads": 16,
+    "full_attention_interval": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 10000000, "partial_rotary_factor": 0.25},
+    "rms_norm_eps": 1e-6,
+    "vocab_size": 248320,
+    "max_position_embeddings": 262144,
+    "initializer_range": 0.02,
+}
+_QWEN3_5_27B = {
+    "architectures": ["Qwen3_5ForConditionalGeneration"],
+    "model_type": "qwen3_5",
+    "tie_word_embeddings": False,
+    "text_config": _QWEN3_5
+    | {
+        "hidden_size": 5120,
+        "intermediate_size": 17408,
+        "num_hidden_layers": 64,
+        "num_attention_heads": 24,
+        "num_key_value_heads": 4,
+        "linear_num_value_heads": 48,
+    },
+}
+_QWEN3_5_EXPERTS = {
+    "architectures": ["Qwen3_5MoeForConditionalGeneration"],
+    "model_type": "qwen3_5_moe",
+    "tie_word_embeddings": False,
+}
+_QWEN3_5_35B = _QWEN3_5_EXPERTS | {
+    "text_config": _QWEN3_5
+    | {
+        "hidden_size": 2048,
+        "num_hidden_layers": 40,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 2,
+        "linear_num_value_heads": 32,
+        "num_experts": 256,
+        "num_experts_per_tok": 8,
+        "moe_intermediate_size": 512,
+        "shared_expert_intermediate_size": 512,
+    },
+}
 
 PUBLISHED: dict[str, dict[str, Any]] = {
     "Qwen/Qwen3-14B": _DENSE | {"intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
@@ -200,6 +246,40 @@ PUBLISHED: dict[str, dict[str, Any]] = {
         "num_experts": 512,
         "num_experts_per_tok": 10,
         "norm_topk_prob": True,
+    },
+    "Qwen/Qwen3.5-27B": _QWEN3_5_27B,
+    "Qwen/Qwen3.6-27B": _QWEN3_5_27B,
+    "Qwen/Qwen3.5-35B-A3B": _QWEN3_5_35B,
+    "Qwen/Qwen3.6-35B-A3B": _QWEN3_5_35B,
+    "Qwen/Qwen3.5-122B-A10B": _QWEN3_5_EXPERTS
+    | {
+        "text_config": _QWEN3_5
+        | {
+            "hidden_size": 3072,
+            "num_hidden_layers": 48,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": 64,
+            "num_experts": 256,
+            "num_experts_per_tok": 8,
+            "moe_intermediate_size": 1024,
+            "shared_expert_intermediate_size": 1024,
+        },
+    },
+    "Qwen/Qwen3.5-397B-A17B": _QWEN3_5_EXPERTS
+    | {
+        "text_config": _QWEN3_5
+        | {
+            "hidden_size": 4096,
+            "num_hidden_layers": 60,
+            "num_attention_heads": 32,
+            "num_key_value_heads": 2,
+            "linear_num_value_heads": 64,
+            "num_experts": 512,
+            "num_experts_per_tok": 10,
+            "moe_intermediate_size": 1024,
+            "shared_expert_intermediate_size": 1024,
+        },
     },
     "zai-org/GLM-4.5": _GLM_355B,
     "zai-org/GLM-4.6": _GLM_355B | {"max_position_embeddings": 202752},

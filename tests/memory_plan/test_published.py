@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from pathlib import Path
 
@@ -136,3 +137,51 @@ def test_the_shape_of_qwen3_next_has_the_published_billions_of_parameters(tmp_pa
     unused = sum(math.prod(size) for name, size in tensors.items() if ".experts." in name) * (1 - 10 / 512)
     assert 3 <= (sum(map(math.prod, tensors.values())) - unused) / 1e9 < 4.5
     assert [kind.mixer for kind in shape.layers[2:4]] == ["linear_attention", "attention"]
+
+
+QWEN3_5 = {
+    "Qwen/Qwen3.5-27B": (27, 26),
+    "Qwen/Qwen3.6-27B": (27, 26),
+    "Qwen/Qwen3.5-35B-A3B": (35, 3),
+    "Qwen/Qwen3.6-35B-A3B": (35, 3),
+    "Qwen/Qwen3.5-122B-A10B": (122, 9),
+    # The model's name counts the vision tower too.
+    "Qwen/Qwen3.5-397B-A17B": (396, 16),
+}
+"""Billions of parameters of the text models: all, and those used by a token without the embedding of the input."""
+
+
+@pytest.mark.parametrize("name", QWEN3_5)
+def test_shapes_of_qwen3_5_have_the_published_billions_of_parameters(tmp_path: Path, name: str) -> None:
+    shape = planned_shape(tmp_path / name)
+    sizes = {tensor: math.prod(size) for tensor, size in hf_tensors(shape).items()}
+    total = sum(sizes.values())
+    unused = sum(size for tensor, size in sizes.items() if ".experts." in tensor)
+    unused *= 1 - shape.top_k / shape.num_experts if shape.num_experts else 0
+    unused += sizes["model.language_model.embed_tokens.weight"]
+    assert (round(total / 1e9), round((total - unused) / 1e9)) == QWEN3_5[name]
+    assert [kind.mixer for kind in shape.layers[2:4]] == ["linear_attention", "attention"]
+
+
+def test_a_relative_of_the_largest_qwen3_5_has_the_published_number_of_parameters(tmp_path: Path) -> None:
+    """Intern-S2-397B has the same text model with more tokens. Its files have so many weights outside of experts."""
+    shape = dataclasses.replace(planned_shape(tmp_path / "Qwen3.5-397B-A17B"), vocab_size=251392)
+    outside = {tensor: size for tensor, size in hf_tensors(shape).items() if ".experts." not in tensor}
+    assert sum(map(math.prod, outside.values())) == 9_824_459_520
+
+
+def test_the_shape_of_qwen3_6_27b_has_the_published_bytes(tmp_path: Path) -> None:
+    """The index of its files says 55.56 GB in bfloat16, with vision tower and layer for multi-token prediction."""
+    shape = planned_shape(tmp_path / "Qwen3.6-27B")
+    sizes = {tensor: math.prod(size) for tensor, size in hf_tensors(shape).items()}
+    last = f"model.language_model.layers.{shape.num_layers - 1}."
+    layer = sum(size for tensor, size in sizes.items() if tensor.startswith(last))
+    # The layer for multi-token prediction joins two hidden states. It has no embedding and no head of its own.
+    hidden = shape.hidden_size
+    kept = layer + 2 * hidden * hidden + 3 * hidden
+    # Qwen3-VL's vision tower: 27 layers of 1152 channels, a merger to the model's width, positions and patches.
+    width, inner, merged = 1152, 4304, 4 * 1152
+    block = 4 * width * width + 4 * width + 2 * width * inner + inner + width + 4 * width
+    merger = merged * merged + merged + merged * hidden + hidden + 2 * width
+    tower = 27 * block + merger + 2304 * width + 3 * 2 * 16 * 16 * width + width
+    assert round(2 * (sum(sizes.values()) + kept + tower) / 1e9, 2) == 55.56
