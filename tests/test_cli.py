@@ -237,7 +237,7 @@ def test_a_finished_run_says_so_at_once_and_changes_nothing(recipe: Path) -> Non
         # The CPU time of the process, which a busy machine does not change.
         assert sum(ended[2:4]) - sum(began[2:4]) < 2
         assert done.returncode == 0 and f"{run} is finished (step 6 of 6): nothing is changed" in done.stdout
-        assert ("the finished run had another value: optimizer.learning_rate: 0.25 -> " in done.stdout) == (
+        assert ("the recipe differs from the finished run: optimizer.learning_rate: 0.25 -> " in done.stdout) == (
             run not in arguments
         )
     assert {path: path.read_bytes() for path in run.iterdir()} == before

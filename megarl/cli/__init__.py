@@ -170,7 +170,7 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
         print(finished)
         as_it_was_run = earlier.recipe()
         for change in recipe_changes(as_it_was_run, recipe) if as_it_was_run else ():
-            print(f"the finished run had another value: {change}")
+            print(f"the recipe differs from the finished run: {change}")
         return False
     if resume == "must":
         earlier.require_checkpoint()

@@ -89,7 +89,7 @@ class RunRanks:
         """
         group = next((group for group in self.groups if ranks[0] in group.part.ranks(group.world_size)), None)
         if group is None:
-            raise PeerLostError(f"ranks {list(ranks)} are lost: their process group has ended")
+            raise PeerLostError(f"ranks {list(ranks)} are lost: all processes of their group have ended")
         own = [rank - group.part.first_rank for rank in ranks]
         try:
             return await group.ask(own, method, per_rank, *args, budget_seconds=budget_seconds)

@@ -116,8 +116,8 @@ class Foreign:
     """Full option names by program, for example {"verl": ("actor_rollout_ref.rollout.n",)}. Each becomes a row of
     MIGRATION.md. Each also counts as an entry of `names`, unless its last part equals the recipe field's name."""
     note: str
-    """How the other program's option differs from the recipe field. If megarl has no such field: the reason. Error
-    messages and MIGRATION.md show it."""
+    """How the option of another trainer differs from the recipe field, or why megarl has no such field. Error messages
+    and MIGRATION.md show this text."""
     remark: str
     """Like `note`, but shown on MIGRATION.md only. Error messages then suggest the option's value for the recipe
     field."""

@@ -34,7 +34,7 @@ class NodeGroup(Section):
     nodes: PositiveInt = 1
     """Number of nodes (machines) in this group."""
     ranks_per_node: PositiveInt = 1
-    """Ranks on each node of this group: one per GPU, or one per CPU slot."""
+    """Number of ranks on each node of this group: on nodes with GPUs, the number of GPUs to use."""
     gpu_memory_gib: GpuKind | None = None
     """GPU memory of this group's nodes: GiB, or a GPU's kind, as in cluster.gpu_memory_gib. Default:
     cluster.gpu_memory_gib."""
@@ -53,7 +53,7 @@ class NodeGroup(Section):
 
 
 class GroupsConfig(Section):
-    """Groups of nodes of another kind than the trainer's, one field per purpose."""
+    """Groups of nodes with other hardware than the trainer's nodes, one field per purpose."""
 
     engines: NodeGroup | None = None
     """Nodes for the engines only, if their hardware differs from the trainer's nodes (rollout.placement separate).
@@ -79,7 +79,7 @@ class ClusterConfig(Section):
         Foreign(note="all ranks, rollout.ranks of them for sampling only",
             example="cluster.ranks_per_node=8 rollout.placement=separate rollout.ranks=4", short="t",
             ColossalRL="--num-trainers")] = 1  # fmt: skip
-    """Ranks on each node: one per GPU, or one per CPU slot."""
+    """Number of ranks on each node: on nodes with GPUs, the number of GPUs to use."""
     device: Literal["auto", "cpu", "cuda"] = "auto"
     """Device of the ranks. auto (default): cuda on nodes with NVIDIA GPUs, else cpu. If torch cannot use a GPU (because
     of an old driver, for example), the start fails; megarl does not fall back to the CPU."""
@@ -110,8 +110,8 @@ class ClusterConfig(Section):
     """Peak speed of one rank's device at `model.dtype`, in TFLOP/s, for the metric perf/mfu. Default: known for common
     GPUs. If unknown (a CPU, for example), perf/mfu is not logged."""
     groups: GroupsConfig = GroupsConfig()
-    """Groups of nodes of another kind than the trainer's. `groups.engines`: nodes of separate engines. Default:
-    none."""
+    """Groups of nodes with other hardware than the trainer's nodes. `groups.engines`: nodes of separate engines.
+    Default: all nodes are alike."""
     gpu_memory_gib: GpuKind | None = None
     """Memory of one GPU in GiB, or its kind (h100, h200, b200). A run whose predicted memory exceeds it does not start;
     the error suggests changes (see `megarl plan`). Default: read from this machine's GPUs; without GPUs, no check."""

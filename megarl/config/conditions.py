@@ -223,7 +223,7 @@ def decays(section: str) -> Condition:
 
 
 def wsd(section: str) -> Condition:
-    """Return the condition that a section's learning-rate schedule is wsd (warmup-stable-decay)."""
+    """Return a condition for recipe fields: the learning-rate schedule of `section` is wsd (warmup-stable-decay)."""
     return one_of(f"{section}.schedule", "wsd")
 
 

@@ -53,7 +53,7 @@ class Formula:
     takes_own: bool = False
 
     def __get_pydantic_core_schema__(self, source: Any, handler: GetCoreSchemaHandler) -> CoreSchema:
-        """Return the schema of the field's type, followed by the check of the name."""
+        """Return the pydantic schema of the field: first the check of its type, then of the formula's name."""
         from pydantic_core import core_schema
 
         return core_schema.no_info_after_validator_function(self._known, handler(source))

@@ -354,9 +354,9 @@ class AlgorithmConfig(Section):
             also="algorithm.importance_sampling_high", RL2="actor.tis_coef"),
         Foreign("use_decoupled_loss", note="with old_logprobs trainer", example="tis",
             AReaL="actor.use_decoupled_loss")] = None  # fmt: skip
-    """Importance-sampling correction for the difference between engine and trainer probabilities and for staleness.
-    With old_logprobs trainer it gives decoupled PPO. Default: none; stale samples need a correction or an explicit none
-    (rollout.max_staleness). All names: megarl/algorithms/importance.py."""
+    """Importance-sampling correction for staleness, and for the difference of engine and trainer probabilities. With
+    old_logprobs: trainer this is decoupled PPO. Default: none. With rollout.max_staleness above 0 the recipe must name
+    a correction, or none. All names: megarl/algorithms/importance.py."""
     importance_sampling_low: Annotated[NonNegativeFloat, KeywordOf("algorithm.importance_sampling", "low"),
         Foreign("tis_clip_low vllm_importance_sampling_clip_min rollout_is_threshold_lower")] = 0.5  # fmt: skip
     """Lowest accepted ratio of trainer to engine probability. Tokens or sequences with a lower ratio are masked, so

@@ -252,8 +252,8 @@ class RolloutConfig(Section):
             short="gmu", verl="actor_rollout_ref.rollout.gpu_memory_utilization", TRL="vllm_gpu_memory_utilization"),
         Foreign(remark="or `rollout.kv_cache_gib=40`, the KV cache's size", example="0.6",
             RL2="rollout.gpu_memory_utilization")] = None  # fmt: skip
-    """Share of a GPU's memory for the engine's weights, activations and KV cache together, as in vLLM. Use it instead
-    of kv_cache_gib. Trainer states that are not in trainer.offload must fit in the remaining memory."""
+    """Share of a GPU's memory for the engine's weights, activations and KV cache together, as in vLLM. Set this or
+    kv_cache_gib, not both. Trainer states that are not in trainer.offload must fit in the remaining memory."""
     # Embeddings, head, norms, routers and biases stay in model.dtype. A reshard moves bfloat16 weights and each rank
     # quantises its own part, with the result vLLM has for the exported model. See also logprob_gap/ess, and
     # importance/cut for the effect of a correction (tis; icepop for experts).
@@ -282,8 +282,8 @@ class RolloutConfig(Section):
 
     @property
     def staleness_bound(self) -> int:
-        """Return the maximum age of a trained group, in weight versions between its oldest token and the trained
-        weights."""
+        """Return the largest permitted age of a group at its update: the number of weight versions from the one that
+        sampled its oldest token to the updated one."""
         if self.max_staleness is None:
             return 1 if self.stragglers == "park" else 0
         return self.max_staleness

@@ -130,8 +130,9 @@ class TrainerConfig(Section):
     max_tokens_per_forward: Annotated[PositiveInt | None,
         Foreign("max_inference_length_per_device", note="of a data-parallel rank",
             RL2="actor.max_inference_length_per_device")] = None  # fmt: skip
-    """The same limit for passes without gradients: log-probs, values, scores, teachers. Longer rows mean fewer calls.
-    Default: max_tokens_per_microbatch; on GPUs of known memory up to 8 times as many, within an update's memory."""
+    """Maximum number of tokens in one microbatch of a pass without gradients: log-probs, values, scores, teachers.
+    Default: max_tokens_per_microbatch; on GPUs of known memory up to 8 times as many, if the pass is predicted to need
+    no more memory than an update."""
     logprob_chunk_tokens: Annotated[PositiveInt, OnlyIf(LOGPROBS)] = 1024
     """Log-probs are computed for this many tokens at a time, to limit the memory of the logits."""
     megatron: Annotated[dict[str, Any], Foreign("override_transformer_config tf_config")] = Field(default_factory=dict)

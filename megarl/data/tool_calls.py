@@ -20,7 +20,7 @@ END_TOKENS = (
     "<|im_end|>", "<|endoftext|>", "<|eot_id|>", "<|eom_id|>", "<|end_of_text|>", "</s>", "<|user|>", "<|observation|>",
     "<｜end▁of▁sentence｜>", "<|eot|>", "<end_of_turn>",
 )  # fmt: skip
-"""Tokens ending a turn, in supported model families and in some that may follow."""
+"""Tokens ending a turn, in supported model families and in some likely to be supported later."""
 
 _THINK = "<think>", "</think>"
 _MISTRAL_THINK = "[THINK]", "[/THINK]"

@@ -96,11 +96,12 @@ class Environment(Protocol):
     The constructor takes the recipe's `rollout.environment_kwargs`; only `reset` may open resources that must be
     closed. Methods may be plain `def` and block. Attempts then run in processes (`rollout.environment_processes`).
 
-    An environment with constant tools may list them in an attribute `tools`, in the form of `Start`. They are then
-    checked before a run starts. An environment making its own problems from their numbers (`Problem.index`) sets
-    `makes_problems = True`. Its data in the recipe are `environment:COUNT`, and the record's `split` is train or
-    validation. An optional method `check()` is called once before a run starts, and raises an error if something is
-    wrong.
+    An environment with constant tools may list them in an attribute `tools`, in the format of `Start.tools`. They are
+    then checked before a run starts. An environment making each problem itself, from the number `Problem.index`, sets
+    `makes_problems = True`. The recipe then names `environment:COUNT` in place of a data file. A problem's record has
+    only the field `split`, train or validation.
+
+    An optional method `check()` is called once before a run starts, and raises an error if something is wrong.
     """
 
     async def reset(self, problem: Problem, seed: int) -> Start:

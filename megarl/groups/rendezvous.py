@@ -45,7 +45,7 @@ class Meeting:
     name: str
     """Name of the group, unique in the run."""
     first: int
-    """Number, within the group, of rank 0 of this torch world. The world's other ranks follow in order."""
+    """Number in this group of rank 0 of the own torch world. Rank r of that world is number `first` + r."""
     num_ranks: int
     """Number of ranks in the group, from all torch worlds together."""
     seconds: float

@@ -231,10 +231,10 @@ def _fitted_rows(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
 
 
 def forward_row_tokens(recipe: Recipe, models: Models, gpus: GpuMemory) -> int | None:
-    """Return the greatest row length for passes without gradients needing no more memory than an update.
+    """Return the greatest row length at which a pass without gradients needs no more memory than an update.
 
-    None: it is not greater than the row length of an update, or the plan has no such passes. Pipelines keep the rows of
-    an update too, because fewer rows leave their stages idle.
+    None: rows stay as long as those of an update. This happens if no longer row fits, without such passes, and with
+    pipeline stages. Longer rows are fewer rows, which leave pipeline stages idle.
     """
     if models.policy.layout.pp > 1:
         return None

@@ -103,9 +103,9 @@ def transformer_config(
 
 @contextmanager
 def refusals_named(overrides: Mapping[str, Any]) -> Iterator[None]:
-    """Context converting errors of Megatron-Core in a model's construction to a ConfigError naming `trainer.megatron`.
+    """Context converting Megatron-Core's errors while a model is built to a ConfigError naming `trainer.megatron`.
 
-    Without overrides, errors pass unchanged: the recipe is not their cause.
+    Without `overrides`, errors pass unchanged, because the recipe is not their cause.
     """
     try:
         yield

@@ -34,7 +34,7 @@ def models_of(recipe: Recipe, layout: ParallelConfig) -> Models:
 
 
 def not_downloaded(recipe: Recipe) -> Iterator[str]:
-    """Yield a notice for each model without a folder. Its published sizes are used instead."""
+    """Yield a notice for each model whose folder is not on this machine. A built-in table gives its sizes."""
     for folder in dict.fromkeys((recipe.model.folder, *recipe.further_models.values())):
         if not Path(folder).is_dir() and (name := published_name(folder)) is not None:
             yield (

@@ -1,4 +1,7 @@
-"""Updates of critic and policy in a step, and the limit of the log-prob mismatch for them."""
+"""Updates of critic and policy in a step.
+
+Updates are skipped if the log-probs of trainer and engine differ by more than `train.max_logprob_gap`.
+"""
 
 from __future__ import annotations
 

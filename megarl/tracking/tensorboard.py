@@ -42,7 +42,7 @@ class EventFile:
             self._write(Event(step=purge_step, session_log=SessionLog(status=SessionLog.START)))
 
     def add_scalars(self, scalars: Mapping[str, float], step: int) -> None:
-        """Add a step's scalars by name."""
+        """Append a step's scalars, by name, to the event file."""
         values = [Summary.Value(tag=name, simple_value=value) for name, value in scalars.items()]
         self._write(Event(step=step, summary=Summary(value=values)))
 
@@ -86,7 +86,7 @@ class TensorBoard:
             self.events.add(summary, resumed_step)
 
     def log(self, step: int, scalars: Mapping[str, float]) -> None:
-        """Add a step's scalars by name."""
+        """Write a step's scalars, by name, for TensorBoard."""
         self.events.add_scalars(scalars, step)
         self._last_step = step
 

@@ -147,7 +147,7 @@ class ModelShard:
         """Compute log-probs of every token of this replica's rows, or a critic's values before each token.
 
         All ranks of the replica receive `rows`. With `replica`, only its first rank does, and the others pass None.
-        Returns a float32 array [tokens of the row] per row on the ranks reporting, elsewhere None.
+        Returns a float32 array [tokens of the row] per row. Ranks without results to report (`reports`) return None.
         """
         found = self._outputs(rows, 1)
         return None if found is None else [values for [values] in found]
@@ -409,5 +409,8 @@ def _mark_expert_bias(bias: Any) -> None:
 
 
 def _kept_output(output: Tensor, batch: Microbatch, non_loss_data: bool, *, count: int) -> tuple[Tensor, Microbatch]:
-    """Return the first values [count, tokens] of a row, in the form expected for Megatron's non-loss data."""
+    """Return the first `count` rows of a model's output [values, tokens], with the microbatch.
+
+    Megatron's schedules collect what this function returns (`collect_non_loss_data`).
+    """
     return output[:count], batch

@@ -256,7 +256,10 @@ class TrainingEngine(ModelShard):
             return super().forward(rows)
 
     def forward_with_entropies(self, rows: Sequence[TokenBatch] | None) -> list[NDArray[np.float32]] | None:
-        """Compute log-probs and entropies in nats, float32 [2, tokens of the row] per row, on the ranks reporting."""
+        """Compute log-probs and entropies of each row, in nats: float32 [2, tokens of the row].
+
+        Ranks without results to report return None (see `forward`).
+        """
         with self.in_memory():
             return self._outputs(rows, 2)
 

@@ -24,7 +24,7 @@ class Commands(Cursor):
         self.bars = bars
         self.brackets -= 1
         if self.token.kind == "end" or self.token.text not in closing:
-            raise NotMathematicsError(f"one of the closing signs {closing} is missing before {self.token.text!r}")
+            raise NotMathematicsError(f"expected one of {closing} before {self.token.text!r}")
         self.advance()
         return node
 
