@@ -133,9 +133,10 @@ def to_hf(
 
     `megatron` is the checkpoint, or a folder containing it (a run or Megatron's own folder). `hf` is a folder with
     config.json, tokenizer and other files; it may be omitted for a checkpoint made by `to_megatron`. `override` changes
-    fields of config.json. Tensors go to the files that the folder's index names, else to files of `shard_bytes`.
-    Experts are packed if they are in `hf`, or were in the folder converted by `to_megatron`. Raises ConfigError if
-    `out` exists, DataError with the name of a truncated file.
+    fields of config.json. Tensors go to the files that the folder's index names. Without an index, and if the index lacks
+    copied tensors (`checkpoint.kept`), they go to files of `shard_bytes`. Experts are packed if they are in `hf`, or were
+    in the folder converted by `to_megatron`. Raises ConfigError if `out` exists, DataError with the name of a truncated
+    file.
     """
     started = time.perf_counter()
     checkpoint = find_checkpoint(megatron)
@@ -158,7 +159,8 @@ def to_hf(
         kept = kept_tensors(model_folder, model)
         stored = {checkpoint: dtypes[name] for name, checkpoint in checkpoint_names(model).items()}
         files = None
-        if dtype is None and shard_bytes is None and (model_folder / INDEX).exists():
+        # An index says nothing about kept tensors that its files hold beyond it; they get a file of their own.
+        if dtype is None and shard_bytes is None and not kept and (model_folder / INDEX).exists():
             files = _files_of_index(model_folder, stored)
         if files is not None:
             manifest.copy(model_folder / INDEX, INDEX)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import save_file
 
+from megarl.checkpoint.convert import to_hf, to_megatron
 from megarl.checkpoint.kept import file_content, kept_tensors
 from megarl.families.shape import read_model_shape
-from megarl.files.model_folder import SINGLE
+from megarl.files.model_folder import INDEX, SINGLE
 from megarl.types import DataError
-from tests.checkpoint.model_folders import vision_folder
+from tests.checkpoint.model_folders import GLM, assert_equal_bits, moe_folder, tensors_of, vision_folder
 
 KEPT = {"model.visual.patch.weight": torch.arange(12.0).view(3, 4), "mtp.norm.weight": torch.arange(5).half()}
 
@@ -27,3 +29,19 @@ def test_a_file_cut_while_it_is_read_is_an_error(tmp_path: Path) -> None:
         file.truncate(max(kept.stop for kept in found.values()) - 3)
     with pytest.raises(DataError, match=r"model\.safetensors: became shorter"):
         list(file_content(found))
+
+
+def test_kept_tensors_beyond_the_index_survive_a_conversion(tmp_path: Path) -> None:
+    """Some folders have an index of the trained tensors alone, with the others in the same files."""
+    source = moe_folder(tmp_path / "source", "Glm4Moe", **GLM)
+    index = json.loads((source / INDEX).read_text())
+    index["weight_map"] = {
+        name: file for name, file in index["weight_map"].items() if not name.startswith("model.layers.2.")
+    }
+    (source / INDEX).write_text(json.dumps(index))
+    to_megatron(source, tmp_path / "megatron")
+    for hf in (None, source):
+        out = tmp_path / ("own" if hf is None else "given")
+        assert to_hf(tmp_path / "megatron", out, hf=hf).num_kept == 2
+        assert_equal_bits(tensors_of(source), tensors_of(out))
+        assert json.loads((out / INDEX).read_text())["weight_map"].keys() == tensors_of(source).keys()
