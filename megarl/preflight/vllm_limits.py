@@ -28,7 +28,7 @@ def engine_fit(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     yield from _head_size(recipe, shape)
     yield from _kv_cache(recipe, shape)
     yield from _stop_tokens(recipe, shape)
-    yield from _drafter(recipe)
+    yield from _drafter(recipe, shape)
     if recipe.rollout.async_scheduling and runs_on_cpu():
         yield (
             "rollout.async_scheduling = True: vLLM has no asynchronous scheduling on a CPU; leave it out, so that "
@@ -40,11 +40,11 @@ HOST_DRAFTERS = ("ngram", "suffix", "custom_class")
 """vLLM's speculative-decoding methods that draft tokens on the host. With these methods, vLLM cannot start a step
 before the previous one is read."""
 # ngram_gpu drafts on the GPU, so it allows asynchronous scheduling. None of these methods has model weights.
-_CPU_LATENT_CHANNELS = 576  # The kernel of vLLM 0.30 is compiled for DeepSeek-V3's 512 + 64 channels.
 _WEIGHTLESS = (*HOST_DRAFTERS, "ngram_gpu")
+_CPU_LATENT_CHANNELS = 576  # The kernel of vLLM 0.30 is compiled for DeepSeek-V3's 512 + 64 channels.
 
 
-def _drafter(recipe: Recipe) -> Iterator[str]:
+def _drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     """Yield errors of `speculative_config`: draft models and methods unsupported by megarl's engines."""
     config = recipe.rollout.vllm.get("speculative_config")
     if not isinstance(config, Mapping) or not config:
@@ -59,6 +59,10 @@ def _drafter(recipe: Recipe) -> Iterator[str]:
         )
     elif runs_on_cpu() and method == "ngram_gpu":
         yield f"{field}: ngram_gpu drafts on a GPU, and this machine has none; take ngram"
+    if shape.linear_attention is not None:
+        # The state of a sequence must return to the last accepted token. The CPU path keeps no earlier states, and
+        # those that vLLM 0.30 keeps on GPUs are not proved.
+        yield f"{field}: a {shape.family} model has states that rejected drafts would change; leave it out"
     if recipe.trainer.router_replay:
         yield (
             f"{field}: with trainer.router_replay the engine records the experts of each token, which is not proved "

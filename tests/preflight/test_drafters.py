@@ -12,8 +12,9 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.preflight import check
-from megarl.preflight.vllm_limits import HOST_DRAFTERS
+from megarl.preflight.vllm_limits import HOST_DRAFTERS, _drafter
 from megarl.types import ConfigError
+from tests.shapes import small_shape
 
 
 @pytest.fixture
@@ -77,6 +78,13 @@ def test_a_drafter_on_the_gpu_is_refused_without_one(faults: Callable[..., list[
 def test_drafts_are_refused_with_recorded_experts(faults: Callable[..., list[str]]) -> None:
     texts = faults(NGRAM, trainer={"router_replay": True})
     assert any("with trainer.router_replay the engine records" in text for text in texts)
+
+
+def test_drafts_are_refused_with_states(recipe: Callable[..., Recipe]) -> None:
+    made = recipe(rollout={"vllm": {"speculative_config": NGRAM}})
+    found = {family: list(_drafter(made, small_shape(family))) for family in ("qwen3", "qwen3_next", "qwen3_5_text")}
+    assert found["qwen3"] == [] and all(len(found[family]) == 1 for family in ("qwen3_next", "qwen3_5_text"))
+    assert "a qwen3_next model has states that rejected drafts would change; leave it out" in found["qwen3_next"][0]
 
 
 @pytest.mark.parametrize(
