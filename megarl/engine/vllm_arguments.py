@@ -141,7 +141,8 @@ def _state_arguments(model_path: str, override: Mapping[str, Any] | None) -> dic
     if read_model_shape(model_path, override).linear_attention is None:
         return {}
     return {
-        # vLLM 0.30 caches prefixes of such models in whole chunks of a prefill alone, and refuses them without chunks.
+        # vLLM 0.30 caches states in its mode `align`, at the ends of prefill chunks. Without chunks, as on a CPU, its
+        # config check fails. On GPUs the mode is not proved with reshards; `preflight.resources` reports it.
         "enable_prefix_caching": False,
         # The trainer's states are float32. In bfloat16 they would be rounded at every token.
         "mamba_ssm_cache_dtype": "float32",

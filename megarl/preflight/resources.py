@@ -5,9 +5,11 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from dataclasses import replace
+from importlib.util import find_spec
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.families.shape import ModelShape, planned_shape
 from megarl.memory_plan.devices import CPU
 from megarl.memory_plan.memory_table import MemoryTable
 from megarl.memory_plan.models import Built, Models
@@ -75,6 +77,8 @@ _RANKS_PER_CORE = 4
 def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
     """Yield warnings about a valid recipe on these machines, one line each."""
     yield from _weakened_sandbox(recipe)
+    if not runs_on_cpu():
+        yield from slow_delta_nets(recipe, planned_shape(recipe.model.folder, recipe.model.override_config))
     yield from small_cache(recipe, layout, table_of(recipe, layout))
     cluster = recipe.cluster
     if cluster.launcher != "local":
@@ -102,6 +106,22 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
             f"cluster.ranks_per_node = {ranks}: the ranks need {needed / 2**30:.1f} GiB of memory in the phase "
             f"{phases}, but this machine has {memory / 2**30:.1f}; use fewer ranks, or a smaller model (megarl plan "
             "prints what takes it)"
+        )
+
+
+def slow_delta_nets(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield warnings about a model with delta-nets on GPUs: kernels that are not installed, prompts without a cache."""
+    if shape.linear_attention is None:
+        return
+    if recipe.train.steps and find_spec("fla") is None:
+        yield (
+            f"model.path = {recipe.model.path}: the trainer computes delta-nets in torch, correctly but slowly, "
+            "because FLA's kernels are not installed; pip install flash-linear-attention"
+        )
+    if recipe.has_engine and "enable_prefix_caching" not in recipe.rollout.vllm:
+        yield (
+            f"model.path = {recipe.model.path}: engines compute the prompt of each sample anew, because vLLM 0.30's "
+            "prefix cache for delta-nets is not proved with reshards; set rollout.vllm.enable_prefix_caching to choose"
         )
 
 

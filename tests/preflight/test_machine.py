@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -12,7 +13,7 @@ import pytest
 from megarl.config import Recipe
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import Gpu
-from megarl.preflight import check, resource_warnings
+from megarl.preflight import check, resource_warnings, resources
 from megarl.preflight.memory_fit import gpu_gib
 from megarl.preflight.number_formats import device_faults, format_faults
 from megarl.types import ConfigError
@@ -66,6 +67,22 @@ def test_too_many_ranks_for_this_machine_are_a_warning(recipe: Callable[..., Rec
         many = recipe(**separate, train={"prompts_per_step": 1000})
         _, memory = resource_warnings(many, check(many))
         assert re.search("of memory in the phase [a-z ]+ and [a-z ]+, but this machine has", memory)
+
+
+@pytest.mark.skipif(find_spec("fla") is not None, reason="FLA's kernels are installed")
+def test_delta_nets_without_kernels_or_prefix_cache_are_warnings(
+    recipe: Callable[..., Recipe], tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = {"path": str(tiny_model(family="qwen3_next", num_kv_heads=2, hidden_size=64, head_dim=32, num_layers=4))}
+    hybrid = recipe(model=model, rollout={"kv_cache_gib": 0.5})
+    assert [text for text in resource_warnings(hybrid, check(hybrid)) if "delta-nets" in text] == []
+    monkeypatch.setattr(resources, "runs_on_cpu", lambda: False)
+    told = [text for text in resource_warnings(hybrid, check(hybrid)) if "delta-nets" in text]
+    assert "pip install flash-linear-attention" in told[0] and "rollout.vllm.enable_prefix_caching" in told[1]
+    chosen = recipe(model=model, rollout={"kv_cache_gib": 0.5, "vllm": {"enable_prefix_caching": False}})
+    assert len([text for text in resource_warnings(chosen, check(chosen)) if "delta-nets" in text]) == 1
+    plain = recipe()
+    assert [text for text in resource_warnings(plain, check(plain)) if "delta-nets" in text] == []
 
 
 def test_a_recipe_that_does_not_fit_its_gpus_is_refused(recipe: Callable[..., Recipe]) -> None:
