@@ -17,7 +17,7 @@ from megarl.config import RolloutConfig
 from megarl.config.library_settings import decided
 from megarl.config.override import engine_overrides
 from megarl.families import FAMILIES
-from megarl.families.shape import read_model_shape
+from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import read_object
 from megarl.files.nearest import nearest
 from megarl.platform import device, vllm_on_cpu
@@ -116,10 +116,11 @@ def engine_arguments(
         # vLLM 0.30 enables this pass on Hopper for two or more ranks. FlashInfer compiles its kernel at the engine's
         # start, and needs a CUDA toolkit for it.
         arguments["compilation_config"] = {"pass_config": {"fuse_allreduce_rms": False}}
-    arguments |= _state_arguments(model_path, override)
+    shape = read_model_shape(model_path, override)
+    arguments |= _state_arguments(shape)
     fields = read_object(Path(model_path) / "config.json")
     changes = engine_overrides(fields, override) if override else {}
-    if architecture := FAMILIES[read_model_shape(model_path, override).family].engine_architecture:
+    if architecture := FAMILIES[shape.family].engine_architecture:
         changes |= {"architectures": [architecture]}
     if fields.get("quantization_config") is not None:
         arguments["hf_overrides"] = partial(_as_plain, changes)
@@ -136,9 +137,9 @@ def _as_plain(changes: Mapping[str, Any], config: Any) -> Any:
     return config
 
 
-def _state_arguments(model_path: str, override: Mapping[str, Any] | None) -> dict[str, Any]:
+def _state_arguments(shape: ModelShape) -> dict[str, Any]:
     """Return the arguments for models with linear attention (a state per sequence); an empty dict for other models."""
-    if read_model_shape(model_path, override).linear_attention is None:
+    if shape.linear_attention is None:
         return {}
     return {
         # vLLM 0.30 caches states in its mode `align`, at the ends of prefill chunks. Without chunks, as on a CPU, its
