@@ -350,19 +350,27 @@ def changed_config(
     """
     content = path.read_bytes()
     fields = json.loads(content)
-    # transformers 4 writes torch_dtype, transformers 5 writes dtype.
-    name = "torch_dtype" if "torch_dtype" in fields else "dtype"
     changed = overridden(fields, override or {})
     # Quantised weights were dequantised on reading.
     changed.pop("quantization_config", None)
-    if dtype is not None and name in fields:
-        changed[name] = str(dtype).removeprefix("torch.")
+    if dtype is not None:
+        # The text model of a vision-language model has the field again. Tensors of the tower are copied as they are.
+        changed = _with_dtype(changed, dtype)
+        if "text_config" in changed:
+            changed["text_config"] = _with_dtype(changed["text_config"], dtype)
     if model and model.has_value_head:
         changed |= value_head_fields(path.parent, model)
     # An unchanged file keeps its bytes, so that its hash stays that of the source.
     if changed == fields:
         return content
     return (json.dumps(changed, indent=2, ensure_ascii=False) + "\n").encode()
+
+
+def _with_dtype(fields: Mapping[str, Any], dtype: torch.dtype) -> dict[str, Any]:
+    """Return a section of config.json with another dtype, if it has one."""
+    # transformers 4 writes torch_dtype, transformers 5 writes dtype.
+    name = "torch_dtype" if "torch_dtype" in fields else "dtype"
+    return {**fields, name: str(dtype).removeprefix("torch.")} if name in fields else dict(fields)
 
 
 def index_text(files: Mapping[str, Iterable[str]], total_bytes: int) -> str:

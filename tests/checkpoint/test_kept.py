@@ -14,7 +14,7 @@ from megarl.checkpoint.kept import file_content, kept_tensors
 from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import INDEX, SINGLE
 from megarl.types import DataError
-from tests.checkpoint.model_folders import GLM, assert_equal_bits, moe_folder, tensors_of, vision_folder
+from tests.checkpoint.model_folders import GLM, TEXT, assert_equal_bits, moe_folder, tensors_of, vision_folder
 
 KEPT = {"model.visual.patch.weight": torch.arange(12.0).view(3, 4), "mtp.norm.weight": torch.arange(5).half()}
 
@@ -45,3 +45,14 @@ def test_kept_tensors_beyond_the_index_survive_a_conversion(tmp_path: Path) -> N
         assert to_hf(tmp_path / "megatron", out, hf=hf).num_kept == 2
         assert_equal_bits(tensors_of(source), tensors_of(out))
         assert json.loads((out / INDEX).read_text())["weight_map"].keys() == tensors_of(source).keys()
+
+
+def test_an_export_s_dtype_is_that_of_the_text_section_too(tmp_path: Path) -> None:
+    text = TEXT | {"dtype": "float32"}
+    source = vision_folder(tmp_path / "model", dtype="float32", text_config=text, vision_config={"dtype": "float32"})
+    to_megatron(source, tmp_path / "megatron")
+    to_hf(tmp_path / "megatron", tmp_path / "hf", dtype=torch.bfloat16)
+    config = json.loads((tmp_path / "hf" / "config.json").read_text())
+    assert (config["dtype"], config["text_config"]["dtype"]) == ("bfloat16", "bfloat16")
+    # Its tensors are copied byte for byte.
+    assert config["vision_config"] == {"dtype": "float32"}
