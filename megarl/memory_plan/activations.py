@@ -217,6 +217,10 @@ def _attention(shape: ModelShape, at: Widths, layout: ParallelConfig, settings: 
     # all ranks. Queries of several groups are copied out of it. Recomputed core attention keeps its values there.
     is_gathered = shape.num_kv_heads < layout.tp
     fused = (shape.num_heads + 2 * shape.num_kv_heads) * at.head_dim if is_gathered else at.query + 2 * at.key
+    if shape.attention.has_output_gate:
+        fused += shape.num_heads * at.head_dim if is_gathered else at.query
+        # Sigmoids of the gates in float32, and the gated output next to core attention's.
+        saved += tokens * at.query * (FLOAT32 + size)
     is_recomputed = "core_attn" in settings.recomputed
     if settings.spec == "transformer_engine" or layout.cp == 1 or size == FLOAT32 or is_recomputed:
         saved += tokens * fused * size
