@@ -241,7 +241,10 @@ def metadata_bytes(chunks: Sequence[tuple[StoredShard, Stored]], objects: Mappin
 
 def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
     """Return the contents of `common.pt`, which Megatron-LM reads with `--load` and `--use-checkpoint-args`."""
+    # Megatron-LM names an activation by a flag.
+    own = {"add_bias_linear": False, **FAMILIES[model.family].settings(model)}
     arguments = Namespace(
+        quick_geglu=own.get("activation_func") == "quick_gelu",
         tensor_model_parallel_size=parallel.tp,
         pipeline_model_parallel_size=parallel.pp,
         expert_model_parallel_size=parallel.ep,
@@ -263,21 +266,72 @@ def common_state(model: ModelShape, parallel: ParallelConfig) -> dict[str, Any]:
         rotary_base=int(model.rotary.theta),
         normalization="RMSNorm",
         norm_epsilon=model.norm_epsilon,
-        swiglu=True,
-        add_bias_linear=bool(FAMILIES[model.family].settings(model).get("add_bias_linear")),
+        swiglu=own.get("activation_func") is None,
         add_qkv_bias=model.attention.qkv_bias,
         qk_layernorm=model.attention.qk_norm,
         untie_embeddings_and_output_weights=not model.tie_word_embeddings,
         padded_vocab_size=padded_vocab_size(model.vocab_size, parallel.tp),
-        num_experts=model.num_experts or None,
         rotary_percent=model.rotary.fraction,
-        moe_layer_freq=[int(kind.has_experts) for kind in model.layers]
-        if model.num_experts and model.has_dense_layers
-        else 1,
+        attention_output_gate=model.attention.has_output_gate,
+        apply_layernorm_1p=model.has_zero_centered_norms,
+        **_window_arguments(model),
+        **_expert_arguments(model),
         **_latent_arguments(model),
+        **_delta_net_arguments(model),
+        **{name: value for name, value in own.items() if name != "activation_func"},
     )
     content = {"singleton_local_shards": False, "chained_optim_avoid_prefix": True}
     return {"args": arguments, "checkpoint_version": 3.0, "iteration": 0, "content_metadata": content}
+
+
+def _window_arguments(model: ModelShape) -> dict[str, Any]:
+    """Return Megatron-LM's arguments of sliding windows; none without them."""
+    if not model.windows:
+        return {}
+    # Megatron counts the tokens before the own one.
+    return {
+        "window_size": (max(model.windows) - 1, 0),
+        "window_attn_skip_freq": [int(window > 0) for window in model.windows],
+    }
+
+
+def _expert_arguments(model: ModelShape) -> dict[str, Any]:
+    """Return Megatron-LM's arguments of experts and router."""
+    router = model.router
+    if router is None:
+        return {"num_experts": None, "moe_layer_freq": 1}
+    has_groups = router.num_groups > 1
+    return {
+        "num_experts": router.num_experts,
+        "moe_layer_freq": [int(kind.has_experts) for kind in model.layers] if model.has_dense_layers else 1,
+        "moe_ffn_hidden_size": router.moe_intermediate_size,
+        "moe_router_topk": router.top_k,
+        "moe_router_score_function": router.score,
+        "moe_router_pre_softmax": router.score == "softmax" and not router.norm_topk_prob,
+        "moe_router_enable_expert_bias": router.has_bias,
+        "moe_router_bias_update_rate": 0.0,
+        "moe_router_topk_scaling_factor": router.scale if router.scale != 1.0 else None,
+        "moe_router_num_groups": router.num_groups if has_groups else None,
+        "moe_router_group_topk": router.top_groups if has_groups else None,
+        "moe_shared_expert_intermediate_size": router.shared_intermediate_size or None,
+        "moe_shared_expert_gate": router.has_shared_gate,
+    }
+
+
+def _delta_net_arguments(model: ModelShape) -> dict[str, Any]:
+    """Return Megatron-LM's arguments of delta-nets; none without them."""
+    linear = model.linear_attention
+    if linear is None:
+        return {}
+    return {
+        "experimental_attention_variant": "gated_delta_net",
+        "linear_attention_freq": [int(kind.mixer == "linear_attention") for kind in model.layers],
+        "linear_conv_kernel_dim": linear.width,
+        "linear_key_head_dim": linear.key_dim,
+        "linear_value_head_dim": linear.value_dim,
+        "linear_num_key_heads": linear.num_key_heads,
+        "linear_num_value_heads": linear.num_value_heads,
+    }
 
 
 def _latent_arguments(model: ModelShape) -> dict[str, Any]:
