@@ -87,8 +87,9 @@ WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe
 PACKED = ("qwen3_5_moe",)
 """Names in `FAMILIES` of models written with one tensor for all experts of a layer. transformers packs experts in
 memory, not in files."""
-UNTIED = ("glm4_moe", "gpt_oss", *WITH_DELTA_NETS, *LATENT)
-"""Names in `FAMILIES` of models that never share weights between input embeddings and output head."""
+UNTIED = ("glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", *LATENT)
+"""Names in `FAMILIES` of models that never share weights between input embeddings and output head. Dense Qwen3.5 has
+both forms, by size."""
 
 SMALLEST_TOWER = {
     "depth": 1, "hidden_size": 8, "intermediate_size": 8, "num_heads": 2, "patch_size": 2, "num_position_embeddings": 4,
