@@ -87,6 +87,8 @@ WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe
 PACKED = ("qwen3_5_moe",)
 """Names in `FAMILIES` of models written with one tensor for all experts of a layer. transformers packs experts in
 memory, not in files."""
+WITH_MTP = ("glm4_moe",)
+"""Names in `FAMILIES` of models for which this tool can write layers for multi-token prediction."""
 UNTIED = ("glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", *LATENT)
 """Names in `FAMILIES` of models that never share weights between input embeddings and output head. Dense Qwen3.5 has
 both forms, by size."""
@@ -247,6 +249,35 @@ def add_prediction_layers(file: Path, hidden_size: int) -> None:
     save_file(load_file(file) | added, file, {"format": "pt"})
 
 
+def add_mtp_layers(file: Path, num_layers: int, num_mtp_layers: int, seed: int) -> None:
+    """Add layers for multi-token prediction to a file: the released models have them, transformers does not.
+
+    Each has the tensors of the last layer, two norms, a projection, and a norm before the head. Its embedding and head
+    are copies of the model's own.
+    """
+    tensors = load_file(file)
+    generator = torch.Generator().manual_seed(seed + 1)
+
+    def drawn(like: torch.Tensor) -> torch.Tensor:
+        noise = torch.randn(like.shape, generator=generator)
+        # Norms and biases spread around their mean, as in `draw_weights`.
+        return like.mean() + 0.05 * noise if like.dim() == 1 else like.std() * noise
+
+    last, norm = f"model.layers.{num_layers - 1}.", tensors["model.norm.weight"]
+    layer = {name.removeprefix(last): tensor for name, tensor in tensors.items() if name.startswith(last)}
+    embedding = tensors["model.embed_tokens.weight"]
+    for number in range(num_layers, num_layers + num_mtp_layers):
+        added = {name: drawn(tensor) for name, tensor in layer.items()}
+        added |= {name + ".weight": drawn(norm) for name in ("enorm", "hnorm", "shared_head.norm")}
+        added["eh_proj.weight"] = embedding.std() * torch.randn(len(norm), 2 * len(norm), generator=generator)
+        added |= {
+            "embed_tokens.weight": embedding.clone(),
+            "shared_head.head.weight": tensors["lm_head.weight"].clone(),
+        }
+        tensors |= {f"model.layers.{number}.{name}": tensor for name, tensor in added.items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+
+
 def make_tiny_model(
     out: str | Path,
     *,
@@ -257,6 +288,7 @@ def make_tiny_model(
     num_kv_heads: int = 2,
     head_dim: int | None = None,
     intermediate_size: int = 256,
+    num_mtp_layers: int = 0,
     tie_word_embeddings: bool | None = None,
     vocab_size: int | None = None,
     max_position_embeddings: int = 2048,
@@ -274,7 +306,8 @@ def make_tiny_model(
     applies only to `LATENT` families: the size of the queries' latent vector. With None, queries are projected from the
     hidden states directly. `LATENT` families ignore `num_kv_heads`. Default `head_dim`: hidden_size / num_heads.
     `vocab_size` is at least the tokenizer's size, the default. Default `tie_word_embeddings`: true, except in families
-    of `UNTIED`. Raises ValueError if sizes do not fit each other.
+    of `UNTIED`. `num_mtp_layers` layers for multi-token
+    prediction follow the last layer, in families of `WITH_MTP`. Raises ValueError if sizes do not fit each other.
     """
     tokenizer = make_tokenizer(tool_words=tool_words)
     vocab_size = vocab_size or len(tokenizer)
@@ -287,6 +320,8 @@ def make_tiny_model(
     if not has_head_dim and head_dim * num_heads != hidden_size:
         raise ValueError(f"{family} has head_dim = hidden_size / num_heads, not {head_dim}")
     own_fields: dict[str, object] = {"head_dim": head_dim} if has_head_dim else {}
+    if num_mtp_layers and family not in WITH_MTP:
+        raise ValueError(f"{family} has no layers for multi-token prediction here; {', '.join(WITH_MTP)} have")
     if family == "mistral":
         own_fields["sliding_window"] = None
     if family == "gpt_oss":
@@ -309,6 +344,8 @@ def make_tiny_model(
         own_fields = latent_fields(
             family, head_dim, query_rank, num_experts, experts_per_token, expert_intermediate_size
         )
+    if family in WITH_MTP:
+        own_fields["num_nextn_predict_layers"] = num_mtp_layers
     config_class, model_class = FAMILIES[family]
     fields: dict[str, Any] = dict(
         vocab_size=vocab_size,
@@ -338,6 +375,8 @@ def make_tiny_model(
     model.save_pretrained(out, save_original_format=family not in PACKED)
     if family in WITH_VISION:
         add_prediction_layers(Path(out) / "model.safetensors", hidden_size)
+    if num_mtp_layers:
+        add_mtp_layers(Path(out) / "model.safetensors", num_layers, num_mtp_layers, seed)
     tokenizer.save_pretrained(out)
     return Path(out)
 
@@ -361,6 +400,7 @@ def main() -> None:
     parser.add_argument("--experts-per-token", type=int, default=2)
     parser.add_argument("--expert-intermediate-size", type=int, default=64)
     parser.add_argument("--query-rank", type=int, default=48, help="of a family with latent attention")
+    parser.add_argument("--num-mtp-layers", type=int, default=0, help="layers for multi-token prediction (glm4_moe)")
     parser.add_argument("--initializer-range", type=float, default=0.02, help="spread of the random weights")
     parser.add_argument("--tool-words", action="store_true", help="the tokenizer knows the words of tool calls")
     parser.add_argument("--seed", type=int, default=0)

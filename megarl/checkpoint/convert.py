@@ -133,10 +133,10 @@ def to_hf(
 
     `megatron` is the checkpoint, or a folder containing it (a run or Megatron's own folder). `hf` is a folder with
     config.json, tokenizer and other files; it may be omitted for a checkpoint made by `to_megatron`. `override` changes
-    fields of config.json. Tensors go to the files that the folder's index names. Without an index, and if the index lacks
-    copied tensors (`checkpoint.kept`), they go to files of `shard_bytes`. Experts are packed if they are in `hf`, or were
-    in the folder converted by `to_megatron`. Raises ConfigError if `out` exists, DataError with the name of a truncated
-    file.
+    fields of config.json. Tensors go to the files that the folder's index names. Without an index, and if the index
+    lacks copied tensors (`checkpoint.kept`), they go to files of `shard_bytes`. Experts are packed if they are in `hf`,
+    or were in the folder converted by `to_megatron`. Raises ConfigError if `out` exists, DataError with the name of a
+    truncated file.
     """
     started = time.perf_counter()
     checkpoint = find_checkpoint(megatron)

@@ -28,6 +28,7 @@ from megarl.checkpoint.stored import BLOCKS, MXFP4, SCALES, stored_tensors
 from megarl.config.override import overridden
 from megarl.families import checkpoint_name, float32_tensors
 from megarl.families.llama import EMBEDDING, HEAD, VALUE_HEAD
+from megarl.families.mtp import mtp_copies
 from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
 from megarl.files.model_folder import INDEX, SINGLE, companions
 from megarl.reshard.boxes import Box, Layout, Piece, dense_piece
@@ -123,14 +124,17 @@ def load(
     parameters: Mapping[str, Tensor],
     *,
     override: Mapping[str, Any] | None = None,
+    with_mtp: bool = False,
 ) -> None:
     """Load a rank's parameters from a model folder. Only the rank's boxes are read, and cast to each parameter's dtype.
 
     `layout` is this rank's layout of `megatron_layouts`. `parameters` are its live Megatron shards, [rows, ...] each.
     They are written in place. A value head keeps its values if the folder's model has none. `override` changes fields
-    of config.json (`config.override`). Raises DataError for an invalid folder, and for a weight that is not finite.
+    of config.json (`config.override`). `with_mtp` loads the layers for multi-token prediction too. Raises DataError for
+    an invalid folder, and for a weight that is not finite.
     """
     model = read_model_shape(folder, override)
+    model = model.with_mtp(with_mtp)
     reader = FolderReader(folder, model)
     if not model.has_value_head:
         layout = tuple(piece for piece in layout if piece.box.name != VALUE_HEAD)
@@ -193,8 +197,11 @@ def export(
     is replaced atomically. Raises OSError if the disk is full.
     """
     tensors = checkpoint_tensors(model)
-    dtypes = dict.fromkeys(tensors, dtype) | dict.fromkeys(float32_tensors(model), torch.float32)
     kept = kept_tensors(source, model)
+    copies = {name: original for name, original in mtp_copies(model).items() if name in kept}
+    kept = {name: tensor for name, tensor in kept.items() if name not in copies}
+    tensors |= {name: tensors[original] for name, original in copies.items()}
+    dtypes = dict.fromkeys(tensors, dtype) | dict.fromkeys(float32_tensors(model), torch.float32)
     forms = {name: (shape, dtypes[name]) for name, shape in tensors.items()}
     files = pack_files(forms, shard_bytes, num_more=bool(kept))
     every = {**files, **kept_file(len(files), kept)}
@@ -215,7 +222,16 @@ def export(
             (partial / INDEX).write_text(index_text(every, size), encoding="utf-8")
 
     write_folder(
-        folder, files, write_others, layouts, rank, parameters, dtype=dtype, bucket_bytes=bucket_bytes, model=model
+        folder,
+        files,
+        write_others,
+        layouts,
+        rank,
+        parameters,
+        dtype=dtype,
+        bucket_bytes=bucket_bytes,
+        model=model,
+        copies=copies,
     )
 
 
@@ -231,13 +247,14 @@ def write_folder(
     dtype: torch.dtype,
     bucket_bytes: int,
     model: ModelShape | None = None,
+    copies: Mapping[str, str] | None = None,
 ) -> None:
     """Write safetensors files into a folder, each by one rank, from the shards of all ranks. A collective.
 
     `files` maps a file's name to its tensors' names, shapes and dtypes. `parameters` are this rank's shards, each
     [local rows, ...]. They are sent as `dtype`. `model` is needed for packed tensors (all experts of a layer in one
-    tensor). On rank 0, `write_others` adds the folder's other files. The folder is replaced atomically. Raises OSError
-    if the disk is full.
+    tensor). `copies` maps names of tensors to those of equal ones in `parameters`. On rank 0, `write_others` adds the
+    folder's other files. The folder is replaced atomically. Raises OSError if the disk is full.
     """
     folder = Path(folder)
     # Written next to its final place, so that the last rename stays on one file system and is atomic.
@@ -254,7 +271,7 @@ def write_folder(
         filled: dict[str, int] = {}
         for name, (shape, kind) in tensors.items():
             storage = _storage(file, kind)
-            piece = dense_piece(name, shape, storage, filled.get(storage, 0))
+            piece = dense_piece((copies or {}).get(name, name), shape, storage, filled.get(storage, 0))
             written[writer] += unpacked((piece,), model) if model else (piece,)
             filled[storage] = filled.get(storage, 0) + prod(shape)
         if writer == rank:

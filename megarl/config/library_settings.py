@@ -83,8 +83,6 @@ _UNREAD = {
     "window_attn_skip_freq": "config.json of the model decides about attention windows",
     "cross_entropy_loss_fusion": "log-probs are computed in chunks, see trainer.logprob_chunk_tokens",
     "cross_entropy_fusion_impl": "log-probs are computed in chunks, see trainer.logprob_chunk_tokens",
-    "mtp_num_layers": "multi-token prediction layers are not trained",
-    "mtp_loss_scaling_factor": "multi-token prediction layers are not trained",
     "moe_per_layer_logging": "the metrics train/moe_* are means over layers",
 }
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Annotated, Any, Literal
 
-from pydantic import Field, PositiveInt
+from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.annotations import Decides, Foreign, OnlyIf
 from megarl.config.conditions import COLOCATED, ENGINE, LOGPROBS, RL, one_of
@@ -135,6 +135,13 @@ class TrainerConfig(Section):
     no more memory than an update."""
     logprob_chunk_tokens: Annotated[PositiveInt, OnlyIf(LOGPROBS)] = 1024
     """Log-probs are computed for this many tokens at a time, to limit the memory of the logits."""
+    # The gradient's norm, and so its clipping, counts the policy alone.
+    mtp_loss_coefficient: Annotated[PositiveFloat | None, OnlyIf(LOGPROBS), Decides(megatron="mtp_num_layers "
+        "mtp_loss_scaling_factor"), Foreign("mtp_loss_scaling_factor mtp_num_layers enable_mtp_training",
+            note="layers and embeddings are detached", slime="--mtp-loss-scaling-factor")] = None  # fmt: skip
+    """Train the model's layers for multi-token prediction (MTP), which draft tokens for the engine (method mtp of
+    rollout.vllm.speculative_config). Weight of their loss; the policy's gradient does not change. Default: they are
+    only copied."""
     megatron: Annotated[dict[str, Any], Foreign("override_transformer_config tf_config")] = Field(default_factory=dict)
     """Further fields of Megatron-Core's TransformerConfig, by Megatron's names. Balancing losses of experts are means
     over tokens: over all tokens of an update (`aux_loss`, `global_aux_loss`; they cost one more forward pass, to count

@@ -28,6 +28,7 @@ from megarl.families import (
     seed_oss,
 )
 from megarl.families.family import Family
+from megarl.families.mtp import mtp_copies, mtp_rules, mtp_stacks, without_mtp_layers
 from megarl.families.names import TensorName, in_order
 from megarl.families.packed import Alias
 from megarl.families.rules import Rule, overlap
@@ -60,7 +61,10 @@ FAMILIES: dict[str, Family] = {
 def rules_of(model: ModelShape) -> tuple[Rule, ...]:
     """Return the rules of a model's family. Raises ValueError if two rules describe the same Megatron parameter."""
     family = FAMILIES[model.family]
-    rules = tuple(rule.renamed(partial(checkpoint_name, model=model)) for rule in family.rules(model))
+    rules = family.rules(model)
+    if model.num_mtp_layers:
+        rules = (*without_mtp_layers(model, rules), *mtp_rules(model, rules))
+    rules = tuple(rule.renamed(partial(checkpoint_name, model=model)) for rule in rules)
     # A later rule would silently replace an earlier one in tables by name.
     for first, second in combinations(rules, 2):
         if first.parameter == second.parameter and overlap(first, second):
@@ -76,6 +80,12 @@ def stacks_of(model: ModelShape) -> tuple[Stack, ...]:
         stack._replace(parts=tuple(part._replace(tensor=checkpoint_name(part.tensor, model)) for part in stack.parts))
         for stack in family.stacks(model)
     )
+
+
+def mtp_stacks_of(model: ModelShape) -> tuple[Stack, ...]:
+    """Return the parameters of vLLM's draft model made of the model's trained MTP layers."""
+    templates = (name for name, layers in layers_of(rules_of(model), model).items() if layers[-1] >= model.num_layers)
+    return tuple(mtp_stacks(stacks_of(model), templates))
 
 
 def live_name(template: str, model: ModelShape) -> str:
@@ -154,4 +164,5 @@ def kept_prefixes(model: ModelShape) -> tuple[str, ...]:
     engine."""
     extra = range(model.num_layers, model.num_layers + model.num_kept_layers)
     layers = (checkpoint_name(f"model.layers.{layer}.", model) for layer in extra)
-    return (*layers, *FAMILIES[model.family].kept)
+    # The copies in MTP layers are not loaded either. An export writes them anew.
+    return (*layers, *mtp_copies(model), *FAMILIES[model.family].kept)

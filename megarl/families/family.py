@@ -52,6 +52,8 @@ class Family:
     kept: tuple[str, ...] = ()
     """Prefixes of tensors not used by trainer and engine, such as `visual.`. An export copies them from the base model,
     byte for byte. It also copies the layers counted by `ModelShape.num_kept_layers`."""
+    trains_mtp: bool = False
+    """Whether the layers of `ModelShape.num_kept_layers` can be trained and draft tokens (`families.mtp`)."""
     aliases: Callable[[ModelShape], tuple[Alias, ...]] = no_aliases
     """Function from a model's shape to the places of single experts' tensors in the checkpoint's packed tensors."""
     reads_mxfp4: bool = False

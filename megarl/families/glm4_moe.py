@@ -1,6 +1,6 @@
 """GLM-4.5, 4.6, 4.7 and GLM-4.5-Air: Qwen3-MoE with a sigmoid router, dense first layers and a shared expert.
 
-The checkpoint ends with layers for multi-token prediction. They are not trained, and exports contain them unchanged.
+The checkpoint ends with layers for multi-token prediction. They are copied unchanged, or trained (`families.mtp`).
 """
 
 from __future__ import annotations
@@ -54,4 +54,4 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     return (*stacks.standard(model), *shared, *router)
 
 
-FAMILY = Family("Glm4MoeForCausalLM", read, rules, stacks=live_stacks)
+FAMILY = Family("Glm4MoeForCausalLM", read, rules, stacks=live_stacks, trains_mtp=True)

@@ -8,6 +8,7 @@ from math import lcm
 from pathlib import Path
 from typing import Any
 
+from megarl.config.formulas import either
 from megarl.config.override import overridden
 from megarl.families import FAMILIES, aliases_of
 from megarl.families.config_values import COPY_AGAIN, flag, mapping, positive, shown, size
@@ -45,6 +46,8 @@ class ModelShape:
     num_kept_layers: int = 0
     """Number of additional layers at the checkpoint's end, for multi-token prediction. They are copied unchanged, not
     trained."""
+    num_mtp_layers: int = 0
+    """Number of trained layers for multi-token prediction, at the checkpoint's end (`families.mtp`)."""
     linear_attention: DeltaNet | None = None
     """Sizes of the linear attention in layers with this mixer. None: the model has no such layers."""
     has_zero_centered_norms: bool = False
@@ -58,6 +61,16 @@ class ModelShape:
     def layers(self) -> tuple[LayerKind, ...]:
         """Return the kind of each layer."""
         return self.kinds or (LayerKind(has_experts=self.router is not None),) * self.num_layers
+
+    @property
+    def mtp_problem(self) -> str | None:
+        """Return why the layers for multi-token prediction cannot be trained; None if they can."""
+        if not FAMILIES[self.family].trains_mtp:
+            able = either([name for name, family in FAMILIES.items() if family.trains_mtp])
+            return f"multi-token prediction is supported for {able} only, not for {self.family}"
+        if self.num_kept_layers != 1:
+            return f"num_nextn_predict_layers in config.json is {self.num_kept_layers}; only 1 can be trained"
+        return None
 
     @property
     def expert_layers(self) -> tuple[int, ...]:
@@ -116,6 +129,13 @@ class ModelShape:
     def shared_intermediate_size(self) -> int:
         """Return the intermediate size of the shared expert. 0: no shared expert."""
         return self.router.shared_intermediate_size if self.router else 0
+
+    def with_mtp(self, is_trained: bool) -> ModelShape:
+        """Return the same model with its layers for multi-token prediction trained, or only kept."""
+        num_layers = self.num_mtp_layers + self.num_kept_layers
+        return replace(
+            self, num_mtp_layers=num_layers if is_trained else 0, num_kept_layers=0 if is_trained else num_layers
+        )
 
     def with_value_head(self) -> ModelShape:
         """Return the same backbone with a value head. Raises DataError for checkpoints with more than a text model."""

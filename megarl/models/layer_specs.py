@@ -29,9 +29,9 @@ def block_spec(config: TransformerConfig, shape: ModelShape, vp_stage: int | Non
     offset = get_transformer_layer_offset(config, vp_stage=vp_stage)
     kinds = shape.layers[offset : offset + get_num_layers_to_build(config, vp_stage=vp_stage)]
     # Windows differ by layer number, not by spec.
-    made = {kind: _layer_spec(config, kind) for kind in {kind._replace(window=0) for kind in kinds}}
+    made = {kind: layer_spec(config, kind) for kind in {kind._replace(window=0) for kind in kinds}}
     layers = [made[kind._replace(window=0)] for kind in kinds]
-    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=_final_norm())
+    return TransformerBlockSubmodules(layer_specs=layers, layer_norm=final_norm())
 
 
 def has_sinks(config: TransformerConfig) -> bool:
@@ -44,7 +44,7 @@ def has_router(layer: Any) -> bool:
     return hasattr(layer.mlp, "router")
 
 
-def _layer_spec(config: TransformerConfig, kind: LayerKind) -> Any:
+def layer_spec(config: TransformerConfig, kind: LayerKind) -> Any:
     """Return the spec of one kind of layer.
 
     The local spec gets this package's norm and attention. Routers with balancing losses or noise are replaced by
@@ -87,7 +87,7 @@ def _layer_spec(config: TransformerConfig, kind: LayerKind) -> Any:
     return layer
 
 
-def _final_norm() -> Any:
+def final_norm() -> Any:
     """Return the norm after the last layer. Megatron's own specs pass a class too, but its declared type is
     narrower.
     """

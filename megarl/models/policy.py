@@ -10,7 +10,11 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 from megatron.core import parallel_state
 from megatron.core.models.gpt import GPTModel
-from megatron.core.tensor_parallel import copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region
+from megatron.core.tensor_parallel import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
@@ -22,6 +26,7 @@ from megarl.models.configuration import uses_transformer_engine
 from megarl.models.latent_attention import RowRotary, share_rotary
 from megarl.models.layer_specs import block_spec, has_router, has_sinks
 from megarl.models.logprobs import Support, vocab_parallel_logprobs
+from megarl.models.mtp import build_mtp, embedded
 from megarl.models.rotary import frequencies
 
 
@@ -128,6 +133,12 @@ class PolicyModel(PackedModel):
         self.num_local_tokens = max(0, min(rows, shape.vocab_size - self.first_token_id))
         self._temperature: float | Tensor = 1.0
         self._support: Support | None = None
+        if shape.num_mtp_layers and self.post_process:
+            # Megatron's schedules look for this name, and expect layers in it.
+            self.mtp = build_mtp(config, shape, vp_stage)
+        self.mtp_table: Tensor | None = None
+        """A copy of the embedding [local vocabulary, hidden_size] for the MTP layers, if another stage has it."""
+        self._mtp_labels: Tensor | None = None
 
     def sample_as(self, temperature: float | Tensor, support: Support | None) -> None:
         """Let the next forward pass use the engine's sampling settings for log-probs and entropies.
@@ -136,24 +147,78 @@ class PolicyModel(PackedModel):
         """
         self._temperature, self._support = temperature, support
 
+    def predict_beyond_next(self, labels: Tensor | None) -> None:
+        """Let the MTP layers predict these tokens in the next forward pass with gradients. None: they are not used.
+
+        `labels` [tokens] has for each position the token after the next one.
+        """
+        self._mtp_labels = labels
+
     def _postprocess(
-        self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **__: Any
+        self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **given: Any
     ) -> Tensor:
         """Return log-probs and entropies, float32 [2, tokens], in nats, on the last stage; hidden states on the others.
 
-        Shapes: hidden_states [tokens, 1, hidden_size], labels [1, tokens].
+        After `predict_beyond_next`, a row with the MTP layers' log-probs follows. Shapes: hidden_states [tokens, 1,
+        hidden_size], labels [1, tokens].
         """
         if not self.post_process:
             return hidden_states
+        tied = self.share_embeddings_and_output_weights
+        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
+        assert weight is not None
+        weight = weight[: self.num_local_tokens]
+        outputs = self._token_outputs(self._whole(hidden_states), weight, labels.squeeze(0))
+        if self._mtp_labels is None:
+            return outputs
+        drafts = self._mtp_logprobs(hidden_states, labels.squeeze(0), weight.detach(), given)
+        return torch.cat([outputs, drafts[None]])
+
+    def _whole(self, hidden_states: Tensor) -> Tensor:
+        """Return the hidden states [tokens, hidden_size] that each tensor-parallel rank multiplies by its head rows."""
         tp_group = self.pg_collection.tp
         if self.config.sequence_parallel:
             hidden_states = gather_from_sequence_parallel_region(hidden_states, group=tp_group)
         else:
             hidden_states = copy_to_tensor_model_parallel_region(hidden_states, group=tp_group)
-        tied = self.share_embeddings_and_output_weights
-        weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
-        assert weight is not None
-        return self._token_outputs(hidden_states.squeeze(1), weight[: self.num_local_tokens], labels.squeeze(0))
+        return hidden_states.squeeze(1)
+
+    def _mtp_logprobs(
+        self, hidden_states: Tensor, next_tokens: Tensor, weight: Tensor, given: dict[str, Any]
+    ) -> Tensor:
+        """Return the MTP layer's log-prob of each label of `predict_beyond_next`: float32 [tokens].
+
+        Shapes: hidden_states [own tokens, 1, hidden_size], next_tokens [tokens], weight [local vocabulary,
+        hidden_size]. `given` are Megatron's arguments of a layer.
+        """
+        assert self._mtp_labels is not None
+        tp_group, row = self.pg_collection.tp, given["packed_seq_params"]
+        table = self.embedding.word_embeddings.weight if self.pre_process else self.mtp_table
+        assert table is not None
+
+        def next_embeddings(tokens: Tensor) -> Tensor:
+            found = embedded(tokens, row.positions, table.detach(), self.first_token_id, tp_group)
+            return scatter_to_sequence_parallel_region(found) if self.config.sequence_parallel else found
+
+        names = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")
+        layer: Any = self.mtp.layers[0]
+        predicted, _, _ = layer(
+            input_ids=next_tokens,
+            position_ids=None,
+            hidden_states=hidden_states,
+            embedding=next_embeddings,
+            **{name: given[name] for name in names},
+        )
+        logprobs, _ = vocab_parallel_logprobs(
+            self._whole(predicted),
+            weight,
+            self._mtp_labels,
+            first_token_id=self.first_token_id,
+            group=tp_group,
+            temperature=1.0,
+            chunk_tokens=self.logprob_chunk_tokens,
+        )
+        return logprobs
 
     def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
         """Return the last stage's output [2, tokens].

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -17,6 +17,17 @@ from megarl.data.token_batch import TokenBatch, borders, ranges, select_retained
 from megarl.models.attention import PackedRow
 from megarl.models.expert_balance import RowTokens
 from megarl.models.logprobs import Support
+
+
+class MtpTargets(NamedTuple):
+    """Targets of the MTP layers: at position t, values of the sequence's token t + 2. All are [tokens].
+
+    Positions whose token t + 2 is not trained have mask False and weight zero.
+    """
+
+    labels: Tensor
+    mask: Tensor
+    weights: Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +56,8 @@ class Microbatch:
     """
     temperature: float | Tensor = 1.0
     """Sampling temperature applied to the log-probs: one for all tokens, or [tokens]."""
+    mtp: MtpTargets | None = None
+    """Targets of the MTP layers, if these are trained."""
 
 
 def pack_row(
@@ -55,9 +68,11 @@ def pack_row(
     device: torch.device,
     cp: int = 1,
     cp_rank: int = 0,
+    trains_mtp: bool = False,
 ) -> Microbatch:
     """Return the row of a batch's sequences, or a context-parallel rank's part of it.
 
+    `trains_mtp` adds the targets of MTP layers.
     With cp > 1 each sequence is padded to a multiple of 2 * cp. The last one is padded further, so the tokens of
     the row are a multiple of cp * `multiple`.
     """
@@ -79,6 +94,12 @@ def pack_row(
     def own_predictions(values: np.ndarray) -> Tensor:
         return own_part(values[predicted], places[predicted] - 1)
 
+    mtp = None
+    if trains_mtp:
+        # Neither of a sequence's first two tokens is the second one after a position.
+        beyond = predicted & np.roll(predicted, 1)
+        weighed = (batch.token_ids, batch.loss_mask, batch.per_token["token_weights"])
+        mtp = MtpTargets(*(own_part(values[beyond], places[beyond] - 2) for values in weighed))
     support = None
     if batch.retained_sets is not None:
         # For each position: the index of its predicted token, or -1 if it predicts none.
@@ -97,6 +118,7 @@ def pack_row(
         per_token={name: own_predictions(values) for name, values in batch.per_token.items()},
         support=support,
         temperature=_temperature(batch.temperatures, padded, local, device),
+        mtp=mtp,
     )
 
 

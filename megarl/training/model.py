@@ -238,6 +238,8 @@ class ModelShard:
         if not self.shape.has_value_head:
             sample_as: Any = get_attr_wrapped_model(chunk, "sample_as")
             sample_as(batch.temperature, batch.support)
+            predict_beyond_next: Any = get_attr_wrapped_model(chunk, "predict_beyond_next")
+            predict_beyond_next(None if batch.mtp is None else batch.mtp.labels)
 
     def passes(
         self, rows: Sequence[TokenBatch], of_row: Callable[..., Any], *, forward_only: bool = False
@@ -255,6 +257,7 @@ class ModelShard:
                 device=self.device,
                 cp=self.layout.cp,
                 cp_rank=parallel_state.get_context_parallel_rank(),
+                trains_mtp=bool(self.shape.num_mtp_layers) and not forward_only,
             )
             for row in rows
         ]

@@ -32,6 +32,11 @@ METRICS = {
     ),
     "train/tokens": ("tokens", "trained tokens"),
     "train/entropy": ("nats", "mean entropy of the policy's distribution over trained tokens"),
+    "mtp/loss": (
+        "nats",
+        "mean negative log-prob that the MTP layers give to a trained token, two positions ahead "
+        "(trainer.mtp_loss_coefficient)",
+    ),
     "train/ptx_loss": ("nats", "mean loss per token of the conversations of data.ptx"),
     "distillation/divergence": (
         "nats",
@@ -153,6 +158,27 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         return total, count, of_tokens | logged
 
     return objective
+
+
+def with_mtp_loss(objective: Objective, coefficient: float) -> Objective:
+    """Return an objective with the loss of MTP layers added. Their log-probs are the last row of the model's output.
+
+    The loss is the mean negative log-prob of the trained tokens, by the token weights of the policy's loss. Metric:
+    `mtp/loss`.
+    """
+
+    def objective_and_mtp(output: Tensor, batch: Microbatch, numbers: StepNumbers) -> RowLoss:
+        assert batch.mtp is not None
+        total, count, logged = objective(output[:-1], batch, numbers)
+        _, mask, weights = batch.mtp
+        losses = torch.where(mask, -output[-1], 0.0)
+        return (
+            total + coefficient * (losses * weights).sum(),
+            count,
+            logged | {"mtp/loss": _mean(losses.detach()[mask])},
+        )
+
+    return objective_and_mtp
 
 
 def old_logprobs_or_own(policy_logprobs: Tensor, batch: Microbatch) -> Tensor:

@@ -25,6 +25,7 @@ from megarl.families.shape import ModelShape
 from megarl.models import lora as lora_modules
 from megarl.models.configuration import accumulates_in_transformer_engine
 from megarl.models.expert_balance import ExpertBalance
+from megarl.models.mtp import copy_embedding_to_last_stage
 from megarl.models.policy import PackedModel, accumulate_in_main_gradients
 from megarl.models.teacher_student import StudentModel
 from megarl.platform.spans import span
@@ -39,6 +40,7 @@ from megarl.training.objective import (
     preference_objective,
     reward_objective,
     supervised,
+    with_mtp_loss,
 )
 from megarl.training.offload import MergedWeights, Offloadable
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
@@ -120,6 +122,15 @@ class TrainingEngine(ModelShard):
         self.is_adapted = is_policy and recipe.lora.rank > 0
         if self.is_adapted:
             self._attach_adapters()
+        if shape.num_mtp_layers:
+            coefficient = trainer.mtp_loss_coefficient
+            assert coefficient is not None
+            self.role = replace(self.role, objective=with_mtp_loss(self.role.objective, coefficient))
+            for name, parameter in self.parameters.items():
+                if name.partition("mtp.layers.")[1]:
+                    # Megatron leaves parameters with this mark out of the gradient's norm. Otherwise MTP layers would
+                    # change how the policy's gradient is clipped.
+                    parameter.shared = True  # pyright: ignore[reportAttributeAccessIssue]  (a mark of Megatron's)
         if accumulates_in_transformer_engine(self.config, trainer.megatron):
             for chunk in self.chunks:
                 accumulate_in_main_gradients(chunk)
@@ -290,6 +301,8 @@ class TrainingEngine(ModelShard):
             self.optimizer.zero_grad()
             if self.balance.is_on:
                 self._begin_balance(own)
+            if self.shape.num_mtp_layers and self.layout.pp > 1:
+                copy_embedding_to_last_stage(self.chunks)
             with (
                 lora_modules.adapters_switched(self.chunks, on=True, drops=True),
                 torch.enable_grad(),
@@ -322,7 +335,8 @@ class TrainingEngine(ModelShard):
         # The schedule advances for skipped updates too, so it ends with the last update.
         self.schedule.step(increment=1)
         learning_rate = self.optimizer.param_groups[0]["lr"]
-        finite = self._on_all_ranks(all(np.isfinite(part["train/loss"].number) for part in losses))
+        numbers = [part[name].number for part in losses for name in ("train/loss", "mtp/loss") if name in part]
+        finite = self._on_all_ranks(bool(np.isfinite(numbers).all()))
         is_gap_exceeded = self._is_mean_above(self.role.max_logprob_gap, losses, "logprob_gap/mean")
         strayed = self._is_mean_above(self.role.skip_ratio, losses, "train/ratio") or is_gap_exceeded
         grad_norm, applied = step_if_finite(self.optimizer, is_wanted=finite and not strayed)

@@ -87,7 +87,9 @@ class TrainerWorker:
             # The driver addresses models by attribute name: teacher0, teacher1 and so on.
             setattr(self, name, self._build_teacher(folder, teacher_layout or layout))
         is_reward_model = recipe.loop == "reward_model"
-        self.policy = self._build(TrainingEngine, recipe.model.folder, has_value_head=is_reward_model)
+        self.policy = self._build(
+            TrainingEngine, recipe.model.folder, has_value_head=is_reward_model, with_mtp=recipe.trains_mtp
+        )
         if recipe.teachers and not recipe.has_advantages:
             self.policy.target_fetcher = self._target_fetcher()
         if recipe.has_reference and recipe.lora.rank:
@@ -275,23 +277,27 @@ class TrainerWorker:
         folder: str,
         *,
         has_value_head: bool = False,
+        with_mtp: bool = False,
         layout: ParallelConfig | None = None,
         replica: Replica | None = None,
     ) -> Model:
         """Build a model of the class `kind`, and load its weights from a folder.
 
-        `has_value_head` adds a new value head if the folder has none. `layout` and `replica` default to the trainer's
+        `has_value_head` adds a new value head if the folder has none, `with_mtp` the folder's layers for multi-token
+        prediction. `layout` and `replica` default to the trainer's
         parallel sizes and data-parallel replica.
         """
         shape = self._shape_of(folder)
         shape = shape.with_value_head() if has_value_head else shape
+        shape = shape.with_mtp(with_mtp)
         layout = layout or self.layout
         layouts = self._layouts(shape, layout)
 
         def load_weights(tensors: Mapping[str, Tensor]) -> None:
             # The computed layout must agree with Megatron-Core 0.16.1's real parameters before any byte is copied.
             check_against(parameter_shapes(layouts, layout.coordinates(self.rank)), tensors)
-            safetensors.load(folder, layouts[self.rank], tensors, override=self.recipe.override_of(folder))
+            override = self.recipe.override_of(folder)
+            safetensors.load(folder, layouts[self.rank], tensors, override=override, with_mtp=with_mtp)
 
         with refusals_named(self.recipe.trainer.megatron):
             return kind(self.recipe, layout, shape, load_weights, replica=replica or self.replica)

@@ -1,0 +1,240 @@
+"""Layers for multi-token prediction: trained with their own loss, beside a policy that does not notice them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from safetensors.torch import load_file
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.data.packing import pack
+from megarl.data.token_batch import TokenBatch
+from megarl.families.shape import read_model_shape
+from megarl.testing import RankPool
+from megarl.tracking.metrics import merge, values
+from megarl.types import TrainingSequence
+from tests.mtp_layer import MtpOracle
+from tools.checks.invariance import cut_out, join
+
+NUM_LAYERS, COEFFICIENT = 3, 0.3
+MTP = f"model.layers.{NUM_LAYERS}."
+LAYOUTS = {
+    "one rank": {},
+    "tensor": {"tp": 2},
+    "pipeline": {"pp": 2},
+    "chunks": {"pp": 2, "vpp": 2},
+    "context": {"cp": 2},
+    "experts": {"dp": 2, "ep": 2},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tiny_model: Callable[..., Path]) -> Path:
+    return tiny_model(
+        family="glm4_moe", hidden_size=32, num_layers=NUM_LAYERS, num_heads=4, num_kv_heads=2, head_dim=16,
+        num_mtp_layers=1, initializer_range=0.2, num_experts=4, experts_per_token=2, expert_intermediate_size=24,
+        intermediate_size=48,
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def deeper_folder(tiny_model: Callable[..., Path]) -> Path:
+    """A model with a layer more, for two chunks on each of two stages."""
+    return tiny_model(
+        family="glm4_moe", hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, num_mtp_layers=1,
+        initializer_range=0.2, num_experts=4, experts_per_token=2, expert_intermediate_size=24, intermediate_size=48,
+    )  # fmt: skip
+
+
+def recipe_of(folder: Path, coefficient: float | None, **trainer: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "name": "mtp",
+            "loop": "sft",
+            "model": {"path": str(folder), "dtype": "float32"},
+            "data": {"train": "unused"},
+            "trainer": {
+                "max_tokens_per_microbatch": 48,
+                "distributed_optimizer": False,
+                "mtp_loss_coefficient": coefficient,
+                **trainer,
+            },
+            "optimizer": {"name": "sgd", "learning_rate": 0.05, "schedule": "constant", "clip_grad_norm": 0.1},
+        }
+    )
+
+
+def make_sequences() -> list[TrainingSequence]:
+    """Prompts and answers of odd lengths, one with an untrained part and one of two tokens; uneven weights."""
+    random = np.random.default_rng(3)
+    sequences = []
+    for length, prompt in ((13, 4), (2, 1), (21, 1), (9, 8), (17, 5), (6, 2)):
+        mask = np.arange(length) >= prompt
+        mask[7:9] = False
+        weights = random.uniform(0.2, 1.0, length).astype(np.float32) / 40
+        sequences.append(TrainingSequence(random.integers(1, 200, length), mask, token_weights=weights))
+    return sequences
+
+
+def updated(recipe: Recipe, layout: ParallelConfig, out: str | None) -> dict[str, Any]:
+    """One rank's log-probs, then its metrics, gradients and weights of one update; with `out` two exports."""
+    from megarl.checkpoint import safetensors
+    from megarl.families.shape import padded_vocab_size
+    from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
+    from megarl.training.training_engine import TrainingEngine
+
+    shape, rank = read_model_shape(recipe.model.path), dist.get_rank()
+    shape = shape.with_mtp(recipe.trains_mtp)
+    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+
+    def load(tensors: Mapping[str, torch.Tensor]) -> None:
+        check_against(parameter_shapes(layouts, layout.coordinates(rank)), tensors)
+        safetensors.load(recipe.model.path, layouts[rank], tensors, with_mtp=recipe.trains_mtp)
+
+    engine = TrainingEngine(recipe, layout, shape, load)
+
+    def export(name: str) -> None:
+        if out is not None:
+            safetensors.export(
+                Path(out) / name, recipe.model.path, shape, layouts, rank, engine.tensors, dtype=torch.float32,
+                bucket_bytes=1 << 16,
+            )  # fmt: skip
+
+    export("before")
+    batch = TokenBatch.from_sequences(make_sequences())
+    rows = pack(
+        batch.lengths,
+        max_tokens=recipe.trainer.max_tokens_per_microbatch,
+        num_ranks=layout.dp,
+        multiple=layout.sequence_multiple * layout.tp,
+        rows_multiple=layout.rows_multiple,
+    )[layout.coordinates(rank).dp]
+    own = [batch.select(row) for row in rows]
+    logprobs = engine.forward(own)
+    metrics = engine.update(own)
+    parameters: dict[str, Any] = engine.parameters
+    pieces = [piece for piece in layouts[rank] if piece.storage in parameters]
+    gradients = cut_out(pieces, {name: parameter.main_grad for name, parameter in parameters.items()})
+    export("after")
+    return {
+        "logprobs": logprobs, "metrics": metrics, "gradients": gradients, "weights": cut_out(pieces, parameters)
+    }  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def outcome(
+    ranks: RankPool, folder: Path, deeper_folder: Path, tmp_path_factory: pytest.TempPathFactory
+) -> Callable[..., dict[str, Any]]:
+    """Log-probs, metrics, whole gradients and weights of an update, and the folders exported before and after it."""
+
+    def run(name: str, coefficient: float | None, recompute: str = "none") -> dict[str, Any]:
+        layout = replace(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), **LAYOUTS[name])
+        out = tmp_path_factory.mktemp("exported")
+        recipe = recipe_of(deeper_folder if name == "chunks" else folder, coefficient, recompute=recompute)
+        parts = ranks.run(updated, recipe, layout, str(out), world_size=layout.world_size)
+        return {
+            "logprobs": [row for part in parts for row in part["logprobs"] or ()],
+            "metrics": values(merge(part["metrics"] for part in parts)),
+            **{key: join([part[key] for part in parts]) for key in ("gradients", "weights")},
+            "out": out,
+        }
+
+    return cache(run)
+
+
+def oracle(folder: Path) -> tuple[float, dict[str, np.ndarray]]:
+    """The mean loss and the loss's gradients in float64, by transformers' modules."""
+    layer = MtpOracle(folder, torch.float64)
+    total, losses = torch.zeros((), dtype=torch.float64), []
+    for sequence in make_sequences():
+        tokens = torch.from_numpy(sequence.token_ids)
+        logprobs = layer.predicted(tokens).log_softmax(-1)
+        assert sequence.token_weights is not None
+        for place in range(2, len(tokens)):
+            if sequence.loss_mask[place]:
+                loss = -logprobs[place - 2, tokens[place]]
+                total = total + COEFFICIENT * float(sequence.token_weights[place]) * loss
+                losses.append(loss.item())
+    total.backward()
+    return float(np.mean(losses)), {name: value.numpy() for name, value in layer.gradients().items()}
+
+
+def is_mtp(name: str, layout: str) -> bool:
+    return name.startswith("model.layers.4." if layout == "chunks" else MTP)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_policy_is_the_same_bit_for_bit(outcome: Callable[..., dict[str, Any]], layout: str) -> None:
+    alone, together = outcome(layout, None), outcome(layout, COEFFICIENT)
+    assert len(alone["logprobs"]) > 1
+    for one, other in zip(alone["logprobs"], together["logprobs"], strict=True):
+        np.testing.assert_array_equal(one, other)
+    # The gradient's norm, and so its clipping, counts the policy alone.
+    assert alone["metrics"]["train/grad_norm"] == together["metrics"]["train/grad_norm"] > 0.1
+    assert alone["metrics"]["train/loss"] == together["metrics"]["train/loss"]
+    for key in ("gradients", "weights"):
+        assert any(is_mtp(name, layout) for name in together[key])
+        own = {name: value for name, value in together[key].items() if not is_mtp(name, layout)}
+        assert own.keys() == alone[key].keys()
+        for name, value in own.items():
+            np.testing.assert_array_equal(value, alone[key][name], err_msg=name)
+
+
+def test_gradients_are_those_of_float64(outcome: Callable[..., dict[str, Any]], folder: Path) -> None:
+    found = outcome("one rank", COEFFICIENT)
+    loss, expected = oracle(folder)
+    assert found["metrics"]["mtp/loss"] == pytest.approx(loss, abs=1e-5)
+    got = {name: value for name, value in found["gradients"].items() if is_mtp(name, "one rank")}
+    assert got.keys() == expected.keys()
+    # Gradients in `main_grad` are clipped in place like the policy's.
+    scale = min(1.0, 0.1 / (found["metrics"]["train/grad_norm"] + 1e-6))
+    for name, value in expected.items():
+        np.testing.assert_allclose(got[name], scale * value, atol=1e-6 * np.abs(value).max() + 1e-7, err_msg=name)
+    assert max(np.abs(value).max() for value in expected.values()) > 1e-2
+
+
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("one rank", "chunks")])
+def test_gradients_do_not_depend_on_the_layout(outcome: Callable[..., dict[str, Any]], layout: str) -> None:
+    alone, other = outcome("one rank", COEFFICIENT), outcome(layout, COEFFICIENT)
+    assert other["metrics"]["mtp/loss"] == pytest.approx(alone["metrics"]["mtp/loss"], abs=1e-5)
+    for name, value in alone["gradients"].items():
+        np.testing.assert_allclose(other["gradients"][name], value, atol=2e-6, err_msg=name)
+
+
+def test_recomputed_layers_have_the_same_gradients(outcome: Callable[..., dict[str, Any]]) -> None:
+    plain, recomputed = outcome("one rank", COEFFICIENT), outcome("one rank", COEFFICIENT, "full")
+    for name, value in plain["gradients"].items():
+        np.testing.assert_array_equal(recomputed["gradients"][name], value, err_msg=name)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_exports_have_the_layers(
+    outcome: Callable[..., dict[str, Any]], folder: Path, deeper_folder: Path, layout: str
+) -> None:
+    """Before an update all bytes are those of the model's folder; later the copies follow the policy's tensors."""
+    found = outcome(layout, COEFFICIENT)
+    before, after = (
+        {name: value for file in (found["out"] / when).glob("*.safetensors") for name, value in load_file(file).items()}
+        for when in ("before", "after")
+    )
+    source = deeper_folder if layout == "chunks" else folder
+    expected = load_file(source / "model.safetensors")
+    assert before.keys() == after.keys() == expected.keys()
+    for name, value in expected.items():
+        assert value.view(torch.uint8).equal(before[name].view(torch.uint8)), name
+    prefix = "model.layers.4." if layout == "chunks" else MTP
+    for copy, original in (
+        ("embed_tokens.weight", "model.embed_tokens.weight"),
+        ("shared_head.head.weight", "lm_head.weight"),
+    ):
+        assert after[prefix + copy].equal(after[original]) and not after[original].equal(before[original])
+    assert not after[prefix + "eh_proj.weight"].equal(before[prefix + "eh_proj.weight"])
