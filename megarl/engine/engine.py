@@ -17,6 +17,8 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megarl.config import RolloutConfig
+from megarl.families import kept_prefixes
+from megarl.families.shape import read_model_shape
 from megarl.platform import compile_cache, device, vllm_on_cpu
 from megarl.platform.imports import unfreeze_disabled
 from megarl.platform.spans import span
@@ -32,6 +34,7 @@ from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megarl.engine import full_tensors  # noqa: E402
+from megarl.engine.drafter import with_drafter  # noqa: E402
 from megarl.engine.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
 from megarl.engine.retained_tokens import RetainedTokenRecorder, recordable, retained_sets  # noqa: E402
 from megarl.engine.vllm_arguments import (  # noqa: E402
@@ -125,7 +128,8 @@ class RolloutEngine:
                 self._vocab_size: int = vllm_config.model_config.get_vocab_size()
             with refusals_named(config, max_model_len, ValueError, NotImplementedError):
                 self._start(vllm_config)
-        self.model: torch.nn.Module = self._worker.get_model()
+        shape = read_model_shape(model_path, override)
+        self.model: torch.nn.Module = with_drafter(self._worker, kept_prefixes(shape))
         # Sleep level 2 drops the contents of the weights. A reshard rewrites parameters and vLLM restores buffers, but
         # nothing restores other tensors. Level 1 copies everything to the host.
         unrestored = unrestored_tensors(self.model)

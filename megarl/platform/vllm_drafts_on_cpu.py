@@ -2,7 +2,8 @@
 
 vLLM 0.30 calls its rejection sampler through dispatchers of Triton kernels. It has C++ kernels for CPUs, but installs
 them under names that nothing calls. Its C++ kernel for temperatures would also round them to integers. The functions
-here have the inputs of the Triton kernels and compute the same in torch.
+here have the inputs of the Triton kernels and compute the same in torch. So does the kernel between two tokens drafted
+by a model.
 
 The algorithm is speculative sampling (Leviathan et al., arXiv 2211.17192): the tokens have the distribution of the
 policy, whatever was drafted. A request's drafts are `draft_token_ids[start:end]`, where `end` is the request's entry of
@@ -21,7 +22,10 @@ from torch import Tensor
 def install() -> None:
     """Make vLLM's rejection sampler call the functions of this module."""
     from vllm.v1.sample import rejection_sampler
+    from vllm.v1.spec_decode import utils
 
+    # Drafting has C++ kernels for all dispatchers except this one, needed from the second drafted token on.
+    utils._eagle_step_slot_mapping_metadata.kernel = _Kernel(_advance)  # pyright: ignore[reportAttributeAccessIssue]
     for dispatcher, function in {
         "_rejection_greedy_sample": _accept_greedy,
         "_rejection_random_sample": _accept_random,
@@ -42,6 +46,39 @@ class _Kernel:
 
     def __getitem__(self, grid: object) -> Callable[..., None]:
         return self.func
+
+
+def _advance(
+    positions: Tensor,
+    block_table: Tensor,
+    block_table_stride: int,
+    seq_lens: Tensor,
+    out_clamped_positions: Tensor,
+    out_slot_mapping: Tensor,
+    *,
+    block_size: int,
+    max_model_len: int,
+    n_blocks_per_req: int,
+    PAD_ID: int,  # noqa: N803
+    batch_size: int,
+    **_: Any,
+) -> None:
+    """Move each request to its next position: write position, place in the KV cache and length.
+
+    A request beyond `max_model_len` tokens writes nowhere: position 0, place `PAD_ID`, length 1. Shapes: positions,
+    seq_lens and out_clamped_positions [requests], block_table [requests, blocks], out_slot_mapping [requests or more].
+    """
+    new = positions[:batch_size] + 1
+    is_beyond = new >= max_model_len
+    new = new.masked_fill(is_beyond, 0)
+    block = (new // block_size).clamp(max=n_blocks_per_req - 1)
+    slot = block_table[:batch_size].gather(1, block[:, None])[:, 0] * block_size + new % block_size
+    out_slot_mapping[:batch_size] = slot.masked_fill(is_beyond, PAD_ID)
+    out_slot_mapping[batch_size:] = PAD_ID
+    length = (seq_lens[:batch_size] + 1).masked_fill(is_beyond, 1).clamp(max=max_model_len)
+    seq_lens[:batch_size] = length
+    # Last, because it may be the memory of `positions`.
+    out_clamped_positions[:batch_size] = new
 
 
 def _accept_greedy(

@@ -64,7 +64,10 @@ class WeightCopier:
         self._recipe, self._layout, self._topology = recipe, layout, topology
         self._policy, self._engine, self._replica, self._group = policy, engine, replica, group
         self._snapshot = snapshot
-        self._shape = read_model_shape(recipe.model.folder, recipe.override_of(recipe.model.folder))
+        shape = read_model_shape(recipe.model.folder, recipe.override_of(recipe.model.folder))
+        self._shape = shape.with_mtp(recipe.trains_mtp)
+        # Without drafts the engines have no MTP layers.
+        self._engine_shape = shape.with_mtp(recipe.drafts_with_mtp)
         self._transformer_engine = bool(
             # Only ranks with a trainer know it, so ask all ranks and take the first answer.
             next(known for known in gathered(transformer_engine, group) if known is not None)
@@ -130,10 +133,22 @@ class WeightCopier:
         """Plan the copies: in place, or via full tensors if the engine's weights cannot be written in place."""
         policy, engine = self._policy, self._engine
         dtype = getattr(torch, self._recipe.model.dtype)
-        ends = reshard_ends(self._shape, self._layout, len(self._topology), transformer_engine=self._transformer_engine)
+        ends = reshard_ends(
+            self._shape,
+            self._layout,
+            len(self._topology),
+            transformer_engine=self._transformer_engine,
+            engine=self._engine_shape,
+        )
         source = policy or self._snapshot
         parameters = source.weights if source is not None else {}
-        recorded, refusal = record(engine.model if engine is not None else None, self._shape, dtype, self._group)
+        model = engine.model if engine is not None else None
+        recorded, refusal = record(model, self._engine_shape, dtype, self._group)
+        if recorded is None and self._recipe.drafts_with_mtp:
+            raise ConfigError(
+                "rollout.vllm.speculative_config: the engine's weights, with those of its MTP layers, cannot be "
+                f"written in place, because of {refusal}; leave the field out"
+            )
         if recorded is None and self._recipe.rollout.quantization != "none":
             raise ConfigError(
                 f"rollout.quantization = {self._recipe.rollout.quantization}: a reshard cannot write this engine's "
@@ -158,7 +173,7 @@ class WeightCopier:
             )
             return GatheredReshard(
                 ends.sources,
-                self._shape,
+                self._engine_shape,
                 parameters,
                 self._load if engine is not None else None,
                 dtype=dtype,
@@ -172,7 +187,7 @@ class WeightCopier:
             ends.destinations,
             recorded,
             parameters,
-            engine.model if engine is not None else None,
+            model,
             dtype=dtype,
             bucket_bytes=self._recipe.weights.bucket_mib << 20,
             topology=self._topology,

@@ -99,7 +99,7 @@ def train_reshard_and_compare(recipe: Recipe, layout: ParallelConfig, exported: 
             parameter.fill_(float("nan"))
     files = sorted(Path(exported).glob("*.safetensors"))
     # Kept tensors, of a vision tower for example, are not the engine's.
-    own = checkpoint_tensors(read_model_shape(exported))
+    own = checkpoint_tensors(read_model_shape(exported).with_mtp(recipe.drafts_with_mtp))
     pairs = (pair for file in files for pair in load_file(file).items())
     worker.engine.model.load_weights(pair for pair in pairs if pair[0] in own)
     different = [name for name, parameter in live.items() if not torch.equal(parameter, written[name])]
@@ -178,6 +178,27 @@ def test_an_engine_gets_weights_with_adapters_merged_in(
         "adapter_config.json",
         "adapter_model.safetensors",
     }
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1, ep=2), id="tensor"),
+        pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2, rollout_ep=True), id="pipeline"),
+    ],
+)
+@pytest.mark.parametrize("is_drafting", [True, False])
+def test_an_engine_gets_the_layers_that_draft(
+    layout: ParallelConfig, is_drafting: bool, ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    """An engine that does not draft has no such layers, trained or not."""
+    model = tiny_model(**MODELS["glm4_moe"], num_layers=2 * layout.vpp, num_mtp_layers=1)
+    drafter = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
+    recipe = recipe_of(model, layout, **(drafter if is_drafting else {}))
+    trainer = recipe.trainer.model_dump() | {"mtp_loss_coefficient": 0.1}
+    recipe = Recipe.model_validate(recipe.model_dump() | {"trainer": trainer})
+    results = ranks.run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), world_size=layout.world_size)
+    assert results == [[]] * layout.world_size
 
 
 def noted(owner: type, name: str, notes: list[str]) -> Callable[..., Any]:

@@ -20,15 +20,22 @@ class Ends(NamedTuple):
 
 
 def reshard_ends(
-    model: ModelShape, parallel: ParallelConfig, num_ranks: int, *, transformer_engine: bool = False
+    model: ModelShape,
+    parallel: ParallelConfig,
+    num_ranks: int,
+    *,
+    transformer_engine: bool = False,
+    engine: ModelShape | None = None,
 ) -> Ends:
     """Return the layouts of trainer and engines over `num_ranks` ranks. With separate engines, only live replicas
     count.
+
+    `engine` is the engines' model if it has fewer tensors than the trainer's, `model`.
     """
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
     trainer = megatron_layouts(model, parallel, padded_vocab_size=padded, transformer_engine=transformer_engine)
     first = parallel.world_size if parallel.is_separate else 0
-    engines = VllmLayouts(model, parallel.rollout_tp, num_ranks - first, parallel.rollout_ep)
+    engines = VllmLayouts(engine or model, parallel.rollout_tp, num_ranks - first, parallel.rollout_ep)
     if not first:
         return Ends(trainer, engines, first)
     return Ends(PlacedLayouts(trainer, 0, num_ranks), PlacedLayouts(engines, first, num_ranks), first)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from math import prod
 
-from megarl.families import layers_of, live_name, rules_of, stacks_of, templates_of, tensors_of
+from megarl.families import layers_of, live_name, mtp_stacks_of, rules_of, stacks_of, templates_of, tensors_of
 from megarl.families.names import TensorName
 from megarl.families.shape import ModelShape, padded_vocab_size, sizes_of
 from megarl.families.stacks import Part, Stack
@@ -24,8 +24,8 @@ from megarl.types import ConfigError
 class VllmLayouts(Layouts):
     """Layouts of `world_size` engine ranks; `tp` contiguous ranks form an engine.
 
-    With `ep` (vLLM's `enable_expert_parallel`) a rank has whole experts, distributed in contiguous runs. `holdings`
-    raises ConfigError for a size that does not divide.
+    The MTP layers of `model` are the engine's draft model. With `ep` (vLLM's `enable_expert_parallel`) a rank has whole
+    experts, distributed in contiguous runs. `holdings` raises ConfigError for a size that does not divide.
     """
 
     model: ModelShape
@@ -41,11 +41,12 @@ class VllmLayouts(Layouts):
         return tensors_of(self.model)
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
-        stack = self._stack_of[tensor.template]
+        is_mtp = tensor.layer >= self.model.num_layers
+        stack = self._stack_of[is_mtp, tensor.template]
         # With expert parallelism the owner distinguishes kinds of tensors. Otherwise all ranks hold a part of every
         # expert.
         owner = self._owner(tensor.expert) if stack.stacks_experts and self.ep else -1
-        key = (tensor.template, owner)
+        key = (is_mtp, tensor.template, owner)
         if key not in self._made:
             self._made[key] = tuple(self._holdings(stack, tensor.template, owner))
         return self._made[key]
@@ -62,11 +63,12 @@ class VllmLayouts(Layouts):
         number.
         """
         part = rank % self.tp
-        for stack in self._stacks:
+        num_layers = self.model.num_layers
+        for stack, is_mtp in self._stacks:
             template = stack.parts[0].tensor
             shape = list(self._shapes[template])
             shape[stack.dim] = sum(self._range(stack, piece, part)[2] for piece in stack.parts)
-            count = len(self._layers[template])
+            count = sum((layer >= num_layers) == is_mtp for layer in self._layers[template])
             if stack.stacks_experts:
                 each, more = divmod(self.model.num_experts, self.tp)
                 count *= each + (part < more) if self.ep else self.model.num_experts
@@ -139,21 +141,25 @@ class VllmLayouts(Layouts):
         return templates_of(self.model)
 
     @cached_property
-    def _stack_of(self) -> dict[str, Stack]:
-        return {part.tensor: stack for stack in self._stacks for part in stack.parts}
+    def _stack_of(self) -> dict[tuple[bool, str], Stack]:
+        """Return the parameter of each tensor, by (is it an MTP layer's, template)."""
+        return {(is_mtp, part.tensor): stack for stack, is_mtp in self._stacks for part in stack.parts}
 
     @cached_property
-    def _made(self) -> dict[tuple[str, int], tuple[Holding, ...]]:
+    def _made(self) -> dict[tuple[bool, str, int], tuple[Holding, ...]]:
         return {}
 
     @cached_property
-    def _stacks(self) -> tuple[Stack, ...]:
-        """Return all live parameters: the checkpoint's tensors, some of them fused."""
-        present = [stack for stack in stacks_of(self.model) if stack.parts[0].tensor in self._shapes]
+    def _stacks(self) -> tuple[tuple[Stack, bool], ...]:
+        """Return all live parameters: the checkpoint's tensors, some of them fused; and whether they are the
+        drafter's."""
+        names = [name for name, layers in self._layers.items() if layers[0] < self.model.num_layers]
+        present = [stack for stack in stacks_of(self.model) if stack.parts[0].tensor in names]
         known = {part.tensor for stack in present for part in stack.parts}
         # Tensors without a stack (norms, routers) are stored whole on every rank.
-        others = (name for name in self._shapes if name not in known)
-        return (*present, *(Stack(live_name(name, self.model), 0, (Part(name, "copy"),)) for name in others))
+        others = (name for name in names if name not in known)
+        own = (*present, *(Stack(live_name(name, self.model), 0, (Part(name, "copy"),)) for name in others))
+        return (*((stack, False) for stack in own), *((stack, True) for stack in mtp_stacks_of(self.model)))
 
     @cached_property
     def _layers(self) -> dict[str, tuple[int, ...]]:
