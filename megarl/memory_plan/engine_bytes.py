@@ -90,7 +90,7 @@ def _rounded(size: int) -> int:
 
 def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize: int) -> int:
     """Return bytes of one KV cache block on a rank for all layers, with `itemsize` bytes a number."""
-    layers = sum(kind.mixer == "attention" for kind in model.layers)
+    layers = sum(kind.mixer == "attention" for kind in model.layers) + model.num_mtp_layers
     return block_tokens * layers * model.attention.cached_numbers(tp) * itemsize
 
 

@@ -58,4 +58,4 @@ def read_models(
         source = further.get("critic.path", recipe.model.folder)
         critic = Built(shape_of(source).with_value_head(), layout)
     own = policy.with_value_head() if recipe.loop == "reward_model" else policy
-    return Models(Built(own, layout), critic, frozen)
+    return Models(Built(own.with_mtp(recipe.trains_mtp), layout), critic, frozen)

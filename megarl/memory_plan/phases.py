@@ -10,6 +10,7 @@ from typing import Literal
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.families.shape import ModelShape
 from megarl.memory_plan import activations, engine_bytes, trainer_bytes
 from megarl.memory_plan.activations import PassSettings
 from megarl.memory_plan.deep_ep import NUM_SMS, deep_ep_bytes
@@ -127,7 +128,12 @@ class RankMemory:
     def _engine_layouts(self) -> VllmLayouts:
         layout = self.layout
         num_ranks = layout.rollout_ranks or layout.world_size
-        return VllmLayouts(self.models.policy.shape, layout.rollout_tp, num_ranks, layout.rollout_ep)
+        return VllmLayouts(self._engine_shape, layout.rollout_tp, num_ranks, layout.rollout_ep)
+
+    @property
+    def _engine_shape(self) -> ModelShape:
+        """Return the engines' model: the policy's MTP layers are part of it only if they draft tokens."""
+        return self.models.policy.shape.with_mtp(self.recipe.drafts_with_mtp)
 
     @property
     def _engine_rank(self) -> int:
@@ -454,7 +460,7 @@ class RankMemory:
     def _block_bytes(self) -> int:
         itemsize = self.itemsize if self.recipe.rollout.kv_cache_dtype == "auto" else 1
         return engine_bytes.cache_block_bytes(
-            self.models.policy.shape, self.layout.rollout_tp, block_tokens=self._block_tokens, itemsize=itemsize
+            self._engine_shape, self.layout.rollout_tp, block_tokens=self._block_tokens, itemsize=itemsize
         )
 
     @property

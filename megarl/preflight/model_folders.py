@@ -70,7 +70,9 @@ def stored_tensors(recipe: Recipe, shape: ModelShape, has_model: bool) -> Iterat
     """Yield errors of the policy's files: missing tensors, tensors of another shape, tokens without an embedding."""
     folder = recipe.model.folder
     if has_model:
-        yield from map(DataError, tensor_faults(folder, shape))
+        # Layers without a place in the trainer are faults of the recipe (`preflight.learning`), not of the folder.
+        is_trained = recipe.trains_mtp and shape.mtp_problem is None
+        yield from map(DataError, tensor_faults(folder, shape.with_mtp(is_trained)))
     yield from map(DataError, _tokens_beyond(folder, shape))
 
 

@@ -51,11 +51,14 @@ def _drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         return
     method = config.get("method") or _method_of(config.get("model"))
     field = f"rollout.vllm.speculative_config = {dict(config)}"
-    if method not in _WEIGHTLESS:
+    if method == "mtp":
+        yield from _mtp_drafter(recipe, field)
+    elif method not in _WEIGHTLESS:
         # vLLM builds the drafter like the model, without reading files. A reshard writes only the policy's weights.
+        kind = f"an {method} drafter's" if method and method.startswith("eagle") else "the draft model's"
         yield (
-            f"{field}: the draft model's own weights would stay random, because a reshard writes only the policy's; "
-            f"set the method to {either(_WEIGHTLESS)}, or leave it out"
+            f"{field}: {kind} own weights would stay random, because a reshard writes only the policy's; set the "
+            f"method to {either(_WEIGHTLESS)}{'' if shape.mtp_problem else ' or to mtp'}, or leave it out"
         )
     elif runs_on_cpu() and method == "ngram_gpu":
         yield f"{field}: ngram_gpu drafts on a GPU, and this machine has none; take ngram"
@@ -75,6 +78,20 @@ def _drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"rollout.async_scheduling = True: the draft method {method} runs on the host between engine steps, so no "
             "step can start early; leave it out, or use ngram_gpu (rollout.vllm.speculative_config)"
         )
+
+
+def _mtp_drafter(recipe: Recipe, field: str) -> Iterator[str]:
+    """Yield errors of drafts by the model's MTP layers."""
+    if not recipe.trains_mtp:
+        yield f"{field}: a reshard writes only MTP layers that are trained; set trainer.mtp_loss_coefficient=0.1"
+    if recipe.rollout.quantization != "none":
+        yield (
+            f"{field}: not tested with rollout.quantization = {recipe.rollout.quantization}; set rollout.quantization="
+            "none, or take ngram"
+        )
+    if recipe.model.override_config:
+        # vLLM 0.30 passes changed fields of config.json to the policy's model only.
+        yield f"{field}: vLLM's drafter would ignore model.override_config; edit config.json instead, or take ngram"
 
 
 def _method_of(model: object) -> str | None:
@@ -160,7 +177,8 @@ def _needed_bytes(recipe: Recipe, shape: ModelShape, block: int, tokens: int) ->
     rollout = recipe.rollout
     # A quantised cache (FP8) takes one byte a value.
     item_bytes = ITEM_BYTES[recipe.model.dtype] if rollout.kv_cache_dtype == "auto" else 1
-    return (-(-tokens // block) + 1) * cache_block_bytes(shape, rollout.tp, block_tokens=block, itemsize=item_bytes)
+    engine = shape.with_mtp(recipe.drafts_with_mtp)
+    return (-(-tokens // block) + 1) * cache_block_bytes(engine, rollout.tp, block_tokens=block, itemsize=item_bytes)
 
 
 def _stop_tokens(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
