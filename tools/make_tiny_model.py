@@ -306,8 +306,8 @@ def make_tiny_model(
     applies only to `LATENT` families: the size of the queries' latent vector. With None, queries are projected from the
     hidden states directly. `LATENT` families ignore `num_kv_heads`. Default `head_dim`: hidden_size / num_heads.
     `vocab_size` is at least the tokenizer's size, the default. Default `tie_word_embeddings`: true, except in families
-    of `UNTIED`. `num_mtp_layers` layers for multi-token
-    prediction follow the last layer, in families of `WITH_MTP`. Raises ValueError if sizes do not fit each other.
+    of `UNTIED`. `num_mtp_layers` layers for multi-token prediction follow the last layer, in families of `WITH_MTP`.
+    Raises ValueError if sizes do not fit each other.
     """
     tokenizer = make_tokenizer(tool_words=tool_words)
     vocab_size = vocab_size or len(tokenizer)
