@@ -44,6 +44,8 @@ class TokenBatch:
     target_keys: NDArray[np.int64] | None = None
     """For distillation: the number of the sequence's teacher, and the sequence's own number in the step: [sequences,
     2]."""
+    shares_prefixes: bool = False
+    """Whether the model computes shared prefixes of these sequences once, as a tree. For batches of one row."""
 
     @classmethod
     def from_sequences(cls, sequences: Sequence[TrainingSequence]) -> TokenBatch:
@@ -123,7 +125,7 @@ class TokenBatch:
         """Return the same sequences with only these per-token arrays. Indices of distillation teachers are dropped."""
         return TokenBatch(
             self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts,
-            self.retained_sets, self.temperatures,
+            self.retained_sets, self.temperatures, shares_prefixes=self.shares_prefixes,
         )  # fmt: skip
 
 

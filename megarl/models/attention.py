@@ -21,7 +21,8 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from torch import Tensor, nn
 
 from megarl.data.token_batch import ranges
-from megarl.models import sinks
+from megarl.models import sinks, tree_attention
+from megarl.models.tree_attention import TokenTree
 
 _VARLEN_DTYPES = (torch.float16, torch.bfloat16)
 """Dtypes supported by the variable-length flash kernel."""
@@ -105,6 +106,9 @@ class PackedRow(PackedSeqParams):
     order: Tensor | None = None
     place: Tensor | None = None
     parts: tuple[Part, ...] = ()
+    tree: TokenTree | None = None
+    """The tree of the sequences' prefixes. With it `positions` has one entry for each stored token, and the model's
+    layers see stored tokens only. The model's outputs and `local` are those of the sequences' tokens."""
 
     @classmethod
     def from_lengths(
@@ -148,6 +152,23 @@ class PackedRow(PackedSeqParams):
             order=order,
             place=place,
             parts=parts,
+        )
+
+    @classmethod
+    def from_tree(cls, tree: TokenTree, num_tokens: int, longest: int) -> PackedRow:
+        """Return the row of sequences with `num_tokens` tokens, stored as a tree. `longest` is the longest sequence."""
+        device = tree.reach.device
+        lengths = torch.tensor([0, len(tree.reach)], dtype=torch.int32, device=device)
+        return cls(
+            # Rotary angles follow `positions`: kernels for packed sequences count them from each sequence's start.
+            qkv_format="packed",
+            cu_seqlens_q=lengths,
+            cu_seqlens_kv=lengths,
+            max_seqlen_q=longest,
+            max_seqlen_kv=longest,
+            positions=torch.from_numpy(tree.positions).to(device),
+            local=torch.arange(num_tokens, device=device),
+            tree=tree,
         )
 
 
@@ -250,6 +271,11 @@ class PackedAttention(nn.Module):
         """
         row = packed_seq_params
         q, k, v = (x.flatten(0, -3) for x in (query, key, value))
+        if row.tree is not None:
+            out = tree_attention.attend(
+                q, k, v, row.tree, scale=self.scale, window=self.window, sinks=self.softmax_offset
+            )
+            return out.reshape(out.size(0), 1, -1)
         if len(row.parts) > 1:
             # Megatron's sequence-parallel gather is used on the context-parallel group: its backward pass is a
             # reduce-scatter.

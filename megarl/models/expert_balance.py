@@ -45,13 +45,17 @@ _WHOLE_BATCH = ("aux_loss", "global_aux_loss")
 class RowTokens:
     """The tokens of one row on one rank.
 
-    Shapes: `sequences` int64 [tokens], each token's sequence in the row; `is_real` bool [tokens], False on padding;
+    Shapes: `sequences` int64 [tokens], each token's sequence in the row; `weights` [tokens], False or 0 on padding;
     `lengths` float32 [sequences], tokens of each sequence without padding.
+
+    If the row is a tree of prefixes, `weights` is int64 [stored tokens]: how often each one stands in the sequences.
+    `sequences` [tokens] then has the sequences' own tokens, and `stored_of` int64 [tokens] their stored tokens.
     """
 
     sequences: Tensor
-    is_real: Tensor
+    weights: Tensor
     lengths: Tensor
+    stored_of: Tensor | None = None
 
 
 class UpdateRouter(TopKRouter):
@@ -107,7 +111,7 @@ class UpdateRouter(TopKRouter):
         if not coefficient or not self.training or not torch.is_grad_enabled():
             return logits
         squares = torch.logsumexp(logits, dim=-1).square()
-        return self._attach(logits, "z_loss", coefficient, (squares * self._tokens.is_real).sum() / self.num_tokens)
+        return self._attach(logits, "z_loss", coefficient, (squares * self._tokens.weights).sum() / self.num_tokens)
 
     def _apply_aux_loss(
         self, probs: Tensor, scores_for_aux_loss: Tensor, routing_map: Tensor, with_padding_mask: bool = False
@@ -130,7 +134,7 @@ class UpdateRouter(TopKRouter):
         if not coefficient:
             return probs
         assert self.tokens_per_expert is not None, "the update's tokens per expert were not counted"
-        sums = (scores * self._tokens.is_real[:, None]).sum(0)
+        sums = (scores * self._tokens.weights[:, None]).sum(0)
         scale = self.expert_count / (self.topk * self.num_tokens**2)
         return self._attach(probs, name, coefficient, (sums * self.tokens_per_expert).sum() * scale)
 
@@ -151,12 +155,15 @@ class UpdateRouter(TopKRouter):
         if not coefficient:
             return probs
         tokens = self._tokens
-        chosen = (routing_map & tokens.is_real[:, None]).float()
+        chosen = (routing_map & (tokens.weights > 0)[:, None]).float()
+        chosen, scores = (x if tokens.stored_of is None else x[tokens.stored_of] for x in (chosen, scores_for_aux_loss))
         counts = chosen.new_zeros(len(tokens.lengths), self.expert_count).index_add_(0, tokens.sequences, chosen)
         # A sequence's tokens are split over the tensor- and context-parallel ranks.
         dist.all_reduce(counts, group=self.tp_cp_group)
         shares = (counts / tokens.lengths[:, None])[tokens.sequences]
-        of_tokens = (scores_for_aux_loss * shares).sum(1) * tokens.is_real
+        of_tokens = (scores * shares).sum(1)
+        if tokens.stored_of is None:
+            of_tokens = of_tokens * tokens.weights
         scale = self.expert_count / (self.topk * self.num_tokens)
         return self._attach(probs, "seq_aux_loss", coefficient, of_tokens.sum() * scale)
 
@@ -170,7 +177,7 @@ class UpdateRouter(TopKRouter):
         chosen, _ = compute_routing_scores_for_aux_loss(
             logits, self.topk, self.score_function, fused=self.config.moe_router_fusion
         )
-        counts = (chosen.bool() & self.row.is_real[:, None]).sum(0)
+        counts = (chosen.bool() * self.row.weights[:, None]).sum(0)
         self.tokens_per_expert = counts if self.tokens_per_expert is None else self.tokens_per_expert + counts
 
     @property

@@ -41,10 +41,10 @@ def vocab_parallel_logprobs(
     set have probability zero and no gradient.
 
     Shapes: hidden [tokens, hidden_size]; weight [local_vocabulary, hidden_size], rows without padding, starting at
-    token `first_token_id`; targets [tokens], global ids. Returns two float32 [tokens], in nats, equal on all ranks of
-    `group`. Forward and backward hold at most `chunk_tokens` * local_vocabulary logits at once. The gradient of
-    `hidden` is partial: the caller's tensor-parallel mapping all-reduces it. A detached entropy and a frozen weight
-    cost nothing in the backward pass.
+    token `first_token_id`; targets [tokens], global ids. Returns two [tokens], in nats, equal on all ranks of
+    `group`: float32, or float64 if `hidden` is. Forward and backward hold at most `chunk_tokens` * local_vocabulary
+    logits at once. The gradient of `hidden` is partial: the caller's tensor-parallel mapping all-reduces it. A detached
+    entropy and a frozen weight cost nothing in the backward pass.
     """
     return _VocabParallelLogprobs.apply(
         hidden, weight, targets, first_token_id, group, temperature, chunk_tokens, support
@@ -74,9 +74,10 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         local = targets - first_token_id
         blocks = vocabulary_blocks(len(targets), weight.size(0), chunk)
         cut = None if support is None else _Truncation(support, first_token_id, blocks)
+        wide = torch.promote_types(hidden.dtype, torch.float32)
         # For each block: the log of its sum of exponentials, and the entropy of the distribution within it.
-        log_totals, entropies = torch.zeros(2, len(blocks), len(targets), dtype=torch.float32, device=hidden.device)
-        target_logit = torch.zeros_like(local, dtype=torch.float32)
+        log_totals, entropies = torch.zeros(2, len(blocks), len(targets), dtype=wide, device=hidden.device)
+        target_logit = torch.zeros_like(local, dtype=wide)
         room = hidden.new_empty(len(targets) * max(map(len, blocks), default=0))
         for index, block in enumerate(blocks):
             logits = _logits(hidden, weight, block, temperature, room)
@@ -85,7 +86,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
             if cut is not None:
                 log_totals[index], entropies[index] = _retained_log_total(logits, cut.outside(index))
                 continue
-            largest = logits.amax(-1, keepdim=True).float()
+            largest = logits.amax(-1, keepdim=True).to(wide)
             # torch's `sum` adds exponentials pairwise. Its `log_softmax` adds them one by one, with larger rounding
             # errors.
             below = logits - largest
@@ -119,7 +120,7 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         room = hidden.new_empty(len(local) * max(map(len, blocks), default=0))
         for index, block in enumerate(blocks):
             logits = _logits(hidden, weight, block, temperature, room)
-            logprobs = logits.float().sub_(log_total[:, None])
+            logprobs = logits.to(log_total.dtype).sub_(log_total[:, None])
             slope = constant[:, None]
             if entropy_gradient is not None:
                 slope = torch.addcmul(slope, logprobs, entropy_gradient[:, None], value=-1)
@@ -142,7 +143,8 @@ class HeadGradients:
 
     def __init__(self, hidden: Tensor, weight: Tensor, needs: Sequence[bool]) -> None:
         self._hidden, self._weight = hidden, weight
-        self._of_hidden = torch.zeros_like(hidden, dtype=torch.float32) if needs[0] else None
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        self._of_hidden = torch.zeros_like(hidden, dtype=wide) if needs[0] else None
         self._of_weight = torch.empty_like(weight) if needs[1] else None
 
     def add(self, block: range, grad_logits: Tensor) -> None:
@@ -190,7 +192,8 @@ def _retained_log_total(logits: Tensor, outside: Tensor) -> tuple[Tensor, Tensor
     They are minus infinity and 0 if no logit is allowed. Shapes: logits (overwritten) and outside are [tokens, block].
     """
     logits.masked_fill_(outside, -torch.inf)
-    largest = logits.amax(-1, keepdim=True).float()
+    largest = logits.amax(-1, keepdim=True)
+    largest = largest.to(torch.promote_types(largest.dtype, torch.float32))
     below = logits - largest.masked_fill(largest == -torch.inf, 0.0)
     exponentials = below.exp()
     total = exponentials.sum(-1)

@@ -28,6 +28,7 @@ from megarl.models.layer_specs import block_spec, has_router, has_sinks
 from megarl.models.logprobs import Support, vocab_parallel_logprobs
 from megarl.models.mtp import build_mtp, embedded
 from megarl.models.rotary import frequencies
+from megarl.models.tree_attention import TokenTree
 
 
 def accumulate_in_main_gradients(chunk: torch.nn.Module) -> None:
@@ -160,7 +161,8 @@ class PolicyModel(PackedModel):
         """Return log-probs and entropies, float32 [2, tokens], in nats, on the last stage; hidden states on the others.
 
         After `predict_beyond_next`, a row with the MTP layers' log-probs follows. Shapes: hidden_states [tokens, 1,
-        hidden_size], labels [1, tokens].
+        hidden_size], labels [1, tokens]. If the row is a tree, hidden_states are [stored tokens, 1, hidden_size] and
+        labels [1, edges].
         """
         if not self.post_process:
             return hidden_states
@@ -168,7 +170,8 @@ class PolicyModel(PackedModel):
         weight = self.shared_embedding_or_output_weight() if tied else self.output_layer.weight
         assert weight is not None
         weight = weight[: self.num_local_tokens]
-        outputs = self._token_outputs(self._whole(hidden_states), weight, labels.squeeze(0))
+        tree = given["packed_seq_params"].tree
+        outputs = self._token_outputs(self._whole(hidden_states), weight, labels.squeeze(0), tree)
         if self._mtp_labels is None:
             return outputs
         drafts = self._mtp_logprobs(hidden_states, labels.squeeze(0), weight.detach(), given)
@@ -220,13 +223,14 @@ class PolicyModel(PackedModel):
         )
         return logprobs
 
-    def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, tree: TokenTree | None) -> Tensor:
         """Return the last stage's output [2, tokens].
 
-        `hidden` is [tokens, hidden_size], `weight` holds this rank's head rows, `labels` is [tokens].
+        `hidden` is [tokens, hidden_size], `weight` holds this rank's head rows, `labels` is [tokens]. With a tree,
+        `hidden` is [stored tokens, hidden_size] and `labels` [edges].
         """
         logprobs, entropies = vocab_parallel_logprobs(
-            hidden,
+            hidden if tree is None else hidden[tree.edge_sources],
             weight,
             labels,
             first_token_id=self.first_token_id,
@@ -236,7 +240,9 @@ class PolicyModel(PackedModel):
             support=self._support,
         )
         # Entropies for metrics only are detached: this saves their part of the backward pass.
-        return torch.stack([logprobs, entropies if self.trains_entropy else entropies.detach()])
+        outputs = torch.stack([logprobs, entropies if self.trains_entropy else entropies.detach()])
+        # The gradient of an edge is the sum of those of all tokens that it stands for.
+        return outputs if tree is None else outputs[:, tree.edges]
 
 
 class ValueModel(PackedModel):
@@ -251,7 +257,14 @@ class ValueModel(PackedModel):
             torch.nn.init.zeros_(self.value_head.weight)
 
     def _postprocess(
-        self, hidden_states: Tensor, input_ids: Any, position_ids: Any, labels: Tensor, *_: Any, **__: Any
+        self,
+        hidden_states: Tensor,
+        input_ids: Any,
+        position_ids: Any,
+        labels: Tensor,
+        *_: Any,
+        packed_seq_params: PackedRow,
+        **__: Any,
     ) -> Tensor:
         """Return values [1, tokens] on the last stage; hidden states on the others."""
         if not self.post_process:
@@ -261,7 +274,9 @@ class ValueModel(PackedModel):
             hidden_states = gather_from_sequence_parallel_region(
                 hidden_states, tensor_parallel_output_grad=False, group=self.pg_collection.tp
             )
-        return F.linear(hidden_states.squeeze(1).float(), self.value_head.weight.float()).T
+        values = F.linear(hidden_states.squeeze(1).float(), self.value_head.weight.float()).T
+        tree = packed_seq_params.tree
+        return values if tree is None else values[:, tree.stored_of]
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Return the state of the model's modules. GPTModel's own method would look for an output layer."""

@@ -24,6 +24,7 @@ from megarl.models.divergence import (
     vocab_parallel_top_k,
 )
 from megarl.models.policy import PolicyModel
+from megarl.models.tree_attention import TokenTree
 
 _TOP_K_BYTES = 8
 """Bytes per likely token: its id, int32, and its log-prob, float32."""
@@ -60,9 +61,9 @@ class TeacherModel(PolicyModel):
         """Request targets from the next forward pass at positions with `is_wanted`, bool [tokens], True."""
         self._is_wanted = is_wanted
 
-    def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, tree: TokenTree | None) -> Tensor:
         """Return the targets of all positions in order, with zeros at positions not requested."""
-        trained_hidden = hidden[self._is_wanted]
+        trained_hidden = hidden[self._is_wanted if tree is None else tree.stored_of[self._is_wanted]]
         if self._distillation.loss == "top_k":
             token_ids, *logprobs = vocab_parallel_top_k(
                 trained_hidden,
@@ -77,7 +78,7 @@ class TeacherModel(PolicyModel):
             rows = torch.cat([part.contiguous().view(torch.uint8) for part in parts], -1)
         else:
             rows = trained_hidden.contiguous().view(torch.uint8)
-        all_targets = rows.new_zeros(len(hidden), rows.size(-1))
+        all_targets = rows.new_zeros(len(self._is_wanted), rows.size(-1))
         all_targets[self._is_wanted] = rows
         return all_targets
 
@@ -114,15 +115,16 @@ class StudentModel(PolicyModel):
         """Set the targets that the next forward pass is compared with. Their places must be disjoint."""
         self._targets = all_targets
 
-    def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+    def _token_outputs(self, hidden: Tensor, weight: Tensor, labels: Tensor, tree: TokenTree | None) -> Tensor:
         with torch.no_grad():
-            logprobs, entropies = super()._token_outputs(hidden, weight, labels)
+            logprobs, entropies = super()._token_outputs(hidden, weight, labels, tree)
         divergences = torch.zeros_like(logprobs)
         # Drop the references: otherwise the last row's targets and teacher's head stay on the device during sampling.
         all_targets, self._targets = self._targets, ()
         for targets in all_targets:
             compare = self._top_k_divergence if targets.head is None else self._full_vocabulary_divergence
-            divergences = divergences.index_add(0, targets.places, compare(hidden[targets.places], weight, targets))
+            places = targets.places if tree is None else tree.stored_of[targets.places]
+            divergences = divergences.index_add(0, targets.places, compare(hidden[places], weight, targets))
         return torch.stack([logprobs, entropies, divergences])
 
     def _full_vocabulary_divergence(self, hidden: Tensor, weight: Tensor, targets: TeacherTargets) -> Tensor:

@@ -13,10 +13,12 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
+from megarl.data.prefixes import PrefixTree, prefix_tree
 from megarl.data.token_batch import TokenBatch, borders, ranges, select_retained
 from megarl.models.attention import PackedRow
 from megarl.models.expert_balance import RowTokens
 from megarl.models.logprobs import Support
+from megarl.models.tree_attention import TokenTree
 
 
 class MtpTargets(NamedTuple):
@@ -36,6 +38,9 @@ class Microbatch:
 
     Position t of a sequence predicts its token t + 1, so values of this token are stored at t. The last position of a
     sequence and the padding predict nothing: their mask is False and their weight zero.
+
+    If the row is a tree of prefixes, `input_ids` is [1, stored tokens], `labels` [1, edges]. `support` and
+    `temperature` belong to edges too. All other tensors are those of the sequences' tokens, without padding.
     """
 
     input_ids: Tensor
@@ -76,6 +81,11 @@ def pack_row(
     With cp > 1 each sequence is padded to a multiple of 2 * cp. The last one is padded further, so the tokens of
     the row are a multiple of cp * `multiple`.
     """
+    # Sequences of one token each have no prediction to store.
+    if batch.shares_prefixes and batch.lengths.max() > 1:
+        if cp > 1:
+            raise ValueError(f"cp = {cp}: context parallelism cannot split a tree of prefixes; use whole sequences")
+        return _pack_tree(batch, multiple=multiple, device=device)
     lengths = batch.lengths
     padded = padded_lengths(lengths, cp=cp, multiple=multiple)
     row = PackedRow.from_lengths(padded.tolist(), device, qkv_format, cp=cp, cp_rank=cp_rank)
@@ -122,10 +132,105 @@ def pack_row(
     )
 
 
+def _pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device) -> Microbatch:
+    """Return the row of a batch's sequences with each distinct prefix stored once.
+
+    The stored tokens are padded to a multiple of `multiple` by a segment that nothing else attends to.
+    """
+    tree = prefix_tree(batch.token_ids, batch.cu_seqlens)
+    tokens, sequences = np.flatnonzero(is_predicted(batch.cu_seqlens)), None
+    if batch.temperatures is not None and (batch.temperatures != batch.temperatures[0]).any():
+        sequences = np.repeat(np.arange(batch.num_sequences), batch.lengths)
+    first, edge = _edges(batch, tree, tokens, sequences)
+    chosen = tokens[first]
+    edges = np.zeros(len(batch.token_ids), np.int64)
+    # Position t predicts token t + 1.
+    edges[tokens - 1] = edge
+    padding = -len(tree.parent) % multiple
+
+    def predictions(values: np.ndarray) -> Tensor:
+        shifted = np.zeros_like(values)
+        shifted[tokens - 1] = values[tokens]
+        return torch.from_numpy(shifted).to(device)
+
+    support = None
+    if batch.retained_sets is not None:
+        kept = select_retained(batch.retained_sets, chosen)
+        support = Support(torch.from_numpy(kept.token_ids).to(device), torch.from_numpy(kept.counts).to(device))
+    temperature: float | Tensor = 1.0 if batch.temperatures is None else float(batch.temperatures[0])
+    if sequences is not None and batch.temperatures is not None:
+        of_edges = batch.temperatures[sequences[chosen]].astype(np.float32)
+        temperature = torch.from_numpy(of_edges).to(device)
+    input_ids = np.append(batch.token_ids[tree.source], np.zeros(padding, np.int64))
+    return Microbatch(
+        input_ids=torch.from_numpy(input_ids).to(device)[None],
+        labels=torch.from_numpy(batch.token_ids[chosen]).to(device)[None],
+        row=PackedRow.from_tree(
+            _token_tree(tree, padding, edges, tree.parent[tree.stored_of[chosen]], device),
+            len(batch.token_ids),
+            int(batch.lengths.max()),
+        ),
+        mask=predictions(batch.loss_mask),
+        per_token={name: predictions(values) for name, values in batch.per_token.items()},
+        lengths=batch.lengths,
+        padded=batch.lengths,
+        samples=batch.samples,
+        support=support,
+        temperature=temperature,
+    )
+
+
+def _edges(
+    batch: TokenBatch, tree: PrefixTree, tokens: NDArray[np.int64], sequences: NDArray[np.int64] | None
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first of the predicted tokens `tokens` [predicted] for each edge [edges], and each one's edge.
+
+    Predictions of one stored token are one edge, unless their distributions differ. With `sequences` [tokens], the
+    sequence of each token, the edges of sequences with different temperatures differ. A token with a retained set of
+    its own has an edge of its own.
+    """
+    keys = [tree.stored_of[tokens]]
+    if sequences is not None and batch.temperatures is not None:
+        _, temperature = np.unique(batch.temperatures, return_inverse=True)
+        keys.append(temperature[sequences[tokens]])
+    if batch.retained_sets is not None:
+        # Comparing the sets would cost more than it saves: answers rarely begin with the same tokens.
+        keys.append(np.where(batch.retained_sets.counts[tokens] > 0, tokens, -1))
+    if len(keys) == 1:
+        _, first, edge = np.unique(keys[0], return_index=True, return_inverse=True)
+    else:
+        _, first, edge = np.unique(np.stack(keys, 1), axis=0, return_index=True, return_inverse=True)
+    return first, edge
+
+
+def _token_tree(
+    tree: PrefixTree, padding: int, edges: NDArray[np.int64], sources: NDArray[np.int64], device: torch.device
+) -> TokenTree:
+    """Return a tree for the model's layers, with a last segment of `padding` tokens.
+
+    `edges` [tokens] is the edge after each token, `sources` [edges] the stored token before each edge.
+    """
+    stored = len(tree.parent)
+    end = np.full(min(padding, 1), stored + padding)
+    return TokenTree(
+        reach=torch.from_numpy(np.append(tree.reach, np.full(padding, stored + padding))).to(device),
+        starts=np.append(tree.starts, np.full(len(end), stored)),
+        ends=np.append(tree.ends, end),
+        reaches=np.append(tree.reach[tree.starts], end),
+        positions=np.append(tree.depth, np.arange(padding)),
+        num_represented=np.append(tree.num_represented, np.zeros(padding, np.int64)),
+        stored_of=torch.from_numpy(tree.stored_of).to(device),
+        edge_sources=torch.from_numpy(sources).to(device),
+        edges=torch.from_numpy(edges).to(device),
+    )
+
+
 def row_tokens(batch: Microbatch, parts: int = 1, part: int = 0) -> RowTokens:
     """Return part `part` of `parts` of this context-parallel rank's tokens of a row, as sequence parallelism splits
     them.
     """
+    if batch.row.tree is not None:
+        return _tree_tokens(batch, batch.row.tree, parts, part)
     assert batch.row.local is not None
     local = np.split(batch.row.local.cpu().numpy(), parts)[part]
     starts = batch.padded.cumsum() - batch.padded
@@ -136,6 +241,21 @@ def row_tokens(batch: Microbatch, parts: int = 1, part: int = 0) -> RowTokens:
         torch.from_numpy(sequences).to(device),
         torch.from_numpy(is_real).to(device),
         torch.from_numpy(batch.lengths.astype(np.float32)).to(device),
+    )
+
+
+def _tree_tokens(batch: Microbatch, tree: TokenTree, parts: int, part: int) -> RowTokens:
+    """Return part `part` of `parts` of a tree's stored tokens."""
+    device = tree.reach.device
+    size = len(tree.positions) // parts
+    stored = tree.stored_of.cpu().numpy() - part * size
+    is_own = (stored >= 0) & (stored < size)
+    sequences = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[is_own]
+    return RowTokens(
+        torch.from_numpy(sequences).to(device),
+        torch.from_numpy(tree.num_represented[part * size : (part + 1) * size]).to(device),
+        torch.from_numpy(batch.lengths.astype(np.float32)).to(device),
+        torch.from_numpy(stored[is_own]).to(device),
     )
 
 

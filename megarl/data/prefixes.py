@@ -1,0 +1,128 @@
+"""Trees of shared prefixes: the distinct prefixes of a row's sequences, each stored once.
+
+In lexicographic order, a sequence shares its longest prefix with the sequence before it. Only the remaining tokens are
+new. So the new tokens of all sequences, in this order, are the tree's tokens in depth-first order.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from itertools import pairwise
+
+import numpy as np
+from numpy.typing import NDArray
+
+Order = tuple[NDArray[np.int64], NDArray[np.int64]]
+"""Sequences in lexicographic order, and the tokens that each shares with the one before it; both [sequences]."""
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixTree:
+    """The tree of a row's sequences. Its tokens are stored in depth-first order: children follow their parent.
+
+    Shapes: `source` [stored tokens], the index of one represented token for each stored one; `parent` [stored tokens],
+    the stored token before it, -1 at a root; `depth` [stored tokens], the position in the sequence; `reach` [stored
+    tokens], the end of the tokens that attend to it: token q attends to token k if k <= q < reach[k]. `stored_of`
+    [represented tokens] is the stored token of each token of the sequences.
+
+    A segment is a longest run of stored tokens without a branch between them. `starts` and `ends` [segments] are its
+    stored tokens.
+    """
+
+    source: NDArray[np.int64]
+    parent: NDArray[np.int64]
+    depth: NDArray[np.int64]
+    reach: NDArray[np.int64]
+    stored_of: NDArray[np.int64]
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+
+    @property
+    def num_represented(self) -> NDArray[np.int64]:
+        """Return the number of represented tokens of each stored token: [stored tokens]."""
+        return np.bincount(self.stored_of, minlength=len(self.parent))
+
+
+def lexicographic_order(token_ids: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> Order:
+    """Return the sequences in lexicographic order, and their shared prefixes in tokens. Equal ones keep their order.
+
+    `token_ids` is [tokens], `cu_seqlens` [sequences + 1].
+    """
+    sequences = [token_ids[start:end] for start, end in pairwise(cu_seqlens)]
+    # Big-endian bytes of ids, which are not negative, compare like the ids themselves.
+    keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
+    order = sorted(range(len(keys)), key=keys.__getitem__)
+    shared = np.zeros(len(order), np.int64)
+    for place in range(1, len(order)):
+        shared[place] = common_prefix(sequences[order[place - 1]], sequences[order[place]])
+    return np.array(order, np.int64), shared
+
+
+def common_prefix(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+    """Return the number of tokens at which two sequences [tokens] begin alike."""
+    length = min(len(one), len(other))
+    differs = one[:length] != other[:length]
+    first = int(differs.argmax()) if length else 0
+    return first if length and differs[first] else length
+
+
+def shared_lengths(token_ids: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return how many leading tokens of each sequence the tree stores with another sequence: [sequences].
+
+    The tree of the sequences stores the other tokens only. `token_ids` is [tokens], `cu_seqlens` [sequences + 1].
+    """
+    order, shared = lexicographic_order(token_ids, cu_seqlens)
+    lengths = np.zeros_like(shared)
+    lengths[order] = shared
+    return lengths
+
+
+def prefix_tree(token_ids: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> PrefixTree:
+    """Return the tree of sequences: `token_ids` [tokens] with the boundaries `cu_seqlens` [sequences + 1]."""
+    order, shared = lexicographic_order(token_ids, cu_seqlens)
+    stored_of = np.empty(len(token_ids), np.int64)
+    sources, parents, depths, starts = [], [], [], []
+    path, num_stored = np.zeros(0, np.int64), 0
+    for sequence, common in zip(order.tolist(), shared.tolist(), strict=True):
+        first, end = int(cu_seqlens[sequence]), int(cu_seqlens[sequence + 1])
+        length = end - first
+        if common < length:
+            added = np.arange(num_stored, num_stored + length - common)
+            parent = added - 1
+            parent[0] = path[common - 1] if common else -1
+            if common < len(path) or not common:
+                # The path so far and the new tokens part here, so both go on in a segment of their own.
+                starts += [num_stored, *path[common : common + 1].tolist()]
+            sources.append(np.arange(first + common, end))
+            parents.append(parent)
+            depths.append(np.arange(common, length))
+            path = np.concatenate([path[:common], added])
+            num_stored += length - common
+        # Only an equal sequence adds nothing: a prefix of another one comes before it.
+        stored_of[first:end] = path
+    segments = np.unique(np.array(starts, np.int64))
+    ends = np.append(segments[1:], num_stored)[: len(segments)]
+    depth = np.concatenate([*depths, np.zeros(0, np.int64)])
+    return PrefixTree(
+        source=np.concatenate([*sources, np.zeros(0, np.int64)]),
+        parent=np.concatenate([*parents, np.zeros(0, np.int64)]),
+        depth=depth,
+        reach=np.repeat(_reach(depth[segments], num_stored, segments), ends - segments),
+        stored_of=stored_of,
+        starts=segments,
+        ends=ends,
+    )
+
+
+def _reach(depths: NDArray[np.int64], num_stored: int, starts: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the end of each segment's subtree, from the depths of the segments' first tokens: [segments].
+
+    A subtree ends at the next segment that begins no deeper.
+    """
+    reach = np.full(len(starts), num_stored, np.int64)
+    waiting: list[int] = []
+    for segment, depth in enumerate(depths.tolist()):
+        while waiting and depths[waiting[-1]] >= depth:
+            reach[waiting.pop()] = starts[segment]
+        waiting.append(segment)
+    return reach

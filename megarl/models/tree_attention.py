@@ -1,0 +1,385 @@
+"""Attention over a tree of prefixes: each token attends to itself and to the tokens before it in its sequences.
+
+In depth-first order, token q attends to token k if k <= q < reach[k], where `reach` is the end of the subtree below k's
+segment. Two carriers compute it. On a CPU, flash kernels compute each segment's attention to itself (causal) and its
+subtree's attention to the segment (full). The parts are merged by their sums of exponentials, as in
+Ring Attention (arXiv:2310.01889, section 3). On a GPU, FlexAttention reads a mask of blocks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache, cached_property
+from typing import Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F  # noqa: N812
+from numpy.typing import NDArray
+from torch import Tensor
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, flex_attention
+
+from megarl.data.token_batch import ranges
+
+_MASK_BLOCK = 128
+"""Tokens of a block of FlexAttention's mask: its default, for which its kernels are tuned."""
+_WASTED_SHARE = 0.25
+"""Scores computed for padding, relative to the others, up to which parts of unequal sizes share a call."""
+_CALL_SCORES = 4096
+"""Scores for padding costing as much time as a further call of the kernel: 64 queries and keys of a few heads."""
+
+
+@dataclass(frozen=True)
+class TokenTree:
+    """The stored tokens of a row, and how the outputs of the model belong to the row's sequences.
+
+    Shapes: `reach` [stored tokens], padding included. `starts`, `ends` and `reaches` [segments], on the host, are each
+    segment's first token, its end, and the end of its subtree. `positions` [stored tokens] are positions in sequences,
+    on the host, `num_represented` [stored tokens] the tokens of sequences stored there: 0 for padding.
+    `stored_of` [tokens] is the stored token of each token of the sequences.
+
+    A log-prob is an edge of the tree, from a token to the next one. `edge_sources` [edges] are the stored tokens before
+    it. `edges` [tokens] is the edge to the token after each token; any edge where none follows.
+    """
+
+    reach: Tensor
+    starts: NDArray[np.int64]
+    ends: NDArray[np.int64]
+    reaches: NDArray[np.int64]
+    positions: NDArray[np.int64]
+    num_represented: NDArray[np.int64]
+    stored_of: Tensor
+    edge_sources: Tensor
+    edges: Tensor
+
+    @cached_property
+    def parts(self) -> tuple[TreePart, ...]:
+        """Return the calls of the kernel for one layer: own segments first, then ancestors from the root on."""
+        device = self.reach.device
+        own = _grouped(self.starts, self.ends, self.starts, self.ends, is_causal=True, device=device)
+        level = self._levels()
+        has_subtree = self.reaches > self.ends
+        ancestors: list[TreePart] = []
+        # Subtrees of one level are disjoint, so one call merges each query once.
+        for depth in range(int(level.max(initial=0)) + 1):
+            chosen = has_subtree & (level == depth)
+            borders = self.ends[chosen], self.reaches[chosen], self.starts[chosen], self.ends[chosen]
+            ancestors += _grouped(*borders, is_causal=False, device=device)
+        return (*own, *ancestors)
+
+    def windowed_parts(self, window: int) -> tuple[TreePart, ...]:
+        """Return one call with a mask, for layers in which a query attends to `window` keys up to its own."""
+        if window not in self._windowed:
+            size = len(self.positions)
+            every = slice(0, size)
+            mask = torch.zeros(size, size, dtype=torch.bool, device=self.reach.device)
+            mask = mask.logical_not_().masked_fill_(~self.attended(window), False)
+            self._windowed[window] = (TreePart(every, every, (1, size), (1, size), False, mask[None, None], True),)
+        return self._windowed[window]
+
+    def attended(self, window: int = 0) -> Tensor:
+        """Return the mask of attended keys, bool [stored tokens, stored tokens]; window 0 is none."""
+        token = torch.arange(len(self.reach), device=self.reach.device)
+        mask = (token <= token[:, None]) & (token[:, None] < self.reach)
+        if window:
+            position = torch.from_numpy(self.positions).to(self.reach.device)
+            mask &= position[:, None] - position < window
+        return mask
+
+    def block_mask(self, window: int = 0) -> BlockMask:
+        """Return FlexAttention's mask. It names the blocks of keys for each block of queries."""
+        if window not in self._block_masks:
+            self._block_masks[window] = self._new_block_mask(window)
+        return self._block_masks[window]
+
+    def limits(self, window: int) -> bool:
+        """Return whether a window (0: none) excludes a token of the row's sequences."""
+        return 0 < window <= int(self.positions.max(initial=0))
+
+    @cached_property
+    def _windowed(self) -> dict[int, tuple[TreePart, ...]]:
+        return {}
+
+    @cached_property
+    def _block_masks(self) -> dict[int, BlockMask]:
+        """Return the masks made so far by window: all layers share them."""
+        return {}
+
+    def _levels(self) -> NDArray[np.int64]:
+        """Return the number of ancestors of each segment: [segments]."""
+        levels = np.zeros(len(self.starts), np.int64)
+        open_ends: list[int] = []
+        for segment, (start, reach) in enumerate(zip(self.starts.tolist(), self.reaches.tolist(), strict=True)):
+            while open_ends and open_ends[-1] <= start:
+                open_ends.pop()
+            levels[segment] = len(open_ends)
+            open_ends.append(reach)
+        return levels
+
+    def _new_block_mask(self, window: int) -> BlockMask:
+        device, size = self.reach.device, len(self.positions)
+        reach = np.repeat(self.reaches, self.ends - self.starts)
+        firsts = np.arange(0, size, _MASK_BLOCK)
+        lasts = np.minimum(firsts + _MASK_BLOCK, size) - 1
+        farthest, nearest = np.maximum.reduceat(reach, firsts), np.minimum.reduceat(reach, firsts)
+        queries, keys = np.ix_(np.arange(len(firsts)), np.arange(len(firsts)))
+        # Some key of the block may be attended to by some query: the mask's function decides for each pair.
+        is_some = (firsts[keys] <= lasts[queries]) & (farthest[keys] > firsts[queries])
+        is_full = (lasts[keys] <= firsts[queries]) & (nearest[keys] > lasts[queries])
+        # FlexAttention reads whole blocks, so the row's incomplete last block needs the function.
+        is_full &= (lasts - firsts == _MASK_BLOCK - 1)[keys] & (lasts - firsts == _MASK_BLOCK - 1)[queries]
+        if window:
+            highest = np.maximum.reduceat(self.positions, firsts)
+            lowest = np.minimum.reduceat(self.positions, firsts)
+            is_full &= highest[queries] - lowest[keys] < window
+        positions, reaches = torch.from_numpy(self.positions).to(device), self.reach
+
+        def is_attended(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+            """Return whether a query attends to a key, bool [], both given by their number []."""
+            mask = (key <= query) & (query < reaches[key])
+            return mask & (positions[query] - positions[key] < window) if window else mask
+
+        some, full = (_block_lists(chosen, device) for chosen in (is_some & ~is_full, is_full))
+        return BlockMask.from_kv_blocks(
+            *some, *full, BLOCK_SIZE=_MASK_BLOCK, mask_mod=is_attended, seq_lengths=(size, size)
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class TreePart:
+    """One call of a kernel: some blocks of queries and the keys of each, padded to the largest block.
+
+    `queries` and `keys` are stored tokens: a slice, or places in the padded arrays with the tokens for them. Shapes
+    without heads: `query_shape` and `key_shape` (blocks, length); `mask` bool broadcast to [blocks, 1, queries, keys].
+    """
+
+    queries: slice | tuple[Tensor, Tensor]
+    keys: slice | tuple[Tensor, Tensor]
+    query_shape: tuple[int, int]
+    key_shape: tuple[int, int]
+    is_causal: bool
+    mask: Tensor | None
+    is_first: bool
+    """Whether the part computes its queries' first output. Other parts are merged into it."""
+
+    @property
+    def query_tokens(self) -> slice | Tensor:
+        """Return the stored tokens of the queries: [queries], or a slice."""
+        return self.queries if isinstance(self.queries, slice) else self.queries[1]
+
+    @property
+    def key_tokens(self) -> slice | Tensor:
+        """Return the stored tokens of the keys: [keys], or a slice."""
+        return self.keys if isinstance(self.keys, slice) else self.keys[1]
+
+    def padded_queries(self, x: Tensor) -> Tensor:
+        """Return the queries' entries of `x` [stored tokens, ...] as [blocks, heads, length, ...], padded by zeros."""
+        return _padded(x, self.queries, self.query_shape)
+
+    def padded_keys(self, x: Tensor) -> Tensor:
+        """Return the keys' entries of `x` [stored tokens, ...] as [blocks, heads, length, ...], padded by zeros."""
+        return _padded(x, self.keys, self.key_shape)
+
+    def of_queries(self, padded: Tensor) -> Tensor:
+        """Return [queries, heads, ...] from `padded` [blocks, heads, length, ...]."""
+        return _unpadded(padded, self.queries)
+
+    def of_keys(self, padded: Tensor) -> Tensor:
+        """Return [keys, heads, ...] from `padded` [blocks, heads, length, ...]."""
+        return _unpadded(padded, self.keys)
+
+    def bias(self, dtype: torch.dtype) -> Tensor | None:
+        """Return the mask as a score to add, 0 or minus infinity, in the kernel's form; None without a mask."""
+        if self.mask is None:
+            return None
+        return torch.zeros(self.mask.shape, dtype=dtype).masked_fill_(~self.mask, -torch.inf)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, *, scale: float, window: int, sinks: Tensor | None
+) -> Tensor:
+    """Return the attention of a tree's tokens: [stored tokens, heads, v].
+
+    Shapes: q [stored tokens, heads, head_dim], k [stored tokens, groups, head_dim], v [stored tokens, groups, v], sinks
+    [heads]. A query attends to `window` keys up to its own; 0: to all.
+    """
+    width = v.size(-1)
+    # The kernels take one size for all heads. Padded values give outputs of zero, cut off below.
+    v = F.pad(v, (0, k.size(-1) - width))
+    carrier = flex_attend if q.is_cuda else merged_attend
+    out = carrier(q, k, v, tree, scale=scale, window=window if tree.limits(window) else 0, sinks=sinks)
+    return out.narrow(-1, 0, width)
+
+
+def merged_attend(
+    q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, *, scale: float, window: int, sinks: Tensor | None
+) -> Tensor:
+    """Return the result of `attend` by torch's flash kernel for CPUs, merged from parts. Shapes as in `attend`."""
+    parts = tree.windowed_parts(window) if window else tree.parts
+    return _MergedAttention.apply(q, k, v, sinks, parts, scale)
+
+
+def flex_attend(
+    q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, *, scale: float, window: int, sinks: Tensor | None
+) -> Tensor:
+    """Return the result of `attend` by FlexAttention, compiled on a GPU. Shapes as in `attend`."""
+    kernel: Any = _compiled_flex() if q.is_cuda else flex_attention
+    inputs = (x.transpose(0, 1)[None] for x in (q, k, v))
+    grouped = q.size(1) != k.size(1)
+    sums = AuxRequest(lse=True)
+    out, found = kernel(*inputs, block_mask=tree.block_mask(window), scale=scale, enable_gqa=grouped, return_aux=sums)
+    out = out[0].transpose(0, 1)
+    if sinks is None:
+        return out
+    lse = found.lse[0].T
+    # A sink adds its exponential to each query's sum.
+    return (out * (lse - torch.logaddexp(lse, sinks.to(lse.dtype))).exp()[..., None]).to(q.dtype)
+
+
+@cache
+def _compiled_flex() -> Any:
+    # Rows differ in their number of tokens: static shapes would compile a kernel for each.
+    return torch.compile(flex_attention, dynamic=True)
+
+
+class _MergedAttention(torch.autograd.Function):
+    """Attention merged from parts. Each part's backward pass needs the merged output and sum of exponentials only."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, parts: Sequence[TreePart], scale: float
+    ) -> Tensor:
+        out = torch.empty_like(q, dtype=torch.promote_types(q.dtype, torch.float32))
+        lse = out.new_empty(q.shape[:2])
+        for part in parts:
+            inputs = part.padded_queries(q), part.padded_keys(k), part.padded_keys(v)
+            found, sums = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+                *inputs, 0.0, part.is_causal, attn_mask=part.bias(q.dtype), scale=scale
+            )
+            found, sums, tokens = part.of_queries(found), part.of_queries(sums), part.query_tokens
+            if part.is_first:
+                out[tokens], lse[tokens] = found.to(out.dtype), sums
+                continue
+            before = lse[tokens]
+            merged = torch.logaddexp(before, sums)
+            out[tokens] = out[tokens] * (before - merged).exp()[..., None] + found * (sums - merged).exp()[..., None]
+            lse[tokens] = merged
+        if sinks is not None:
+            total = torch.logaddexp(lse, sinks.to(lse.dtype))
+            out *= (lse - total).exp()[..., None]
+            lse = total
+        out = out.to(q.dtype)
+        ctx.save_for_backward(q, k, v, sinks, out, lse)
+        ctx.parts, ctx.scale = parts, scale
+        return out
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        q, k, v, sinks, out, lse = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        dq, dk, dv = (torch.zeros_like(x, dtype=lse.dtype) for x in (q, k, v))
+        for part in ctx.parts:
+            inputs = (
+                *(part.padded_queries(x) for x in (grad, q)), *(part.padded_keys(x) for x in (k, v)),
+                *(part.padded_queries(x) for x in (out, lse)),
+            )  # fmt: skip
+            to_q, to_k, to_v = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+                *inputs, 0.0, part.is_causal, attn_mask=part.bias(q.dtype), scale=ctx.scale
+            )
+            dq[part.query_tokens] += part.of_queries(to_q)
+            dk[part.key_tokens] += part.of_keys(to_k)
+            dv[part.key_tokens] += part.of_keys(to_v)
+        to_sinks = None
+        if sinks is not None:
+            # A sink has no value: its score only takes weight from the keys.
+            weight = (sinks.to(lse.dtype) - lse).exp()
+            to_sinks = -(weight * (grad.to(lse.dtype) * out).sum(-1)).sum(0).to(sinks.dtype)
+        return dq.to(q.dtype), dk.to(k.dtype), dv.to(v.dtype), to_sinks, None, None
+
+
+def _grouped(
+    query_starts: NDArray[np.int64],
+    query_ends: NDArray[np.int64],
+    key_starts: NDArray[np.int64],
+    key_ends: NDArray[np.int64],
+    *,
+    is_causal: bool,
+    device: torch.device,
+) -> list[TreePart]:
+    """Return calls for blocks of queries and keys, all [blocks], so that blocks of similar sizes share one."""
+    num_queries, num_keys = query_ends - query_starts, key_ends - key_starts
+    order = np.lexsort((num_queries, num_keys))
+    calls: list[list[int]] = []
+    scores = 0
+    for block in order.tolist():
+        own = int(num_queries[block] * num_keys[block])
+        if calls:
+            members = [*calls[-1], block]
+            padded = len(members) * int(num_queries[members].max()) * int(num_keys[block])
+            if padded <= (1 + _WASTED_SHARE) * (scores + own) + _CALL_SCORES:
+                calls[-1].append(block)
+                scores += own
+                continue
+        calls.append([block])
+        scores = own
+    return [
+        _part(query_starts[call], num_queries[call], key_starts[call], num_keys[call], is_causal, device)
+        for call in (np.sort(np.array(members)) for members in calls)
+    ]
+
+
+def _part(
+    query_starts: NDArray[np.int64],
+    num_queries: NDArray[np.int64],
+    key_starts: NDArray[np.int64],
+    num_keys: NDArray[np.int64],
+    is_causal: bool,
+    device: torch.device,
+) -> TreePart:
+    """Return the call for these blocks, all [blocks]."""
+    longest = int(num_keys.max())
+    mask = None
+    # Behind a causal mask, padding follows the keys of every query.
+    if not is_causal and num_keys.min() < longest:
+        mask = torch.from_numpy(np.arange(longest) < num_keys[:, None])[:, None, None].to(device)
+    return TreePart(
+        queries=_places(query_starts, num_queries, device),
+        keys=_places(key_starts, num_keys, device),
+        query_shape=(len(num_queries), int(num_queries.max())),
+        key_shape=(len(num_keys), longest),
+        is_causal=is_causal,
+        mask=mask,
+        is_first=is_causal,
+    )
+
+
+def _places(starts: NDArray[np.int64], sizes: NDArray[np.int64], device: torch.device) -> slice | tuple[Tensor, Tensor]:
+    """Return the tokens of some blocks: a slice for one, else places in the padded array and tokens, [tokens] each."""
+    if len(starts) == 1:
+        return slice(int(starts[0]), int(starts[0] + sizes[0]))
+    places = ranges(np.arange(len(sizes)) * sizes.max(), sizes)
+    return torch.from_numpy(places).to(device), torch.from_numpy(ranges(starts, sizes)).to(device)
+
+
+def _padded(x: Tensor, tokens: slice | tuple[Tensor, Tensor], shape: tuple[int, int]) -> Tensor:
+    if isinstance(tokens, slice):
+        return x[tokens].transpose(0, 1)[None]
+    places, chosen = tokens
+    block = x.new_zeros(shape[0] * shape[1], *x.shape[1:]).index_copy_(0, places, x.index_select(0, chosen))
+    return block.view(*shape, *x.shape[1:]).transpose(1, 2)
+
+
+def _unpadded(padded: Tensor, tokens: slice | tuple[Tensor, Tensor]) -> Tensor:
+    if isinstance(tokens, slice):
+        return padded[0].transpose(0, 1)
+    return padded.transpose(1, 2).flatten(0, 1).index_select(0, tokens[0])
+
+
+def _block_lists(chosen: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:
+    """Return the number of chosen blocks in each row, and their columns before the others: [1, 1, rows], [1, 1, rows,
+    columns]. `chosen` is [rows, columns].
+    """
+    counts = chosen.sum(1).astype(np.int32)
+    columns = np.argsort(~chosen, axis=1, kind="stable").astype(np.int32)
+    return torch.from_numpy(counts).to(device)[None, None], torch.from_numpy(columns).to(device)[None, None]

@@ -1,0 +1,47 @@
+"""Trees of prefixes against sets of prefixes written out."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from megarl.data.prefixes import prefix_tree, shared_lengths
+from megarl.data.token_batch import borders
+
+
+def test_a_tree_written_out() -> None:
+    """A prompt 1 2 3 with three answers, one of them empty, and a sequence of its own before it in the row."""
+    sequences = [[9, 8], [1, 2, 3, 4, 4], [1, 2, 3], [1, 2, 3, 5], [1, 2, 3, 4, 6]]
+    tokens, cu_seqlens = np.concatenate(sequences), borders([len(sequence) for sequence in sequences])
+    tree = prefix_tree(tokens, cu_seqlens)
+    assert tokens[tree.source].tolist() == [1, 2, 3, 4, 4, 6, 5, 9, 8]
+    assert tree.parent.tolist() == [-1, 0, 1, 2, 3, 3, 2, -1, 7]
+    assert tree.depth.tolist() == [0, 1, 2, 3, 4, 4, 3, 0, 1]
+    assert tree.starts.tolist() == [0, 3, 4, 5, 6, 7] and tree.ends.tolist() == [3, 4, 5, 6, 7, 9]
+    assert tree.reach.tolist() == [7, 7, 7, 6, 5, 6, 7, 9, 9]
+    assert tree.stored_of.tolist() == [7, 8, 0, 1, 2, 3, 4, 0, 1, 2, 0, 1, 2, 6, 0, 1, 2, 3, 5]
+    assert tree.num_represented.tolist() == [4, 4, 4, 2, 1, 1, 1, 1, 1]
+    assert shared_lengths(tokens, cu_seqlens).tolist() == [0, 3, 0, 3, 4]
+
+
+def test_random_trees_store_each_prefix_once() -> None:
+    random = np.random.default_rng(0)
+    for _ in range(200):
+        num_tokens = int(random.integers(1, 4))
+        sequences = [random.integers(0, num_tokens, random.integers(1, 12)) for _ in range(random.integers(1, 9))]
+        tokens, cu_seqlens = np.concatenate(sequences), borders([len(sequence) for sequence in sequences])
+        tree = prefix_tree(tokens, cu_seqlens)
+        size = len(tree.parent)
+        distinct = {tuple(sequence[: end + 1]) for sequence in sequences for end in range(len(sequence))}
+        assert size == len(distinct) == len(tokens) - shared_lengths(tokens, cu_seqlens).sum()
+        for sequence, start in zip(sequences, cu_seqlens[:-1], strict=True):
+            path = tree.stored_of[start : start + len(sequence)]
+            assert tokens[tree.source[path]].tolist() == sequence.tolist()
+            assert tree.depth[path].tolist() == list(range(len(sequence)))
+            assert tree.parent[path].tolist() == [-1, *path[:-1].tolist()]
+            for place, query in enumerate(path):
+                attended = [key for key in range(size) if key <= query < tree.reach[key]]
+                assert attended == path[: place + 1].tolist()
+        # A segment begins at a root, or where its parent has other children too.
+        children = np.bincount(tree.parent[tree.parent >= 0], minlength=size)
+        branches = [token for token in range(size) if tree.parent[token] < 0 or children[tree.parent[token]] > 1]
+        assert tree.starts.tolist() == branches

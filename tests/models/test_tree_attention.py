@@ -1,0 +1,121 @@
+"""The carriers of a tree's attention, against the softmax written out in float64."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from megarl.data.token_batch import TokenBatch
+from megarl.models.tree_attention import TokenTree, attend, flex_attend
+from megarl.training.microbatch import pack_row
+from megarl.types import TrainingSequence
+
+HEADS, GROUPS, WIDTH, VALUES, SCALE = 4, 2, 16, 8, 0.3
+
+
+def tree_of(sequences: list[np.ndarray], multiple: int = 1) -> TokenTree:
+    batch = TokenBatch.from_sequences([TrainingSequence(ids, np.ones(len(ids), bool)) for ids in sequences])
+    batch.shares_prefixes = True
+    row = pack_row(batch, multiple=multiple, qkv_format="packed", device=torch.device("cpu")).row
+    assert row.tree is not None
+    return row.tree
+
+
+def long_tree() -> TokenTree:
+    """Prompts of 300 and 40 tokens with answers of 4 to 200 tokens, so that whole blocks are attended to and others
+    not.
+    """
+    random = np.random.default_rng(1)
+    prompts = [random.integers(0, 50, 300), random.integers(0, 50, 40)]
+    lengths = random.integers(4, 200, (2, 5)).tolist()
+    return tree_of(
+        [
+            np.concatenate([prompt, random.integers(0, 50, length)])
+            for prompt, answers in zip(prompts, lengths, strict=True)
+            for length in answers
+        ],
+        multiple=64,
+    )
+
+
+def deep_tree(seed: int) -> TokenTree:
+    """Sequences of few different tokens branch everywhere."""
+    random = np.random.default_rng(seed)
+    return tree_of([random.integers(0, 2, random.integers(2, 40)) for _ in range(9)], multiple=7)
+
+
+TREES = [pytest.param(long_tree(), id="long"), *(pytest.param(deep_tree(seed), id=f"deep {seed}") for seed in range(4))]
+
+
+def inputs(tree: TokenTree, has_sinks: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    torch.manual_seed(3)
+    size = len(tree.positions)
+    shapes = (size, HEADS, WIDTH), (size, GROUPS, WIDTH), (size, GROUPS, VALUES), (HEADS,)
+    q, k, v, sinks = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
+    return q, k, v, sinks if has_sinks else None
+
+
+def written_out(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, tree: TokenTree, window: int) -> Tensor:
+    k, v = (x.repeat_interleave(HEADS // GROUPS, 1) for x in (k, v))
+    scores = torch.einsum("qhd,khd->hqk", q, k) * SCALE
+    scores = scores.masked_fill(~tree.attended(window), -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(-1, scores.size(1), 1)], -1)
+    return torch.einsum("hqk,khd->qhd", scores.softmax(-1)[..., : len(k)], v)
+
+
+@pytest.mark.parametrize("has_sinks", [False, True])
+@pytest.mark.parametrize("window", [0, 5, 1000])
+@pytest.mark.parametrize("tree", TREES)
+def test_carriers_agree(tree: TokenTree, window: int, has_sinks: bool) -> None:
+    q, k, v, sinks = inputs(tree, has_sinks)
+    given = [x for x in (q, k, v, sinks) if x is not None]
+    expected = written_out(q, k, v, sinks, tree, window)
+    found = attend(q, k, v, tree, scale=SCALE, window=window, sinks=sinks)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    gradient = torch.randn_like(expected)
+    for got, want in zip(*(torch.autograd.grad(out, given, gradient) for out in (found, expected)), strict=True):
+        torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    # Without a GPU, FlexAttention has no backward pass, and no kernel: it computes all scores with the mask's function.
+    q, k, v, sinks = (None if x is None else x.detach() for x in (q, k, v, sinks))
+    assert q is not None and k is not None and v is not None
+    padded = F.pad(v, (0, WIDTH - VALUES))
+    flexible = flex_attend(q, k, padded, tree, scale=SCALE, window=window, sinks=sinks)
+    torch.testing.assert_close(flexible[..., :VALUES], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("window", [0, 30])
+@pytest.mark.parametrize("tree", TREES)
+def test_blocks_of_the_mask_hold_what_is_attended(tree: TokenTree, window: int) -> None:
+    mask, attended = tree.block_mask(window), tree.attended(window)
+    size = len(attended)
+    length = -(-size // 128) * 128
+    blocks = F.pad(attended, (0, length - size, 0, length - size)).unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    some, full = blocks.any(3).any(1), blocks.all(3).all(1)
+    named, whole = (
+        block_table(counts, columns)
+        for counts, columns in (
+            (mask.kv_num_blocks, mask.kv_indices),
+            (mask.full_kv_num_blocks, mask.full_kv_indices),
+        )
+    )
+    assert not (some & ~(named | whole)).any(), "a block is missing"
+    assert not (whole & ~full).any(), "a block counts as whole"
+    assert not (named & whole).any()
+
+
+def block_table(counts: Tensor | None, columns: Tensor | None) -> Tensor:
+    """The named blocks of a mask, bool [blocks of queries, blocks of keys]."""
+    assert counts is not None and columns is not None
+    table = torch.zeros(columns.shape[-2:], dtype=torch.bool)
+    for row, count in enumerate(counts[0, 0].tolist()):
+        table[row, columns[0, 0, row, :count].long()] = True
+    return table
+
+
+def test_whole_blocks_need_no_mask() -> None:
+    mask = long_tree().block_mask()
+    assert mask.full_kv_num_blocks is not None and mask.full_kv_num_blocks.sum() > 0

@@ -1,0 +1,33 @@
+"""The check of trees of prefixes at its small size."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from megarl.testing import RankPool
+from tools.checks import invariance, prefixes
+
+
+def test_every_sampled_token_is_an_edge() -> None:
+    [line] = prefixes.check_edges()
+    assert line["met"], line
+
+
+@pytest.mark.parametrize("model", list(invariance.MODELS))
+def test_trees_have_the_gradients_of_separate_sequences(
+    tiny_model: Callable[..., Path], ranks: RankPool, model: str
+) -> None:
+    folder = tiny_model(**invariance.MODELS[model])
+    lines = list(prefixes.check_gradients(model, folder, ranks, prefixes.SMALL["depths"]))
+    assert len(lines) == 2 and all(line["met"] for line in lines), lines
+
+
+@pytest.mark.parametrize(("model", "layout"), [("dense", "pp2 vpp2"), ("dense", "tp2"), ("moe", "tp2 ep2")])
+def test_layouts_train_trees(tiny_model: Callable[..., Path], ranks: RankPool, model: str, layout: str) -> None:
+    folder = tiny_model(**invariance.MODELS[model])
+    lines = list(prefixes.check_layouts(model, folder, ranks, [layout], prefixes.SMALL["objectives"]))
+    cases = {line["case"].split(",")[0] for line in lines}
+    assert cases == {"one rank", layout} and all(line["met"] for line in lines), lines

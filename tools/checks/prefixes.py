@@ -1,0 +1,252 @@
+"""Trees of prefixes train as separate sequences do: gradients, layouts, and the number of trained tokens.
+
+`gradients`: random trees of 1 to 5 levels in float64, on a dense and a mixture-of-experts model with all balancing
+losses. `layouts`: three steps of the objectives of `invariance`, rows as trees on every layout without context
+parallelism, against separate sequences on one rank. `edges`: random groups whose trained tokens and edges are counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import numpy as np
+
+from megarl.config.parallel import ParallelConfig
+from megarl.data.token_batch import TokenBatch
+from megarl.testing import RankPool
+from megarl.tracking.metrics import merge, values
+from megarl.types import TrainingSequence
+from tools.checks import invariance
+from tools.make_tiny_model import make_tiny_model
+
+DURATION = {"small": "60 s (depths 1 and 5, two layouts)", "full": "minutes: all depths, 30 layouts (not timed)"}
+SMALL = {"depths": [1, 5], "only": ["tp2", "pp2 vpp2"], "ranks": 2, "objectives": ["all added", "dpo", "balanced"]}
+
+GRADIENT_LIMIT = 1e-10
+GROUP_SIZE = 4
+BALANCE = {"aux_loss": 3.0, "seq_aux_loss": 2.0, "z_loss": 0.3}
+
+
+def random_tree(depth: int, random: np.random.Generator, vocab_size: int, num_leaves: int = 9) -> TokenBatch:
+    """Sequences that branch at up to `depth` levels, some of them equal, some a prefix of another one."""
+    sequences: list[np.ndarray] = [random.integers(1, vocab_size, int(random.integers(3, 20)))]
+    for _ in range(depth):
+        parents = [sequences[int(random.integers(len(sequences)))] for _ in range(num_leaves)]
+        ends = [int(random.integers(1, len(parent) + 1)) for parent in parents]
+        sequences += [
+            np.concatenate([parent[:end], random.integers(1, vocab_size, int(random.integers(0, 15)))])
+            for parent, end in zip(parents, ends, strict=True)
+        ]
+    chosen = random.permutation(len(sequences))[: num_leaves + 3]
+    found = [
+        TrainingSequence(
+            token_ids=sequences[index],
+            loss_mask=random.random(len(sequences[index])) < 0.6,
+            token_weights=random.normal(size=len(sequences[index])).astype(np.float32),
+            temperature=float(random.choice([0.7, 1.0])) if depth % 2 else 1.0,
+        )
+        for index in chosen
+    ]
+    return TokenBatch.from_sequences(found)
+
+
+def gradients(folder: Path, rows: Sequence[TokenBatch], shares_prefixes: bool) -> list[dict[str, np.ndarray]]:
+    """One rank: for each row, the log-probs and entropies of its tokens and the gradients of a float64 model."""
+    import torch
+    from megatron.core import parallel_state
+    from megatron.core.tensor_parallel import model_parallel_cuda_manual_seed
+    from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler
+
+    from megarl.checkpoint import safetensors
+    from megarl.families.shape import padded_vocab_size, read_model_shape
+    from megarl.models.configuration import transformer_config
+    from megarl.models.expert_balance import ExpertBalance, routers_of
+    from megarl.models.policy import PolicyModel
+    from megarl.reshard.layouts.megatron import megatron_layouts
+    from megarl.training.microbatch import pack_row
+
+    shape, layout = read_model_shape(folder), ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
+    parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
+    model_parallel_cuda_manual_seed(1)
+    balanced = invariance.BALANCED if shape.num_experts else {}
+    config = transformer_config(shape, layout, dtype=torch.float32, sequence_parallel=False, overrides=balanced)
+    # A router in float32 would show its rounding.
+    config.moe_router_dtype = "fp64"
+    model = PolicyModel(config, shape, logprob_chunk_tokens=50, trains_entropy=True)
+    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))
+    safetensors.load(folder, layouts[0], dict(model.named_parameters()))
+    model.double()
+    balance, found = ExpertBalance(config, [model]), []
+    for row in rows:
+        batch = pack_row(
+            replace(row, shares_prefixes=shares_prefixes),
+            multiple=8,
+            qkv_format=model.qkv_format,
+            device=torch.device("cpu"),
+        )
+
+        with wide_softmax():
+            balance.begin(len(row.token_ids))
+            if balance.needs_counts:
+                with balance.counting(), torch.no_grad():
+                    outputs(model, batch)
+            model.zero_grad()
+            logprobs, entropies = outputs(model, batch)
+            weights = batch.per_token["token_weights"].double() * batch.mask
+            (weights * (logprobs + 0.3 * entropies)).sum().backward()
+        losses = {f"loss {name}": router.sums[name] for router in routers_of(model) for name in BALANCE}
+        tensors = {name: parameter.grad for name, parameter in model.named_parameters()} | losses
+        tensors["trained"] = logprobs.detach()[batch.mask]
+        found.append({name: tensor.double().numpy().copy() for name, tensor in tensors.items() if tensor is not None})
+    # Megatron-Core 0.16.1 keeps the scale of the balancing losses, and its schedules expect another shape.
+    MoEAuxLossAutoScaler.main_loss_backward_scale = None
+    parallel_state.destroy_model_parallel()
+    return found
+
+
+def outputs(model: Any, batch: Any) -> Any:
+    """The model's log-probs and entropies of a row's tokens, [2, tokens]."""
+    from megarl.models.expert_balance import routers_of
+    from megarl.training.microbatch import row_tokens
+
+    model.sample_as(batch.temperature, batch.support)
+    for router in routers_of(model):
+        router.row = row_tokens(batch)
+    return model(batch.input_ids, None, None, labels=batch.labels, packed_seq_params=batch.row)
+
+
+@contextmanager
+def wide_softmax() -> Iterator[None]:
+    """Context in which a softmax of float64 numbers is not rounded to float32, as Megatron-Core's router asks for."""
+    import torch
+
+    softmax = torch.softmax
+
+    def unrounded(x: Any, dim: int, dtype: Any = None) -> Any:
+        return softmax(x, dim, dtype=x.dtype if x.dtype == torch.float64 else dtype)
+
+    with mock.patch.object(torch, "softmax", unrounded):
+        yield
+
+
+def check_gradients(model: str, folder: Path, pool: RankPool, depths: Sequence[int]) -> Iterator[dict[str, Any]]:
+    """One line for each depth of the trees: the largest relative difference of a parameter's gradient."""
+    random = np.random.default_rng(11)
+    rows = [random_tree(depth, random, invariance.MODELS[model]["vocab_size"]) for depth in depths for _ in range(3)]
+    [apart], [shared] = (pool.run(gradients, folder, rows, flag, world_size=1) for flag in (False, True))
+    for index, depth in enumerate(depths):
+        pairs = list(zip(apart, shared, strict=True))[3 * index : 3 * index + 3]
+        worst = max(
+            float(np.linalg.norm(one[name] - other[name]) / max(np.linalg.norm(one[name]), 1e-300))
+            for one, other in pairs
+            for name in one
+        )
+        line = {"part": "gradients", "model": model, "case": f"depth {depth}", "worst": worst}
+        yield line | {"met": worst <= GRADIENT_LIMIT and worst > 0}
+
+
+def check_layouts(
+    model: str, folder: Path, pool: RankPool, only: Sequence[str], objectives: Sequence[str]
+) -> Iterator[dict[str, Any]]:
+    """One line for each layout and objective: trees on the layout against separate sequences on one rank."""
+    chosen = [name for name in objectives if name != "balanced" or model == "moe"]
+    vocab_size = invariance.MODELS[model]["vocab_size"]
+    steps = {name: invariance.make_steps(name, vocab_size, GROUP_SIZE) for name in chosen}
+    before = invariance.stored_tensors(folder / "model.safetensors", folder)
+    before["score.weight"] = invariance.value_head(before["model.norm.weight"].size)
+
+    def results(layout: ParallelConfig, trainer: Mapping[str, Any], shares_prefixes: bool) -> dict[str, Any]:
+        recipe = invariance.recipe_of(folder, trainer)
+        ranks = pool.run(
+            invariance.train, recipe, layout, steps, shares_prefixes,
+            timeout_seconds=900, world_size=layout.world_size,
+        )  # fmt: skip
+        found = {}
+        for name in chosen:
+            reported = [
+                [part for part in step if part] for step in zip(*(rank[name][0] for rank in ranks), strict=True)
+            ]
+            metrics = [values(merge(parts)) for parts in reported]
+            found[name] = metrics, invariance.join([rank[name][1] for rank in ranks])
+        return found
+
+    alone = results(invariance.layout_of({}), {}, False)
+    for name, sizes, trainer in invariance.CASES[model]:
+        layout = invariance.layout_of(sizes)
+        if layout.cp > 1 or layout.world_size > pool.world_size or (only and name not in ("one rank", *only)):
+            continue
+        own = results(layout, trainer, True)
+        for objective in chosen:
+            line = {"part": "layouts", "model": model, "case": f"{name}, {objective}"}
+            compared = invariance.compare(own[objective], alone[objective], before)
+            yield line | {"worst": max(compared["loss"], compared["grad_norm"])} | compared
+
+
+def check_edges(num_groups: int = 200) -> Iterator[dict[str, Any]]:
+    """One line: random groups whose number of trained tokens, as edges, is counted against the sampled tokens."""
+    import torch
+
+    from megarl.training.microbatch import pack_row
+
+    random, wrong, sampled, stored = np.random.default_rng(3), 0, 0, 0
+    for number in range(num_groups):
+        prompt = random.integers(1, 9, int(random.integers(1, 30)))
+        # Few tokens: answers of a group often begin alike, and some are equal.
+        answers = [random.integers(1, 4, int(random.integers(1, 12))) for _ in range(int(random.integers(2, 9)))]
+        batch = TokenBatch.from_sequences(
+            [
+                TrainingSequence(
+                    token_ids=np.concatenate([prompt, answer]),
+                    loss_mask=np.arange(len(prompt) + len(answer)) >= len(prompt),
+                    token_weights=np.ones(len(prompt) + len(answer), np.float32),
+                )
+                for answer in answers
+            ]
+        )
+        row = pack_row(
+            replace(batch, shares_prefixes=True),
+            multiple=1 + number % 4,
+            qkv_format="packed",
+            device=torch.device("cpu"),
+        )
+        tree = row.row.tree
+        assert tree is not None
+        edges = tree.edges[row.mask]
+        targets = row.labels[0][edges].tolist()
+        tokens = torch.zeros(len(row.labels[0])).index_add_(0, edges, torch.ones(len(edges)))
+        is_exact = (
+            targets == np.concatenate(answers).tolist()
+            and int(tokens.sum()) == sum(map(len, answers))
+            and (tree.edge_sources < len(tree.positions)).all()
+        )
+        wrong += not is_exact
+        sampled += sum(map(len, answers))
+        stored += len(tree.positions)
+    line = {"part": "edges", "model": "-", "case": f"{num_groups} groups, {sampled} sampled tokens", "worst": wrong}
+    yield line | {"met": wrong == 0 and 0 < stored < sampled * 4}
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--only", action="append", default=[], metavar="LAYOUT", help="check this layout; repeatable")
+    parser.add_argument("--model", action="append", choices=invariance.MODELS, help="check this model; repeatable")
+    parser.add_argument("--ranks", type=int, default=8, help="processes to start: layouts of more are left out")
+    parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="levels of the random trees")
+    parser.add_argument(
+        "--objectives", nargs="+", default=list(invariance.OBJECTIVES), help="losses, by the names in invariance"
+    )
+
+
+def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    yield from check_edges()
+    with tempfile.TemporaryDirectory() as work, RankPool(options.ranks) as pool:
+        for model in options.model or invariance.MODELS:
+            folder = make_tiny_model(Path(work) / model, **invariance.MODELS[model])
+            yield from check_gradients(model, folder, pool, options.depths)
+            yield from check_layouts(model, folder, pool, options.only, options.objectives)
