@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,9 @@ from numpy.typing import NDArray
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
+from megarl.data.prefixes import shared_lengths
 from megarl.data.token_batch import TokenBatch
+from megarl.data.tree_packing import WORTH_SHARING, pack_trees, saved_share
 from megarl.families.flops import forward_flops
 from megarl.families.shape import ModelShape
 from megarl.tracking.metrics import Metric, merge
@@ -27,21 +30,33 @@ class Work:
     """Number of tokens in the policy's updates."""
     flops: float = 0.0
     """Model FLOPs of all updates and forward passes."""
+    represented_tokens: int = 0
+    """Tokens of sequences in all passes, while prefixes are shared."""
+    stored_tokens: int = 0
+    """Tokens computed for these passes: each distinct prefix of a row counts once."""
+    saved_flops: float = 0.0
+    """Model FLOPs saved by shared prefixes. `flops` does not include them."""
+    refused_rows: int = 0
+    """Rows computed without sharing, although it would save enough."""
 
     def take(self) -> Work:
         """Return the counts so far, and reset them."""
-        taken = Work(self.update_tokens, self.flops)
-        self.update_tokens, self.flops = 0, 0.0
+        taken = replace(self)
+        self._set(Work())
         return taken
 
     @contextmanager
     def uncounted(self) -> Iterator[None]:
         """Context whose passes are not counted, for evaluations."""
-        before = self.update_tokens, self.flops
+        before = replace(self)
         try:
             yield
         finally:
-            self.update_tokens, self.flops = before
+            self._set(before)
+
+    def _set(self, counts: Work) -> None:
+        for counter in fields(self):
+            setattr(self, counter.name, getattr(counts, counter.name))
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +86,10 @@ class RankModel:
     """Sizes of the model, from which FLOPs are counted. None: they are not counted."""
     update_passes: float = 3.0
     """FLOPs of an update as a multiple of a forward pass: 3, or 2 if only adapters have weight gradients."""
+    shares_prefixes: bool = False
+    """Whether rows with enough shared prefixes are computed as trees."""
+    sharing_problem: str | None = None
+    """Why rows are computed without sharing, although `shares_prefixes` asks for it. None: they are shared."""
     work: Work = field(default_factory=Work)
     """Counters of the model's passes; several models may share one object."""
 
@@ -83,12 +102,11 @@ class RankModel:
         KTO loss, in nats per answer. Raises MegarlError if a sample whose sequences must share a row does not fit into
         one.
         """
-        packed = self._pack_samples(batch) if self.keeps_samples else self._pack(batch.lengths, self.together)
-        rows = [[batch.select(row) for row in replica] for replica in packed]
+        packed = self._pack_samples(batch) if self.keeps_samples else self._pack(batch, self.together)
+        rows = self._rows(batch, packed, self.update_passes)
         if self.name == "policy":
             # A critic trains on the same tokens; counting them twice would double the reported rate.
             self.work.update_tokens += len(batch.token_ids)
-        self._count(batch, self.update_passes)
         results = await self.group.scatter(f"{self.name}.update", self._by_rank(rows), kl_coefficient, kto_kl)
         return merge(results[rank] for ranks in self._reporting_ranks() for rank in ranks)
 
@@ -110,10 +128,10 @@ class RankModel:
         """Call a forward method on the ranks, and return its values in the batch's order: float32 [..., tokens]."""
         # A forward pass reads only the tokens, so the other arrays are not sent.
         batch = batch.with_arrays({})
-        self._count(batch, 1.0)
         sent = self._filled(batch.num_sequences)
-        packed = self._pack(batch.lengths[sent], self.together, self.max_tokens_per_forward)
-        rows = [[batch.select(sent[row]) for row in replica] for replica in packed]
+        filled = batch if len(sent) == batch.num_sequences else batch.select(sent)
+        packed = self._pack(filled, self.together, self.max_tokens_per_forward)
+        rows = self._rows(filled, packed, 1.0, num_counted=batch.num_sequences)
         results = await self.group.scatter(f"{self.name}.{method}", self._by_rank(rows))
         found = [
             (row, values)
@@ -127,10 +145,37 @@ class RankModel:
             gathered[..., batch.tokens_of(sent[row])[is_asked]] = values[..., is_asked]
         return gathered
 
-    def _count(self, batch: TokenBatch, passes: float) -> None:
-        """Add the model FLOPs of a batch to the counters. `passes` is a multiple of a forward pass."""
+    def _rows(
+        self, batch: TokenBatch, packed: list[list[list[int]]], passes: float, num_counted: int | None = None
+    ) -> list[list[TokenBatch]]:
+        """Return the rows of a batch by replica, as packed, and count their work.
+
+        `passes` is a multiple of a forward pass. Sequences from number `num_counted` on are not counted.
+        """
+        num_counted = batch.num_sequences if num_counted is None else num_counted
+        return [[self._row(batch, row, passes, num_counted) for row in replica] for replica in packed]
+
+    def _row(self, batch: TokenBatch, sequences: list[int], passes: float, num_counted: int) -> TokenBatch:
+        """Return the row of these sequences. It is stored as a tree if this saves enough."""
+        row = batch.select(sequences)
+        shared = np.zeros_like(row.lengths)
+        if self.shares_prefixes:
+            found = shared_lengths(row.token_ids, row.cu_seqlens)
+            # A row may fit as a tree only.
+            is_worth = saved_share(row.lengths, found, self.attention_ratio) > WORTH_SHARING
+            if (is_worth or len(row.token_ids) > self.max_tokens_per_microbatch) and self.sharing_problem is None:
+                row.shares_prefixes, shared = True, found
+            self.work.refused_rows += is_worth and not row.shares_prefixes
+        is_counted = np.asarray(sequences) < num_counted
+        lengths, shared = row.lengths[is_counted], shared[is_counted]
+        if self.shares_prefixes:
+            self.work.represented_tokens += int(lengths.sum())
+            self.work.stored_tokens += int((lengths - shared).sum())
         if self.shape is not None:
-            self.work.flops += passes * forward_flops(self.shape, batch.lengths)
+            saved = forward_flops(self.shape, shared)
+            self.work.flops += passes * (forward_flops(self.shape, lengths) - saved)
+            self.work.saved_flops += passes * saved
+        return row
 
     async def teach(self, batch: TokenBatch) -> None:
         """Let a teacher model compute its distillation targets for the trained tokens of a batch.
@@ -139,11 +184,10 @@ class RankModel:
         """
         sent = batch.with_arrays({})
         sent.target_keys = batch.target_keys
-        self._count(batch, 1.0)
         # Repeating sequences is harmless: their rows write the same targets again.
         sent = sent.select(self._filled(batch.num_sequences))
-        packed = self._pack(sent.lengths, self.together, self.max_tokens_per_forward)
-        rows = [[sent.select(row) for row in replica] for replica in packed]
+        packed = self._pack(sent, self.together, self.max_tokens_per_forward)
+        rows = self._rows(sent, packed, 1.0, num_counted=batch.num_sequences)
         await self.group.scatter(f"{self.name}.teach", self._by_rank(rows))
 
     def _filled(self, num_sequences: int) -> NDArray[np.int64]:
@@ -161,7 +205,7 @@ class RankModel:
         fit.
         """
         try:
-            return self._pack(batch.lengths, batch.num_segments)
+            return self._pack(batch, batch.num_segments)
         except ValueError as error:
             raise MegarlError(
                 f"trainer.max_tokens_per_microbatch = {self.max_tokens_per_microbatch}: {error}. This "
@@ -170,23 +214,24 @@ class RankModel:
             ) from error
 
     def _pack(
-        self, lengths: NDArray[np.int64], together: int | NDArray[np.int64], max_tokens: int | None = None
+        self, batch: TokenBatch, together: int | NDArray[np.int64], max_tokens: int | None = None
     ) -> list[list[list[int]]]:
-        """Assign sequences of these `lengths` in tokens to rows: indices by replica and row.
+        """Assign a batch's sequences to rows: indices by replica and row.
 
         `together` is the number of consecutive sequences that must share a row, or one number per group. `max_tokens`
         limits the tokens of a row; None: `max_tokens_per_microbatch`.
         """
         layout, multiple = self.layout, self.row_multiple
-        return pack(
-            lengths,
-            max_tokens=(max_tokens or self.max_tokens_per_microbatch) // multiple * multiple,
-            num_ranks=layout.dp,
-            multiple=layout.sequence_multiple,
-            rows_multiple=layout.rows_multiple,
-            attention_ratio=self.attention_ratio,
-            together=together,
-        )
+        settings: dict[str, Any] = {
+            "max_tokens": (max_tokens or self.max_tokens_per_microbatch) // multiple * multiple,
+            "num_ranks": layout.dp,
+            "rows_multiple": layout.rows_multiple,
+            "attention_ratio": self.attention_ratio,
+            "together": together,
+        }
+        if self.shares_prefixes and self.sharing_problem is None:
+            return pack_trees(batch.token_ids, batch.cu_seqlens, **settings)
+        return pack(batch.lengths, multiple=layout.sequence_multiple, **settings)
 
     def _by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:
         """Return one argument per rank: the replica's rows for its first rank, None for the others."""

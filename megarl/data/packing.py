@@ -69,6 +69,33 @@ def pack(
             f"{what} {tokens.max()} tokens, but a microbatch holds at most {max_tokens}; raise "
             "trainer.max_tokens_per_microbatch"
         )
+    described = f"{len(lengths)} sequences{_order_key(together)}"
+    rows, _ = assign(tokens, costs, max_tokens, num_ranks, rows_multiple, described)
+    return expand(rows, [range(start, start + size) for start, size in zip(starts, sizes, strict=True)])
+
+
+def expand(rows: list[Bins], sets: Sequence[Sequence[int]]) -> list[list[list[int]]]:
+    """Return sequence indices by rank and microbatch, from rows of sets and the sequences of each set.
+
+    The sequences of a microbatch are in ascending order.
+    """
+    by_rank = zip(*rows, strict=True)
+    return [[sorted(int(sequence) for item in row for sequence in sets[item]) for row in rank] for rank in by_rank]
+
+
+def assign(
+    tokens: NDArray[np.int64],
+    costs: NDArray[np.float64],
+    max_tokens: int,
+    num_ranks: int,
+    rows_multiple: int,
+    described: str,
+) -> tuple[list[Bins], float]:
+    """Return sets of sequences by row and rank, [rows][num_ranks][sets], and the sum of the rows' maximum costs.
+
+    `tokens` and `costs` are [sets]. `described` names the sequences in an error. Raises ValueError if `rows_multiple`
+    is above 1 and there are fewer sets than microbatches.
+    """
     # Stable, so equal lengths keep their order and the packing is the same on every platform.
     longest_first = np.argsort(-tokens, kind="stable").tolist()
     tight = _fill_tightly(longest_first, tokens.tolist(), max_tokens)
@@ -77,7 +104,7 @@ def pack(
     num_bins = -(-max(1, len(tight)) // unit) * unit
     if rows_multiple > 1 and len(tokens) < num_bins:
         raise ValueError(
-            f"{len(lengths)} sequences{_order_key(together)} cannot fill {num_bins} microbatches: each of {num_ranks} "
+            f"{described} cannot fill {num_bins} microbatches: each of {num_ranks} "
             f"ranks needs a multiple of {rows_multiple}; use more sequences per minibatch"
         )
     rows, makespan = [], np.inf
@@ -87,14 +114,10 @@ def pack(
     # The left side is the time of all ranks, the right side their work; the rest is waiting.
     if makespan * num_ranks * (1 - WORTH_ANOTHER_START) > costs.sum():
         bins = _fill_alike(longest_first, tokens.tolist(), max_tokens, num_bins)
-        rows, _ = min(
+        rows, makespan = min(
             (rows, makespan), _balanced_rows(bins, tokens, costs, max_tokens, num_ranks), key=lambda it: it[1]
         )
-    sets = [range(start, start + size) for start, size in zip(starts.tolist(), sizes.tolist(), strict=True)]
-    return [
-        [[sequence for item in sorted(row[rank]) for sequence in sets[item]] for row in rows]
-        for rank in range(num_ranks)
-    ]
+    return rows, makespan
 
 
 def _order_key(together: int | NDArray[np.int64]) -> str:

@@ -25,6 +25,15 @@ METRICS = {
 }
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
+_SAMPLE_SETTINGS = (
+    "hidden_dropout",
+    "attention_dropout",
+    "moe_input_jitter_eps",
+    "moe_expert_capacity_factor",
+    "mtp_num_layers",
+)
+"""Megatron-Core's settings with which equal tokens after equal prefixes are not computed alike in training."""
+
 
 def models_of(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dict[str, RankModel]:
     """Return the recipe's models by name: `policy`, `reference`, `critic`, `reward_model`, `teacher0` and so on."""
@@ -38,6 +47,7 @@ def models_of(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dic
         attention_ratio(shape),
         together=recipe.sequences_per_example,
         shape=shape.with_value_head() if recipe.loop == "reward_model" else shape,
+        shares_prefixes=recipe.trainer.share_prefixes == "auto",
         # A backward pass costs two forward passes. With LoRA the base weights need no gradients, which saves one.
         update_passes=2.0 if recipe.lora.rank else 3.0,
     )
@@ -54,7 +64,41 @@ def models_of(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dic
     if recipe.has_advantages:
         policy_loss = function_of(recipe.algorithm.policy_loss, POLICY_LOSSES, "algorithm.policy_loss")
         models["policy"] = replace(policy, keeps_samples=is_sequence_loss(policy_loss))
-    return models
+    return {
+        name: replace(model, sharing_problem=_sharing_problem(recipe, model, is_trained=name in ("policy", "critic")))
+        for name, model in models.items()
+    }
+
+
+def _sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> str | None:
+    """Return why this model's prefixes cannot be computed once for several sequences; None if they can."""
+    if model.layout.cp > 1:
+        return f"trainer.cp = {model.layout.cp}: context parallelism splits whole sequences"
+    if model.shape is not None and model.shape.linear_attention is not None:
+        return "the model has linear attention, whose state follows one sequence"
+    if not is_trained:
+        return None
+    if recipe.trainer.router_replay and model.name == "policy":
+        return "trainer.router_replay: the engine may have chosen other experts for each sample"
+    if recipe.lora.dropout and model.name == "policy":
+        return f"lora.dropout = {recipe.lora.dropout}: each sample has dropout of its own"
+    # Noise, dropped tokens, and further predictions belong to a token's place in one sequence.
+    for name in _SAMPLE_SETTINGS:
+        if value := recipe.trainer.megatron.get(name):
+            return f"trainer.megatron.{name} = {value}: it treats equal tokens of two samples differently"
+    return None
+
+
+def sharing_notices(models: Mapping[str, RankModel]) -> list[str]:
+    """Return a message for each reason why prefixes are not shared, naming the models."""
+    reasons: dict[str, list[str]] = {}
+    for name, model in models.items():
+        if model.shares_prefixes and model.sharing_problem is not None:
+            reasons.setdefault(model.sharing_problem, []).append(name)
+    return [
+        f"trainer.share_prefixes = auto has no effect on {', '.join(names)}: {reason}."
+        for reason, names in reasons.items()
+    ]
 
 
 def _shape_of(recipe: Recipe, folder: str) -> ModelShape:

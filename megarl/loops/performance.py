@@ -50,6 +50,20 @@ METRICS = {
         "model FLOPs utilisation: perf/tflops_per_rank divided by the device's peak (cluster.peak_tflops, or "
         "a known GPU's)",
     ),
+    "perf/represented_tokens": (
+        "tokens",
+        "tokens of the sequences in all passes of the step's models, with trainer.share_prefixes auto",
+    ),
+    "perf/stored_tokens": (
+        "tokens",
+        "tokens computed in these passes: each distinct prefix of a microbatch counts once if it is stored as a tree",
+    ),
+    "perf/flops_saved": ("share", "model FLOPs saved by shared prefixes, as a share of those of separate sequences"),
+    "perf/rows_not_shared": (
+        "microbatches",
+        "number that would save more than 5 % of their FLOPs, but whose model cannot share prefixes; a message at "
+        "the start names the reason",
+    ),
     "time/ranks_idle": ("share", "part of the step in which ranks ran no call from the driver, mean over ranks"),
     "time/trainers_idle": ("share", "the same for training ranks, with separate engines (rollout.placement separate)"),
     "memory/PHASE_gib": (
@@ -197,6 +211,12 @@ class Performance:
         if rollout and "rollout/sampled_tokens" in scalars:
             sampled = scalars["rollout/sampled_tokens"]
             metrics["perf/rollout_tokens_per_second_per_rank"] = sampled / rollout / num_samplers
+        if work.represented_tokens:
+            metrics["perf/represented_tokens"] = float(work.represented_tokens)
+            metrics["perf/stored_tokens"] = float(work.stored_tokens)
+            metrics["perf/rows_not_shared"] = float(work.refused_rows)
+            if work.flops:
+                metrics["perf/flops_saved"] = work.saved_flops / (work.flops + work.saved_flops)
         if work.flops and train + scoring:
             tflops = work.flops / (train + scoring) / num_trainers / 1e12
             metrics["perf/tflops_per_rank"] = tflops

@@ -22,7 +22,7 @@ from megarl.config.recipe import error_page
 from megarl.data.chat import tokenizer_of
 from megarl.loops import distillation, preference, rl, sft
 from megarl.loops.checkpointing import Checkpoints
-from megarl.loops.models import export, models_of
+from megarl.loops.models import export, models_of, sharing_notices
 from megarl.loops.performance import Performance, Profiles
 from megarl.loops.reshards import Reshards
 from megarl.loops.resume import Origin, Resume, find_origin
@@ -142,6 +142,8 @@ async def _started(
             is_abandoned=lambda: bool(stop), earlier=earlier,
         )  # fmt: skip
         models = models_of(recipe, layout, ranks.trainers)
+        for notice in sharing_notices(models):
+            tracker.notice(notice)
         steps = start.steps(ranks, transfer, replacements, pool, models, checks, dropped)
         session = Session(
             recipe=recipe,

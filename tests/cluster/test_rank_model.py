@@ -128,6 +128,87 @@ async def test_tokens_of_updates_are_the_policy_s_and_an_evaluation_counts_nothi
     assert policy.work == Work(sum(LENGTHS), 2 * of_update.flops)
 
 
+PROMPTS, ANSWERS = 6, 4
+"""Groups of the batch below, and the answers of each."""
+
+
+def groups(prompt_tokens: int = 20, answer_tokens: int = 5) -> TokenBatch:
+    """Answers to one prompt after another. All tokens of the batch differ, but for the prompts' copies."""
+    sequences, first = [], 0
+    for _ in range(PROMPTS):
+        prompt = np.arange(first, first + prompt_tokens)
+        first += prompt_tokens
+        for _ in range(ANSWERS):
+            ids = np.concatenate([prompt, np.arange(first, first + answer_tokens)])
+            first += answer_tokens
+            sequences.append(TrainingSequence(ids, np.arange(len(ids)) >= prompt_tokens))
+    return TokenBatch.from_sequences(sequences)
+
+
+def stored_tokens(row: TokenBatch) -> int:
+    # No token stands in two prompts or answers.
+    return len(np.unique(row.token_ids))
+
+
+@pytest.mark.parametrize("dp", [1, 2, 4])
+async def test_groups_share_rows_by_their_stored_tokens(dp: int) -> None:
+    layout = ParallelConfig(1, 1, dp, 1)
+    ranks = Ranks(layout)
+    policy = RankModel(ranks, layout, 80, shape=SHAPE, shares_prefixes=True)  # type: ignore[arg-type]
+    asked = groups()
+    await policy.update(asked)
+    rows = [row for replica in ranks.rows for row in replica]
+    assert all(row.shares_prefixes and stored_tokens(row) <= 80 for row in rows)
+    assert len({len(rows) for rows in ranks.rows}) == 1
+    assert sum(len(row.token_ids) for row in rows) == len(asked.token_ids) == 600
+    stored = sum(map(stored_tokens, rows))
+    assert (policy.work.represented_tokens, policy.work.stored_tokens) == (600, stored)
+    # Each prompt is stored once, except for one or two that several ranks need.
+    assert stored <= PROMPTS * (20 + ANSWERS * 5) + 2 * 20
+    apart = RankModel(Ranks(layout), layout, 80, shape=SHAPE)  # type: ignore[arg-type]
+    await apart.update(asked)
+    assert policy.work.flops + policy.work.saved_flops == pytest.approx(apart.work.flops)
+    assert policy.work.saved_flops > 0.4 * apart.work.flops and apart.work.saved_flops == 0
+    got = await policy.forward(asked)
+    assert got.tolist() == (asked.token_ids / 2).tolist()
+
+
+async def test_rows_with_little_to_share_are_packed_as_before() -> None:
+    layout = ParallelConfig(1, 1, 2, 1)
+    asked = groups(prompt_tokens=1, answer_tokens=30)
+    sent = []
+    for shares_prefixes in (False, True):
+        ranks = Ranks(layout)
+        policy = RankModel(ranks, layout, 100, shares_prefixes=shares_prefixes)  # type: ignore[arg-type]
+        await policy.update(asked)
+        sent.append([[row.token_ids.tolist() for row in replica] for replica in ranks.rows])
+        assert not any(row.shares_prefixes for replica in ranks.rows for row in replica)
+    assert sent[0] == sent[1]
+
+
+async def test_rows_that_cannot_share_are_counted() -> None:
+    layout = ParallelConfig(1, 1, 1, 1, cp=2)
+    ranks = Ranks(layout)
+    policy = RankModel(ranks, layout, 224, shares_prefixes=True, sharing_problem="trainer.cp = 2")  # type: ignore[arg-type]
+    await policy.update(groups())
+    [rows] = ranks.rows
+    assert not any(row.shares_prefixes for row in rows)
+    assert 0 < policy.work.refused_rows <= len(rows) and policy.work.stored_tokens == 600
+
+
+async def test_segments_with_one_history_fit_as_a_tree() -> None:
+    """All segments of a sample share a row of 40 tokens: 100 tokens, of which 40 are stored."""
+    layout = ParallelConfig(1, 1, 1, 1)
+    ranks, batch_of_forks = Ranks(layout), groups()
+    batch_of_forks.samples = np.repeat(np.arange(PROMPTS), ANSWERS)
+    policy = RankModel(ranks, layout, 40, keeps_samples=True, shares_prefixes=True)  # type: ignore[arg-type]
+    await policy.update(batch_of_forks)
+    assert [row.samples.tolist() for row in ranks.rows[0]] == [[number] * ANSWERS for number in range(PROMPTS)]
+    apart = replace(policy, shares_prefixes=False)
+    with pytest.raises(MegarlError, match=r"take 100 tokens"):
+        await apart.update(batch_of_forks)
+
+
 SEGMENTS = [(5, 4), (3,), (6, 2, 3), (7,), (2, 2), (9,), (4, 4), (1,)]
 """Lengths of the segments of each sample."""
 

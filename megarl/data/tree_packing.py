@@ -1,0 +1,165 @@
+"""Packing of sequences with shared prefixes: those that begin alike land in one microbatch, stored as a tree.
+
+Sequences are first collected into clusters, in lexicographic order. Clusters are then packed like single sequences, by
+the tokens and the cost of their trees. Large clusters store fewer tokens, small ones balance ranks better, so several
+sizes are tried.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.data.packing import assign, expand, pack
+from megarl.data.prefixes import lexicographic_order
+
+WORTH_SHARING = 0.05
+"""Saved share of the cost above which a prefix is shared. Below it, a tree's gathers cost as much as it saves."""
+_CLUSTERS_PER_RANK = (0, 1, 4, 16)
+"""Tried limits of a cluster's cost: the cost of all sequences, divided by this number of clusters per rank. 0: none."""
+
+
+def sequence_costs(lengths: NDArray[np.int64], attention_ratio: float) -> NDArray[np.float64]:
+    """Return the cost of sequences with these lengths [sequences]: that of a token without attention is 1.
+
+    At a length of `attention_ratio` tokens, attention costs as much as all else.
+    """
+    return lengths * (1.0 + lengths / attention_ratio)
+
+
+def saved_share(lengths: NDArray[np.int64], shared: NDArray[np.int64], attention_ratio: float) -> float:
+    """Return the share of the cost that a tree saves, if it stores the first `shared` tokens of each sequence once.
+
+    Both are [sequences].
+    """
+    whole = sequence_costs(lengths, attention_ratio).sum()
+    return float(sequence_costs(shared, attention_ratio).sum() / max(whole, 1.0))
+
+
+def pack_trees(
+    token_ids: NDArray[np.int64],
+    cu_seqlens: NDArray[np.int64],
+    *,
+    max_tokens: int,
+    num_ranks: int,
+    attention_ratio: float = 65536.0,
+    rows_multiple: int = 1,
+    together: int | NDArray[np.int64] = 1,
+) -> list[list[list[int]]]:
+    """Return sequence indices by rank and microbatch like `pack`: [num_ranks][num_microbatches][sequences].
+
+    A microbatch holds at most `max_tokens` stored tokens. `token_ids` is [tokens], `cu_seqlens` [sequences + 1];
+    `together` keeps adjacent sequences in one microbatch. Without prefixes worth sharing, the result is that of `pack`.
+
+    Raises ValueError for sequences that must share a microbatch and do not fit.
+    """
+    lengths = np.diff(cu_seqlens)
+    sizes = np.full(len(lengths) // together, together) if isinstance(together, int) else together
+    sets = np.split(np.arange(len(lengths)), np.cumsum(sizes)[:-1])
+    prefixes = _Prefixes(lengths, *lexicographic_order(token_ids, cu_seqlens), attention_ratio)
+    whole = sum(prefixes.cost_of(members) for members in sets)
+    best: tuple[float, list[list[list[int]]]] | None = None
+    tried: set[int] = set()
+    for per_rank in _CLUSTERS_PER_RANK:
+        limit = whole / (per_rank * num_ranks * rows_multiple) if per_rank else np.inf
+        clusters = _clusters(sets, prefixes, max_tokens, limit)
+        tokens = np.array([cluster.tokens for cluster in clusters])
+        if tokens.sum() == lengths.sum() or len(clusters) in tried:
+            continue
+        tried.add(len(clusters))
+        # A set of its own too large is reported by `pack`, below.
+        if tokens.max() > max_tokens or len(clusters) < num_ranks * rows_multiple:
+            continue
+        costs = np.array([cluster.cost for cluster in clusters])
+        try:
+            rows, makespan = assign(tokens, costs, max_tokens, num_ranks, rows_multiple, "")
+        except ValueError:
+            continue
+        is_filled = all(bin for row in rows for bin in row)
+        if is_filled and (best is None or makespan < best[0]):
+            best = makespan, expand(rows, [cluster.sequences for cluster in clusters])
+        if num_ranks * rows_multiple == 1:
+            break
+    if best is not None:
+        return best[1]
+    return pack(
+        lengths,
+        max_tokens=max_tokens,
+        num_ranks=num_ranks,
+        attention_ratio=attention_ratio,
+        rows_multiple=rows_multiple,
+        together=together,
+    )
+
+
+class _Prefixes:
+    """Lengths of prefixes shared by any two sequences, from the lexicographic order of all."""
+
+    def __init__(
+        self, lengths: NDArray[np.int64], order: NDArray[np.int64], shared: NDArray[np.int64], attention_ratio: float
+    ) -> None:
+        self.lengths, self.shared = lengths, shared
+        self.attention_ratio = attention_ratio
+        self.rank = np.empty(len(order), np.int64)
+        self.rank[order] = np.arange(len(order))
+
+    def cost_of(self, members: NDArray[np.int64]) -> float:
+        """Return the cost of these sequences, each stored apart."""
+        return float(sequence_costs(self.lengths[members], self.attention_ratio).sum())
+
+    def common(self, low: int, high: int) -> int:
+        """Return the prefix shared by the sequences at two places of the order, the lower one first, in tokens."""
+        return int(self.shared[low + 1 : high + 1].min())
+
+
+@dataclass(slots=True)
+class _Cluster:
+    """Sets of sequences stored as one tree."""
+
+    sequences: list[int] = field(default_factory=list)
+    tokens: int = 0
+    """Number of stored tokens."""
+    cost: float = 0.0
+    places: list[int] = field(default_factory=list)
+    """Places of the sequences in the lexicographic order, ascending."""
+
+    def with_set(self, members: NDArray[np.int64], prefixes: _Prefixes) -> _Cluster:
+        """Return the cluster of these sequences and one more set."""
+        places, tokens, cost = list(self.places), self.tokens, self.cost
+        for sequence in members.tolist():
+            place, length = int(prefixes.rank[sequence]), int(prefixes.lengths[sequence])
+            at = bisect_left(places, place)
+            shared = prefixes.common(places[at - 1], place) if at else 0
+            if at < len(places):
+                shared = max(shared, prefixes.common(place, places[at]))
+            places.insert(at, place)
+            tokens += length - shared
+            ratio = prefixes.attention_ratio
+            cost += length * (1.0 + length / ratio) - shared * (1.0 + shared / ratio)
+        return _Cluster([*self.sequences, *members.tolist()], tokens, cost, places)
+
+
+def _clusters(
+    sets: Sequence[NDArray[np.int64]], prefixes: _Prefixes, max_tokens: int, max_cost: float
+) -> list[_Cluster]:
+    """Collect sets into clusters, in lexicographic order of each set's first sequence there.
+
+    A set joins the cluster before it if this saves enough, and the cluster stays within `max_tokens` stored tokens and
+    `max_cost`.
+    """
+    order = np.argsort([prefixes.rank[members].min() for members in sets], kind="stable")
+    clusters: list[_Cluster] = []
+    for members in (sets[index] for index in order):
+        alone = _Cluster().with_set(members, prefixes)
+        if clusters:
+            joined = clusters[-1].with_set(members, prefixes)
+            saved = alone.cost - (joined.cost - clusters[-1].cost)
+            if saved > WORTH_SHARING * alone.cost and joined.tokens <= max_tokens and joined.cost <= max_cost:
+                clusters[-1] = joined
+                continue
+        clusters.append(alone)
+    return clusters
