@@ -12,6 +12,7 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import attention_ratio
+from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.import_path import function_of
 from megarl.platform.spans import span
@@ -76,6 +77,8 @@ def _sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> s
         return f"trainer.cp = {model.layout.cp}: context parallelism splits whole sequences"
     if model.shape is not None and model.shape.linear_attention is not None:
         return "the model has linear attention, whose state follows one sequence"
+    if model.shape is not None and isinstance(model.shape.attention, Latent):
+        return "the model has latent attention, whose fused rotary kernel counts positions from a sequence's start"
     if not is_trained:
         return None
     if recipe.trainer.router_replay and model.name == "policy":

@@ -219,13 +219,9 @@ class PackedAttention(nn.Module):
         **_: Any,
     ) -> None:
         super().__init__()
-        size, layers = config.window_size, config.window_attn_skip_freq
-        # Without a list of layers every layer has the window. Megatron's function also accepts None (0.16.1).
-        has_window = is_layer_window_attention(size, layers, layer_number)  # pyright: ignore[reportArgumentType]
-        self.window = size[0] + 1 if has_window and size else 0
+        self.window = _window(config, layer_number)
         """Number of keys attended to by a query, its own included; 0: all earlier ones."""
-        channels: Any = config.kv_channels
-        self.scale: float = channels**-0.5 if softmax_scale is None else softmax_scale
+        self.scale = _scale(config, softmax_scale)
         self.cp_group = getattr(pg_collection, "cp", None)
         self.tp_group = getattr(pg_collection, "tp", None)
         # The name is that of Megatron's and Transformer Engine's own attention.
@@ -357,6 +353,51 @@ class PackedAttention(nn.Module):
         to_sinks = self.softmax_offset.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:-1], 1)
         probabilities = torch.cat([scores, to_sinks], dim=-1).softmax(-1).narrow(-1, 0, scores.size(-1))
         return _from_padded(probabilities.to(v.dtype) @ v, part)
+
+
+def with_trees(attention: type[nn.Module]) -> type[nn.Module]:
+    """Return a core attention without sinks that also computes rows stored as trees of prefixes."""
+
+    class TreeDotProductAttention(attention):
+        def __init__(
+            self,
+            config: TransformerConfig,
+            layer_number: int,
+            *args: Any,
+            softmax_scale: float | None = None,
+            **kwargs: Any,
+        ) -> None:
+            super().__init__(config, layer_number, *args, softmax_scale=softmax_scale, **kwargs)
+            self.tree_window, self.tree_scale = _window(config, layer_number), _scale(config, softmax_scale)
+
+        def forward(
+            self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: PackedRow, **kwargs: Any
+        ) -> Tensor:
+            """Attend. Shapes of a tree: query [stored tokens, 1, heads, head_dim], key and value [stored tokens, 1,
+            groups, head_dim]; returns [stored tokens, 1, heads * head_dim].
+            """
+            tree = packed_seq_params.tree
+            if tree is None:
+                return super().forward(query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)
+            q, k, v = (x.flatten(0, -3) for x in (query, key, value))
+            out = tree_attention.attend(q, k, v, tree, scale=self.tree_scale, window=self.tree_window, sinks=None)
+            return out.reshape(out.size(0), 1, -1)
+
+    return TreeDotProductAttention
+
+
+def _window(config: TransformerConfig, layer_number: int) -> int:
+    """Return the number of keys that a layer's queries attend to, their own included; 0: all earlier ones."""
+    size, layers = config.window_size, config.window_attn_skip_freq
+    # Without a list of layers every layer has the window. Megatron's function also accepts None (0.16.1).
+    has_window = is_layer_window_attention(size, layers, layer_number)  # pyright: ignore[reportArgumentType]
+    return size[0] + 1 if has_window and size else 0
+
+
+def _scale(config: TransformerConfig, softmax_scale: float | None) -> float:
+    """Return the factor of the scores, by default one over the root of a head's size."""
+    channels: Any = config.kv_channels
+    return channels**-0.5 if softmax_scale is None else softmax_scale
 
 
 def _gather_rows(x: Tensor, places: Tensor | None) -> Tensor:

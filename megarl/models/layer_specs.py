@@ -15,7 +15,7 @@ from megatron.core.transformer.transformer_layer import get_transformer_layer_of
 from megarl.families.parts import LayerKind
 from megarl.families.shape import ModelShape
 from megarl.models import latent_attention
-from megarl.models.attention import PackedAttention
+from megarl.models.attention import PackedAttention, with_trees
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.delta_net import with_delta_net
 from megarl.models.expert_balance import UpdateRouter, needs_update_router
@@ -61,9 +61,10 @@ def layer_spec(config: TransformerConfig, kind: LayerKind) -> Any:
         layer = get_gpt_layer_with_transformer_engine_spec(**common)
         if config.multi_latent_attention:
             latent_attention.use_transformer_engine_modules(layer)
-        elif has_sinks(config):
+        else:
             fused: Any = layer.submodules
-            fused.self_attention.submodules.core_attention = PackedAttention
+            inner = fused.self_attention.submodules
+            inner.core_attention = PackedAttention if has_sinks(config) else with_trees(inner.core_attention)
     else:
         layer = get_gpt_layer_local_spec(**common, normalization="RMSNorm")
         modules: Any = layer.submodules

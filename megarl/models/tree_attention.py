@@ -136,7 +136,7 @@ class TokenTree:
         positions, reaches = torch.from_numpy(self.positions).to(device), self.reach
 
         def is_attended(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
-            """Return whether a query attends to a key, bool [], both given by their number []."""
+            """Return whether a query attends to a key, bool [*any], from the numbers of both, [*any]."""
             mask = (key <= query) & (query < reaches[key])
             return mask & (positions[query] - positions[key] < window) if window else mask
 
@@ -190,7 +190,7 @@ class TreePart:
         return _unpadded(padded, self.keys)
 
     def bias(self, dtype: torch.dtype) -> Tensor | None:
-        """Return the mask as a score to add, 0 or minus infinity, in the kernel's form; None without a mask."""
+        """Return the mask as a score to add, 0 or minus infinity: [blocks, 1, queries or 1, keys]; None without one."""
         if self.mask is None:
             return None
         return torch.zeros(self.mask.shape, dtype=dtype).masked_fill_(~self.mask, -torch.inf)
@@ -215,7 +215,10 @@ def attend(
 def merged_attend(
     q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, *, scale: float, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """Return the result of `attend` by torch's flash kernel for CPUs, merged from parts. Shapes as in `attend`."""
+    """Return the result of `attend` by torch's flash kernel for CPUs, merged from parts.
+
+    q and the result are [stored tokens, heads, head_dim], k and v [stored tokens, groups, head_dim], sinks [heads].
+    """
     parts = tree.windowed_parts(window) if window else tree.parts
     return _MergedAttention.apply(q, k, v, sinks, parts, scale)
 
@@ -223,7 +226,10 @@ def merged_attend(
 def flex_attend(
     q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, *, scale: float, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """Return the result of `attend` by FlexAttention, compiled on a GPU. Shapes as in `attend`."""
+    """Return the result of `attend` by FlexAttention, compiled on a GPU.
+
+    q and the result are [stored tokens, heads, head_dim], k and v [stored tokens, groups, head_dim], sinks [heads].
+    """
     kernel: Any = _compiled_flex() if q.is_cuda else flex_attention
     inputs = (x.transpose(0, 1)[None] for x in (q, k, v))
     grouped = q.size(1) != k.size(1)

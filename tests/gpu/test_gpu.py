@@ -55,6 +55,43 @@ def test_varlen_attention_is_attention(cp: int) -> None:
         torch.testing.assert_close(out.float(), expected[row.local], rtol=0, atol=2e-2)
 
 
+@pytest.mark.parametrize("window", [0, 70])
+def test_attention_of_a_tree_is_that_of_its_paths(window: int) -> None:
+    """FlexAttention's kernels, compiled, against the CPU's in float64: outputs and gradients, with sinks."""
+    import numpy as np
+
+    from megarl.data.token_batch import TokenBatch
+    from megarl.models.tree_attention import attend
+    from megarl.training.microbatch import pack_row
+    from megarl.types import TrainingSequence
+
+    random = np.random.default_rng(0)
+    for prompt_tokens in (300, 513):
+        prompt = random.integers(1, 99, prompt_tokens)
+        ids = [np.concatenate([prompt, random.integers(1, 99, length)]) for length in (90, 7, 260, 128)]
+        batch = TokenBatch.from_sequences([TrainingSequence(one, np.ones(len(one), bool)) for one in ids])
+        batch.shares_prefixes = True
+        trees = {
+            name: pack_row(batch, multiple=2, qkv_format="packed", device=torch.device(name)).row.tree
+            for name in ("cpu", "cuda")
+        }
+        torch.manual_seed(0)
+        shapes = (8, 64), (2, 64), (2, 64)
+        size = len(trees["cpu"].positions)
+        given = [torch.randn(size, *shape, dtype=torch.float64) for shape in shapes]
+        given += [torch.randn(8, dtype=torch.float64), torch.randn(size, 8, 64, dtype=torch.float64)]
+        found = {}
+        for name, dtype in (("cpu", torch.float64), ("cuda", torch.bfloat16)):
+            *leaves, grad = (x.to(name, dtype) for x in given)
+            leaves = [x.requires_grad_() for x in leaves]
+            q, k, v, sinks = leaves
+            out = attend(q, k, v, trees[name], scale=0.125, window=window, sinks=sinks)
+            found[name] = [out, *torch.autograd.grad(out, leaves, grad)]
+        for got, expected in zip(found["cuda"], found["cpu"], strict=True):
+            apart = (got.double().cpu() - expected).norm() / expected.norm()
+            assert apart < 2e-2
+
+
 def test_logprobs_are_those_of_float64() -> None:
     from megarl.models.logprobs import vocab_parallel_logprobs
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
@@ -9,6 +12,7 @@ import torch.nn.functional as F  # noqa: N812
 from torch import Tensor
 
 from megarl.data.token_batch import TokenBatch
+from megarl.models.attention import PackedRow, with_trees
 from megarl.models.tree_attention import TokenTree, attend, flex_attend
 from megarl.training.microbatch import pack_row
 from megarl.types import TrainingSequence
@@ -114,6 +118,31 @@ def block_table(counts: Tensor | None, columns: Tensor | None) -> Tensor:
     for row, count in enumerate(counts[0, 0].tolist()):
         table[row, columns[0, 0, row, :count].long()] = True
     return table
+
+
+class Plain(torch.nn.Module):
+    """A core attention with the arguments of Transformer Engine's, for rows of separate sequences."""
+
+    def __init__(self, config: Any, layer_number: int, *, softmax_scale: float | None) -> None:
+        super().__init__()
+
+    def forward(self, query: Tensor, *_: Any, packed_seq_params: PackedRow) -> Tensor:
+        return query
+
+
+def test_another_core_attention_computes_trees_too() -> None:
+    tree = deep_tree(0)
+    q, k, v, _ = inputs(tree, False)
+    v = F.pad(v, (0, WIDTH - VALUES))
+    config: Any = SimpleNamespace(kv_channels=WIDTH, window_size=(4, 0), window_attn_skip_freq=[0, 1])
+    row = PackedRow.from_tree(tree, len(tree.stored_of), 40)
+    for layer_number, window in ((1, 0), (2, 5)):
+        attention = with_trees(Plain)(config, layer_number, softmax_scale=SCALE)
+        out = attention(*(x[:, None] for x in (q, k, v)), packed_seq_params=row)
+        expected = written_out(q, k, v, None, tree, window)
+        torch.testing.assert_close(out, expected.flatten(1)[:, None], rtol=0, atol=1e-12)
+    apart = PackedRow.from_lengths([len(q)], torch.device("cpu"), "thd")
+    assert attention(q, k, v, packed_seq_params=apart) is q
 
 
 def test_whole_blocks_need_no_mask() -> None:
