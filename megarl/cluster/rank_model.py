@@ -131,7 +131,7 @@ class RankModel:
         sent = self._filled(batch.num_sequences)
         filled = batch if len(sent) == batch.num_sequences else batch.select(sent)
         packed = self._pack(filled, self.together, self.max_tokens_per_forward)
-        rows = self._rows(filled, packed, 1.0, num_counted=batch.num_sequences)
+        rows = self._rows(filled, packed, 1.0, num_counted=batch.num_sequences, max_tokens=self.max_tokens_per_forward)
         results = await self.group.scatter(f"{self.name}.{method}", self._by_rank(rows))
         found = [
             (row, values)
@@ -146,24 +146,34 @@ class RankModel:
         return gathered
 
     def _rows(
-        self, batch: TokenBatch, packed: list[list[list[int]]], passes: float, num_counted: int | None = None
+        self,
+        batch: TokenBatch,
+        packed: list[list[list[int]]],
+        passes: float,
+        *,
+        num_counted: int | None = None,
+        max_tokens: int | None = None,
     ) -> list[list[TokenBatch]]:
-        """Return the rows of a batch by replica, as packed, and count their work.
+        """Return the rows of a batch by replica, as packed with the limit `max_tokens`, and count their work.
 
         `passes` is a multiple of a forward pass. Sequences from number `num_counted` on are not counted.
         """
         num_counted = batch.num_sequences if num_counted is None else num_counted
-        return [[self._row(batch, row, passes, num_counted) for row in replica] for replica in packed]
+        capacity = self._capacity(max_tokens)
+        return [[self._row(batch, row, passes, num_counted, capacity) for row in replica] for replica in packed]
 
-    def _row(self, batch: TokenBatch, sequences: list[int], passes: float, num_counted: int) -> TokenBatch:
-        """Return the row of these sequences. It is stored as a tree if this saves enough."""
+    def _row(
+        self, batch: TokenBatch, sequences: list[int], passes: float, num_counted: int, capacity: int
+    ) -> TokenBatch:
+        """Return the row of these sequences. It is stored as a tree if this saves enough, or if it exceeds `capacity`
+        (in tokens) otherwise.
+        """
         row = batch.select(sequences)
         shared = np.zeros_like(row.lengths)
         if self.shares_prefixes:
             found = shared_lengths(row.token_ids, row.cu_seqlens)
-            # A row may fit as a tree only.
             is_worth = saved_share(row.lengths, found, self.attention_ratio) > WORTH_SHARING
-            if (is_worth or len(row.token_ids) > self.max_tokens_per_microbatch) and self.sharing_problem is None:
+            if (is_worth or len(row.token_ids) > capacity) and self.sharing_problem is None:
                 row.shares_prefixes, shared = True, found
             self.work.refused_rows += is_worth and not row.shares_prefixes
         is_counted = np.asarray(sequences) < num_counted
@@ -187,7 +197,7 @@ class RankModel:
         # Repeating sequences is harmless: their rows write the same targets again.
         sent = sent.select(self._filled(batch.num_sequences))
         packed = self._pack(sent, self.together, self.max_tokens_per_forward)
-        rows = self._rows(sent, packed, 1.0, num_counted=batch.num_sequences)
+        rows = self._rows(sent, packed, 1.0, num_counted=batch.num_sequences, max_tokens=self.max_tokens_per_forward)
         await self.group.scatter(f"{self.name}.teach", self._by_rank(rows))
 
     def _filled(self, num_sequences: int) -> NDArray[np.int64]:
@@ -221,9 +231,9 @@ class RankModel:
         `together` is the number of consecutive sequences that must share a row, or one number per group. `max_tokens`
         limits the tokens of a row; None: `max_tokens_per_microbatch`.
         """
-        layout, multiple = self.layout, self.row_multiple
+        layout = self.layout
         settings: dict[str, Any] = {
-            "max_tokens": (max_tokens or self.max_tokens_per_microbatch) // multiple * multiple,
+            "max_tokens": self._capacity(max_tokens),
             "num_ranks": layout.dp,
             "rows_multiple": layout.rows_multiple,
             "attention_ratio": self.attention_ratio,
@@ -232,6 +242,13 @@ class RankModel:
         if self.shares_prefixes and self.sharing_problem is None:
             return pack_trees(batch.token_ids, batch.cu_seqlens, **settings)
         return pack(batch.lengths, multiple=layout.sequence_multiple, **settings)
+
+    def _capacity(self, max_tokens: int | None) -> int:
+        """Return the number of tokens that a row may hold before it is padded to a multiple.
+
+        `max_tokens` limits the tokens with padding; None: `max_tokens_per_microbatch`.
+        """
+        return (max_tokens or self.max_tokens_per_microbatch) // self.row_multiple * self.row_multiple
 
     def _by_rank(self, per_replica: Sequence[Sequence[TokenBatch]]) -> list[Sequence[TokenBatch] | None]:
         """Return one argument per rank: the replica's rows for its first rank, None for the others."""

@@ -126,7 +126,8 @@ class TrainerConfig(Section):
             "log_prob_max_token_len_per_gpu max_total_sequence_length max_length max_seq_length max_len",
             note="in tokens, sequences are packed", short="tmbs", ColossalRL="--train-microbatch-size",
             verl="actor_rollout_ref.actor.ppo_max_token_len_per_gpu", slime="--max-tokens-per-gpu")] = 8192  # fmt: skip
-    """Maximum number of tokens in one microbatch of packed sequences, padding included, per data-parallel rank."""
+    """Maximum number of tokens in one microbatch of packed sequences, padding included, per data-parallel rank. A
+    prefix computed once (trainer.share_prefixes) counts once."""
     max_tokens_per_forward: Annotated[PositiveInt | None,
         Foreign("max_inference_length_per_device", note="of a data-parallel rank",
             RL2="actor.max_inference_length_per_device")] = None  # fmt: skip
@@ -134,8 +135,8 @@ class TrainerConfig(Section):
     Default: max_tokens_per_microbatch; on GPUs of known memory up to 8 times as many, if the pass is predicted to need
     no more memory than an update."""
     share_prefixes: Literal["auto", "off"] = "off"
-    """Compute prefixes shared by the sequences of a microbatch once, such as a group's prompt: exact, with fewer FLOPs.
-    auto: where this saves more than 5 % of a microbatch's FLOPs. off (default): each sequence apart."""
+    """Compute prefixes shared by the sequences of a microbatch once, such as a group's prompt. auto: where this
+    saves more than 5 % of a microbatch's FLOPs. off (default): each sequence apart. See launch/recipes/README.md."""
     logprob_chunk_tokens: Annotated[PositiveInt, OnlyIf(LOGPROBS)] = 1024
     """Log-probs are computed for this many tokens at a time, to limit the memory of the logits."""
     # The gradient's norm, and so its clipping, counts the policy alone.

@@ -1,0 +1,62 @@
+"""Which models share prefixes, and why others do not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.loops.models import models_of, sharing_notices
+from megarl.preflight import layout_of
+
+
+@pytest.mark.parametrize(
+    ("model", "fields", "reason"),
+    [
+        pytest.param({}, {}, None, id="dense"),
+        pytest.param({"family": "gpt_oss"}, {}, None, id="windows and sinks"),
+        pytest.param({}, {"lora": {"rank": 4}}, None, id="adapters"),
+        pytest.param({"family": "qwen3_next"}, {}, "linear attention", id="delta-net"),
+        pytest.param({"family": "deepseek_v3", "num_kv_heads": 4}, {}, "latent attention", id="latent"),
+        pytest.param({}, {"lora": {"rank": 4, "dropout": 0.1}}, "lora.dropout = 0.1", id="dropout"),
+        pytest.param({}, {"trainer": {"cp": 2}, "cluster": {"ranks_per_node": 2}}, "trainer.cp = 2", id="cp"),
+        pytest.param({"family": "qwen3_moe"}, {"trainer": {"router_replay": True}}, "router_replay", id="replay"),
+        pytest.param(
+            {}, {"trainer": {"megatron": {"hidden_dropout": 0.1}}}, "trainer.megatron.hidden_dropout = 0.1", id="noise"
+        ),
+    ],
+)
+def test_a_model_shares_prefixes_unless_a_reason_is_named(
+    tiny_model: Callable[..., Path], model: dict[str, Any], fields: dict[str, Any], reason: str | None
+) -> None:
+    trainer = {"share_prefixes": "auto"} | fields.get("trainer", {})
+    recipe = Recipe.model_validate(
+        {"name": "r", "loop": "rl", "data": {"train": "t"}, "algorithm": {"kl_coefficient": 0.1}}
+        | fields
+        | {"model": {"path": str(tiny_model(**model))}, "trainer": trainer}
+    )
+    ranks: Any = None
+    models = models_of(recipe, layout_of(recipe), ranks)
+    assert all(made.shares_prefixes for made in models.values())
+    found, notices = models["policy"].sharing_problem, sharing_notices(models)
+    if reason is None:
+        assert found is None and notices == []
+    else:
+        assert found is not None and reason in found
+        assert len(notices) == 1 and "policy" in notices[0] and reason in notices[0]
+    # Noise and replayed experts are in training only.
+    is_of_shape = reason is None or "attention" in reason or "cp" in reason
+    assert models["reference"].sharing_problem == (found if is_of_shape else None)
+    assert (
+        sharing_notices(
+            models_of(
+                recipe.model_copy(update={"trainer": recipe.trainer.model_copy(update={"share_prefixes": "off"})}),
+                layout_of(recipe),
+                ranks,
+            )
+        )
+        == []
+    )
