@@ -61,16 +61,24 @@ def recipe_of(policy: Path, teachers: list[Path], loss: str, divergence: str, **
     )  # fmt: skip
 
 
-def make_batch(recipe: Recipe) -> TokenBatch:
-    """Random tokens after prompts, every third sequence the second teacher's."""
+def make_batch(recipe: Recipe, shares_prefixes: bool = False) -> TokenBatch:
+    """Random tokens after prompts, every third sequence the second teacher's.
+
+    With `shares_prefixes`, half of each sequence is the beginning of one sequence common to all.
+    """
     random = np.random.default_rng(11)
+    common = np.random.default_rng(12).integers(1, TOKENS, size=max(LENGTHS))
     sequences = []
     for length in LENGTHS:
         prompt = int(random.integers(1, length))
         # What an environment said between is not trained.
         mask = (np.arange(length) >= prompt) & (np.arange(length) != length - 3)
-        sequences.append(TrainingSequence(random.integers(1, TOKENS, size=length), mask))
+        ids = random.integers(1, TOKENS, size=length)
+        if shares_prefixes:
+            ids[: length // 2] = common[: length // 2]
+        sequences.append(TrainingSequence(ids, mask))
     batch = TokenBatch.from_sequences(sequences)
+    batch.shares_prefixes = shares_prefixes
     assign_token_weights(batch, recipe.algorithm)
     numbers = np.arange(len(LENGTHS))
     batch.target_keys = np.column_stack([(numbers % 3 == 1).astype(np.int64), numbers])
@@ -86,7 +94,8 @@ def rows_of(recipe: Recipe, layout: ParallelConfig, batch: TokenBatch, of: np.nd
         multiple=layout.sequence_multiple * layout.tp,
         rows_multiple=layout.rows_multiple,
     )
-    return [batch.select(of[row]) for row in rows[layout.coordinates(dist.get_rank()).dp]]
+    chosen = [batch.select(of[row]) for row in rows[layout.coordinates(dist.get_rank()).dp]]
+    return [replace(row, shares_prefixes=batch.shares_prefixes) for row in chosen]
 
 
 def distil(recipe: Recipe, layout: ParallelConfig, teacher_layout: ParallelConfig, batch: TokenBatch) -> dict[str, Any]:
@@ -195,6 +204,14 @@ def test_the_gradient_is_that_of_float64(
     assert {rank["groups"] for rank in found} == {int("teachers" in name)}
 
 
+@pytest.mark.parametrize("loss", ["reverse", "top-k"])
+@pytest.mark.parametrize("name", ["one rank, packed", "tp2", "pp2"])
+def test_rows_stored_as_trees_learn_the_same(
+    ranks: RankPool, folders: tuple[Path, list[Path]], name: str, loss: str
+) -> None:
+    learn_exactly(ranks, *folders, name, loss, shares_prefixes=True)
+
+
 def test_a_teacher_with_experts(
     ranks: RankPool, folders: tuple[Path, list[Path]], tiny_model: Callable[..., Path]
 ) -> None:
@@ -207,13 +224,15 @@ def test_a_teacher_with_experts(
     assert {rank["groups"] for rank in found} == {1}
 
 
-def learn_exactly(ranks: RankPool, policy: Path, teachers: list[Path], name: str, loss: str) -> list[dict[str, Any]]:
+def learn_exactly(
+    ranks: RankPool, policy: Path, teachers: list[Path], name: str, loss: str, *, shares_prefixes: bool = False
+) -> list[dict[str, Any]]:
     """Return the metrics of a layout's ranks for an update. Loss and gradient are compared with float64."""
     sizes, of_teachers, trainer = LAYOUTS[name]
     recipe = recipe_of(policy, teachers, *LOSSES[loss], **trainer)
     one = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     layout, teacher_layout = replace(one, **sizes), replace(one, **of_teachers)
-    batch = make_batch(recipe)
+    batch = make_batch(recipe, shares_prefixes)
     found = ranks.run(distil, recipe, layout, teacher_layout, batch, world_size=layout.world_size)
     expected_loss, expected = written_out(recipe, batch)
     metrics = values(merge(rank["metrics"] for rank in found))
