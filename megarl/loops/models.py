@@ -83,6 +83,8 @@ def _sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> s
         return None
     if recipe.trainer.router_replay and model.name == "policy":
         return "trainer.router_replay: the engine may have chosen other experts for each sample"
+    if recipe.trainer.mtp_loss_coefficient and model.name == "policy":
+        return "trainer.mtp_loss_coefficient: a shared token has a different token after the next one in each sample"
     if recipe.lora.dropout and model.name == "policy":
         return f"lora.dropout = {recipe.lora.dropout}: each sample has dropout of its own"
     # Noise, dropped tokens, and further predictions belong to a token's place in one sequence.

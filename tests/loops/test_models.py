@@ -23,6 +23,12 @@ from megarl.preflight import layout_of
         pytest.param({"family": "deepseek_v3", "num_kv_heads": 4}, {}, "latent attention", id="latent"),
         pytest.param({}, {"lora": {"rank": 4, "dropout": 0.1}}, "lora.dropout = 0.1", id="dropout"),
         pytest.param({}, {"trainer": {"cp": 2}, "cluster": {"ranks_per_node": 2}}, "trainer.cp = 2", id="cp"),
+        pytest.param(
+            {"family": "glm4_moe", "num_mtp_layers": 1},
+            {"trainer": {"mtp_loss_coefficient": 0.1}},
+            "trainer.mtp_loss_coefficient",
+            id="further predictions",
+        ),
         pytest.param({"family": "qwen3_moe"}, {"trainer": {"router_replay": True}}, "router_replay", id="replay"),
         pytest.param(
             {}, {"trainer": {"megatron": {"hidden_dropout": 0.1}}}, "trainer.megatron.hidden_dropout = 0.1", id="noise"

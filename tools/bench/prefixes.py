@@ -105,7 +105,8 @@ def measure(options: argparse.Namespace, folder: Path) -> bool:
     pieces = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))[0]
     engine = TrainingEngine(recipe, layout, shape, lambda tensors: safetensors.load(str(folder), pieces, tensors))
     rank: Any = OneRank(engine)
-    auto = RankModel(rank, layout, 1 << 20, 1, attention_ratio(shape), shape=shape, shares_prefixes=True)
+    ratio = attention_ratio(shape)
+    auto = RankModel(rank, layout, 1 << 20, attention_ratio=ratio, shape=shape, shares_prefixes=True)
     ways = {"off": replace(auto, shares_prefixes=False), "auto": auto}
     is_met = True
     for name, batch in cases(options.prompt, options.answer, options.group, shape.vocab_size).items():
