@@ -148,7 +148,11 @@ class RolloutEngine:
                 LeaderExecutor, worker=self._worker, channel=self._channel, recorder=recorder
             )
             self._engine = LLMEngine(vllm_config, cast(Any, executor_class), log_stats=False)
-            core = cast(Any, self._engine.engine_core).engine_core
+            client = cast(Any, self._engine.engine_core)
+            # vLLM 0.32 shuts the engine down when its client is deleted. As in 0.30, only `close` shall do so.
+            if finalizer := getattr(client, "_finalizer", None):
+                finalizer.detach()
+            core = client.engine_core
             self._executor: LeaderExecutor = core.model_executor
             self._executor.kv_usage = core.scheduler.get_kv_cache_usage
             # vLLM calls this for every verification of drafts, and would count only with its own statistics on.

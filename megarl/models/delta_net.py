@@ -1,8 +1,8 @@
 """Gated delta-net (arXiv:2412.06464) with support for packed rows and context parallelism, as a module of Megatron's
 layers.
 
-Megatron-Core 0.16.1's own forward pass supports neither. This module replaces it, and uses Megatron's parameters,
-tensor parallelism and checkpoint keys.
+Megatron-Core 0.16.1's own forward pass supports neither, and that of 0.19 has no kernel for CPUs. This module replaces
+it, and uses Megatron's parameters, tensor parallelism and checkpoint keys.
 """
 
 from __future__ import annotations
@@ -14,7 +14,6 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F  # noqa: N812
-from megatron.core.ssm import gated_delta_net
 from megatron.core.ssm.gated_delta_net import GatedDeltaNet, GatedDeltaNetSubmodules
 from megatron.core.tensor_parallel import ColumnParallelLinear, RowParallelLinear
 from megatron.core.tensor_parallel.mappings import all_to_all
@@ -54,10 +53,16 @@ class DeltaNet(GatedDeltaNet):
     out_norm: Any
 
     def __init__(self, config: TransformerConfig, submodules: GatedDeltaNetSubmodules, **settings: Any) -> None:
-        # The constructor refuses to run without FLA's kernels. This forward pass has a substitute in torch.
-        gated_delta_net.HAVE_FLA = True
+        # The constructor refuses to run without FLA's kernels. This forward pass has a substitute in torch. The name
+        # is that of the constructor's module: Megatron-Core 0.19 has another than 0.16.1.
+        GatedDeltaNet.__init__.__globals__["HAVE_FLA"] = True
         super().__init__(config, submodules, **settings)
         self.cp_group: Any = self.pg_collection.cp
+
+    def _setup_variant_attrs(self) -> None:
+        """Set sizes, and a kernel if FLA is missing. The constructor of Megatron-Core 0.19 refuses to have none."""
+        super()._setup_variant_attrs()  # pyright: ignore[reportAttributeAccessIssue]
+        self.gated_delta_rule = self.gated_delta_rule or gated_delta_rule
 
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]  (Megatron's has parameters without use here)
         self, hidden_states: Tensor, attention_mask: Tensor | None = None, *, packed_seq_params: PackedRow, **_: Any

@@ -21,6 +21,22 @@ from megarl.platform import transformer_engine
 # Without Transformer Engine, Megatron-Core 0.16.1 still counts it as present here, and its attention fails in
 # `isinstance` with a stand-in for TELinear.
 multi_latent_attention.HAVE_TE = transformer_engine.is_installed()
+# Megatron-Core 0.19 imports this name with Transformer Engine only. Its attention refuses down projections of a class
+# that it does not know.
+multi_latent_attention.Linear = Linear
+
+
+class LatentAttention(multi_latent_attention.MLASelfAttention):
+    """Megatron's latent attention, made of the norms and projections of its spec."""
+
+    def _resolve_qk_norm_config(self, submodules: Any) -> dict[str, Any]:
+        """Return the classes of the spec, as Megatron-Core 0.16.1 does without this method.
+
+        The method of Megatron-Core 0.19 chooses others if queries have no low rank (Moonlight, GLM-4.7-Flash). Of local
+        layers it refuses all, and Transformer Engine's get a norm before the projection of queries.
+        """
+        parts = ("linear_q_proj", "linear_q_up_proj", "linear_kv_up_proj", "q_layernorm", "kv_layernorm")
+        return {name: getattr(submodules, name) for name in parts}
 
 
 class RowRotary(nn.Module):
@@ -85,6 +101,7 @@ def use_local_modules(layer: Any, norm: type[nn.Module]) -> None:
 
     The down projections become replicated, as in Transformer Engine's spec.
     """
+    layer.submodules.self_attention.module = LatentAttention
     attention = layer.submodules.self_attention.submodules
     attention.q_layernorm = attention.kv_layernorm = norm
     # Megatron-Core 0.16.1 would split these over tensor-parallel ranks and gather their outputs. The gradient of the
@@ -95,6 +112,7 @@ def use_local_modules(layer: Any, norm: type[nn.Module]) -> None:
 
 def use_transformer_engine_modules(layer: Any) -> None:
     """Set an attention with padded values in Transformer Engine's spec of a layer with latent attention."""
+    layer.submodules.self_attention.module = LatentAttention
     attention = layer.submodules.self_attention.submodules
     attention.core_attention = with_padded_values(attention.core_attention)
 

@@ -15,6 +15,8 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
+from megarl.platform import absent_triton
+
 FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
 """The torch functions that Megatron calls with device="cuda"."""
 
@@ -58,6 +60,7 @@ def prepare() -> None:
     torch.cuda.Stream = torch.cuda.Event = _NoStream
     torch.cuda.current_stream = torch.cuda.default_stream = lambda device=None: _NoStream()
     torch.cuda.stream = lambda stream: _NoStream()
+    absent_triton.install()
 
     import megatron.core.tensor_parallel.random as megatron_random
 

@@ -1,0 +1,55 @@
+"""Import of Megatron-Core 0.18 and newer on a machine without Triton.
+
+One file of these versions imports Triton without a condition: the GPU kernels of the paged stash, a buffer for experts'
+activations. megarl never enables the paged stash. PyTorch's build for CPUs comes without Triton.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+PAGED_STASH = "megatron.core.transformer.moe.ops.paged_stash"
+"""The module of Megatron-Core that imports Triton without a condition. Megatron-Core 0.16 lacks it."""
+
+
+class _AbsentKernel:
+    """A Triton kernel that cannot run. Each launch raises ImportError."""
+
+    def __init__(self, function: Any) -> None:
+        self._name = function.__name__
+
+    def __getitem__(self, grid: object) -> Any:
+        raise ImportError(f"{PAGED_STASH}.{self._name} is a Triton kernel, but Triton is not installed")
+
+
+def install() -> None:
+    """Load Megatron's paged stash with kernels that cannot run. Call it before the first import of Megatron.
+
+    No effect if Triton is installed, or if this Megatron has no paged stash.
+    """
+    if PAGED_STASH in sys.modules or importlib.util.find_spec("triton") is not None:
+        return
+    megatron = importlib.util.find_spec("megatron")
+    folders = (megatron and megatron.submodule_search_locations) or ()
+    parts = PAGED_STASH.split(".")[1:]
+    files = [file for folder in folders if (file := Path(folder, *parts).with_suffix(".py")).is_file()]
+    spec = importlib.util.spec_from_file_location(PAGED_STASH, files[0]) if files else None
+    if spec is None or spec.loader is None:
+        return
+    module = importlib.util.module_from_spec(spec)
+    triton: Any = ModuleType("triton")
+    language: Any = ModuleType("triton.language")
+    triton.jit, triton.language = _AbsentKernel, language
+    # The type in the kernels' annotations.
+    language.constexpr = object
+    # Visible to this one file. Megatron, torch and vLLM look Triton up elsewhere, and must not find it.
+    sys.modules |= {"triton": triton, "triton.language": language}
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        del sys.modules["triton"], sys.modules["triton.language"]
+    sys.modules[PAGED_STASH] = module
