@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Makes launch/requirements-cpu.txt and launch/requirements-gpu.txt from pyproject.toml: the version of every package on
-# Linux, x86_64, Python 3.11. launch/setup.sh installs no others there. Versions that still fit are kept; arguments go to
-# `uv pip compile`, such as --upgrade.
+# Makes launch/requirements-cpu.txt and launch/requirements-gpu.txt from pyproject.toml and launch/versions-stable.txt:
+# the version of every package on Linux, x86_64, Python 3.11. launch/setup.sh installs no others there. Versions that
+# still fit are kept; arguments go to `uv pip compile`, such as --upgrade.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 [ -x .venv/bin/uv ] || launch/setup.sh
@@ -9,7 +9,7 @@ export VIRTUAL_ENV="$PWD/.venv"
 
 compile() {
     .venv/bin/uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate \
-        --custom-compile-command launch/lock.sh "$@"
+        --custom-compile-command launch/lock.sh --constraints launch/versions-stable.txt "$@"
 }
 
 # What launch/setup.sh leaves out is left out here too. torch's CPU builds are in few indexes.

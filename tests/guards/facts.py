@@ -1,4 +1,4 @@
-"""Facts about the libraries that megarl relies on and no type says, by library and by the version they were read in.
+"""Facts about the libraries that megarl relies on and no type says, by library and by the versions they were read in.
 
 `tests/guards/test_facts.py` asserts them on the sources that are installed: an upgrade that changes one fails there,
 with the reason. A new version: read each fact anew, then its number.
@@ -9,13 +9,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 VERSIONS = {
-    "vllm": "0.30.0",
-    "torch": "2.13.0",
-    "megatron": "0.16.1",
-    "transformer_engine": "2.11.0",
-    "flashinfer": "0.6.18",
+    "vllm": ("0.30.0", "0.32.0"),
+    "torch": ("2.13.0",),
+    "megatron": ("0.16.1", "0.19.2"),
+    "transformer_engine": ("2.11.0",),
+    "flashinfer": ("0.6.18",),
 }
-"""By the name of the imported package. vLLM's build for the CPU has the same Python sources."""
+"""By the name of the imported package: those of launch/versions-*.txt. vLLM's build for the CPU has the same Python
+sources.
+"""
 
 
 @dataclass(frozen=True)

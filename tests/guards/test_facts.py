@@ -69,7 +69,8 @@ def test_the_facts_are_those_of_the_installed_version(library: str) -> None:
     pattern = DISTRIBUTIONS.get(library, library)
     found = [re.fullmatch(rf"(?:{pattern})-([0-9.]+).*\.dist-info", path.name) for path in folder.parent.iterdir()]
     versions = {match[match.lastindex or 1].rstrip(".") for match in found if match}
-    assert versions == {VERSIONS[library]}, f"read the facts about {library} anew (tests/guards/facts.py)"
+    [version] = versions
+    assert version in VERSIONS[library], f"read the facts about {library} anew (tests/guards/facts.py)"
 
 
 @pytest.mark.parametrize("fact", SOURCES, ids=lambda fact: f"{fact.library}: {fact.why}")

@@ -36,10 +36,30 @@ def shell_list(script: str, pattern: str) -> list[str]:
 def test_direct_dependencies_are_locked_as_pinned(kind: str) -> None:
     versions = locked(kind)
     of_extras = [text for extra in EXTRAS[kind] for text in PROJECT["optional-dependencies"][extra]]
-    for text in PROJECT["dependencies"] + of_extras:
-        requirement = Requirement(text)
-        [pin] = requirement.specifier
-        assert pin.operator == "==" and versions[requirement.name].public == pin.version, "run launch/lock.sh"
+    for requirement in map(Requirement, PROJECT["dependencies"] + of_extras):
+        assert versions[requirement.name] in requirement.specifier, "run launch/lock.sh"
+        assert is_pinned(requirement) or requirement.name in pins("stable").keys() & pins("next").keys()
+    assert all(versions[name].public == version for name, version in pins("stable").items() if name in versions)
+
+
+def is_pinned(requirement: Requirement) -> bool:
+    return [pin.operator for pin in requirement.specifier] == ["=="]
+
+
+def pins(name: str) -> dict[str, str]:
+    """Return the versions of a set by package."""
+    lines = (ROOT / f"launch/versions-{name}.txt").read_text().splitlines()
+    return dict(line.split("==") for line in lines if not line.startswith("#"))
+
+
+@pytest.mark.parametrize("name", ["stable", "next"])
+def test_a_version_set_fits_the_project(name: str) -> None:
+    ranges = {one.name: one.specifier for one in map(Requirement, PROJECT["dependencies"])}
+    ranges |= {one.name: one.specifier for one in map(Requirement, PROJECT["optional-dependencies"]["cpu"])}
+    assert {package for package in ranges if not is_pinned(Requirement(f"{package}{ranges[package]}"))} <= pins(
+        name
+    ).keys()
+    assert all(version in ranges[package] for package, version in pins(name).items() if package in ranges)
 
 
 @both
@@ -75,7 +95,8 @@ esac
 def checkout(folder: Path) -> Path:
     """A checkout on a machine without a driver, with programs in place of Python and uv."""
     (folder / "launch").mkdir(parents=True)
-    for path in ("launch/setup.sh", "launch/requirements-cpu.txt", "pyproject.toml"):
+    sets = ("launch/versions-stable.txt", "launch/versions-next.txt")
+    for path in ("launch/setup.sh", "launch/requirements-cpu.txt", "pyproject.toml", *sets):
         shutil.copy(ROOT / path, folder / path)
     for path in (".venv/bin/python", ".venv/bin/uv", "bin/nvidia-smi"):
         program = folder / path
@@ -85,19 +106,19 @@ def checkout(folder: Path) -> Path:
     return folder
 
 
-def set_up(folder: Path, asked: str, version: str = "3.11") -> subprocess.CompletedProcess[str]:
-    """launch/setup.sh of a checkout, whose programs write their calls to its `log`."""
+def set_up(folder: Path, asked: str, version: str = "3.11", **more: str) -> subprocess.CompletedProcess[str]:
+    """launch/setup.sh of a checkout, whose programs write their calls to its `log`, with `more` in the environment."""
     environment = {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "LOG": str(folder / "log"), "VERSION": version}
-    environment |= {"PYTHON": sys.executable}
+    environment |= {"PYTHON": sys.executable, **more}
     command = ["bash", "launch/setup.sh", *([asked] if asked else [])]
     return subprocess.run(command, cwd=folder, env={**os.environ, **environment}, capture_output=True, text=True)
 
 
-def installs(folder: Path, version: str) -> list[str]:
+def installs(folder: Path, version: str, **more: str) -> list[str]:
     """Return the calls of uv that launch/setup.sh makes."""
     checkout(folder)
     for _ in range(2):  # the second call finds the stamp of the first
-        done = set_up(folder, "dev", version)
+        done = set_up(folder, "dev", version, **more)
         assert done.returncode == 0, done.stderr
     lines = (folder / "log").read_text().splitlines()
     return [line for line in lines if line.startswith("uv ")]
@@ -108,7 +129,43 @@ def test_setup_installs_the_locked_versions_where_they_hold(tmp_path: Path) -> N
     [locked] = installs(tmp_path / "3.11", "3.11")
     assert ("-c launch/requirements-cpu.txt" in locked) == here and locked.endswith("-e .[cpu,dev]")
     [newest] = installs(tmp_path / "3.12", "3.12")
-    assert " -c " not in newest and newest.endswith("-e .[cpu,dev]")
+    assert "-c launch/versions-stable.txt" in newest and newest.endswith("-e .[cpu,dev]")
+    [following] = installs(tmp_path / "next", "3.12", VERSIONS="next")
+    assert "-c launch/versions-next.txt" in following and following.endswith("-e .[cpu,dev]")
+
+
+@pytest.mark.parametrize(
+    ("asked", "more", "error_text"),
+    [
+        pytest.param("dev", {"VERSIONS": "nxt"}, "VERSIONS = nxt: no such version set; choose stable", id="unknown"),
+        pytest.param("gpu", {"VERSIONS": "next"}, "were never run on GPUs; leave VERSIONS out", id="on GPUs"),
+        pytest.param("dev", {"VERSIONS": "next"}, "needs Python 3.12 or 3.13 for VERSIONS=next", id="Python"),
+    ],
+)
+def test_a_version_set_that_does_not_fit_is_refused(
+    tmp_path: Path, asked: str, more: dict[str, str], error_text: str
+) -> None:
+    folder = checkout(tmp_path / "checkout")
+    release = "3, 11, 7" if asked == "dev" else "3, 12, 1"
+    version = f'sys.version_info = ({release}, "final", 0)'
+    (folder / ".venv/bin/python").write_text(
+        f"#!/bin/bash\n{{ echo 'import sys; {version}'; cat; }} | {sys.executable} \"$@\"\n"
+    )
+    done = set_up(folder, asked, **more)
+    assert done.returncode == 1 and error_text in done.stderr and len(done.stderr.splitlines()) == 1, done.stderr
+
+
+def test_a_missing_cpu_build_of_torch_is_named_with_the_remedies(tmp_path: Path) -> None:
+    folder = checkout(tmp_path / "checkout")
+    absent = 'case "$*" in *importlib.metadata*|*"+cpu"*|*"--torch-backend cpu"*) exit 1 ;; esac\n'
+    for name in ("python", "uv"):
+        (folder / ".venv/bin" / name).write_text(STUB + absent)
+    done = set_up(folder, "dev", "3.13")
+    assert done.returncode == 1 and "no CPU build of torch==" in done.stderr and "for Python 3.13" in done.stderr
+    assert "TORCH_BUILD=any" in done.stderr and len(done.stderr.splitlines()) == 1
+    assert set_up(folder, "dev", "3.13", TORCH_BUILD="any").returncode == 0
+    [torch, project] = [line for line in (folder / "log").read_text().splitlines() if "--excludes" in line]
+    assert re.search(r" torch==[0-9.]+$", torch) and project.endswith("-e .[cpu,dev]")
 
 
 @pytest.mark.parametrize(

@@ -69,6 +69,15 @@ def test_slurm_is_installed_where_that_is_asked_for(checkout: Path) -> None:
     assert "slurm-wlm munge" in install and called[-1] == f"pytest {WORKERS} -m fast -k a or b"
 
 
+def test_the_matrix_is_a_program_of_its_own(checkout: Path) -> None:
+    python = checkout / "bin/python3"
+    python.write_text(CALLED)
+    python.chmod(0o755)
+    done, called = run(checkout, "--matrix", "--set", "next")
+    assert done.returncode == 0, done.stderr
+    assert called == ["python3 tools/matrix.py --set next"]
+
+
 @pytest.mark.parametrize("arguments", [["--tier", "quick"], ["--tier=quick"], ["-x", "--tier"], ["--tier="]])
 def test_an_unknown_tier_is_told_before_anything_starts(checkout: Path, arguments: list[str]) -> None:
     done, called = run(checkout, *arguments)

@@ -1,0 +1,160 @@
+"""Prove model families on each supported version set, each in an environment of its own. Prints one table.
+
+    launch/test.sh --matrix [--set NAME] [--family NAME] [--proof NAME]
+
+For each set, launch/setup.sh makes the folder `.venv-matrix-SET`. Then `tests/guards` and the check `families` run in
+it. A cell shows the largest difference found in a proof, and its limit where it is exceeded. Exits with 1 if a cell
+fails or is missing. Needs Python alone, none of megarl's dependencies.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+ROOT = Path(__file__).resolve().parents[1]
+
+INTERPRETERS = {"stable": "python3.11", "next": "python3.12"}
+"""Interpreters by version set. The versions of a set are in launch/versions-SET.txt."""
+FAMILIES = ("qwen3", "qwen3_moe", "deepseek_v3", "qwen3_next")
+"""A dense model, a mixture of experts, latent attention, and gated delta-nets."""
+PROOFS = ("log-probs", "gradient", "engine", "packing", "conversion", "reshard", "layouts", "learning")
+"""Proofs of the check `families`."""
+LOGS = ROOT / "build/matrix"
+"""Folder of each proof's output. Git ignores it."""
+GUARDS = "guards"
+"""Name of the row of `tests/guards`."""
+
+
+class Cell(NamedTuple):
+    """Outcome of a proof: the text shown, and whether the proof passed."""
+
+    text: str
+    met: bool
+
+
+def versions(name: str) -> list[str]:
+    """Return the pins of a version set, `package==version` each."""
+    lines = (ROOT / f"launch/versions-{name}.txt").read_text(encoding="utf-8").splitlines()
+    return [line for line in lines if not line.startswith("#")]
+
+
+def make_environment(name: str) -> Path:
+    """Make the environment of a version set, or update it. Returns its interpreter.
+
+    Raises SystemExit if the interpreter is missing or launch/setup.sh fails.
+    """
+    interpreter = INTERPRETERS[name]
+    if shutil.which(interpreter) is None:
+        raise SystemExit(f"launch/test.sh --matrix: {interpreter} is not on PATH, version set {name} needs it")
+    folder = ROOT / f".venv-matrix-{name}"
+    # The registry's CUDA build of torch is better than none: it computes the same on CPUs.
+    settings = {"VENV": str(folder), "VERSIONS": name, "PYTHON": interpreter, "TORCH_BUILD": "any"}
+    done = subprocess.run(["bash", "launch/setup.sh", "cpu,dev"], cwd=ROOT, env={**os.environ, **settings}, check=False)
+    if done.returncode:
+        raise SystemExit(f"launch/test.sh --matrix: launch/setup.sh failed for version set {name} (above)")
+    return folder / "bin/python"
+
+
+def run_in(python: Path, log: Path, *arguments: str) -> int:
+    """Run an interpreter in the repository and write its output into a file. Returns its exit code."""
+    environment = {**os.environ, "PATH": f"{python.parent}:{os.environ['PATH']}"}
+    with log.open("w", encoding="utf-8") as file:
+        command = [str(python), *arguments]
+        return subprocess.run(command, cwd=ROOT, env=environment, stdout=file, stderr=file, check=False).returncode
+
+
+def guard(python: Path, log: Path) -> Cell:
+    """Run `tests/guards`. The cell shows pytest's closing line."""
+    code = run_in(python, log, "-m", "pytest", "-q", "-n0", "tests/guards")
+    lines = log.read_text(encoding="utf-8").splitlines()
+    closing = re.sub(r" in [0-9.]+s.*", "", lines[-1]) if lines else f"exit code {code}"
+    return Cell(closing.strip(), code == 0)
+
+
+def prove(python: Path, family: str, proofs: Sequence[str], log: Path) -> dict[str, Cell]:
+    """Run the check of a family. Returns a cell for each proof, also for those it did not come to."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "rows.jsonl"
+        chosen = [argument for proof in proofs for argument in ("--proof", proof)]
+        command = ("tools/check.py", "families", "--json", str(file), "--only", family, *chosen)
+        run_in(python, log, *command)
+        lines = file.read_text(encoding="utf-8").splitlines() if file.exists() else []
+    return cells([json.loads(line) for line in lines], proofs, log)
+
+
+def cells(rows: Sequence[Mapping[str, Any]], proofs: Sequence[str], log: Path) -> dict[str, Cell]:
+    """Return a cell for each proof, or for each number type of a proof, such as `log-probs, bfloat16`.
+
+    The cell shows the worst row, or where to read why the proof has none.
+    """
+    found = {}
+    for proof in proofs:
+        own = [row for row in rows if row["proof"].partition(",")[0] == proof]
+        for name in dict.fromkeys(row["proof"] for row in own):
+            found[name] = _worst([row for row in own if row["proof"] == name])
+        if not own:
+            found[proof] = Cell(f"FAILS (no result, see {log})", False)
+    return found
+
+
+def _worst(rows: Sequence[Mapping[str, Any]]) -> Cell:
+    failed = [row for row in rows if not row["met"]]
+    if failed:
+        texts = [f"{row['found']:.2g}, limit {_short(row['limit'])}" for row in failed]
+        return Cell(f"FAILS ({'; '.join(texts)})", False)
+    return Cell(f"{max(row['found'] for row in rows):.2g} ok", True)
+
+
+def _short(value: Any) -> str:
+    return f"{value:.2g}" if isinstance(value, float) else str(value)
+
+
+def table(outcomes: Sequence[tuple[str, str, str, Cell]]) -> Iterator[str]:
+    """Yield the lines of a table of (set, family, proof, cell)."""
+    rows = [
+        ("set", "family", "proof", "result"),
+        *((name, family, proof, cell.text) for name, family, proof, cell in outcomes),
+    ]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    for row in rows:
+        yield "".join(f"{text:<{width}}  " for text, width in zip(row, widths, strict=False)) + row[3]
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--set", action="append", choices=INTERPRETERS, help="run this version set; repeatable")
+    parser.add_argument("--family", action="append", help="prove this family; repeatable")
+    parser.add_argument("--proof", action="append", choices=PROOFS, help="make this proof; repeatable")
+    given = parser.parse_args(arguments)
+    LOGS.mkdir(parents=True, exist_ok=True)
+    outcomes, started = [], time.monotonic()
+    for name in given.set or INTERPRETERS:
+        python = make_environment(name)
+        print(f"{name}: {INTERPRETERS[name]}, {', '.join(versions(name))}", flush=True)
+        outcomes.append((name, "-", GUARDS, guard(python, LOGS / f"{name}-{GUARDS}.log")))
+        for family in given.family or FAMILIES:
+            found = prove(python, family, given.proof or PROOFS, LOGS / f"{name}-{family}.log")
+            outcomes += [(name, family, proof, cell) for proof, cell in found.items()]
+            print(
+                f"{name}: {family}: {sum(cell.met for cell in found.values())} of {len(found)} proofs passed",
+                flush=True,
+            )
+    print(*table(outcomes), sep="\n")
+    num_failed = sum(not cell.met for *_, cell in outcomes)
+    print(f"matrix: {len(outcomes)} cells, {num_failed} failed, {time.monotonic() - started:.0f} s")
+    return int(num_failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
