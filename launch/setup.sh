@@ -8,7 +8,7 @@
 #   PYTHON         another interpreter than python3: 3.11, 3.12 or 3.13
 #   VERSIONS       `stable` (default) or `next`: the versions of Megatron-Core, vLLM and transformers in
 #                  launch/versions-*.txt. `next` needs Python 3.12 or newer, and has no GPU environment yet.
-#   TORCH_BUILD    `any` takes the registry's CUDA build of torch (5 GB) where no CPU build is found; it runs on CPUs.
+#   TORCH_BUILD    `any` takes the registry's CUDA build of torch (4 GB) where no CPU build is found; it runs on CPUs.
 #   MEGARL_WHEELS  folder that a cluster shares, for the built extension of Transformer Engine (default:
 #                  ~/.cache/megarl/wheels)
 set -euo pipefail
@@ -103,10 +103,10 @@ if [ "$extra" = cpu ]; then
             if [ "${TORCH_BUILD:-cpu}" != any ]; then
                 echo "launch/setup.sh: no CPU build of $torch for Python $release was found, neither by pip nor in PyTorch's own" \
                     "index; make that index reachable, name a folder with the wheel (PIP_FIND_LINKS=DIR), choose another" \
-                    "PYTHON, or set TORCH_BUILD=any: the registry's CUDA build, 5 GB, runs on CPUs too" >&2
+                    "PYTHON, or set TORCH_BUILD=any: the registry's CUDA build, 4 GB, runs on CPUs too" >&2
                 exit 1
             fi
-            echo "launch/setup.sh: no CPU build of $torch for Python $release was found: installing the CUDA build (5 GB)"
+            echo "launch/setup.sh: no CPU build of $torch for Python $release was found: installing the CUDA build (4 GB)"
             "${uv[@]}" --excludes <(echo triton) "$torch"
         fi
     fi

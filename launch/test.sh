@@ -3,7 +3,7 @@
 #   launch/test.sh [--install-slurm] [--tier fast|types|distributed|end_to_end|cluster] [arguments of pytest]
 #   launch/test.sh --matrix [arguments of tools/matrix.py]
 # --matrix runs no tests but those of the libraries' facts, and proves four model families, on each version set in an
-# environment of its own (an hour or more on two cores; the second set alone takes 7 GB).
+# environment of its own (an hour or more on two cores, and 9 GB).
 # All tiers take about 20 minutes on two quiet cores, `--tier fast` two. Nothing is installed outside
 # .venv unless --install-slurm asks for it: Slurm, and shellcheck for the scripts (Debian, Ubuntu; as root).
 # The last lines say which tests are left out here and why; pytest's own closing line is the very last.
