@@ -70,6 +70,12 @@ class CheckpointReader:
         self._maps: dict[Path, mmap.mmap] = {}
         _check_backend(folder)
         stored = _Metadata(folder)
+        if model.num_kept_layers and stored.has_mtp:
+            # Layers from the model folder would be older than those trained with the checkpoint's policy.
+            raise DataError(
+                f"{folder / METADATA}: it has trained layers for multi-token prediction, which cannot be converted. "
+                "Resume the run: it exports its model at the end."
+            )
         for parameter in parameters(model):
             self._add(parameter, stored)
         for name, shape in hf_tensors(model).items():
@@ -239,6 +245,11 @@ class _Metadata:
             self._places: Mapping[MetadataIndex, Any] = records.storage_data
         except AttributeError as error:
             raise DataError(f"{self._path}: cannot be read ({error}). {_AGAIN}") from None
+
+    @property
+    def has_mtp(self) -> bool:
+        """Return whether layers for multi-token prediction are stored."""
+        return any(key.startswith("mtp.") for key in self._records)
 
     def find(self, parameter: Parameter) -> tuple[str, tuple[int, ...]]:
         """Return the key of a parameter in the checkpoint, and its layer and expert as indices of the stored tensor.

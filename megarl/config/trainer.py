@@ -142,10 +142,11 @@ class TrainerConfig(Section):
     # The gradient's norm, and so its clipping, counts the policy alone.
     mtp_loss_coefficient: Annotated[PositiveFloat | None, OnlyIf(LOGPROBS), Decides(megatron="mtp_num_layers "
         "mtp_loss_scaling_factor"), Foreign("mtp_loss_scaling_factor mtp_num_layers enable_mtp_training",
-            note="layers and embeddings are detached", slime="--mtp-loss-scaling-factor")] = None  # fmt: skip
-    """Train the model's layers for multi-token prediction (MTP), which draft tokens for the engine (method mtp of
-    rollout.vllm.speculative_config). Weight of their loss; the policy's gradient does not change. Default: they are
-    only copied."""
+            note="hidden states and embeddings are detached", example="0.1",
+            slime="--mtp-loss-scaling-factor")] = None  # fmt: skip
+    """Train the model's layers for multi-token prediction (MTP), used by the engine to draft tokens (method mtp of
+    rollout.vllm.speculative_config). The value is the weight of their loss; the policy's gradient stays the same.
+    Default: they are only copied."""
     megatron: Annotated[dict[str, Any], Foreign("override_transformer_config tf_config")] = Field(default_factory=dict)
     """Further fields of Megatron-Core's TransformerConfig, by Megatron's names. Balancing losses of experts are means
     over tokens: over all tokens of an update (`aux_loss`, `global_aux_loss`; they cost one more forward pass, to count

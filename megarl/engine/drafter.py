@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import nn
 
-from megarl.families.mtp import DRAFTER
+from megarl.families.mtp import COPIED, DRAFTER
 
 
 class ModelWithDrafter(nn.Module):
@@ -30,8 +30,22 @@ class ModelWithDrafter(nn.Module):
         """Load checkpoint tensors [any shape] of both models by vLLM's own loaders. Returns the names loaded."""
         given = list(weights)
         model, drafter = self._loaders
-        drafts = [(name, tensor) for name, tensor in given if name.startswith(self._drafted)]
+        drafts = [(name, tensor) for name, tensor in given if self._is_drafters(name)]
         return model.load_weights(given) | {DRAFTER + name for name in drafter.load_weights(drafts)}
+
+    def passing_drafts(self, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield checkpoint tensors [any shape] for the policy's loader. After the last one, load the draft model's."""
+        drafts = []
+        for name, tensor in weights:
+            if self._is_drafters(name):
+                drafts.append((name, tensor))
+            yield name, tensor
+        with torch.no_grad():
+            self._loaders[1].load_weights(drafts)
+
+    def _is_drafters(self, name: str) -> bool:
+        # A checkpoint's copies of embedding and head may be older than these, and would replace them.
+        return name.startswith(self._drafted) and not name.endswith(tuple(COPIED))
 
 
 def with_drafter(worker: Any, drafted: tuple[str, ...]) -> nn.Module:

@@ -34,7 +34,7 @@ from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
 from megarl.engine import full_tensors  # noqa: E402
-from megarl.engine.drafter import with_drafter  # noqa: E402
+from megarl.engine.drafter import ModelWithDrafter, with_drafter  # noqa: E402
 from megarl.engine.executor import CommandChannel, LeaderExecutor, serve, start_worker  # noqa: E402
 from megarl.engine.retained_tokens import RetainedTokenRecorder, recordable, retained_sets  # noqa: E402
 from megarl.engine.vllm_arguments import (  # noqa: E402
@@ -235,6 +235,8 @@ class RolloutEngine:
 
         `tensors` are pairs of a Hugging Face name and a full tensor [any shape]. Call it on all ranks of a replica.
         """
+        if isinstance(self.model, ModelWithDrafter):
+            tensors = self.model.passing_drafts(tensors)
         with preserved_random_state():
             full_tensors.load(self._worker, tensors)
 

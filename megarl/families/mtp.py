@@ -29,6 +29,10 @@ _AROUND = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.w
 """Tensors of an MTP layer around its transformer layer."""
 
 
+COPIED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
+"""Tensors of an MTP layer equal to others of the model, with the names of the latter."""
+
+
 def mtp_rules(model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
     """Yield the rules of the trained MTP layers; `rules` are those of the other layers."""
     layers, hidden = frozenset(range(model.num_layers, model.num_layers + model.num_mtp_layers)), model.hidden_size
@@ -67,8 +71,7 @@ def mtp_stacks(stacks: Iterable[Stack], templates: Iterable[str]) -> Iterator[St
 def mtp_copies(model: ModelShape) -> dict[str, str]:
     """Return the tensors of trained MTP layers equal to others: the name of each copy, and of its original."""
     layers = range(model.num_layers, model.num_layers + model.num_mtp_layers)
-    copied = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-    return {f"model.layers.{layer}.{name}": original for layer in layers for name, original in copied.items()}
+    return {f"model.layers.{layer}.{name}": original for layer in layers for name, original in COPIED.items()}
 
 
 def _moved(parameter: str) -> str:

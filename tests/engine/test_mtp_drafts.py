@@ -138,9 +138,14 @@ def test_first_drafts_are_those_of_the_layer(
         known += accepted + 1
 
 
-def drawn(model_path: str) -> dict[str, Any]:
+def drawn(model_path: str, by_tensors: bool) -> dict[str, Any]:
     """Tokens drawn with three drafts a step, and the metrics of greedy requests before."""
     engine = loaded_engine(model_path, 1, {"speculative_config": {"method": "mtp", "num_speculative_tokens": 3}})
+    if by_tensors:
+        with torch.no_grad():
+            for parameter in engine.model.parameters():
+                parameter.fill_(torch.nan)
+        engine.load_tensors(load_file(f"{model_path}/model.safetensors").items())
     engine.advance([request("greedy", 0, SamplingSettings(30, 0.0))], (), float("inf"))
     metrics = values(engine.metrics())
     warm = SamplingSettings(30, 1.0)
@@ -151,7 +156,10 @@ def drawn(model_path: str) -> dict[str, Any]:
     return {"greedy": metrics, "chains": chains, "metrics": drawn_metrics}
 
 
-def test_accepted_drafts_leave_the_distribution_as_it_is(ranks: RankPool, folder: Path, tmp_path: Path) -> None:
+@pytest.mark.parametrize("by_tensors", [False, True], ids=["loader", "full tensors"])
+def test_accepted_drafts_leave_the_distribution_as_it_is(
+    by_tensors: bool, ranks: RankPool, folder: Path, tmp_path: Path
+) -> None:
     """A model whose next token depends on the last one alone, and whose MTP layer knows its most probable token."""
     shutil.copytree(folder, tmp_path / "bigram")
     file = tmp_path / "bigram" / "model.safetensors"
@@ -170,7 +178,7 @@ def test_accepted_drafts_leave_the_distribution_as_it_is(ranks: RankPool, folder
     for name in ("lm_head.weight", "model.layers.2.shared_head.head.weight"):
         tensors[name] *= scale.float()
     save_file(tensors, file)
-    [found] = ranks.run(drawn, str(tmp_path / "bigram"), world_size=1)
+    [found] = ranks.run(drawn, str(tmp_path / "bigram"), by_tensors, world_size=1)
     assert found["greedy"]["perf/drafts_accepted"] > 0.9 and found["greedy"]["perf/accepted_length"] > 3.5
     assert 0.1 < found["metrics"]["perf/drafts_accepted"] < 0.9
     logprobs = (logits * scale).log_softmax(-1)

@@ -45,7 +45,6 @@ NGRAM = {"method": "ngram", "num_speculative_tokens": 3}
     [
         {"model": "/models/drafter", "num_speculative_tokens": 3},
         {"method": "eagle3", "model": "/models/eagle", "num_speculative_tokens": 3},
-        {"method": "mtp", "num_speculative_tokens": 1},
         {"model": "Drafter", "num_speculative_tokens": 3},
         {"model": "Qwen/Qwen3-0.6B", "num_speculative_tokens": 3},
     ],
@@ -54,6 +53,7 @@ def test_weights_that_nobody_writes_are_refused(faults: Callable[..., list[str]]
     (text,) = faults(config)
     assert text.startswith("rollout.vllm.speculative_config = ") and "own weights would stay random" in text
     assert "set the method to ngram, suffix, custom_class or ngram_gpu, or leave it out" in text
+    assert ("an eagle3 drafter's own weights" in text) == (config.get("method") == "eagle3")
 
 
 @pytest.mark.parametrize(
