@@ -16,11 +16,9 @@ def test_every_sampled_token_is_an_edge() -> None:
     assert line["met"], line
 
 
-@pytest.mark.parametrize("model", list(invariance.MODELS))
-def test_trees_have_the_gradients_of_separate_sequences(
-    tiny_model: Callable[..., Path], ranks: RankPool, model: str
-) -> None:
-    folder = tiny_model(**invariance.MODELS[model])
+@pytest.mark.parametrize("model", list(prefixes.MODELS))
+def test_trees_have_the_gradients_of_separate_sequences(tmp_path: Path, ranks: RankPool, model: str) -> None:
+    folder = prefixes.make_model(model, tmp_path / model)
     lines = list(prefixes.check_gradients(model, folder, ranks, prefixes.SMALL["depths"]))
     assert len(lines) == 2 and all(line["met"] for line in lines), lines
 

@@ -1,13 +1,15 @@
 """Trees of prefixes train as separate sequences do: gradients, layouts, and the number of trained tokens.
 
-`gradients`: random trees of 1 to 5 levels in float64, on a dense and a mixture-of-experts model with all balancing
-losses. `layouts`: three steps of the objectives of `invariance`, rows as trees on every layout without context
-parallelism, against separate sequences on one rank. `edges`: random groups whose trained tokens and edges are counted.
+`gradients`: random trees of 1 to 5 levels in float64, on a dense model, a mixture of experts with all balancing losses,
+and one with sliding windows and sinks. `layouts`: three steps of the objectives of `invariance`, rows as trees on every
+layout without context parallelism, against separate sequences on one rank. `edges`: random groups whose trained tokens
+and edges are counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -26,12 +28,28 @@ from megarl.types import TrainingSequence
 from tools.checks import invariance
 from tools.make_tiny_model import make_tiny_model
 
-DURATION = {"small": "60 s (depths 1 and 5, two layouts)", "full": "minutes: all depths, 30 layouts (not timed)"}
+DURATION = {
+    "small": "45 s (depths 1 and 5, two layouts)",
+    "full": "minutes: all depths, 30 layouts (seven losses: 187 s)",
+}
 SMALL = {"depths": [1, 5], "only": ["tp2", "pp2 vpp2"], "ranks": 2, "objectives": ["all added", "dpo", "balanced"]}
 
+MODELS = {**invariance.MODELS, "windows": dict(family="gpt_oss", num_layers=4, num_kv_heads=2, vocab_size=433)}
+"""Models whose gradients are compared. Only those of `invariance` train on layouts."""
+WINDOW = 5
+"""Tokens of the sliding window. Most sequences are longer."""
 GRADIENT_LIMIT = 1e-10
 GROUP_SIZE = 4
 BALANCE = {"aux_loss": 3.0, "seq_aux_loss": 2.0, "z_loss": 0.3}
+
+
+def make_model(name: str, out: Path) -> Path:
+    """The folder of a model of `MODELS`."""
+    folder = make_tiny_model(out, **MODELS[name])
+    if name == "windows":
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps(config | {"sliding_window": WINDOW}))
+    return folder
 
 
 def random_tree(depth: int, random: np.random.Generator, vocab_size: int, num_leaves: int = 9) -> TokenBatch:
@@ -75,7 +93,7 @@ def gradients(folder: Path, rows: Sequence[TokenBatch], shares_prefixes: bool) -
     shape, layout = read_model_shape(folder), ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
     parallel_state.initialize_model_parallel(create_gloo_process_groups=False)
     model_parallel_cuda_manual_seed(1)
-    balanced = invariance.BALANCED if shape.num_experts else {}
+    balanced = invariance.BALANCED if shape.family == "qwen3_moe" else {}
     config = transformer_config(shape, layout, dtype=torch.float32, sequence_parallel=False, overrides=balanced)
     # A router in float32 would show its rounding.
     config.moe_router_dtype = "fp64"
@@ -139,7 +157,7 @@ def wide_softmax() -> Iterator[None]:
 def check_gradients(model: str, folder: Path, pool: RankPool, depths: Sequence[int]) -> Iterator[dict[str, Any]]:
     """One line for each depth of the trees: the largest relative difference of a parameter's gradient."""
     random = np.random.default_rng(11)
-    rows = [random_tree(depth, random, invariance.MODELS[model]["vocab_size"]) for depth in depths for _ in range(3)]
+    rows = [random_tree(depth, random, MODELS[model]["vocab_size"]) for depth in depths for _ in range(3)]
     [apart], [shared] = (pool.run(gradients, folder, rows, flag, world_size=1) for flag in (False, True))
     for index, depth in enumerate(depths):
         pairs = list(zip(apart, shared, strict=True))[3 * index : 3 * index + 3]
@@ -235,7 +253,7 @@ def check_edges(num_groups: int = 200) -> Iterator[dict[str, Any]]:
 
 def add_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--only", action="append", default=[], metavar="LAYOUT", help="check this layout; repeatable")
-    parser.add_argument("--model", action="append", choices=invariance.MODELS, help="check this model; repeatable")
+    parser.add_argument("--model", action="append", choices=MODELS, help="check this model; repeatable")
     parser.add_argument("--ranks", type=int, default=8, help="processes to start: layouts of more are left out")
     parser.add_argument("--depths", type=int, nargs="+", default=[1, 2, 3, 4, 5], help="levels of the random trees")
     parser.add_argument(
@@ -246,7 +264,8 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> Iterator[dict[str, Any]]:
     yield from check_edges()
     with tempfile.TemporaryDirectory() as work, RankPool(options.ranks) as pool:
-        for model in options.model or invariance.MODELS:
-            folder = make_tiny_model(Path(work) / model, **invariance.MODELS[model])
+        for model in options.model or MODELS:
+            folder = make_model(model, Path(work) / model)
             yield from check_gradients(model, folder, pool, options.depths)
-            yield from check_layouts(model, folder, pool, options.only, options.objectives)
+            if model in invariance.MODELS:
+                yield from check_layouts(model, folder, pool, options.only, options.objectives)
