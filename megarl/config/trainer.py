@@ -136,7 +136,7 @@ class TrainerConfig(Section):
     no more memory than an update."""
     share_prefixes: Literal["auto", "off"] = "off"
     """Compute prefixes shared by the sequences of a microbatch once, such as a group's prompt. auto: where this
-    saves more than 5 % of a microbatch's FLOPs. off (default): each sequence apart. See launch/recipes/README.md."""
+    saves more than 5 % of a microbatch's FLOPs. off (default): each sequence apart. See megarl/loops/README.md."""
     logprob_chunk_tokens: Annotated[PositiveInt, OnlyIf(LOGPROBS)] = 1024
     """Log-probs are computed for this many tokens at a time, to limit the memory of the logits."""
     # The gradient's norm, and so its clipping, counts the policy alone.
