@@ -15,6 +15,8 @@ from megatron.core.transformer.moe.moe_utils import MoEAuxLossAutoScaler, comput
 from megatron.core.transformer.moe.router import TopKRouter
 from torch import Tensor, nn
 
+from megarl.models.tree_attention import gather
+
 METRICS = {
     "train/moe_aux_loss": (
         "1",
@@ -156,7 +158,9 @@ class UpdateRouter(TopKRouter):
             return probs
         tokens = self._tokens
         chosen = (routing_map & (tokens.weights > 0)[:, None]).float()
-        chosen, scores = (x if tokens.stored_of is None else x[tokens.stored_of] for x in (chosen, scores_for_aux_loss))
+        chosen, scores = (
+            x if tokens.stored_of is None else gather(x, tokens.stored_of) for x in (chosen, scores_for_aux_loss)
+        )
         counts = chosen.new_zeros(len(tokens.lengths), self.expert_count).index_add_(0, tokens.sequences, chosen)
         # A sequence's tokens are split over the tensor- and context-parallel ranks.
         dist.all_reduce(counts, group=self.tp_cp_group)

@@ -28,7 +28,7 @@ from megarl.models.layer_specs import block_spec, has_router, has_sinks
 from megarl.models.logprobs import Support, vocab_parallel_logprobs
 from megarl.models.mtp import build_mtp, embedded
 from megarl.models.rotary import frequencies
-from megarl.models.tree_attention import TokenTree
+from megarl.models.tree_attention import TokenTree, gather
 
 
 def accumulate_in_main_gradients(chunk: torch.nn.Module) -> None:
@@ -230,7 +230,7 @@ class PolicyModel(PackedModel):
         `hidden` is [stored tokens, hidden_size] and `labels` [edges].
         """
         logprobs, entropies = vocab_parallel_logprobs(
-            hidden if tree is None else hidden[tree.edge_sources],
+            hidden if tree is None else gather(hidden, tree.edge_sources),
             weight,
             labels,
             first_token_id=self.first_token_id,
@@ -242,7 +242,7 @@ class PolicyModel(PackedModel):
         # Entropies for metrics only are detached: this saves their part of the backward pass.
         outputs = torch.stack([logprobs, entropies if self.trains_entropy else entropies.detach()])
         # The gradient of an edge is the sum of those of all tokens that it stands for.
-        return outputs if tree is None else outputs[:, tree.edges]
+        return outputs if tree is None else gather(outputs, tree.edges, dim=1)
 
 
 class ValueModel(PackedModel):
@@ -276,7 +276,7 @@ class ValueModel(PackedModel):
             )
         values = F.linear(hidden_states.squeeze(1).float(), self.value_head.weight.float()).T
         tree = packed_seq_params.tree
-        return values if tree is None else values[:, tree.stored_of]
+        return values if tree is None else gather(values, tree.stored_of, dim=1)
 
     def sharded_state_dict(self, prefix: str = "", sharded_offsets: Any = (), metadata: Any = None) -> Any:
         """Return the state of the model's modules. GPTModel's own method would look for an output layer."""

@@ -24,7 +24,7 @@ from megarl.models.divergence import (
     vocab_parallel_top_k,
 )
 from megarl.models.policy import PolicyModel
-from megarl.models.tree_attention import TokenTree
+from megarl.models.tree_attention import TokenTree, gather
 
 _TOP_K_BYTES = 8
 """Bytes per likely token: its id, int32, and its log-prob, float32."""
@@ -123,8 +123,8 @@ class StudentModel(PolicyModel):
         all_targets, self._targets = self._targets, ()
         for targets in all_targets:
             compare = self._top_k_divergence if targets.head is None else self._full_vocabulary_divergence
-            places = targets.places if tree is None else tree.stored_of[targets.places]
-            divergences = divergences.index_add(0, targets.places, compare(hidden[places], weight, targets))
+            chosen = hidden[targets.places] if tree is None else gather(hidden, tree.stored_of[targets.places])
+            divergences = divergences.index_add(0, targets.places, compare(chosen, weight, targets))
         return torch.stack([logprobs, entropies, divergences])
 
     def _full_vocabulary_divergence(self, hidden: Tensor, weight: Tensor, targets: TeacherTargets) -> Tensor:

@@ -212,6 +212,16 @@ def attend(
     return out.narrow(-1, 0, width)
 
 
+def gather(x: Tensor, index: Tensor, dim: int = 0) -> Tensor:
+    """Return the entries of `x` [*shape] at `index` [n] along `dim`. Repeated entries have the sum of the gradients.
+
+    Equal inputs give equal bits: the sum has a fixed order.
+    """
+    # torch 2.13 adds gradients of repeated entries in any order for an index in brackets on several CPU threads, and
+    # for `index_select` on CUDA. The other one of both has a fixed order.
+    return x[(slice(None),) * dim + (index,)] if x.is_cuda else x.index_select(dim, index)
+
+
 def merged_attend(
     q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, *, scale: float, window: int, sinks: Tensor | None
 ) -> Tensor:

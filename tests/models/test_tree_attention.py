@@ -13,7 +13,7 @@ from torch import Tensor
 
 from megarl.data.token_batch import TokenBatch
 from megarl.models.attention import PackedRow, with_trees
-from megarl.models.tree_attention import TokenTree, attend, flex_attend
+from megarl.models.tree_attention import TokenTree, attend, flex_attend, gather
 from megarl.training.microbatch import pack_row
 from megarl.types import TrainingSequence
 
@@ -148,3 +148,21 @@ def test_another_core_attention_computes_trees_too() -> None:
 def test_whole_blocks_need_no_mask() -> None:
     mask = long_tree().block_mask()
     assert mask.full_kv_num_blocks is not None and mask.full_kv_num_blocks.sum() > 0
+
+
+def test_gradients_of_repeated_entries_have_the_same_bits_each_time() -> None:
+    """Brackets instead of `index_select` fail here: two threads add 2,000 gradients to each entry in any order."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        torch.manual_seed(0)
+        x, index = torch.randn(40, 256, requires_grad=True), torch.randint(20, (40_000,))
+        gradient = torch.randn(40_000, 256)
+        first, *others = (torch.autograd.grad(gather(x, index), x, gradient)[0] for _ in range(6))
+    finally:
+        torch.set_num_threads(threads)
+    assert all(torch.equal(first, other) for other in others)
+    expected = torch.zeros(40, 256, dtype=torch.float64).index_add_(0, index, gradient.double())
+    torch.testing.assert_close(first.double(), expected, rtol=0, atol=1e-3)
+    y = torch.arange(6.0).view(2, 3)
+    assert gather(y, torch.tensor([2, 0, 2]), dim=1).tolist() == [[2, 0, 2], [5, 3, 5]]
