@@ -32,6 +32,7 @@ from megarl.preflight.memory_fit import (
     not_downloaded,
     planned_host_bytes,
     predicted_memory,
+    ranks_on_cpu,
     table_of,
     verdict_of,
 )
@@ -60,6 +61,7 @@ __all__ = [
     "overview",
     "planned_host_bytes",
     "predicted_memory",
+    "ranks_on_cpu",
     "read_conversations",
     "read_preferences",
     "read_problems",
