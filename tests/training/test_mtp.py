@@ -80,7 +80,7 @@ def make_sequences() -> list[TrainingSequence]:
     for length, prompt in ((13, 4), (2, 1), (21, 1), (9, 8), (17, 5), (6, 2)):
         mask = np.arange(length) >= prompt
         mask[7:9] = False
-        weights = random.uniform(0.2, 1.0, length).astype(np.float32) / 40
+        weights = (random.uniform(0.2, 1.0, length) / 40).astype(np.float32)
         sequences.append(TrainingSequence(random.integers(1, 200, length), mask, token_weights=weights))
     return sequences
 
