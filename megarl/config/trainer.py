@@ -134,10 +134,10 @@ class TrainerConfig(Section):
     """Maximum number of tokens in one microbatch of a pass without gradients: log-probs, values, scores, teachers.
     Default: max_tokens_per_microbatch; on GPUs of known memory up to 8 times as many, if the pass is predicted to need
     no more memory than an update."""
-    share_prefixes: Literal["auto", "on", "off"] = "auto"
-    """Compute prefixes shared by the sequences of a microbatch once, such as a group's prompt. on: where this saves
-    more than 5 % of a microbatch's FLOPs. off: each sequence apart. auto (default): on for CPUs, off for GPUs (untried
-    there). See megarl/loops/README.md."""
+    share_prefixes: Literal["auto", "off"] = "off"
+    """Compute prefixes shared by the sequences of a microbatch once, such as a group's prompt. auto: where this saves
+    more than 5 % of a microbatch's FLOPs; untried on GPUs. off (default): each sequence apart. See
+    megarl/loops/README.md."""
     logprob_chunk_tokens: Annotated[PositiveInt, OnlyIf(LOGPROBS)] = 1024
     """Log-probs are computed for this many tokens at a time, to limit the memory of the logits."""
     # The gradient's norm, and so its clipping, counts the policy alone.

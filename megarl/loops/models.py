@@ -16,7 +16,7 @@ from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.import_path import function_of
 from megarl.platform.spans import span
-from megarl.preflight import layout_of, ranks_on_cpu, row_multiple
+from megarl.preflight import layout_of, row_multiple
 from megarl.rollout.state import RLState
 from megarl.tracking.run_folder import RunFolder
 
@@ -48,7 +48,7 @@ def models_of(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dic
         attention_ratio(shape),
         together=recipe.sequences_per_example,
         shape=shape.with_value_head() if recipe.loop == "reward_model" else shape,
-        shares_prefixes=recipe.trainer.share_prefixes != "off",
+        shares_prefixes=recipe.trainer.share_prefixes == "auto",
         # A backward pass costs two forward passes. With LoRA the base weights need no gradients, which saves one.
         update_passes=2.0 if recipe.lora.rank else 3.0,
     )
@@ -73,8 +73,6 @@ def models_of(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dic
 
 def _sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> str | None:
     """Return why this model's prefixes cannot be computed once for several sequences; None if they can."""
-    if recipe.trainer.share_prefixes == "auto" and not ranks_on_cpu(recipe):
-        return "it is untried on GPUs; trainer.share_prefixes=on switches it on"
     if model.layout.cp > 1:
         return f"trainer.cp = {model.layout.cp}: context parallelism splits whole sequences"
     if model.shape is not None and model.shape.linear_attention is not None:

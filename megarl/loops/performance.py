@@ -52,7 +52,7 @@ METRICS = {
     ),
     "perf/represented_tokens": (
         "tokens",
-        "tokens of the sequences in all passes of the step's models, unless trainer.share_prefixes is off",
+        "tokens of the sequences in all passes of the step's models, with trainer.share_prefixes auto",
     ),
     "perf/stored_tokens": (
         "tokens",

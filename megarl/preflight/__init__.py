@@ -32,7 +32,6 @@ from megarl.preflight.memory_fit import (
     not_downloaded,
     planned_host_bytes,
     predicted_memory,
-    ranks_on_cpu,
     table_of,
     verdict_of,
 )
@@ -61,7 +60,6 @@ __all__ = [
     "overview",
     "planned_host_bytes",
     "predicted_memory",
-    "ranks_on_cpu",
     "read_conversations",
     "read_preferences",
     "read_problems",

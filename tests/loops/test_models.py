@@ -66,15 +66,3 @@ def test_a_model_shares_prefixes_unless_a_reason_is_named(
         )
         == []
     )
-
-
-def test_gpus_compute_no_trees_unless_asked(tiny_model: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("megarl.preflight.memory_fit.runs_on_cpu", lambda: False)
-    ranks: Any = None
-    for value, is_shared in (("auto", False), ("on", True)):
-        recipe = Recipe.model_validate(
-            {"name": "r", "loop": "rl", "data": {"train": "t"}, "model": {"path": str(tiny_model())},
-             "trainer": {"share_prefixes": value}}
-        )  # fmt: skip
-        [notice] = sharing_notices(models_of(recipe, layout_of(recipe), ranks)) or [""]
-        assert ("untried on GPUs" in notice) is not is_shared

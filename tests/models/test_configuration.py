@@ -102,7 +102,9 @@ def test_the_fields_that_others_decide_are_listed(config: Callable[..., Any], ti
     dense = read_model_shape(tiny_model(num_layers=2))
     experts = read_model_shape(tiny_model(family="qwen3_moe", num_layers=2, num_kv_heads=2))
     set_here = _model_settings(dense) | _split_settings(layout, torch.float32, False)
-    assert {*set_here, "pipeline_model_parallel_layout"} == decided("megatron").keys()
+    # Set for models with trained MTP layers alone.
+    of_mtp = ("mtp_num_layers", "mtp_loss_scaling_factor")
+    assert {*set_here, "pipeline_model_parallel_layout", *of_mtp} == decided("megatron").keys()
     assert experts.router is not None
     of_experts = _expert_settings(experts.router, experts, layout)
     assert {*of_experts, "moe_enable_routing_replay"} == decided("experts").keys()

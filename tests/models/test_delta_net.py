@@ -142,7 +142,8 @@ def test_packed_sequences_equal_transformers_layer(single: Any) -> None:
     hidden.requires_grad_()
     expected = torch.cat([layer(part[None])[0] for part in hidden.split(LENGTHS)])
     expected.backward(gradient)
-    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5)
+    # Relative to the largest value: processors sum float32 numbers in different orders.
+    torch.testing.assert_close(out, expected, rtol=0, atol=1e-5 * expected.abs().max().item())
     theirs = {name: parameter.grad for name, parameter in layer.named_parameters()}
     projections = torch.cat([theirs.pop(f"in_proj_{part}.weight") for part in ("qkv", "z", "b", "a")])
     wanted = {

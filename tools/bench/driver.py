@@ -42,6 +42,7 @@ from megarl.rollout.buffer import GroupBuffer
 from megarl.rollout.engine_requests import Generates, seed_of
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.rl_batch import RLBatch
+from megarl.rollout.scoring import corrects_in_update
 from megarl.rollout.source import Source
 from megarl.rollout.state import Group, RLState
 from megarl.rollout.step_metrics import step_metrics
@@ -205,7 +206,9 @@ class Driver:
         with measured("step.batch"):
             batch = RLBatch.from_groups(groups)
             self.num_tokens = len(batch.token_ids)
-            metrics = compute_advantages(batch, recipe, 0.0) | compute_importance_weights(batch, recipe.algorithm)
+            metrics = compute_advantages(batch, recipe, 0.0)
+            if not corrects_in_update(recipe):
+                metrics |= compute_importance_weights(batch, recipe.algorithm)
             minibatches = batch.minibatches(recipe, number)
         updates = []
         for minibatch in minibatches:
