@@ -42,7 +42,6 @@ from megarl.rollout.buffer import GroupBuffer
 from megarl.rollout.engine_requests import Generates, seed_of
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.scoring import corrects_in_update
 from megarl.rollout.source import Source
 from megarl.rollout.state import Group, RLState
 from megarl.rollout.step_metrics import step_metrics
@@ -202,13 +201,13 @@ class Driver:
             await self.pool.pause()
             await self.group.call("sleep_engine")
         with measured("step.logprobs"):
-            groups = await self.buffer.add_old_logprobs(groups, self.policy.forward)
-        with measured("step.batch"):
             batch = RLBatch.from_groups(groups)
+            # As for stale groups, where the correction needs the trainer's log-probs before the update.
+            found = await self.policy.forward(batch)
+            batch.per_token["old_logprobs"] = np.where(batch.loss_mask, found, np.float32(0))
+        with measured("step.batch"):
             self.num_tokens = len(batch.token_ids)
-            metrics = compute_advantages(batch, recipe, 0.0)
-            if not corrects_in_update(recipe):
-                metrics |= compute_importance_weights(batch, recipe.algorithm)
+            metrics = compute_advantages(batch, recipe, 0.0) | compute_importance_weights(batch, recipe.algorithm)
             minibatches = batch.minibatches(recipe, number)
         updates = []
         for minibatch in minibatches:
