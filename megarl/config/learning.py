@@ -441,6 +441,15 @@ class AlgorithmConfig(Section):
             ColossalChat="--ptx_batch_size")] = 32  # fmt: skip
     """Number of conversations of data.ptx used per step (PPO-ptx)."""
 
+    @property
+    def correction_settings(self) -> dict[str, Any]:
+        """Return the keyword arguments of the importance-sampling correction."""
+        return {
+            "low": self.importance_sampling_low,
+            "high": self.importance_sampling_high,
+            **self.importance_sampling_kwargs,
+        }
+
     @model_validator(mode="wrap")
     @classmethod
     def _with_preset(cls, given: Any, validate: ModelWrapValidatorHandler[Self]) -> Self:

@@ -31,7 +31,6 @@ _SAMPLE_SETTINGS = (
     "attention_dropout",
     "moe_input_jitter_eps",
     "moe_expert_capacity_factor",
-    "mtp_num_layers",
 )
 """Megatron-Core's settings with which equal tokens after equal prefixes are not computed alike in training."""
 
@@ -87,7 +86,7 @@ def _sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> s
         return "trainer.mtp_loss_coefficient: a shared token has a different token after the next one in each sample"
     if recipe.lora.dropout and model.name == "policy":
         return f"lora.dropout = {recipe.lora.dropout}: each sample has dropout of its own"
-    # Noise, dropped tokens, and further predictions belong to a token's place in one sequence.
+    # Noise and dropped tokens belong to a token's place in one sequence.
     for name in _SAMPLE_SETTINGS:
         if value := recipe.trainer.megatron.get(name):
             return f"trainer.megatron.{name} = {value}: it treats equal tokens of two samples differently"

@@ -129,9 +129,7 @@ def compute_importance_weights(batch: TokenBatch, algorithm: AlgorithmConfig) ->
         rollout,
         torch.from_numpy(batch.cu_samples),
         mask,
-        low=algorithm.importance_sampling_low,
-        high=algorithm.importance_sampling_high,
-        **algorithm.importance_sampling_kwargs,
+        **algorithm.correction_settings,
     )
     batch.per_token["importance_weights"] = weights.numpy()
     return {name: float(values[mask].mean()) for name, values in weight_metrics(weights, old, rollout).items()}

@@ -207,9 +207,7 @@ def _importance_weights(config: AlgorithmConfig, old_logprobs: Tensor, batch: Mi
         rollout,
         _sample_borders(batch),
         mask > 0,
-        low=config.importance_sampling_low,
-        high=config.importance_sampling_high,
-        **config.importance_sampling_kwargs,
+        **config.correction_settings,
     )
     return weights[own]
 

@@ -133,7 +133,7 @@ PROMPTS, ANSWERS = 6, 4
 
 
 def groups(prompt_tokens: int = 20, answer_tokens: int = 5) -> TokenBatch:
-    """Answers to one prompt after another. All tokens of the batch differ, but for the prompts' copies."""
+    """Answers to one prompt after another. All tokens of the batch differ, except for copies of a prompt."""
     sequences, first = [], 0
     for _ in range(PROMPTS):
         prompt = np.arange(first, first + prompt_tokens)

@@ -77,8 +77,8 @@ def test_delta_nets_without_kernels_or_prefix_cache_are_warnings(
     hybrid = recipe(model=model, rollout={"kv_cache_gib": 0.5})
     assert [text for text in resource_warnings(hybrid, check(hybrid)) if "delta-nets" in text] == []
     monkeypatch.setattr(resources, "runs_on_cpu", lambda: False)
-    told = [text for text in resource_warnings(hybrid, check(hybrid)) if "delta-nets" in text]
-    assert "pip install flash-linear-attention" in told[0] and "rollout.vllm.enable_prefix_caching" in told[1]
+    warnings = [text for text in resource_warnings(hybrid, check(hybrid)) if "delta-nets" in text]
+    assert "pip install flash-linear-attention" in warnings[0] and "rollout.vllm.enable_prefix_caching" in warnings[1]
     chosen = recipe(model=model, rollout={"kv_cache_gib": 0.5, "vllm": {"enable_prefix_caching": False}})
     assert len([text for text in resource_warnings(chosen, check(chosen)) if "delta-nets" in text]) == 1
     plain = recipe()

@@ -1,4 +1,4 @@
-"""Layers for multi-token prediction: trained with their own loss, beside a policy that does not notice them."""
+"""Layers for multi-token prediction: trained with their own loss. The policy's numbers do not change."""
 
 from __future__ import annotations
 
