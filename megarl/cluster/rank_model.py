@@ -173,7 +173,9 @@ class RankModel:
         if self.shares_prefixes:
             found = shared_lengths(row.token_ids, row.cu_seqlens)
             is_worth = saved_share(row.lengths, found, self.attention_ratio) > WORTH_SHARING
-            if (is_worth or len(row.token_ids) > capacity) and self.sharing_problem is None:
+            multiple = self.layout.sequence_multiple
+            apart = int((-(-row.lengths // multiple) * multiple).sum())
+            if (is_worth or apart > capacity) and self.sharing_problem is None:
                 row.shares_prefixes, shared = True, found
             self.work.refused_rows += is_worth and not row.shares_prefixes
         is_counted = np.asarray(sequences) < num_counted
@@ -235,13 +237,14 @@ class RankModel:
         settings: dict[str, Any] = {
             "max_tokens": self._capacity(max_tokens),
             "num_ranks": layout.dp,
+            "multiple": layout.sequence_multiple,
             "rows_multiple": layout.rows_multiple,
             "attention_ratio": self.attention_ratio,
             "together": together,
         }
         if self.shares_prefixes and self.sharing_problem is None:
             return pack_trees(batch.token_ids, batch.cu_seqlens, **settings)
-        return pack(batch.lengths, multiple=layout.sequence_multiple, **settings)
+        return pack(batch.lengths, **settings)
 
     def _capacity(self, max_tokens: int | None) -> int:
         """Return the number of tokens that a row may hold before it is padded to a multiple.

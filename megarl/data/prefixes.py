@@ -114,6 +114,23 @@ def prefix_tree(token_ids: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> 
     )
 
 
+def zigzag_chunks(sizes: NDArray[np.int64], cp: int) -> NDArray[np.int64]:
+    """Return the tokens of each segment's chunks for context parallelism: [segments, 2 * cp]. `sizes` is [segments].
+
+    Rank r has chunks r and 2 * cp - 1 - r of each segment, so attention costs all ranks about the same. Tokens left
+    over by the division go to the ranks with the fewest tokens so far.
+    """
+    count = 2 * cp
+    chunks = np.repeat(sizes[:, None] // count, count, axis=1)
+    owners = np.minimum(np.arange(count), np.arange(count)[::-1])
+    surplus = np.zeros(cp, np.int64)
+    for segment, left in enumerate((sizes % count).tolist()):
+        chosen = np.argsort(surplus[owners], kind="stable")[:left]
+        chunks[segment, chosen] += 1
+        surplus += np.bincount(owners[chosen], minlength=cp)
+    return chunks
+
+
 def _reach(depths: NDArray[np.int64], num_stored: int, starts: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the end of each segment's subtree, from the depths of the segments' first tokens: [segments].
 

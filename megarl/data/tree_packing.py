@@ -46,6 +46,7 @@ def pack_trees(
     *,
     max_tokens: int,
     num_ranks: int,
+    multiple: int = 1,
     attention_ratio: float = 65536.0,
     rows_multiple: int = 1,
     together: int | NDArray[np.int64] = 1,
@@ -53,7 +54,8 @@ def pack_trees(
     """Return sequence indices by rank and microbatch like `pack`: [num_ranks][num_microbatches][sequences].
 
     A microbatch holds at most `max_tokens` stored tokens. `token_ids` is [tokens], `cu_seqlens` [sequences + 1];
-    `together` keeps adjacent sequences in one microbatch. Without prefixes worth sharing, the result is that of `pack`.
+    `together` keeps adjacent sequences in one microbatch. Without prefixes worth sharing, the result is that of `pack`,
+    with each length rounded up to `multiple`. A tree's sequences need no such padding.
 
     Raises ValueError for sequences that must share a microbatch and do not fit.
     """
@@ -90,6 +92,7 @@ def pack_trees(
         lengths,
         max_tokens=max_tokens,
         num_ranks=num_ranks,
+        multiple=multiple,
         attention_ratio=attention_ratio,
         rows_multiple=rows_multiple,
         together=together,

@@ -15,6 +15,7 @@ from megarl.data.packing import attention_ratio
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.import_path import function_of
+from megarl.platform import transformer_engine
 from megarl.platform.spans import span
 from megarl.preflight import layout_of, row_multiple
 from megarl.rollout.state import RLState
@@ -72,12 +73,10 @@ def models_of(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dic
 
 def _sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> str | None:
     """Return why this model's prefixes cannot be computed once for several sequences; None if they can."""
-    if model.layout.cp > 1:
-        return f"trainer.cp = {model.layout.cp}: context parallelism splits whole sequences"
     if model.shape is not None and model.shape.linear_attention is not None:
         return "the model has linear attention, whose state follows one sequence"
-    if model.shape is not None and isinstance(model.shape.attention, Latent):
-        return "the model has latent attention, whose fused rotary kernel counts positions from a sequence's start"
+    if model.shape is not None and isinstance(model.shape.attention, Latent) and transformer_engine.is_installed():
+        return "the model has latent attention: Transformer Engine's rotary kernel counts positions from a row's start"
     if not is_trained:
         return None
     if recipe.trainer.router_replay and model.name == "policy":

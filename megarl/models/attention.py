@@ -18,6 +18,7 @@ from megatron.core.tensor_parallel import (
 )
 from megatron.core.transformer import TransformerConfig
 from megatron.core.transformer.utils import is_layer_window_attention, make_sharded_tensors_for_checkpoint
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from megarl.data.token_batch import ranges
@@ -99,16 +100,19 @@ class PackedRow(PackedSeqParams):
     so causal attention costs all ranks the same. Shapes: `local` [tokens], the row's indices of this rank's tokens;
     `positions` [tokens], their positions in their sequences; `order` [tokens], an index sorting the outputs of `parts`
     by token; `place` [tokens of all ranks], the index of the row's tokens in the ranks' tokens, rank after rank.
+    `longest_part` is the number of tokens that each rank pads its tokens to for this index.
     """
 
     positions: Tensor | None = None
     local: Tensor | None = None
     order: Tensor | None = None
     place: Tensor | None = None
+    longest_part: int = 0
     parts: tuple[Part, ...] = ()
     tree: TokenTree | None = None
-    """The tree of the sequences' prefixes. With it `positions` has one entry for each stored token, and the model's
-    layers see stored tokens only. The model's outputs and `local` are those of the sequences' tokens."""
+    """The tree of the sequences' prefixes. With it `positions` has one entry for each stored token of this rank, and
+    the model's layers see stored tokens only. The model's outputs, `local` and `place` are those of the sequences'
+    tokens."""
 
     @classmethod
     def from_lengths(
@@ -151,14 +155,25 @@ class PackedRow(PackedSeqParams):
             local=torch.tensor(local, device=device),
             order=order,
             place=place,
+            longest_part=len(local),
             parts=parts,
         )
 
     @classmethod
-    def from_tree(cls, tree: TokenTree, num_tokens: int, longest: int) -> PackedRow:
-        """Return the row of sequences with `num_tokens` tokens, stored as a tree. `longest` is the longest sequence."""
+    def from_tree(cls, tree: TokenTree, holders: NDArray[np.int64], longest: int, cp_rank: int = 0) -> PackedRow:
+        """Return the row of sequences stored as a tree. `longest` is the longest sequence.
+
+        `holders` [tokens] is the context-parallel rank with the stored token of each token of the sequences.
+        """
         device = tree.reach.device
-        lengths = torch.tensor([0, len(tree.reach)], dtype=torch.int32, device=device)
+        lengths = torch.tensor([0, len(tree.own)], dtype=torch.int32, device=device)
+        place, longest_part = None, 0
+        if tree.place is not None:
+            counts = np.bincount(holders)
+            longest_part = int(counts.max())
+            place = np.empty_like(holders)
+            place[np.argsort(holders, kind="stable")] = ranges(np.arange(len(counts)) * longest_part, counts)
+            place = torch.from_numpy(place).to(device)
         return cls(
             # Rotary angles follow `positions`: kernels for packed sequences count them from each sequence's start.
             qkv_format="packed",
@@ -166,8 +181,10 @@ class PackedRow(PackedSeqParams):
             cu_seqlens_kv=lengths,
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
-            positions=torch.from_numpy(tree.positions).to(device),
-            local=torch.arange(num_tokens, device=device),
+            positions=torch.from_numpy(tree.positions[tree.own]).to(device),
+            local=torch.from_numpy(np.flatnonzero(holders == cp_rank)).to(device),
+            place=place,
+            longest_part=longest_part,
             tree=tree,
         )
 
@@ -268,15 +285,10 @@ class PackedAttention(nn.Module):
         row = packed_seq_params
         q, k, v = (x.flatten(0, -3) for x in (query, key, value))
         if row.tree is not None:
-            out = tree_attention.attend(
-                q, k, v, row.tree, scale=self.scale, window=self.window, sinks=self.softmax_offset
-            )
-            return out.reshape(out.size(0), 1, -1)
+            settings: dict[str, Any] = dict(scale=self.scale, window=self.window, sinks=self.softmax_offset)
+            return _attend_tree(q, k, v, row.tree, self.cp_group, **settings)
         if len(row.parts) > 1:
-            # Megatron's sequence-parallel gather is used on the context-parallel group: its backward pass is a
-            # reduce-scatter.
-            both = gather_from_sequence_parallel_region(torch.cat([k, v], dim=-1), group=self.cp_group)
-            k, v = both.split([k.size(-1), v.size(-1)], dim=-1)
+            k, v = _of_all_ranks(k, v, self.cp_group)
         outs = [self.attend(q, k, v, part) for part in row.parts]
         out = outs[0] if row.order is None else torch.cat(outs).index_select(0, row.order)
         return out.reshape(out.size(0), 1, -1)
@@ -369,21 +381,45 @@ def with_trees(attention: type[nn.Module]) -> type[nn.Module]:
         ) -> None:
             super().__init__(config, layer_number, *args, softmax_scale=softmax_scale, **kwargs)
             self.tree_window, self.tree_scale = _window(config, layer_number), _scale(config, softmax_scale)
+            self.tree_cp_group = getattr(kwargs.get("pg_collection"), "cp", None)
 
         def forward(
             self, query: Tensor, key: Tensor, value: Tensor, *args: Any, packed_seq_params: PackedRow, **kwargs: Any
         ) -> Tensor:
-            """Attend. Shapes of a tree: query [stored tokens, 1, heads, head_dim], key and value [stored tokens, 1,
-            groups, head_dim]; returns [stored tokens, 1, heads * head_dim].
+            """Attend. Shapes of a tree: query [own tokens, 1, heads, head_dim], key and value [own tokens, 1, groups,
+            head_dim]; returns [own tokens, 1, heads * head_dim].
             """
             tree = packed_seq_params.tree
             if tree is None:
                 return super().forward(query, key, value, *args, packed_seq_params=packed_seq_params, **kwargs)
             q, k, v = (x.flatten(0, -3) for x in (query, key, value))
-            out = tree_attention.attend(q, k, v, tree, scale=self.tree_scale, window=self.tree_window, sinks=None)
-            return out.reshape(out.size(0), 1, -1)
+            settings: dict[str, Any] = dict(scale=self.tree_scale, window=self.tree_window, sinks=None)
+            return _attend_tree(q, k, v, tree, self.tree_cp_group, **settings)
 
     return TreeDotProductAttention
+
+
+def _attend_tree(q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, cp_group: Any, **settings: Any) -> Tensor:
+    """Return the attention of this rank's tokens of a tree: [own tokens, 1, heads * v].
+
+    Shapes: q [own tokens, heads, head_dim], k [own tokens, groups, head_dim], v [own tokens, groups, v]. `settings` are
+    those of `tree_attention.attend`.
+    """
+    if tree.place is not None:
+        k, v = (tree_attention.gather(x, tree.place) for x in _of_all_ranks(k, v, cp_group))
+    out = tree_attention.attend(q, k, v, tree, **settings)
+    return out.reshape(out.size(0), 1, -1)
+
+
+def _of_all_ranks(k: Tensor, v: Tensor, cp_group: Any) -> tuple[Tensor, Tensor]:
+    """Return keys and values [tokens of all ranks, groups, ...] from those of this rank's tokens [tokens, groups, ...].
+
+    The ranks' tokens follow each other.
+    """
+    # Megatron's sequence-parallel gather is used on the context-parallel group: its backward pass is a reduce-scatter.
+    both = gather_from_sequence_parallel_region(torch.cat([k, v], dim=-1), group=cp_group)
+    k, v = both.split([k.size(-1), v.size(-1)], dim=-1)
+    return k, v
 
 
 def _window(config: TransformerConfig, layer_number: int) -> int:

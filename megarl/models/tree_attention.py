@@ -36,11 +36,18 @@ class TokenTree:
 
     Shapes: `reach` [stored tokens], padding included. `starts`, `ends` and `reaches` [segments], on the host, are each
     segment's first token, its end, and the end of its subtree. `positions` [stored tokens] are positions in sequences,
-    on the host, `num_represented` [stored tokens] the tokens of sequences stored there: 0 for padding.
-    `stored_of` [tokens] is the stored token of each token of the sequences.
+    on the host.
 
-    A log-prob is an edge of the tree, from a token to the next one. `edge_sources` [edges] are the stored tokens before
-    it. `edges` [tokens] is the edge to the token after each token; any edge where none follows.
+    With context parallelism each segment is split into chunks, and a rank owns some of them. `own` [own tokens], on the
+    host and ascending, are this rank's stored tokens. `chunks` [own chunks, 3], on the host, are the first token of the
+    chunk's segment, the chunk's first token and its end. `place` [stored tokens] is the index of each stored token in
+    the ranks' tokens, rank after rank; None on a single rank.
+
+    All other fields are this rank's. `num_represented` [own tokens], on the host, are the tokens of sequences stored
+    there: 0 for padding. `stored_of` [tokens] is the place among the own tokens of each token of the sequences that is
+    stored on this rank. A log-prob is an edge of the tree, from a token to the next one. `edge_sources` [edges] are the
+    places of the own tokens before it. `edges` [tokens] is the edge to the token after each token; any edge where none
+    follows.
     """
 
     reach: Tensor
@@ -48,6 +55,9 @@ class TokenTree:
     ends: NDArray[np.int64]
     reaches: NDArray[np.int64]
     positions: NDArray[np.int64]
+    own: NDArray[np.int64]
+    chunks: NDArray[np.int64]
+    place: Tensor | None
     num_represented: NDArray[np.int64]
     stored_of: Tensor
     edge_sources: Tensor
@@ -55,36 +65,45 @@ class TokenTree:
 
     @cached_property
     def parts(self) -> tuple[TreePart, ...]:
-        """Return the calls of the kernel for one layer: own segments first, then ancestors from the root on."""
+        """Return the calls of the kernel for one layer: queries are own tokens, keys are stored tokens.
+
+        Own chunks come first, then the tokens before them in their segments, then ancestors from the root on.
+        """
         device = self.reach.device
-        own = _grouped(self.starts, self.ends, self.starts, self.ends, is_causal=True, device=device)
+        segments, starts, ends = self.chunks.T
+        queries = self._places(starts), self._places(ends)
+        found = _grouped(*queries, starts, ends, is_causal=True, device=device)
+        is_second = np.diff(segments, prepend=-1) == 0
+        # Both chunks of a segment attend to the same tokens. The keys of one call differ, so that gradients add up.
+        for is_chosen in (~is_second, is_second):
+            borders = (x[is_chosen & (starts > segments)] for x in (*queries, segments, starts))
+            found += _grouped(*borders, is_causal=False, device=device)
         level = self._levels()
-        has_subtree = self.reaches > self.ends
-        ancestors: list[TreePart] = []
+        queries = self._places(self.ends), self._places(self.reaches)
+        has_queries = queries[1] > queries[0]
         # Subtrees of one level are disjoint, so one call merges each query once.
         for depth in range(int(level.max(initial=0)) + 1):
-            chosen = has_subtree & (level == depth)
-            borders = self.ends[chosen], self.reaches[chosen], self.starts[chosen], self.ends[chosen]
-            ancestors += _grouped(*borders, is_causal=False, device=device)
-        return (*own, *ancestors)
+            chosen = has_queries & (level == depth)
+            borders = (x[chosen] for x in (*queries, self.starts, self.ends))
+            found += _grouped(*borders, is_causal=False, device=device)
+        return tuple(found)
 
     def windowed_parts(self, window: int) -> tuple[TreePart, ...]:
         """Return one call with a mask, for layers in which a query attends to `window` keys up to its own."""
         if window not in self._windowed:
-            size = len(self.positions)
-            every = slice(0, size)
-            mask = torch.zeros(size, size, dtype=torch.bool, device=self.reach.device)
-            mask = mask.logical_not_().masked_fill_(~self.attended(window), False)
-            self._windowed[window] = (TreePart(every, every, (1, size), (1, size), False, mask[None, None], True),)
+            queries, keys = len(self.own), len(self.positions)
+            every = slice(0, queries), slice(0, keys)
+            mask = self.attended(window)[None, None]
+            self._windowed[window] = (TreePart(*every, (1, queries), (1, keys), False, mask, True),)
         return self._windowed[window]
 
     def attended(self, window: int = 0) -> Tensor:
-        """Return the mask of attended keys, bool [stored tokens, stored tokens]; window 0 is none."""
-        token = torch.arange(len(self.reach), device=self.reach.device)
-        mask = (token <= token[:, None]) & (token[:, None] < self.reach)
+        """Return the mask of attended keys, bool [own tokens, stored tokens]; window 0 is none."""
+        token, own = torch.arange(len(self.reach), device=self.reach.device), self._own_on_device[:, None]
+        mask = (token <= own) & (own < self.reach)
         if window:
-            position = torch.from_numpy(self.positions).to(self.reach.device)
-            mask &= position[:, None] - position < window
+            position = self._positions_on_device
+            mask &= position[own] - position < window
         return mask
 
     def block_mask(self, window: int = 0) -> BlockMask:
@@ -96,6 +115,18 @@ class TokenTree:
     def limits(self, window: int) -> bool:
         """Return whether a window (0: none) excludes a token of the row's sequences."""
         return 0 < window <= int(self.positions.max(initial=0))
+
+    @cached_property
+    def _own_on_device(self) -> Tensor:
+        return torch.from_numpy(self.own).to(self.reach.device)
+
+    @cached_property
+    def _positions_on_device(self) -> Tensor:
+        return torch.from_numpy(self.positions).to(self.reach.device)
+
+    def _places(self, tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return the number of own tokens before each of these stored tokens, same shape."""
+        return np.searchsorted(self.own, tokens)
 
     @cached_property
     def _windowed(self) -> dict[int, tuple[TreePart, ...]]:
@@ -118,39 +149,38 @@ class TokenTree:
         return levels
 
     def _new_block_mask(self, window: int) -> BlockMask:
-        device, size = self.reach.device, len(self.positions)
+        device, sizes = self.reach.device, (len(self.own), len(self.positions))
         reach = np.repeat(self.reaches, self.ends - self.starts)
-        firsts = np.arange(0, size, _MASK_BLOCK)
-        lasts = np.minimum(firsts + _MASK_BLOCK, size) - 1
+        (query_firsts, query_lasts), (firsts, lasts) = (_block_borders(size) for size in sizes)
         farthest, nearest = np.maximum.reduceat(reach, firsts), np.minimum.reduceat(reach, firsts)
-        queries, keys = np.ix_(np.arange(len(firsts)), np.arange(len(firsts)))
+        queries, keys = np.ix_(np.arange(len(query_firsts)), np.arange(len(firsts)))
+        first_query, last_query = (self.own[at][queries] for at in (query_firsts, query_lasts))
         # Some key of the block may be attended to by some query: the mask's function decides for each pair.
-        is_some = (firsts[keys] <= lasts[queries]) & (farthest[keys] > firsts[queries])
-        is_full = (lasts[keys] <= firsts[queries]) & (nearest[keys] > lasts[queries])
+        is_some = (firsts[keys] <= last_query) & (farthest[keys] > first_query)
+        is_full = (lasts[keys] <= first_query) & (nearest[keys] > last_query)
         # FlexAttention reads whole blocks, so the row's incomplete last block needs the function.
-        is_full &= (lasts - firsts == _MASK_BLOCK - 1)[keys] & (lasts - firsts == _MASK_BLOCK - 1)[queries]
+        is_full &= (lasts - firsts == _MASK_BLOCK - 1)[keys] & (query_lasts - query_firsts == _MASK_BLOCK - 1)[queries]
         if window:
-            highest = np.maximum.reduceat(self.positions, firsts)
+            highest = np.maximum.reduceat(self.positions[self.own], query_firsts)
             lowest = np.minimum.reduceat(self.positions, firsts)
             is_full &= highest[queries] - lowest[keys] < window
-        positions, reaches = torch.from_numpy(self.positions).to(device), self.reach
+        own, positions, reaches = self._own_on_device, self._positions_on_device, self.reach
 
         def is_attended(batch: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
             """Return whether a query attends to a key, bool [*any], from the numbers of both, [*any]."""
-            mask = (key <= query) & (query < reaches[key])
-            return mask & (positions[query] - positions[key] < window) if window else mask
+            token = own[query]
+            mask = (key <= token) & (token < reaches[key])
+            return mask & (positions[token] - positions[key] < window) if window else mask
 
         some, full = (_block_lists(chosen, device) for chosen in (is_some & ~is_full, is_full))
-        return BlockMask.from_kv_blocks(
-            *some, *full, BLOCK_SIZE=_MASK_BLOCK, mask_mod=is_attended, seq_lengths=(size, size)
-        )
+        return BlockMask.from_kv_blocks(*some, *full, BLOCK_SIZE=_MASK_BLOCK, mask_mod=is_attended, seq_lengths=sizes)
 
 
 @dataclass(frozen=True, slots=True)
 class TreePart:
     """One call of a kernel: some blocks of queries and the keys of each, padded to the largest block.
 
-    `queries` and `keys` are stored tokens: a slice, or places in the padded arrays with the tokens for them. Shapes
+    `queries` are own tokens, `keys` stored tokens: a slice, or places in padded arrays with the tokens for them. Shapes
     without heads: `query_shape` and `key_shape` (blocks, length); `mask` bool broadcast to [blocks, 1, queries, keys].
     """
 
@@ -165,7 +195,7 @@ class TreePart:
 
     @property
     def query_tokens(self) -> slice | Tensor:
-        """Return the stored tokens of the queries: [queries], or a slice."""
+        """Return the own tokens of the queries: [queries], or a slice."""
         return self.queries if isinstance(self.queries, slice) else self.queries[1]
 
     @property
@@ -174,7 +204,7 @@ class TreePart:
         return self.keys if isinstance(self.keys, slice) else self.keys[1]
 
     def padded_queries(self, x: Tensor) -> Tensor:
-        """Return the queries' entries of `x` [stored tokens, ...] as [blocks, heads, length, ...], padded by zeros."""
+        """Return the queries' entries of `x` [own tokens, ...] as [blocks, heads, length, ...], padded by zeros."""
         return _padded(x, self.queries, self.query_shape)
 
     def padded_keys(self, x: Tensor) -> Tensor:
@@ -199,9 +229,9 @@ class TreePart:
 def attend(
     q: Tensor, k: Tensor, v: Tensor, tree: TokenTree, *, scale: float, window: int, sinks: Tensor | None
 ) -> Tensor:
-    """Return the attention of a tree's tokens: [stored tokens, heads, v].
+    """Return the attention of this rank's tokens of a tree: [own tokens, heads, v].
 
-    Shapes: q [stored tokens, heads, head_dim], k [stored tokens, groups, head_dim], v [stored tokens, groups, v], sinks
+    Shapes: q [own tokens, heads, head_dim], k [stored tokens, groups, head_dim], v [stored tokens, groups, v], sinks
     [heads]. A query attends to `window` keys up to its own; 0: to all.
     """
     width = v.size(-1)
@@ -227,7 +257,7 @@ def merged_attend(
 ) -> Tensor:
     """Return the result of `attend` by torch's flash kernel for CPUs, merged from parts.
 
-    q and the result are [stored tokens, heads, head_dim], k and v [stored tokens, groups, head_dim], sinks [heads].
+    q and the result are [own tokens, heads, head_dim], k and v [stored tokens, groups, head_dim], sinks [heads].
     """
     parts = tree.windowed_parts(window) if window else tree.parts
     return _MergedAttention.apply(q, k, v, sinks, parts, scale)
@@ -238,7 +268,7 @@ def flex_attend(
 ) -> Tensor:
     """Return the result of `attend` by FlexAttention, compiled on a GPU.
 
-    q and the result are [stored tokens, heads, head_dim], k and v [stored tokens, groups, head_dim], sinks [heads].
+    q and the result are [own tokens, heads, head_dim], k and v [stored tokens, groups, head_dim], sinks [heads].
     """
     kernel: Any = _compiled_flex() if q.is_cuda else flex_attention
     inputs = (x.transpose(0, 1)[None] for x in (q, k, v))
@@ -390,6 +420,12 @@ def _unpadded(padded: Tensor, tokens: slice | tuple[Tensor, Tensor]) -> Tensor:
     if isinstance(tokens, slice):
         return padded[0].transpose(0, 1)
     return padded.transpose(1, 2).flatten(0, 1).index_select(0, tokens[0])
+
+
+def _block_borders(size: int) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return the first and the last token of each block of a mask over `size` tokens: [blocks] each."""
+    firsts = np.arange(0, size, _MASK_BLOCK)
+    return firsts, np.minimum(firsts + _MASK_BLOCK, size) - 1
 
 
 def _block_lists(chosen: NDArray[np.bool_], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.data.prefixes import PrefixTree, prefix_tree
+from megarl.data.prefixes import PrefixTree, prefix_tree, zigzag_chunks
 from megarl.data.token_batch import TokenBatch, borders, ranges, select_retained
 from megarl.models.attention import PackedRow
 from megarl.models.expert_balance import RowTokens
@@ -39,7 +39,7 @@ class Microbatch:
     Position t of a sequence predicts its token t + 1, so values of this token are stored at t. The last position of a
     sequence and the padding predict nothing: their mask is False and their weight zero.
 
-    If the row is a tree of prefixes, `input_ids` is [1, stored tokens], `labels` [1, edges]. `support` and
+    If the row is a tree of prefixes, `input_ids` is [1, stored tokens of this rank], `labels` [1, edges]. `support` and
     `temperature` belong to edges too. All other tensors are those of the sequences' tokens, without padding.
     """
 
@@ -83,9 +83,7 @@ def pack_row(
     """
     # Sequences of one token each have no prediction to store.
     if batch.shares_prefixes and batch.lengths.max() > 1:
-        if cp > 1:
-            raise ValueError(f"cp = {cp}: context parallelism cannot split a tree of prefixes; use whole sequences")
-        return _pack_tree(batch, multiple=multiple, device=device)
+        return _pack_tree(batch, multiple=multiple, device=device, cp=cp, cp_rank=cp_rank)
     lengths = batch.lengths
     padded = padded_lengths(lengths, cp=cp, multiple=multiple)
     row = PackedRow.from_lengths(padded.tolist(), device, qkv_format, cp=cp, cp_rank=cp_rank)
@@ -132,13 +130,18 @@ def pack_row(
     )
 
 
-def _pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device) -> Microbatch:
-    """Return the row of a batch's sequences with each distinct prefix stored once.
+def _pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: int, cp_rank: int) -> Microbatch:
+    """Return a context-parallel rank's part of the row of a batch's sequences, with each distinct prefix stored once.
 
-    The stored tokens are padded to a multiple of `multiple` by a segment that nothing else attends to.
+    The stored tokens of each rank are padded to a multiple of `multiple` by a segment that nothing else attends to.
     """
     tree = prefix_tree(batch.token_ids, batch.cu_seqlens)
+    split = _split_tree(tree, cp, multiple)
+    holders = split.ranks[tree.stored_of]
+    local = np.flatnonzero(holders == cp_rank)
+    # A token's prediction is computed where the token before it is stored.
     tokens, sequences = np.flatnonzero(is_predicted(batch.cu_seqlens)), None
+    tokens = tokens[holders[tokens - 1] == cp_rank]
     if batch.temperatures is not None and (batch.temperatures != batch.temperatures[0]).any():
         sequences = np.repeat(np.arange(batch.num_sequences), batch.lengths)
     first, edge = _edges(batch, tree, tokens, sequences)
@@ -146,12 +149,11 @@ def _pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device) -> Mic
     edges = np.zeros(len(batch.token_ids), np.int64)
     # Position t predicts token t + 1.
     edges[tokens - 1] = edge
-    padding = -len(tree.parent) % multiple
 
     def predictions(values: np.ndarray) -> Tensor:
         shifted = np.zeros_like(values)
         shifted[tokens - 1] = values[tokens]
-        return torch.from_numpy(shifted).to(device)
+        return torch.from_numpy(shifted[local]).to(device)
 
     support = None
     if batch.retained_sets is not None:
@@ -161,15 +163,12 @@ def _pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device) -> Mic
     if sequences is not None and batch.temperatures is not None:
         of_edges = batch.temperatures[sequences[chosen]].astype(np.float32)
         temperature = torch.from_numpy(of_edges).to(device)
-    input_ids = np.append(batch.token_ids[tree.source], np.zeros(padding, np.int64))
+    input_ids = np.append(batch.token_ids[tree.source], np.zeros(len(split.ranks) - len(tree.source), np.int64))
+    own_tree = _token_tree(tree, split, cp_rank, device, local, edges, tree.parent[tree.stored_of[chosen]])
     return Microbatch(
-        input_ids=torch.from_numpy(input_ids).to(device)[None],
+        input_ids=torch.from_numpy(input_ids[own_tree.own]).to(device)[None],
         labels=torch.from_numpy(batch.token_ids[chosen]).to(device)[None],
-        row=PackedRow.from_tree(
-            _token_tree(tree, padding, edges, tree.parent[tree.stored_of[chosen]], device),
-            len(batch.token_ids),
-            int(batch.lengths.max()),
-        ),
+        row=PackedRow.from_tree(own_tree, holders, int(batch.lengths.max()), cp_rank),
         mask=predictions(batch.loss_mask),
         per_token={name: predictions(values) for name, values in batch.per_token.items()},
         lengths=batch.lengths,
@@ -203,25 +202,75 @@ def _edges(
     return first, edge
 
 
-def _token_tree(
-    tree: PrefixTree, padding: int, edges: NDArray[np.int64], sources: NDArray[np.int64], device: torch.device
-) -> TokenTree:
-    """Return a tree for the model's layers, with a last segment of `padding` tokens.
+class _Split(NamedTuple):
+    """The stored tokens of a tree and of its padding, split over context-parallel ranks.
 
-    `edges` [tokens] is the edge after each token, `sources` [edges] the stored token before each edge.
+    Shapes: `ranks` [stored tokens], each one's rank; `chunks` [chunks, 3], the first token of the chunk's segment, the
+    chunk's first token and its end; `padding` [cp], tokens of the last segments, one for each rank.
     """
-    stored = len(tree.parent)
-    end = np.full(min(padding, 1), stored + padding)
+
+    ranks: NDArray[np.int64]
+    chunks: NDArray[np.int64]
+    padding: NDArray[np.int64]
+
+
+def _split_tree(tree: PrefixTree, cp: int, multiple: int) -> _Split:
+    """Split each segment of a tree over `cp` ranks. All have equally many tokens, a multiple of `multiple`."""
+    sizes = zigzag_chunks(tree.ends - tree.starts, cp) if cp > 1 else (tree.ends - tree.starts)[:, None]
+    count = sizes.shape[1]
+    owners = np.minimum(np.arange(count), np.arange(count)[::-1])
+    ends = tree.starts[:, None] + sizes.cumsum(1)
+    ranks = np.repeat(np.tile(owners, len(sizes)), sizes.ravel())
+    counts = np.bincount(ranks, minlength=cp)
+    padding = -(-counts.max() // multiple) * multiple - counts
+    last_ends = len(ranks) + padding.cumsum()
+    chunks = np.stack([np.repeat(tree.starts, count), (ends - sizes).ravel(), ends.ravel()], 1)
+    last = np.stack([last_ends - padding, last_ends - padding, last_ends], 1)
+    chunks = np.concatenate([chunks, last])
+    return _Split(
+        ranks=np.append(ranks, np.repeat(np.arange(cp), padding)),
+        chunks=chunks[chunks[:, 2] > chunks[:, 1]],
+        padding=padding,
+    )
+
+
+def _token_tree(
+    tree: PrefixTree,
+    split: _Split,
+    cp_rank: int,
+    device: torch.device,
+    local: NDArray[np.int64],
+    edges: NDArray[np.int64],
+    sources: NDArray[np.int64],
+) -> TokenTree:
+    """Return a tree for the model's layers on a context-parallel rank, with the padding as last segments.
+
+    `local` [own tokens] are the tokens of the sequences stored on this rank. `edges` [tokens] is the edge after each
+    token, `sources` [edges] the stored token before each edge.
+    """
+    stored, padding = len(tree.parent), split.padding
+    last_ends = stored + padding.cumsum()
+    last_starts, last_ends = (last_ends - padding)[padding > 0], last_ends[padding > 0]
+    own = np.flatnonzero(split.ranks == cp_rank)
+    place = None
+    if len(padding) > 1:
+        place = np.empty_like(split.ranks)
+        place[np.argsort(split.ranks, kind="stable")] = np.arange(len(split.ranks))
+        place = torch.from_numpy(place).to(device)
+    num_represented = np.append(tree.num_represented, np.zeros(padding.sum(), np.int64))
     return TokenTree(
-        reach=torch.from_numpy(np.append(tree.reach, np.full(padding, stored + padding))).to(device),
-        starts=np.append(tree.starts, np.full(len(end), stored)),
-        ends=np.append(tree.ends, end),
-        reaches=np.append(tree.reach[tree.starts], end),
-        positions=np.append(tree.depth, np.arange(padding)),
-        num_represented=np.append(tree.num_represented, np.zeros(padding, np.int64)),
-        stored_of=torch.from_numpy(tree.stored_of).to(device),
-        edge_sources=torch.from_numpy(sources).to(device),
-        edges=torch.from_numpy(edges).to(device),
+        reach=torch.from_numpy(np.append(tree.reach, np.repeat(last_ends, last_ends - last_starts))).to(device),
+        starts=np.append(tree.starts, last_starts),
+        ends=np.append(tree.ends, last_ends),
+        reaches=np.append(tree.reach[tree.starts], last_ends),
+        positions=np.append(tree.depth, ranges(np.zeros_like(last_starts), last_ends - last_starts)),
+        own=own,
+        chunks=split.chunks[split.ranks[split.chunks[:, 1]] == cp_rank],
+        place=place,
+        num_represented=num_represented[own],
+        stored_of=torch.from_numpy(np.searchsorted(own, tree.stored_of[local])).to(device),
+        edge_sources=torch.from_numpy(np.searchsorted(own, sources)).to(device),
+        edges=torch.from_numpy(edges[local]).to(device),
     )
 
 
@@ -245,12 +294,13 @@ def row_tokens(batch: Microbatch, parts: int = 1, part: int = 0) -> RowTokens:
 
 
 def _tree_tokens(batch: Microbatch, tree: TokenTree, parts: int, part: int) -> RowTokens:
-    """Return part `part` of `parts` of a tree's stored tokens."""
+    """Return part `part` of `parts` of this context-parallel rank's stored tokens of a tree."""
+    assert batch.row.local is not None
     device = tree.reach.device
-    size = len(tree.positions) // parts
+    size = len(tree.own) // parts
     stored = tree.stored_of.cpu().numpy() - part * size
     is_own = (stored >= 0) & (stored < size)
-    sequences = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[is_own]
+    sequences = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[batch.row.local.cpu().numpy()][is_own]
     return RowTokens(
         torch.from_numpy(sequences).to(device),
         torch.from_numpy(tree.num_represented[part * size : (part + 1) * size]).to(device),
@@ -311,9 +361,9 @@ def whole_row(values: Tensor, row: PackedRow) -> Tensor:
     group: Any = parallel_state.get_context_parallel_group()
     if group.size() == 1:
         return values
-    assert row.local is not None
-    # Parts arrive in rank order. Their places in the row are gathered as well, because zigzag parts are not contiguous.
-    places, parts = (x.new_empty(group.size() * len(x), *x.shape[1:]) for x in (row.local, values))
-    torch.distributed.all_gather_into_tensor(places, row.local, group=group)
-    torch.distributed.all_gather_into_tensor(parts, values.contiguous(), group=group)
-    return torch.empty_like(parts).index_copy_(0, places, parts)
+    assert row.place is not None
+    # Parts of a tree have different lengths, and a gather needs equal ones.
+    padded = torch.cat([values, values.new_zeros(row.longest_part - len(values), *values.shape[1:])])
+    parts = padded.new_empty(group.size() * len(padded), *padded.shape[1:])
+    torch.distributed.all_gather_into_tensor(parts, padded, group=group)
+    return parts.index_select(0, row.place)

@@ -189,7 +189,7 @@ async def test_rows_with_little_to_share_are_packed_as_before() -> None:
 async def test_rows_that_cannot_share_are_counted() -> None:
     layout = ParallelConfig(1, 1, 1, 1, cp=2)
     ranks = Ranks(layout)
-    policy = RankModel(ranks, layout, 224, shares_prefixes=True, sharing_problem="trainer.cp = 2")  # type: ignore[arg-type]
+    policy = RankModel(ranks, layout, 224, shares_prefixes=True, sharing_problem="noise")  # type: ignore[arg-type]
     await policy.update(groups())
     [rows] = ranks.rows
     assert not any(row.shares_prefixes for row in rows)

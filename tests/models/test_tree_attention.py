@@ -20,15 +20,16 @@ from megarl.types import TrainingSequence
 HEADS, GROUPS, WIDTH, VALUES, SCALE = 4, 2, 16, 8, 0.3
 
 
-def tree_of(sequences: list[np.ndarray], multiple: int = 1) -> TokenTree:
+def tree_of(sequences: list[np.ndarray], multiple: int = 1, cp: int = 1, cp_rank: int = 0) -> TokenTree:
     batch = TokenBatch.from_sequences([TrainingSequence(ids, np.ones(len(ids), bool)) for ids in sequences])
     batch.shares_prefixes = True
-    row = pack_row(batch, multiple=multiple, qkv_format="packed", device=torch.device("cpu")).row
+    device = torch.device("cpu")
+    row = pack_row(batch, multiple=multiple, qkv_format="packed", device=device, cp=cp, cp_rank=cp_rank).row
     assert row.tree is not None
     return row.tree
 
 
-def long_tree() -> TokenTree:
+def long_tree(cp: int = 1, cp_rank: int = 0) -> TokenTree:
     """Prompts of 300 and 40 tokens with answers of 4 to 200 tokens, so that whole blocks are attended to and others
     not.
     """
@@ -41,23 +42,30 @@ def long_tree() -> TokenTree:
             for prompt, answers in zip(prompts, lengths, strict=True)
             for length in answers
         ],
-        multiple=64,
+        64,
+        cp,
+        cp_rank,
     )
 
 
-def deep_tree(seed: int) -> TokenTree:
+def deep_tree(seed: int, cp: int = 1, cp_rank: int = 0) -> TokenTree:
     """Sequences of few different tokens branch everywhere."""
     random = np.random.default_rng(seed)
-    return tree_of([random.integers(0, 2, random.integers(2, 40)) for _ in range(9)], multiple=7)
+    return tree_of([random.integers(0, 2, random.integers(2, 40)) for _ in range(9)], 7, cp, cp_rank)
 
 
-TREES = [pytest.param(long_tree(), id="long"), *(pytest.param(deep_tree(seed), id=f"deep {seed}") for seed in range(4))]
+TREES = [
+    pytest.param(long_tree(), id="long"),
+    *(pytest.param(deep_tree(seed), id=f"deep {seed}") for seed in range(3)),
+    *(pytest.param(long_tree(2, rank), id=f"long, rank {rank} of cp 2") for rank in range(2)),
+    *(pytest.param(deep_tree(3, 3, rank), id=f"deep 3, rank {rank} of cp 3") for rank in range(3)),
+]
 
 
 def inputs(tree: TokenTree, has_sinks: bool) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     torch.manual_seed(3)
-    size = len(tree.positions)
-    shapes = (size, HEADS, WIDTH), (size, GROUPS, WIDTH), (size, GROUPS, VALUES), (HEADS,)
+    own, size = len(tree.own), len(tree.positions)
+    shapes = (own, HEADS, WIDTH), (size, GROUPS, WIDTH), (size, GROUPS, VALUES), (HEADS,)
     q, k, v, sinks = (torch.randn(shape, dtype=torch.float64, requires_grad=True) for shape in shapes)
     return q, k, v, sinks if has_sinks else None
 
@@ -95,9 +103,8 @@ def test_carriers_agree(tree: TokenTree, window: int, has_sinks: bool) -> None:
 @pytest.mark.parametrize("tree", TREES)
 def test_blocks_of_the_mask_hold_what_is_attended(tree: TokenTree, window: int) -> None:
     mask, attended = tree.block_mask(window), tree.attended(window)
-    size = len(attended)
-    length = -(-size // 128) * 128
-    blocks = F.pad(attended, (0, length - size, 0, length - size)).unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
+    queries, keys = attended.shape
+    blocks = F.pad(attended, (0, -keys % 128, 0, -queries % 128)).unflatten(1, (-1, 128)).unflatten(0, (-1, 128))
     some, full = blocks.any(3).any(1), blocks.all(3).all(1)
     named, whole = (
         block_table(counts, columns)
@@ -135,7 +142,7 @@ def test_another_core_attention_computes_trees_too() -> None:
     q, k, v, _ = inputs(tree, False)
     v = F.pad(v, (0, WIDTH - VALUES))
     config: Any = SimpleNamespace(kv_channels=WIDTH, window_size=(4, 0), window_attn_skip_freq=[0, 1])
-    row = PackedRow.from_tree(tree, len(tree.stored_of), 40)
+    row = PackedRow.from_tree(tree, np.zeros(len(tree.stored_of), np.int64), 40)
     for layer_number, window in ((1, 0), (2, 5)):
         attention = with_trees(Plain)(config, layer_number, softmax_scale=SCALE)
         out = attention(*(x[:, None] for x in (q, k, v)), packed_seq_params=row)
