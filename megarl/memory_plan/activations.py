@@ -45,6 +45,8 @@ class PassSettings:
     """Whether SwiGLU is computed by one fused kernel (bias_activation_fusion)."""
     pads_attention: bool = False
     """Whether attention pads the sequences of a row: on a CPU, and in float32."""
+    shares_prefixes: bool = False
+    """Whether the row is stored as a tree of prefixes: `row_tokens` are stored tokens then."""
     lora_rank: int = 0
     """Rank of the LoRA adapters. Above 0, only adapters are trained. 0: all weights are trained."""
     longest: int = 1
@@ -285,6 +287,10 @@ def _core(at: Widths, layout: ParallelConfig, settings: PassSettings) -> float:
     given = tokens * (at.query + at.key) * size
     if "core_attn" in settings.recomputed:
         return given
+    if settings.shares_prefixes:
+        # One rank's values are part of the fused projection. Those gathered from all ranks are not.
+        copies = 2 * layout.cp if layout.cp > 1 else 1
+        return tokens * (at.query + copies * at.key) * size + tokens * FLOAT32 * at.heads
     if layout.cp > 1 and settings.spec == "local":
         # Keys and values of all ranks. Two parts of a rank's queries together attend to (2 cp + 1) / (2 cp) of them.
         seen = tokens * layout.cp * (2 * layout.cp + 1) / (2 * layout.cp)
@@ -359,6 +365,7 @@ def _head(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> 
     """Return the bytes of the last norm, of all tokens' hidden states, and of the tensors saved for log-probs."""
     size, tokens = settings.itemsize, _tokens(layout, settings)
     split = _split(layout, settings)
-    gathered = tokens * shape.hidden_size * size
+    # The head of a tree reads the hidden states of its edges, about one for each token.
+    gathered = tokens * shape.hidden_size * size * (2 if settings.shares_prefixes else 1)
     normed = 0 if settings.lora_rank else size
     return tokens / split * shape.hidden_size * (FLOAT32 + normed) + gathered + tokens * _NUMBERS

@@ -265,7 +265,11 @@ class RankMemory:
         built = self._built(name)
         settings = self._passes(built)
         stage = built.layout.coordinates(self.rank).pp
-        saved = activations.stage_bytes(built.shape, built.layout, stage, settings)
+        # A row stored as a tree saves other tensors than separate sequences do: the larger ones count.
+        rows = [settings]
+        if self.recipe.trainer.share_prefixes == "auto":
+            rows.append(replace(settings, shares_prefixes=True))
+        saved = max(activations.stage_bytes(built.shape, built.layout, stage, row) for row in rows)
         passing = activations.backward_bytes(built.shape, built.layout, settings)
         logits = activations.logits_bytes(built.shape, built.layout, settings) if self._is_last(built) else 0
         return [

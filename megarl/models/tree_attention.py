@@ -236,7 +236,8 @@ def attend(
     """
     width = v.size(-1)
     # The kernels take one size for all heads. Padded values give outputs of zero, cut off below.
-    v = F.pad(v, (0, k.size(-1) - width))
+    if width < k.size(-1):
+        v = F.pad(v, (0, k.size(-1) - width))
     carrier = flex_attend if q.is_cuda else merged_attend
     out = carrier(q, k, v, tree, scale=scale, window=window if tree.limits(window) else 0, sinks=sinks)
     return out.narrow(-1, 0, width)
