@@ -201,8 +201,9 @@ class Completion:
 
     `weight_versions` count the reshards before each token. They differ within a completion paused during a reshard.
     `retained_sets` are the sampling sets of the new tokens, in training with truncation only. `routed_experts`, if
-    requested, cover every token read by the model: the prompt and all new tokens except the last. A refused request has
-    no tokens, finish reason `error`, and the engine's message in `error`.
+    requested, cover every token read by the model: the prompt and all new tokens except the last. `expert_digests`
+    uint32 [read tokens] has a hash of each one's experts. A refused request has no tokens, finish reason `error`, and
+    the engine's message in `error`.
     """
 
     request_id: str
@@ -211,6 +212,7 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: NDArray[np.int32]
     routed_experts: ExpertsHandle | None = None
+    expert_digests: NDArray[np.uint32] | None = None
     retained_sets: RetainedSets | None = None
     error: str | None = None
     num_cached: int = 0
@@ -227,7 +229,7 @@ class Completion:
         return cls(**values, **archive.fields(_COMPLETION_ARRAYS, prefix))
 
 
-_COMPLETION_ARRAYS = ("token_ids", "rollout_logprobs", "weight_versions", "routed_experts")
+_COMPLETION_ARRAYS = ("token_ids", "rollout_logprobs", "weight_versions", "routed_experts", "expert_digests")
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,6 +285,8 @@ class Segment:
     """Entropies of the trainer with the sampling weights, in nats; 0 for tokens not sampled. None: not computed."""
     routed_experts: ExpertsHandle | None = None
     """Routed experts of the last completion. Its prompt is the rest of the segment, so all tokens are covered."""
+    expert_digests: NDArray[np.uint32] | None = None
+    """A hash of each token's routed experts; 0 for the last token, which the engine has not read."""
     retained_sets: RetainedSets | None = None
     """Sampling sets of the tokens, if top-p, top-k or min-p excluded any."""
 
@@ -292,7 +296,7 @@ class Segment:
 
 _SEGMENT_ARRAYS = (
     "token_ids", "loss_mask", "rollout_logprobs", "weight_versions", "turns", "old_logprobs", "entropies",
-    "routed_experts",
+    "routed_experts", "expert_digests",
 )  # fmt: skip
 
 

@@ -171,7 +171,7 @@ class RankModel:
         row = batch.select(sequences)
         shared = np.zeros_like(row.lengths)
         if self.shares_prefixes:
-            found = shared_lengths(row.token_ids, row.cu_seqlens)
+            found = shared_lengths(row.prefix_keys, row.cu_seqlens)
             is_worth = saved_share(row.lengths, found, self.attention_ratio) > WORTH_SHARING
             multiple = self.layout.sequence_multiple
             apart = int((-(-row.lengths // multiple) * multiple).sum())
@@ -243,7 +243,7 @@ class RankModel:
             "together": together,
         }
         if self.shares_prefixes and self.sharing_problem is None:
-            return pack_trees(batch.token_ids, batch.cu_seqlens, **settings)
+            return pack_trees(batch.prefix_keys, batch.cu_seqlens, **settings)
         return pack(batch.lengths, **settings)
 
     def _capacity(self, max_tokens: int | None) -> int:

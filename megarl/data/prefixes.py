@@ -43,15 +43,31 @@ class PrefixTree:
         return np.bincount(self.stored_of, minlength=len(self.parent))
 
 
-def lexicographic_order(token_ids: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> Order:
+def digests(values: NDArray[np.integer]) -> NDArray[np.uint32]:
+    """Return a hash of each token's values: uint32 [tokens], never 0. `values` [tokens, ...] are integers.
+
+    Unequal values of two tokens have the same hash with a probability of about 2^-31.
+    """
+    found = np.zeros(len(values), np.uint64)
+    # Fixed factors: hashes of two processes are compared.
+    factors = np.random.default_rng(0).integers(0, 1 << 63, values.shape[1:], np.uint64)
+    # Part by part: a copy of all experts of a long completion in 64 bits would be large.
+    for part, factor in zip(np.moveaxis(values, 1, 0), factors, strict=True):
+        found += (part.astype(np.uint64) * factor).reshape(len(values), -1).sum(1, np.uint64)
+    # Low bits of a sum of products depend on low bits only, so the high ones are taken.
+    return (found >> np.uint64(33)).astype(np.uint32) | np.uint32(1)
+
+
+def lexicographic_order(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> Order:
     """Return the sequences in lexicographic order, and their shared prefixes in tokens. Equal ones keep their order.
 
-    `token_ids` is [tokens], `cu_seqlens` [sequences + 1].
+    `keys` [tokens] are token ids, or other numbers from 0 on, equal where tokens may be shared. `cu_seqlens` is
+    [sequences + 1].
     """
-    sequences = [token_ids[start:end] for start, end in pairwise(cu_seqlens)]
-    # Big-endian bytes of ids, which are not negative, compare like the ids themselves.
-    keys = [sequence.astype(">u4").tobytes() for sequence in sequences]
-    order = sorted(range(len(keys)), key=keys.__getitem__)
+    sequences = [keys[start:end] for start, end in pairwise(cu_seqlens)]
+    # Big-endian bytes of numbers, which are not negative, compare like the numbers themselves.
+    texts = [sequence.astype(">u8").tobytes() for sequence in sequences]
+    order = sorted(range(len(texts)), key=texts.__getitem__)
     shared = np.zeros(len(order), np.int64)
     for place in range(1, len(order)):
         shared[place] = common_prefix(sequences[order[place - 1]], sequences[order[place]])
@@ -66,21 +82,24 @@ def common_prefix(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
     return first if length and differs[first] else length
 
 
-def shared_lengths(token_ids: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> NDArray[np.int64]:
+def shared_lengths(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> NDArray[np.int64]:
     """Return how many leading tokens of each sequence the tree stores with another sequence: [sequences].
 
-    The tree of the sequences stores the other tokens only. `token_ids` is [tokens], `cu_seqlens` [sequences + 1].
+    The tree of the sequences stores the other tokens only. `keys` [tokens] are those of `lexicographic_order`,
+    `cu_seqlens` is [sequences + 1].
     """
-    order, shared = lexicographic_order(token_ids, cu_seqlens)
+    order, shared = lexicographic_order(keys, cu_seqlens)
     lengths = np.zeros_like(shared)
     lengths[order] = shared
     return lengths
 
 
-def prefix_tree(token_ids: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> PrefixTree:
-    """Return the tree of sequences: `token_ids` [tokens] with the boundaries `cu_seqlens` [sequences + 1]."""
-    order, shared = lexicographic_order(token_ids, cu_seqlens)
-    stored_of = np.empty(len(token_ids), np.int64)
+def prefix_tree(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> PrefixTree:
+    """Return the tree of sequences: `keys` [tokens], those of `lexicographic_order`, with the boundaries `cu_seqlens`
+    [sequences + 1].
+    """
+    order, shared = lexicographic_order(keys, cu_seqlens)
+    stored_of = np.empty(len(keys), np.int64)
     sources, parents, depths, starts = [], [], [], []
     path, num_stored = np.zeros(0, np.int64), 0
     for sequence, common in zip(order.tolist(), shared.tolist(), strict=True):

@@ -36,6 +36,8 @@ class TokenBatch:
     experts: NDArray[np.int64] | None = None
     """[sequences, 2]: for each sequence, the `types.ExpertsHandle` of the experts chosen by the engine. Used to route
     the same way in training."""
+    expert_digests: NDArray[np.uint32] | None = None
+    """[tokens]: a hash of each token's experts; tokens with other experts are not shared by sequences."""
     retained_sets: RetainedSets | None = None
     """The retained tokens (after top-p, top-k, min-p) over which policy and reference renormalise each log-prob. None:
     the whole vocabulary for every token."""
@@ -74,6 +76,19 @@ class TokenBatch:
         return len(self.samples)
 
     @property
+    def prefix_keys(self) -> NDArray[np.int64]:
+        """Return a number from 0 on for each token, [tokens]. Two sequences share the tokens at which they begin alike.
+
+        Equal numbers have equal token ids and equal experts.
+        """
+        if self.expert_digests is not None:
+            return self.token_ids | self.expert_digests.astype(np.int64) << 32
+        if self.experts is not None:
+            # Experts without hashes may differ, as in checkpoints of earlier versions: nothing is shared.
+            return self.token_ids | np.repeat(np.arange(self.num_sequences), self.lengths) << 32
+        return self.token_ids
+
+    @property
     def cu_samples(self) -> NDArray[np.int64]:
         """Return the boundaries of the samples (each with all its segments), from 0 to tokens: [samples + 1]."""
         first_segments = np.flatnonzero(np.diff(self.samples, prepend=-1))
@@ -106,6 +121,7 @@ class TokenBatch:
             samples=self.samples[chosen],
             per_token={name: values[places] for name, values in self.per_token.items()},
             experts=None if self.experts is None else self.experts[chosen],
+            expert_digests=None if self.expert_digests is None else self.expert_digests[places],
             retained_sets=None if self.retained_sets is None else select_retained(self.retained_sets, places),
             temperatures=None if self.temperatures is None else self.temperatures[chosen],
             target_keys=None if self.target_keys is None else self.target_keys[chosen],
@@ -125,7 +141,7 @@ class TokenBatch:
         """Return the same sequences with only these per-token arrays. Indices of distillation teachers are dropped."""
         return TokenBatch(
             self.token_ids, self.loss_mask, self.cu_seqlens, self.samples, dict(names), self.experts,
-            self.retained_sets, self.temperatures, shares_prefixes=self.shares_prefixes,
+            self.expert_digests, self.retained_sets, self.temperatures, shares_prefixes=self.shares_prefixes,
         )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def saved_share(lengths: NDArray[np.int64], shared: NDArray[np.int64], attention
 
 
 def pack_trees(
-    token_ids: NDArray[np.int64],
+    keys: NDArray[np.int64],
     cu_seqlens: NDArray[np.int64],
     *,
     max_tokens: int,
@@ -53,16 +53,16 @@ def pack_trees(
 ) -> list[list[list[int]]]:
     """Return sequence indices by rank and microbatch like `pack`: [num_ranks][num_microbatches][sequences].
 
-    A microbatch holds at most `max_tokens` stored tokens. `token_ids` is [tokens], `cu_seqlens` [sequences + 1];
-    `together` keeps adjacent sequences in one microbatch. Without prefixes worth sharing, the result is that of `pack`,
-    with each length rounded up to `multiple`. A tree's sequences need no such padding.
+    A microbatch holds at most `max_tokens` stored tokens. `keys` [tokens] are those of `prefixes.lexicographic_order`,
+    `cu_seqlens` is [sequences + 1]. `together` keeps adjacent sequences in one microbatch. Without prefixes worth
+    sharing, the result is that of `pack`, with each length rounded up to `multiple`. A tree needs no such padding.
 
     Raises ValueError for sequences that must share a microbatch and do not fit.
     """
     lengths = np.diff(cu_seqlens)
     sizes = np.full(len(lengths) // together, together) if isinstance(together, int) else together
     sets = np.split(np.arange(len(lengths)), np.cumsum(sizes)[:-1])
-    prefixes = _Prefixes(lengths, *lexicographic_order(token_ids, cu_seqlens), attention_ratio)
+    prefixes = _Prefixes(lengths, *lexicographic_order(keys, cu_seqlens), attention_ratio)
     whole = sum(prefixes.cost_of(members) for members in sets)
     best: tuple[float, list[list[list[int]]]] | None = None
     tried: set[int] = set()

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from numpy.typing import NDArray
 
 from megarl.config import RolloutConfig
+from megarl.data.prefixes import digests
 from megarl.families import kept_prefixes
 from megarl.families.shape import read_model_shape
 from megarl.platform import compile_cache, device, vllm_on_cpu
@@ -379,7 +380,8 @@ class RolloutEngine:
         done = dataclasses.replace(done, num_cached=output.num_cached_tokens or 0)
         if sampled.routed_experts is None or self._keep_experts is None:
             return done
-        return dataclasses.replace(done, routed_experts=self._keep_experts(sampled.routed_experts))
+        experts = sampled.routed_experts
+        return dataclasses.replace(done, routed_experts=self._keep_experts(experts), expert_digests=digests(experts))
 
     def _abort(self, engine: LLMEngine, request_id: str) -> Completion:
         running = self._running.pop(request_id)

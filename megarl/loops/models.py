@@ -79,8 +79,6 @@ def _sharing_problem(recipe: Recipe, model: RankModel, *, is_trained: bool) -> s
         return "the model has latent attention: Transformer Engine's rotary kernel counts positions from a row's start"
     if not is_trained:
         return None
-    if recipe.trainer.router_replay and model.name == "policy":
-        return "trainer.router_replay: the engine may have chosen other experts for each sample"
     if recipe.trainer.mtp_loss_coefficient and model.name == "policy":
         return "trainer.mtp_loss_coefficient: a shared token has a different token after the next one in each sample"
     if recipe.lora.dropout and model.name == "policy":

@@ -84,6 +84,7 @@ class RLBatch(TokenBatch):
             samples=np.repeat(np.arange(len(trajectories)), num_segments),
             per_token=per_token,
             experts=_experts(segments),
+            expert_digests=_expert_digests(segments),
             retained_sets=join_retained([(len(segment), segment.retained_sets) for segment in segments]),
             temperatures=np.repeat([trajectory.temperature for trajectory in trajectories], num_segments),
             weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
@@ -232,6 +233,11 @@ def _entropies(segments: Sequence[Segment]) -> NDArray[np.float32] | None:
 def _experts(segments: Sequence[Segment]) -> NDArray[np.int64] | None:
     handles = [segment.routed_experts for segment in segments if segment.routed_experts is not None]
     return np.array(handles, np.int64) if len(handles) == len(segments) else None
+
+
+def _expert_digests(segments: Sequence[Segment]) -> NDArray[np.uint32] | None:
+    found = [segment.expert_digests for segment in segments if segment.expert_digests is not None]
+    return np.concatenate(found) if len(found) == len(segments) else None
 
 
 def _order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:

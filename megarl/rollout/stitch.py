@@ -103,6 +103,7 @@ def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
         rollout_logprobs[start:end] = call.completion.rollout_logprobs
         weight_versions[start:end] = call.completion.weight_versions
         turns[start:end] = number
+    digests = last.completion.expert_digests
     return Segment(
         token_ids=token_ids,
         loss_mask=turns >= 0,
@@ -110,5 +111,6 @@ def _segment(calls: Sequence[ModelCall], numbers: Sequence[int]) -> Segment:
         weight_versions=weight_versions,
         turns=turns,
         routed_experts=last.completion.routed_experts,
+        expert_digests=None if digests is None else np.append(digests, np.zeros(1, np.uint32)),
         retained_sets=join_retained(retained_sets),
     )

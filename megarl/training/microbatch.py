@@ -135,7 +135,7 @@ def _pack_tree(batch: TokenBatch, *, multiple: int, device: torch.device, cp: in
 
     The stored tokens of each rank are padded to a multiple of `multiple` by a segment that nothing else attends to.
     """
-    tree = prefix_tree(batch.token_ids, batch.cu_seqlens)
+    tree = prefix_tree(batch.prefix_keys, batch.cu_seqlens)
     split = _split_tree(tree, cp, multiple)
     holders = split.ranks[tree.stored_of]
     local = np.flatnonzero(holders == cp_rank)
@@ -307,6 +307,19 @@ def _tree_tokens(batch: Microbatch, tree: TokenTree, parts: int, part: int) -> R
         torch.from_numpy(batch.lengths.astype(np.float32)).to(device),
         torch.from_numpy(stored[is_own]).to(device),
     )
+
+
+def represented_tokens(batch: Microbatch) -> NDArray[np.int64]:
+    """Return the index in the row of one token for each place of this context-parallel rank, [places]. Padding of a
+    tree has -1.
+    """
+    assert batch.row.local is not None
+    local = batch.row.local.cpu().numpy()
+    if batch.row.tree is None:
+        return local
+    found = np.full(len(batch.row.tree.own), -1)
+    found[batch.row.tree.stored_of.cpu().numpy()] = local
+    return found
 
 
 def _temperature(

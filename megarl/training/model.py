@@ -30,7 +30,7 @@ from megarl.models.teacher_student import TeacherTargets
 from megarl.platform import device
 from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.training.distillation_targets import TargetFetcher
-from megarl.training.microbatch import Microbatch, pack_row, row_tokens, unpack_row, whole_row
+from megarl.training.microbatch import Microbatch, pack_row, represented_tokens, row_tokens, unpack_row, whole_row
 from megarl.training.replica import Replica
 from megarl.training.routed_experts import ExpertExchange, OwnTokens, fetch_routes
 
@@ -208,15 +208,11 @@ class ModelShard:
         """
         if self.expert_exchange is None or rows[0].experts is None:
             return [None] * len(rows)
-        if any(row.shares_prefixes for row in rows):
-            raise ValueError("router replay: equal tokens of two sequences may have other experts; store them apart")
         parts = self._parts
         part = parallel_state.get_tensor_model_parallel_rank() % parts
         own = []
         for row, batch in zip(rows, batches, strict=True):
-            assert batch.row.local is not None
-            places = batch.row.local.cpu().numpy()
-            own.append(OwnTokens(row, batch.padded, np.split(places, parts)[part]))
+            own.append(OwnTokens(row, batch.padded, np.split(represented_tokens(batch), parts)[part]))
         return fetch_routes(self.expert_exchange, own)
 
     def _fetch_targets(

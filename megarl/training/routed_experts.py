@@ -124,13 +124,13 @@ class OwnTokens:
     def __init__(self, batch: TokenBatch, padded: NDArray[np.int64], places: NDArray[np.int64]) -> None:
         """Find the tokens.
 
-        `padded` [sequences] holds padded lengths, `places` [own tokens] places in the padded row.
+        `padded` [sequences] holds padded lengths, `places` [own tokens] places in the padded row; -1 is padding, too.
         """
         assert batch.experts is not None
         starts = np.cumsum(padded) - padded
         sequence = np.repeat(np.arange(len(padded)), padded)[places]
         token = places - starts[sequence]
-        self.is_token = token < batch.lengths[sequence]
+        self.is_token = (places >= 0) & (token < batch.lengths[sequence])
         """[own tokens]: False on padding."""
         sequence, token = sequence[self.is_token], token[self.is_token]
         self.runs = token_runs(batch.experts, sequence, token)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from megarl.data.prefixes import prefix_tree, shared_lengths, zigzag_chunks
-from megarl.data.token_batch import borders
+from megarl.data.prefixes import digests, prefix_tree, shared_lengths, zigzag_chunks
+from megarl.data.token_batch import TokenBatch, borders
+from megarl.types import TrainingSequence
 
 
 def test_a_tree_written_out() -> None:
@@ -33,6 +34,25 @@ def test_chunks_balance_ranks() -> None:
     assert (chunks.sum(1) == sizes).all() and (chunks.max(1) - chunks.min(1) <= 1).all()
     by_rank = (chunks + chunks[:, ::-1])[:, :4].sum(0)
     assert by_rank.max() - by_rank.min() <= 2
+
+
+def test_hashes_tell_experts_apart() -> None:
+    experts = np.random.default_rng(0).integers(0, 128, (50, 6, 4)).astype(np.int16)
+    found = digests(experts)
+    assert found.dtype == np.uint32 and found.all() and (digests(experts[7:9]) == found[7:9]).all()
+    for layer, place in np.ndindex(6, 4):
+        other = experts.copy()
+        other[:, layer, place] ^= 1
+        assert (digests(other) != found).all()
+
+
+def test_tokens_with_other_experts_are_not_shared() -> None:
+    batch = TokenBatch.from_sequences([TrainingSequence(np.array([5, 6, 7, 8]), np.ones(4, bool)) for _ in range(2)])
+    batch.experts = np.array([[0, 0], [0, 1]])
+    assert shared_lengths(batch.prefix_keys, batch.cu_seqlens).tolist() == [0, 0]
+    batch.expert_digests = np.array([1, 2, 3, 0, 1, 2, 9, 0], np.uint32)
+    assert shared_lengths(batch.prefix_keys, batch.cu_seqlens).tolist() == [0, 2]
+    assert batch.select([1]).with_arrays({}).expert_digests is not None
 
 
 def test_random_trees_store_each_prefix_once() -> None:

@@ -22,7 +22,8 @@ model: {{path: {model}, dtype: float32}}
 data: {{train: data/train.jsonl, max_prompt_tokens: 96}}
 cluster: {{ranks_per_node: 2}}
 trainer:
-  {{tp: 2, ep: 2, router_replay: true, offload: [optimizer, gradients, parameters], max_tokens_per_microbatch: 512}}
+  {{tp: 2, ep: 2, router_replay: true, offload: [optimizer, gradients, parameters], max_tokens_per_microbatch: 512,
+    share_prefixes: auto}}
 optimizer: {{learning_rate: 1e-3}}
 rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 16}}, vllm: {{enable_expert_parallel: true}}}}
 reward: {{functions: ["expert_reward:digits"]}}
@@ -53,6 +54,8 @@ def test_experts_are_trained_where_the_engine_sent_its_tokens(
     assert all(step["logprob_gap/max"] <= 1e-5 for step in steps)
     assert all("time/reshard_verify_seconds" in step for step in steps)
     assert all(step["rollout/routed_experts_bytes"] > 0 for step in steps)
+    # The engine read each prompt once, so the samples of a group share its experts.
+    assert all(step["perf/stored_tokens"] < 0.8 * step["perf/represented_tokens"] for step in steps)
     run = tmp_path / "runs/experts"
     # Groups wait over the checkpoint, and their experts with the ranks that sampled them.
     kept = {sha256(file.read_bytes()).hexdigest() for file in (run / "hf").glob("*.safetensors")}

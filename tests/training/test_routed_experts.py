@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
+from megarl.data.prefixes import digests
 from megarl.data.token_batch import TokenBatch
 from megarl.testing import RankPool
 from megarl.training.routed_experts import ExpertExchange, OwnTokens, StoredExperts, fetch_routes
@@ -142,3 +143,44 @@ def test_experts_of_what_was_trained_are_forgotten() -> None:
     with pytest.raises(KeyError):
         held.of_tokens(first.number, 0, 1)
     assert held.retain([]) == 5 * NUM_LAYERS * TOP_K * 2 and held.retain([]) == 0
+
+
+def fetch_for_trees(layout: ParallelConfig) -> bool:
+    """Whether this rank's stored tokens get the experts of every token that they stand for."""
+    from megarl.training.microbatch import pack_row, represented_tokens
+
+    rank, at = dist.get_rank(), layout.coordinates(dist.get_rank())
+    held = StoredExperts(rank, layout.world_size)
+    # Three answers to one prompt of 9 tokens. For the last one the engine chose other experts from token 6 on.
+    tokens = [np.append(np.arange(9), [20 + answer, 30, 31]) for answer in range(3)]
+    chosen = [experts_of(0, 12), experts_of(0, 12), np.concatenate([experts_of(0, 6), experts_of(1, 12)[6:]])]
+    handles = [held.keep(experts[:11]) for experts in chosen]
+    batch = TokenBatch.from_sequences([TrainingSequence(ids, np.ones(12, bool)) for ids in tokens])
+    batch.experts = np.array(handles)
+    batch.expert_digests = np.concatenate([np.append(digests(experts[:11]), np.uint32(0)) for experts in chosen])
+    batch.shares_prefixes = True
+    row = pack_row(
+        batch, multiple=layout.tp, qkv_format="packed", device=torch.device("cpu"), cp=layout.cp, cp_rank=at.cp
+    )
+    tree = row.row.tree
+    assert tree is not None and len(tree.positions) - layout.world_size < 9 + 3 + 3 + 6 <= len(tree.positions)
+    places = np.split(represented_tokens(row), layout.tp)[at.tp]
+    [found] = fetch_routes(ExpertExchange(held, range(NUM_LAYERS), TOP_K), [OwnTokens(batch, row.padded, places)])
+    wanted = np.concatenate([experts[np.minimum(np.arange(12), 10)] for experts in chosen])
+    first = at.tp * len(places)
+    assert row.row.local is not None
+    for token, stored in zip(row.row.local.tolist(), tree.stored_of.tolist(), strict=True):
+        if 0 <= stored - first < len(places):
+            assert np.array_equal(found[stored - first], wanted[token])
+    return True
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [
+        pytest.param(ParallelConfig(1, 1, 1, 1), id="one rank"),
+        pytest.param(ParallelConfig(2, 1, 1, 1, cp=2), id="tp2 cp2"),
+    ],
+)
+def test_stored_tokens_get_the_experts_of_all_their_sequences(ranks: RankPool, layout: ParallelConfig) -> None:
+    assert all(ranks.run(fetch_for_trees, layout, world_size=layout.world_size))
