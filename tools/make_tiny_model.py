@@ -87,8 +87,13 @@ WITH_EXPERTS = ("qwen2_moe", "qwen3_moe", "glm4_moe", "qwen3_next", "qwen3_5_moe
 PACKED = ("qwen3_5_moe",)
 """Names in `FAMILIES` of models written with one tensor for all experts of a layer. transformers packs experts in
 memory, not in files."""
-WITH_MTP = ("glm4_moe",)
-"""Names in `FAMILIES` of models for which this tool can write layers for multi-token prediction."""
+WITH_MTP = {
+    **dict.fromkeys(("glm4_moe", *LATENT), "num_nextn_predict_layers"),
+    "qwen3_next": "num_nextn_predict_layers",
+    **dict.fromkeys(("qwen3_5_text", "qwen3_5_moe_text", *WITH_VISION), "mtp_num_hidden_layers"),
+}
+"""Names in `FAMILIES` of models with layers for multi-token prediction (MTP), and their field in config.json with the
+number of these layers."""
 UNTIED = ("glm4_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe_text", "qwen3_5_moe", *LATENT)
 """Names in `FAMILIES` of models that never share weights between input embeddings and output head. Dense Qwen3.5 has
 both forms, by size."""
@@ -252,8 +257,9 @@ def add_prediction_layers(file: Path, hidden_size: int) -> None:
 def add_mtp_layers(file: Path, num_layers: int, num_mtp_layers: int, seed: int) -> None:
     """Add layers for multi-token prediction to a file: the released models have them, transformers does not.
 
-    Each has the tensors of the last layer, two norms, a projection, and a norm before the head. Its embedding and head
-    are copies of the model's own.
+    Each has the tensors of the last layer, two norms, a projection, and a norm before the head. Models with delta-nets
+    have one under names of their own. In others the layers are numbered after the last one, with copies of embedding
+    and head.
     """
     tensors = load_file(file)
     generator = torch.Generator().manual_seed(seed + 1)
@@ -263,19 +269,33 @@ def add_mtp_layers(file: Path, num_layers: int, num_mtp_layers: int, seed: int) 
         # Norms and biases spread around their mean, as in `draw_weights`.
         return like.mean() + 0.05 * noise if like.dim() == 1 else like.std() * noise
 
-    last, norm = f"model.layers.{num_layers - 1}.", tensors["model.norm.weight"]
+    text = "model.language_model." if "model.language_model.norm.weight" in tensors else "model."
+    last, norm, embedding = (
+        f"{text}layers.{num_layers - 1}.",
+        tensors[f"{text}norm.weight"],
+        tensors[f"{text}embed_tokens.weight"],
+    )
     layer = {name.removeprefix(last): tensor for name, tensor in tensors.items() if name.startswith(last)}
-    embedding = tensors["model.embed_tokens.weight"]
-    for number in range(num_layers, num_layers + num_mtp_layers):
-        added = {name: drawn(tensor) for name, tensor in layer.items()}
-        added |= {name + ".weight": drawn(norm) for name in ("enorm", "hnorm", "shared_head.norm")}
-        added["eh_proj.weight"] = embedding.std() * torch.randn(len(norm), 2 * len(norm), generator=generator)
-        added |= {
-            "embed_tokens.weight": embedding.clone(),
-            "shared_head.head.weight": tensors["lm_head.weight"].clone(),
-        }
-        tensors |= {f"model.layers.{number}.{name}": tensor for name, tensor in added.items()}
+    has_own_names = any(".linear_attn." in name for name in tensors)
+    names = MTP_NAMES[has_own_names]
+    for number in range(num_mtp_layers):
+        first = f"mtp.layers.{number}." if has_own_names else f"{text}layers.{num_layers + number}."
+        around = "mtp." if has_own_names else first
+        tensors |= {first + name: drawn(tensor) for name, tensor in layer.items()}
+        tensors |= {f"{around}{name}.weight": drawn(norm) for name in names[:3]}
+        projection = embedding.std() * torch.randn(len(norm), 2 * len(norm), generator=generator)
+        tensors[f"{around}{names[3]}.weight"] = projection
+        if not has_own_names:
+            tensors[f"{first}embed_tokens.weight"] = embedding.clone()
+            tensors[f"{first}shared_head.head.weight"] = tensors["lm_head.weight"].clone()
     save_file(tensors, file, metadata={"format": "pt"})
+
+
+MTP_NAMES = {
+    False: ("enorm", "hnorm", "shared_head.norm", "eh_proj"),
+    True: ("pre_fc_norm_embedding", "pre_fc_norm_hidden", "norm", "fc"),
+}
+"""Names of an MTP layer's tensors around its transformer layer: three norms, a projection. True: with own names."""
 
 
 def make_tiny_model(
@@ -345,7 +365,7 @@ def make_tiny_model(
             family, head_dim, query_rank, num_experts, experts_per_token, expert_intermediate_size
         )
     if family in WITH_MTP:
-        own_fields["num_nextn_predict_layers"] = num_mtp_layers
+        own_fields[WITH_MTP[family]] = num_mtp_layers
     config_class, model_class = FAMILIES[family]
     fields: dict[str, Any] = dict(
         vocab_size=vocab_size,
@@ -373,7 +393,7 @@ def make_tiny_model(
     model.generation_config = GenerationConfig(eos_token_id=ends, pad_token_id=tokenizer.pad_token_id)
     logging.disable_progress_bar()
     model.save_pretrained(out, save_original_format=family not in PACKED)
-    if family in WITH_VISION:
+    if family in WITH_VISION and not num_mtp_layers:
         add_prediction_layers(Path(out) / "model.safetensors", hidden_size)
     if num_mtp_layers:
         add_mtp_layers(Path(out) / "model.safetensors", num_layers, num_mtp_layers, seed)
@@ -400,7 +420,7 @@ def main() -> None:
     parser.add_argument("--experts-per-token", type=int, default=2)
     parser.add_argument("--expert-intermediate-size", type=int, default=64)
     parser.add_argument("--query-rank", type=int, default=48, help="of a family with latent attention")
-    parser.add_argument("--num-mtp-layers", type=int, default=0, help="layers for multi-token prediction (glm4_moe)")
+    parser.add_argument("--num-mtp-layers", type=int, default=0, help="layers for multi-token prediction")
     parser.add_argument("--initializer-range", type=float, default=0.02, help="spread of the random weights")
     parser.add_argument("--tool-words", action="store_true", help="the tokenizer knows the words of tool calls")
     parser.add_argument("--seed", type=int, default=0)

@@ -26,9 +26,8 @@ from megarl.checkpoint.kept import KeptTensor, file_content, kept_tensors, total
 from megarl.checkpoint.mxfp4 import dequantised
 from megarl.checkpoint.stored import BLOCKS, MXFP4, SCALES, stored_tensors
 from megarl.config.override import overridden
-from megarl.families import checkpoint_name, float32_tensors
+from megarl.families import checkpoint_name, copies_of, float32_tensors
 from megarl.families.llama import EMBEDDING, HEAD, VALUE_HEAD
-from megarl.families.mtp import mtp_copies
 from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
 from megarl.files.model_folder import INDEX, SINGLE, companions
 from megarl.reshard.boxes import Box, Layout, Piece, dense_piece
@@ -198,7 +197,7 @@ def export(
     """
     tensors = checkpoint_tensors(model)
     kept = kept_tensors(source, model)
-    copies = {name: original for name, original in mtp_copies(model).items() if name in kept}
+    copies = {name: original for name, original in copies_of(model).items() if name in kept}
     kept = {name: tensor for name, tensor in kept.items() if name not in copies}
     tensors |= {name: tensors[original] for name, original in copies.items()}
     dtypes = dict.fromkeys(tensors, dtype) | dict.fromkeys(float32_tensors(model), torch.float32)

@@ -28,7 +28,7 @@ from megarl.families import (
     seed_oss,
 )
 from megarl.families.family import Family
-from megarl.families.mtp import mtp_copies, mtp_rules, mtp_stacks, without_mtp_layers
+from megarl.families.mtp import is_mtp, kept_mtp_prefixes, mtp_copies, mtp_rules, mtp_stacks, without_mtp_layers
 from megarl.families.names import TensorName, in_order
 from megarl.families.packed import Alias
 from megarl.families.rules import Rule, overlap
@@ -62,8 +62,8 @@ def rules_of(model: ModelShape) -> tuple[Rule, ...]:
     """Return the rules of a model's family. Raises ValueError if two rules describe the same Megatron parameter."""
     family = FAMILIES[model.family]
     rules = family.rules(model)
-    if model.num_mtp_layers:
-        rules = (*without_mtp_layers(model, rules), *mtp_rules(model, rules))
+    if model.num_mtp_layers and family.mtp:
+        rules = (*without_mtp_layers(model, rules), *mtp_rules(model, rules, family.mtp))
     rules = tuple(rule.renamed(partial(checkpoint_name, model=model)) for rule in rules)
     # A later rule would silently replace an earlier one in tables by name.
     for first, second in combinations(rules, 2):
@@ -83,9 +83,13 @@ def stacks_of(model: ModelShape) -> tuple[Stack, ...]:
 
 
 def mtp_stacks_of(model: ModelShape) -> tuple[Stack, ...]:
-    """Return the parameters of vLLM's draft model made of the model's trained MTP layers."""
-    templates = (name for name, layers in layers_of(rules_of(model), model).items() if layers[-1] >= model.num_layers)
-    return tuple(mtp_stacks(stacks_of(model), templates))
+    """Return the parameters of vLLM's draft model made of the model's trained MTP layer; none without one."""
+    form = FAMILIES[model.family].mtp
+    if not model.num_mtp_layers or form is None:
+        return ()
+    layers = layers_of(rules_of(model), model)
+    templates = (name for name, numbers in layers.items() if is_mtp(model, TensorName(name, numbers[-1])))
+    return tuple(mtp_stacks(stacks_of(model), templates, form, checkpoint_name("model.layers.{layer}.", model)))
 
 
 def live_name(template: str, model: ModelShape) -> str:
@@ -162,7 +166,16 @@ def aliases_of(model: ModelShape) -> tuple[Alias, ...]:
 def kept_prefixes(model: ModelShape) -> tuple[str, ...]:
     """Return name prefixes of tensors that are copied from the base model into exports, but not used by trainer and
     engine."""
-    extra = range(model.num_layers, model.num_layers + model.num_kept_layers)
-    layers = (checkpoint_name(f"model.layers.{layer}.", model) for layer in extra)
-    # The copies in MTP layers are not loaded either. An export writes them anew.
-    return (*layers, *mtp_copies(model), *FAMILIES[model.family].kept)
+    family = FAMILIES[model.family]
+    if family.mtp is None:
+        return family.kept
+    if model.num_mtp_layers:
+        # The copies in MTP layers are not loaded either. An export writes them anew.
+        return (*copies_of(model), *family.kept)
+    return (*kept_mtp_prefixes(model, family.mtp), *family.kept)
+
+
+def copies_of(model: ModelShape) -> dict[str, str]:
+    """Return the tensors of a trained MTP layer equal to others of the model: the name of each, and of its original."""
+    form = FAMILIES[model.family].mtp
+    return mtp_copies(model, form) if model.num_mtp_layers and form else {}

@@ -1,8 +1,8 @@
 """DeepSeek-V3 and V3.1, Moonlight, Kimi-K2: latent attention, a sigmoid router, dense first layers, shared experts.
 
-The checkpoint of DeepSeek-V3 ends with a layer for multi-token prediction. It is not trained; exports contain it
-unchanged. Norms of latent vectors use `rms_norm_eps`, as in Megatron-Core and vLLM. transformers 5 always uses 1e-6
-there: with another value its log-probs differ slightly.
+The checkpoint of DeepSeek-V3 ends with a layer for multi-token prediction. It is copied unchanged, or trained
+(`families.mtp`). Norms of latent vectors use `rms_norm_eps`, as in Megatron-Core and vLLM. transformers 5 always uses
+1e-6 there: with another value its log-probs differ slightly.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.families import llama, stacks
 from megarl.families.config_values import COPY_AGAIN, flag, mapping, shown, size
 from megarl.families.family import Family
+from megarl.families.mtp import NUMBERED
 from megarl.families.parts import Latent, Parts
 from megarl.families.reading import first_layers_dense, refuse_biases, required, sigmoid_router
 from megarl.families.rotary import Rotary, read_rotary
@@ -161,4 +162,4 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
 
 
 # Moonlight is a deepseek_v3 model, Kimi-K2 has a model_type of its own, known to vLLM.
-FAMILY = Family("DeepseekV3ForCausalLM", read, rules, stacks=live_stacks, other_model_types=("kimi_k2",))
+FAMILY = Family("DeepseekV3ForCausalLM", read, rules, stacks=live_stacks, other_model_types=("kimi_k2",), mtp=NUMBERED)

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from megarl.families import stacks
+from megarl.families.mtp import MtpForm
 from megarl.families.packed import Alias
 from megarl.families.reading import Read
 
@@ -51,9 +52,9 @@ class Family:
     """vLLM's architecture for the language model alone. Empty: that of config.json."""
     kept: tuple[str, ...] = ()
     """Prefixes of tensors not used by trainer and engine, such as `visual.`. An export copies them from the base model,
-    byte for byte. It also copies the layers counted by `ModelShape.num_kept_layers`."""
-    trains_mtp: bool = False
-    """Whether the layers of `ModelShape.num_kept_layers` can be trained and draft tokens (`families.mtp`)."""
+    byte for byte. It also copies layers for multi-token prediction that are not trained."""
+    mtp: MtpForm | None = None
+    """Names of the layer for multi-token prediction. None: the family has no such layer."""
     aliases: Callable[[ModelShape], tuple[Alias, ...]] = no_aliases
     """Function from a model's shape to the places of single experts' tensors in the checkpoint's packed tensors."""
     reads_mxfp4: bool = False

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.families import llama, qwen2, qwen3, stacks
 from megarl.families.config_values import flag, size
 from megarl.families.family import Family
+from megarl.families.mtp import NUMBERED
 from megarl.families.parts import Parts
 from megarl.families.reading import first_layers_dense, grouped_query, refuse_biases, sigmoid_router
 from megarl.families.rotary import read_rotary
@@ -54,4 +55,4 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     return (*stacks.standard(model), *shared, *router)
 
 
-FAMILY = Family("Glm4MoeForCausalLM", read, rules, stacks=live_stacks, trains_mtp=True)
+FAMILY = Family("Glm4MoeForCausalLM", read, rules, stacks=live_stacks, mtp=NUMBERED)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.families import deepseek_v3, llama, stacks
 from megarl.families.config_values import shown
 from megarl.families.family import Family
+from megarl.families.mtp import NUMBERED
 from megarl.families.parts import Parts
 from megarl.types import DataError
 
@@ -30,4 +31,4 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     return (*deepseek_v3.live_stacks(model), stacks.float32(llama.LAYER + "mlp.gate.weight"))
 
 
-FAMILY = Family("Glm4MoeLiteForCausalLM", read, deepseek_v3.rules, stacks=live_stacks)
+FAMILY = Family("Glm4MoeLiteForCausalLM", read, deepseek_v3.rules, stacks=live_stacks, mtp=NUMBERED)

@@ -1,19 +1,20 @@
-"""Layers for multi-token prediction (MTP), numbered after a checkpoint's last layer.
+"""Layers for multi-token prediction (MTP), stored in a checkpoint with the model.
 
 Such a layer sees the hidden state of token t and the embedding of token t + 1, and predicts token t + 2 with the
 model's own head. Source: DeepSeek-V3 (2024, arXiv 2412.19437, section 2.2). In Megatron-Core 0.16.1 it is a layer of
 `MultiTokenPredictionBlock`, in vLLM 0.30 the draft model of the method `mtp`.
 
-Its tensors are those of the model's last layer, two norms and a projection before it, and a norm after it. The
-checkpoint also has copies of the embedding and of the head.
+Its tensors are those of the model's last layer with attention, two norms and a projection before it, and a norm after
+it. Families name them in two ways: `NUMBERED` and `OWN_PREFIX`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
+from megarl.families.names import TensorName
 from megarl.families.rules import Rule, Variant, column, replicated
 from megarl.families.stacks import Part, Stack
 
@@ -23,32 +24,104 @@ if TYPE_CHECKING:
 DRAFTER = "drafter."
 """Prefix of the draft model's parameters among those of an engine."""
 
+OWN = "mtp."
+"""Prefix of the tensors in files with a prefix of their own for MTP layers."""
+
 _LAYER, _DECODER = "model.layers.{layer}.", "decoder.layers.{layer}."
-_MTP, _TRANSFORMER = "mtp.layers.{layer}.", "mtp.layers.{layer}.transformer_layer."
-_AROUND = ("enorm.weight", "hnorm.weight", "eh_proj.weight", "shared_head.norm.weight")
-"""Tensors of an MTP layer around its transformer layer."""
+# Only one MTP layer can be trained, so its number in Megatron is always 0.
+_MTP = "mtp.layers.0."
+_TRANSFORMER = _MTP + "transformer_layer."
+
+
+class MtpForm(NamedTuple):
+    """How a family's checkpoints and vLLM name the tensors of an MTP layer, and the input at a sequence's start."""
+
+    layer: str
+    """Prefix of the transformer layer's tensors, with `{layer}` for its number."""
+    embedding_norm: str
+    hidden_norm: str
+    projection: str
+    final_norm: str
+    """Names of the other tensors: the norms of both inputs, their projection, and the norm before the head."""
+    live_layer: str
+    """vLLM's prefix of the transformer layer's parameters."""
+    splits_projection: bool
+    """Whether vLLM splits the rows of the projection over ranks. False: each rank has all."""
+    sees_first: bool
+    """Whether the layer sees the embedding of a sequence's second token, at the position of the first. False: zeros
+    instead."""
+    num_layers_field: str
+    """Field of config.json with the number of MTP layers."""
+    copied: Mapping[str, str] = {}
+    """Tensors equal to others of the model, by their names without the layer's prefix, with the names of the latter."""
 
 
 COPIED = {"embed_tokens.weight": "model.embed_tokens.weight", "shared_head.head.weight": "lm_head.weight"}
-"""Tensors of an MTP layer equal to others of the model, with the names of the latter."""
+"""`MtpForm.copied` of `NUMBERED`."""
+
+NUMBERED = MtpForm(
+    layer=_LAYER,
+    embedding_norm=_LAYER + "enorm.weight",
+    hidden_norm=_LAYER + "hnorm.weight",
+    projection=_LAYER + "eh_proj.weight",
+    final_norm=_LAYER + "shared_head.norm.weight",
+    # vLLM puts the transformer layer into a module of its own.
+    live_layer=_LAYER + "mtp_block.",
+    splits_projection=False,
+    sees_first=False,
+    num_layers_field="num_nextn_predict_layers",
+    copied=COPIED,
+)
+"""DeepSeek-V3 and GLM-4.5: the layer is numbered after the model's last one, and has copies of embedding and head."""
+
+OWN_PREFIX = MtpForm(
+    layer=OWN + "layers.{layer}.",
+    embedding_norm=OWN + "pre_fc_norm_embedding.weight",
+    hidden_norm=OWN + "pre_fc_norm_hidden.weight",
+    projection=OWN + "fc.weight",
+    final_norm=OWN + "norm.weight",
+    live_layer=_LAYER,
+    splits_projection=True,
+    sees_first=True,
+    num_layers_field="num_nextn_predict_layers",
+)
+"""Qwen3-Next and Qwen3.5: names of their own, numbered from 0."""
 
 
-def mtp_rules(model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
-    """Yield the rules of the trained MTP layers; `rules` are those of the other layers."""
-    layers, hidden = frozenset(range(model.num_layers, model.num_layers + model.num_mtp_layers)), model.hidden_size
+def is_mtp(model: ModelShape, tensor: TensorName) -> bool:
+    """Return whether a tensor belongs to the model's MTP layer."""
+    return tensor.layer >= model.num_layers or tensor.template.startswith(OWN)
+
+
+def mtp_kind_number(model: ModelShape) -> int:
+    """Return the number, from 0, of the model's layer with the parts of its MTP layer: the last one with attention."""
+    return max(number for number, kind in enumerate(model.layers) if kind.mixer == "attention")
+
+
+def mtp_rules(model: ModelShape, rules: Iterable[Rule], form: MtpForm) -> Iterator[Rule]:
+    """Yield the rules of the trained MTP layer; `rules` are those of the other layers.
+
+    The layer is in the model's last stage. Its parameters have no placeholder for the layer.
+    """
+    layers, hidden, like = frozenset({_number(model, form)}), model.hidden_size, mtp_kind_number(model)
+
+    def moved(parameter: str) -> str:
+        return _TRANSFORMER + parameter.removeprefix(_DECODER)
+
+    def placed(rule: Rule) -> Rule:
+        return replace(rule, place="last_stage", layers=layers)
+
     for rule in rules:
-        if rule.place == "every_layer" and rule.has_layer(model.num_layers - 1):
+        if rule.place == "every_layer" and rule.has_layer(like):
             variant = rule.transformer_engine
             if variant is not None:
-                variant = Variant(_moved(variant.parameter), variant.is_replicated)
-            yield replace(rule, parameter=_moved(rule.parameter), transformer_engine=variant, layers=layers)
-    around = (
-        replicated(_MTP + "enorm.weight", _LAYER + "enorm.weight", (hidden,)),
-        replicated(_MTP + "hnorm.weight", _LAYER + "hnorm.weight", (hidden,)),
-        column(_MTP + "eh_proj.weight", _LAYER + "eh_proj.weight", (hidden, 2 * hidden)),
-        replicated(_MTP + "final_layernorm.weight", _LAYER + "shared_head.norm.weight", (hidden,)),
-    )
-    yield from (replace(rule, layers=layers) for rule in around)
+                variant = Variant(moved(variant.parameter), variant.is_replicated)
+            named = rule.renamed(lambda name: form.layer + name.removeprefix(_LAYER))
+            yield placed(replace(named, parameter=moved(rule.parameter), transformer_engine=variant))
+    yield placed(replicated(_MTP + "enorm.weight", form.embedding_norm, (hidden,)))
+    yield placed(replicated(_MTP + "hnorm.weight", form.hidden_norm, (hidden,)))
+    yield placed(column(_MTP + "eh_proj.weight", form.projection, (hidden, 2 * hidden)))
+    yield placed(replicated(_MTP + "final_layernorm.weight", form.final_norm, (hidden,)))
 
 
 def without_mtp_layers(model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:
@@ -58,28 +131,47 @@ def without_mtp_layers(model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rul
         yield replace(rule, layers=every) if rule.place == "every_layer" and rule.layers is None else rule
 
 
-def mtp_stacks(stacks: Iterable[Stack], templates: Iterable[str]) -> Iterator[Stack]:
-    """Yield the parameters of vLLM's draft model. `templates` are its tensors, `stacks` the policy's parameters."""
+def mtp_stacks(stacks: Iterable[Stack], templates: Iterable[str], form: MtpForm, layer: str) -> Iterator[Stack]:
+    """Yield the parameters of vLLM's draft model. `templates` are its tensors, `stacks` the policy's parameters.
+
+    `layer` is the prefix of the policy's layers in the checkpoint.
+    """
     left = list(templates)
     for stack in stacks:
-        if stack.parts[0].tensor in left:
-            left = [name for name in left if name not in {part.tensor for part in stack.parts}]
-            yield stack._replace(storage=_live_name(stack.storage))
-    yield from (Stack(_live_name(name), 0, (Part(name, "copy"),)) for name in left)
+        parts = tuple(
+            part._replace(tensor=form.layer + part.tensor.removeprefix(layer))
+            for part in stack.parts
+            if part.tensor.startswith(layer)
+        )
+        if parts and parts[0].tensor in left:
+            left = [name for name in left if name not in {part.tensor for part in parts}]
+            yield stack._replace(storage=DRAFTER + form.live_layer + stack.storage.removeprefix(_LAYER), parts=parts)
+    for name in left:
+        split = "even" if name == form.projection and form.splits_projection else "copy"
+        yield Stack(DRAFTER + _live_name(name, form), 0, (Part(name, split),))
 
 
-def mtp_copies(model: ModelShape) -> dict[str, str]:
-    """Return the tensors of trained MTP layers equal to others: the name of each copy, and of its original."""
-    layers = range(model.num_layers, model.num_layers + model.num_mtp_layers)
-    return {f"model.layers.{layer}.{name}": original for layer in layers for name, original in COPIED.items()}
+def mtp_copies(model: ModelShape, form: MtpForm) -> dict[str, str]:
+    """Return the tensors of the trained MTP layer equal to others: the name of each copy, and of its original."""
+    layer = form.layer.format(layer=_number(model, form))
+    return {layer + name: original for name, original in form.copied.items()}
 
 
-def _moved(parameter: str) -> str:
-    return _TRANSFORMER + parameter.removeprefix(_DECODER)
+def kept_mtp_prefixes(model: ModelShape, form: MtpForm) -> tuple[str, ...]:
+    """Return name prefixes of the tensors of MTP layers that are only copied, in a model that does not train them."""
+    if form.layer.startswith(OWN):
+        return (OWN,)
+    numbers = range(model.num_layers, model.num_layers + model.num_kept_layers)
+    return tuple(form.layer.format(layer=number) for number in numbers)
 
 
-def _live_name(storage: str) -> str:
-    """Return the draft model's name of a layer's parameter. vLLM puts the transformer layer into a module of its
-    own."""
-    name = storage.removeprefix(_LAYER)
-    return f"{DRAFTER}{_LAYER}{'' if name in _AROUND else 'mtp_block.'}{name}"
+def _number(model: ModelShape, form: MtpForm) -> int:
+    """Return the number of the trained MTP layer in the names of its tensors."""
+    return 0 if form.layer.startswith(OWN) else model.num_layers
+
+
+def _live_name(template: str, form: MtpForm) -> str:
+    """Return the draft model's name of a tensor that vLLM does not fuse with others."""
+    if template in (form.embedding_norm, form.hidden_norm, form.projection, form.final_norm):
+        return "model." + template.removeprefix(OWN) if template.startswith(OWN) else template
+    return form.live_layer + template.removeprefix(form.layer)

@@ -44,10 +44,9 @@ class ModelShape:
     kinds: tuple[LayerKind, ...] = ()
     """The kind of each layer. Empty: all have attention without a window, and experts if there is a router."""
     num_kept_layers: int = 0
-    """Number of additional layers at the checkpoint's end, for multi-token prediction. They are copied unchanged, not
-    trained."""
+    """Number of the checkpoint's layers for multi-token prediction that are copied unchanged, not trained."""
     num_mtp_layers: int = 0
-    """Number of trained layers for multi-token prediction, at the checkpoint's end (`families.mtp`)."""
+    """Number of trained layers for multi-token prediction, 0 or 1 (`families.mtp`)."""
     linear_attention: DeltaNet | None = None
     """Sizes of the linear attention in layers with this mixer. None: the model has no such layers."""
     has_zero_centered_norms: bool = False
@@ -65,11 +64,12 @@ class ModelShape:
     @property
     def mtp_problem(self) -> str | None:
         """Return why the layers for multi-token prediction cannot be trained; None if they can."""
-        if not FAMILIES[self.family].trains_mtp:
-            able = either([name for name, family in FAMILIES.items() if family.trains_mtp])
+        form = FAMILIES[self.family].mtp
+        if form is None:
+            able = either([name for name, family in FAMILIES.items() if family.mtp])
             return f"multi-token prediction is supported for {able} only, not for {self.family}"
         if self.num_kept_layers != 1:
-            return f"num_nextn_predict_layers in config.json is {self.num_kept_layers}; only 1 can be trained"
+            return f"{form.num_layers_field} in config.json is {self.num_kept_layers}; only 1 can be trained"
         return None
 
     @property

@@ -1,7 +1,8 @@
 """Multi-token prediction (MTP): a layer after the model predicts the token after the next one, to draft tokens.
 
 The layer sees detached hidden states, embeddings and head weights, so its loss does not change the policy's gradient.
-Like vLLM 0.30, it takes the hidden states after the final norm, and sees no embedding at a sequence's first position.
+Like vLLM 0.30, it takes the hidden states after the final norm. In some families it sees no embedding at a sequence's
+first position (`families.mtp.MtpForm`).
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from megatron.core.transformer.multi_token_prediction import (
 )
 from torch import Tensor
 
+from megarl.families.mtp import mtp_kind_number
 from megarl.families.shape import ModelShape
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.layer_specs import final_norm, layer_spec
@@ -53,7 +55,7 @@ class MtpLayer(MultiTokenPredictionLayer):
 
 def build_mtp(config: TransformerConfig, shape: ModelShape, vp_stage: int | None) -> MultiTokenPredictionBlock:
     """Return the trained MTP layers of a model, new ones. They are part of its last stage."""
-    layer = layer_spec(config, shape.layers[-1])
+    layer = layer_spec(config, shape.layers[mtp_kind_number(shape)])
     if uses_transformer_engine():
         # Only importable with Transformer Engine.
         from megatron.core.extensions.transformer_engine_spec_provider import TESpecProvider
@@ -70,17 +72,19 @@ def build_mtp(config: TransformerConfig, shape: ModelShape, vp_stage: int | None
 
 
 @torch.no_grad()
-def embedded(tokens: Tensor, positions: Tensor, table: Tensor, first_token_id: int, group: Any) -> Tensor:
+def embedded(tokens: Tensor, positions: Tensor | None, table: Tensor, first_token_id: int, group: Any) -> Tensor:
     """Return the embeddings of these tokens without gradient: [tokens, 1, hidden_size], zero at position 0.
 
     Shapes: tokens and positions [tokens]; table [local vocabulary, hidden_size], rows from `first_token_id` on. The
-    vocabulary is split over `group`.
+    vocabulary is split over `group`. Without positions, no embedding is set to zero.
     """
     local = tokens - first_token_id
     is_here = (local >= 0) & (local < len(table))
     found = F.embedding(local.clamp(0, len(table) - 1), table) * is_here[:, None]
     all_reduce(found, group, torch.distributed.ReduceOp.SUM)
-    return found.masked_fill_(positions[:, None] == 0, 0.0)[:, None]
+    if positions is not None:
+        found = found.masked_fill_(positions[:, None] == 0, 0.0)
+    return found[:, None]
 
 
 @torch.no_grad()

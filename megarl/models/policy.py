@@ -19,6 +19,7 @@ from megatron.core.transformer import MegatronModule, TransformerConfig
 from megatron.core.transformer.moe.router_replay import RouterReplayAction
 from torch import Tensor
 
+from megarl.families import FAMILIES
 from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.models.attention import PackedRow
@@ -137,6 +138,12 @@ class PolicyModel(PackedModel):
         if shape.num_mtp_layers and self.post_process:
             # Megatron's schedules look for this name, and expect layers in it.
             self.mtp = build_mtp(config, shape, vp_stage)
+            if isinstance(shape.attention, Latent):
+                layers: Any = self.decoder.layers
+                own = [layer.transformer_layer for layer in self.mtp.layers]
+                share_rotary(own, layers[0].self_attention.rotary_pos_emb)
+        form = FAMILIES[shape.family].mtp
+        self._mtp_sees_first = form is not None and form.sees_first
         self.mtp_table: Tensor | None = None
         """A copy of the embedding [local vocabulary, hidden_size] for the MTP layers, if another stage has it."""
         self._mtp_labels: Tensor | None = None
@@ -200,7 +207,8 @@ class PolicyModel(PackedModel):
         assert table is not None
 
         def next_embeddings(tokens: Tensor) -> Tensor:
-            found = embedded(tokens, row.positions, table.detach(), self.first_token_id, tp_group)
+            positions = None if self._mtp_sees_first else row.positions
+            found = embedded(tokens, positions, table.detach(), self.first_token_id, tp_group)
             return scatter_to_sequence_parallel_region(found) if self.config.sequence_parallel else found
 
         names = ("attention_mask", "rotary_pos_emb", "rotary_pos_cos", "rotary_pos_sin", "packed_seq_params")

@@ -180,25 +180,41 @@ def test_an_engine_gets_weights_with_adapters_merged_in(
     }
 
 
+TENSOR = ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1, ep=2)
+PIPELINE = ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2, rollout_ep=True)
+
+
 @pytest.mark.parametrize(
-    "layout",
+    ("layout", "model", "is_drafting"),
     [
-        pytest.param(ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1, ep=2), id="tensor"),
-        pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2, rollout_ep=True), id="pipeline"),
+        pytest.param(TENSOR, "glm4_moe", True, id="tensor"),
+        pytest.param(PIPELINE, "glm4_moe", True, id="pipeline"),
+        pytest.param(TENSOR, "glm4_moe", False, id="tensor, no drafts"),
+        pytest.param(PIPELINE, "glm4_moe", False, id="pipeline, no drafts"),
+        pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2), "deepseek_v3", True, id="latent attention"),
     ],
 )
-@pytest.mark.parametrize("is_drafting", [True, False])
 def test_an_engine_gets_the_layers_that_draft(
-    layout: ParallelConfig, is_drafting: bool, ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path
+    layout: ParallelConfig,
+    model: str,
+    is_drafting: bool,
+    ranks: RankPool,
+    tiny_model: Callable[..., Path],
+    tmp_path: Path,
 ) -> None:
     """An engine that does not draft has no such layers, trained or not."""
-    model = tiny_model(**MODELS["glm4_moe"], num_layers=2 * layout.vpp, num_mtp_layers=1)
+    folder = tiny_model(**{"num_layers": 2 * layout.vpp, **MODELS[model], "num_mtp_layers": 1})
+    recipe = drafting_recipe_of(folder, layout, is_drafting)
+    results = ranks.run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), world_size=layout.world_size)
+    assert results == [[]] * layout.world_size
+
+
+def drafting_recipe_of(model: Path, layout: ParallelConfig, is_drafting: bool = True) -> Recipe:
+    """A recipe that trains the model's layer for multi-token prediction, and may draft with it."""
     drafter = {"speculative_config": {"method": "mtp", "num_speculative_tokens": 1}}
     recipe = recipe_of(model, layout, **(drafter if is_drafting else {}))
     trainer = recipe.trainer.model_dump() | {"mtp_loss_coefficient": 0.1}
-    recipe = Recipe.model_validate(recipe.model_dump() | {"trainer": trainer})
-    results = ranks.run(train_reshard_and_compare, recipe, layout, str(tmp_path / "hf"), world_size=layout.world_size)
-    assert results == [[]] * layout.world_size
+    return Recipe.model_validate(recipe.model_dump() | {"trainer": trainer})
 
 
 def noted(owner: type, name: str, notes: list[str]) -> Callable[..., Any]:

@@ -62,8 +62,8 @@ def test_what_does_not_fit_is_one_error(
 
 def test_a_family_without_the_layers_is_named(recipe: Callable[..., Recipe]) -> None:
     (text,) = faults(recipe(trainer=LOSS))
-    assert text.startswith("trainer.mtp_loss_coefficient = 0.1: multi-token prediction is supported for glm4_moe only")
-    assert "not for qwen3; leave it out" in text
+    assert text.startswith("trainer.mtp_loss_coefficient = 0.1: multi-token prediction is supported for deepseek_v3, ")
+    assert "only, not for qwen3; leave it out" in text
 
 
 def test_a_model_without_the_layers_is_named(recipe: Callable[..., Recipe], folder: Path, tmp_path: Path) -> None:

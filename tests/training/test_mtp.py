@@ -25,8 +25,16 @@ from megarl.types import TrainingSequence
 from tests.mtp_layer import MtpOracle
 from tools.checks.invariance import cut_out, join
 
-NUM_LAYERS, COEFFICIENT = 3, 0.3
-MTP = f"model.layers.{NUM_LAYERS}."
+COEFFICIENT = 0.3
+SIZES: dict[str, Any] = dict(
+    hidden_size=32, num_heads=4, num_kv_heads=2, head_dim=16, num_mtp_layers=1, initializer_range=0.2, num_experts=4,
+    experts_per_token=2, expert_intermediate_size=24, intermediate_size=48,
+)  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"num_layers": 3},
+    "deepseek_v3": {"num_layers": 2, "query_rank": 24, "num_experts": 8, "experts_per_token": 4},
+    "glm4_moe_lite": {"num_layers": 2, "query_rank": None},
+}
 LAYOUTS = {
     "one rank": {},
     "tensor": {"tp": 2},
@@ -38,21 +46,14 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_model: Callable[..., Path]) -> Path:
-    return tiny_model(
-        family="glm4_moe", hidden_size=32, num_layers=NUM_LAYERS, num_heads=4, num_kv_heads=2, head_dim=16,
-        num_mtp_layers=1, initializer_range=0.2, num_experts=4, experts_per_token=2, expert_intermediate_size=24,
-        intermediate_size=48,
-    )  # fmt: skip
+def folder_of(tiny_model: Callable[..., Path]) -> Callable[[str, str], Path]:
+    """The model of a family for a layout. Two chunks on each of two stages need four layers."""
 
+    def made(family: str, layout: str) -> Path:
+        deeper = {"num_layers": 4} if layout == "chunks" else {}
+        return tiny_model(family=family, **SIZES | MODELS[family] | deeper)
 
-@pytest.fixture(scope="module")
-def deeper_folder(tiny_model: Callable[..., Path]) -> Path:
-    """A model with a layer more, for two chunks on each of two stages."""
-    return tiny_model(
-        family="glm4_moe", hidden_size=32, num_layers=4, num_heads=4, num_kv_heads=2, head_dim=16, num_mtp_layers=1,
-        initializer_range=0.2, num_experts=4, experts_per_token=2, expert_intermediate_size=24, intermediate_size=48,
-    )  # fmt: skip
+    return made
 
 
 def recipe_of(folder: Path, coefficient: float | None, **trainer: Any) -> Recipe:
@@ -132,14 +133,14 @@ def updated(recipe: Recipe, layout: ParallelConfig, out: str | None) -> dict[str
 
 @pytest.fixture(scope="module")
 def outcome(
-    ranks: RankPool, folder: Path, deeper_folder: Path, tmp_path_factory: pytest.TempPathFactory
+    ranks: RankPool, folder_of: Callable[[str, str], Path], tmp_path_factory: pytest.TempPathFactory
 ) -> Callable[..., dict[str, Any]]:
     """Log-probs, metrics, whole gradients and weights of an update, and the folders exported before and after it."""
 
-    def run(name: str, coefficient: float | None, recompute: str = "none") -> dict[str, Any]:
+    def run(name: str, coefficient: float | None, recompute: str = "none", family: str = "glm4_moe") -> dict[str, Any]:
         layout = replace(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), **LAYOUTS[name])
         out = tmp_path_factory.mktemp("exported")
-        recipe = recipe_of(deeper_folder if name == "chunks" else folder, coefficient, recompute=recompute)
+        recipe = recipe_of(folder_of(family, name), coefficient, recompute=recompute)
         parts = ranks.run(updated, recipe, layout, str(out), world_size=layout.world_size)
         return {
             "logprobs": [row for part in parts for row in part["logprobs"] or ()],
@@ -168,13 +169,21 @@ def oracle(folder: Path) -> tuple[float, dict[str, np.ndarray]]:
     return float(np.mean(losses)), {name: value.numpy() for name, value in layer.gradients().items()}
 
 
-def is_mtp(name: str, layout: str) -> bool:
-    return name.startswith("model.layers.4." if layout == "chunks" else MTP)
+def is_mtp(name: str, layout: str, family: str = "glm4_moe") -> bool:
+    number = 4 if layout == "chunks" else MODELS[family]["num_layers"]
+    return name.startswith(("mtp.", f"model.layers.{number}."))
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_the_policy_is_the_same_bit_for_bit(outcome: Callable[..., dict[str, Any]], layout: str) -> None:
-    alone, together = outcome(layout, None), outcome(layout, COEFFICIENT)
+CASES = [
+    *(pytest.param("glm4_moe", layout, id=f"glm4_moe, {layout}") for layout in LAYOUTS),
+    *(pytest.param(family, "one rank", id=family) for family in MODELS if family != "glm4_moe"),
+    pytest.param("deepseek_v3", "tensor", id="deepseek_v3, tensor"),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), CASES)
+def test_the_policy_is_the_same_bit_for_bit(outcome: Callable[..., dict[str, Any]], family: str, layout: str) -> None:
+    alone, together = (outcome(layout, coefficient, family=family) for coefficient in (None, COEFFICIENT))
     assert len(alone["logprobs"]) > 1
     for one, other in zip(alone["logprobs"], together["logprobs"], strict=True):
         np.testing.assert_array_equal(one, other)
@@ -182,18 +191,21 @@ def test_the_policy_is_the_same_bit_for_bit(outcome: Callable[..., dict[str, Any
     assert alone["metrics"]["train/grad_norm"] == together["metrics"]["train/grad_norm"] > 0.1
     assert alone["metrics"]["train/loss"] == together["metrics"]["train/loss"]
     for key in ("gradients", "weights"):
-        assert any(is_mtp(name, layout) for name in together[key])
-        own = {name: value for name, value in together[key].items() if not is_mtp(name, layout)}
+        assert any(is_mtp(name, layout, family) for name in together[key])
+        own = {name: value for name, value in together[key].items() if not is_mtp(name, layout, family)}
         assert own.keys() == alone[key].keys()
         for name, value in own.items():
             np.testing.assert_array_equal(value, alone[key][name], err_msg=name)
 
 
-def test_gradients_are_those_of_float64(outcome: Callable[..., dict[str, Any]], folder: Path) -> None:
-    found = outcome("one rank", COEFFICIENT)
-    loss, expected = oracle(folder)
+@pytest.mark.parametrize("family", MODELS)
+def test_gradients_are_those_of_float64(
+    outcome: Callable[..., dict[str, Any]], folder_of: Callable[[str, str], Path], family: str
+) -> None:
+    found = outcome("one rank", COEFFICIENT, family=family)
+    loss, expected = oracle(folder_of(family, "one rank"))
     assert found["metrics"]["mtp/loss"] == pytest.approx(loss, abs=1e-5)
-    got = {name: value for name, value in found["gradients"].items() if is_mtp(name, "one rank")}
+    got = {name: value for name, value in found["gradients"].items() if is_mtp(name, "one rank", family)}
     assert got.keys() == expected.keys()
     # Gradients in `main_grad` are clipped in place like the policy's.
     scale = min(1.0, 0.1 / (found["metrics"]["train/grad_norm"] + 1e-6))
@@ -202,9 +214,17 @@ def test_gradients_are_those_of_float64(outcome: Callable[..., dict[str, Any]], 
     assert max(np.abs(value).max() for value in expected.values()) > 1e-2
 
 
-@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name not in ("one rank", "chunks")])
-def test_gradients_do_not_depend_on_the_layout(outcome: Callable[..., dict[str, Any]], layout: str) -> None:
-    alone, other = outcome("one rank", COEFFICIENT), outcome(layout, COEFFICIENT)
+SPLIT = [
+    *(("glm4_moe", layout) for layout in LAYOUTS if layout not in ("one rank", "chunks")),
+    ("deepseek_v3", "tensor"),
+]
+
+
+@pytest.mark.parametrize(("family", "layout"), SPLIT)
+def test_gradients_do_not_depend_on_the_layout(
+    outcome: Callable[..., dict[str, Any]], family: str, layout: str
+) -> None:
+    alone, other = (outcome(name, COEFFICIENT, family=family) for name in ("one rank", layout))
     assert other["metrics"]["mtp/loss"] == pytest.approx(alone["metrics"]["mtp/loss"], abs=1e-5)
     for name, value in alone["gradients"].items():
         np.testing.assert_allclose(other["gradients"][name], value, atol=2e-6, err_msg=name)
@@ -216,22 +236,24 @@ def test_recomputed_layers_have_the_same_gradients(outcome: Callable[..., dict[s
         np.testing.assert_array_equal(recomputed["gradients"][name], value, err_msg=name)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("family", "layout"), CASES)
 def test_exports_have_the_layers(
-    outcome: Callable[..., dict[str, Any]], folder: Path, deeper_folder: Path, layout: str
+    outcome: Callable[..., dict[str, Any]], folder_of: Callable[[str, str], Path], family: str, layout: str
 ) -> None:
     """Before an update all bytes are those of the model's folder; later the copies follow the policy's tensors."""
-    found = outcome(layout, COEFFICIENT)
+    found = outcome(layout, COEFFICIENT, family=family)
     before, after = (
         {name: value for file in (found["out"] / when).glob("*.safetensors") for name, value in load_file(file).items()}
         for when in ("before", "after")
     )
-    source = deeper_folder if layout == "chunks" else folder
-    expected = load_file(source / "model.safetensors")
+    expected = load_file(folder_of(family, layout) / "model.safetensors")
     assert before.keys() == after.keys() == expected.keys()
     for name, value in expected.items():
         assert value.view(torch.uint8).equal(before[name].view(torch.uint8)), name
-    prefix = "model.layers.4." if layout == "chunks" else MTP
+    if family.startswith("qwen"):
+        assert not after["mtp.fc.weight"].equal(before["mtp.fc.weight"])
+        return
+    prefix = f"model.layers.{4 if layout == 'chunks' else MODELS[family]['num_layers']}."
     for copy, original in (
         ("embed_tokens.weight", "model.embed_tokens.weight"),
         ("shared_head.head.weight", "lm_head.weight"),

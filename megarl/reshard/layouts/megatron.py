@@ -38,7 +38,7 @@ def parameter_shapes(
     shapes = {}
     per_rank = layouts.model.num_experts // layouts.parallel.ep
     experts = range(coordinates.ep * per_rank, (coordinates.ep + 1) * per_rank)
-    for chunk in (chunk for chunk in layouts.chunks_with_mtp if chunk.stage == coordinates.pp):
+    for chunk in (chunk for chunk in layouts.chunks if chunk.stage == coordinates.pp):
         for rule in layouts.rules:
             if rule.is_buffer and not has_buffers:
                 continue
@@ -124,7 +124,8 @@ class MegatronLayouts(Layouts):
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
         # Two rules may share a template in different layers, so the layer decides.
         rules = [rule for rule in self._rules_of_template.get(tensor.template, ()) if rule.has_layer(tensor.layer)]
-        chunk = self.chunk(tensor.layer) if tensor.layer >= 0 else None
+        in_layers = bool(rules) and rules[0].place == "every_layer"
+        chunk = self.chunk(tensor.layer) if in_layers else None
         expert = bool(rules) and rules[0].is_expert
         ep = tensor.expert * self.parallel.ep // self.model.num_experts if expert else 0
         # Equal keys must give one object: plans identify a kind of tensor by the id of its holdings.
@@ -192,21 +193,13 @@ class MegatronLayouts(Layouts):
         pp, sizes = self.parallel.pp, self.parallel.layers_by_chunk(self.model.num_layers)
         return tuple(ModelChunk(i % pp, i // pp, sum(sizes[:i]), size) for i, size in enumerate(sizes))
 
-    @cached_property
-    def chunks_with_mtp(self) -> tuple[ModelChunk, ...]:
-        """Return all model chunks, then the trained MTP layers as a chunk of their own. They are in the last chunk's
-        model."""
-        model, last = self.model, self.chunks[-1]
-        mtp = ModelChunk(last.stage, last.vp_stage, model.num_layers, model.num_mtp_layers)
-        return (*self.chunks, mtp) if model.num_mtp_layers else self.chunks
-
     def chunk(self, layer: int) -> ModelChunk:
         """Return the model chunk containing a layer, numbered from 0."""
         return self._chunk_of_layer[layer]
 
     @cached_property
     def _chunk_of_layer(self) -> tuple[ModelChunk, ...]:
-        return tuple(chunk for chunk in self.chunks_with_mtp for _ in range(chunk.num_layers))
+        return tuple(chunk for chunk in self.chunks for _ in range(chunk.num_layers))
 
     def chunks_of(self, rule: Rule) -> tuple[ModelChunk, ...]:
         """Return the model chunks containing a parameter outside the layers, like an embedding."""

@@ -12,6 +12,7 @@ from functools import cached_property
 from math import prod
 
 from megarl.families import layers_of, live_name, mtp_stacks_of, rules_of, stacks_of, templates_of, tensors_of
+from megarl.families.mtp import is_mtp
 from megarl.families.names import TensorName
 from megarl.families.shape import ModelShape, padded_vocab_size, sizes_of
 from megarl.families.stacks import Part, Stack
@@ -41,12 +42,12 @@ class VllmLayouts(Layouts):
         return tensors_of(self.model)
 
     def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
-        is_mtp = tensor.layer >= self.model.num_layers
-        stack = self._stack_of[is_mtp, tensor.template]
+        of_drafter = is_mtp(self.model, tensor)
+        stack = self._stack_of[of_drafter, tensor.template]
         # With expert parallelism the owner distinguishes kinds of tensors. Otherwise all ranks hold a part of every
         # expert.
         owner = self._owner(tensor.expert) if stack.stacks_experts and self.ep else -1
-        key = (is_mtp, tensor.template, owner)
+        key = (of_drafter, tensor.template, owner)
         if key not in self._made:
             self._made[key] = tuple(self._holdings(stack, tensor.template, owner))
         return self._made[key]
@@ -63,12 +64,12 @@ class VllmLayouts(Layouts):
         number.
         """
         part = rank % self.tp
-        num_layers = self.model.num_layers
-        for stack, is_mtp in self._stacks:
+        for stack, of_drafter in self._stacks:
             template = stack.parts[0].tensor
             shape = list(self._shapes[template])
             shape[stack.dim] = sum(self._range(stack, piece, part)[2] for piece in stack.parts)
-            count = sum((layer >= num_layers) == is_mtp for layer in self._layers[template])
+            layers = self._layers[template]
+            count = sum(is_mtp(self.model, TensorName(template, layer)) == of_drafter for layer in layers)
             if stack.stacks_experts:
                 each, more = divmod(self.model.num_experts, self.tp)
                 count *= each + (part < more) if self.ep else self.model.num_experts
@@ -143,7 +144,7 @@ class VllmLayouts(Layouts):
     @cached_property
     def _stack_of(self) -> dict[tuple[bool, str], Stack]:
         """Return the parameter of each tensor, by (is it an MTP layer's, template)."""
-        return {(is_mtp, part.tensor): stack for stack, is_mtp in self._stacks for part in stack.parts}
+        return {(of_drafter, part.tensor): stack for stack, of_drafter in self._stacks for part in stack.parts}
 
     @cached_property
     def _made(self) -> dict[tuple[bool, str, int], tuple[Holding, ...]]:
@@ -153,7 +154,8 @@ class VllmLayouts(Layouts):
     def _stacks(self) -> tuple[tuple[Stack, bool], ...]:
         """Return all live parameters: the checkpoint's tensors, some of them fused; and whether they are the
         drafter's."""
-        names = [name for name, layers in self._layers.items() if layers[0] < self.model.num_layers]
+        layers = self._layers.items()
+        names = [name for name, numbers in layers if not is_mtp(self.model, TensorName(name, numbers[0]))]
         present = [stack for stack in stacks_of(self.model) if stack.parts[0].tensor in names]
         known = {part.tensor for stack in present for part in stack.parts}
         # Tensors without a stack (norms, routers) are stored whole on every rank.
