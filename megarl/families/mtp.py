@@ -85,7 +85,7 @@ OWN_PREFIX = MtpForm(
     sees_first=True,
     num_layers_field="num_nextn_predict_layers",
 )
-"""Qwen3-Next and Qwen3.5: names of their own, numbered from 0."""
+"""Qwen3-Next and Qwen3.5: names of their own, numbered from 0. The field is Qwen3-Next's."""
 
 
 def is_mtp(model: ModelShape, tensor: TensorName) -> bool:

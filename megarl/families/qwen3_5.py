@@ -1,7 +1,7 @@
 """Qwen3.5 and Qwen3.6, dense and with experts: Qwen3-Next with separate input projections of the delta-nets.
 
-megarl trains and samples text only. Released checkpoints also have a vision tower (`model.visual.`) and layers for
-multi-token prediction (`mtp.`). Exports contain both unchanged.
+megarl trains and samples text only. Released checkpoints also have a vision tower (`model.visual.`), and exports
+contain it unchanged. Their layer for multi-token prediction (`mtp.`) is copied or trained (`families.mtp`).
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.families import llama, qwen3_next, stacks
 from megarl.families.config_values import mapping, shown, size
 from megarl.families.family import Family, no_aliases
+from megarl.families.mtp import OWN_PREFIX
 from megarl.families.packed import Alias, Axis
 from megarl.families.parts import Parts
 from megarl.families.qwen3_next import LINEAR, delta_net
@@ -24,12 +25,13 @@ if TYPE_CHECKING:
     from megarl.families.shape import ModelShape
 
 QKV, GATE, BETA, ALPHA = (f"{LINEAR}in_proj_{part}.weight" for part in ("qkv", "z", "b", "a"))
+MTP = OWN_PREFIX._replace(num_layers_field="mtp_num_hidden_layers")
 _OF_IMAGES = ("mrope_section", "mrope_interleaved")
 
 
 def read_dense(config: Mapping[str, Any]) -> Parts:
     """Return the parts of a dense model."""
-    return qwen3_next.read_hybrid(_of_text(config), None, [False] * size(config, "num_hidden_layers"))
+    return qwen3_next.read_hybrid(_of_text(config), None, [False] * size(config, "num_hidden_layers"), MTP)
 
 
 def read_experts(config: Mapping[str, Any]) -> Parts:
@@ -40,7 +42,7 @@ def read_experts(config: Mapping[str, Any]) -> Parts:
         if config.get(field) not in values:
             raise DataError(f"{field} is {shown(config[field])}; for this family it is always {values[1]}.")
     router = softmax_router({**config, "norm_topk_prob": True})
-    return qwen3_next.read_hybrid(_of_text(config), router, [True] * size(config, "num_hidden_layers"))
+    return qwen3_next.read_hybrid(_of_text(config), router, [True] * size(config, "num_hidden_layers"), MTP)
 
 
 def _of_text(config: Mapping[str, Any]) -> dict[str, Any]:
@@ -76,17 +78,21 @@ def aliases(model: ModelShape) -> tuple[Alias, ...]:
     Packed tensors are gate_up_proj [experts, 2 * channels, hidden_size], all gates before all ups, and down_proj
     [experts, hidden_size, channels].
     """
-    if not model.packs_experts:
-        return ()
+    places = [(llama.LAYER, model.packs_experts)]
+    if model.num_mtp_layers:
+        places.append((MTP.layer, model.packs_mtp_experts))
     experts, hidden, channels = model.num_experts, model.hidden_size, model.moe_intermediate_size
-    packed = llama.LAYER + "mlp.experts."
-    expert, gate_up = packed + "{expert}.", packed + "gate_up_proj"
-    wide = (experts, 2 * channels, hidden)
-    return (
-        Alias(expert + "gate_proj.weight", gate_up, wide, (Axis(1), Axis(2))),
-        Alias(expert + "up_proj.weight", gate_up, wide, (Axis(1, channels), Axis(2))),
-        Alias(expert + "down_proj.weight", packed + "down_proj", (experts, hidden, channels), (Axis(1), Axis(2))),
-    )
+    found: list[Alias] = []
+    for layer in (layer for layer, packs in places if packs):
+        packed = layer + "mlp.experts."
+        expert, gate_up = packed + "{expert}.", packed + "gate_up_proj"
+        wide = (experts, 2 * channels, hidden)
+        found += (
+            Alias(expert + "gate_proj.weight", gate_up, wide, (Axis(1), Axis(2))),
+            Alias(expert + "up_proj.weight", gate_up, wide, (Axis(1, channels), Axis(2))),
+            Alias(expert + "down_proj.weight", packed + "down_proj", (experts, hidden, channels), (Axis(1), Axis(2))),
+        )
+    return tuple(found)
 
 
 def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
@@ -106,7 +112,7 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
 
 def _family(architecture: str, *, has_experts: bool) -> Family:
     read, own = (read_experts, aliases) if has_experts else (read_dense, no_aliases)
-    return Family(architecture, read, rules, stacks=live_stacks, kept=("mtp.",), aliases=own)
+    return Family(architecture, read, rules, stacks=live_stacks, mtp=MTP, aliases=own)
 
 
 def _with_vision(text: Family) -> Family:
@@ -118,7 +124,7 @@ def _with_vision(text: Family) -> Family:
         engine_architecture=text.architecture,
         section="text_config",
         prefix="model.language_model.",
-        kept=(*text.kept, "model.visual."),
+        kept=("model.visual.",),
     )
 
 

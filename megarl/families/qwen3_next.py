@@ -1,6 +1,6 @@
 """Qwen3-Next: gated delta-nets in three of four layers, gated attention in the fourth, experts as in Qwen2-MoE.
 
-The checkpoint's layers for multi-token prediction (`mtp.`) are not trained, and exports contain them unchanged.
+The checkpoint has a layer for multi-token prediction (`mtp.`). It is copied unchanged, or trained (`families.mtp`).
 `qwen3_5` extends this module.
 """
 
@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from megarl.families import llama, qwen3, stacks
 from megarl.families.config_values import shown, size
 from megarl.families.family import Family
+from megarl.families.mtp import OWN_PREFIX, MtpForm
 from megarl.families.parts import DeltaNet, LayerKind, Parts, Router
 from megarl.families.reading import experts_of_layers, grouped_query, refuse_biases, softmax_router
 from megarl.families.rotary import read_rotary
@@ -32,10 +33,10 @@ KEYS = ("query", "key", "value", "z", "beta", "alpha")
 def read(config: Mapping[str, Any]) -> Parts:
     """Return the parts of a Qwen3-Next model."""
     experts = experts_of_layers(config, size(config, "num_hidden_layers"))
-    return read_hybrid(config, softmax_router({"norm_topk_prob": True, **config}), experts)
+    return read_hybrid(config, softmax_router({"norm_topk_prob": True, **config}), experts, OWN_PREFIX)
 
 
-def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: Sequence[bool]) -> Parts:
+def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: Sequence[bool], mtp: MtpForm) -> Parts:
     """Return the parts of a model with delta-nets and gated attention. `has_experts` is by layer."""
     refuse_biases(config)
     if config.get("attn_output_gate", True) is not True:
@@ -61,6 +62,8 @@ def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: S
             size(config, "linear_conv_kernel_dim"),
         ),
         has_zero_centered_norms=True,
+        # One is vLLM's default, and released config.json files may lack the field.
+        num_kept_layers=size(config, mtp.num_layers_field, 1),
     )
 
 
@@ -190,4 +193,4 @@ def delta_net(model: ModelShape) -> DeltaNet:
     return model.linear_attention
 
 
-FAMILY = Family("Qwen3NextForCausalLM", read, rules, stacks=live_stacks, kept=("mtp.",))
+FAMILY = Family("Qwen3NextForCausalLM", read, rules, stacks=live_stacks, mtp=OWN_PREFIX)

@@ -53,6 +53,8 @@ class ModelShape:
     """Whether norms multiply by 1 + weight."""
     packs_experts: bool = False
     """Whether the model's files have one tensor for all experts of a layer, in a family with both forms."""
+    packs_mtp_experts: bool = False
+    """The same for the layer for multi-token prediction: released files may have either form there."""
     has_value_head: bool = False
     """Whether a value head (critic, reward model) replaces the output layer."""
 
@@ -159,12 +161,14 @@ def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | Non
     if not path.parent.is_dir():
         raise DataError(missing_folder(path.parent))
     shape = _named_shape(read_object(path), path, override)
-    return replace(shape, packs_experts=_packs_experts(path.parent, shape))
+    found = {name: _packs(path.parent, shape.with_mtp(True), name) for name in ("packs_experts", "packs_mtp_experts")}
+    return replace(shape, **found)
 
 
-def _packs_experts(folder: Path, model: ModelShape) -> bool:
-    """Return whether a folder's files have packed experts. False in families with one form alone."""
-    forms = (aliases_of(replace(model, packs_experts=packs)) for packs in (True, False))
+def _packs(folder: Path, model: ModelShape, field: str) -> bool:
+    """Return whether a folder's files have packed experts where `field` of ModelShape says so. False in families with
+    one form alone."""
+    forms = (aliases_of(replace(model, **{field: packs})) for packs in (True, False))
     packed, always = ({alias.packed for alias in aliases} for aliases in forms)
     # Files are read only if both forms exist.
     return packed != always and any(parse_name(name).template in packed for name in stored_names(folder))
