@@ -6,6 +6,7 @@ they return wrong numbers without an error on CPUs with AVX-512 BF16. The substi
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +22,11 @@ class _Batch(NamedTuple):
 
     `lengths` [sequences] counts new tokens. `places` [tokens] indexes the tokens in [sequences, longest], flattened.
     `has_state` [sequences]: whether earlier tokens of the sequence are in its state.
+
+    A step that verifies drafted tokens begins at the state after the last accepted one. It keeps the state after each
+    of its tokens, because the next step may begin at any of them. Then `inputs` [sequences] are the slots of the
+    convolution's inputs, `skipped` [sequences] the inputs before those of the last accepted token, and `kept`
+    [sequences, longest] the slots of the states after each token. Other steps have `kept` None.
     """
 
     slots: Tensor
@@ -28,15 +34,18 @@ class _Batch(NamedTuple):
     longest: int
     places: Tensor
     has_state: Tensor
+    inputs: Tensor
+    skipped: Tensor
+    kept: Tensor | None = None
 
     def padded(self, x: Tensor) -> Tensor:
         """Return [tokens, ...] as float32 [sequences, longest, ...], padded with zeros."""
         block = torch.zeros(len(self.lengths) * self.longest, *x.shape[1:]).index_copy(0, self.places, x.float())
         return block.unflatten(0, (-1, self.longest))
 
-    def states(self, cache: Tensor) -> Tensor:
-        """Return the sequences' states in a cache [slots, ...]: float32 [sequences, ...], zero for new sequences."""
-        found = cache[self.slots].float()
+    def states(self, found: Tensor) -> Tensor:
+        """Return the sequences' states [sequences, ...] in float32, zero for new sequences."""
+        found = found.float()
         # A slot holds the state of its last sequence, which may not be finite: replace, do not multiply.
         return torch.where(self.has_state.view(-1, *[1] * (found.dim() - 1)), found, 0.0)
 
@@ -49,7 +58,7 @@ def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer
     """Write a delta-net's outputs into `core_attn_out` [tokens, heads, value_dim], and its states into its cache.
 
     Replaces `cpu_gdn_attention_core`. Shapes: mixed_qkv [tokens, channels of queries, keys and values], a and b
-    [tokens, heads]. Raises NotImplementedError for speculative decoding.
+    [tokens, heads].
     """
     from vllm.forward_context import get_forward_context
     from vllm.utils.torch_utils import _resolve_layer_name
@@ -60,34 +69,58 @@ def attend(mixed_qkv: Tensor, b: Tensor, a: Tensor, core_attn_out: Tensor, layer
     if context.attn_metadata is None:
         return
     layer, metadata = context.no_compile_layers[name], context.attn_metadata[name]
-    if metadata.spec_sequence_masks is not None:
-        raise NotImplementedError("vLLM on CPU: speculative decoding of gated delta-nets is not supported.")
-    tokens = metadata.num_actual_tokens
-    if tokens == 0:
+    for index, batch in _batches(metadata):
+        convolved = _convolved(layer, mixed_qkv[index], batch)
+        core_attn_out[index] = _delta_rule(layer, convolved, a[index], b[index], batch).to(core_attn_out.dtype)
+
+
+def _batches(metadata: Any) -> Iterator[tuple[Tensor, _Batch]]:
+    """Yield the sequences of a step without drafted tokens and those with some, each with its tokens' indices."""
+    every = torch.arange(metadata.num_actual_tokens)
+    if metadata.spec_sequence_masks is None:
+        if len(every):
+            yield every, _batch(metadata)
         return
-    batch = _batch(metadata)
-    convolved = _convolved(layer, mixed_qkv[:tokens], batch)
-    core_attn_out[:tokens] = _delta_rule(layer, convolved, a[:tokens], b[:tokens], batch)
+    has_others = metadata.num_decodes + metadata.num_prefills > 0
+    if has_others:
+        yield metadata.non_spec_token_indx.long(), _batch(metadata)
+    # vLLM 0.30 lists the tokens only if there are others too.
+    yield metadata.spec_token_indx.long() if has_others else every, _drafted_batch(metadata)
 
 
 def _batch(metadata: Any) -> _Batch:
-    starts = metadata.non_spec_query_start_loc
     count = metadata.num_decodes + metadata.num_prefills
-    lengths = starts[: count + 1].diff().long()
-    longest = int(lengths.max())
-    is_token = torch.arange(longest) < lengths.unsqueeze(1)
+    lengths, longest, places = _lengths(metadata.non_spec_query_start_loc, count)
     # Sequences that decode always have a state.
     has_state = torch.ones(count, dtype=torch.bool)
     if metadata.num_prefills:
         has_state[metadata.num_decodes :] = metadata.has_initial_state[metadata.num_decodes : count]
     slots = metadata.non_spec_state_indices_tensor[:count].long()
-    return _Batch(slots, lengths, longest, is_token.flatten().nonzero().squeeze(1), has_state)
+    return _Batch(slots, lengths, longest, places, has_state, slots, torch.zeros_like(slots))
+
+
+def _drafted_batch(metadata: Any) -> _Batch:
+    count = metadata.num_spec_decodes
+    lengths, longest, places = _lengths(metadata.spec_query_start_loc, count)
+    kept = metadata.spec_state_indices_tensor[:count].long()
+    skipped = metadata.num_accepted_tokens[:count].long() - 1
+    slots = kept.gather(1, skipped[:, None])[:, 0]
+    has_state = torch.ones(count, dtype=torch.bool)
+    return _Batch(slots, lengths, longest, places, has_state, kept[:, 0], skipped, kept[:, :longest])
+
+
+def _lengths(starts: Tensor, count: int) -> tuple[Tensor, int, Tensor]:
+    """Return a batch's `lengths`, `longest` and `places`, given the first token of each sequence [sequences + 1]."""
+    lengths = starts[: count + 1].diff().long()
+    longest = int(lengths.max())
+    is_token = torch.arange(longest) < lengths.unsqueeze(1)
+    return lengths, longest, is_token.flatten().nonzero().squeeze(1)
 
 
 def _convolved(layer: Any, x: Tensor, batch: _Batch) -> Tensor:
     """Return the convolved and activated inputs, float32 [tokens, channels]; keep each sequence's last inputs.
 
-    `x` is [tokens, channels].
+    `x` is [tokens, channels]. The cache of an engine that drafts has further rows, for the drafted tokens.
     """
     from vllm.model_executor.layers.mamba.mamba_utils import is_conv_state_dim_first
 
@@ -96,10 +129,18 @@ def _convolved(layer: Any, x: Tensor, batch: _Batch) -> Tensor:
         cache = cache.transpose(-1, -2)
     weight = layer.conv1d.weight.flatten(1).float()
     width = weight.size(1)
-    whole = torch.cat([batch.states(cache), batch.padded(x)], dim=1)
+
+    def rows(of: Tensor, first: Tensor, count: int) -> Tensor:
+        """Return `count` rows of each sequence, from `first` [sequences] on: [sequences, count, channels]."""
+        at = (first.unsqueeze(1) + torch.arange(count)).unsqueeze(-1).expand(-1, -1, of.size(-1))
+        return of.gather(1, at)
+
+    before = batch.states(rows(cache[batch.inputs], batch.skipped, width - 1))
+    whole = torch.cat([before, batch.padded(x)], dim=1)
     out = sum((whole[:, at : at + batch.longest] * weight[:, at] for at in range(width)), start=torch.zeros(()))
-    last = (batch.lengths.unsqueeze(1) + torch.arange(width - 1)).unsqueeze(-1).expand(-1, -1, whole.size(-1))
-    cache[batch.slots] = whole.gather(1, last).to(cache.dtype)
+    # The inputs before the next token; of drafted tokens, those before every token that may come next.
+    last = rows(whole, batch.lengths, width - 1) if batch.kept is None else whole[:, 1:]
+    cache[batch.inputs, : last.size(1)] = last.to(cache.dtype)
     return F.silu(batch.tokens(out))
 
 
@@ -119,17 +160,21 @@ def _delta_rule(layer: Any, convolved: Tensor, a: Tensor, b: Tensor, batch: _Bat
         batch.padded(v.unflatten(-1, (heads, -1))),
     )
     # Padding follows a sequence's tokens. Its log-decay and rate of zero leave the state unchanged.
-    kept, rates = batch.padded(decay).exp()[..., None, None], batch.padded(b.float().sigmoid()).unsqueeze(-1)
+    decays, rates = batch.padded(decay).exp()[..., None, None], batch.padded(b.float().sigmoid()).unsqueeze(-1)
     cache = layer.kv_cache[1]
-    state = batch.states(cache)
+    state = batch.states(cache[batch.slots])
     outputs = []
     for at in range(batch.longest):
-        state = state * kept[:, at]
+        state = state * decays[:, at]
         key = all_keys[:, at].unsqueeze(-1)
         missing = values[:, at] - (state @ key).squeeze(-1)
         state = state + (rates[:, at] * missing).unsqueeze(-1) * key.mT
         outputs.append((state @ queries[:, at].unsqueeze(-1)).squeeze(-1))
-    cache[batch.slots] = state.to(cache.dtype)
+        if batch.kept is not None:
+            has_token = at < batch.lengths
+            cache[batch.kept[has_token, at]] = state[has_token].to(cache.dtype)
+    if batch.kept is None:
+        cache[batch.slots] = state.to(cache.dtype)
     return batch.tokens(torch.stack(outputs, dim=1))
 
 

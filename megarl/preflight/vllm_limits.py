@@ -62,10 +62,6 @@ def _drafter(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
         )
     elif runs_on_cpu() and method == "ngram_gpu":
         yield f"{field}: ngram_gpu drafts on a GPU, and this machine has none; take ngram"
-    if shape.linear_attention is not None:
-        # The state of a sequence must return to the last accepted token. The CPU path keeps no earlier states, and
-        # those that vLLM 0.30 keeps on GPUs are not proved.
-        yield f"{field}: a {shape.family} model has states that rejected drafts would change; leave it out"
     if recipe.trainer.router_replay:
         yield (
             f"{field}: with trainer.router_replay the engine records the experts of each token, which is not proved "

@@ -192,6 +192,8 @@ PIPELINE = ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2, vpp=2, rollout_ep=True
         pytest.param(TENSOR, "glm4_moe", False, id="tensor, no drafts"),
         pytest.param(PIPELINE, "glm4_moe", False, id="pipeline, no drafts"),
         pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2), "deepseek_v3", True, id="latent attention"),
+        pytest.param(ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2), "qwen3_next", True, id="delta-nets"),
+        pytest.param(TENSOR, "qwen3_5_moe, packed", True, id="delta-nets, packed"),
     ],
 )
 def test_an_engine_gets_the_layers_that_draft(

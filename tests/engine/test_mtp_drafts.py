@@ -21,7 +21,21 @@ from megarl.types import Completion, Request, SamplingSettings
 from tests.mtp_layer import MtpOracle
 
 PROMPTS = ([7, 11, 13] * 4 + [7], [31, 5, 19, 2, 44])
-CASES = [pytest.param(1, 1, id="tp1"), pytest.param(2, 3, id="tp2, three drafts")]
+CASES = [
+    pytest.param("glm4_moe", 1, 1, id="tp1"),
+    pytest.param("glm4_moe", 2, 3, id="tp2, three drafts"),
+    pytest.param("deepseek_v3", 1, 2, id="latent attention"),
+    pytest.param("qwen3_next", 1, 2, id="delta-nets"),
+    pytest.param("qwen3_5_text", 2, 3, id="delta-nets, tp2, three drafts"),
+]
+ROUNDING = 5e-5
+"""Largest difference of log-probs in float32, in nats: products of several tokens round otherwise than those of one."""
+SIZES: dict[str, dict[str, Any]] = {
+    "glm4_moe": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},
+    "deepseek_v3": {"num_layers": 2, "experts_per_token": 4},
+    "qwen3_next": {"num_layers": 4, "num_kv_heads": 2, "head_dim": 32},
+    "qwen3_5_text": {"num_layers": 4, "num_kv_heads": 2, "head_dim": 32},
+}
 
 
 def loaded_engine(model_path: str, tp: int, vllm: dict[str, Any]) -> Any:
@@ -35,6 +49,22 @@ def loaded_engine(model_path: str, tp: int, vllm: dict[str, Any]) -> Any:
     return engine
 
 
+class Feeding:
+    """Drafts of the tokens that follow: first none of them right, then one, two, and so on."""
+
+    def __init__(self, tokens: list[int]) -> None:
+        self.is_on, self._tokens, self._known, self._step = False, tokens, 1, 0
+
+    def replaced(self, proposed: torch.Tensor) -> torch.Tensor:
+        """Return other drafts [1, drafts] in place of the layer's own."""
+        count = proposed.shape[1]
+        num_right = self._step % (count + 1)
+        following = [*self._tokens[self._known : self._known + count], *[0] * count][:count]
+        drafts = [token if place < num_right else (token + 1) % 100 for place, token in enumerate(following)]
+        self._step, self._known = self._step + 1, self._known + num_right + 1
+        return torch.tensor([drafts], dtype=proposed.dtype)
+
+
 def sampled(model_path: str, tp: int, num_drafts: int) -> dict[str, Any]:
     """Sample on one rank, first without drafts, then with them. Only leaders return completions."""
     drafter = {"method": "mtp", "num_speculative_tokens": num_drafts}
@@ -42,14 +72,18 @@ def sampled(model_path: str, tp: int, num_drafts: int) -> dict[str, Any]:
     for name, vllm in {"plain": {}, "drafts": {"speculative_config": drafter}}.items():
         engine = loaded_engine(model_path, tp, vllm)
         drafts: list[list[list[int]]] = []
+        whole = found["plain"]["whole"].get("whole") if found else None
+        feeding = Feeding(whole.token_ids.tolist() if whole else [])
         if name == "drafts":
             proposer: Any = engine._worker.model_runner.drafter
             propose = proposer.propose
 
-            def noting(*args: Any, drafts: Any = drafts, propose: Any = propose, **kwargs: Any) -> Any:
+            def noting(
+                *args: Any, drafts: Any = drafts, propose: Any = propose, feeding: Feeding = feeding, **kwargs: Any
+            ) -> Any:
                 proposed = propose(*args, **kwargs)
                 drafts.append(proposed.tolist())
-                return proposed
+                return feeding.replaced(proposed) if feeding.is_on else proposed
 
             proposer.propose = noting
 
@@ -59,6 +93,14 @@ def sampled(model_path: str, tp: int, num_drafts: int) -> dict[str, Any]:
 
         result: dict[str, Any] = {"lone": run([request("lone", 0, SamplingSettings(30, 0.0))])}
         result["drafts"] = list(drafts)
+        # To the engine's last position: there are no drafts beyond.
+        result["whole"] = run([request("whole", 0, SamplingSettings(64 - len(PROMPTS[0]), 0.0))])
+        if name == "drafts":
+            engine.metrics()
+            feeding.is_on = True
+            result["fed"] = run([request("fed", 0, SamplingSettings(64 - len(PROMPTS[0]), 0.0))])
+            feeding.is_on = False
+            result["fed metrics"] = values(engine.metrics())
         greedy, warm = SamplingSettings(40, 0.0), SamplingSettings(24, 1.0)
         # Greedy requests and others share steps, and the two have kernels of their own.
         both = [request(f"greedy{n}", n, greedy) for n in (0, 1)]
@@ -79,50 +121,65 @@ def request(name: str, prompt: int, sampling: SamplingSettings, seed: int = 0) -
 
 
 @pytest.fixture(scope="module")
-def folder(tiny_model: Callable[..., Path]) -> Path:
+def folder_of(tiny_model: Callable[..., Path]) -> Callable[[str], Path]:
     # A wide spread of weights makes decided predictions: rounding does not change the most probable token.
-    return tiny_model(
-        family="glm4_moe", num_layers=2, num_kv_heads=2, head_dim=32, num_mtp_layers=1, initializer_range=0.1
-    )  # fmt: skip
+    return lambda family: tiny_model(family=family, num_mtp_layers=1, initializer_range=0.1, **SIZES[family])
 
 
 @pytest.fixture(scope="module")
-def outcome(folder: Path, ranks: RankPool) -> Callable[[int, int], dict[str, Any]]:
-    """The leader's results by tp and number of drafts."""
-    return cache(lambda tp, num_drafts: ranks.run(sampled, str(folder), tp, num_drafts, world_size=tp)[0])
+def outcome(folder_of: Callable[[str], Path], ranks: RankPool) -> Callable[[str, int, int], dict[str, Any]]:
+    """The leader's results by family, tp and number of drafts."""
+    return cache(
+        lambda family, tp, num_drafts: ranks.run(sampled, str(folder_of(family)), tp, num_drafts, world_size=tp)[0]
+    )
 
 
-@pytest.mark.parametrize(("tp", "num_drafts"), CASES)
-def test_greedy_tokens_are_the_same_with_drafts(tp: int, num_drafts: int, outcome: Callable[..., Any]) -> None:
-    for name in ("greedy0", "greedy1"):
-        plain, drafts = (outcome(tp, num_drafts)[kind]["both"][name] for kind in ("plain", "drafts"))
+@pytest.mark.parametrize(("family", "tp", "num_drafts"), CASES)
+def test_greedy_tokens_are_the_same_with_drafts(
+    family: str, tp: int, num_drafts: int, outcome: Callable[..., Any]
+) -> None:
+    found = outcome(family, tp, num_drafts)
+    for run, name in (("both", "greedy0"), ("both", "greedy1"), ("whole", "whole")):
+        plain, drafts = (found[kind][run][name] for kind in ("plain", "drafts"))
         assert drafts.token_ids.tolist() == plain.token_ids.tolist()
-        np.testing.assert_allclose(drafts.rollout_logprobs, plain.rollout_logprobs, atol=1e-5, rtol=0)
+        np.testing.assert_allclose(drafts.rollout_logprobs, plain.rollout_logprobs, atol=ROUNDING, rtol=0)
 
 
-@pytest.mark.parametrize(("tp", "num_drafts"), CASES)
-def test_logprobs_are_those_of_the_policy(tp: int, num_drafts: int, outcome: Callable[..., Any]) -> None:
-    found = outcome(tp, num_drafts)
-    assert found["drafts"]["difference"] < 1e-5 and found["plain"]["difference"] < 1e-5
+@pytest.mark.parametrize(("family", "tp", "num_drafts"), CASES)
+def test_tokens_after_accepted_drafts_are_the_same(
+    family: str, tp: int, num_drafts: int, outcome: Callable[..., Any]
+) -> None:
+    """Every number of drafts of a step is accepted in turn: states of earlier tokens must be those of the last one."""
+    found = outcome(family, tp, num_drafts)
+    plain, fed = found["plain"]["whole"]["whole"], found["drafts"]["fed"]["fed"]
+    assert fed.token_ids.tolist() == plain.token_ids.tolist()
+    np.testing.assert_allclose(fed.rollout_logprobs, plain.rollout_logprobs, atol=ROUNDING, rtol=0)
+    assert found["drafts"]["fed metrics"]["perf/accepted_length"] == pytest.approx(1 + num_drafts / 2, abs=0.2)
 
 
-@pytest.mark.parametrize(("tp", "num_drafts"), CASES)
-def test_drafts_are_counted(tp: int, num_drafts: int, outcome: Callable[..., Any]) -> None:
-    found = outcome(tp, num_drafts)
+@pytest.mark.parametrize(("family", "tp", "num_drafts"), CASES)
+def test_logprobs_are_those_of_the_policy(family: str, tp: int, num_drafts: int, outcome: Callable[..., Any]) -> None:
+    found = outcome(family, tp, num_drafts)
+    assert found["drafts"]["difference"] < ROUNDING and found["plain"]["difference"] < ROUNDING
+
+
+@pytest.mark.parametrize(("family", "tp", "num_drafts"), CASES)
+def test_drafts_are_counted(family: str, tp: int, num_drafts: int, outcome: Callable[..., Any]) -> None:
+    found = outcome(family, tp, num_drafts)
     assert "perf/drafts_accepted" not in found["plain"]["metrics"]
     metrics = found["drafts"]["metrics"]
     assert 0 <= metrics["perf/drafts_accepted"] < 1 and 1 <= metrics["perf/accepted_length"] < 1 + num_drafts
 
 
-@pytest.mark.parametrize(("tp", "num_drafts"), CASES)
+@pytest.mark.parametrize(("family", "tp", "num_drafts"), CASES)
 def test_first_drafts_are_those_of_the_layer(
-    tp: int, num_drafts: int, outcome: Callable[..., Any], folder: Path
+    family: str, tp: int, num_drafts: int, outcome: Callable[..., Any], folder_of: Callable[[str], Path]
 ) -> None:
     """Every step's first draft is the layer's most probable token after the tokens so far, by transformers' modules."""
-    found = outcome(tp, num_drafts)["drafts"]
+    found = outcome(family, tp, num_drafts)["drafts"]
     tokens = [*PROMPTS[0], *found["lone"]["lone"].token_ids.tolist()]
     with torch.no_grad():
-        best = MtpOracle(folder, torch.float32).predicted(torch.tensor(tokens)).argmax(-1).tolist()
+        best = MtpOracle(folder_of(family), torch.float32).predicted(torch.tensor(tokens)).argmax(-1).tolist()
     known = len(PROMPTS[0]) + 1
     assert len(found["drafts"]) > 20
     for ((first, *others),) in found["drafts"]:
@@ -158,10 +215,10 @@ def drawn(model_path: str, by_tensors: bool) -> dict[str, Any]:
 
 @pytest.mark.parametrize("by_tensors", [False, True], ids=["loader", "full tensors"])
 def test_accepted_drafts_leave_the_distribution_as_it_is(
-    by_tensors: bool, ranks: RankPool, folder: Path, tmp_path: Path
+    by_tensors: bool, ranks: RankPool, folder_of: Callable[[str], Path], tmp_path: Path
 ) -> None:
     """A model whose next token depends on the last one alone, and whose MTP layer knows its most probable token."""
-    shutil.copytree(folder, tmp_path / "bigram")
+    shutil.copytree(folder_of("glm4_moe"), tmp_path / "bigram")
     file = tmp_path / "bigram" / "model.safetensors"
     tensors = load_file(file)
     hidden = tensors["model.norm.weight"].shape[0]
