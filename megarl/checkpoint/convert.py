@@ -45,7 +45,7 @@ from megarl.checkpoint.torch_dist import (
 )
 from megarl.checkpoint.torch_dist_reader import CheckpointReader
 from megarl.config.parallel import ParallelConfig
-from megarl.families import float32_tensors, hf_tensors
+from megarl.families import copies_of, float32_tensors, hf_tensors
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import INDEX, companions, read_object, stored_names, weight_files
 from megarl.reshard.boxes import Box, Piece, contiguous_strides
@@ -154,10 +154,16 @@ def to_hf(
         model = replace(model, packs_experts=_packs_experts(root))
     with new_folder(out) as manifest, _checked(root):
         source = CheckpointReader(checkpoint, model)
+        model = source.model
         dtypes = _dtypes(source, model, dtype)
-        total = _num_bytes(model, dtypes)
         kept = kept_tensors(model_folder, model)
+        copies = {name: original for name, original in copies_of(model).items() if name in kept}
+        kept = {name: tensor for name, tensor in kept.items() if name not in copies}
         stored = {checkpoint: dtypes[name] for name, checkpoint in checkpoint_names(model).items()}
+        stored |= {name: stored[original] for name, original in copies.items()}
+        shapes = checkpoint_tensors(model)
+        shapes |= {name: shapes[original] for name, original in copies.items()}
+        total = sum(prod(shape) * stored[name].itemsize for name, shape in shapes.items())
         files = None
         # An index says nothing about kept tensors that its files hold beyond it; they get a file of their own.
         if dtype is None and shard_bytes is None and not kept and (model_folder / INDEX).exists():
@@ -165,7 +171,7 @@ def to_hf(
         if files is not None:
             manifest.copy(model_folder / INDEX, INDEX)
         else:
-            forms = {name: (shape, stored[name]) for name, shape in checkpoint_tensors(model).items()}
+            forms = {name: (shape, stored[name]) for name, shape in shapes.items()}
             packed = pack_files(forms, shard_bytes or SHARD_BYTES, num_more=bool(kept))
             files = {file: list(tensors) for file, tensors in packed.items()}
             last = kept_file(len(files), kept)
@@ -173,7 +179,7 @@ def to_hf(
                 _write_kept(tensors, name, manifest)
             if len(files) + len(last) > 1:
                 manifest.append(INDEX, index_text({**files, **last}, total + total_bytes(kept)).encode())
-        _write_files(source, files, model, stored, manifest)
+        _write_files(source, files, model, stored, shapes, copies, manifest)
         _copy_companions(model_folder, manifest, "", dtype, override)
         manifest.close({"format": "safetensors"})
         if verify:
@@ -264,10 +270,14 @@ def _write_files(
     files: Mapping[str, Sequence[str]],
     model: ModelShape,
     dtypes: Mapping[str, torch.dtype],
+    shapes: Mapping[str, tuple[int, ...]],
+    copies: Mapping[str, str],
     manifest: ManifestWriter,
 ) -> None:
-    """Write safetensors files from front to back. `dtypes` are those of the files' tensors."""
-    shapes = checkpoint_tensors(model)
+    """Write safetensors files from front to back. `dtypes` and `shapes` are those of the files' tensors.
+
+    `copies` maps names of tensors to those of equal ones.
+    """
     # Widest dtypes first, like the writer of the safetensors library, so that every tensor is aligned.
     ordered = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in files.items()}
 
@@ -280,7 +290,7 @@ def _write_files(
         _slab(box, dtypes[name], model, partial(write, file))
         for file, names in ordered.items()
         for name in names
-        for box in _slices(name, shapes[name], dtypes[name])
+        for box in _slices(copies.get(name, name), shapes[name], dtypes[name])
     )
     _stream(source, slabs)
 

@@ -30,6 +30,7 @@ from torch.distributed.checkpoint.metadata import (
 
 from megarl.config.parallel import ParallelConfig
 from megarl.families import FAMILIES, rules_of
+from megarl.families.mtp import PARAMETERS as MTP
 from megarl.families.parts import Latent
 from megarl.families.rules import Rule
 from megarl.families.shape import ModelShape, padded_vocab_size
@@ -134,7 +135,15 @@ def parameters(model: ModelShape) -> Iterator[Parameter]:
                     yield Parameter(
                         part, leading, (*layers, *experts), layer, expert, block_key, layer_in_key, is_latent
                     )
-    yield from (Parameter(rule, (), ()) for rule in rules if rule.place == "last_stage")
+    for rule in (rule for rule in rules if rule.place == "last_stage"):
+        if not rule.parameter.startswith(MTP):
+            yield Parameter(rule, (), ())
+            continue
+        # Megatron-Core 0.16.1 writes the number of such a layer into its keys.
+        [number] = rule.layers or (-1,)
+        for expert in range(model.num_experts) if rule.is_expert else (-1,):
+            leading, shape = ((expert,), (model.num_experts,)) if rule.is_expert else ((), ())
+            yield Parameter(rule, leading, shape, number, expert, is_latent=is_latent)
 
 
 def _blocks(rule: Rule) -> Iterator[tuple[Rule, str]]:
@@ -167,7 +176,7 @@ def split(
                     f"have {dtype}; give all the same dtype with --dtype."
                 )
         dtype = stored_as[parameter.keys]
-        where = layouts.chunk(parameter.layer) if parameter.layer >= 0 else layouts.chunks_of(rule)[0]
+        where = layouts.chunk(parameter.layer) if rule.place == "every_layer" else layouts.chunks_of(rule)[0]
         # Expert parallelism gives each rank an equal, contiguous range of experts.
         ep = parameter.expert * parallel.ep // model.num_experts if rule.is_expert else 0
         for part, box in _boxes(rule, shape, layouts, chunk_bytes // dtype.itemsize):

@@ -57,7 +57,8 @@ file).
 class CheckpointReader:
     """Reader of a `torch_dist` checkpoint of a given model, by the names of Hugging Face tensors.
 
-    `pieces` (stored index ranges) and `dtypes` are by Hugging Face tensor. Raises DataError naming the file for
+    `pieces` (stored index ranges) and `dtypes` are by Hugging Face tensor. `model` is the given one, with its layer for
+    multi-token prediction trained if the checkpoint has it. Raises DataError naming the file for
     anything missing, truncated, or of another model.
     """
 
@@ -70,12 +71,15 @@ class CheckpointReader:
         self._maps: dict[Path, mmap.mmap] = {}
         _check_backend(folder)
         stored = _Metadata(folder)
-        if model.num_kept_layers and stored.has_mtp:
-            # Layers from the model folder would be older than those trained with the checkpoint's policy.
-            raise DataError(
-                f"{folder / METADATA}: it has trained layers for multi-token prediction, which cannot be converted. "
-                "Resume the run: it exports its model at the end."
-            )
+        if stored.has_mtp:
+            if problem := model.mtp_problem:
+                # Layers copied from the model folder would be older than those trained with the checkpoint's policy.
+                raise DataError(
+                    f"{folder / METADATA}: has layers for multi-token prediction, but {problem}. Give the model's own "
+                    "config.json."
+                )
+            model = model.with_mtp(True)
+        self.model = model
         for parameter in parameters(model):
             self._add(parameter, stored)
         for name, shape in hf_tensors(model).items():

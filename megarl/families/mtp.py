@@ -27,10 +27,11 @@ DRAFTER = "drafter."
 OWN = "mtp."
 """Prefix of the tensors in files with a prefix of their own for MTP layers."""
 
+PARAMETERS = "mtp.layers.0."
+"""Prefix of the layer's Megatron parameters. Only one layer can be trained, so its number is always 0."""
+
 _LAYER, _DECODER = "model.layers.{layer}.", "decoder.layers.{layer}."
-# Only one MTP layer can be trained, so its number in Megatron is always 0.
-_MTP = "mtp.layers.0."
-_TRANSFORMER = _MTP + "transformer_layer."
+_TRANSFORMER = PARAMETERS + "transformer_layer."
 
 
 class MtpForm(NamedTuple):
@@ -118,10 +119,10 @@ def mtp_rules(model: ModelShape, rules: Iterable[Rule], form: MtpForm) -> Iterat
                 variant = Variant(moved(variant.parameter), variant.is_replicated)
             named = rule.renamed(lambda name: form.layer + name.removeprefix(_LAYER))
             yield placed(replace(named, parameter=moved(rule.parameter), transformer_engine=variant))
-    yield placed(replicated(_MTP + "enorm.weight", form.embedding_norm, (hidden,)))
-    yield placed(replicated(_MTP + "hnorm.weight", form.hidden_norm, (hidden,)))
-    yield placed(column(_MTP + "eh_proj.weight", form.projection, (hidden, 2 * hidden)))
-    yield placed(replicated(_MTP + "final_layernorm.weight", form.final_norm, (hidden,)))
+    yield placed(replicated(PARAMETERS + "enorm.weight", form.embedding_norm, (hidden,)))
+    yield placed(replicated(PARAMETERS + "hnorm.weight", form.hidden_norm, (hidden,)))
+    yield placed(column(PARAMETERS + "eh_proj.weight", form.projection, (hidden, 2 * hidden)))
+    yield placed(replicated(PARAMETERS + "final_layernorm.weight", form.final_norm, (hidden,)))
 
 
 def without_mtp_layers(model: ModelShape, rules: Iterable[Rule]) -> Iterator[Rule]:

@@ -14,14 +14,17 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from megarl.checkpoint.convert import to_hf
 from megarl.checkpoint.torch_dist_reader import check_harmless
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.packing import pack
 from megarl.families.shape import padded_vocab_size, read_model_shape
+from megarl.reshard.layouts.megatron import MegatronLayouts, megatron_layouts
 from megarl.testing import RankPool
 from megarl.tracking.metrics import merge, values
 from megarl.types import DiskFullError, TrainingSequence
+from tests.checkpoint.model_folders import assert_equal_bits, tensors_of
 from tests.token_batches import row_batches, weighed
 
 Sizes = tuple[int, int, int]
@@ -46,17 +49,20 @@ def layout_of(sizes: Sizes) -> ParallelConfig:
     return ParallelConfig(tp, pp, dp, 1)
 
 
+def layouts_of(recipe: Recipe, layout: ParallelConfig) -> MegatronLayouts:
+    shape = read_model_shape(recipe.model.path).with_mtp(recipe.trains_mtp)
+    return megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+
+
 def build(recipe: Recipe, layout: ParallelConfig) -> Any:
     from megarl.checkpoint import safetensors
-    from megarl.reshard.layouts.megatron import megatron_layouts
     from megarl.training.training_engine import TrainingEngine
 
-    shape = read_model_shape(recipe.model.path)
-    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
-    pieces = layouts[dist.get_rank()]
+    layouts = layouts_of(recipe, layout)
+    shape, pieces = layouts.model, layouts[dist.get_rank()]
 
     def load(parameters: Mapping[str, torch.Tensor]) -> None:
-        safetensors.load(recipe.model.path, pieces, parameters)
+        safetensors.load(recipe.model.path, pieces, parameters, with_mtp=recipe.trains_mtp)
 
     return TrainingEngine(recipe, layout, shape, load)
 
@@ -92,14 +98,26 @@ def draw() -> list[float]:
     return [random.random(), float(np.random.random()), float(torch.rand(()))]
 
 
-def save_and_go_on(recipe: Recipe, sizes: Sizes, folder: Path, asynchronous: bool) -> dict[str, Any]:
-    """Two steps, a save, the state then, two more steps; a save under way must not see what these change."""
+def save_and_go_on(
+    recipe: Recipe, sizes: Sizes, folder: Path, asynchronous: bool, exported: Path | None = None
+) -> dict[str, Any]:
+    """Two steps, a save, the state then, two more steps; a save under way must not see what these change.
+
+    `exported` is a folder for the model as it is saved.
+    """
+    from megarl.checkpoint import safetensors
     from megarl.training import checkpoint
 
     layout = layout_of(sizes)
     engine = build(recipe, layout)
     for step in range(2):
         update(engine, layout, step)
+    if exported is not None:
+        layouts = layouts_of(recipe, layout)
+        safetensors.export(
+            exported, recipe.model.path, layouts.model, layouts, dist.get_rank(), engine.tensors,
+            dtype=torch.float32, bucket_bytes=1 << 16,
+        )  # fmt: skip
     random.seed(5 + dist.get_rank())
     save = checkpoint.stage(folder, {"": engine}, str(layout), weight_version=3)
     assert save.num_bytes > 3 * 4 * sum(p.numel() for p in engine.parameters.values())
@@ -183,6 +201,33 @@ def test_a_run_goes_on_bit_equal_at_the_same_layout(
         assert mine["metrics"] == other["metrics"]
         assert_equal(mine["end"], other["end"])
     assert not torch.equal(loaded[0]["end"]["0.0"], loaded[0]["state"]["0.0"])
+
+
+@pytest.mark.parametrize(
+    ("family", "sizes"),
+    [("glm4_moe", (1, 2, 1)), ("deepseek_v3", (2, 1, 1)), ("qwen3_5_moe", (1, 1, 2))],
+)
+def test_layers_for_multi_token_prediction_go_on_and_are_converted(
+    ranks: RankPool, tiny_model: Callable[..., Path], tmp_path: Path, family: str, sizes: Sizes
+) -> None:
+    """A resumed run is bit-equal to an unbroken one. The checkpoint's conversion is bit-equal to an export."""
+    shape = {"hidden_size": 64, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "intermediate_size": 48}
+    experts = {"num_experts": 8, "experts_per_token": 4, "expert_intermediate_size": 16}
+    model = tiny_model(family=family, num_mtp_layers=1, initializer_range=0.15, **shape, **experts)
+    recipe, world = recipe_of(model, mtp_loss_coefficient=0.2), layout_of(sizes).world_size
+    (tmp_path / "saved").mkdir()
+    saved = ranks.run(save_and_go_on, recipe, sizes, tmp_path / "saved", True, tmp_path / "exported", world_size=world)
+    loaded = ranks.run(load_and_go_on, recipe, sizes, tmp_path / "saved", world_size=world)
+    for mine, other in zip(loaded, saved, strict=True):
+        assert_equal(mine["state"], other["state"])
+        assert mine["metrics"] == other["metrics"]
+        assert_equal(mine["end"], other["end"])
+    assert any("mtp/loss" in metrics for one in loaded for metrics in one["metrics"])
+    to_hf(tmp_path / "saved", tmp_path / "hf", hf=model, verify=True)
+    before, exported = tensors_of(model), tensors_of(tmp_path / "exported")
+    assert_equal_bits(exported, tensors_of(tmp_path / "hf"))
+    own = [name for name in exported if name.startswith(("mtp.", "model.layers.4."))]
+    assert len(own) > 10 and any(not exported[name].equal(before[name]) for name in own)
 
 
 @pytest.mark.parametrize(
