@@ -31,6 +31,8 @@ Resume = Literal["if-any", "must"]
 
 _PASSING_FIELDS = ("_name_or_path", "transformers_version", "dtype", "torch_dtype")
 """Fields of config.json that do not identify a model. They change with the path or the version of transformers."""
+_MODEL_SECTIONS = ("text_config", "vision_config")
+"""Sections of config.json with the fields of a whole model, in models with a vision tower."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -217,8 +219,14 @@ def _refuse_other_kept(earlier: Mapping[str, Any], recipe: Recipe, inputs: Input
 
 def _model_identity(folder: Path, override: Mapping[str, Any]) -> str:
     """Return the sha256 of a model's config.json with overrides, without the fields that do not identify it."""
-    config = overridden(read_object(folder / "config.json"), override)
-    return canonical_sha256({name: value for name, value in config.items() if name not in _PASSING_FIELDS})
+    config = _identifying(overridden(read_object(folder / "config.json"), override))
+    sections = {name: _identifying(config[name]) for name in _MODEL_SECTIONS if isinstance(config.get(name), dict)}
+    return canonical_sha256({**config, **sections})
+
+
+def _identifying(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return config.json or a section of it without `_PASSING_FIELDS`."""
+    return {name: value for name, value in fields.items() if name not in _PASSING_FIELDS}
 
 
 def _value_at(recipe: Mapping[str, Any], field: str) -> Any:

@@ -170,6 +170,18 @@ def test_changes_are_named_and_another_model_is_refused(
     assert f"changed since then: model.path: {tmp_path}/model -> {other}\n" in printed
 
 
+def test_a_model_with_a_text_section_is_the_same_in_another_dtype(recipe: Recipe, tmp_path: Path) -> None:
+    """An export writes its dtype into the section, too."""
+    config = tmp_path / "model/config.json"
+
+    def identity(**text: object) -> str:
+        section = {"hidden_size": 8, "dtype": "float32"} | text
+        config.write_text(json.dumps({"model_type": "qwen3_5", "dtype": "float32", "text_config": section}))
+        return Inputs.read(recipe).models["model.path"]
+
+    assert identity() == identity(dtype="bfloat16", _name_or_path="there") != identity(hidden_size=16)
+
+
 def test_another_chat_template_is_refused_wherever_it_stands(recipe: Recipe, tmp_path: Path) -> None:
     own, given = tmp_path / "model/tokenizer_config.json", tmp_path / "my.jinja"
     own.write_text('{"chat_template": "{{ messages }}"}')
