@@ -59,6 +59,9 @@ class Family:
     """Function from a model's shape to the places of single experts' tensors in the checkpoint's packed tensors."""
     reads_mxfp4: bool = False
     """Whether packed tensors may be MXFP4 in files. They are dequantised to bfloat16 on reading."""
+    classifier: str = ""
+    """transformers' class of the language model with a value head. Empty: `architecture`, ending in
+    `ForSequenceClassification`."""
     other_model_types: tuple[str, ...] = ()
     """Other values of `model_type` in config.json for models of this architecture."""
     is_quantisable: bool = False

@@ -110,9 +110,9 @@ def live_stacks(model: ModelShape) -> tuple[stacks.Stack, ...]:
     )
 
 
-def _family(architecture: str, *, has_experts: bool) -> Family:
+def _family(architecture: str, *, has_experts: bool, classifier: str = "") -> Family:
     read, own = (read_experts, aliases) if has_experts else (read_dense, no_aliases)
-    return Family(architecture, read, rules, stacks=live_stacks, mtp=MTP, aliases=own)
+    return Family(architecture, read, rules, stacks=live_stacks, mtp=MTP, aliases=own, classifier=classifier)
 
 
 def _with_vision(text: Family) -> Family:
@@ -120,6 +120,7 @@ def _with_vision(text: Family) -> Family:
     copied."""
     return replace(
         text,
+        classifier="",
         architecture=text.architecture.replace("ForCausalLM", "ForConditionalGeneration"),
         engine_architecture=text.architecture,
         section="text_config",
@@ -128,6 +129,7 @@ def _with_vision(text: Family) -> Family:
     )
 
 
-DENSE_TEXT = _family("Qwen3_5ForCausalLM", has_experts=False)
+# In transformers 5.23, Qwen3_5ForSequenceClassification is the model with a vision tower.
+DENSE_TEXT = _family("Qwen3_5ForCausalLM", has_experts=False, classifier="Qwen3_5TextForSequenceClassification")
 EXPERTS_TEXT = _family("Qwen3_5MoeForCausalLM", has_experts=True)
 DENSE, EXPERTS = _with_vision(DENSE_TEXT), _with_vision(EXPERTS_TEXT)

@@ -285,10 +285,13 @@ def value_head_fields(folder: str | Path, model: ModelShape) -> dict[str, Any]:
     padding = read_object(Path(folder) / "tokenizer_config.json").get("pad_token")
     text = padding.get("content") if isinstance(padding, dict) else padding
     added = read_object(Path(folder) / "tokenizer.json").get("added_tokens") or ()
-    language_model = FAMILIES[model.family].architecture
+    family = FAMILIES[model.family]
+    derived = family.architecture.replace("ForCausalLM", VALUE_HEAD)
     ids = [("pad_token_id", token["id"]) for token in added if token["content"] == text]
     fields = {
-        "architectures": [language_model.replace("ForCausalLM", VALUE_HEAD)],
+        # Programs that build the class by its name read the first. vLLM 0.30 knows only the derived one, and takes the
+        # first name that it knows.
+        "architectures": [family.classifier, derived] if family.classifier else [derived],
         # One label makes transformers build a head with one output.
         "id2label": {"0": "LABEL_0"},
         "label2id": {"LABEL_0": 0},
@@ -316,7 +319,8 @@ def _architecture(config: Mapping[str, Any]) -> str:
 def _family_name(architecture: str) -> str:
     """Return the model family (such as Qwen3) of a language model's or a reward model's architecture."""
     names = {family.architecture: name for name, family in FAMILIES.items()}
-    name = names.get(architecture.replace(VALUE_HEAD, "ForCausalLM"))
+    classifiers = {family.classifier: name for name, family in FAMILIES.items() if family.classifier}
+    name = classifiers.get(architecture) or names.get(architecture.replace(VALUE_HEAD, "ForCausalLM"))
     if name is None:
         raise DataError(f"architecture {architecture} is not supported; supported are {', '.join(names)}.")
     return name

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 
-from megarl.families import hf_tensors, kept_prefixes, layers_of, rules_of
+from megarl.families import FAMILIES, hf_tensors, kept_prefixes, layers_of, rules_of
 from megarl.families.flops import forward_flops
 from megarl.families.rules import Variant, overlap, replicated
-from megarl.families.shape import ModelShape, shape_from_config
+from megarl.families.shape import ModelShape, shape_from_config, value_head_fields
 from megarl.types import DataError
 from tests.shapes import small_shape
 
@@ -158,3 +159,15 @@ def test_fields_that_libraries_do_not_read_are_refused(fields: dict[str, Any], m
     assert read(EXPERTS, attn_output_gate=True, norm_topk_prob=True, mlp_only_layers=[]).expert_layers == (0, 1, 2, 3)
     with pytest.raises(DataError, match=re.escape(message)):
         read(EXPERTS, **fields)
+
+
+@pytest.mark.parametrize("family", [name for name, family in FAMILIES.items() if not family.section])
+def test_a_reward_model_s_class_is_that_of_transformers(family: str, tmp_path: Path) -> None:
+    """transformers has no such class for some families; then the name is derived."""
+    from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES as CLASSES
+
+    for file in ("tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / file).write_text("{}")
+    [first, *others] = value_head_fields(tmp_path, small_shape(family))["architectures"]
+    derived = FAMILIES[family].architecture.replace("ForCausalLM", "ForSequenceClassification")
+    assert first == CLASSES.get(family, derived) and others in ([], [derived])
