@@ -27,7 +27,7 @@ from megarl.checkpoint.safetensors import (
     SHARD_BYTES,
     FolderReader,
     changed_config,
-    file_header,
+    header_entry,
     index_text,
     kept_file,
     pack_files,
@@ -47,7 +47,14 @@ from megarl.checkpoint.torch_dist_reader import CheckpointReader
 from megarl.config.parallel import ParallelConfig
 from megarl.families import copies_of, float32_tensors, hf_tensors
 from megarl.families.shape import ModelShape, read_model_shape
-from megarl.files.model_folder import INDEX, companions, read_object, stored_names, weight_files
+from megarl.files.model_folder import (
+    INDEX,
+    companions,
+    read_object,
+    safetensors_header,
+    stored_names,
+    weight_files,
+)
 from megarl.reshard.boxes import Box, Piece, contiguous_strides
 from megarl.reshard.layouts.packed import checkpoint_names, checkpoint_tensors, unpacked
 from megarl.reshard.plan import make_plan
@@ -134,7 +141,8 @@ def to_hf(
     `megatron` is the checkpoint, or a folder containing it (a run or Megatron's own folder). `hf` is a folder with
     config.json, tokenizer and other files; it may be omitted for a checkpoint made by `to_megatron`. `override` changes
     fields of config.json. Tensors go to the files that the folder's index names. Without an index, and if the index
-    lacks copied tensors (`checkpoint.kept`), they go to files of `shard_bytes`. Experts are packed if they are in `hf`,
+    lacks copied tensors (`checkpoint.kept`), they go to files of `shard_bytes`, copied ones to a file of their own.
+    Experts are packed if they are in `hf`,
     or were in the folder converted by `to_megatron`. Raises ConfigError if `out` exists, DataError with the name of a
     truncated file.
     """
@@ -163,15 +171,16 @@ def to_hf(
         stored |= {name: stored[original] for name, original in copies.items()}
         shapes = checkpoint_tensors(model)
         shapes |= {name: shapes[original] for name, original in copies.items()}
-        total = sum(prod(shape) * stored[name].itemsize for name, shape in shapes.items())
+        forms = {name: (shape, stored[name]) for name, shape in shapes.items()}
+        total = sum(prod(shape) * dtype.itemsize for shape, dtype in forms.values())
         files = None
-        # An index says nothing about kept tensors that its files hold beyond it; they get a file of their own.
-        if dtype is None and shard_bytes is None and not kept and (model_folder / INDEX).exists():
-            files = _files_of_index(model_folder, stored)
+        if dtype is None and shard_bytes is None and (model_folder / INDEX).exists():
+            # None if its files hold kept tensors beyond the index.
+            files = _files_of_index(model_folder, [*stored, *kept])
         if files is not None:
             manifest.copy(model_folder / INDEX, INDEX)
+            _write_files(source, files, model, forms, copies, kept, manifest)
         else:
-            forms = {name: (shape, stored[name]) for name, shape in shapes.items()}
             packed = pack_files(forms, shard_bytes or SHARD_BYTES, num_more=bool(kept))
             files = {file: list(tensors) for file, tensors in packed.items()}
             last = kept_file(len(files), kept)
@@ -179,7 +188,7 @@ def to_hf(
                 _write_kept(tensors, name, manifest)
             if len(files) + len(last) > 1:
                 manifest.append(INDEX, index_text({**files, **last}, total + total_bytes(kept)).encode())
-        _write_files(source, files, model, stored, shapes, copies, manifest)
+            _write_files(source, files, model, forms, copies, {}, manifest)
         _copy_companions(model_folder, manifest, "", dtype, override)
         manifest.close({"format": "safetensors"})
         if verify:
@@ -269,30 +278,50 @@ def _write_files(
     source: Source,
     files: Mapping[str, Sequence[str]],
     model: ModelShape,
-    dtypes: Mapping[str, torch.dtype],
-    shapes: Mapping[str, tuple[int, ...]],
+    forms: Mapping[str, tuple[tuple[int, ...], torch.dtype]],
     copies: Mapping[str, str],
+    kept: Mapping[str, KeptTensor],
     manifest: ManifestWriter,
 ) -> None:
-    """Write safetensors files from front to back. `dtypes` and `shapes` are those of the files' tensors.
+    """Write safetensors files from front to back. `forms` are shape and dtype of the model's tensors in the files.
 
-    `copies` maps names of tensors to those of equal ones.
+    `copies` maps names of tensors to those of equal ones. Tensors in `kept` are copied unchanged.
     """
+    entries = {name: header_entry(shape, dtype) for name, (shape, dtype) in forms.items()}
+    entries |= {name: tensor.entry for name, tensor in kept.items()}
+    itemsizes = {name: dtype.itemsize for name, (_, dtype) in forms.items()}
+    itemsizes |= {name: tensor.itemsize for name, tensor in kept.items()}
     # Widest dtypes first, like the writer of the safetensors library, so that every tensor is aligned.
-    ordered = {file: sorted(names, key=lambda name: -dtypes[name].itemsize) for file, names in files.items()}
+    ordered = {file: sorted(names, key=lambda name: -itemsizes[name]) for file, names in files.items()}
 
-    def write(file: str, tensor: Tensor) -> None:
+    def write(file: str, copied: Sequence[str], tensor: Tensor | None) -> None:
         if file not in manifest.sizes:
-            manifest.append(file, file_header({name: (shapes[name], dtypes[name]) for name in ordered[file]}))
-        manifest.append(file, tensor.view(-1).view(torch.uint8).numpy().data)
+            manifest.append(file, safetensors_header({name: entries[name] for name in ordered[file]}))
+        for name in copied:
+            for piece in kept[name].content():
+                manifest.append(file, piece)
+        if tensor is not None:
+            manifest.append(file, tensor.view(-1).view(torch.uint8).numpy().data)
 
-    slabs = (
-        _slab(box, dtypes[name], model, partial(write, file))
-        for file, names in ordered.items()
-        for name in names
-        for box in _slices(copies.get(name, name), shapes[name], dtypes[name])
-    )
-    _stream(source, slabs)
+    last: dict[str, list[str]] = {}
+
+    def slabs() -> Iterator[_Slab]:
+        for file, names in ordered.items():
+            copied: list[str] = []
+            for name in names:
+                if name in kept:
+                    copied.append(name)
+                    continue
+                shape, dtype = forms[name]
+                for box in _slices(copies.get(name, name), shape, dtype):
+                    # Copied tensors before this one are written with its first part: a file grows at its end alone.
+                    yield _slab(box, dtype, model, partial(write, file, copied))
+                    copied = []
+            last[file] = copied
+
+    _stream(source, slabs())
+    for file, copied in last.items():
+        write(file, copied, None)
 
 
 def _write_kept(tensors: Mapping[str, KeptTensor], file: str, manifest: ManifestWriter) -> int:
@@ -357,13 +386,11 @@ def _parallel(tp: int, pp: int, ep: int, etp: int, model: ModelShape) -> Paralle
     return ParallelConfig(tp=tp, pp=pp, dp=ranks // tp, rollout_tp=1, ep=ep, etp=etp)
 
 
-def _files_of_index(folder: Path, tensors: Mapping[str, Any]) -> dict[str, list[str]] | None:
-    """Return the tensors of each file in a folder's index, in the model's order. None: the index lists other tensors
-    than the model's.
-    """
+def _files_of_index(folder: Path, tensors: Sequence[str]) -> dict[str, list[str]] | None:
+    """Return the tensors of each file in a folder's index, in the order of `tensors`. None: the index lists others."""
     files = weight_files(folder)
     where = {name: file for file, names in files.items() for name in names}
-    if where.keys() != tensors.keys():
+    if where.keys() != set(tensors):
         return None
     return {file: [name for name in tensors if where[name] == file] for file in sorted(files)}
 

@@ -13,7 +13,14 @@ from typing import NamedTuple
 
 from megarl.families import kept_prefixes
 from megarl.families.shape import ModelShape
-from megarl.files.model_folder import INDEX, SINGLE, read_safetensors_header, weight_files
+from megarl.files.model_folder import (
+    INDEX,
+    SINGLE,
+    HeaderEntry,
+    read_safetensors_header,
+    safetensors_header,
+    weight_files,
+)
 from megarl.types import DataError
 
 FILE = "kept.safetensors"
@@ -32,6 +39,32 @@ class KeptTensor(NamedTuple):
     start: int
     stop: int
 
+    @property
+    def num_bytes(self) -> int:
+        return self.stop - self.start
+
+    @property
+    def itemsize(self) -> int:
+        """Return the bytes of one element."""
+        return self.num_bytes // max(1, prod(self.shape))
+
+    @property
+    def entry(self) -> HeaderEntry:
+        """Return the tensor's entry in the header of a file."""
+        return HeaderEntry(self.code, self.shape, self.num_bytes)
+
+    def content(self) -> Iterator[bytes]:
+        """Yield the tensor's bytes, in pieces of at most 16 MiB. Raises DataError for a file that became shorter."""
+        with self.path.open("rb") as file:
+            file.seek(self.start)
+            left = self.num_bytes
+            while left:
+                piece = file.read(min(left, _CHUNK_BYTES))
+                if not piece:
+                    raise DataError(f"{self.path}: became shorter while it was read. Copy or download the model again.")
+                left -= len(piece)
+                yield piece
+
 
 def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, KeptTensor]:
     """Return the kept tensors found in a folder, by name. Raises DataError for a truncated file."""
@@ -48,7 +81,7 @@ def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, KeptTensor]
 
 def total_bytes(tensors: Mapping[str, KeptTensor]) -> int:
     """Return the total size of these tensors in bytes."""
-    return sum(kept.stop - kept.start for kept in tensors.values())
+    return sum(kept.num_bytes for kept in tensors.values())
 
 
 def file_content(tensors: Mapping[str, KeptTensor]) -> Iterator[bytes]:
@@ -56,35 +89,11 @@ def file_content(tensors: Mapping[str, KeptTensor]) -> Iterator[bytes]:
 
     Raises DataError for a file that became shorter since its header was read.
     """
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
     # Like the safetensors library: the largest items first, so that each tensor is aligned.
-    ordered = sorted(tensors.items(), key=lambda item: (-_itemsize(item[1]), item[0]))
-    for name, kept in ordered:
-        start, end = end, end + kept.stop - kept.start
-        header[name] = {"dtype": kept.code, "shape": list(kept.shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # The format pads the header so that the data begins at a multiple of 8 bytes.
-    text += b" " * (-len(text) % 8)
-    yield len(text).to_bytes(8, "little") + text
+    ordered = sorted(tensors.items(), key=lambda item: (-item[1].itemsize, item[0]))
+    yield safetensors_header({name: kept.entry for name, kept in ordered})
     for _, kept in ordered:
-        yield from _content(kept)
-
-
-def _itemsize(kept: KeptTensor) -> int:
-    return (kept.stop - kept.start) // max(1, prod(kept.shape))
-
-
-def _content(kept: KeptTensor) -> Iterator[bytes]:
-    with kept.path.open("rb") as file:
-        file.seek(kept.start)
-        left = kept.stop - kept.start
-        while left:
-            piece = file.read(min(left, _CHUNK_BYTES))
-            if not piece:
-                raise DataError(f"{kept.path}: became shorter while it was read. Copy or download the model again.")
-            left -= len(piece)
-            yield piece
+        yield from kept.content()
 
 
 def _files(folder: Path) -> Iterable[tuple[Path, set[str]]]:

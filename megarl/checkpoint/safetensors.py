@@ -29,7 +29,7 @@ from megarl.config.override import overridden
 from megarl.families import checkpoint_name, copies_of, float32_tensors
 from megarl.families.llama import EMBEDDING, HEAD, VALUE_HEAD
 from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
-from megarl.files.model_folder import INDEX, SINGLE, companions
+from megarl.files.model_folder import INDEX, SINGLE, HeaderEntry, companions, safetensors_header
 from megarl.reshard.boxes import Box, Layout, Piece, dense_piece
 from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
 from megarl.reshard.plan import make_plan
@@ -317,16 +317,13 @@ def _file_name(number: int, count: int) -> str:
 
 def file_header(tensors: Mapping[str, Form]) -> bytes:
     """Return the header of a safetensors file with these tensors in this order."""
-    codes = {dtype: code for code, dtype in DTYPES.items()}
-    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
-    end = 0
-    for name, (shape, dtype) in tensors.items():
-        start, end = end, end + prod(shape) * dtype.itemsize
-        header[name] = {"dtype": codes[dtype], "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(header, separators=(",", ":")).encode()
-    # The format pads the header so that the data begins at a multiple of 8 bytes.
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+    return safetensors_header({name: header_entry(*form) for name, form in tensors.items()})
+
+
+def header_entry(shape: tuple[int, ...], dtype: torch.dtype) -> HeaderEntry:
+    """Return the entry of a tensor in the header of a safetensors file."""
+    [code] = [code for code, known in DTYPES.items() if known == dtype]
+    return HeaderEntry(code, shape, prod(shape) * dtype.itemsize)
 
 
 def _storage(file: str, dtype: torch.dtype) -> str:

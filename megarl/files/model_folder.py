@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
@@ -180,6 +181,27 @@ def read_safetensors_header(path: Path, expected: Collection[str] = ()) -> dict[
             f"{path}: the tensor {min(absent)} is missing, although {INDEX} lists it for this file. {_COPY_AGAIN}"
         )
     return header
+
+
+class HeaderEntry(NamedTuple):
+    """A tensor in the header of a safetensors file: the format's code of its dtype, its shape, its size in bytes."""
+
+    code: str
+    shape: tuple[int, ...]
+    num_bytes: int
+
+
+def safetensors_header(tensors: Mapping[str, HeaderEntry]) -> bytes:
+    """Return the first bytes of a safetensors file with these tensors in this order."""
+    header: dict[str, object] = {"__metadata__": {"format": "pt"}}
+    end = 0
+    for name, entry in tensors.items():
+        start, end = end, end + entry.num_bytes
+        header[name] = {"dtype": entry.code, "shape": list(entry.shape), "data_offsets": [start, end]}
+    text = json.dumps(header, separators=(",", ":")).encode()
+    # The format pads the header so that the data begins at a multiple of 8 bytes.
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 _COPY_AGAIN = "Copy or download the file again."

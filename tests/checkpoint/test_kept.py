@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from megarl.checkpoint.convert import to_hf, to_megatron
 from megarl.checkpoint.kept import file_content, kept_tensors
@@ -45,6 +45,28 @@ def test_kept_tensors_beyond_the_index_survive_a_conversion(tmp_path: Path) -> N
         assert to_hf(tmp_path / "megatron", out, hf=hf).num_kept == 2
         assert_equal_bits(tensors_of(source), tensors_of(out))
         assert json.loads((out / INDEX).read_text())["weight_map"].keys() == tensors_of(source).keys()
+
+
+def test_kept_tensors_stay_in_the_files_that_the_index_names(tmp_path: Path) -> None:
+    """Files have float16 weights with float32 biases, trained and kept. One file has kept tensors alone."""
+    source = moe_folder(tmp_path / "source", "Glm4Moe", **GLM)
+    index = json.loads((source / INDEX).read_text())
+    alone = "model.layers.2.eh_proj.weight"
+    files = {file: load_file(source / file) for file in set(index["weight_map"].values())}
+    files |= {"model-c.safetensors": {alone: files[index["weight_map"][alone]].pop(alone)}}
+    for file, tensors in files.items():
+        tensors |= {name: value.half() for name, value in tensors.items() if not name.endswith("correction_bias")}
+        save_file(tensors, source / file)
+    index["weight_map"][alone] = "model-c.safetensors"
+    (source / INDEX).write_text(json.dumps(index))
+    to_megatron(source, tmp_path / "megatron")
+    for hf in (None, source):
+        out = tmp_path / ("own" if hf is None else "given")
+        assert to_hf(tmp_path / "megatron", out, hf=hf, verify=True).num_kept == 2
+        assert (out / INDEX).read_bytes() == (source / INDEX).read_bytes()
+        assert {path.name for path in out.glob("*.safetensors")} == files.keys()
+        for file, tensors in files.items():
+            assert_equal_bits(tensors, load_file(out / file))
 
 
 def test_an_export_s_dtype_is_that_of_the_text_section_too(tmp_path: Path) -> None:
