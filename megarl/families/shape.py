@@ -213,7 +213,7 @@ def shape_from_config(config: dict[str, Any]) -> ModelShape:
     """
     architecture = _architecture(config)
     has_value_head = architecture.endswith(VALUE_HEAD)
-    name = _family_name(architecture)
+    name = _family_name(architecture, config.get("model_type"))
     family = FAMILIES[name]
     # Also where the sizes are in a section: releases have both fields outside of it.
     _check_number_formats(config, family.reads_mxfp4)
@@ -316,13 +316,20 @@ def _architecture(config: Mapping[str, Any]) -> str:
     return architectures[0]
 
 
-def _family_name(architecture: str) -> str:
-    """Return the model family (such as Qwen3) of a language model's or a reward model's architecture."""
+def _family_name(architecture: str, model_type: object) -> str:
+    """Return the model family (such as Qwen3) of a language model's or a reward model's architecture.
+
+    `model_type` is that of config.json. Raises DataError for a family without a module.
+    """
     names = {family.architecture: name for name, family in FAMILIES.items()}
     classifiers = {family.classifier: name for name, family in FAMILIES.items() if family.classifier}
     name = classifiers.get(architecture) or names.get(architecture.replace(VALUE_HEAD, "ForCausalLM"))
     if name is None:
-        raise DataError(f"architecture {architecture} is not supported; supported are {', '.join(names)}.")
+        page = model_type if isinstance(model_type, str) and model_type.isidentifier() else "NAME"
+        raise DataError(
+            f"architecture {architecture} is not supported; supported are {', '.join(names)}. To add a family, write "
+            f"its module, megarl/families/{page}.py (.github/CONTRIBUTING.md)."
+        )
     return name
 
 

@@ -171,3 +171,18 @@ def test_a_reward_model_s_class_is_that_of_transformers(family: str, tmp_path: P
     [first, *others] = value_head_fields(tmp_path, small_shape(family))["architectures"]
     derived = FAMILIES[family].architecture.replace("ForCausalLM", "ForSequenceClassification")
     assert first == CLASSES.get(family, derived) and others in ([], [derived])
+
+
+@pytest.mark.parametrize(
+    ("architecture", "family", "page"),
+    [
+        ("MiniMaxM2ForCausalLM", "minimax_m2", "minimax_m2"),
+        ("Gemma3ForCausalLM", "gemma3_text", "gemma3_text"),
+        ("Olmo3ForCausalLM", "olmo3", "olmo3"),
+        ("Olmo3ForSequenceClassification", "../olmo3", "NAME"),
+    ],
+)
+def test_another_family_is_refused_with_the_module_to_write(architecture: str, family: str, page: str) -> None:
+    message = rf"{architecture} is not supported; supported are .*Qwen3ForCausalLM, .*megarl/families/{page}\.py"
+    with pytest.raises(DataError, match=message):
+        shape_from_config({"architectures": [architecture], "model_type": family})
