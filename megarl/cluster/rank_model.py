@@ -16,7 +16,7 @@ from megarl.data.packing import pack
 from megarl.data.prefixes import shared_lengths
 from megarl.data.token_batch import TokenBatch
 from megarl.data.tree_packing import WORTH_SHARING, pack_trees, saved_share
-from megarl.families.flops import forward_flops
+from megarl.families.flops import forward_flops, mtp_update_flops
 from megarl.families.shape import ModelShape
 from megarl.tracking.metrics import Metric, merge
 from megarl.types import MegarlError
@@ -104,6 +104,9 @@ class RankModel:
         """
         packed = self._pack_samples(batch) if self.keeps_samples else self._pack(batch, self.together)
         rows = self._rows(batch, packed, self.update_passes)
+        if self.shape is not None:
+            # Forward passes without gradients do not run this layer.
+            self.work.flops += mtp_update_flops(self.shape, batch.lengths)
         if self.name == "policy":
             # A critic trains on the same tokens; counting them twice would double the reported rate.
             self.work.update_tokens += len(batch.token_ids)

@@ -12,6 +12,7 @@ from collections import Counter
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.families.mtp import mtp_kind_number
 from megarl.families.parts import LayerKind
 from megarl.families.shape import ModelShape
 
@@ -74,3 +75,20 @@ def _attended(tokens: NDArray[np.float64], window: int) -> float:
     """Return the pairs of a token and an attended one over sequences of these lengths [sequences]; window 0 is none."""
     reach = np.minimum(tokens, window) if window else tokens
     return float((reach * tokens - np.square(reach) / 2).sum())
+
+
+def mtp_update_flops(shape: ModelShape, lengths: NDArray[np.integer]) -> float:
+    """Return the FLOPs of an update's layer for multi-token prediction over sequences with these lengths, int
+    [sequences]; 0 without a trained one.
+
+    Each of its weights takes part in three products: forward, and both gradients. The model's head has no weight
+    gradient there, so it takes part in two.
+    """
+    if not shape.num_mtp_layers:
+        return 0.0
+    tokens = np.asarray(lengths, np.float64)
+    # The projection has the embedding and the hidden state as input.
+    own = _layer_weights(shape, shape.layers[mtp_kind_number(shape)]) + 2 * shape.hidden_size**2
+    head = shape.hidden_size * shape.vocab_size
+    matrices = (3 * 2.0 * own + 2 * 2.0 * head) * tokens.sum()
+    return float(matrices + 3 * _pair_flops(shape) * np.square(tokens).sum() / 2)

@@ -47,7 +47,7 @@ def models_of(recipe: Recipe, layout: ParallelConfig, ranks: WorkerGroup) -> dic
         row_multiple(recipe),
         attention_ratio(shape),
         together=recipe.sequences_per_example,
-        shape=shape.with_value_head() if recipe.loop == "reward_model" else shape,
+        shape=shape.with_value_head() if recipe.loop == "reward_model" else shape.with_mtp(recipe.trains_mtp),
         shares_prefixes=recipe.trainer.share_prefixes == "auto",
         # A backward pass costs two forward passes. With LoRA the base weights need no gradients, which saves one.
         update_passes=2.0 if recipe.lora.rank else 3.0,

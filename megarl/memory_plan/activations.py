@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megarl.config.parallel import ParallelConfig
+from megarl.families.mtp import mtp_kind_number
 from megarl.families.parts import DeltaNet, Latent, LayerKind
 from megarl.families.shape import ModelShape, padded_vocab_size
 
@@ -105,7 +106,11 @@ def stage_bytes(shape: ModelShape, layout: ParallelConfig, stage: int, settings:
     rows = rows_in_flight(layout, stage)
     by_kind = {kind: layer_bytes(shape, layout, settings, kind) for kind in set(kinds)}
     layer = max(by_kind.values())
-    head = _head(shape, layout, settings) if stage == layout.pp - 1 else 0
+    is_last = stage == layout.pp - 1
+    head = _head(shape, layout, settings) if is_last else 0
+    if is_last and shape.num_mtp_layers:
+        # Its tensors are those of the row whose loss is computed, like the head's.
+        head += _mtp(shape, layout, settings)
     if settings.recomputes_layers:
         # The head's tensors are freed before the first layer is recomputed. The rotary angles of all tokens stay.
         angles = rows * _tokens(layout, settings) * shape.rotary_channels * FLOAT32
@@ -369,3 +374,23 @@ def _head(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> 
     gathered = tokens * shape.hidden_size * size * (2 if settings.shares_prefixes else 1)
     normed = 0 if settings.lora_rank else size
     return tokens / split * shape.hidden_size * (FLOAT32 + normed) + gathered + tokens * _NUMBERS
+
+
+def _mtp(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
+    """Return the bytes of the layer for multi-token prediction: both norms and their projection, the layer, the head.
+
+    Recomputed as a whole, the layer exists again while the head's own tensors do.
+    """
+    size, tokens = settings.itemsize, _tokens(layout, settings) / _split(layout, settings)
+    layer = layer_bytes(shape, layout, settings, shape.layers[mtp_kind_number(shape)])
+    # The outputs of both norms are copied into one tensor, the projection's input.
+    norms = 2 * _norm(layout, settings, shape.hidden_size, is_fused=False)
+    if settings.spec == "local":
+        # Embeddings have no gradient here, so their norm saves no input.
+        norms -= tokens * (shape.hidden_size + 1) * FLOAT32
+        if size == FLOAT32:
+            # The norm of the hidden states reads them in place, where the model's head has saved them.
+            norms -= tokens * shape.hidden_size * size
+    if settings.recomputes_layers:
+        return _layer_input(shape, layout, settings) + max(norms + layer, _head(shape, layout, settings))
+    return norms + layer + _head(shape, layout, settings)
