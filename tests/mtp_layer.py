@@ -48,7 +48,8 @@ class MtpOracle(nn.Module):
         number = config.num_hidden_layers - 1
         self.layer: Any = type(base.layers[number])(config, number).to(dtype).eval()
         for kind, parts in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
-            if f"mlp.experts.{kind}" in self.layer.state_dict():
+            # Files may have packed experts, as transformers has them.
+            if f"mlp.experts.{kind}" in self.layer.state_dict().keys() - state.keys():
                 experts = range(len(self.layer.mlp.experts.gate_up_proj))
                 state[f"mlp.experts.{kind}"] = torch.stack(
                     [torch.cat([state[f"mlp.experts.{number}.{part}.weight"] for part in parts]) for number in experts]

@@ -204,7 +204,7 @@ def test_the_policy_is_the_same_bit_for_bit(outcome: Callable[..., dict[str, Any
             np.testing.assert_array_equal(value, alone[key][name], err_msg=name)
 
 
-@pytest.mark.parametrize("family", [family for family in MODELS if family != "qwen3_5_moe"])
+@pytest.mark.parametrize("family", MODELS)
 def test_gradients_are_those_of_float64(
     outcome: Callable[..., dict[str, Any]], folder_of: Callable[[str, str], Path], family: str
 ) -> None:

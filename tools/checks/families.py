@@ -10,6 +10,8 @@ largest difference found and its limit. To add a family, add its line to `FAMILI
 - conversion: Hugging Face to Megatron and back, bit for bit, with tensors that are not trained
 - reshard: live weights and buffers after three updates against vLLM loading the export, bit for bit
 - layouts: three policy updates in several layouts against one rank, see the check `invariance`
+- drafts: the layer for multi-token prediction: its gradient, the policy with and without its loss, conversion, reshards
+  into live drafters, and greedy tokens with drafts
 - learning: rise of the reward over 10 steps of a recipe, with replayed routers, beside Qwen3's
 """
 
@@ -29,7 +31,7 @@ from megarl.testing import RankPool
 from megarl.types import TrainingSequence
 from tools.checks import invariance
 from tools.make_dataset import make_dataset
-from tools.make_tiny_model import WITH_DELTA_NETS, make_tiny_model
+from tools.make_tiny_model import WITH_DELTA_NETS, WITH_MTP, make_tiny_model
 from tools.runs import DIGITS_REWARD, read_metrics, train
 
 DURATION = {"small": "minutes: one family (not timed)", "full": "an hour or more: all families (not timed)"}
@@ -75,6 +77,8 @@ LENGTHS = (24, 7, 31, 2)
 LEAST_GAIN = 0.5
 """Share of Qwen3's rise of the reward. Ten steps of 64 samples are noisy."""
 LOGPROB_LIMIT, GRADIENT_LIMIT, PACKING_LIMIT = 1e-5, 1e-6, 1e-6
+DRAFTS_LIMIT = 5e-5
+"""In nats, in float32: products of several tokens round otherwise than those of one."""
 
 _ONE = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
 DENSE_LAYOUTS = (
@@ -309,6 +313,55 @@ def prove_layouts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
         yield {"proof": "layouts", "layout": row["layout"], "found": worst, "limit": "invariance", "met": row["met"]}
 
 
+def prove_drafts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    if name not in WITH_MTP:
+        return
+    from tests.distributed.test_reshard import drafting_recipe_of, train_reshard_and_compare
+    from tests.engine.test_mtp_drafts import sampled
+    from tests.training.test_mtp import COEFFICIENT, oracle, recipe_of, updated
+
+    # A wide spread of weights makes decided predictions: rounding does not change the most probable token.
+    fields: dict[str, Any] = {**SIZES, **FAMILIES[name].fields, "initializer_range": 0.1, "num_mtp_layers": 1}
+    own = make_tiny_model(work / "mtp", family=name, **fields)
+    alone, together = (
+        pool.run(updated, recipe_of(own, coefficient), _ONE, None, world_size=1)[0]
+        for coefficient in (None, COEFFICIENT)
+    )
+    gradients = invariance.join([together["gradients"]])
+    _, expected = oracle(own)
+    # Gradients in `main_grad` are clipped in place, all by one factor.
+    norms = [
+        np.sqrt(sum(np.square(found[key], dtype=np.float64).sum() for key in expected))
+        for found in (gradients, expected)
+    ]
+    apart_by = [np.square(gradients[key] / norms[0] - value / norms[1]).sum() for key, value in expected.items()]
+    yield limited("drafts, gradient", float(np.sqrt(sum(apart_by))), GRADIENT_LIMIT) | {"tensors": len(expected)}
+    both = [{**invariance.join([found["weights"]]), **_rows(found["logprobs"])} for found in (alone, together)]
+    differing = sum(not np.array_equal(value, both[1][key]) for key, value in both[0].items())
+    yield limited("drafts, policy", differing, 0) | {"tensors": len(both[0])}
+    for row in prove_conversion(name, own, pool, work):
+        yield row | {"proof": "drafts, conversion"}
+    layouts = (_ONE, ParallelConfig(tp=2, pp=1, dp=1, rollout_tp=1), ParallelConfig(tp=1, pp=2, dp=1, rollout_tp=2))
+    for number, layout in enumerate(layouts):
+        exported = str(work / f"drafts{number}" / "hf")
+        results = pool.run(
+            train_reshard_and_compare, drafting_recipe_of(own, layout), layout, exported, 3, timeout_seconds=900,
+            world_size=layout.world_size,
+        )  # fmt: skip
+        yield limited("drafts, reshard", sum(map(len, results)), 0) | {"layout": str(layout)}
+    [found] = pool.run(sampled, str(own), 1, 2, world_size=1)
+    plain = found["plain"]["whole"]["whole"]
+    for run in ("whole", "fed"):
+        drafted = found["drafts"][run][run]
+        yield limited("drafts, tokens", int((drafted.token_ids != plain.token_ids).sum()), 0)
+        distance = float(np.abs(drafted.rollout_logprobs - plain.rollout_logprobs).max())
+        yield limited("drafts, log-probs", distance, DRAFTS_LIMIT)
+
+
+def _rows(logprobs: list[np.ndarray]) -> dict[str, np.ndarray]:
+    return {f"row {number}": row for number, row in enumerate(logprobs)}
+
+
 def prove_learning(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     make_dataset(work / "runs/quickstart_input/data", train=600, heldout=64, sft=2000)
     (work / "share_of_digits.py").write_text(DIGITS_REWARD)
@@ -348,6 +401,7 @@ PROOFS: dict[str, Callable[[str, Path, RankPool, Path], Found]] = {
     "conversion": prove_conversion,
     "reshard": prove_reshard,
     "layouts": prove_layouts,
+    "drafts": prove_drafts,
     "learning": prove_learning,
 }
 
