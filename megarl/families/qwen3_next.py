@@ -63,7 +63,7 @@ def read_hybrid(config: Mapping[str, Any], router: Router | None, has_experts: S
         ),
         has_zero_centered_norms=True,
         # One is vLLM's default, and released config.json files may lack the field.
-        num_kept_layers=size(config, mtp.num_layers_field, 1),
+        num_kept_layers=0 if config.get(mtp.num_layers_field) == 0 else size(config, mtp.num_layers_field, 1),
     )
 
 
