@@ -3,7 +3,10 @@
 Tiny random models on CPU ranks, in float32 unless a row says otherwise. A row per family, proof and layout, with the
 largest difference found and its limit. To add a family, add its line to `FAMILIES`.
 
-- log-probs: trainer against transformers; in bfloat16 beside transformers' own distance from float32
+- log-probs: trainer against transformers; in bfloat16 beside transformers' own distance from float32. Rounding also
+  flips experts with almost equal scores, and one flip moved a log-prob ten times as far. So the trainer's bfloat16 pass
+  replays the experts of transformers' float32 pass, and tokens flipped in transformers do not set the limit. A row of
+  its own counts the tokens flipped without replay
 - gradient: trainer against transformers in float64, relative to its norm
 - engine: trainer's log-probs against vLLM's
 - packing: sequences in one row against each alone, also under context parallelism
@@ -21,7 +24,7 @@ import argparse
 import tempfile
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +36,9 @@ from tools.checks import invariance
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import WITH_DELTA_NETS, WITH_MTP, make_tiny_model
 from tools.runs import DIGITS_REWARD, read_metrics, train
+
+if TYPE_CHECKING:
+    from megarl.training.model import ModelShard
 
 DURATION = {"small": "minutes: one family (not timed)", "full": "an hour or more: all families (not timed)"}
 SMALL = {"only": ["glm4_moe"], "proof": ["log-probs", "gradient", "engine", "packing", "conversion"]}
@@ -79,6 +85,8 @@ LEAST_GAIN = 0.5
 LOGPROB_LIMIT, GRADIENT_LIMIT, PACKING_LIMIT = 1e-5, 1e-6, 1e-6
 DRAFTS_LIMIT = 5e-5
 """In nats, in float32: products of several tokens round otherwise than those of one."""
+SPARE_FLIPS = 3
+"""Tokens of 64 that may flip beyond twice those of transformers. Few flips are a matter of chance."""
 
 _ONE = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
 DENSE_LAYOUTS = (
@@ -126,28 +134,60 @@ def weighed(vocab_size: int) -> TokenBatch:
     return batch
 
 
-def logprobs(folder: str, layout: ParallelConfig, dtype: str, in_one_row: bool) -> list[np.ndarray] | None:
-    """Return a trainer's log-probs of each sequence, on reporting ranks."""
+def model_shard(folder: str, layout: ParallelConfig, dtype: str, **settings: Any) -> ModelShard:
+    """Return this rank's shard of a trainer's model with the weights of a folder."""
     import torch.distributed as dist
 
     from megarl.checkpoint import safetensors
     from megarl.families.shape import padded_vocab_size, read_model_shape
     from megarl.reshard.layouts.megatron import megatron_layouts
-    from megarl.training.model import FrozenModel
+    from megarl.training.model import ModelShard
 
     recipe = invariance.recipe_of(Path(folder), {})
     recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"dtype": dtype})})
     shape = read_model_shape(folder)
     pieces = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
-    model = FrozenModel(
-        recipe, layout, shape, lambda tensors: safetensors.load(folder, pieces[dist.get_rank()], tensors)
+    return ModelShard(
+        recipe, layout, shape, lambda tensors: safetensors.load(folder, pieces[dist.get_rank()], tensors), **settings
     )
-    own = sequences(shape.vocab_size)
+
+
+def logprobs(folder: str, layout: ParallelConfig, dtype: str, in_one_row: bool) -> list[np.ndarray] | None:
+    """Return a trainer's log-probs of each sequence, on reporting ranks."""
+    model = model_shard(folder, layout, dtype)
+    own = sequences(model.shape.vocab_size)
     rows = [TokenBatch.from_sequences(own)] if in_one_row else [TokenBatch.from_sequences([one]) for one in own]
     found = model.forward(rows)
     if found is None:
         return None
     return np.split(found[0], np.cumsum(LENGTHS)[:-1]) if in_one_row else list(found)
+
+
+def routed_logprobs(folder: str, dtype: str, replayed: np.ndarray | None) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return one rank's log-probs of each sequence, and the experts of each token.
+
+    Experts are int64 [tokens, layers with experts, top_k], ascending. With `replayed`, of the same shape, the model
+    uses these experts instead of its routers' choices.
+    """
+    import torch
+    from megatron.core.transformer.moe.router import TopKRouter
+
+    model = model_shard(folder, _ONE, dtype, router_replay=replayed is not None)
+    chosen: list[np.ndarray] = []
+    [chunk] = model.chunks
+    for router in (module for module in chunk.modules() if isinstance(module, TopKRouter)):
+        # A router returns probabilities and a mask of the chosen experts, both [tokens, experts].
+        router.register_forward_hook(lambda _module, _inputs, output: chosen.append(chosen_experts(output[1])))
+    if replayed is not None:
+        chunk.replay_routes(torch.from_numpy(replayed), model.expert_layers)
+    found = model.forward([TokenBatch.from_sequences(sequences(model.shape.vocab_size))])
+    assert found is not None
+    return np.split(found[0], np.cumsum(LENGTHS)[:-1]), np.stack(chosen, axis=1)
+
+
+def chosen_experts(mask: Any) -> np.ndarray:
+    """Return the experts [tokens, top_k], ascending, of a mask [tokens, experts]. All tokens have as many."""
+    return mask.bool().nonzero()[:, 1].view(len(mask), -1).numpy()
 
 
 def gradient(folder: str) -> dict[str, Any]:
@@ -187,12 +227,22 @@ def engine_logprobs(folder: str) -> list[np.ndarray]:
     return found
 
 
-def oracle(folder: Path, dtype: str) -> list[np.ndarray]:
-    """Return transformers' log-probs of each sequence, the first of each 0."""
+def oracle(folder: Path, dtype: str) -> tuple[list[np.ndarray], np.ndarray]:
+    """Return transformers' log-probs of each sequence, the first of each 0, and the experts of each token.
+
+    Experts are int64 [tokens, layers with experts, top_k], ascending. A model without experts has none: [tokens, 0].
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, dtype)).eval()
+    chosen: dict[str, list[np.ndarray]] = {}
+    for name, module in model.named_modules():
+        if name.endswith(".experts"):
+            # Arguments of transformers' experts: hidden states, chosen experts [tokens, top_k], their weights.
+            module.register_forward_pre_hook(
+                lambda _module, inputs, name=name: chosen.setdefault(name, []).append(inputs[1].sort(-1)[0].numpy())
+            )
     found = []
     for one in sequences(model.config.vocab_size):
         tokens = torch.from_numpy(one.token_ids)
@@ -200,7 +250,8 @@ def oracle(folder: Path, dtype: str) -> list[np.ndarray]:
             logits = model(tokens[None]).logits[0, :-1].float()
         own = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
         found.append(np.concatenate([[0.0], own]))
-    return found
+    layers = [np.concatenate(of_sequences) for of_sequences in chosen.values()]
+    return found, np.stack(layers, axis=1) if layers else np.zeros((sum(LENGTHS), 0))
 
 
 def oracle_gradient(folder: Path, work: Path) -> dict[str, np.ndarray]:
@@ -229,9 +280,15 @@ def oracle_gradient(folder: Path, work: Path) -> dict[str, np.ndarray]:
     return {name: value for name, value in saved.items() if name not in float32_tensors(read_model_shape(folder))}
 
 
-def apart(one: list[np.ndarray], other: list[np.ndarray]) -> float:
-    """Return the largest distance of log-probs; the first of each sequence does not count."""
-    return float(max(np.abs(a[1:] - b[1:]).max() for a, b in zip(one, other, strict=True)))
+def apart(one: list[np.ndarray], other: list[np.ndarray], without: np.ndarray | None = None) -> float:
+    """Return the largest distance of log-probs; the first of each sequence does not count.
+
+    Log-probs computed at the tokens `without`, bool [tokens of all sequences], do not count either.
+    """
+    left_out = np.split(np.zeros(sum(LENGTHS), bool) if without is None else without, np.cumsum(LENGTHS)[:-1])
+    # The log-prob of a token is computed at the token before it.
+    pairs = zip(one, other, left_out, strict=True)
+    return float(max(np.abs(a[1:] - b[1:])[~out[:-1]].max(initial=0.0) for a, b, out in pairs))
 
 
 def reported(results: list[list[np.ndarray] | None]) -> list[np.ndarray]:
@@ -242,13 +299,29 @@ Found = Iterator[dict[str, Any]]
 
 
 def prove_logprobs(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
-    exact = oracle(folder, "float32")
+    exact, experts = oracle(folder, "float32")
     own = reported(pool.run(logprobs, str(folder), _ONE, "float32", True, world_size=1))
     yield limited("log-probs", apart(own, exact), LOGPROB_LIMIT)
-    rounded = reported(pool.run(logprobs, str(folder), _ONE, "bfloat16", True, world_size=1))
-    allowed = apart(oracle(folder, "bfloat16"), exact)
+    oracle_rounded, oracle_experts = oracle(folder, "bfloat16")
+    oracle_flips = flips(oracle_experts, experts)
+    if FAMILIES[name].has_experts:
+        [(_, own_experts)] = pool.run(routed_logprobs, str(folder), "bfloat16", None, world_size=1)
+        [(rounded, _)] = pool.run(routed_logprobs, str(folder), "bfloat16", experts, world_size=1)
+        num_flips = int(flips(own_experts, experts).sum())
+        yield limited("log-probs, flips", num_flips, 2 * int(oracle_flips.sum()) + SPARE_FLIPS)
+    else:
+        rounded = reported(pool.run(logprobs, str(folder), _ONE, "bfloat16", True, world_size=1))
+    allowed = apart(oracle_rounded, exact, without=oracle_flips)
     # Rounding is random: half as much again is not another model.
     yield limited("log-probs, bfloat16", apart(rounded, exact), 1.5 * allowed)
+
+
+def flips(experts: np.ndarray, exact: np.ndarray) -> np.ndarray:
+    """Return the tokens with other experts than `exact` in some layer, bool [tokens].
+
+    Both arguments are [tokens, layers, top_k].
+    """
+    return (experts != exact).reshape(len(exact), -1).any(axis=1)
 
 
 def prove_gradient(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
