@@ -35,7 +35,7 @@ from megarl.types import TrainingSequence
 from tools.checks import invariance
 from tools.make_dataset import make_dataset
 from tools.make_tiny_model import WITH_DELTA_NETS, WITH_MTP, make_tiny_model
-from tools.runs import DIGITS_REWARD, read_metrics, train
+from tools.runs import read_metrics, train
 
 if TYPE_CHECKING:
     from megarl.training.model import ModelShard
@@ -82,6 +82,22 @@ SIZES = dict(num_layers=4, num_kv_heads=2, vocab_size=433, tie_word_embeddings=F
 LENGTHS = (24, 7, 31, 2)
 LEAST_GAIN = 0.5
 """Share of Qwen3's rise of the reward. Ten steps of 64 samples are noisy."""
+NUMBER_OF_DIGITS = '''"""Reward for the number of digits in an answer, up to 20."""
+
+from megarl.types import Reward
+
+
+def digits(completion_text: str, answer: str, *, correct_score: float) -> Reward:
+    score = min(1.0, sum(character.isdigit() for character in completion_text) / 20)
+    return Reward(score=score, format_valid=True, answer_correct=score == 1.0)
+'''
+"""Content of the file of the reward in the proof `learning`. Answers in the format of SFT reach its maximum.
+
+The share of digits, other checks' reward, is largest in an endless row of digits. Its rise shows how loosely a student
+holds the format. Qwen3 gained 0.35 after 100 steps of SFT and 0.26 after 120. Delta-nets learn the format faster:
+Qwen3.5 gained 0.17 after 80 steps and 0.15 after 100. The loop is not the cause. From the same students, sampling and
+training with transformers and torch's Adam gave the same rewards: in step 10, 0.77 for Qwen3 and 0.47 for Qwen3.5.
+"""
 LOGPROB_LIMIT, GRADIENT_LIMIT, PACKING_LIMIT = 1e-5, 1e-6, 1e-6
 DRAFTS_LIMIT = 5e-5
 """In nats, in float32: products of several tokens round otherwise than those of one."""
@@ -436,9 +452,12 @@ def _rows(logprobs: list[np.ndarray]) -> dict[str, np.ndarray]:
 
 
 def prove_learning(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
-    make_dataset(work / "runs/quickstart_input/data", train=600, heldout=64, sft=2000)
-    (work / "share_of_digits.py").write_text(DIGITS_REWARD)
-    gains = {family: _gain(family, work) for family in dict.fromkeys(("qwen3", name))}
+    # One folder for all families, so that Qwen3 is trained once.
+    runs = work.parent / "learning"
+    if not runs.exists():
+        make_dataset(runs / "runs/quickstart_input/data", train=600, heldout=64, sft=2000)
+        (runs / "number_of_digits.py").write_text(NUMBER_OF_DIGITS)
+    gains = {family: _gain(family, runs) for family in dict.fromkeys(("qwen3", name))}
     yield {
         "proof": "learning", "layout": "two ranks", "found": gains[name], "limit": LEAST_GAIN * gains["qwen3"],
         "met": gains[name] >= LEAST_GAIN * gains["qwen3"] > 0,
@@ -447,6 +466,15 @@ def prove_learning(name: str, folder: Path, pool: RankPool, work: Path) -> Found
 
 def _gain(name: str, work: Path) -> float:
     """Return the rise of the mean reward over 10 steps, from the first two steps to the last two."""
+    run = work / "runs" / f"{name}_rl"
+    if not run.exists():
+        _warm_up_and_reinforce(name, work)
+    rewards = [step["reward/mean"] for step in read_metrics(run) if "reward/mean" in step]
+    return float(np.mean(rewards[-2:]) - np.mean(rewards[:2]))
+
+
+def _warm_up_and_reinforce(name: str, work: Path) -> None:
+    """Train a tiny model in the folder `runs` of `work`: 100 steps of SFT, then 10 of reinforcement learning."""
     # A delta-net needs three layers of its kind before the first attention.
     num_layers = 4 if name in WITH_DELTA_NETS else 2
     sizes = {"num_layers": num_layers, "initializer_range": 0.08}
@@ -461,9 +489,7 @@ def _gain(name: str, work: Path) -> float:
         "train.prompts_per_step=16",
         *split,
     )
-    train("launch/recipes/tiny_rl.yaml", *policy, "reward.functions=[share_of_digits:digits]", folder=work)
-    rewards = [step["reward/mean"] for step in read_metrics(work / "runs" / f"{name}_rl") if "reward/mean" in step]
-    return float(np.mean(rewards[-2:]) - np.mean(rewards[:2]))
+    train("launch/recipes/tiny_rl.yaml", *policy, "reward.functions=[number_of_digits:digits]", folder=work)
 
 
 PROOFS: dict[str, Callable[[str, Path, RankPool, Path], Found]] = {
