@@ -19,7 +19,7 @@ from megarl.cli import convert, data, sandbox, slurm
 from megarl.cli.arguments import Overrides, RecipeCommand, RecipePath
 from megarl.cli.checking import checked, checking, with_notices_shown
 from megarl.console import print_error, print_findings, print_lines, print_memory, print_plan, print_sizes
-from megarl.terminal import guard_logging, printable
+from megarl.terminal import Terminal, guard_logging, printable
 from megarl.types import ConfigError, MegarlError
 
 if TYPE_CHECKING:
@@ -100,6 +100,11 @@ def train(
     ] = False,
 ) -> None:
     """Check a recipe, its model and its data, then train."""
+    if not dry_run:
+        # Before all other imports: they and the checks take seconds.
+        Terminal(highlight=False, soft_wrap=True).print(
+            f"megarl: checks and starts {recipe}", style="dim", markup=False
+        )
     from megarl.platform.imports import uncollected
     from megarl.tracking.display import Display
     from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
@@ -131,14 +136,22 @@ def train(
         # Before the data are read: a finished run needs neither its data nor its model.
         if not dry_run and not restart and not _has_work(loaded, resume):
             return
-        layout, records, dropped, kept = checked(loaded, display, is_start=not dry_run)
-        print_sizes(loaded, layout, records, dropped)
-        if dry_run:
-            return
-        # torch, Megatron-Core and vLLM take seconds to import, so the terminal shows a phase for it.
-        with display.phase("loading libraries"), display.live():
-            from megarl.loops.run import run
+        with contextlib.nullcontext() if dry_run else _ranks_importing(loaded):
+            layout, records, dropped, kept = checked(loaded, display, is_start=not dry_run)
+            print_sizes(loaded, layout, records, dropped)
+            if dry_run:
+                return
+            # torch takes seconds to import, so the terminal shows a phase for it.
+            with display.phase("loading libraries"), display.live():
+                from megarl.loops.run import run
     asyncio.run(run(loaded, layout, resume=resume, restart=restart, kept=kept, display=display))
+
+
+def _ranks_importing(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
+    """Return a context with an import of the ranks' libraries in the background. It takes longer than the checks."""
+    from megarl.cluster.launchers import importing_early
+
+    return importing_early(recipe.cluster)
 
 
 def _folder_hint(path: Path) -> str:

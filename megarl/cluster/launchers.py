@@ -4,19 +4,46 @@ from __future__ import annotations
 
 import asyncio
 import secrets
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from megarl.cluster.local import LocalGroup
+from megarl.cluster.local import LocalGroup, import_early
 from megarl.cluster.run_ranks import RunRanks
 from megarl.cluster.srun import SrunGroup
 from megarl.cluster.topology import NodeKind
 from megarl.cluster.worker_group import PartOfRun, WorkerGroup
 from megarl.config import ClusterConfig
-from megarl.platform import device
+from megarl.platform import chosen_device, device
 from megarl.platform.shared_memory import check_shared_memory
+from megarl.processes.fork_server import end_fork_servers
 from megarl.processes.server_process import MakeServer, ServerProcess
+
+
+@contextmanager
+def importing_early(cluster: ClusterConfig) -> Iterator[None]:
+    """Start to import the ranks' libraries in the background, if this machine runs the ranks on its CPU.
+
+    `start_ranks` in the same thread then waits only for the rest of the imports. They end if the block raises.
+    """
+    # With a GPU each rank imports by itself, because CUDA cannot be used after a fork.
+    if cluster.launcher == "local" and not chosen_device.has_cuda_build():
+        import_early(_environment(cluster, cluster.ranks_per_node), _imports())
+    try:
+        yield
+    except BaseException:
+        end_fork_servers(is_all=False)
+        raise
+
+
+def _environment(cluster: ClusterConfig, ranks_per_node: int) -> dict[str, str]:
+    return device.rank_environment(ranks_per_node, cluster.device)
+
+
+def _imports() -> tuple[str, ...]:
+    """Return the modules imported once for all ranks of this machine."""
+    return device.forkable_imports("megarl.worker.colocated")
 
 
 async def start_ranks(cluster: ClusterConfig, log_folder: Path, replica_sizes: Sequence[int] = ()) -> RunRanks:
@@ -67,7 +94,7 @@ async def start_group(cluster: ClusterConfig, log_folder: Path, size: int, first
         {},
         log_folder=log_folder,
         start_timeout_seconds=cluster.start_timeout_seconds,
-        environment=device.rank_environment(kind.ranks_per_node, cluster.device),
+        environment=_environment(cluster, kind.ranks_per_node),
     )
 
 
@@ -92,7 +119,7 @@ def _group(cluster: ClusterConfig, size: int, part: PartOfRun, kind: NodeKind) -
         from megarl.cluster.ray import RayGroup
 
         return RayGroup(size, cluster.ray_address, kind, part)
-    return LocalGroup(size, part, imports=device.forkable_imports("megarl.worker.colocated"))
+    return LocalGroup(size, part, imports=_imports())
 
 
 def server_processes(cluster: ClusterConfig) -> MakeServer:

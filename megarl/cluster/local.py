@@ -65,6 +65,17 @@ class _LocalHandle(RankHandle):
         return f"ended with its fork server, which {how}" if self.process.ended_with_server else how
 
 
+def import_early(environment: Mapping[str, str], imports: Sequence[str]) -> None:
+    """Start the fork server of a later `LocalGroup` with the same arguments, so that it imports in the meantime."""
+    fork_server(_rank_variables(environment), imports)
+
+
+def _rank_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return the variables common to all ranks. The user's environment overrides the first two."""
+    # Gloo uses loopback, because the host name may resolve to another interface.
+    return {"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **environment}
+
+
 class LocalGroup(WorkerGroup):
     """Group of rank processes on this machine. Call `start` on a new object.
 
@@ -87,9 +98,7 @@ class LocalGroup(WorkerGroup):
         provide_open_files(2 * self.world_size, f"{self.world_size} ranks")
         self._folder = PrivateFolder()
         shared = {
-            # The user's environment overrides these two. Gloo uses loopback, because the host name may resolve to
-            # another interface.
-            **{"PYTHONUNBUFFERED": "1", "GLOO_SOCKET_IFNAME": "lo", **os.environ, **environment},
+            **_rank_variables(environment),
             "TMPDIR": str(self._folder.path),
             **{"WORLD_SIZE": str(self.world_size), "LOCAL_WORLD_SIZE": str(self.world_size)},
         }

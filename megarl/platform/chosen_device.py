@@ -33,6 +33,11 @@ def hide_gpus() -> None:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 
+def has_cuda_build() -> bool:
+    """Return whether the installed torch is a build for CUDA. Other builds run on CPUs only."""
+    return "CUDA" in library_versions()
+
+
 def device_fault(choice: str, can_use_cuda: bool | None = None) -> str | None:
     """Return why this machine cannot provide the device `choice` (auto, cpu, cuda); None if it can.
 

@@ -8,15 +8,20 @@ import shutil
 import sys
 from collections.abc import Iterator
 from pathlib import Path
-
-import torch
+from typing import TYPE_CHECKING
 
 from megarl.platform import chosen_device
 from megarl.types import ConfigError
 
+# Functions import torch themselves. A start asks for the environment of ranks before it has loaded torch.
+if TYPE_CHECKING:
+    import torch
+
 
 def current() -> torch.device:
     """Return the accelerator of this rank, or the CPU."""
+    import torch
+
     if chosen_device.chosen() != "cpu" and torch.cuda.is_available():
         return torch.device("cuda", int(os.environ.get("LOCAL_RANK", "0")))
     return torch.device("cpu")
@@ -28,6 +33,8 @@ def fault(choice: str | None = None) -> str | None:
     `choice` is auto, cpu or cuda; None: this rank's choice. Without this check, a GPU with too old a driver would
     silently be replaced by the CPU.
     """
+    import torch
+
     return chosen_device.device_fault(choice or chosen_device.chosen(), torch.cuda.is_available())
 
 
@@ -51,6 +58,8 @@ sheets.
 
 def peak_tflops(dtype: str) -> float | None:
     """Return the peak performance of this rank's device in TFLOP/s; None if unknown (CPUs, other GPUs, other types)."""
+    import torch
+
     if not torch.cuda.is_available() or dtype not in ("bfloat16", "float16"):
         return None
     return peak_of(torch.cuda.get_device_name())
@@ -74,7 +83,7 @@ def rank_environment(ranks_per_node: int, choice: str = "auto") -> dict[str, str
     environment[chosen_device.VARIABLE] = choice
     if choice == "cpu":
         environment["CUDA_VISIBLE_DEVICES"] = ""
-    if choice == "cuda" or (choice == "auto" and current().type == "cuda"):
+    if choice == "cuda" or (choice == "auto" and not _uses_cpu()):
         caches = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
         own = {
             # The default is a temporary folder, and a rank's temporary folder ends with it.
@@ -155,4 +164,9 @@ def forkable_imports(*modules: str) -> tuple[str, ...]:
     CUDA cannot be used after a fork. On a CPU, modules that vLLM imports only with a model are added.
     """
     # With a GPU, imports may initialise state that does not survive a fork, above all CUDA.
-    return (*modules, *_WITH_A_MODEL) if current().type == "cpu" else ()
+    return (*modules, *_WITH_A_MODEL) if _uses_cpu() else ()
+
+
+def _uses_cpu() -> bool:
+    """Return whether this process uses the CPU. If torch is a build for CPUs, the answer does not import it."""
+    return not chosen_device.has_cuda_build() or current().type == "cpu"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -20,6 +21,23 @@ def uncollected() -> Iterator[None]:
     finally:
         gc.freeze()
         gc.enable()
+
+
+@contextmanager
+def without(library: str) -> Iterator[None]:
+    """Context in which `import library` fails as if it were not installed. No effect if it is imported already.
+
+    Other libraries import it only for functions that ranks do not use. That takes tenths of a second at each start.
+    """
+    if library in sys.modules:
+        yield
+        return
+    # Python raises ModuleNotFoundError for a module recorded as None.
+    sys.modules[library] = None  # pyright: ignore[reportArgumentType]
+    try:
+        yield
+    finally:
+        del sys.modules[library]
 
 
 @contextmanager

@@ -16,6 +16,7 @@ import torch
 from torch.utils._device import _device_constructors
 
 from megarl.platform import absent_triton
+from megarl.platform.imports import without
 
 FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
 """The torch functions that Megatron calls with device="cuda"."""
@@ -62,7 +63,9 @@ def prepare() -> None:
     torch.cuda.stream = lambda stream: _NoStream()
     absent_triton.install()
 
-    import megatron.core.tensor_parallel.random as megatron_random
+    # Megatron imports wandb for its own inference engine. The driver logs, no rank does.
+    with without("wandb"):
+        import megatron.core.tensor_parallel.random as megatron_random
 
     # Megatron warns if its GPU random context changes the CPU's random state. Here both are the same state.
     megatron_random.logging.getLogger(megatron_random.__name__).addFilter(

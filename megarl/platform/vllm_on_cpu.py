@@ -19,6 +19,7 @@ import torch
 import torch.nn.functional as F  # noqa: N812
 
 from megarl.platform import absent_torchvision, delta_net_on_cpu, device, vllm_drafts_on_cpu
+from megarl.platform.imports import without
 from megarl.types import ConfigError
 
 ENVIRONMENT = {
@@ -88,6 +89,10 @@ def _adapt_to_cpu() -> None:
     from vllm.platforms.cpu import CpuPlatform
     from vllm.utils.torch_utils import LayerNameType
     from vllm.v1.worker.cpu_worker import CPUWorker
+
+    # vLLM imports Ray for its own executor. megarl starts the ranks, on Ray too.
+    with without("ray"):
+        import vllm.v1.executor.ray_utils  # noqa: F401
 
     # If torch was imported before the variables were set, it has missed TORCH_COMPILE_DISABLE.
     torch._dynamo.config.disable = True

@@ -9,9 +9,11 @@ from __future__ import annotations
 import asyncio
 import json
 import os
+import shutil
 import signal
 import socket
 import sys
+import tempfile
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -102,9 +104,14 @@ def _server_maker() -> Callable[[Mapping[str, str], Sequence[str], Sequence[str]
 class ForkServer:
     """A process with the modules `imports` loaded under one environment."""
 
-    def __init__(self, environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO) -> None:
-        """Start the server. Write the output of its imports to `log`."""
-        self._process = _server_maker()(environment, sys.path, imports, log)
+    def __init__(self, environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO | None) -> None:
+        """Start the server. Write the output of its imports to `log`; None: to the log of its first process."""
+        # The log of a rank is in the run's folder, and an early start precedes this folder.
+        self._early_output = tempfile.TemporaryFile() if log is None else None  # noqa: SIM115
+        self._first_log: BinaryIO | None = None
+        output = log if self._early_output is None else self._early_output
+        assert output is not None
+        self._process = _server_maker()(environment, sys.path, imports, output)
         self._num_forked = 0
         self._is_closed = False
         self.is_ready = False
@@ -139,6 +146,8 @@ class ForkServer:
             "path": sys.path,
             "folder": os.getcwd(),
         }
+        if self._early_output is not None and self._first_log is None:
+            self._first_log = os.fdopen(os.dup(log.fileno()), "wb")
         connection, theirs = socket.socketpair()
         status, their_status = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs, their_status:
@@ -146,6 +155,17 @@ class ForkServer:
             socket.send_fds(self._process.requests, [json.dumps(request).encode()], descriptors)
         self._num_forked += 1
         return ForkedProcess(self, connection, status)
+
+    def write_early_output(self) -> None:
+        """Write the output of early imports to the log of the first process, after the imports. Later calls do
+        nothing.
+        """
+        if self._early_output is None or self._first_log is None:
+            return
+        with self._early_output as written, self._first_log as log:
+            written.seek(0)
+            shutil.copyfileobj(written, log)
+        self._early_output = self._first_log = None
 
     def kill(self) -> None:
         """Kill the server and all processes that it forked."""
@@ -201,6 +221,8 @@ class ForkedProcess:
             return
         except OSError:
             message = b""
+        # Either the imports are done, or the server died.
+        self._server.write_early_output()
         if message and self.pid is None:
             (self.pid,) = STATUS.unpack(message)
             self._server.is_ready = True
@@ -247,11 +269,11 @@ class ForkedProcess:
 _servers: dict[object, ForkServer] = {}
 
 
-def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO) -> ForkServer:
+def fork_server(environment: Mapping[str, str], imports: Sequence[str], log: BinaryIO | None = None) -> ForkServer:
     """Return this thread's fork server for these modules and variables; start one if there is none.
 
     Restarted ranks, and further ranks, reuse an existing server and import nothing again. `log` receives the output of
-    the imports.
+    the imports; None: the log of the first forked process does.
     """
     variables = sorted(import_variables(environment).items())
     # The thread belongs to the key because a server dies with the thread that started it (PR_SET_PDEATHSIG).

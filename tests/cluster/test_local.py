@@ -14,9 +14,12 @@ import numpy as np
 import pytest
 
 from megarl.cluster.deadlines import Deadlines
+from megarl.cluster.launchers import importing_early, start_ranks
 from megarl.cluster.local import LocalGroup
 from megarl.cluster.rank_handle import log_tail
 from megarl.cluster.worker_group import RankFailedError
+from megarl.config import ClusterConfig
+from megarl.processes import fork_server
 from megarl.types import ConfigError, DataError, DiskFullError, PeerLostError
 from tests.child_processes import is_alive
 from tests.cluster.started import started
@@ -50,6 +53,18 @@ async def test_call_and_scatter_answer_by_rank():
         assert all(b"megarl.processes.fork_server_main" in command for command in commands)
         names = [Path(f"/proc/{pid}/comm").read_text() for pid in pids]
         assert names == [f"megarl rank {rank}\n" for rank in range(3)]
+
+
+async def test_ranks_use_the_server_that_imports_early(tmp_path):
+    before = set(fork_server._servers)
+    with importing_early(ClusterConfig(device="cpu", ranks_per_node=2)):
+        [early] = set(fork_server._servers) - before
+        ranks = await start_ranks(ClusterConfig(device="cpu", ranks_per_node=2), tmp_path)
+        await ranks.close()
+    assert set(fork_server._servers) - before == {early}
+    with pytest.raises(ConfigError), importing_early(ClusterConfig(device="cpu", ranks_per_node=1)):
+        raise ConfigError("a check failed")
+    assert not set(fork_server._servers) - before
 
 
 async def test_the_loop_is_free_and_calls_take_turns(tmp_path):

@@ -157,7 +157,7 @@ def test_the_screen_shows_progress_and_nothing_of_other_libraries(runs: Runs) ->
     assert "\x1b" not in runs.screens["rl"] and "\r" not in runs.screens["rl"]
     own = re.compile(
         r"sft \(sft\)|rl \(rl\)|[┏━┓┃┡┩│└─┴┘┌┬┐├┼┤]|step \d+/\d+  "
-        r"|(reading data|starting 2 ranks|building models|exporting the model)$"
+        r"|megarl: checks and starts |(reading data|starting 2 ranks|building models|exporting the model)$"
         r"|(done|model|accuracy|time|next)  |  +(megarl|tensorboard) |warning: |profile of step 2: "
     )
     for lines in (on_terminal, through_pipe):

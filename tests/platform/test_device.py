@@ -73,6 +73,7 @@ def test_a_named_toolkit_that_cannot_compile_loses_with_a_notice(
 def test_ranks_on_a_gpu_stay_offline_and_find_the_compiler(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler(bare / "cuda")
     monkeypatch.setattr(device, "current", lambda: torch.device("cuda", 0))
+    monkeypatch.setattr(device.chosen_device, "has_cuda_build", lambda: True)
     made = device.rank_environment(1)
     assert (made["CUDA_HOME"], made["HF_HUB_OFFLINE"], made["VLLM_NO_USAGE_STATS"]) == (str(bare / "cuda"), "1", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import gc
+import importlib
+import sys
 
 import pytest
 
-from megarl.platform.imports import uncollected, unfreeze_disabled
+from megarl.platform.imports import uncollected, unfreeze_disabled, without
 
 
 def test_the_collector_waits_and_leaves_alone_what_is_there_then() -> None:
@@ -31,3 +33,12 @@ def test_what_is_hidden_stays_so_whatever_a_library_asks() -> None:
         gc.unfreeze()
     # What nobody refers to any longer goes all the same.
     assert gc.get_freeze_count() > 0.9 * frozen > 0 and gc.unfreeze is unfreeze
+
+
+def test_a_hidden_library_is_absent_only_inside_the_block() -> None:
+    sys.modules.pop("this", None)
+    with without("this"), pytest.raises(ModuleNotFoundError):
+        importlib.import_module("this")
+    with without("json"):
+        import json
+    assert "this" not in sys.modules and json is sys.modules["json"]

@@ -132,6 +132,25 @@ async def test_processes_share_imports_and_nothing_else(
     assert server_of({**environment, "OTHER": "1"}, tmp_path / "log", "forked_probe") is not server
 
 
+@pytest.mark.parametrize("ends", [False, True])
+async def test_the_first_process_has_the_output_of_early_imports(
+    environment: dict[str, str], tmp_path: Path, ends: bool
+) -> None:
+    if ends and SHARED in os.environ:
+        pytest.skip("a shared server that ends is replaced by the broker")
+    ending = "os._exit(7)" if ends else ""
+    (tmp_path / "forked_probe.py").write_text(f"import os\nprint('imported', flush=True)\n{ending}\n{MODULE}")
+    early = fork_server(environment, ["forked_probe"])
+    server = server_of(environment, tmp_path / "log", "forked_probe")
+    assert server is early
+    processes = [fork(server, "leave_with_3", environment, tmp_path / name) for name in ("first", "second")]
+    for process in processes:
+        await process.ended
+        process.release()
+    assert [process.exit_code for process in processes] == [7 if ends else 3] * 2
+    assert (tmp_path / "first").read_text() == "imported\n" and (tmp_path / "second").read_text() == ""
+
+
 async def test_exit_codes_are_those_of_an_interpreter(environment: dict[str, str], tmp_path: Path) -> None:
     server = server_of(environment, tmp_path / "log")
     processes = [fork(server, name, environment, tmp_path / name) for name in ("leave_with_3", "fail", "unknown")]
