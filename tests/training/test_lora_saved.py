@@ -50,7 +50,8 @@ def export(recipe: Recipe, layout: ParallelConfig, updates: Updates, folder: Pat
         safetensors.export(
             folder / "hf", recipe.model.path, engine.shape, layouts, rank, engine.weights, **settings, shard_bytes=40000
         )
-    assert not any(w.untyped_storage().nbytes() for n, w in engine.weights.items() if w is not engine.parameters[n])
+    tensors = engine.tensors
+    assert not any(w.untyped_storage().nbytes() for n, w in engine.weights.items() if w is not tensors[n])
     config = peft.adapter_config(cuts, recipe.model.path, alpha=recipe.lora.alpha, dropout=0.0)
     peft.export(folder / "adapter", config, cuts, rank, engine.parameters, **settings)
     rows = rows_of(recipe, layout, updates[0])

@@ -16,13 +16,22 @@ largest difference found and its limit. To add a family, add its line to `FAMILI
 - drafts: the layer for multi-token prediction: its gradient, the policy with and without its loss, conversion, reshards
   into live drafters, and greedy tokens with drafts
 - learning: rise of the reward over 10 steps of a recipe, with replayed routers, beside Qwen3's
+- replay: the engine's experts are those that the trainer would choose; replaying them, or others, the trainer's
+  log-probs are the engine's, or equal in all layouts
+- critic: values against transformers, relative to the largest; gradient; export read back; layouts, also of the reward
+  model's loss
+- preference: a DPO step and an SFT step in several layouts against one rank
+- lora: one rank against several; the merged export and the adapter's folder, loaded by PEFT, against the trainer. With
+  experts, PEFT loads adapters of attention alone
+- export: a trained model's folder, loaded by transformers and by vLLM, against the trainer
 """
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -103,6 +112,8 @@ DRAFTS_LIMIT = 5e-5
 """In nats, in float32: products of several tokens round otherwise than those of one."""
 SPARE_FLIPS = 3
 """Tokens of 64 that may flip beyond twice those of transformers. Few flips are a matter of chance."""
+LEAST_CHANGE = 1e-3
+"""Nats by which other experts change some log-prob, at least."""
 
 _ONE = ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1)
 DENSE_LAYOUTS = (
@@ -130,14 +141,23 @@ INVARIANCE = {
     True: ("tp2", "etp2 dp2", "ep2 dp2", "cp2 ep2", "pp2 ep2 dp2", "pp2 vpp2"),
 }
 """Layouts of `invariance`, by whether the family has experts."""
+SPLIT = {
+    False: ParallelConfig(tp=2, pp=2, dp=1, rollout_tp=1),
+    True: ParallelConfig(tp=2, pp=2, dp=1, rollout_tp=1, ep=2),
+}
+"""The layout of proofs with one split layout, by whether the family has experts."""
 
 
 def sequences(vocab_size: int) -> list[TrainingSequence]:
-    """Return random sequences of `LENGTHS`; every token but the first is trained."""
+    """Return random sequences of `LENGTHS`, with returns for critics; every token but the first is trained."""
+    random, ends = np.random.default_rng(7), np.cumsum(LENGTHS)[:-1]
     # Token 0 is left out: transformers gives the padding token no gradient.
-    tokens = np.random.default_rng(7).integers(1, vocab_size, sum(LENGTHS))
-    parts = np.split(tokens, np.cumsum(LENGTHS)[:-1])
-    return [TrainingSequence(part, np.arange(len(part)) > 0) for part in parts]
+    tokens = np.split(random.integers(1, vocab_size, sum(LENGTHS)), ends)
+    returns = np.split(random.normal(size=sum(LENGTHS)).astype(np.float32), ends)
+    return [
+        TrainingSequence(part, np.arange(len(part)) > 0, values=goal, returns=goal)
+        for part, goal in zip(tokens, returns, strict=True)
+    ]
 
 
 def weighed(vocab_size: int) -> TokenBatch:
@@ -169,7 +189,7 @@ def model_shard(folder: str, layout: ParallelConfig, dtype: str, **settings: Any
 
 
 def logprobs(folder: str, layout: ParallelConfig, dtype: str, in_one_row: bool) -> list[np.ndarray] | None:
-    """Return a trainer's log-probs of each sequence, on reporting ranks."""
+    """Return a trainer's log-probs of each sequence, or a critic's values before each token, on reporting ranks."""
     model = model_shard(folder, layout, dtype)
     own = sequences(model.shape.vocab_size)
     rows = [TokenBatch.from_sequences(own)] if in_one_row else [TokenBatch.from_sequences([one]) for one in own]
@@ -223,24 +243,162 @@ def gradient(folder: str) -> dict[str, Any]:
 
 def engine_logprobs(folder: str) -> list[np.ndarray]:
     """Return the engine's log-probs of each sequence."""
-    from safetensors.torch import load_file
+    from megarl.families.shape import read_model_shape
 
+    engine = engine_of(folder)
+    found = [engine.prompt_logprobs(one.token_ids) for one in sequences(read_model_shape(folder).vocab_size)]
+    engine.close()
+    return found
+
+
+def engine_of(folder: str, **settings: Any) -> Any:
+    """Return an engine with the weights in a folder, loaded by vLLM's own loader."""
     from megarl.config import RolloutConfig
     from megarl.engine.engine import RolloutEngine
     from megarl.families.shape import read_model_shape
     from megarl.reshard.layouts.packed import checkpoint_tensors
 
-    config = RolloutConfig(kv_cache_gib=0.05)
-    engine = RolloutEngine(folder, config, max_model_len=64, dtype="float32", seed=0)
-    shape = read_model_shape(folder)
-    stored = load_file(f"{folder}/model.safetensors")
+    config = RolloutConfig(kv_cache_gib=0.05, vllm=settings.pop("vllm", {}))
+    engine = RolloutEngine(folder, config, max_model_len=64, dtype="float32", seed=0, **settings)
+    stored = tensors_in(folder)
     # Kept tensors, of a vision tower for example, are not the engine's.
-    engine.load_tensors((name, stored[name]) for name in checkpoint_tensors(shape))
-    found = []
-    for one in sequences(shape.vocab_size):
-        found.append(engine.prompt_logprobs(one.token_ids))
+    engine.load_tensors((name, stored[name]) for name in checkpoint_tensors(read_model_shape(folder)))
+    return engine
+
+
+def tensors_in(folder: str | Path) -> dict[str, Any]:
+    """Return all tensors [any shape] of a model folder, by name."""
+    from safetensors.torch import load_file
+
+    return {
+        name: value for file in sorted(Path(folder).glob("*.safetensors")) for name, value in load_file(file).items()
+    }
+
+
+def train_and_export(folder: str, layout: ParallelConfig, out: str, has_value_head: bool) -> dict[str, Any]:
+    """Return what a rank computes and holds around a step of one of `sequences`' losses, and export the result.
+
+    `before` and `after` are log-probs (or values) of each sequence, `gradient` and `tensors` parts of whole tensors.
+    """
+    from dataclasses import replace
+
+    import torch
+    import torch.distributed as dist
+
+    from megarl.checkpoint import safetensors
+    from megarl.config import CriticConfig
+    from megarl.families.shape import padded_vocab_size
+    from megarl.reshard.layouts.megatron import megatron_layouts
+    from megarl.training.objective import critic_objective, supervised
+
+    recipe = invariance.recipe_of(Path(folder), {})
+    # Weights that move further give log-probs so low that float32 rounds them to more than the limit.
+    recipe = recipe.model_copy(update={"optimizer": recipe.optimizer.model_copy(update={"learning_rate": 5.0})})
+    engine, _, pieces = invariance.build(recipe, layout, has_value_head)
+    objective = critic_objective(CriticConfig(clip=None)) if has_value_head else supervised
+    engine.role = replace(engine.role, objective=objective)
+    shape = engine.shape
+    batch = weighed(shape.vocab_size)
+    before = engine.forward([batch])
+    engine.update([batch])
+    trained = [piece for piece in pieces if piece.storage in engine.parameters]
+    # Megatron gives its parameters this attribute.
+    gradients: dict[str, Any] = {name: value.main_grad for name, value in engine.parameters.items()}
+    layouts = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    safetensors.export(
+        out, folder, shape, layouts, dist.get_rank(), engine.tensors, dtype=torch.float32, bucket_bytes=1 << 20
+    )
+    return {
+        # Copies: the next pass may reuse the memory.
+        "gradient": invariance.cut_out(trained, gradients),
+        "tensors": invariance.cut_out(pieces, engine.tensors),
+        "before": split_sequences(before),
+        "after": split_sequences(engine.forward([batch])),
+    }
+
+
+def split_sequences(found: list[np.ndarray] | None) -> list[np.ndarray] | None:
+    """Return one row's values [tokens] as those of each sequence; None on ranks that report nothing."""
+    return None if found is None else np.split(found[0], np.cumsum(LENGTHS)[:-1])
+
+
+def stored_parts(folder: str) -> dict[str, Any]:
+    """Return what one rank holds of each tensor after it loaded a folder."""
+    from megarl.checkpoint import safetensors
+    from megarl.families.shape import padded_vocab_size, read_model_shape
+    from megarl.reshard.layouts.megatron import megatron_layouts
+    from megarl.training.model import FrozenModel
+
+    shape = read_model_shape(folder)
+    [pieces] = megatron_layouts(shape, _ONE, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))
+    recipe = invariance.recipe_of(Path(folder), {})
+    model = FrozenModel(recipe, _ONE, shape, lambda tensors: safetensors.load(folder, pieces, tensors))
+    return invariance.cut_out(pieces, model.tensors)
+
+
+def sample(folder: str) -> tuple[list[TrainingSequence], list[np.ndarray]]:
+    """Return completions of an engine with their log-probs, and the experts [tokens - 1, layers, top_k] of each."""
+    from megarl.families.shape import read_model_shape
+    from megarl.types import ExpertsHandle, Request, SamplingSettings
+
+    experts: list[np.ndarray] = []
+
+    def keep(chosen: np.ndarray) -> ExpertsHandle:
+        experts.append(chosen)
+        return ExpertsHandle(0, len(experts) - 1)
+
+    engine = engine_of(folder, keep_experts=keep, vllm={"enable_return_routed_experts": True})
+    prompts = [one.token_ids for one in sequences(read_model_shape(folder).vocab_size)]
+    settings = SamplingSettings(16, 1.0)
+    engine.advance([Request(str(i), prompt.astype(np.int32), settings, i) for i, prompt in enumerate(prompts)], (), 0.0)
+    done = {completion.request_id: completion for completion in engine.advance((), (), float("inf"))}
     engine.close()
-    return found
+    made, chosen = [], []
+    for number, prompt in enumerate(prompts):
+        completion = done[str(number)]
+        tokens = np.concatenate([prompt, completion.token_ids])
+        past = np.concatenate([np.zeros(len(prompt), np.float32), completion.rollout_logprobs])
+        made.append(TrainingSequence(tokens, np.arange(len(tokens)) >= len(prompt), rollout_logprobs=past))
+        assert completion.routed_experts is not None
+        chosen.append(experts[completion.routed_experts.number])
+    return made, chosen
+
+
+def replay(
+    folder: str, layout: ParallelConfig, sampled: list[TrainingSequence], experts: list[np.ndarray] | None
+) -> tuple[list[np.ndarray] | None, dict[int, np.ndarray]]:
+    """Return log-probs of each sequence with these experts, or without the router's own, with its choices recorded.
+
+    The choices are int64 [tokens of all sequences, top_k], by layer. Without `experts` the layout is one rank.
+    """
+    from dataclasses import replace
+
+    import torch.distributed as dist
+    from megatron.core.transformer.moe.router_replay import RouterReplay, RouterReplayAction
+
+    from megarl.training.routed_experts import ExpertExchange, StoredExperts
+
+    recipe = invariance.recipe_of(Path(folder), {"router_replay": True})
+    RouterReplay.clear_global_router_replay_instances()
+    engine, _, _ = invariance.build(recipe, layout, False)
+    batch = TokenBatch.from_sequences(sampled)
+    if experts is None:
+        RouterReplay.set_global_router_replay_action(RouterReplayAction.RECORD)
+    else:
+        # The first rank sampled all; the others count the same handles.
+        held = StoredExperts(0, layout.world_size)
+        batch = replace(batch, experts=np.array([held.keep(chosen) for chosen in experts]))
+        held = StoredExperts(dist.get_rank(), layout.world_size) if dist.get_rank() else held
+        engine.expert_exchange = ExpertExchange(held, engine.expert_layers, engine.shape.top_k)
+    found = engine.forward([batch])
+    recorded = [router.get_recorded_indices() for router in RouterReplay.global_router_replay_instances]
+    own = {
+        layer: chosen.numpy()
+        for layer, chosen in zip(engine.expert_layers, recorded, strict=True)
+        if chosen is not None
+    }
+    ends = np.cumsum([len(one) for one in sampled])[:-1]
+    return None if found is None else np.split(found[0], ends), own
 
 
 def oracle(folder: Path, dtype: str) -> tuple[list[np.ndarray], np.ndarray]:
@@ -270,8 +428,11 @@ def oracle(folder: Path, dtype: str) -> tuple[list[np.ndarray], np.ndarray]:
     return found, np.stack(layers, axis=1) if layers else np.zeros((sum(LENGTHS), 0))
 
 
-def oracle_gradient(folder: Path, work: Path) -> dict[str, np.ndarray]:
-    """Return transformers' gradient of the same loss in float64, by the checkpoint's names."""
+def oracle_gradient(folder: Path, work: Path, head: np.ndarray | None = None) -> dict[str, np.ndarray]:
+    """Return transformers' gradient of the same loss in float64, by the checkpoint's names.
+
+    With a value head [1, hidden_size] it is the loss of critics, and the head's gradient is `score.weight`.
+    """
     import torch
     from transformers import AutoModelForCausalLM
 
@@ -281,10 +442,15 @@ def oracle_gradient(folder: Path, work: Path) -> dict[str, np.ndarray]:
     # The eager implementation of experts: grouped products have no float64 kernel.
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, experts_implementation="eager").eval()
     total = sum(LENGTHS) - len(LENGTHS)
+    score = None if head is None else torch.from_numpy(head).double().requires_grad_()
     for one in sequences(model.config.vocab_size):
         tokens = torch.from_numpy(one.token_ids)
-        logits = model(tokens[None]).logits[0, :-1]
-        loss = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum") / total
+        if score is None:
+            logits = model(tokens[None]).logits[0, :-1]
+            loss = torch.nn.functional.cross_entropy(logits, tokens[1:], reduction="sum") / total
+        else:
+            values = (model.model(tokens[None]).last_hidden_state[0, :-1] @ score.T)[:, 0]
+            loss = (values - torch.from_numpy(one.returns)[1:]).square().sum() / 2 / total
         loss.backward()
     for parameter in model.parameters():
         # An expert that no token chose has no gradient.
@@ -292,6 +458,9 @@ def oracle_gradient(folder: Path, work: Path) -> dict[str, np.ndarray]:
     # Saving renames packed parameters to those of the checkpoint.
     model.save_pretrained(work / "gradient")
     saved = invariance.stored_tensors(work / "gradient" / "model.safetensors", folder)
+    if score is not None:
+        saved = {name: value for name, value in saved.items() if name != "lm_head.weight"}
+        saved["score.weight"] = score.grad.numpy()
     # Buffers have no gradient, but they are saved too.
     return {name: value for name, value in saved.items() if name not in float32_tensors(read_model_shape(folder))}
 
@@ -305,6 +474,36 @@ def apart(one: list[np.ndarray], other: list[np.ndarray], without: np.ndarray | 
     # The log-prob of a token is computed at the token before it.
     pairs = zip(one, other, left_out, strict=True)
     return float(max(np.abs(a[1:] - b[1:])[~out[:-1]].max(initial=0.0) for a, b, out in pairs))
+
+
+def oracle_values(folder: Path, head: np.ndarray | None = None) -> list[np.ndarray]:
+    """Return transformers' values before each token of each sequence, the first of each 0.
+
+    They are those of the folder's classifier, or of its language model with the head [1, hidden_size].
+    """
+    import torch
+    from transformers.models.auto.modeling_auto import (
+        MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES,
+        AutoModel,
+        AutoModelForSequenceClassification,
+    )
+
+    from megarl.families.shape import read_model_shape
+
+    shape = read_model_shape(folder)
+    if head is None and shape.family in MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING_NAMES:
+        classifier = AutoModelForSequenceClassification.from_pretrained(folder, dtype=torch.float32).eval()
+        model, score = classifier.model, classifier.score.weight
+    else:
+        # Without a class of classifiers, transformers reads the backbone alone.
+        model = AutoModel.from_pretrained(folder, dtype=torch.float32).eval()
+        score = tensors_in(folder)["score.weight"] if head is None else torch.from_numpy(head)
+    found = []
+    for one in sequences(shape.vocab_size):
+        with torch.no_grad():
+            hidden = model(torch.from_numpy(one.token_ids)[None]).last_hidden_state[0, :-1]
+        found.append(np.concatenate([[0.0], (hidden @ score.T)[:, 0].detach().numpy()]))
+    return found
 
 
 def reported(results: list[list[np.ndarray] | None]) -> list[np.ndarray]:
@@ -341,14 +540,17 @@ def flips(experts: np.ndarray, exact: np.ndarray) -> np.ndarray:
 
 
 def prove_gradient(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
-    expected = oracle_gradient(folder, work)
     [parts] = pool.run(gradient, str(folder), world_size=1)
-    own = invariance.join([parts])
+    yield gradient_row("gradient", invariance.join([parts]), oracle_gradient(folder, work))
+
+
+def gradient_row(proof: str, own: Mapping[str, np.ndarray], expected: Mapping[str, np.ndarray]) -> dict[str, Any]:
+    """Return a row with the distance of two gradients, relative to their norm."""
     norm = np.sqrt(sum(np.square(value).sum() for value in expected.values()))
     # Both are scaled to norm 1: the trainer's is clipped.
     scale = np.sqrt(sum(np.square(value, dtype=np.float64).sum() for value in own.values()))
     distance = np.sqrt(sum(np.square(expected[key] / norm - own[key] / scale).sum() for key in own))
-    yield limited("gradient", float(distance), GRADIENT_LIMIT) | {"tensors": len(own)}
+    return limited(proof, float(distance), GRADIENT_LIMIT) | {"tensors": len(own)}
 
 
 def prove_engine(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
@@ -394,12 +596,20 @@ def prove_reshard(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
 
 
 def prove_layouts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
-    has_experts = FAMILIES[name].has_experts
-    kind = "moe" if has_experts else "dense"
-    layouts = [at for at in INVARIANCE[has_experts] if "etp" not in at or not FAMILIES[name].has_expert_biases]
-    for row in invariance.check(kind, folder, pool, layouts, ["token_mean"]):
-        worst = max(row["loss"], row["grad_norm"], row["parameter"])
-        yield {"proof": "layouts", "layout": row["layout"], "found": worst, "limit": "invariance", "met": row["met"]}
+    yield from alike("layouts", name, folder, pool, INVARIANCE[FAMILIES[name].has_experts], "token_mean")
+
+
+def alike(
+    proof: str, name: str, folder: Path, pool: RankPool, layouts: Sequence[str], *objectives: str
+) -> Iterator[dict[str, Any]]:
+    """Yield a row per layout and objective of the check `invariance`."""
+    row = FAMILIES[name]
+    layouts = [at for at in layouts if "etp" not in at or not row.has_expert_biases]
+    for found in invariance.check("moe" if row.has_experts else "dense", folder, pool, layouts, objectives):
+        worst = max(found["loss"], found["grad_norm"], found["parameter"])
+        title = proof if len(objectives) == 1 else f"{proof}, {found['objective']}"
+        one = {"proof": title, "layout": found["layout"], "found": worst, "limit": "invariance", "met": found["met"]}
+        yield one | ({} if found["met"] else {"worst": found["worst_parameter"]})
 
 
 def prove_drafts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
@@ -492,6 +702,172 @@ def _warm_up_and_reinforce(name: str, work: Path) -> None:
     train("launch/recipes/tiny_rl.yaml", *policy, "reward.functions=[number_of_digits:digits]", folder=work)
 
 
+def prove_replay(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    if not FAMILIES[name].has_experts:
+        yield refused("replay", "the family has no experts")
+        return
+    [(sampled, experts)] = pool.run(sample, str(folder), world_size=1)
+    [(_, own)] = pool.run(replay, str(folder), _ONE, sampled, None, world_size=1)
+    yield limited("replay, choices", differing_choices(sampled, experts, own), 0)
+    # Other experts for every token, so that a trainer that ignores them is found out.
+    others = [(chosen + 1) % num_experts_of(folder) for chosen in experts]
+    results, moved = [], []
+    for layout in (_ONE, SPLIT[True]):
+        case = str(folder), layout, sampled
+        found, changed = (
+            reported([own for own, _ in pool.run(replay, *case, given, world_size=layout.world_size)])
+            for given in (experts, others)
+        )
+        distance = max(
+            np.abs(own - one.rollout_logprobs)[one.loss_mask].max() for own, one in zip(found, sampled, strict=True)
+        )
+        yield limited("replay", float(distance), LOGPROB_LIMIT) | {"layout": str(layout)}
+        results.append(changed)
+        moved.append(apart(found, changed))
+    row = limited("replay, others", apart(*results), LOGPROB_LIMIT) | {"layout": str(SPLIT[True])}
+    yield row | {"met": row["met"] and min(moved) >= LEAST_CHANGE}
+
+
+def num_experts_of(folder: Path) -> int:
+    from megarl.families.shape import read_model_shape
+
+    return read_model_shape(folder).num_experts
+
+
+def differing_choices(
+    sampled: Sequence[TrainingSequence], experts: Sequence[np.ndarray], own: Mapping[int, np.ndarray]
+) -> int:
+    """Return for how many tokens and layers engine and trainer chose other experts.
+
+    Shapes: experts [tokens - 1, layers, top_k] for each sequence, own [tokens of all sequences, top_k] by layer.
+    """
+    starts = np.cumsum([0, *map(len, sampled)])
+    count = 0
+    for start, chosen in zip(starts, experts, strict=False):
+        for layer, numbers in own.items():
+            here = numbers[start : start + len(chosen)]
+            count += int((np.sort(here, axis=1) != np.sort(chosen[:, layer], axis=1)).any(axis=1).sum())
+    return count
+
+
+def prove_critic(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    from megarl.families.shape import read_model_shape
+    from megarl.types import DataError
+
+    try:
+        shape = read_model_shape(folder).with_value_head()
+    except DataError as error:
+        yield refused("critic", str(error))
+        return
+    head = invariance.value_head(shape.hidden_size)
+    exact = oracle_values(folder, head)
+    largest = float(max(np.abs(values).max() for values in exact))
+    for layout in (_ONE, SPLIT[FAMILIES[name].has_experts]):
+        out = work / f"critic {layout.world_size}"
+        ranks = pool.run(train_and_export, str(folder), layout, str(out), True, world_size=layout.world_size)
+        values = reported([rank["before"] for rank in ranks])
+        yield limited("critic, values", apart(values, exact) / largest, LOGPROB_LIMIT) | {"layout": str(layout)}
+        if layout is _ONE:
+            own = invariance.join([rank["gradient"] for rank in ranks])
+            yield gradient_row("critic, gradient", own, oracle_gradient(folder, work, head))
+            continue
+        [read] = pool.run(stored_parts, str(out), world_size=1)
+        held, loaded = invariance.join([rank["tensors"] for rank in ranks]), invariance.join([read])
+        differing = len(held.keys() ^ loaded.keys()) + sum(not np.array_equal(held[k], loaded[k]) for k in held)
+        yield limited("critic, export", differing, 0) | {"layout": str(layout), "tensors": len(held)}
+        trained = reported([rank["after"] for rank in ranks])
+        distance = apart(trained, oracle_values(out)) / largest
+        yield limited("critic, export", distance, LOGPROB_LIMIT) | {"layout": "transformers"}
+    split = ["pp2 ep2 dp2"] if FAMILIES[name].has_experts else ["tp2 pp2"]
+    yield from alike("critic", name, folder, pool, split, "critic", "reward model")
+
+
+def prove_preference(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    split = ["pp2 ep2 dp2", "tp2"] if FAMILIES[name].has_experts else ["tp2 pp2", "cp2"]
+    yield from alike("preference", name, folder, pool, split, "dpo", "sft")
+
+
+def prove_lora(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    from megarl.families.shape import read_model_shape
+    from megarl.preflight.learning import adapters
+    from tests.training.test_lora import lora_recipe, trained
+    from tests.training.test_lora_saved import export
+    from tests.training.test_training_engine import distance, make_updates
+
+    shape = read_model_shape(folder)
+    attention = {"targets": ["qkv_proj", "o_proj"]}
+    lora: dict[str, Any] = {}
+    for reason in adapters(lora_recipe(folder), shape):
+        yield refused("lora", str(reason))
+        lora = attention
+    layout = SPLIT[FAMILIES[name].has_experts]
+    recipe = lora_recipe(folder, lora=lora)
+    sizes = {axis: getattr(layout, axis) for axis in ("tp", "pp", "ep")}
+    alone, split = (trained(pool, recipe, given) for given in ({}, sizes))
+    step = {key: (split["metrics"][0][key], alone["metrics"][0][key]) for key in ("train/loss", "train/grad_norm")}
+    worst = max(abs(own - one) / abs(one) for own, one in step.values())
+    found = max(worst, float(distance(split["gradient"], alone["gradient"])))
+    row = limited("lora, step", found, invariance.LOSS_LIMIT)
+    yield row | {"layout": str(layout), "tensors": len(alone["adapters"])}
+    has_peft = importlib.util.find_spec("peft") is not None
+    # With adapters of experts, PEFT 0.21 leaves out those of shared experts and of dense layers.
+    for targets in [lora, attention] if FAMILIES[name].has_experts and lora != attention else [lora]:
+        recipe = lora_recipe(folder, lora=targets, loop="sft")
+        updates, out = make_updates(recipe, shape.vocab_size), work / f"adapted {len(targets)}"
+        ranks = pool.run(export, recipe, layout, updates, out, world_size=layout.world_size)
+        merged = adapted_distance(out / "hf", None, updates[0], ranks)
+        yield limited("lora, merged", merged, LOGPROB_LIMIT) | {"layout": str(layout)}
+        if has_peft and (targets or not FAMILIES[name].has_experts):
+            by_peft = adapted_distance(folder, out / "adapter", updates[0], ranks)
+            yield limited("lora, PEFT", by_peft, LOGPROB_LIMIT) | {"layout": " ".join(recipe.lora.targets)}
+    if not has_peft:
+        yield refused("lora, PEFT", "the package peft is not installed")
+
+
+def adapted_distance(
+    folder: Path, adapter: Path | None, trained: Sequence[TrainingSequence], ranks: Sequence[tuple[Any, Any, bool]]
+) -> float:
+    """Return the largest distance of log-probs of the trainer's ranks from transformers with a PEFT adapter, if any."""
+    import json
+
+    import torch
+    import transformers
+
+    from tests.token_batches import by_sequence
+
+    # Adapters have the names of the whole model, a vision tower included. AutoModelForCausalLM reads the text alone.
+    [architecture] = json.loads((folder / "config.json").read_text())["architectures"]
+    model = (
+        getattr(transformers, architecture)
+        .from_pretrained(folder, dtype=torch.float64, experts_implementation="eager")
+        .eval()
+    )
+    if adapter is not None:
+        import peft
+
+        model = peft.PeftModel.from_pretrained(model, adapter, autocast_adapter_dtype=False).double().eval()
+    own = {i: value for rows, found, _ in ranks for i, value in by_sequence(trained, rows, found).items()}
+    exact = []
+    for one in trained:
+        tokens = torch.from_numpy(one.token_ids)
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1]
+        exact.append(np.concatenate([[0.0], logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()]))
+    return apart([own[number] for number in range(len(trained))], exact)
+
+
+def prove_export(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
+    layout = SPLIT[FAMILIES[name].has_experts]
+    ranks = pool.run(train_and_export, str(folder), layout, str(work / "hf"), False, world_size=layout.world_size)
+    before, after = (reported([rank[when] for rank in ranks]) for when in ("before", "after"))
+    row = limited("export, transformers", apart(after, oracle(work / "hf", "float32")), LOGPROB_LIMIT)
+    yield row | {"layout": str(layout), "met": row["met"] and apart(before, after) >= LEAST_CHANGE}
+    [sampled] = pool.run(engine_logprobs, str(work / "hf"), world_size=1)
+    yield limited("export, vLLM", apart(after, sampled), LOGPROB_LIMIT) | {"layout": str(layout)}
+    differing = tensors_in(folder).keys() ^ tensors_in(work / "hf").keys()
+    yield limited("export, names", len(differing), 0) | {"layout": str(layout)}
+
+
 PROOFS: dict[str, Callable[[str, Path, RankPool, Path], Found]] = {
     "log-probs": prove_logprobs,
     "gradient": prove_gradient,
@@ -502,12 +878,22 @@ PROOFS: dict[str, Callable[[str, Path, RankPool, Path], Found]] = {
     "layouts": prove_layouts,
     "drafts": prove_drafts,
     "learning": prove_learning,
+    "replay": prove_replay,
+    "critic": prove_critic,
+    "preference": prove_preference,
+    "lora": prove_lora,
+    "export": prove_export,
 }
 
 
 def limited(proof: str, found: float, limit: float) -> dict[str, Any]:
     """Return a row of the table."""
     return {"proof": proof, "layout": "one rank", "found": found, "limit": limit, "met": found <= limit}
+
+
+def refused(proof: str, reason: str) -> dict[str, Any]:
+    """Return a row of a proof that a family has no place for."""
+    return {"proof": proof, "layout": f"refused: {reason}", "found": "-", "limit": "-"}
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
