@@ -810,7 +810,7 @@ def prove_lora(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     row = limited("lora, step", found, invariance.LOSS_LIMIT)
     yield row | {"layout": str(layout), "tensors": len(alone["adapters"])}
     has_peft = importlib.util.find_spec("peft") is not None
-    # With adapters of experts, PEFT 0.21 leaves out those of shared experts and of dense layers.
+    # PEFT 0.21 loads adapters of experts without an error, but computes other log-probs (megarl.checkpoint.peft).
     for targets in [lora, attention] if FAMILIES[name].has_experts and lora != attention else [lora]:
         recipe = lora_recipe(folder, lora=targets, loop="sft")
         updates, out = make_updates(recipe, shape.vocab_size), work / f"adapted {len(targets)}"
