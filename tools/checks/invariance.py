@@ -144,7 +144,7 @@ def layout_of(sizes: Mapping[str, int]) -> ParallelConfig:
     return replace(ParallelConfig(tp=1, pp=1, dp=1, rollout_tp=1), **sizes)
 
 
-def make_steps(objective: str, vocab_size: int, group_size: int = 1) -> list[TokenBatch]:
+def make_steps(objective: str, vocab_size: int, group_size: int = 1, num_steps: int = NUM_STEPS) -> list[TokenBatch]:
     """Random tokens, with log-probs of the past on both sides of the clip.
 
     With a `group_size` above 1, so many sequences in turn begin with the same tokens, each with a part of them.
@@ -156,7 +156,7 @@ def make_steps(objective: str, vocab_size: int, group_size: int = 1) -> list[Tok
     # or a ratio at its clip falls to either side.
     random = np.random.default_rng(5 if group_size == 1 else 11)
     steps = []
-    for _ in range(NUM_STEPS):
+    for _ in range(num_steps):
         sequences, common = [], np.zeros(0, np.int64)
         for length in random.integers(2, LONGEST - 8, size=NUM_SEQUENCES).tolist():
             prompt = int(random.integers(1, length))
@@ -379,14 +379,20 @@ def stored_tensors(file: Path, folder: Path) -> dict[str, np.ndarray]:
 
 
 def check(
-    model: str, folder: Path, pool: RankPool, only: Sequence[str], objectives: Sequence[str] = tuple(OBJECTIVES)
+    model: str,
+    folder: Path,
+    pool: RankPool,
+    only: Sequence[str],
+    objectives: Sequence[str] = tuple(OBJECTIVES),
+    num_steps: int = NUM_STEPS,
 ) -> Iterator[dict[str, Any]]:
     """One line for each layout and objective of one model."""
     from megarl.families.shape import read_model_shape
     from megarl.tracking.metrics import merge, values
 
     objectives = [name for name in objectives if name != "balanced" or model == "moe"]
-    steps = {objective: make_steps(objective, MODELS[model]["vocab_size"]) for objective in objectives}
+    vocab_size = MODELS[model]["vocab_size"]
+    steps = {objective: make_steps(objective, vocab_size, num_steps=num_steps) for objective in objectives}
     before = stored_tensors(folder / "model.safetensors", folder)
     before["score.weight"] = value_head(read_model_shape(folder).hidden_size)
     alone: dict[str, Any] = {}
