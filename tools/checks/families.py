@@ -863,7 +863,7 @@ def prove_export(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     layout = SPLIT[FAMILIES[name].has_experts]
     ranks = pool.run(train_and_export, str(folder), layout, str(work / "hf"), False, world_size=layout.world_size)
     before, after = (reported([rank[when] for rank in ranks]) for when in ("before", "after"))
-    row = limited("export, transformers", apart(after, oracle(work / "hf", "float32")), LOGPROB_LIMIT)
+    row = limited("export, transformers", apart(after, oracle(work / "hf", "float32")[0]), LOGPROB_LIMIT)
     yield row | {"layout": str(layout), "met": row["met"] and apart(before, after) >= LEAST_CHANGE}
     [sampled] = pool.run(engine_logprobs, str(work / "hf"), world_size=1)
     yield limited("export, vLLM", apart(after, sampled), LOGPROB_LIMIT) | {"layout": str(layout)}
