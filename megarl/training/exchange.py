@@ -59,8 +59,8 @@ def fetch_values(
     num_tokens = np.bincount(holders[by_holder], sizes, world_size).astype(np.int64)
     sent = np.concatenate([nothing.ravel(), *(values for of_rank in answers for values in of_rank)])
     received = exchange_rows(sent, num_sent, num_tokens * int(np.prod(of_token)))
-    # Restore the order of the runs.
-    pieces = np.split(received.reshape(-1, *of_token), np.cumsum(sizes)[:-1])
+    # Restore the order of the runs. Values may have no elements: a pipeline stage of dense layers has no experts.
+    pieces = np.split(received.reshape(sizes.sum(), *of_token), np.cumsum(sizes)[:-1])
     return np.concatenate([nothing, *(pieces[place] for place in np.argsort(by_holder))])
 
 

@@ -94,6 +94,7 @@ ALL = [[0, 1, 2, 3]]
         pytest.param(ParallelConfig(2, 1, 2, 1, ep=2), ALL, True, id="tp2 dp2 ep2"),
         pytest.param(ParallelConfig(2, 1, 1, 1), ALL, False, id="tp2 without sequence parallelism"),
         pytest.param(ParallelConfig(1, 2, 2, 1), [[0, 1], [2, 3]], False, id="pp2 dp2"),
+        pytest.param(ParallelConfig(1, 2, 2, 1), [[], [0, 1, 2, 3]], False, id="pp2 dp2, dense first stage"),
         pytest.param(ParallelConfig(1, 2, 2, 1, vpp=2), [[0, 2], [1, 3]], False, id="pp2 vpp2 dp2"),
         pytest.param(ParallelConfig(1, 1, 2, 1, cp=2), ALL, False, id="cp2 dp2"),
         pytest.param(ParallelConfig(2, 1, 1, 1, cp=2), ALL, True, id="tp2 cp2"),
