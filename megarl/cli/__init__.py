@@ -262,6 +262,7 @@ def plan(
         gpu_kind,
         memory_defaults,
         not_downloaded,
+        slower_layout,
         small_cache,
         table_of,
         verdict_of,
@@ -292,14 +293,14 @@ def plan(
     if as_json:
         head = {"recipe": loaded.name, "model": loaded.model.path, **found.as_json()}
         head["kv_cache_gib"] = loaded.rollout.kv_cache_gib if memory.cache else None
-        head["notices"] = [*not_downloaded(loaded), *small_cache(loaded, layout, memory)]
+        head["notices"] = [*not_downloaded(loaded), *small_cache(loaded, layout, memory), *slower_layout(loaded)]
         print(json.dumps({**head, "memory": memory.as_json(), **counted}))
     else:
         print_plan(loaded, layout, counted, is_assumed=kind is None)
         print_lines(
             [
                 *not_downloaded(loaded),
-                *(f"warning: {text}" for text in small_cache(loaded, layout, memory)),
+                *(f"warning: {text}" for text in (*small_cache(loaded, layout, memory), *slower_layout(loaded))),
                 *found.lines,
             ]
         )

@@ -37,7 +37,13 @@ from megarl.preflight.memory_fit import (
 )
 from megarl.preflight.overview import overview
 from megarl.preflight.registry import Cost, Fault, faults
-from megarl.preflight.resources import memory_defaults, resource_warnings, small_cache, with_memory_defaults
+from megarl.preflight.resources import (
+    memory_defaults,
+    resource_warnings,
+    slower_layout,
+    small_cache,
+    with_memory_defaults,
+)
 from megarl.preflight.rewards import check_rewards
 from megarl.preflight.sizes import aligned, layout_of, row_multiple
 from megarl.types import ConfigError, DataError
@@ -67,6 +73,7 @@ __all__ = [
     "resource_warnings",
     "row_multiple",
     "shortened_warmups",
+    "slower_layout",
     "small_cache",
     "table_of",
     "uncorrected",

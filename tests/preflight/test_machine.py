@@ -56,6 +56,22 @@ def test_a_runs_folder_that_cannot_be_made(recipe: Callable[..., Recipe], tmp_pa
     assert not (tmp_path / "new").exists() and [path.name for path in tmp_path.iterdir()].count("file") == 1
 
 
+@pytest.mark.skipif(not runs_on_cpu(), reason="measured on CPUs")
+def test_a_model_split_without_need_is_a_warning(
+    recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ranks = {"ranks_per_node": 2}
+    whole, split = recipe(cluster=ranks), recipe(cluster=ranks, trainer={"tp": 2})
+    assert [*resources.slower_layout(whole)] == []
+    [text] = resources.slower_layout(split)
+    assert text.startswith("trainer.tp = 2: ") and "; trainer.tp=1 is faster" in text
+    assert text in [*resource_warnings(split, check(split))]
+    both = recipe(cluster=ranks, trainer={"tp": 2}, rollout={"tp": 2})
+    assert "trainer.tp=1 rollout.tp=1 is faster" in next(resources.slower_layout(both))
+    monkeypatch.setattr(resources, "machine_bytes", lambda: 1 << 20)
+    assert [*resources.slower_layout(split)] == []
+
+
 def test_too_many_ranks_for_this_machine_are_a_warning(recipe: Callable[..., Recipe]) -> None:
     few, many = recipe(), recipe(cluster={"ranks_per_node": 1000}, train={"prompts_per_step": 1000})
     assert list(resource_warnings(few, check(few))) == []
