@@ -4,8 +4,9 @@
     python tools/bench/grpo_vs_trl.py --model MODEL --data train.jsonl --peer PEER --new-tokens 32 --seeds 0 1
 
 The same model folder, prompts, reward, learning rate, group size and steps for both, on this machine's CPU, in turns,
-each run in processes of its own. A step's time is the median without the first two. With several seeds the rewards'
-course is compared too: the share of our steps that lie within the band of TRL's seeds, widened by its own width.
+each run in processes of its own. megarl runs each of `--layouts` on two ranks, and the fastest one counts; TRL runs as
+one process with all cores, its only layout here. A step's time is the median without the first two. With several seeds
+the rewards' course is compared too: the share of our steps within the band of TRL's seeds, widened by its own width.
 Prints one JSON object a line.
 """
 
@@ -26,11 +27,17 @@ from report import machine, metric_line, print_line, versions
 
 ROOT = Path(__file__).resolve().parents[2]
 LEAST = {32: 1.5, 256: 4.0}
+LAYOUTS = {
+    "dp 2": ["trainer.tp=1", "rollout.tp=1"],
+    "tp 2": ["trainer.tp=2", "rollout.tp=2"],
+    "tp 2, engines tp 1": ["trainer.tp=2", "rollout.tp=1"],
+}
+"""Overrides of the recipe by layout of the two ranks."""
 
 
-def ours(options: argparse.Namespace, seed: int, folder: Path) -> dict[str, list[float]]:
-    """Seconds, rewards and tokens of each step of a megarl run."""
-    run = f"grpo_{options.new_tokens}_{seed}"
+def ours(options: argparse.Namespace, seed: int, folder: Path, layout: str) -> dict[str, list[float]]:
+    """Seconds, rewards and tokens of each step of a megarl run in this layout."""
+    run = f"grpo_{options.new_tokens}_{seed}_{[*LAYOUTS].index(layout)}"
     overrides = [
         f"name={run}", f"runs_folder={folder}", f"seed={seed}", f"model.path={options.model}",
         f"data.train={options.data}", f"data.validation.heldout={options.data}", "evaluation.max_problems=1",
@@ -38,7 +45,7 @@ def ours(options: argparse.Namespace, seed: int, folder: Path) -> dict[str, list
         f"train.steps={options.steps}", f"train.prompts_per_step={options.prompts}",
         f"train.samples_per_prompt={options.samples}", f"optimizer.learning_rate={options.learning_rate}",
         f"optimizer.min_learning_rate={options.learning_rate}", "optimizer.warmup_steps=0",
-        "samples_every_steps=1000", *options.override,
+        "samples_every_steps=1000", *LAYOUTS[layout], *options.override,
     ]  # fmt: skip
     command = [sys.executable, "-m", "megarl", "train", str(ROOT / "launch/recipes/tiny_rl.yaml"), *overrides]
     subprocess.run(command, check=True, stdout=subprocess.DEVNULL, cwd=folder)
@@ -135,6 +142,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=8)
     parser.add_argument("--learning-rate", type=float, default=3e-4)
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--layouts", nargs="+", choices=LAYOUTS, default=[*LAYOUTS], help="of megarl's two ranks")
     parser.add_argument("--override", action="append", default=[], help="of megarl's recipe; repeatable")
     parser.add_argument("--trl-seed", type=int, help=argparse.SUPPRESS)
     options = parser.parse_args()
@@ -142,16 +150,25 @@ def main() -> None:
     if options.trl_seed is not None:
         print(json.dumps(train_with_trl(options, options.trl_seed)))
         return
-    mine, peer = [], []
+    by_layout: dict[str, list[dict[str, list[float]]]] = {layout: [] for layout in options.layouts}
+    peer = []
     with tempfile.TemporaryDirectory() as folder:
         for seed in options.seeds:
-            mine.append(ours(options, seed, Path(folder)))
+            for layout, runs in by_layout.items():
+                runs.append(ours(options, seed, Path(folder), layout))
             peer.append(theirs(options, seed))
     per_step = options.prompts * options.samples
+    per_layout = {
+        layout: round(per_step / statistics.median(median_seconds(run) for run in runs), 1)
+        for layout, runs in by_layout.items()
+    }
+    best = max(per_layout, key=per_layout.__getitem__)
+    mine = by_layout[best]
     rates = [[per_step / median_seconds(run) for run in runs] for runs in (mine, peer)]
     shared = {
         "machine": machine(), "versions": versions("trl", "vllm", "megatron-core"),
         "case": f"{options.prompts} prompts x {options.samples}, {options.new_tokens} new tokens, {options.override}",
+        "layout": best, "samples_per_second_by_layout": per_layout,
         "mean_tokens": [round(statistics.mean(run["tokens"]), 1) for run in (mine[0], peer[0])],
     }  # fmt: skip
     least = LEAST.get(options.new_tokens)
