@@ -45,7 +45,10 @@ def loaded_engine(model_path: str, tp: int, vllm: dict[str, Any]) -> Any:
 
     config = RolloutConfig(tp=tp, kv_cache_gib=0.05, max_concurrent_requests=64, vllm=vllm)
     engine = RolloutEngine(model_path, config, max_model_len=64, dtype="float32", seed=3)
-    engine.model.load_weights(load_file(f"{model_path}/model.safetensors").items())  # pyright: ignore[reportCallIssue]
+    stored = load_file(f"{model_path}/model.safetensors").items()
+    # The engine samples text only: it has no vision tower.
+    weights = [(name, tensor) for name, tensor in stored if not name.startswith("model.visual.")]
+    engine.model.load_weights(weights)  # pyright: ignore[reportCallIssue]
     return engine
 
 

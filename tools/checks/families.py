@@ -622,15 +622,17 @@ def prove_drafts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
     from tests.engine.test_mtp_drafts import sampled
     from tests.training.test_mtp import COEFFICIENT, oracle, recipe_of, updated
 
-    # A wide spread of weights makes decided predictions: rounding does not change the most probable token.
-    fields: dict[str, Any] = {**SIZES, **FAMILIES[name].fields, "initializer_range": 0.1, "num_mtp_layers": 1}
-    own = make_tiny_model(work / "mtp", family=name, **fields)
+    fields: dict[str, Any] = {**SIZES, **FAMILIES[name].fields, "num_mtp_layers": 1}
+    trained = make_tiny_model(work / "trained", family=name, **fields)
+    # A wide spread of weights makes decided predictions: rounding does not change the most probable token. Its
+    # gradients round more, so those are compared with the usual spread.
+    own = make_tiny_model(work / "mtp", family=name, **fields, initializer_range=0.1)
     alone, together = (
-        pool.run(updated, recipe_of(own, coefficient), _ONE, None, world_size=1)[0]
+        pool.run(updated, recipe_of(trained, coefficient), _ONE, None, world_size=1)[0]
         for coefficient in (None, COEFFICIENT)
     )
     gradients = invariance.join([together["gradients"]])
-    _, expected = oracle(own)
+    _, expected = oracle(trained)
     # Gradients in `main_grad` are clipped in place, all by one factor.
     norms = [
         np.sqrt(sum(np.square(found[key], dtype=np.float64).sum() for key in expected))
