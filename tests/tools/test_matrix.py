@@ -20,7 +20,9 @@ def row(proof: str, found: float, limit: float = 1e-5) -> dict[str, Any]:
 
 def test_a_cell_is_the_worst_row_of_its_proof() -> None:
     rows = [row("log-probs", 4e-7), row("log-probs, bfloat16", 0.006, 0.009), row("engine", 1e-6), row("engine", 3e-6)]
-    assert cells(rows, ("log-probs", "engine"), LOG) == {
+    rows.append({"proof": "drafts", "layout": "refused: no such layer", "found": "-", "limit": "-"})
+    assert cells(rows, ("log-probs", "engine", "drafts"), LOG) == {
+        "drafts": Cell("refused: no such layer", True),
         "log-probs": Cell("4e-07 ok", True),
         "log-probs, bfloat16": Cell("0.006 ok", True),
         "engine": Cell("3e-06 ok", True),
