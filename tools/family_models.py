@@ -345,7 +345,8 @@ def apart(one: list[np.ndarray], other: list[np.ndarray], without: np.ndarray | 
 
     Log-probs computed at the tokens `without`, bool [tokens of all sequences], do not count either.
     """
-    left_out = np.split(np.zeros(sum(LENGTHS), bool) if without is None else without, np.cumsum(LENGTHS)[:-1])
+    ends = np.cumsum([len(values) for values in one])
+    left_out = np.split(np.zeros(ends[-1], bool) if without is None else without, ends[:-1])
     # The log-prob of a token is computed at the token before it.
     pairs = zip(one, other, left_out, strict=True)
     return float(max(np.abs(a[1:] - b[1:])[~out[:-1]].max(initial=0.0) for a, b, out in pairs))
