@@ -23,9 +23,10 @@ from megarl.processes.server_process import MakeServer, ServerProcess
 
 @contextmanager
 def importing_early(cluster: ClusterConfig) -> Iterator[None]:
-    """Start to import the ranks' libraries in the background, if this machine runs the ranks on its CPU.
+    """Context in which the ranks' libraries are imported in the background, if this machine runs ranks on its CPU.
 
-    `start_ranks` in the same thread then waits only for the rest of the imports. They end if the block raises.
+    On other machines it does nothing. `start_ranks`, called in the context and in the same thread, uses the importing
+    process and waits only for the rest of the imports. If the block raises, this process is ended.
     """
     # With a GPU each rank imports by itself, because CUDA cannot be used after a fork.
     if cluster.launcher == "local" and not chosen_device.has_cuda_build():

@@ -135,9 +135,9 @@ class TrainerConfig(Section):
     Default: max_tokens_per_microbatch; on GPUs of known memory up to 8 times as many, if the pass is predicted to need
     no more memory than an update."""
     share_prefixes: Literal["auto", "off"] = "off"
-    """Compute prefixes shared by the sequences of a microbatch once, such as a group's prompt. auto: where this saves
-    more than 5 % of a microbatch's FLOPs; untried on GPUs. off (default): each sequence apart. See
-    megarl/loops/README.md."""
+    """Compute a prefix shared by several sequences of a microbatch only once, such as a group's prompt. off (default):
+    each sequence is computed separately. auto: prefixes are shared in each microbatch where this saves more than 5 % of
+    its FLOPs; results differ by rounding only. Sharing is untried on GPUs. See megarl/loops/README.md."""
     logprob_chunk_tokens: Annotated[PositiveInt, OnlyIf(LOGPROBS)] = 1024
     """Log-probs are computed for this many tokens at a time, to limit the memory of the logits."""
     # The gradient's norm, and so its clipping, counts the policy alone.

@@ -46,7 +46,8 @@ class PrefixTree:
 def digests(values: NDArray[np.integer]) -> NDArray[np.uint32]:
     """Return a hash of each token's values: uint32 [tokens], never 0. `values` [tokens, ...] are integers.
 
-    Unequal values of two tokens have the same hash with a probability of about 2^-31.
+    Equal values have equal hashes in every process. Unequal values of two tokens have the same hash with a probability
+    of about 2^-31.
     """
     found = np.zeros(len(values), np.uint64)
     # Fixed factors: hashes of two processes are compared.
@@ -134,10 +135,11 @@ def prefix_tree(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> Prefi
 
 
 def zigzag_chunks(sizes: NDArray[np.int64], cp: int) -> NDArray[np.int64]:
-    """Return the tokens of each segment's chunks for context parallelism: [segments, 2 * cp]. `sizes` is [segments].
+    """Return the number of tokens in each chunk of each segment, for context parallelism: [segments, 2 * cp].
 
-    Rank r has chunks r and 2 * cp - 1 - r of each segment, so attention costs all ranks about the same. Tokens left
-    over by the division go to the ranks with the fewest tokens so far.
+    `sizes` [segments] are the segments' numbers of tokens. Rank r has chunks r and 2 * cp - 1 - r of each segment, so
+    attention costs all ranks about the same. A division leaves a remainder: these tokens go one by one to chunks of the
+    ranks with the fewest tokens in the segments before.
     """
     count = 2 * cp
     chunks = np.repeat(sizes[:, None] // count, count, axis=1)

@@ -77,9 +77,10 @@ class TokenBatch:
 
     @property
     def prefix_keys(self) -> NDArray[np.int64]:
-        """Return a number from 0 on for each token, [tokens]. Two sequences share the tokens at which they begin alike.
+        """Return a key for each token, an integer from 0 on: [tokens].
 
-        Equal numbers have equal token ids and equal experts.
+        Two tokens have equal keys if they have the same id and, under router replay, the same experts in all layers.
+        Two sequences share their tokens before the first unequal key.
         """
         if self.expert_digests is not None:
             return self.token_ids | self.expert_digests.astype(np.int64) << 32

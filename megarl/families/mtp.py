@@ -35,7 +35,8 @@ _TRANSFORMER = PARAMETERS + "transformer_layer."
 
 
 class MtpForm(NamedTuple):
-    """How a family's checkpoints and vLLM name the tensors of an MTP layer, and the input at a sequence's start."""
+    """How a family's checkpoints and vLLM name the tensors of an MTP layer, and its input at a sequence's first
+    position."""
 
     layer: str
     """Prefix of the transformer layer's tensors, with `{layer}` for its number."""
@@ -49,8 +50,8 @@ class MtpForm(NamedTuple):
     splits_projection: bool
     """Whether vLLM splits the rows of the projection over ranks. False: each rank has all."""
     sees_first: bool
-    """Whether the layer sees the embedding of a sequence's second token, at the position of the first. False: zeros
-    instead."""
+    """At position t the layer gets the embedding of token t + 1. Whether it does so at a sequence's first position,
+    too. False: this embedding is replaced by zeros there."""
     num_layers_field: str
     """Field of config.json with the number of MTP layers."""
     copied: Mapping[str, str] = {}

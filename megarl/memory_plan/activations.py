@@ -47,7 +47,7 @@ class PassSettings:
     pads_attention: bool = False
     """Whether attention pads the sequences of a row: on a CPU, and in float32."""
     shares_prefixes: bool = False
-    """Whether the row is stored as a tree of prefixes: `row_tokens` are stored tokens then."""
+    """Whether the row stores each shared prefix once, as a tree. `row_tokens` then counts a shared token once."""
     lora_rank: int = 0
     """Rank of the LoRA adapters. Above 0, only adapters are trained. 0: all weights are trained."""
     longest: int = 1

@@ -133,8 +133,9 @@ def slower_layout(recipe: Recipe) -> Iterator[str]:
     faster = " ".join(f"{name}=1" for name in given)
     # Two ranks on two cores: 0.5 of the step time with 0.64M parameters.
     yield (
-        f"{', '.join(f'{name} = {size}' for name, size in given.items())}: ranks on a CPU wait for each other in every "
-        f"layer, and the whole model fits on each; {faster} is faster (megarl plan shows its memory)"
+        f"{' and '.join(f'{name} = {size}' for name, size in given.items())}: slow on a CPU, because tensor-parallel "
+        f"ranks wait for each other in every layer. The whole model fits in each rank's memory: set {faster} (run "
+        "`megarl plan` with these to see the memory)"
     )
 
 

@@ -310,8 +310,10 @@ def _tree_tokens(batch: Microbatch, tree: TokenTree, parts: int, part: int) -> R
 
 
 def represented_tokens(batch: Microbatch) -> NDArray[np.int64]:
-    """Return the index in the row of one token for each place of this context-parallel rank, [places]. Padding of a
-    tree has -1.
+    """Return the index, in the row of separate sequences, of a token at each place of this context-parallel rank.
+
+    The result is [places]. A place of a tree may hold equal tokens of several sequences: the last one's is returned.
+    Padding places of a tree have -1. Without a tree, padding has places in the row like other tokens.
     """
     assert batch.row.local is not None
     local = batch.row.local.cpu().numpy()
