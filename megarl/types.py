@@ -212,11 +212,11 @@ class Completion:
     finish_reason: FinishReason
     weight_versions: NDArray[np.int32]
     routed_experts: ExpertsHandle | None = None
-    expert_digests: NDArray[np.uint32] | None = None
     retained_sets: RetainedSets | None = None
     error: str | None = None
     num_cached: int = 0
     """Number of prompt tokens with keys and values in the engine's prefix cache."""
+    expert_digests: NDArray[np.uint32] | None = None
 
     def to_json(self, archive: Archive, prefix: str) -> dict[str, Any]:
         """Return its JSON values, and add its arrays to the archive under names beginning with `prefix`."""

@@ -313,6 +313,7 @@ def test_a_checkpoint_has_what_is_parked_as_it_was(tmp_path: Path) -> None:
             np.full(len(ids), 4 + number, np.int32),
             ExpertsHandle(number, 9),
             RetainedSets(np.array([2] * len(ids), np.int32), np.array([8, *ids] * len(ids), np.int32)[: 2 * len(ids)]),
+            expert_digests=np.arange(2, dtype=np.uint32) + number,
         )
         call = RecordedCall(np.array([1, 2, *[5, 6][:number]], np.int32), [completion], is_done=not number)
         started.calls.setdefault(1, []).append(call)
@@ -334,6 +335,8 @@ def test_a_checkpoint_has_what_is_parked_as_it_was(tmp_path: Path) -> None:
     [_, parked] = state.started[3].calls[1]
     kept = parked.parts[0].retained_sets
     assert not parked.is_done and kept is not None and kept.token_ids.tolist() == [8, 7]
+    digests = parked.parts[0].expert_digests
+    assert digests is not None and digests.dtype == np.uint32 and digests.tolist() == [1, 2]
 
 
 class Slow(SingleTurn):
