@@ -26,7 +26,6 @@ CASES = [
     pytest.param("glm4_moe", 2, 3, id="tp2, three drafts"),
     pytest.param("deepseek_v3", 1, 2, id="latent attention"),
     pytest.param("qwen3_next", 1, 2, id="delta-nets"),
-    pytest.param("qwen3_5_text", 2, 3, id="delta-nets, tp2, three drafts"),
 ]
 ROUNDING = 5e-5
 """Largest difference of log-probs in float32, in nats: products of several tokens round otherwise than those of one."""
@@ -34,7 +33,6 @@ SIZES: dict[str, dict[str, Any]] = {
     "glm4_moe": {"num_layers": 2, "num_kv_heads": 2, "head_dim": 32},
     "deepseek_v3": {"num_layers": 2, "experts_per_token": 4},
     "qwen3_next": {"num_layers": 4, "num_kv_heads": 2, "head_dim": 32},
-    "qwen3_5_text": {"num_layers": 4, "num_kv_heads": 2, "head_dim": 32},
 }
 
 

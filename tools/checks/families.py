@@ -306,13 +306,15 @@ def prove_drafts(name: str, folder: Path, pool: RankPool, work: Path) -> Found:
             world_size=layout.world_size,
         )  # fmt: skip
         yield limited("drafts, reshard", sum(map(len, results)), 0) | {"layout": str(layout)}
-    [found] = pool.run(sampled, str(own), 1, 2, world_size=1)
-    plain = found["plain"]["whole"]["whole"]
-    for run in ("whole", "fed"):
-        drafted = found["drafts"][run][run]
-        yield limited("drafts, tokens", int((drafted.token_ids != plain.token_ids).sum()), 0)
-        distance = float(np.abs(drafted.rollout_logprobs - plain.rollout_logprobs).max())
-        yield limited("drafts, log-probs", distance, DRAFTS_LIMIT)
+    for tp, num_drafts in ((1, 2), (2, 3)):
+        found = pool.run(sampled, str(own), tp, num_drafts, world_size=tp)[0]
+        layout = {"layout": f"vLLM tp {tp}, {num_drafts} drafts"}
+        plain = found["plain"]["whole"]["whole"]
+        for run in ("whole", "fed"):
+            drafted = found["drafts"][run][run]
+            yield limited("drafts, tokens", int((drafted.token_ids != plain.token_ids).sum()), 0) | layout
+            distance = float(np.abs(drafted.rollout_logprobs - plain.rollout_logprobs).max())
+            yield limited("drafts, log-probs", distance, DRAFTS_LIMIT) | layout
 
 
 def _rows(logprobs: list[np.ndarray]) -> dict[str, np.ndarray]:
