@@ -12,6 +12,8 @@ pytestmark = pytest.mark.types
 ROOT = Path(__file__).resolve().parents[2]
 
 
+# pyright takes 100 s of a core, and other tests run beside it.
+@pytest.mark.timeout(900)
 def test_types_hold() -> None:
     done = subprocess.run(["pyright"], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
