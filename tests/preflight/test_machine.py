@@ -64,10 +64,10 @@ def test_a_model_split_without_need_is_a_warning(
     whole, split = recipe(cluster=ranks), recipe(cluster=ranks, trainer={"tp": 2})
     assert [*resources.slower_layout(whole)] == []
     [text] = resources.slower_layout(split)
-    assert text.startswith("trainer.tp = 2: ") and "; trainer.tp=1 is faster" in text
+    assert text.startswith("trainer.tp = 2: ") and "set trainer.tp=1 (run" in text
     assert text in [*resource_warnings(split, check(split))]
     both = recipe(cluster=ranks, trainer={"tp": 2}, rollout={"tp": 2})
-    assert "trainer.tp=1 rollout.tp=1 is faster" in next(resources.slower_layout(both))
+    assert "set trainer.tp=1 rollout.tp=1 (run" in next(resources.slower_layout(both))
     monkeypatch.setattr(resources, "machine_bytes", lambda: 1 << 20)
     assert [*resources.slower_layout(split)] == []
 
