@@ -1,10 +1,11 @@
-"""What trainers, engines and transformers compute for the models that `tools/checks/families.py` compares.
+"""Results of trainers, engines and transformers for the models that `tools/checks/families.py` compares.
 
 Most functions run on a rank of a pool. Log-probs are in nats, for the sequences of `sequences`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -292,15 +293,22 @@ def oracle(folder: Path, dtype: str) -> tuple[list[np.ndarray], np.ndarray]:
             module.register_forward_pre_hook(
                 lambda _module, inputs, name=name: chosen.setdefault(name, []).append(inputs[1].sort(-1)[0].numpy())
             )
-    found = []
-    for one in sequences(model.config.vocab_size):
-        tokens = torch.from_numpy(one.token_ids)
-        with torch.no_grad():
-            logits = model(tokens[None]).logits[0, :-1].float()
-        own = logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()
-        found.append(np.concatenate([[0.0], own]))
+    found = oracle_logprobs(model, sequences(model.config.vocab_size), torch.float32)
     layers = [np.concatenate(of_sequences) for of_sequences in chosen.values()]
     return found, np.stack(layers, axis=1) if layers else np.zeros((sum(LENGTHS), 0))
+
+
+def oracle_logprobs(model: Any, of: Sequence[TrainingSequence], dtype: Any) -> list[np.ndarray]:
+    """Return a transformers model's log-probs of each sequence, the first of each 0. `dtype` is the softmax's."""
+    import torch
+
+    found = []
+    for one in of:
+        tokens = torch.from_numpy(one.token_ids)
+        with torch.no_grad():
+            logits = model(tokens[None]).logits[0, :-1].to(dtype)
+        found.append(np.concatenate([[0.0], logits.log_softmax(-1).gather(1, tokens[1:, None])[:, 0].numpy()]))
+    return found
 
 
 def oracle_gradient(folder: Path, work: Path, head: np.ndarray | None = None) -> dict[str, np.ndarray]:
