@@ -6,6 +6,7 @@ new. So the new tokens of all sequences, in this order, are the tree's tokens in
 
 from __future__ import annotations
 
+import zlib
 from dataclasses import dataclass
 from itertools import pairwise
 
@@ -44,19 +45,13 @@ class PrefixTree:
 
 
 def digests(values: NDArray[np.integer]) -> NDArray[np.uint32]:
-    """Return a hash of each token's values: uint32 [tokens], never 0. `values` [tokens, ...] are integers.
+    """Return a hash of each token's values: uint32 [tokens], never 0. `values` [tokens, ...] are integers below 2^15.
 
     Equal values have equal hashes in every process. Unequal values of two tokens have the same hash with a probability
     of about 2^-31.
     """
-    found = np.zeros(len(values), np.uint64)
-    # Fixed factors: hashes of two processes are compared.
-    factors = np.random.default_rng(0).integers(0, 1 << 63, values.shape[1:], np.uint64)
-    # Part by part: a copy of all experts of a long completion in 64 bits would be large.
-    for part, factor in zip(np.moveaxis(values, 1, 0), factors, strict=True):
-        found += (part.astype(np.uint64) * factor).reshape(len(values), -1).sum(1, np.uint64)
-    # Low bits of a sum of products depend on low bits only, so the high ones are taken.
-    return (found >> np.uint64(33)).astype(np.uint32) | np.uint32(1)
+    rows = np.ascontiguousarray(values, np.int16).reshape(len(values), -1)
+    return np.array([zlib.crc32(row.data) or 1 for row in rows], np.uint32)
 
 
 def lexicographic_order(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> Order:
@@ -134,21 +129,29 @@ def prefix_tree(keys: NDArray[np.int64], cu_seqlens: NDArray[np.int64]) -> Prefi
     )
 
 
-def zigzag_chunks(sizes: NDArray[np.int64], cp: int) -> NDArray[np.int64]:
-    """Return the number of tokens in each chunk of each segment, for context parallelism: [segments, 2 * cp].
+def chunk_owners(cp: int) -> NDArray[np.int64]:
+    """Return the context-parallel rank of each chunk of a segment, [chunks]: one rank has the whole, several have two
+    chunks each.
 
-    `sizes` [segments] are the segments' numbers of tokens. Rank r has chunks r and 2 * cp - 1 - r of each segment, so
-    attention costs all ranks about the same. A division leaves a remainder: these tokens go one by one to chunks of the
-    ranks with the fewest tokens in the segments before.
+    Rank r of several has chunks r and 2 * cp - 1 - r, so attention costs all ranks about the same (zigzag).
     """
-    count = 2 * cp
+    ranks = np.arange(cp)
+    return np.concatenate([ranks, ranks[::-1]]) if cp > 1 else ranks
+
+
+def chunk_sizes(sizes: NDArray[np.int64], owners: NDArray[np.int64]) -> NDArray[np.int64]:
+    """Return the number of tokens in each chunk of each segment, for context parallelism: [segments, chunks].
+
+    `sizes` [segments] are the segments' numbers of tokens, `owners` [chunks] the ranks of `chunk_owners`. A division
+    leaves a remainder: these tokens go one by one to chunks of the ranks with the fewest tokens in the segments before.
+    """
+    count = len(owners)
     chunks = np.repeat(sizes[:, None] // count, count, axis=1)
-    owners = np.minimum(np.arange(count), np.arange(count)[::-1])
-    surplus = np.zeros(cp, np.int64)
+    surplus = np.zeros(owners.max() + 1, np.int64)
     for segment, left in enumerate((sizes % count).tolist()):
         chosen = np.argsort(surplus[owners], kind="stable")[:left]
         chunks[segment, chosen] += 1
-        surplus += np.bincount(owners[chosen], minlength=cp)
+        surplus += np.bincount(owners[chosen], minlength=len(surplus))
     return chunks
 
 

@@ -203,6 +203,18 @@ def join_retained(parts: Sequence[tuple[int, RetainedSets | None]]) -> RetainedS
     )
 
 
+def places_by_rank(ranks: NDArray[np.int64]) -> tuple[NDArray[np.int64], int]:
+    """Return the index of each item in the items of all ranks, rank after rank, and the number of items per rank.
+
+    `ranks` [items] is each one's rank; the index is [items]. All ranks are padded to the items of the fullest.
+    """
+    counts = np.bincount(ranks)
+    longest = int(counts.max())
+    places = np.empty_like(ranks)
+    places[np.argsort(ranks, kind="stable")] = ranges(np.arange(len(counts)) * longest, counts)
+    return places, longest
+
+
 def borders(lengths: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
     """Return the cumulative lengths from 0: [sequences] to [sequences + 1]."""
     return np.concatenate([[0], np.cumsum(lengths)]).astype(np.int64)

@@ -21,7 +21,7 @@ from megatron.core.transformer.utils import is_layer_window_attention, make_shar
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from megarl.data.token_batch import ranges
+from megarl.data.token_batch import places_by_rank, ranges
 from megarl.models import sinks, tree_attention
 from megarl.models.tree_attention import TokenTree
 
@@ -169,11 +169,8 @@ class PackedRow(PackedSeqParams):
         lengths = torch.tensor([0, len(tree.own)], dtype=torch.int32, device=device)
         place, longest_part = None, 0
         if tree.place is not None:
-            counts = np.bincount(holders)
-            longest_part = int(counts.max())
-            place = np.empty_like(holders)
-            place[np.argsort(holders, kind="stable")] = ranges(np.arange(len(counts)) * longest_part, counts)
-            place = torch.from_numpy(place).to(device)
+            places, longest_part = places_by_rank(holders)
+            place = torch.from_numpy(places).to(device)
         return cls(
             # Rotary angles follow `positions`: kernels for packed sequences count them from each sequence's start.
             qkv_format="packed",

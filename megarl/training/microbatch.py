@@ -13,8 +13,8 @@ from megatron.core import parallel_state
 from numpy.typing import NDArray
 from torch import Tensor
 
-from megarl.data.prefixes import PrefixTree, prefix_tree, zigzag_chunks
-from megarl.data.token_batch import TokenBatch, borders, ranges, select_retained
+from megarl.data.prefixes import PrefixTree, chunk_owners, chunk_sizes, prefix_tree
+from megarl.data.token_batch import TokenBatch, borders, places_by_rank, ranges, select_retained
 from megarl.models.attention import PackedRow
 from megarl.models.expert_balance import RowTokens
 from megarl.models.logprobs import Support
@@ -216,15 +216,14 @@ class _Split(NamedTuple):
 
 def _split_tree(tree: PrefixTree, cp: int, multiple: int) -> _Split:
     """Split each segment of a tree over `cp` ranks. All have equally many tokens, a multiple of `multiple`."""
-    sizes = zigzag_chunks(tree.ends - tree.starts, cp) if cp > 1 else (tree.ends - tree.starts)[:, None]
-    count = sizes.shape[1]
-    owners = np.minimum(np.arange(count), np.arange(count)[::-1])
+    owners = chunk_owners(cp)
+    sizes = chunk_sizes(tree.ends - tree.starts, owners)
     ends = tree.starts[:, None] + sizes.cumsum(1)
     ranks = np.repeat(np.tile(owners, len(sizes)), sizes.ravel())
     counts = np.bincount(ranks, minlength=cp)
     padding = -(-counts.max() // multiple) * multiple - counts
     last_ends = len(ranks) + padding.cumsum()
-    chunks = np.stack([np.repeat(tree.starts, count), (ends - sizes).ravel(), ends.ravel()], 1)
+    chunks = np.stack([np.repeat(tree.starts, len(owners)), (ends - sizes).ravel(), ends.ravel()], 1)
     last = np.stack([last_ends - padding, last_ends - padding, last_ends], 1)
     chunks = np.concatenate([chunks, last])
     return _Split(
@@ -254,9 +253,7 @@ def _token_tree(
     own = np.flatnonzero(split.ranks == cp_rank)
     place = None
     if len(padding) > 1:
-        place = np.empty_like(split.ranks)
-        place[np.argsort(split.ranks, kind="stable")] = np.arange(len(split.ranks))
-        place = torch.from_numpy(place).to(device)
+        place = torch.from_numpy(places_by_rank(split.ranks)[0]).to(device)
     num_represented = np.append(tree.num_represented, np.zeros(padding.sum(), np.int64))
     return TokenTree(
         reach=torch.from_numpy(np.append(tree.reach, np.repeat(last_ends, last_ends - last_starts))).to(device),

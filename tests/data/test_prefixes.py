@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from megarl.data.prefixes import digests, prefix_tree, shared_lengths, zigzag_chunks
+from megarl.data.prefixes import chunk_owners, chunk_sizes, digests, prefix_tree, shared_lengths
 from megarl.data.token_batch import TokenBatch, borders
 from megarl.types import TrainingSequence
 
@@ -26,11 +26,11 @@ def test_a_tree_written_out() -> None:
 
 def test_chunks_balance_ranks() -> None:
     """Rank 0 has the chunks 0 and 3 of each segment, rank 1 the chunks 1 and 2."""
-    assert zigzag_chunks(np.array([8, 3, 1, 2, 5]), 2).tolist() == [
+    assert chunk_sizes(np.array([8, 3, 1, 2, 5]), chunk_owners(2)).tolist() == [
         [2, 2, 2, 2], [1, 1, 1, 0], [1, 0, 0, 0], [1, 1, 0, 0], [2, 1, 1, 1],
     ]  # fmt: skip
     sizes = np.random.default_rng(0).integers(0, 20, 400)
-    chunks = zigzag_chunks(sizes, 4)
+    chunks = chunk_sizes(sizes, chunk_owners(4))
     assert (chunks.sum(1) == sizes).all() and (chunks.max(1) - chunks.min(1) <= 1).all()
     by_rank = (chunks + chunks[:, ::-1])[:, :4].sum(0)
     assert by_rank.max() - by_rank.min() <= 2
