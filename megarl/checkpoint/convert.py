@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from megarl.checkpoint.kept import FILE as KEPT
-from megarl.checkpoint.kept import KeptTensor, file_content, kept_tensors, total_bytes
+from megarl.checkpoint.kept import KeptTensor, file_content, kept_and_copies, kept_tensors, total_bytes
 from megarl.checkpoint.manifest import MANIFEST, ManifestWriter, check_hashes, check_sizes, new_folder
 from megarl.checkpoint.safetensors import (
     SHARD_BYTES,
@@ -45,7 +45,7 @@ from megarl.checkpoint.torch_dist import (
 )
 from megarl.checkpoint.torch_dist_reader import CheckpointReader
 from megarl.config.parallel import ParallelConfig
-from megarl.families import copies_of, float32_tensors, hf_tensors
+from megarl.families import float32_tensors, hf_tensors
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import (
     INDEX,
@@ -142,9 +142,8 @@ def to_hf(
     config.json, tokenizer and other files; it may be omitted for a checkpoint made by `to_megatron`. `override` changes
     fields of config.json. Tensors go to the files that the folder's index names. Without an index, and if the index
     lacks copied tensors (`checkpoint.kept`), they go to files of `shard_bytes`, copied ones to a file of their own.
-    Experts are packed if they are in `hf`,
-    or were in the folder converted by `to_megatron`. Raises ConfigError if `out` exists, DataError with the name of a
-    truncated file.
+    Experts are packed if they are in `hf`, or were in the folder converted by `to_megatron`. Raises ConfigError if
+    `out` exists, DataError with the name of a truncated file.
     """
     started = time.perf_counter()
     checkpoint = find_checkpoint(megatron)
@@ -164,9 +163,7 @@ def to_hf(
         source = CheckpointReader(checkpoint, model)
         model = source.model
         dtypes = _dtypes(source, model, dtype)
-        kept = kept_tensors(model_folder, model)
-        copies = {name: original for name, original in copies_of(model).items() if name in kept}
-        kept = {name: tensor for name, tensor in kept.items() if name not in copies}
+        kept, copies = kept_and_copies(model_folder, model)
         stored = {checkpoint: dtypes[name] for name, checkpoint in checkpoint_names(model).items()}
         stored |= {name: stored[original] for name, original in copies.items()}
         shapes = checkpoint_tensors(model)

@@ -11,7 +11,7 @@ from math import prod
 from pathlib import Path
 from typing import NamedTuple
 
-from megarl.families import kept_prefixes
+from megarl.families import copies_of, kept_prefixes
 from megarl.families.shape import ModelShape
 from megarl.files.model_folder import (
     INDEX,
@@ -77,6 +77,17 @@ def kept_tensors(folder: str | Path, model: ModelShape) -> dict[str, KeptTensor]
         if any(name.startswith(prefixes) for name in header):
             found |= {name: kept for name, kept in _places(path) if name.startswith(prefixes)}
     return dict(sorted(found.items()))
+
+
+def kept_and_copies(folder: str | Path, model: ModelShape) -> tuple[dict[str, KeptTensor], dict[str, str]]:
+    """Return the tensors to copy from a folder, and those of a trained MTP layer equal to others of the model.
+
+    The latter are names of tensors in the folder, with the names of the originals. Raises DataError for a truncated
+    file.
+    """
+    kept = kept_tensors(folder, model)
+    copies = {name: original for name, original in copies_of(model).items() if name in kept}
+    return {name: tensor for name, tensor in kept.items() if name not in copies}, copies
 
 
 def total_bytes(tensors: Mapping[str, KeptTensor]) -> int:

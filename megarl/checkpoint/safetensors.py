@@ -22,11 +22,11 @@ import torch.distributed as dist
 from safetensors import safe_open
 from torch import Tensor
 
-from megarl.checkpoint.kept import KeptTensor, file_content, kept_tensors, total_bytes
+from megarl.checkpoint.kept import KeptTensor, file_content, kept_and_copies, total_bytes
 from megarl.checkpoint.mxfp4 import dequantised
 from megarl.checkpoint.stored import BLOCKS, MXFP4, SCALES, stored_tensors
 from megarl.config.override import overridden
-from megarl.families import checkpoint_name, copies_of, float32_tensors
+from megarl.families import checkpoint_name, float32_tensors
 from megarl.families.llama import EMBEDDING, HEAD, VALUE_HEAD
 from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
 from megarl.files.model_folder import INDEX, SINGLE, HeaderEntry, companions, safetensors_header
@@ -196,9 +196,7 @@ def export(
     is replaced atomically. Raises OSError if the disk is full.
     """
     tensors = checkpoint_tensors(model)
-    kept = kept_tensors(source, model)
-    copies = {name: original for name, original in copies_of(model).items() if name in kept}
-    kept = {name: tensor for name, tensor in kept.items() if name not in copies}
+    kept, copies = kept_and_copies(source, model)
     tensors |= {name: tensors[original] for name, original in copies.items()}
     dtypes = dict.fromkeys(tensors, dtype) | dict.fromkeys(float32_tensors(model), torch.float32)
     forms = {name: (shape, dtypes[name]) for name, shape in tensors.items()}

@@ -161,17 +161,24 @@ def read_model_shape(model_folder: str | Path, override: Mapping[str, Any] | Non
     if not path.parent.is_dir():
         raise DataError(missing_folder(path.parent))
     shape = _named_shape(read_object(path), path, override)
-    found = {name: _packs(path.parent, shape.with_mtp(True), name) for name in ("packs_experts", "packs_mtp_experts")}
-    return replace(shape, **found)
+    return replace(shape, **_packed_fields(path.parent, shape.with_mtp(True)))
 
 
-def _packs(folder: Path, model: ModelShape, field: str) -> bool:
-    """Return whether a folder's files have packed experts where `field` of ModelShape says so. False in families with
-    one form alone."""
-    forms = (aliases_of(replace(model, **{field: packs})) for packs in (True, False))
+def _packed_fields(folder: Path, model: ModelShape) -> dict[str, bool]:
+    """Return the fields of ModelShape for packed experts that are true of a folder's files.
+
+    There are none in families with one form alone, and files are not read for them.
+    """
+    forms = (aliases_of(replace(model, packs_experts=packs, packs_mtp_experts=packs)) for packs in (True, False))
     packed, always = ({alias.packed for alias in aliases} for aliases in forms)
-    # Files are read only if both forms exist.
-    return packed != always and any(parse_name(name).template in packed for name in stored_names(folder))
+    if packed == always:
+        return {}
+    stored = {parse_name(name).template for name in stored_names(folder)}
+    found = {}
+    for field in ("packs_experts", "packs_mtp_experts"):
+        own = {alias.packed for alias in aliases_of(replace(model, **{field: True}))}
+        found[field] = not stored.isdisjoint(own - always)
+    return found
 
 
 def planned_shape(model_folder: str | Path, override: Mapping[str, Any] | None = None) -> ModelShape:

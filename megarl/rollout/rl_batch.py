@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -84,7 +85,7 @@ class RLBatch(TokenBatch):
             samples=np.repeat(np.arange(len(trajectories)), num_segments),
             per_token=per_token,
             experts=_experts(segments),
-            expert_digests=_expert_digests(segments),
+            expert_digests=_joined([segment.expert_digests for segment in segments]),
             retained_sets=join_retained([(len(segment), segment.retained_sets) for segment in segments]),
             temperatures=np.repeat([trajectory.temperature for trajectory in trajectories], num_segments),
             weight_versions=np.concatenate([segment.weight_versions for segment in segments]),
@@ -99,7 +100,7 @@ class RLBatch(TokenBatch):
             environments=tuple(trajectory.environment for trajectory in trajectories),
             scores=_scores_by_function(trajectories),
             environment_scores=_environment_scores(trajectories),
-            entropies=_entropies(segments),
+            entropies=_joined([segment.entropies for segment in segments]),
         )
 
     @property
@@ -225,19 +226,15 @@ def _old_logprobs(segment: Segment) -> NDArray[np.float32]:
     return np.where(segment.loss_mask, np.float32(np.nan), np.float32(0))
 
 
-def _entropies(segments: Sequence[Segment]) -> NDArray[np.float32] | None:
-    found = [segment.entropies for segment in segments if segment.entropies is not None]
-    return np.concatenate(found) if len(found) == len(segments) else None
+def _joined(arrays: Sequence[NDArray[Any] | None]) -> NDArray[Any] | None:
+    """Return one array [tokens of all segments] from one for each segment, [tokens]. None if a segment has none."""
+    found = [array for array in arrays if array is not None]
+    return np.concatenate(found) if len(found) == len(arrays) else None
 
 
 def _experts(segments: Sequence[Segment]) -> NDArray[np.int64] | None:
     handles = [segment.routed_experts for segment in segments if segment.routed_experts is not None]
     return np.array(handles, np.int64) if len(handles) == len(segments) else None
-
-
-def _expert_digests(segments: Sequence[Segment]) -> NDArray[np.uint32] | None:
-    found = [segment.expert_digests for segment in segments if segment.expert_digests is not None]
-    return np.concatenate(found) if len(found) == len(segments) else None
 
 
 def _order(count: int, seed: int, step: int, number: int) -> NDArray[np.int64]:
