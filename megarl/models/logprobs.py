@@ -79,12 +79,16 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         log_totals, entropies = torch.zeros(2, len(blocks), len(targets), dtype=wide, device=hidden.device)
         target_logit = torch.zeros_like(local, dtype=wide)
         room = hidden.new_empty(len(targets) * max(map(len, blocks), default=0))
+        kernels = _kernels(hidden, cut)
         for index, block in enumerate(blocks):
             logits = _logits(hidden, weight, block, temperature, room)
             columns, is_here = columns_of(local, block)
             target_logit += logits.gather(1, columns[:, None]).squeeze(1) * is_here
             if cut is not None:
                 log_totals[index], entropies[index] = _retained_log_total(logits, cut.outside(index))
+                continue
+            if kernels is not None:
+                kernels.block_statistics(logits, log_totals[index], entropies[index])
                 continue
             largest = logits.amax(-1, keepdim=True).to(wide)
             # torch's `sum` adds exponentials pairwise. Its `log_softmax` adds them one by one, with larger rounding
@@ -118,8 +122,15 @@ class _VocabParallelLogprobs(torch.autograd.Function):
         constant = -logprob_gradient if entropy_gradient is None else -logprob_gradient - entropy_gradient * entropy
         gradients = HeadGradients(hidden, weight, ctx.needs_input_grad)
         room = hidden.new_empty(len(local) * max(map(len, blocks), default=0))
+        kernels = _kernels(hidden, cut)
         for index, block in enumerate(blocks):
             logits = _logits(hidden, weight, block, temperature, room)
+            if kernels is not None:
+                kernels.to_logit_gradients(
+                    logits, log_total, constant, entropy_gradient, local - block.start, logprob_gradient
+                )
+                gradients.add(block, logits)
+                continue
             logprobs = logits.to(log_total.dtype).sub_(log_total[:, None])
             slope = constant[:, None]
             if entropy_gradient is not None:
@@ -133,6 +144,16 @@ class _VocabParallelLogprobs(torch.autograd.Function):
                 grad_logits = logits.copy_(grad_logits)
             gradients.add(block, grad_logits)
         return *gradients.found(), *(None,) * 6
+
+
+def _kernels(hidden: Tensor, cut: _Truncation | None) -> Any:
+    """Return the module of GPU kernels; None where torch's operations do the work: a CPU, float64, truncated sets."""
+    if not hidden.is_cuda or hidden.dtype == torch.float64 or cut is not None:
+        return None
+    # Only importable beside a GPU build of torch.
+    from megarl.models import logit_kernels
+
+    return logit_kernels
 
 
 class HeadGradients:

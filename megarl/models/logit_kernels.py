@@ -1,0 +1,114 @@
+"""Triton kernels for a block of logits on a GPU: one pass for softmax statistics, one for gradients.
+
+torch needs ten passes over float32 copies of the logits for the same. On a GPU those cost as much as the matrix
+products of a vocabulary of 151,936 tokens. Import this module only where a GPU is: torch's CPU build has no Triton.
+"""
+
+from __future__ import annotations
+
+import triton  # pyright: ignore[reportMissingImports]
+import triton.language as tl  # pyright: ignore[reportMissingImports]
+from torch import Tensor
+
+# Columns that one program reads at once. At 8 warps, each thread then holds 16 logits in registers.
+_COLUMNS = 4096
+_WARPS = 8
+_NO_LOGIT = tl.constexpr(-1.0e30)
+"""Stands for a logit past the end of a row. It is finite, so that no difference of two of them is NaN."""
+
+
+def block_statistics(logits: Tensor, log_totals: Tensor, entropies: Tensor) -> None:
+    """Write the log of each row's sum of exponentials, and the entropy in nats of the row's softmax.
+
+    Shapes: logits [tokens, block], any float type, rows contiguous; log_totals and entropies float32 [tokens].
+    Sums are added in float32, in 4,096 partial sums per row.
+    """
+    _statistics[(len(logits),)](  # pyright: ignore[reportIndexIssue]
+        logits, log_totals, entropies, logits.size(1), logits.stride(0), BLOCK=_COLUMNS, num_warps=_WARPS
+    )
+
+
+def to_logit_gradients(
+    logits: Tensor,
+    log_totals: Tensor,
+    slopes: Tensor,
+    entropy_gradients: Tensor | None,
+    targets: Tensor,
+    logprob_gradients: Tensor,
+) -> None:
+    """Replace a block of logits by the loss's gradient for them.
+
+    With p the softmax, the gradient is p * (slope - entropy_gradient * log p), plus logprob_gradient at the target.
+    Shapes: logits [tokens, block], rows contiguous. The others are [tokens] and float32: log_totals are logs of sums
+    of exponentials over the whole vocabulary; targets, int64, are columns of this block. A target outside the block
+    gets no gradient here. Without `entropy_gradients`, the entropy is not part of the loss.
+    """
+    grid = (len(logits), triton.cdiv(logits.size(1), _COLUMNS))
+    _gradients[grid](  # pyright: ignore[reportIndexIssue]
+        logits,
+        log_totals,
+        slopes,
+        slopes if entropy_gradients is None else entropy_gradients,
+        targets,
+        logprob_gradients,
+        logits.size(1),
+        logits.stride(0),
+        HAS_ENTROPY=entropy_gradients is not None,
+        BLOCK=_COLUMNS,
+        num_warps=_WARPS,
+    )
+
+
+@triton.jit
+def _statistics(logits, log_totals, entropies, num_columns, row_stride, BLOCK: tl.constexpr):  # noqa: N803
+    row = tl.program_id(0).to(tl.int64)  # A block can hold more than 2**31 logits.
+    lanes = tl.arange(0, BLOCK)
+    # For each lane: its largest logit, and the sums of e and of (x - largest) * e, with e = exp(x - largest).
+    largest = tl.full([BLOCK], _NO_LOGIT, tl.float32)
+    total = tl.zeros([BLOCK], tl.float32)
+    weighted = tl.zeros([BLOCK], tl.float32)
+    for start in range(0, num_columns, BLOCK):
+        columns = start + lanes
+        x = tl.load(logits + row * row_stride + columns, mask=columns < num_columns, other=_NO_LOGIT).to(tl.float32)
+        raised = tl.maximum(largest, x)
+        shift = largest - raised
+        shrink = tl.exp(shift)
+        below = x - raised
+        e = tl.exp(below)
+        weighted = shrink * (weighted + shift * total) + below * e
+        total = shrink * total + e
+        largest = raised
+    top = tl.max(largest, 0)
+    shift = largest - top
+    shrink = tl.exp(shift)
+    weighted = tl.sum(shrink * (weighted + shift * total), 0)
+    total = tl.sum(shrink * total, 0)
+    log_total = tl.log(total)
+    tl.store(log_totals + row, top + log_total)
+    tl.store(entropies + row, log_total - weighted / total)
+
+
+@triton.jit
+def _gradients(
+    logits,
+    log_totals,
+    slopes,
+    entropy_gradients,
+    targets,
+    logprob_gradients,
+    num_columns,
+    row_stride,
+    HAS_ENTROPY: tl.constexpr,  # noqa: N803
+    BLOCK: tl.constexpr,  # noqa: N803
+):
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    is_inside = columns < num_columns
+    places = logits + row * row_stride + columns
+    logprobs = tl.load(places, mask=is_inside, other=_NO_LOGIT).to(tl.float32) - tl.load(log_totals + row)
+    slope = tl.load(slopes + row)
+    if HAS_ENTROPY:
+        slope = slope - tl.load(entropy_gradients + row) * logprobs
+    gradient = tl.exp(logprobs) * slope
+    gradient += tl.where(columns == tl.load(targets + row), tl.load(logprob_gradients + row), 0.0)
+    tl.store(places, gradient.to(logits.dtype.element_ty), mask=is_inside)
