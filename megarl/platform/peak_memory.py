@@ -12,9 +12,32 @@ _RESET_PEAK = "5"
 (proc(5)).
 """
 
+_settled: int | None = None
+"""Peak of the current call in bytes, fixed by `settle_peak` before its end; None: it is still measured."""
+
+
+def restart_peak() -> None:
+    """Forget the peak so far. Call it after memory of the phase before was released inside a phase."""
+    _measured_peak()
+
+
+def settle_peak() -> None:
+    """Fix the peak of the running call now. Memory that is taken later counts for the next call."""
+    global _settled
+    _settled = _measured_peak()
+
 
 def take_peak_bytes() -> int | None:
-    """Return the peak memory in bytes since the last call, and start a new peak.
+    """Return the peak memory in bytes since the last call, and start a new peak. `settle_peak` ends it earlier."""
+    global _settled
+    if (settled := _settled) is not None:
+        _settled = None
+        return settled
+    return _measured_peak()
+
+
+def _measured_peak() -> int | None:
+    """Return the peak memory in bytes since the last measurement, and start a new peak.
 
     On a GPU: all memory in use now, by any library or process, plus memory that torch's allocator has returned since
     its peak. On a CPU: the resident set of the process, including shared pages. If the system forbids the reset of the

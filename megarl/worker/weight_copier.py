@@ -18,6 +18,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import read_model_shape
 from megarl.groups.peer_errors import ReplicaCollectiveError, replica_collectives_marked
+from megarl.platform import peak_memory
 from megarl.platform.spans import span
 from megarl.reshard.layouts.placed import reshard_ends
 from megarl.reshard.live import GatheredReshard, Reshard, record
@@ -206,6 +207,8 @@ class WeightCopier:
                 if engine is not None:
                     # Gradients and optimizer state leave the device to make room for the engine's weights.
                     policy.offload(but=("parameters",))
+                    # Until here the device held the update's memory, which is part of the update's peak.
+                    peak_memory.restart_peak()
                 policy.onload(("parameters",))
             if engine is not None:
                 with self._engine_errors_marked():
@@ -217,6 +220,8 @@ class WeightCopier:
         if engine is not None:
             if policy is not None:
                 policy.offload()
+            # The KV cache is memory of the rollout.
+            peak_memory.settle_peak()
             with self._engine_errors_marked():
                 # The KV cache last: it fits only after the trainer has left the device.
                 engine.wake(["kv_cache"])
