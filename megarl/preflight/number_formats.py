@@ -110,11 +110,41 @@ def quantisation(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
             f"{field}: LoRA adapters inside vLLM (rollout.vllm.enable_lora) have weights of their own; leave one of "
             "both out"
         )
+    if rollout.quantization == "fp8" and not runs_on_cpu():
+        yield from _groups(recipe, shape, field)
     yield from _backend(recipe, field, "linear_backend", LINEAR_BACKENDS)
     if shape.num_experts:
         yield from _backend(recipe, field, "moe_backend", EXPERT_BACKENDS)
         if rollout.quantization == "fp8_per_channel" and runs_on_cpu():
             yield f"{field}: vLLM has no such experts on a CPU; set rollout.quantization=fp8, or use GPUs"
+
+
+GROUP_COLUMNS = 128
+"""Columns of an activation that share an FP8 scale. vLLM 0.30 asserts whole groups, on GPUs alone
+(fp8_utils.per_token_group_quant_fp8), when the engine measures its memory."""
+
+
+def _groups(recipe: Recipe, shape: ModelShape, field: str) -> Iterator[str]:
+    """Yield an error for each layer whose input, split over the engine's ranks, is not made of whole groups."""
+    tp = recipe.rollout.tp
+    attention, router = shape.attention, shape.router
+    inputs = {
+        "hidden_size": (shape.hidden_size, 1),
+        "num_attention_heads * head_dim": (attention.num_heads * attention.head_dim, tp),
+    }
+    if shape.has_dense_layers:
+        inputs["intermediate_size"] = (shape.intermediate_size, tp)
+    if router is not None:
+        # With expert parallelism, each rank has whole experts.
+        parts = 1 if recipe.rollout.vllm.get("enable_expert_parallel") else tp
+        inputs["moe_intermediate_size"] = (router.moe_intermediate_size, parts)
+    for name, (columns, parts) in inputs.items():
+        if columns % (parts * GROUP_COLUMNS):
+            yield (
+                f"{field}: vLLM quantises activations in groups of {GROUP_COLUMNS} columns, but the model's {name} = "
+                f"{columns} on {parts} ranks gives {columns / parts:g}; set rollout.quantization=fp8_per_channel, or "
+                "another rollout.tp"
+            )
 
 
 def _backend(recipe: Recipe, field: str, name: str, known: tuple[str, ...]) -> Iterator[str]:

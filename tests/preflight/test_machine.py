@@ -7,15 +7,17 @@ import re
 from collections.abc import Callable
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.config import Recipe
+from megarl.families.shape import read_model_shape
 from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.platform.visible_gpus import Gpu
 from megarl.preflight import check, resource_warnings, resources
 from megarl.preflight.memory_fit import gpu_gib
-from megarl.preflight.number_formats import device_faults, format_faults
+from megarl.preflight.number_formats import device_faults, format_faults, quantisation
 from megarl.types import ConfigError
 
 
@@ -210,6 +212,34 @@ def test_a_driver_that_is_too_old_is_refused_before_a_start(
     with pytest.raises(ConfigError, match=r"cluster.device = auto: .*driver 570.86.15 is too old.* 580"):
         check(recipe())
     check(recipe(cluster={"device": "cpu"}))
+
+
+@pytest.mark.parametrize(
+    ("sizes", "rollout", "expected"),
+    [
+        pytest.param(
+            {"intermediate_size": 448}, {"tp": 1}, ["intermediate_size = 448 on 1 ranks gives 448"], id="whole"
+        ),
+        pytest.param(
+            {"intermediate_size": 1216}, {"tp": 2}, ["intermediate_size = 1216 on 2 ranks gives 608"], id="split"
+        ),
+        pytest.param({"intermediate_size": 512}, {"tp": 2}, [], id="whole groups"),
+        pytest.param({"intermediate_size": 448}, {"tp": 1, "quantization": "fp8_per_channel"}, [], id="by channel"),
+    ],
+)
+def test_fp8_needs_whole_groups_of_columns_on_a_gpu(
+    recipe: Callable[..., Recipe],
+    tiny_model: Callable[..., Path],
+    monkeypatch: pytest.MonkeyPatch,
+    sizes: dict[str, int],
+    rollout: dict[str, Any],
+    expected: list[str],
+) -> None:
+    monkeypatch.setattr("megarl.preflight.number_formats.runs_on_cpu", lambda: False)
+    shape = read_model_shape(tiny_model(hidden_size=256, num_heads=4, head_dim=64, **sizes))
+    given = recipe(model={"dtype": "bfloat16"}, rollout={"quantization": "fp8"} | rollout)
+    found = [*quantisation(given, shape)]
+    assert len(found) == len(expected) and all(part in fault for part, fault in zip(expected, found, strict=True))
 
 
 @pytest.mark.parametrize(("launcher", "is_told"), [("local", True), ("slurm", False)])
