@@ -18,6 +18,8 @@ from typing import TYPE_CHECKING, Any
 
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# On a GPU torch compiles in processes that live as long as pytest: they would count as left behind.
+os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
 
 import pytest
 

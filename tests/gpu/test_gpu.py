@@ -24,7 +24,9 @@ def test_varlen_attention_is_attention(cp: int) -> None:
     from megarl.models.attention import PackedAttention, PackedRow
 
     lengths, heads, groups, width = [64, 4, 128, 32], 8, 2, 64
-    config: Any = SimpleNamespace(kv_channels=width, window_size=None, window_attn_skip_freq=None)
+    config: Any = SimpleNamespace(
+        kv_channels=width, window_size=None, window_attn_skip_freq=None, softmax_type="vanilla"
+    )
     attention = PackedAttention(config=config)
     torch.manual_seed(0)
     q, k, v = (
@@ -92,26 +94,34 @@ def test_attention_of_a_tree_is_that_of_its_paths(window: int) -> None:
             assert apart < 2e-2
 
 
-def test_logprobs_are_those_of_float64() -> None:
+@pytest.mark.parametrize(
+    ("dtype", "value_limit", "gradient_limit"), [("float32", 1e-4, 1e-3), ("bfloat16", 2e-2, 2e-2)]
+)
+@pytest.mark.parametrize("has_entropy", [False, True])
+def test_logprobs_are_those_of_float64(
+    dtype: str, value_limit: float, gradient_limit: float, has_entropy: bool
+) -> None:
+    """Values and gradients of the Triton kernels; 5,003 tokens are no multiple of their 4,096 columns."""
     from megarl.models.logprobs import vocab_parallel_logprobs
 
     torch.manual_seed(0)
-    hidden = torch.randn(300, 256, device="cuda", requires_grad=True)
-    weight = (torch.randn(5003, 256, device="cuda") * 0.1).requires_grad_()
+    hidden = torch.randn(300, 256, device="cuda").to(getattr(torch, dtype)).requires_grad_()
+    weight = (torch.randn(5003, 256, device="cuda") * 0.1).to(hidden.dtype).requires_grad_()
     targets = torch.randint(5003, (300,), device="cuda")
     got, entropies = vocab_parallel_logprobs(
-        hidden, weight, targets, first_token_id=0, group=None, temperature=0.7, chunk_tokens=64
+        hidden, weight, targets, first_token_id=0, group=None, temperature=0.7, chunk_tokens=256
     )
     wide_hidden, wide_weight = (x.detach().double().requires_grad_() for x in (hidden, weight))
     logprobs = (wide_hidden @ wide_weight.T / 0.7).log_softmax(-1)
     expected = logprobs.gather(1, targets[:, None]).squeeze(1)
-    torch.testing.assert_close(got.double(), expected, rtol=0, atol=1e-4)
-    torch.testing.assert_close(entropies.double(), -(logprobs.exp() * logprobs).sum(-1), rtol=0, atol=1e-4)
-    (got.sum() + entropies.sum()).backward()
-    (expected.sum() - (logprobs.exp() * logprobs).sum()).backward()
+    surprise = -(logprobs.exp() * logprobs).sum(-1)
+    torch.testing.assert_close(got.double(), expected, rtol=0, atol=value_limit)
+    torch.testing.assert_close(entropies.double(), surprise, rtol=0, atol=value_limit)
+    ((got * 1.5).sum() + has_entropy * entropies.sum()).backward()
+    ((expected * 1.5).sum() + has_entropy * surprise.sum()).backward()
     for own, wide in ((hidden, wide_hidden), (weight, wide_weight)):
         assert own.grad is not None and wide.grad is not None
-        assert (own.grad - wide.grad).norm() <= 1e-3 * wide.grad.norm()
+        assert (own.grad - wide.grad).norm() <= gradient_limit * wide.grad.norm()
 
 
 def test_transformer_engine_accumulates_gradients_in_place() -> None:
@@ -157,14 +167,16 @@ def test_lent_memory_is_freed_and_comes_back() -> None:
 def test_the_colocated_loop_learns_its_own_weights(dtype: str, tiny_model: Callable[..., Path], tmp_path: Path) -> None:
     """A short run through the command line: sleep and wake, reshard with verification, memory lent, export."""
     model = tiny_model(num_layers=2, num_heads=4, head_dim=64)
-    sizes = ["--sft", "8", "--train", "64", "--heldout", "16"]
-    make = [sys.executable, str(ROOT / "tools/make_dataset.py"), "--out", str(tmp_path / "data"), *sizes]
-    subprocess.run(make, check=True, capture_output=True)
+    sums = [
+        {"messages": [{"role": "user", "content": f"{n} + {n + 7} ="}], "gt_answer": str(2 * n + 7)} for n in range(64)
+    ]
+    data = tmp_path / "sums.jsonl"
+    data.write_text("".join(json.dumps(one) + "\n" for one in sums))
     run = subprocess.run(
         [
             sys.executable, "-m", "megarl", "train", str(ROOT / "launch/recipes/quickstart.yaml"),
             f"model.path={model}", f"model.dtype={dtype}", f"runs_folder={tmp_path / 'runs'}", "name=gpu",
-            f"data.train={tmp_path / 'data/train.jsonl'}", f"data.validation.heldout={tmp_path / 'data/heldout.jsonl'}",
+            f"data.train={data}", f"data.validation.heldout={data}",
             "cluster.ranks_per_node=1", "trainer.tp=1", "rollout.tp=1", "train.steps=3", "train.prompts_per_step=4",
             "train.samples_per_prompt=4", "weights.verify_every=1",
             "trainer.offload=[optimizer,gradients,parameters]", "rollout.vllm.enforce_eager=true",
@@ -239,8 +251,8 @@ def test_fp8_weights_are_what_vllms_loader_makes(
         "hidden_size": 256,
         "num_heads": 4,
         "head_dim": 64,
-        "intermediate_size": 448,
-        "expert_intermediate_size": 192,
+        "intermediate_size": 640,
+        "expert_intermediate_size": 384,
     }
     folder = tiny_model(family=family, num_layers=2, **sizes)
     with RankPool(1) as pool:

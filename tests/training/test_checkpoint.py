@@ -50,8 +50,15 @@ def layout_of(sizes: Sizes) -> ParallelConfig:
 
 
 def layouts_of(recipe: Recipe, layout: ParallelConfig) -> MegatronLayouts:
+    from megarl.models.configuration import uses_transformer_engine
+
     shape = read_model_shape(recipe.model.path).with_mtp(recipe.trains_mtp)
-    return megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp))
+    return megatron_layouts(
+        shape,
+        layout,
+        padded_vocab_size=padded_vocab_size(shape.vocab_size, layout.tp),
+        transformer_engine=uses_transformer_engine(),
+    )
 
 
 def build(recipe: Recipe, layout: ParallelConfig) -> Any:
