@@ -18,6 +18,7 @@ import typer
 from megarl.cli import convert, data, sandbox, slurm
 from megarl.cli.arguments import Overrides, RecipeCommand, RecipePath
 from megarl.cli.checking import checked, checking, with_notices_shown
+from megarl.cli.recipes import recipes
 from megarl.console import print_error, print_findings, print_lines, print_memory, print_plan, print_sizes
 from megarl.terminal import Terminal, guard_logging, printable
 from megarl.types import ConfigError, MegarlError
@@ -37,6 +38,7 @@ app = typer.Typer(
 )
 for group in (sandbox, data, slurm, convert):
     app.add_typer(group.app)
+app.command()(recipes)
 
 
 def _print_version(is_asked: bool) -> None:

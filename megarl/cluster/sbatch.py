@@ -5,29 +5,24 @@ from __future__ import annotations
 import re
 import shlex
 import shutil
+import sys
 from collections.abc import Sequence
-from pathlib import Path
 
 from megarl.config import Recipe
 from megarl.config.cluster import ClusterConfig, NodeGroup
+from megarl.files.shipped import home, is_clone
 from megarl.platform.commands import run_command
 from megarl.types import ConfigError
-
-HOME = Path(__file__).resolve().parents[2]
-"""Root folder of megarl's repository."""
 
 
 def render(recipe: Recipe, arguments: Sequence[str]) -> str:
     """Return the batch script for a recipe and its launcher. `arguments` are further arguments of `megarl train`.
 
-    Jobs of one name wait for each other, so that two never write to one run folder. Raises ConfigError if megarl is not
-    installed from its repository, or for Ray together with `cluster.groups.engines`.
+    Jobs of one name wait for each other, so that two never write to one run folder. Raises ConfigError for Ray together
+    with `cluster.groups.engines`.
     """
-    script = HOME / "launch/slurm" / ("ray.sbatch" if recipe.cluster.launcher == "ray" else "train.sbatch")
-    try:
-        template = script.read_text(encoding="utf-8")
-    except OSError:
-        raise ConfigError(f"{script}: not found; install megarl from its repository (launch/setup.sh)") from None
+    script = home() / "launch/slurm" / ("ray.sbatch" if recipe.cluster.launcher == "ray" else "train.sbatch")
+    template = script.read_text(encoding="utf-8")
     cluster = recipe.cluster
     if cluster.launcher == "ray" and cluster.groups.engines is not None:
         raise ConfigError(
@@ -47,7 +42,10 @@ def render(recipe: Recipe, arguments: Sequence[str]) -> str:
         # A function as replacement, because `re.sub` would interpret backslashes in a text.
         template = re.sub(r"(?m)^MEGARL_HOME=", lambda _: f"{component}\nMEGARL_HOME=", template, count=1)
     template = re.sub(r"(?s)^(#!\S+[^\n]*\n).*?(?=#SBATCH)", lambda found: found[1] + _header(recipe), template)
-    ours = f"MEGARL_HOME={shlex.quote(str(HOME))}\nset -- {shlex.join(arguments)}"
+    ours = f"MEGARL_HOME={shlex.quote(str(home()))}\nset -- {shlex.join(arguments)}"
+    if not is_clone():
+        # A wheel has no .venv next to launch/: the job uses this command's environment.
+        ours = f"MEGARL_VENV=${{MEGARL_VENV:-{shlex.quote(sys.prefix)}}}\n{ours}"
     return re.sub(r"(?m)^MEGARL_HOME=.*$", lambda _: ours, template)
 
 
@@ -62,7 +60,7 @@ def _header(recipe: Recipe) -> str:
     """Return the comments at the top of a filled script. They replace the template's."""
     return (
         f"# The job of run {recipe.name}, written by megarl slurm: recipe, nodes and ranks are set.\n"
-        f"# The site's settings are in {HOME}/launch/slurm/site.env, or in the file named by MEGARL_SITE.\n"
+        f"# The site's settings are in {home()}/launch/slurm/site.env, or in the file named by MEGARL_SITE.\n"
     )
 
 

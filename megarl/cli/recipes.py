@@ -1,0 +1,62 @@
+"""`megarl recipes`: lists the delivered recipes, or copies some of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from itertools import takewhile
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from megarl.console import print_lines
+from megarl.files import shipped
+from megarl.files.nearest import nearest
+from megarl.types import ConfigError
+
+
+def recipes(
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[NAME]...", help="Recipes to copy. Default: all are listed.", show_default=False),
+    ] = None,
+    to: Annotated[Path, typer.Option("--to", metavar="FOLDER", help="Folder for the copies.")] = Path(),
+) -> None:
+    """List the delivered recipes, each with its purpose, or copy those named.
+
+    Existing files are never overwritten: the command then copies nothing.
+    """
+    known = shipped.recipes()
+    if names:
+        print_lines([f"wrote {path}" for path in _copied(known, names, to)])
+        return
+    for name, path in known.items():
+        print(f"{name}\n    {_purpose(path)}")
+
+
+def _purpose(recipe: Path) -> str:
+    """Return the first sentence of the comment at the top of a recipe."""
+    lines = takewhile(lambda line: line.startswith("#"), recipe.read_text(encoding="utf-8").splitlines())
+    comment = " ".join(
+        line.removeprefix("#").strip() for line in lines if not line.startswith("# yaml-language-server")
+    )
+    return comment.partition(". ")[0].removesuffix(".") + "."
+
+
+def _copied(known: Mapping[str, Path], names: Sequence[str], folder: Path) -> list[Path]:
+    """Copy recipes into a folder and return the new files. Raises ConfigError for an unknown name or an existing file,
+    before the first copy.
+    """
+    wanted = [name.removesuffix(".yaml") for name in names]
+    for name in wanted:
+        if name not in known:
+            hint = f"did you mean {near}?" if (near := nearest(name, known)) else "`megarl recipes` lists them"
+            raise ConfigError(f"{name}: not a recipe of megarl; {hint}")
+    copies = {folder / known[name].name: known[name] for name in wanted}
+    for copy in copies:
+        if copy.exists():
+            raise ConfigError(f"{copy}: exists already; name another folder with --to, or remove the file")
+    folder.mkdir(parents=True, exist_ok=True)
+    for copy, original in copies.items():
+        copy.write_bytes(original.read_bytes())
+    return list(copies)
