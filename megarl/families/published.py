@@ -25,6 +25,7 @@ _DENSE = _QWEN3 | {
     "hidden_size": 5120,
     "num_key_value_heads": 8,
 }
+_SMALL = _DENSE | {"tie_word_embeddings": True, "num_hidden_layers": 28}
 _EXPERTS = _QWEN3 | {
     "architectures": ["Qwen3MoeForCausalLM"],
     "model_type": "qwen3_moe",
@@ -199,6 +200,12 @@ _QWEN3_5_35B = _QWEN3_5_EXPERTS | {
 }
 
 PUBLISHED: dict[str, dict[str, Any]] = {
+    "Qwen/Qwen3-0.6B": _SMALL | {"hidden_size": 1024, "intermediate_size": 3072, "num_attention_heads": 16},
+    "Qwen/Qwen3-1.7B": _SMALL | {"hidden_size": 2048, "intermediate_size": 6144, "num_attention_heads": 16},
+    "Qwen/Qwen3-4B": _SMALL
+    | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "Qwen/Qwen3-8B": _DENSE
+    | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
     "Qwen/Qwen3-14B": _DENSE | {"intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
     "Qwen/Qwen3-32B": _DENSE | {"intermediate_size": 25600, "num_hidden_layers": 64, "num_attention_heads": 64},
     "Qwen/Qwen3-30B-A3B": _EXPERTS

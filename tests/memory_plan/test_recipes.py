@@ -16,6 +16,15 @@ from tests.memory_plan.conftest import RECIPES
 
 GIB = 2**30
 PLANNED = {
+    "qwen3_0_6b_gsm8k": ("h100", 39.6),
+    "qwen3_1_7b_gsm8k": ("h100", 51.4),
+    "qwen3_4b_gsm8k": ("h200", 110.1),
+    "qwen3_8b_gsm8k": ("h200", 116.0),
+    "qwen3_8b_lora": ("h100", 63.5),
+    "qwen3_8b_tools": ("h100", 65.7),
+    "qwen3_8b_distillation": ("h100", 66.5),
+    "qwen3_8b_sft": ("h100", 59.4),
+    "qwen3_8b_dpo": ("h100", 59.4),
     "qwen3_14b_agent": ("h100", 71.1),
     "qwen3_14b_dapo": ("h100", 71.1),
     "qwen3_14b_dapo_h200": ("h200", 131.8),
