@@ -14,9 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from pathlib import Path
 
-import megarl
+from megarl.files.shipped import PACKAGE
 from megarl.processes.launcher import DEVNULL, LaunchedProgram
 
 _OWN_END_SECONDS = 2.0
@@ -30,7 +29,7 @@ sys.path.append(sys.argv[1])
 from megarl.processes.supervisor import supervise
 supervise(json.loads(sys.argv[2]))
 """
-_ROOT = str(Path(megarl.__file__).parents[1])
+_ROOT = str(PACKAGE.parent)
 
 
 @dataclass(frozen=True, slots=True)

@@ -20,7 +20,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Literal
 
-import megarl
+from megarl.files.shipped import PACKAGE
 from megarl.processes.launcher import DEVNULL, PIPE, LaunchedProgram
 from megarl.processes.process_tree import descendants
 from megarl.sandbox.inside import READY
@@ -206,7 +206,7 @@ class Sandbox:
             "packages": self._settings.packages,
             "search_path": [*search_path, *listable],
         }
-        root = str(Path(megarl.__file__).parents[1])
+        root = str(PACKAGE.parent)
         with theirs:
             self._process = LaunchedProgram(
                 # -P -S -s -B: no paths of this folder or user, no site packages, no bytecode files.

@@ -1,0 +1,241 @@
+"""megarl from a Python program or a notebook: `megarl.train`, `plan`, `evaluate` and `load_run`.
+
+    import megarl
+
+    run = megarl.train("recipe.yaml", {"train.steps": 3, "reward.functions": [my_reward]})
+    run.metrics().to_pandas()
+
+Each call that trains or samples runs the command of its name in a process of its own. A notebook, or a program with
+its own event loop and signals, is therefore not disturbed.
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
+
+from megarl.platform.commands import follow_command
+from megarl.types import ConfigError, MegarlError
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+
+    from megarl.config import Recipe
+
+RecipeSource = str | Path | Mapping[str, Any]
+"""YAML file of a recipe, or its sections as a mapping."""
+Overrides = Mapping[str, Any]
+"""Values by dotted field name. Functions and classes of a Python file may stand for their import paths."""
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """A run folder: finished, stopped or still active. Each method reads the files again."""
+
+    path: Path
+
+    @property
+    def recipe(self) -> dict[str, Any]:
+        """Fields of the run's recipe, keyed by dotted name."""
+        return dict(self._read().config)
+
+    @property
+    def state(self) -> str:
+        """State of the run, such as `running`, `done` or `failed`; `ended unseen` if its process is gone."""
+        return self._read().state
+
+    @property
+    def model(self) -> Path | None:
+        """Folder of the exported Hugging Face model; None: there is no export yet."""
+        folder = self.path / "hf"
+        return folder if folder.is_dir() else None
+
+    def metrics(self) -> pa.Table:
+        """Return the metrics: one row per step with the column `step`, one column per metric, null where a step has
+        no value. METRICS.md explains the names.
+        """
+        return _table([{"step": step, **values} for step, values in self._read().rows])
+
+    def samples(self, step: int | None = None) -> pa.Table:
+        """Return the recorded samples of a step; None: of all steps. Objects and lists are columns of JSON text.
+
+        Raises ConfigError if no samples were recorded for the step.
+        """
+        from megarl.report.samples import read_records
+
+        files = dict(self._read().sample_files)
+        if step is not None and step not in files:
+            known = ", ".join(map(str, sorted(files))) or "none"
+            raise ConfigError(f"step = {step}: {self.path} has no samples of this step; it has those of: {known}")
+        steps = sorted(files) if step is None else [step]
+        return _table([record for number in steps for record in read_records(files[number], number)])
+
+    def _read(self) -> Any:
+        from megarl.report.recorded import read_run
+
+        return read_run(self.path)
+
+
+def train(
+    recipe: RecipeSource,
+    overrides: Overrides | None = None,
+    *,
+    resume: bool | Literal["must"] = False,
+    restart: bool = False,
+) -> Run:
+    """Train as `megarl train` does, with its output on this process's, and return the run.
+
+    `resume` continues the run from its newest checkpoint, `restart` moves an earlier run aside. Raises the errors of
+    `megarl train`: ConfigError for a recipe that cannot run, other MegarlErrors by exit code.
+    """
+    options = ["--resume=must"] if resume == "must" else ["--resume"] * resume
+    with _recipe_file(recipe) as file:
+        given = _overrides(overrides)
+        folder = _run_path(file, given)
+        _megarl("train", file, *given, *options, *["--restart"] * restart)
+    return Run(folder)
+
+
+def plan(recipe: RecipeSource, overrides: Overrides | None = None) -> dict[str, Any]:
+    """Return the plan of a recipe, the object printed by `megarl plan --json`: memory by phase in bytes, `fits`, and
+    the reshard's bytes and seconds. Nothing starts. Raises ConfigError for a recipe that cannot run.
+    """
+    with _recipe_file(recipe) as file:
+        code, output, error = _program("plan", file, *_overrides(overrides), "--json", captures_output=True)
+    # Exit code 2 is also that of a plan that does not fit; only then is there an object.
+    if code and not output.strip():
+        raise _error_of(code, error)
+    return json.loads(output)
+
+
+def evaluate(
+    model: str | Path | Run,
+    recipe: RecipeSource,
+    overrides: Overrides | None = None,
+    *,
+    n: int | None = None,
+    temperature: float | None = None,
+    sets: Sequence[str] = (),
+    out: str | Path | None = None,
+) -> dict[str, Any]:
+    """Evaluate a model or a run on a recipe's validation sets, as `megarl eval` does.
+
+    `n` is the number of attempts per problem, `sets` the names of validation sets; none: all. Returns the contents of
+    metrics.json in the folder `out` (default: a new folder in evaluations/): for each set its measures with 95 %
+    intervals. Raises the errors of `megarl eval`.
+    """
+    source = model.path if isinstance(model, Run) else Path(model)
+    folder = Path(out) if out is not None else Path("evaluations", f"{source.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    options = [] if n is None else ["--n", str(n)]
+    options += [] if temperature is None else ["--temperature", str(temperature)]
+    options += [argument for name in sets for argument in ("--set", name)]
+    with _recipe_file(recipe) as file:
+        _megarl("eval", source, file, *_overrides(overrides), *options, "--out", folder)
+    return json.loads((folder / "metrics.json").read_text(encoding="utf-8"))
+
+
+def load_run(path: str | Path) -> Run:
+    """Return the run in a folder. Raises ConfigError if the folder is not that of a run."""
+    from megarl.report.recorded import refuse_other_folders
+
+    refuse_other_folders(Path(path))
+    return Run(Path(path))
+
+
+@contextmanager
+def _recipe_file(recipe: RecipeSource) -> Iterator[str]:
+    """Context with the path of a recipe's file; that of a mapping exists within the context only."""
+    if not isinstance(recipe, Mapping):
+        yield str(recipe)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder, "recipe.yaml")
+        # JSON is YAML.
+        file.write_text(json.dumps(_plain(recipe)), encoding="utf-8")
+        yield str(file)
+
+
+def _overrides(given: Overrides | None) -> list[str]:
+    return [f"{name}={json.dumps(_plain(value))}" for name, value in (given or {}).items()]
+
+
+def _plain(value: Any) -> Any:
+    """Return a value for JSON: functions and classes become import paths, paths become texts."""
+    if isinstance(value, Mapping):
+        return {str(key): _plain(inside) for key, inside in value.items()}
+    if isinstance(value, list | tuple):
+        return [_plain(inside) for inside in value]
+    if isinstance(value, Path):
+        return str(value)
+    return _import_path(value) if callable(value) else value
+
+
+def _import_path(given: Callable[..., Any]) -> str:
+    """Return `FILE.py:NAME` of a function or class. Ranks import it from its file."""
+    name = getattr(given, "__qualname__", repr(given))
+    try:
+        file = inspect.getsourcefile(given)
+    except TypeError:
+        file = None
+    if file is None or not file.endswith(".py") or not Path(file).is_file() or not name.isidentifier():
+        raise ConfigError(
+            f"{name}: other processes cannot import it; define it with def or class at the top level of a Python file"
+        )
+    return f"{Path(file).resolve()}:{name}"
+
+
+def _run_path(recipe: str, overrides: Sequence[str]) -> Path:
+    from megarl.config.recipe import load
+    from megarl.tracking.run_folder import run_path
+
+    folder = Path(recipe)
+    loaded: Recipe | None = None if folder.is_dir() else load(folder, overrides)
+    return folder if loaded is None else run_path(loaded)
+
+
+def _megarl(*arguments: str | Path) -> None:
+    code, _, error = _program(*arguments, captures_output=False)
+    if code:
+        raise _error_of(code, error)
+
+
+def _program(*arguments: str | Path, captures_output: bool) -> tuple[int, str, str]:
+    """Run a megarl command. Returns its exit code, its standard output if captured, and its error output."""
+    return follow_command([sys.executable, "-m", "megarl", *map(str, arguments)], captures_output=captures_output)
+
+
+def _error_of(code: int, error_output: str) -> MegarlError:
+    """Return the error for an exit code, with the command's message."""
+    kinds = [MegarlError]
+    for kind in kinds:
+        kinds += kind.__subclasses__()
+    kind = next((kind for kind in kinds if kind.exit_code == code), MegarlError)
+    message = error_output.rpartition("error: ")[2].strip()
+    return kind(message or f"megarl ended with exit code {code}")
+
+
+def _table(records: Sequence[Mapping[str, Any]]) -> pa.Table:
+    """Return records as a table with a column for every key, in order of appearance; null where a record lacks it."""
+    import pyarrow as pa
+
+    names = list(dict.fromkeys(name for record in records for name in record))
+    columns = {name: _column([record.get(name) for record in records]) for name in names}
+    return pa.table(columns)
+
+
+def _column(values: Sequence[Any]) -> pa.Array:
+    """Return values as an Arrow array. Objects, lists and values of several types become JSON text."""
+    import pyarrow as pa
+
+    kinds = {type(value) for value in values if value is not None}
+    if kinds <= {int, float} or (len(kinds) == 1 and kinds <= {str, bool}):
+        return pa.array([float(value) if value is not None and float in kinds else value for value in values])
+    return pa.array([None if value is None else value if kinds == {str} else json.dumps(value) for value in values])

@@ -1,0 +1,111 @@
+"""The Python API: a run, its tables, a plan, an evaluation and the errors of all."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import megarl
+from megarl.api import _column, _error_of
+from megarl.platform.commands import follow_command
+from megarl.types import ConfigError, MegarlError, StoppedError
+
+ROOT = Path(__file__).resolve().parents[1]
+REWARD = """
+import json, sys
+import megarl
+from megarl.types import Reward
+
+def longer(completion_text: str) -> Reward:
+    return Reward(score=float(len(completion_text)), format_valid=True, answer_correct=True)
+
+if __name__ == "__main__":
+    recipe, overrides = json.loads(sys.argv[1])
+    run = megarl.train(recipe, {**overrides, "reward.functions": [longer]})
+    steps = run.metrics().to_pylist()
+    samples = run.samples(1)
+    print("FOUND", json.dumps([run.state, len(steps), steps[-1]["train/grad_norm"], samples.num_rows, str(run.model)]))
+"""
+
+
+def recipe_of(model: Path, folder: Path) -> tuple[str, dict[str, Any]]:
+    data = folder / "sums.jsonl"
+    sums = [{"messages": [{"role": "user", "content": f"{n} + 1 ="}], "gt_answer": str(n + 1)} for n in range(8)]
+    data.write_text("".join(json.dumps(one) + "\n" for one in sums))
+    overrides = {
+        "model.path": str(model), "data.train": str(data), "data.validation.heldout": str(data),
+        "runs_folder": str(folder / "runs"), "cluster.ranks_per_node": 1, "train.steps": 2,
+        "train.prompts_per_step": 2, "train.samples_per_prompt": 2, "rollout.sampling.max_new_tokens": 4,
+        "optimizer.warmup_steps": 0,
+    }  # fmt: skip
+    return str(ROOT / "launch/recipes/tiny_rl.yaml"), overrides
+
+
+@pytest.mark.end_to_end
+def test_a_script_trains_with_its_own_reward_and_reads_the_run(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    recipe, overrides = recipe_of(tiny_model(), tmp_path)
+    script = tmp_path / "script.py"
+    script.write_text(REWARD)
+    command = [sys.executable, str(script), json.dumps([recipe, overrides])]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=900, check=False)
+    assert done.returncode == 0, done.stderr + done.stdout
+    [line] = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    state, num_rows, norm, num_samples, model = json.loads(line.removeprefix("FOUND"))
+    assert (state, num_rows, num_samples) == ("done", 3, 4) and norm > 0
+    run = megarl.load_run(tmp_path / "runs/tiny_rl")
+    assert run.model == Path(model) and run.recipe["reward.functions"] == [f"{script}:longer"]
+    assert run.samples().num_rows >= num_samples and "step" in run.samples().column_names
+    with pytest.raises(ConfigError, match=r"step = 7: .* has no samples of this step; it has those of"):
+        run.samples(7)
+    found = megarl.evaluate(run, recipe, overrides, n=1, out=tmp_path / "evaluation")
+    assert 0 <= found["sets"]["heldout"]["measures"]["accuracy"]["value"] <= 1
+
+
+@pytest.mark.end_to_end
+def test_a_plan_is_that_of_the_command(tmp_path: Path) -> None:
+    recipe = ROOT / "launch/recipes/qwen3_14b_dapo_h200.yaml"
+    assert megarl.plan(recipe)["fits"] is True
+    assert megarl.plan(recipe, {"cluster.gpu_memory_gib": "h100"})["fits"] is False
+    with pytest.raises(ConfigError, match=r"trainer\.tq"):
+        megarl.plan(recipe, {"trainer.tq": 4})
+
+
+def test_other_folders_and_functions_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError):
+        megarl.load_run(tmp_path)
+    with pytest.raises(ConfigError, match="other processes cannot import it"):
+        megarl.train("recipe.yaml", {"reward.functions": [lambda completion_text: 1.0]})
+    with pytest.raises(AttributeError):
+        megarl.nothing  # noqa: B018  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def test_exit_codes_become_errors() -> None:
+    stopped = _error_of(StoppedError.exit_code, "warning\nerror: the run was stopped\n")
+    assert type(stopped) is StoppedError and str(stopped) == "the run was stopped"
+    assert type(_error_of(9, "")) is MegarlError
+
+
+@pytest.mark.parametrize(
+    ("values", "expected"),
+    [
+        ([1, None, 2.5], [1.0, None, 2.5]),
+        ([1, None], [1, None]),
+        (["a", None], ["a", None]),
+        ([{"a": 1}, None, "b"], ['{"a": 1}', None, '"b"']),
+        ([True, False], [True, False]),
+    ],
+)
+def test_columns_have_one_type(values: list[Any], expected: list[Any]) -> None:
+    assert _column(values).to_pylist() == expected
+
+
+def test_a_followed_command_shows_its_errors(capfd: pytest.CaptureFixture[str]) -> None:
+    program = "import sys; print('out'); print('bad', file=sys.stderr); sys.exit(3)"
+    assert follow_command([sys.executable, "-c", program], captures_output=True) == (3, "out\n", "bad\n")
+    assert capfd.readouterr().err == "bad\n"
