@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from bm25s import BM25
 from numpy.typing import NDArray
 
 from megarl.environments.tools import ToolEnvironment, tool
@@ -49,46 +49,36 @@ class Search(ToolEnvironment):
 
 
 class Index:
-    """Search index of a corpus: for each term, the documents containing it."""
+    """BM25 index of a corpus, made by the library bm25s."""
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.texts = tuple(texts)
-        counts = [Counter(terms(text)) for text in texts]
-        lengths = np.array([count.total() for count in counts], np.float64)
-        self._norm = SATURATION * (
-            1 - LENGTH_NORMALIZATION + LENGTH_NORMALIZATION * lengths / max(1.0, float(lengths.mean()))
-        )
-        postings: dict[str, tuple[list[int], list[int]]] = {}
-        for number, count in enumerate(counts):
-            for term, occurrences in count.items():
-                numbers, frequencies = postings.setdefault(term, ([], []))
-                numbers.append(number)
-                frequencies.append(occurrences)
-        self._postings = {
-            term: (np.array(numbers, np.int64), np.array(frequencies, np.float64))
-            for term, (numbers, frequencies) in postings.items()
-        }
+        vocabulary: dict[str, int] = {}
+        documents = [[vocabulary.setdefault(term, len(vocabulary)) for term in terms(text)] for text in texts]
+        # Lucene's inverse document frequency has + 1 in the logarithm, so it is never negative. Atire's term frequency
+        # has the factor k1 + 1 of the source.
+        self._bm25 = BM25(SATURATION, LENGTH_NORMALIZATION, method="atire", idf_method="lucene", backend="numpy")
+        # bm25s 0.3 can add an empty word for queries without words. `scores` answers these itself.
+        self._bm25.index((documents, vocabulary), create_empty_token=False, show_progress=False)
 
-    def scores(self, query: str) -> NDArray[np.float64]:
+    def scores(self, query: str) -> NDArray[np.float32]:
         """Return the BM25 score of each document for a query, [documents]; 0 if it contains no term of the query."""
-        scores = np.zeros(len(self.texts))
-        for term in dict.fromkeys(terms(query)):
-            if term not in self._postings:
-                continue
-            numbers, frequencies = self._postings[term]
-            # The inverse document frequency with + 1 in the logarithm, so that it is never negative.
-            rarity = np.log(1 + (len(self.texts) - len(numbers) + 0.5) / (len(numbers) + 0.5))
-            scores[numbers] += rarity * frequencies * (SATURATION + 1) / (frequencies + self._norm[numbers])
-        return scores
+        words = list(dict.fromkeys(terms(query)))
+        # bm25s 0.3 raises IndexError for an empty list; it skips unknown words.
+        return self._bm25.get_scores(words) if words else np.zeros(len(self.texts), np.float32)
 
     def best(self, query: str, count: int) -> list[int]:
         """Return the numbers of the `count` documents with the highest scores, best first. Ties are in the corpus's
         order.
         """
         scores = self.scores(query)
-        # A stable sort keeps ties in order, so results do not depend on the machine.
-        order = np.argsort(-scores, kind="stable")[:count]
-        return [int(number) for number in order if scores[number] > 0]
+        found = np.flatnonzero(scores)
+        if len(found) > count:
+            # bm25s.retrieve takes ties in any order. All documents with the last score are kept here, then sorted.
+            least = np.partition(scores[found], -count)[-count]
+            found = np.flatnonzero(scores >= least)
+        order = np.argsort(-scores[found], kind="stable")[:count]
+        return found[order].tolist()
 
 
 def terms(text: str) -> list[str]:
@@ -104,8 +94,8 @@ def _index_of_file(path: str) -> Index:
     except OSError as error:
         raise DataError(f"{path}: the corpus cannot be read ({error.strerror}); correct its path") from error
     texts = [_text(path, number, line) for number, line in enumerate(lines, start=1) if line.strip()]
-    if not texts:
-        raise DataError(f'{path}: the corpus is empty; write one document {{"text": ...}} per line')
+    if not any(map(terms, texts)):
+        raise DataError(f'{path}: the corpus has no words; write one document {{"text": ...}} per line')
     return Index(texts)
 
 

@@ -1,4 +1,4 @@
-"""Search over a corpus: scores by hand, order, faulty files."""
+"""Search over a corpus: scores by hand, order of ties, unknown words, faulty files."""
 
 from __future__ import annotations
 
@@ -29,9 +29,32 @@ def test_scores_are_those_of_the_formula() -> None:
         part(3, 3, 3),
     ]
     index = Index(TEXTS)
-    assert index.scores("Red fox? fox") == pytest.approx(expected)
+    # The library computes in float32.
+    assert index.scores("Red fox? fox zebra").tolist() == pytest.approx(expected, rel=1e-6)
     assert index.best("red fox", 3) == [0, 1, 3]
-    assert index.best("nothing here", 3) == []
+
+
+@pytest.mark.parametrize("query", ["nothing here", "", "?!"])
+def test_a_query_without_a_known_word_finds_nothing(query: str) -> None:
+    index = Index(TEXTS)
+    assert index.scores(query).tolist() == [0.0] * 4
+    assert index.best(query, 3) == []
+
+
+def test_equal_scores_stay_in_the_order_of_the_corpus() -> None:
+    # More ties than numpy's insertion sort (16 values) sorts in order by itself.
+    texts = ["owl owl nest", *["owl tree", "sea"] * 50, "owl owl nest"]
+    index = Index(texts)
+    assert index.best("owl", 7) == [0, 101, 1, 3, 5, 7, 9]
+    assert index.best("owl", 1) == [0]
+    assert index.best("owl", 1000) == [0, 101, *range(1, 101, 2)]
+
+
+def test_words_are_in_lower_case_and_of_all_scripts() -> None:
+    index = Index(["", "Ärger_1 Straße", "ärger 1", "東京 tower"])
+    assert index.best("STRASSE", 4) == [] and index.best("straße", 4) == [1]
+    assert index.best("ÄRGER", 4) == [2] and index.best("ärger_1!", 4) == [1]
+    assert index.best("(東京)", 4) == [3]
 
 
 async def test_the_tool_replies_with_the_best_passages(tmp_path: Path) -> None:
@@ -50,7 +73,12 @@ async def test_the_tool_replies_with_the_best_passages(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("content", "words"),
-    [("", "is empty"), ("{\n", "line 1: not JSON"), ('{"text": "a"}\n{"txt": "a"}', "line 2: not a document")],
+    [
+        ("", "has no words"),
+        ('{"text": "?"}', "has no words"),
+        ("{\n", "line 1: not JSON"),
+        ('{"text": "a"}\n{"txt": "a"}', "line 2: not a document"),
+    ],
 )
 def test_a_faulty_corpus_is_named(content: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "corpus.jsonl"
