@@ -21,7 +21,16 @@ is no verdict.
 """
 
 JUDGES = frozenset(
-    {"boxed", "think_answer_tags", "gsm8k", "math_competition", "multiple_choice", "code", "reasoning_gym"}
+    {
+        "boxed",
+        "think_answer_tags",
+        "gsm8k",
+        "math_competition",
+        "math_verify",
+        "multiple_choice",
+        "code",
+        "reasoning_gym",
+    }
 )
 """Built-in reward functions with a verdict: they compare the answer with the gold answer, or test it."""
 SCORERS = frozenset({"format", "length"})

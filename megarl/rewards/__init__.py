@@ -10,12 +10,12 @@ arguments.
 `reasoning_gym.TASK` is the scorer of a reasoning-gym task. `judge` and `remote` (or `judge.NAME` and `remote.NAME` for
 several) are not functions: the driver sends requests to a server of the user over HTTP, many at once.
 
-Reading order. Functions: `boxed`, `think_answer_tags`, `gsm8k`, `math_competition`, `multiple_choice`, `answer_format`,
-`length`, `reasoning_gym`, `code`. Where an answer stands in a completion: `final_answers`. Whether it is right:
-`math_equivalence`, `quantities` and `units` (numbers with units), `formulas` (parser and comparison of formulas),
-`choice_answers` (letters of choices). `harmless` checks text before it is evaluated. Tests of programs: `code_cases`
-(formats), `code_programs` (execution). Calling functions: `calling` (arguments), `results`, `reward_main` (the
-process), `reward_process` (its driver's side), `reward_pool`. Servers: `http_rewards`, `judge`, `remote_model`.
+Reading order. Functions: `boxed`, `think_answer_tags`, `gsm8k`, `math_competition`, `math_verify`, `multiple_choice`,
+`answer_format`, `length`, `reasoning_gym`, `code`. Where an answer stands in a completion: `final_answers`. Whether it
+is right: `math_equivalence`, `quantities` and `units` (numbers with units), `formulas` (parser and comparison of
+formulas), `choice_answers` (letters of choices). `harmless` checks text before it is evaluated. Tests of programs:
+`code_cases` (formats), `code_programs` (execution). Calling functions: `calling` (arguments), `results`, `reward_main`
+(the process), `reward_process` (its driver's side), `reward_pool`. Servers: `http_rewards`, `judge`, `remote_model`.
 Importing this package imports no reward function; a function's module is imported in a reward process only.
 """
 
@@ -33,6 +33,7 @@ REWARDS = {
     "code": "megarl.rewards.code:code",
     "gsm8k": "megarl.rewards.gsm8k:gsm8k",
     "math_competition": "megarl.rewards.math_competition:math_competition",
+    "math_verify": "megarl.rewards.math_verify:math_verify",
     "multiple_choice": "megarl.rewards.multiple_choice:multiple_choice",
     "format": "megarl.rewards.answer_format:answer_format",
     "length": "megarl.rewards.length:length",
@@ -48,6 +49,7 @@ SERVED = {
 RECORD_CHECKS = {
     "code": "megarl.rewards.code_cases:check_record",
     "math_competition": "megarl.rewards.final_answers:check_gold_answers",
+    "math_verify": "megarl.rewards.final_answers:check_gold_answers",
     "gsm8k": "megarl.rewards.gsm8k:check_record",
     "multiple_choice": "megarl.rewards.multiple_choice:check_record",
     "length": "megarl.rewards.length:check_record",
@@ -96,6 +98,7 @@ SYSTEM_PROMPTS = {
     "code": _CODE,
     "gsm8k": _HASHES,
     "math_competition": _BOXED,
+    "math_verify": _BOXED,
     "multiple_choice": (
         "Think the question through step by step. Then write the letter of the right choice, and nothing else, in "
         "\\boxed{}."

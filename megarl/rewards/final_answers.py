@@ -205,20 +205,25 @@ def competition_answer(
     return None if stated is None else stated[1]
 
 
-def gold_answers(answer: Any) -> list[str]:
-    r"""Return the list of acceptable gold answers, each without a \boxed{} around it. Raises ValueError if there is
-    none.
-    """
+def gold_texts(answer: Any) -> list[str]:
+    """Return the list of acceptable gold answers as they stand in the data. Raises ValueError if there is none."""
     given = answer if isinstance(answer, list) else [answer]
     # bool is a subclass of int, but True is not an answer.
     texts = [str(one) for one in given if isinstance(one, str | int | float) and not isinstance(one, bool)]
     if not texts or len(texts) < len(given):
         raise ValueError(f"the gold answer is {answer!r:.80}; give a text, or a list of texts that are all right")
-    return [text if (inside := last_boxed(text)) is None else inside for text in texts]
+    return texts
+
+
+def gold_answers(answer: Any) -> list[str]:
+    r"""Return the list of acceptable gold answers, each without a \boxed{} around it. Raises ValueError if there is
+    none.
+    """
+    return [text if (inside := last_boxed(text)) is None else inside for text in gold_texts(answer)]
 
 
 def check_gold_answers(answer: Any, record: Mapping[str, Any], **kwargs: Any) -> None:
-    """Raise ValueError for a record without a gold answer that `math_competition` can use."""
+    """Raise ValueError for a gold answer that is not a text, a number or a list of them."""
     gold_answers(answer)
 
 

@@ -118,6 +118,7 @@ def test_reward_functions_that_work_are_accepted(recipe: Callable[..., Recipe], 
         ),
         pytest.param("reasoning_gym.gcd", {"metadata": None}, "has no field metadata", id="a task of reasoning-gym"),
         pytest.param("math_competition", {"gt_answer": [None]}, "the gold answer is [None]", id="competition"),
+        pytest.param("math_verify", {"gt_answer": {"x": 1}}, "the gold answer is {'x': 1}", id="math-verify"),
         pytest.param("reasoning_gym", {"metadata": {}}, "no field metadata.source_dataset", id="reasoning-gym"),
     ],
 )

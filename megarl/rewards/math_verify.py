@@ -1,0 +1,37 @@
+"""Reward by the library math-verify, for comparison with other projects."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from math_verify import parse, verify
+
+from megarl.rewards.final_answers import gold_texts
+from megarl.types import Reward
+
+_NO_TIMEOUT = 0
+"""Value for the timeouts of math-verify 0.9. They are alarms by the clock, so a busy machine would change verdicts. The
+CPU limit of the reward process (`reward.timeout_seconds`) replaces them.
+"""
+
+
+def math_verify(completion_text: str, answer: Any, *, correct_score: float = 1.0) -> Reward:
+    r"""Score the whole completion by math-verify's functions `parse` and `verify`, with their defaults except timeouts.
+
+    The format is valid if `parse` finds an answer, even outside \boxed{}. The gold answer is a text, or a list of texts
+    that are all right. `parse` reads it as it stands: a formula needs $ or \boxed{} around it. Without these, 2\pi is
+    read as 2. Errors of `verify` count as wrong answers. Raises ValueError for a gold answer without anything to parse.
+    """
+    golds = [_parsed_gold(text) for text in gold_texts(answer)]
+    stated = parse(completion_text, parsing_timeout=_NO_TIMEOUT)
+    is_correct = any(verify(gold, stated, timeout_seconds=_NO_TIMEOUT) for gold in golds)
+    return Reward(correct_score * is_correct, format_valid=bool(stated), answer_correct=is_correct)
+
+
+def _parsed_gold(text: str) -> list[Any]:
+    found = parse(text, parsing_timeout=_NO_TIMEOUT)
+    if not found:
+        raise ValueError(
+            f"math-verify finds no answer in the gold answer {text!r:.80}; write a formula as $...$ or \\boxed{{...}}"
+        )
+    return found
