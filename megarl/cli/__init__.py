@@ -360,6 +360,14 @@ def show_config(
     print(to_yaml(with_memory_defaults(loaded), comments=True), end="")
 
 
+@app.command()
+def schema() -> None:
+    """Print the JSON Schema (draft 2020-12) of recipe files, for completion and checks in an editor."""
+    from megarl.config.json_schema import recipe_schema
+
+    print(json.dumps(recipe_schema(), indent=1, ensure_ascii=False))
+
+
 @app.command(cls=RecipeCommand)
 def doctor(
     recipe: Annotated[

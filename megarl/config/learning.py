@@ -48,7 +48,10 @@ Decay = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
 # 0 switches off the preset's value. An absent field would take that value.
-OverlongBuffer = Annotated[PositiveInt | None, BeforeValidator(lambda given: None if given == 0 else given)]
+OverlongBuffer = Annotated[
+    PositiveInt | None,
+    BeforeValidator(lambda given: None if given == 0 else given, json_schema_input_type=NonNegativeInt | None),
+]
 Kwargs = dict[str, bool | int | float | str | None]
 """Type of fields like algorithm.loss_kwargs: the keyword arguments of a formula that have no recipe field of their
 own."""
@@ -58,6 +61,9 @@ own."""
 _FUSED = {"qkv_proj": ("q_proj", "k_proj", "v_proj"), "gate_up_proj": ("gate_proj", "up_proj")}
 """Fused projections (qkv_proj, gate_up_proj), each with PEFT's names of the projections in it."""
 _ALL_LINEARS = ("qkv_proj", "o_proj", "gate_up_proj", "down_proj")
+_Target = Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"]
+_WrittenTarget = _Target | Literal["q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "all-linear"]
+"""Names accepted in a recipe's lora.targets: fused projections, and PEFT's names for them."""
 
 
 def fused_targets(given: Any) -> Any:
@@ -99,8 +105,9 @@ class LoraConfig(Section):
     """LoRA alpha: the adapters' output is scaled by alpha / rank."""
     dropout: Annotated[Decay, OnlyIf(*LORA), Foreign("lora_dropout linear_lora_dropout")] = 0.0
     """Dropout probability of the LoRA adapters' inputs during updates."""
-    targets: Annotated[tuple[Literal["qkv_proj", "o_proj", "gate_up_proj", "down_proj"], ...], Field(min_length=1),
-        BeforeValidator(fused_targets), OnlyIf(*LORA),
+    targets: Annotated[tuple[_Target, ...], Field(min_length=1), OnlyIf(*LORA),
+        BeforeValidator(
+            fused_targets, json_schema_input_type=Literal["all-linear"] | tuple[_WrittenTarget, ...]),
         Foreign("lora_target_modules target_modules")] = (
         "qkv_proj",
         "o_proj",

@@ -5,8 +5,17 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import Field, JsonValue, NonNegativeFloat, PositiveFloat, PositiveInt, model_serializer, model_validator
-from pydantic_core import PydanticCustomError
+from pydantic import (
+    Field,
+    GetJsonSchemaHandler,
+    JsonValue,
+    NonNegativeFloat,
+    PositiveFloat,
+    PositiveInt,
+    model_serializer,
+    model_validator,
+)
+from pydantic_core import CoreSchema, PydanticCustomError
 
 from megarl.config.annotations import Foreign, OnlyIf
 from megarl.config.conditions import REWARD_MODEL, RL
@@ -42,6 +51,11 @@ class RewardFunctionConfig(Section):
         if not isinstance(given, Mapping | cls):
             raise PydanticCustomError("reward_function", "must be a name or {name: ..., weight: ..., kwargs: {...}}")
         return given
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: CoreSchema, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        """Return the JSON Schema of an entry: a name, or a mapping with the fields of this class."""
+        return {"anyOf": [{"type": "string"}, handler(schema)]}
 
     @model_serializer(mode="wrap")
     def _short(self, dump: Callable[[Self], dict[str, Any]]) -> str | dict[str, Any]:

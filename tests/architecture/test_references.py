@@ -22,6 +22,7 @@ FIELDS, METRICS = ROOT / "launch/recipes/FIELDS.md", ROOT / "megarl/tracking/MET
     [
         pytest.param(["show-config", "--markdown"], FIELDS, id="fields"),
         pytest.param(["metrics", "--markdown"], METRICS, id="metrics"),
+        pytest.param(["schema"], ROOT / "launch/recipes/recipe.schema.json", id="schema"),
     ],
 )
 def test_a_reference_is_what_its_command_prints(

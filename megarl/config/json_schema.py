@@ -1,0 +1,71 @@
+"""JSON Schema of recipe files, for editors and for checks outside megarl."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic.json_schema import GenerateJsonSchema
+
+_REFERENCE = {
+    "title": "Reference",
+    "description": "`${section.field}` of the recipe, `${oc.env:NAME}` of the environment, or `???`: an override "
+    "must set it.",
+    "type": "string",
+    "pattern": r"\$\{.+\}|^\?\?\?$",
+}
+"""JSON Schema of a text in place of a value. `megarl.config.merging` replaces it before validation."""
+_NOTES = ("description", "default", "deprecated")
+"""Keys of a property for readers. They stay outside its `anyOf`, because editors show only outer ones."""
+
+
+def recipe_schema() -> dict[str, Any]:
+    """Return the JSON Schema (draft 2020-12) of a recipe file.
+
+    It lists sections, fields, types, bounds, defaults and descriptions. Checks of several fields are not part of it.
+    """
+    from megarl.config import Recipe
+
+    made = Recipe.model_json_schema(schema_generator=_WithoutTitles)
+    definitions = {name: _with_references(kind) for name, kind in made.pop("$defs").items()}
+    # A mixture's source may give the training data, and JSON Schema cannot express "the first source's".
+    definitions["DataConfig"].pop("required")
+    recipe = _with_references(made)
+    recipe["required"] = [name for name in recipe["required"] if name != "data"]
+    head = {"$schema": GenerateJsonSchema.schema_dialect}
+    return {**head, **recipe, "$defs": {**definitions, "Reference": _REFERENCE}}
+
+
+class _WithoutTitles(GenerateJsonSchema):
+    def field_title_should_be_set(self, schema: Any) -> bool:
+        # pydantic's title of `tp` is "Tp". Editors show the description under it.
+        return False
+
+
+def _with_references(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a schema in which a reference is accepted in place of each value inside, except whole sections."""
+    changed = dict(schema)
+    if "properties" in changed:
+        changed["properties"] = {name: _or_reference(inner) for name, inner in changed["properties"].items()}
+    for key in ("items", "additionalProperties"):
+        if isinstance(changed.get(key), Mapping):
+            changed[key] = _or_reference(changed[key])
+    if "prefixItems" in changed:
+        changed["prefixItems"] = [_or_reference(inner) for inner in changed["prefixItems"]]
+    if "anyOf" in changed:
+        changed["anyOf"] = [_with_references(inner) for inner in changed["anyOf"]]
+    return changed
+
+
+def _or_reference(schema: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the schema of one value with a reference as an alternative.
+
+    Schemas of sections, and schemas accepting every text, are returned without one.
+    """
+    inner = _with_references(schema)
+    notes = {name: inner.pop(name) for name in _NOTES if name in inner}
+    branches = inner.get("anyOf", [inner])
+    # A section is written out: an alternative beside it would move all errors inside it to its own line.
+    if "$ref" in inner or any(branch in ({}, {"type": "string"}) for branch in branches):
+        return {**notes, **inner}
+    return {**notes, "anyOf": [*branches, {"$ref": "#/$defs/Reference"}]}
