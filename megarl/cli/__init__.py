@@ -32,7 +32,6 @@ app = typer.Typer(
     no_args_is_help=True,
     # Brackets in help texts are literal, and help needs no rich.
     rich_markup_mode=None,
-    add_completion=False,
     # `main` prints tracebacks itself, without escape sequences.
     pretty_exceptions_enable=False,
 )

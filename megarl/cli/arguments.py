@@ -11,6 +11,14 @@ from typer.core import TyperCommand
 
 from megarl.types import ConfigError
 
+
+def _complete_override(ctx: typer.Context, incomplete: str) -> list[tuple[str, str]]:
+    """Return the candidates for the override at the cursor of a shell, each with a description."""
+    from megarl.config.completion import override_candidates
+
+    return override_candidates(list(ctx.params.get("overrides") or ()), incomplete)
+
+
 RecipePath = Annotated[str, typer.Argument(metavar="RECIPE", help="YAML file of the recipe.", show_default=False)]
 Overrides = Annotated[
     list[str] | None,
@@ -19,6 +27,7 @@ Overrides = Annotated[
         help="Overrides of the recipe file. SECTION.FIELD={} empties a mapping; SECTION.FIELD=default or "
         "~SECTION.FIELD removes a value.",
         show_default=False,
+        autocompletion=_complete_override,
     ),
 ]
 
@@ -31,6 +40,9 @@ class RecipeCommand(TyperCommand):
         # click's own error names no recipe field. With this setting unknown options stay among the arguments, in order.
         ctx.ignore_unknown_options = True
         rest = super().parse_args(ctx, args)
+        # A shell completes unfinished command lines: an error would appear in the middle of the typed line.
+        if ctx.resilient_parsing:
+            return rest
         arguments = [parameter for parameter in self.params if parameter.param_type_name == "argument"]
         texts = [text for argument in arguments for text in _given(ctx, argument)]
         if unknown := list(_options(texts)):

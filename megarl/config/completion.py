@@ -1,0 +1,74 @@
+"""Shell completion of overrides: names of recipe fields, then values. pydantic is imported where it is used."""
+
+from __future__ import annotations
+
+import json
+import textwrap
+from collections.abc import Iterator, Sequence
+from types import UnionType
+from typing import TYPE_CHECKING, Annotated, Any, Literal, Union, get_args, get_origin
+
+from megarl.config.schema import all_fields, default_removes, description, section_of
+
+if TYPE_CHECKING:
+    from pydantic.fields import FieldInfo
+
+_HELP_CHARACTERS = 60
+"""Longest description beside a candidate. Longer ones would wrap in zsh's and fish's lists."""
+
+
+def override_candidates(given: list[str], incomplete: str) -> list[tuple[str, str]]:
+    """Return the candidates for an incomplete override, each with a short description.
+
+    `trainer.t` gives `trainer.tp=`, `~trainer.t` gives `~trainer.tp`, `trainer.fp8=` its values. `given` has the
+    earlier arguments of the command line. bash passes `trainer.fp8=n` as three words, two of them in `given`.
+    """
+    fields = {name: field for name, field in all_fields().items() if section_of(field) is None}
+    # In bash's `name = seed` the word seed is a value, although it is a field's name too.
+    before, last = ["", "", *(given[:-1] if given[-1:] == ["="] else given)][-2:]
+    if last in fields and before != "=":
+        return [(value, "") for value in _values(last, fields[last])]
+    name, equals, _ = incomplete.partition("=")
+    if equals:
+        return [(f"{name}={value}", "") for value in _values(name, fields[name])] if name in fields else []
+    mark = "~" if incomplete.startswith("~") else ""
+    matching = [name for name in fields if name.startswith(incomplete.removeprefix("~"))]
+    heads = _heads(matching, incomplete.removeprefix("~"))
+    # Only a section is left: without its fields, the shell would end the word after the dot.
+    while len(heads) == 1 and heads[0].endswith("."):
+        heads = _heads(matching, heads[0])
+    found = [(f"{mark}{head}{'' if mark or head.endswith('.') else '='}", _help(head)) for head in heads]
+    if len(heads) == 1 and not mark:
+        # A second candidate keeps the shell from adding a blank after the equals sign.
+        found += [(f"{heads[0]}={value}", "") for value in _values(heads[0], fields[heads[0]])]
+    return found
+
+
+def _heads(names: Sequence[str], begun: str) -> list[str]:
+    """Return the names up to the next dot after `begun`, without repetitions: `trainer.` for all its fields."""
+    ends = (name.find(".", len(begun)) for name in names)
+    return list(dict.fromkeys(name[: end + 1] if end >= 0 else name for name, end in zip(names, ends, strict=True)))
+
+
+def _help(head: str) -> str:
+    return textwrap.shorten(description(all_fields()[head.rstrip(".")]), _HELP_CHARACTERS, placeholder="...")
+
+
+def _values(name: str, field: FieldInfo) -> list[str]:
+    """Return a field's choices, or its default, and the word `default` if this removes the recipe's value."""
+    default = field.default
+    found = list(dict.fromkeys(_choices(field.annotation)))
+    if not found and isinstance(default, int | float | str):
+        found = [default if isinstance(default, str) else json.dumps(default)]
+    return [*found, *(["default"] if default_removes(name) else [])]
+
+
+def _choices(kind: Any) -> Iterator[str]:
+    """Yield the values of a type with finitely many: true and false, or the words of a Literal."""
+    if kind is bool:
+        yield from ("true", "false")
+    elif get_origin(kind) is Literal:
+        yield from map(str, get_args(kind))
+    elif get_origin(kind) in (Union, UnionType, Annotated):
+        for inner in get_args(kind):
+            yield from _choices(inner)
