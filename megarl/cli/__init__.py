@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 import typer
 
 from megarl.cli import convert, data, sandbox, slurm
-from megarl.cli.arguments import Overrides, RecipeCommand, RecipePath
+from megarl.cli.arguments import CommandGroup, Overrides, RecipeCommand, RecipePath
 from megarl.cli.checking import checked, checking, with_notices_shown
 from megarl.cli.recipes import recipes
 from megarl.console import print_error, print_findings, print_lines, print_memory, print_plan, print_sizes
@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 app = typer.Typer(
     name="megarl",
+    cls=CommandGroup,
     help="Reinforcement learning for large language models: Megatron-Core trainers and vLLM engines in one process.",
     no_args_is_help=True,
     # Brackets in help texts are literal, and help needs no rich.

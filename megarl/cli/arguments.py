@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 from typing import Annotated, Any
 
 import typer
-from typer.core import TyperCommand
+from typer.core import TyperCommand, TyperGroup
 
 from megarl.types import ConfigError
 
@@ -30,6 +31,17 @@ Overrides = Annotated[
         autocompletion=_complete_override,
     ),
 ]
+
+
+class CommandGroup(TyperGroup):
+    """Group of commands. Its help lists the first sentence of each command in full."""
+
+    def format_commands(self, ctx: Any, formatter: Any) -> None:
+        """Write the section of commands. typer's own cuts each description to one line."""
+        commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
+        rows = [(name, command.get_short_help_str(sys.maxsize)) for name, command in commands if command is not None]
+        with formatter.section("Commands"):
+            formatter.write_dl(rows)
 
 
 class RecipeCommand(TyperCommand):

@@ -8,10 +8,12 @@ from typing import Annotated, Any, Literal
 
 import typer
 
+from megarl.cli.arguments import CommandGroup
 from megarl.console import print_conversion
 
 app = typer.Typer(
     name="convert",
+    cls=CommandGroup,
     help="Convert weights between Hugging Face folders and Megatron's torch_dist checkpoints, on the CPU.",
     no_args_is_help=True,
     rich_markup_mode=None,

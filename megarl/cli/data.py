@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
+from megarl.cli.arguments import CommandGroup
 from megarl.console import print_survey
 from megarl.types import ConfigError, DataError
 
@@ -16,7 +17,13 @@ if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.data.formats import FieldNames
 
-app = typer.Typer(name="data", help="Examine data sets before training.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    name="data",
+    cls=CommandGroup,
+    help="Examine data sets before training.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
 @app.command(name="check")

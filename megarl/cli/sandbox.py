@@ -7,10 +7,12 @@ from typing import Annotated
 
 import typer
 
+from megarl.cli.arguments import CommandGroup
 from megarl.types import ConfigError
 
 app = typer.Typer(
     name="sandbox",
+    cls=CommandGroup,
     help="Sandbox: isolated execution of programs written by the policy.",
     no_args_is_help=True,
     rich_markup_mode=None,

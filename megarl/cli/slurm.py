@@ -7,10 +7,16 @@ from typing import Annotated
 
 import typer
 
-from megarl.cli.arguments import Overrides, RecipeCommand, RecipePath
+from megarl.cli.arguments import CommandGroup, Overrides, RecipeCommand, RecipePath
 from megarl.cli.checking import checked
 
-app = typer.Typer(name="slurm", help="Run a recipe as a Slurm batch job.", no_args_is_help=True, rich_markup_mode=None)
+app = typer.Typer(
+    name="slurm",
+    cls=CommandGroup,
+    help="Run a recipe as a Slurm batch job.",
+    no_args_is_help=True,
+    rich_markup_mode=None,
+)
 
 
 @app.command(cls=RecipeCommand)
