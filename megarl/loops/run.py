@@ -31,7 +31,7 @@ from megarl.loops.session import Session
 from megarl.loops.sources import make_sources, read_data, start_rewards
 from megarl.loops.step_checks import StepChecks
 from megarl.loops.steps import Steps
-from megarl.loops.stopping import StackRequest, StopRequest, stacks_on_quit, stopping_at_once
+from megarl.loops.stopping import DRIVER_LOG, StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.platform import device
 from megarl.preflight import Dropped, Kept, layout_of, planned_host_bytes, predicted_memory
 from megarl.rollout.pool import EnginePool
@@ -67,7 +67,8 @@ async def run(
     # Signals first, so that one arriving while the folder is opened raises StoppedError too.
     with stopping_at_once(), RunFolder(recipe, resume=resume is not None, restart=restart) as folder:
         origin = find_origin(recipe, folder, resume, kept)
-        with display.live(), stacks_on_quit(folder.logs_folder) as stacks:
+        logs = folder.logs_folder
+        with display.live(), display.logged_to(logs / DRIVER_LOG), stacks_on_quit(logs) as stacks:
             async with _started(recipe, layout, folder, origin, stacks, display) as session:
                 await LOOPS[recipe.loop](session)
                 # Complete all background work before the export, which needs the engines' memory.

@@ -16,6 +16,9 @@ from pathlib import Path
 
 from megarl.types import EndedError, StoppedError
 
+DRIVER_LOG = "driver.log"
+"""File in an attempt's log folder with the lines of the screen, and with the stacks written on SIGQUIT."""
+
 _ONE_REQUEST_SECONDS = 2.0
 """Two stop signals within this number of seconds are one request, except two SIGINT."""
 
@@ -130,7 +133,7 @@ class StackRequest:
 def stacks_on_quit(logs_folder: Path) -> Iterator[StackRequest]:
     """Context writing the stacks of all the driver's threads to `driver.log` on SIGQUIT. The run continues."""
     request = StackRequest()
-    path = logs_folder / "driver.log"
+    path = logs_folder / DRIVER_LOG
 
     def receive(*_: object) -> None:
         request.ask_others()

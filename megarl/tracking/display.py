@@ -1,8 +1,8 @@
 """Progress of a run on the screen: on a terminal a live line below the other lines, otherwise plain lines only.
 
 The live line has the current phase with its time, the step, the time left and a graph of the reward. The line of a
-finished step shows the signs of reward hacking together: reward, accuracy, length, truncated share, KL if measured,
-difference of trainer and engine log-probs, entropy.
+finished step (`step_table`) shows the signs of reward hacking together: reward, accuracy, length, truncated share, KL
+if measured, difference of trainer and engine log-probs, entropy.
 """
 
 from __future__ import annotations
@@ -12,33 +12,21 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from datetime import timedelta
+from pathlib import Path
 from typing import NamedTuple
 
 import rich.console
 from rich.live import Live
 from rich.text import Text
 
-from megarl.terminal import Terminal
-from megarl.tracking.health import is_accuracy
+from megarl.files.atomic import append_whole
+from megarl.terminal import Terminal, printable
+from megarl.tracking.step_table import LINE_CHARACTERS, StepTable
 
 MOST_LINES = 200
 """A run with at most this many steps prints a line for each step."""
-
-STEP_LINE = (
-    ("divergence", ("distillation/divergence", "distillation/reverse_kl")),
-    ("reward", ("reward/mean",)),
-    ("accuracy", ("reward/accuracy", "preference/accuracy")),
-    ("length", ("rollout/completion_tokens/mean",)),
-    ("truncated", ("rollout/truncated",)),
-    ("KL", ("kl/reference", "kl/update")),
-    ("gap", ("logprob_gap/mean",)),
-    ("entropy", ("train/entropy",)),
-    ("tokens/s/rank", ("perf/tokens_per_second_per_rank",)),
-)
-"""Items of the line printed for a finished step: a label, and names of metrics. The first metric that the run logs is
-shown."""
 
 _SPARKLINE_LENGTH = 24
 """Number of recent steps in the graph of the live line."""
@@ -79,6 +67,8 @@ class Display:
         self._began = clock()
         self._recent_values: deque[float] = deque(maxlen=_SPARKLINE_LENGTH)
         self._has_noted_thinning = False
+        self._table = StepTable()
+        self._log: Path | None = None
 
     @property
     def is_live(self) -> bool:
@@ -107,6 +97,15 @@ class Display:
             yield
 
     @contextmanager
+    def logged_to(self, path: Path) -> Iterator[None]:
+        """Append all lines printed while the context manager is active to a file, without colours."""
+        self._log = path
+        try:
+            yield
+        finally:
+            self._log = None
+
+    @contextmanager
     def phase(self, name: str, *, is_printed: bool = False) -> Iterator[None]:
         """Context in which the run is in this phase: the live line shows it. `is_printed`: print a line for it if there
         is no live line."""
@@ -120,7 +119,7 @@ class Display:
 
     def begin_steps(self, steps: int | None) -> None:
         """Set the run's number of steps."""
-        self._steps = steps
+        self._steps = self._table.steps = steps
 
     def begin_step(self, step: int) -> None:
         """Set the number of the current step."""
@@ -128,14 +127,17 @@ class Display:
 
     def info(self, text: str) -> None:
         """Print a line."""
-        self.console.print(text, style="dim", soft_wrap=True, markup=False)
+        self._print(Text(printable(text), style="dim"))
 
     def warn(self, text: str) -> None:
         """Print a warning."""
-        self.console.print(f"warning: {text}", style="yellow", soft_wrap=True, markup=False)
+        self._print(Text(f"warning: {printable(text)}", style="yellow"))
 
     def step(self, step: int, row: Mapping[str, float]) -> None:
-        """Print one line with a step's metrics. Long runs omit most steps without an evaluation."""
+        """Print a line with a step's metrics, and a header if one is due.
+
+        Long runs omit most steps without an evaluation.
+        """
         now = self._clock()
         self._first_logged = self._first_logged or (step, now)
         self._step, self._last_logged = step, now
@@ -145,9 +147,11 @@ class Display:
         if math.isfinite(followed):
             self._recent_values.append(followed)
         if self._has_line(step, row):
-            line = Text("  ".join(self._words(step, row)))
-            line.stylize("bold", 0, line.plain.find("  "))
-            self.console.print(line, soft_wrap=True)
+            most = min(LINE_CHARACTERS, self.console.width) if self.is_live else LINE_CHARACTERS
+            for line in self._table.lines(step, row, self._seconds_left(now), most=most):
+                text = Text(line, style="" if line.startswith("step ") else "dim")
+                text.highlight_regex(r"^step \S+", "bold")
+                self._print(text)
 
     def close(self, closing: Closing) -> None:
         """Print the summary of a finished run."""
@@ -161,7 +165,7 @@ class Display:
             rows.append(("time", shares))
         rows += [("" if number else "next", command) for number, command in enumerate(closing.next_commands)]
         for label, text in rows:
-            self.console.print(Text.assemble((f"{label:<10}", "bold"), text), soft_wrap=True)
+            self._print(Text.assemble((f"{label:<10}", "bold"), text))
 
     def status(self) -> Text:
         """Return the text of the live line at this moment."""
@@ -177,6 +181,14 @@ class Display:
         if self._recent_values:
             words.append(f"{self._sparkline()} {self._recent_values[-1]:.4g}")
         return Text("  ".join(words), style="dim", no_wrap=True, overflow="crop")
+
+    def _print(self, text: Text) -> None:
+        """Print a line on the screen, and append it to the log."""
+        self.console.print(text, soft_wrap=True)
+        if self._log is not None:
+            # A full disk ends the run at the next line of metrics.jsonl, with an error naming it.
+            with suppress(OSError):
+                append_whole(self._log, f"{printable(text.plain)}\n".encode(errors="replace"))
 
     def _steps_text(self, resumed_step: int) -> str:
         """Return the number of steps in this start of the run, in words."""
@@ -199,21 +211,6 @@ class Display:
         # The first two steps and the last always have lines: they show that a run works, and how it ends.
         is_end = step in (self._first_logged[0], self._first_logged[0] + 1, self._steps)
         return is_end or step % math.ceil(self._steps / MOST_LINES) == 0 or any(n.startswith("val/") for n in row)
-
-    def _words(self, step: int, row: Mapping[str, float]) -> list[str]:
-        """Return the items (labels with values) of a finished step's line."""
-        words = [f"step {step}" + (f"/{self._steps}" if self._steps else "")]
-        for label, names in STEP_LINE:
-            found = next((row[name] for name in names if name in row), None)
-            if found is not None:
-                words.append(f"{label} {found:.4g}")
-        if "reward/mean" not in row and "train/loss" in row:
-            words.append(f"loss {row['train/loss']:.4g}")
-        words += [f"{name} {row[name]:.4g}" for name in row if is_accuracy(name)]
-        words.append(f"{row['time/step_seconds']:.1f} s")
-        if (left := self._seconds_left(self._last_logged)) is not None:
-            words.append(f"{timedelta(seconds=round(left))} left")
-        return words
 
     def _seconds_left(self, now: float) -> float | None:
         """Return the estimated time left, from the mean step time. The first step is left out because it compiles

@@ -156,7 +156,8 @@ def test_the_screen_shows_progress_and_nothing_of_other_libraries(runs: Runs) ->
     through_pipe = runs.screens["rl"].splitlines()
     assert "\x1b" not in runs.screens["rl"] and "\r" not in runs.screens["rl"]
     own = re.compile(
-        r"sft \(sft\)|rl \(rl\)|[┏━┓┃┡┩│└─┴┘┌┬┐├┼┤]|step \d+/\d+  "
+        r"sft \(sft\)|rl \(rl\)|[┏━┓┃┡┩│└─┴┘┌┬┐├┼┤]|step \d+/\d+ "
+        r"| +(reward|loss) .*s/step    left$| +val/\w+/accuracy="
         r"|megarl: checks and starts |(reading data|starting 2 ranks|building models|exporting the model)$"
         r"|(done|model|accuracy|time|next)  |  +(megarl|tensorboard) |warning: |profile of step 2: "
     )
@@ -168,8 +169,14 @@ def test_the_screen_shows_progress_and_nothing_of_other_libraries(runs: Runs) ->
         assert closing == ["done", "model", "accuracy", "time", "next", "megarl", "tensorboard"]
     assert sum(line.startswith("step ") for line in on_terminal) == 13
     [last] = [line for line in through_pipe if line.startswith("step 2/2 ")]
-    for word in ("reward", "accuracy", "length", "truncated", "gap", "entropy", "tokens/s/rank"):
-        assert f"  {word} " in last
+    [header] = [line for line in through_pipe if line.endswith(" left")]
+    labels = ["reward", "accuracy", "length", "trunc.", "gap", "entropy", "tok/s/rank", "s/step", "left"]
+    assert [label for label in header.split() if label != "KL"] == labels
+    assert len(last) == len(header) <= 100 and "-" not in last.split()
+    for name, screen in (("sft", on_terminal), ("rl", through_pipe)):
+        log = (runs.folder / f"runs/{name}/logs/latest/driver.log").read_text(encoding="utf-8").splitlines()
+        assert [line for line in log if line not in screen] == []
+        assert {line for line in screen if re.match(r"step |done  ", line)} <= {*log}
 
 
 def test_a_profile_has_the_time_of_driver_and_ranks(runs: Runs) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import math
 import os
 import re
 import subprocess
@@ -14,6 +15,7 @@ import pytest
 from rich.console import Console
 
 from megarl.tracking.display import MOST_LINES, Closing, Display
+from megarl.tracking.step_table import StepTable, left_text, short_number
 from tests.terminal_screen import run_in_terminal, shown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -67,11 +69,12 @@ def test_on_a_terminal_a_line_is_rewritten_below_those_that_stay() -> None:
     # While the phase went on there was a line with the step, the phase and the course of the reward.
     assert re.search(r"step 2/3  half 0 s  .*0\.25", written)
     lines = [line.rstrip() for line in shown(written)]
-    assert [re.sub(r"  [\d.]+ s.*", "", line) for line in lines if line] == [
-        "step 1/3  reward 0.25",
+    assert [re.sub(r"    1\.0( 0:00:0\d)?$", "", line) for line in lines if line] == [
+        "          reward s/step    left",
+        "step 1/3   0.250",
         "warning: look out",
         "from elsewhere",
-        "step 2/3  reward 0.75",
+        "step 2/3   0.750",
         "and then",
     ]
     # A process that is killed leaves the cursor as it was.
@@ -92,6 +95,7 @@ def test_elsewhere_there_are_plain_lines_alone(terminal: str) -> None:
     lines = re.sub(r"\x1b\[[0-9;]*m", "", written).splitlines()
     assert [line.partition("  ")[0] for line in lines] == [
         "starting 2 ranks",
+        "",
         "step 1/3",
         "warning: look out",
         "step 2/3",
@@ -112,12 +116,24 @@ def test_a_step_s_line_shows_what_gives_a_hacked_reward_away() -> None:
     display.step(1, ROW)
     clock.now += 6
     display.step(3, ROW)
-    assert text.getvalue().splitlines()[1] == (
-        "step 3/12  reward 0.5  accuracy 0.25  length 31.5  truncated 0.125  KL 0.002  entropy 1.5  "
-        "tokens/s/rank 1234  val/easy/accuracy 0.75  2.0 s  0:00:27 left"
-    )
     display.step(4, {"train/loss": 0.5, "kl/update": 0.25, "time/step_seconds": 1.0})
-    assert text.getvalue().splitlines()[2].startswith("step 4/12  KL 0.25  loss 0.5  1.0 s")
+    assert text.getvalue().splitlines() == [
+        "            reward accuracy length trunc.      KL entropy tok/s/rank s/step    left",
+        "step 1/12    0.500    0.250  31.50  0.125  0.0020   1.500      1.23k    2.0",
+        "            val/easy/accuracy=0.750",
+        "step 3/12    0.500    0.250  31.50  0.125  0.0020   1.500      1.23k    2.0 0:00:27",
+        "            val/easy/accuracy=0.750",
+        # A new column needs a new header, and a metric that the step lacks is a dash.
+        "            reward    loss accuracy length trunc.      KL entropy tok/s/rank s/step    left",
+        "step 4/12        -   0.500        -      -      -   0.250       -          -    1.0 0:00:16",
+    ]
+
+
+def test_an_evaluation_before_the_first_step_has_one_line() -> None:
+    display, _, text = displayed()
+    display.begin_steps(12)
+    display.step(0, {"val/easy/accuracy": 0.75, "time/step_seconds": 1.0})
+    assert text.getvalue() == "step 0/12   val/easy/accuracy=0.750\n"
 
 
 @pytest.mark.parametrize("name", ["distillation/divergence", "distillation/reverse_kl"])
@@ -125,7 +141,122 @@ def test_a_distillation_s_line_begins_with_what_it_learns(name: str) -> None:
     display, _, text = displayed()
     display.begin_steps(12)
     display.step(1, ROW | {name: 0.125})
-    assert text.getvalue().splitlines()[0].startswith("step 1/12  divergence 0.125  reward 0.5")
+    header, line = text.getvalue().splitlines()[:2]
+    assert header.split()[:2] == ["diverg.", "reward"] and line.split()[2:4] == ["0.125", "0.500"]
+
+
+EXTREME = {
+    "distillation/divergence": -1.24e-7, "reward/mean": -123456.0, "reward/accuracy": 0.0,
+    "rollout/completion_tokens/mean": 123456.7, "rollout/truncated": 1e-4, "kl/reference": -0.01234,
+    "logprob_gap/mean": 1e-9, "train/entropy": float("nan"), "perf/tokens_per_second_per_rank": 1.107e7,
+    "time/step_seconds": 98765.4,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("steps", [9, 200, 1_000_000, None])
+def test_lines_have_at_most_100_columns_and_align(steps: int | None) -> None:
+    display, clock, text = displayed()
+    display.begin_steps(steps)
+    names = {f"val/a_long_name_of_set_{number}/accuracy": 0.5 for number in range(5)}
+    for number, row in enumerate([EXTREME, ROW | EXTREME | names, ROW | {"distillation/divergence": 2.0}], start=1):
+        display.step(number, row)
+        clock.now += 12345
+    lines = [line for line in text.getvalue().splitlines() if not line.startswith("about ")]
+    assert max(map(len, lines)) <= 100
+    header, *numbers = [line for line in lines if "accuracy=" not in line]
+    ends = [match.end() for match in re.finditer(r"\S+", header)]
+    assert len(numbers) == 3
+    for line in numbers:
+        # Each value ends below the end of its label. The time left may be unknown.
+        assert all(line[end - 1] != " " for end in ends[:-1])
+        assert all(line[end : end + 1] in ("", " ") for end in ends)
+    assert sum(line.count("accuracy=") for line in lines) == 7
+
+
+def test_a_narrow_terminal_has_fewer_columns() -> None:
+    lines = StepTable().lines(1, ROW, 1.0, most=60)
+    assert lines[0].split() == ["reward", "accuracy", "length", "trunc.", "s/step", "left"]
+    assert max(map(len, lines)) <= 60
+
+
+@pytest.mark.parametrize("columns", [40, 80, 100, 200])
+def test_a_terminal_of_any_width_has_one_line_for_the_numbers_of_a_step(columns: int) -> None:
+    program = f"""
+from megarl.tracking.display import Display
+
+display = Display()
+display.begin_steps(200)
+with display.live():
+    for step in (1, 2):
+        display.step(step, {ROW!r})
+"""
+    code, written = run_in_terminal([sys.executable, "-c", program], ROOT, columns=columns)
+    assert code == 0, written
+    lines = [line.rstrip() for line in shown(written) if line.strip()]
+    assert [line.split()[0] for line in lines] == [
+        "reward",
+        "step",
+        "val/easy/accuracy=0.750",
+        "step",
+        "val/easy/accuracy=0.750",
+    ]
+    assert max(map(len, lines)) <= min(columns, 100)
+
+
+def test_the_header_returns_every_20_steps() -> None:
+    display, _, text = displayed()
+    display.begin_steps(50)
+    for step in range(1, 51):
+        display.step(step, {"reward/mean": 0.5, "time/step_seconds": 1.0})
+    headers = [number for number, line in enumerate(text.getvalue().splitlines()) if "reward" in line]
+    assert headers == [0, 21, 42]
+
+
+@pytest.mark.parametrize(
+    ("value", "text"),
+    [
+        (0.0, "0"), (0.00012345, "1.2e-4"), (0.0009999, "1.0e-3"), (0.0123, "0.0123"), (0.25, "0.250"),
+        (-0.25, "-0.250"), (9.99999, "10.00"), (31.5, "31.50"), (999.9, "999.9"), (999.96, "1.00k"), (2700.0, "2.70k"),
+        (11070.0, "11.1k"),
+        (999_700.0, "1.00M"), (1.107e7, "11.1M"), (-123456.0, "-123k"), (2e20, "2.0e+20"), (math.nan, "nan"),
+        (-math.inf, "-inf"),
+    ],
+)  # fmt: skip
+def test_numbers_are_short(value: float, text: str) -> None:
+    assert short_number(value) == text
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (None, ""),
+        (0.4, "0:00:00"),
+        (35_999.4, "9:59:59"),
+        (36_000.0, "10.0 h"),
+        (359_000, "99.7 h"),
+        (1e6, "11.6 d"),
+        (1e9, "11.6k d"),
+    ],
+)
+def test_the_time_left_is_short(seconds: float | None, text: str) -> None:
+    assert left_text(seconds) == text
+
+
+def test_a_log_has_the_lines_of_the_screen_without_colours(tmp_path: Path) -> None:
+    text = io.StringIO()
+    display = Display(Console(file=text, width=120, highlight=False, force_terminal=True))
+    log = tmp_path / "driver.log"
+    display.info("before")
+    with display.logged_to(log):
+        display.begin_steps(2)
+        display.step(1, ROW)
+        display.warn("a \x1b]0;owned\x07name")
+        display.close(Closing(None, {}, {}, ["megarl report runs/a"]))
+    display.info("after")
+    screen = re.sub(r"\x1b\[[0-9;]*m", "", text.getvalue()).splitlines()
+    assert "\x1b[1m" in text.getvalue() and screen[0] == "before" and screen[-1] == "after"
+    assert log.read_text(encoding="utf-8").splitlines() == screen[1:-1]
+    assert "warning: a name" in screen
 
 
 def test_the_live_line_counts_down_and_shows_the_course_of_the_reward() -> None:
@@ -202,7 +333,7 @@ def test_a_summary_closes_the_run() -> None:
     clock.now += 3725
     phases = {"train": 25.0, "rollout": 75.0, "export": 0.0}
     display.close(Closing("runs/a/hf", {"easy": (0.25, 0.75)}, phases, ["megarl report runs/a", "more"]))
-    assert text.getvalue().splitlines()[1:] == [
+    assert text.getvalue().splitlines()[2:] == [
         "done      40 steps in 1:02:05",
         "model     runs/a/hf",
         "accuracy  easy 0.25 -> 0.75",

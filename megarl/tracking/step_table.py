@@ -1,0 +1,149 @@
+"""Lines printed for the steps of a run: a table of metrics with short numbers, fixed columns and a repeated header."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from megarl.tracking.health import is_accuracy
+
+LINE_CHARACTERS = 100
+"""Longest line of the table. Columns at its end are left out if they do not fit."""
+LINES_PER_HEADER = 20
+"""Number of step lines under one header. A terminal of 24 lines then shows one most of the time."""
+
+
+class _Column(NamedTuple):
+    label: str
+    width: int
+    """Number of characters. Numbers have at most 7, or 6 if they cannot be negative."""
+    metrics: tuple[str, ...]
+    """The first metric that the run logs is shown."""
+
+
+_COLUMNS = (
+    _Column("diverg.", 7, ("distillation/divergence", "distillation/reverse_kl")),
+    _Column("reward", 7, ("reward/mean",)),
+    _Column("loss", 7, ("train/loss",)),
+    _Column("accuracy", 8, ("reward/accuracy", "preference/accuracy")),
+    _Column("length", 6, ("rollout/completion_tokens/mean",)),
+    _Column("trunc.", 6, ("rollout/truncated",)),
+    _Column("KL", 7, ("kl/reference", "kl/update")),
+    _Column("gap", 6, ("logprob_gap/mean",)),
+    _Column("entropy", 7, ("train/entropy",)),
+    _Column("tok/s/rank", 10, ("perf/tokens_per_second_per_rank",)),
+)
+_SECONDS_WIDTH = 6
+_LEFT_WIDTH = 7
+
+
+class StepTable:
+    """Table of a run's steps, made line by line."""
+
+    def __init__(self) -> None:
+        """Make a table without lines. Set `steps` to the run's number of steps, if it is known."""
+        self.steps: int | None = None
+        self._labels: tuple[str, ...] = ()
+        self._lines_left = 0
+
+    def lines(
+        self, step: int, row: Mapping[str, float], seconds_left: float | None, *, most: int = LINE_CHARACTERS
+    ) -> list[str]:
+        """Return the lines of a step with the metrics `row`: a header if one is due, the numbers, the accuracies.
+
+        Accuracies of validation sets have lines of their own, because their names may be long. `most` is the number of
+        characters of a line. A step with nothing but accuracies has no line of numbers.
+        """
+        head = f"step {step}" + (f"/{self.steps}" if self.steps else "")
+        # Without a number of steps there is room for six digits.
+        head = head.ljust(len(f"step {self.steps}/{self.steps}") if self.steps else len("step 123456"))
+        shown = _values(row)
+        accuracies = [f"{name}={short_number(row[name])}" for name in row if is_accuracy(name)]
+        if accuracies and not shown:
+            return _wrapped(accuracies, f"{head}  ", most)
+        columns = self._columns(shown, most - len(head))
+        texts = {label: short_number(value) for label, value in shown.items()}
+        texts |= {"s/step": _seconds(row["time/step_seconds"]), "left": left_text(seconds_left)}
+        lines = []
+        if self._lines_left == 0:
+            lines.append(" " * len(head) + "".join(f" {label:>{width}}" for label, width in columns.items()))
+            self._lines_left = LINES_PER_HEADER
+        self._lines_left -= 1
+        lines.append(head + "".join(f" {texts.get(label, '-'):>{width}}" for label, width in columns.items()))
+        return [line.rstrip() for line in lines] + _wrapped(accuracies, " " * (len(head) + 2), most)
+
+    def _columns(self, shown: Mapping[str, float], room: int) -> dict[str, int]:
+        """Return the labels and widths of the columns fitting into `room` characters. A new column needs a new
+        header."""
+        labels = tuple(c.label for c in _COLUMNS if c.label in self._labels or c.label in shown)
+        if labels != self._labels:
+            self._labels, self._lines_left = labels, 0
+        widths = {column.label: column.width for column in _COLUMNS if column.label in labels}
+        ends = {"s/step": _SECONDS_WIDTH, "left": _LEFT_WIDTH}
+        while widths and sum(width + 1 for width in (*widths.values(), *ends.values())) > room:
+            widths.popitem()
+        return widths | ends
+
+
+def _values(row: Mapping[str, float]) -> dict[str, float]:
+    """Return the value of each column with a metric in the row, keyed by label. With a reward there is no loss."""
+    found = {}
+    for column in _COLUMNS:
+        name = next((name for name in column.metrics if name in row), None)
+        if name is not None and not (name == "train/loss" and "reward/mean" in row):
+            found[column.label] = row[name]
+    return found
+
+
+def _wrapped(words: list[str], begin: str, most: int) -> list[str]:
+    """Return lines of whole words after `begin`. Further lines are indented as far."""
+    return textwrap.wrap(
+        " ".join(words),
+        most,
+        initial_indent=begin,
+        subsequent_indent=" " * len(begin),
+        break_long_words=False,
+        break_on_hyphens=False,
+    )
+
+
+def short_number(value: float) -> str:
+    """Return a number in at most 7 characters: `11.1k`, `31.50`, `0.250`, `0.0123`, `1.2e-4`, `-0.250`, `nan`.
+
+    Numbers beyond 1e15 or below 1e-99 need more.
+    """
+    size = abs(value)
+    if not math.isfinite(value) or size == 0:
+        return f"{value:.0f}"
+    if size < 0.001:
+        mantissa, _, exponent = f"{value:.1e}".partition("e")
+        return f"{mantissa}e{int(exponent)}"
+    # The limits are where rounding would add a digit: 999.95 would become 1000.0.
+    for most, digits in ((0.1, 4), (9.9995, 3), (99.995, 2), (999.95, 1)):
+        if size < most:
+            return f"{value:.{digits}f}"
+    for power, suffix in enumerate("kMGT", start=1):
+        if size < 999.5 * 1000**power:
+            # "#" keeps zeros at the end, and a dot after three digits.
+            return f"{value / 1000**power:#.3g}".rstrip(".") + suffix
+    return f"{value:.1e}"
+
+
+def _seconds(seconds: float) -> str:
+    return f"{seconds:.1f}" if seconds < 9999.95 else short_number(seconds)
+
+
+def left_text(seconds: float | None) -> str:
+    """Return a duration in at most 7 characters: `0:27:05`, `12.5 h`, `4.2 d`. None gives an empty text."""
+    if seconds is None:
+        return ""
+    whole = round(seconds)
+    if whole < 36_000:
+        return f"{whole // 3600}:{whole // 60 % 60:02}:{whole % 60:02}"
+    # The estimate of a long run is no more exact than this.
+    if whole < 360_000:
+        return f"{whole / 3600:.1f} h"
+    days = whole / 86_400
+    return f"{days:.1f} d" if days < 1000 else f"{short_number(days)} d"
