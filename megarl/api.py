@@ -74,7 +74,7 @@ class Run:
         files = dict(self._read().sample_files)
         if step is not None and step not in files:
             known = ", ".join(map(str, sorted(files))) or "none"
-            raise ConfigError(f"step = {step}: {self.path} has no samples of this step; it has those of: {known}")
+            raise ConfigError(f"step = {step}: {self.path} has no samples of this step; it has steps {known}")
         steps = sorted(files) if step is None else [step]
         return _table([record for number in steps for record in read_records(files[number], number)])
 
@@ -91,10 +91,10 @@ def train(
     resume: bool | Literal["must"] = False,
     restart: bool = False,
 ) -> Run:
-    """Train as `megarl train` does, with its output on this process's, and return the run.
+    """Run `megarl train` in a process of its own, show its output here, and return the finished run.
 
-    `resume` continues the run from its newest checkpoint, `restart` moves an earlier run aside. Raises the errors of
-    `megarl train`: ConfigError for a recipe that cannot run, other MegarlErrors by exit code.
+    `resume` continues the run from its newest checkpoint; `restart` moves an earlier run aside. Raises ConfigError if
+    the recipe cannot run. Any other failure is the subclass of MegarlError with the process's exit code.
     """
     options = ["--resume=must"] if resume == "must" else ["--resume"] * resume
     with _recipe_file(recipe) as file:
@@ -187,7 +187,7 @@ def _import_path(given: Callable[..., Any]) -> str:
         file = None
     if file is None or not file.endswith(".py") or not Path(file).is_file() or not name.isidentifier():
         raise ConfigError(
-            f"{name}: other processes cannot import it; define it with def or class at the top level of a Python file"
+            f"the function {name}: other processes cannot import it; define it at the top level of a Python file"
         )
     return f"{Path(file).resolve()}:{name}"
 

@@ -61,7 +61,7 @@ def test_a_script_trains_with_its_own_reward_and_reads_the_run(tiny_model: Calla
     run = megarl.load_run(tmp_path / "runs/tiny_rl")
     assert run.model == Path(model) and run.recipe["reward.functions"] == [f"{script}:longer"]
     assert run.samples().num_rows >= num_samples and "step" in run.samples().column_names
-    with pytest.raises(ConfigError, match=r"step = 7: .* has no samples of this step; it has those of"):
+    with pytest.raises(ConfigError, match=r"step = 7: .* has no samples of this step; it has steps"):
         run.samples(7)
     found = megarl.evaluate(run, recipe, overrides, n=1, out=tmp_path / "evaluation")
     assert 0 <= found["sets"]["heldout"]["measures"]["accuracy"]["value"] <= 1

@@ -10,7 +10,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 def home() -> Path:
     """Return the folder containing `launch/`: the repository in a clone, the package folder in an installed wheel.
 
-    A wheel gets the files through the link `megarl/launch`. A clone uses its own folder, next to `.venv`.
+    The repository has a symbolic link `megarl/launch` to `launch/`. The build of a wheel follows it, so a wheel has
+    copies of these files in its package folder.
     """
     return PACKAGE.parent if (PACKAGE.parent / "launch/recipes").is_dir() else PACKAGE
 

@@ -18,10 +18,12 @@ _NO_LOGIT = tl.constexpr(-1.0e30)
 
 
 def block_statistics(logits: Tensor, log_totals: Tensor, entropies: Tensor) -> None:
-    """Write the log of each row's sum of exponentials, and the entropy in nats of the row's softmax.
+    """Compute two statistics of each token over a block, a part of the vocabulary: the log of the sum of exponentials
+    of its logits, and the entropy in nats of the softmax within the block.
 
-    Shapes: logits [tokens, block], any float type, rows contiguous; log_totals and entropies float32 [tokens].
-    Sums are added in float32, in 4,096 partial sums per row.
+    The results overwrite `log_totals` and `entropies`, float32 [tokens]. `logits` is [tokens, block], of any float
+    type, with contiguous rows. Each sum is made of 4,096 float32 sums that are added at the end: fewer rounding errors
+    than one sum has.
     """
     _statistics[(len(logits),)](  # pyright: ignore[reportIndexIssue]
         logits, log_totals, entropies, logits.size(1), logits.stride(0), BLOCK=_COLUMNS, num_warps=_WARPS
@@ -36,12 +38,14 @@ def to_logit_gradients(
     targets: Tensor,
     logprob_gradients: Tensor,
 ) -> None:
-    """Replace a block of logits by the loss's gradient for them.
+    """Overwrite the logits of a block, a part of the vocabulary, with the gradient of the loss for them.
 
-    With p the softmax, the gradient is p * (slope - entropy_gradient * log p), plus logprob_gradient at the target.
-    Shapes: logits [tokens, block], rows contiguous. The others are [tokens] and float32: log_totals are logs of sums
-    of exponentials over the whole vocabulary; targets, int64, are columns of this block. A target outside the block
-    gets no gradient here. Without `entropy_gradients`, the entropy is not part of the loss.
+    The gradient is p * (slope - entropy_gradient * log p), plus logprob_gradient at the target, where p is the softmax
+    over the whole vocabulary. The caller computes slope = -logprob_gradient - entropy_gradient * entropy.
+
+    Shapes: logits [tokens, block], with contiguous rows; targets int64 [tokens], the column of each token's target in
+    this block (a number outside it: the target is in another block); all others float32 [tokens]. `log_totals` are the
+    logs of the sums of exponentials over the whole vocabulary. `entropy_gradients` None: the loss has no entropy term.
     """
     grid = (len(logits), triton.cdiv(logits.size(1), _COLUMNS))
     _gradients[grid](  # pyright: ignore[reportIndexIssue]

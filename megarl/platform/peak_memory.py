@@ -22,7 +22,10 @@ def restart_peak() -> None:
 
 
 def settle_peak() -> None:
-    """Fix the peak of the running call now. Memory that is taken later counts for the next call."""
+    """End the measurement for the running call: its peak is what was in use until now.
+
+    Call it before the last part of a call prepares the next phase. Memory taken from here on counts for the next call.
+    """
     global _settled
     _settled = _measured_peak()
 

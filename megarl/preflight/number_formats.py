@@ -140,10 +140,12 @@ def _groups(recipe: Recipe, shape: ModelShape, field: str) -> Iterator[str]:
         inputs["moe_intermediate_size"] = (router.moe_intermediate_size, parts)
     for name, (columns, parts) in inputs.items():
         if columns % (parts * GROUP_COLUMNS):
+            fitting = [str(n) for n in range(1, parts) if columns % (n * GROUP_COLUMNS) == 0]
             yield (
-                f"{field}: vLLM quantises activations in groups of {GROUP_COLUMNS} columns, but the model's {name} = "
-                f"{columns} on {parts} ranks gives {columns / parts:g}; set rollout.quantization=fp8_per_channel, or "
-                "another rollout.tp"
+                f"{field}: vLLM quantises activations in groups of {GROUP_COLUMNS} columns. The model's {name} = "
+                f"{columns} over {parts} ranks gives {columns / parts:g} columns a rank, not a multiple of "
+                f"{GROUP_COLUMNS}; set rollout.quantization=fp8_per_channel"
+                + (f", or rollout.tp to {either(fitting)}" if fitting else "")
             )
 
 

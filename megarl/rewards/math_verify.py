@@ -18,9 +18,10 @@ CPU limit of the reward process (`reward.timeout_seconds`) replaces them.
 def math_verify(completion_text: str, answer: Any, *, correct_score: float = 1.0) -> Reward:
     r"""Score the whole completion by math-verify's functions `parse` and `verify`, with their defaults except timeouts.
 
-    The format is valid if `parse` finds an answer, even outside \boxed{}. The gold answer is a text, or a list of texts
-    that are all right. `parse` reads it as it stands: a formula needs $ or \boxed{} around it. Without these, 2\pi is
-    read as 2. Errors of `verify` count as wrong answers. Raises ValueError for a gold answer without anything to parse.
+    Their timeouts are off; the process's CPU limit replaces them. The result's format is valid if `parse` finds an
+    answer, even outside \boxed{}. The gold answer is a text, or a list of alternatives: one match is enough. `parse`
+    reads it unchanged: a formula needs $ or \boxed{} around it. Without these, 2\pi is read as 2. If `verify` fails,
+    the answer counts as wrong. Raises ValueError if nothing can be parsed in one of the gold answers.
     """
     golds = [_parsed_gold(text) for text in gold_texts(answer)]
     stated = parse(completion_text, parsing_timeout=_NO_TIMEOUT)

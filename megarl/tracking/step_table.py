@@ -51,10 +51,11 @@ class StepTable:
     def lines(
         self, step: int, row: Mapping[str, float], seconds_left: float | None, *, most: int = LINE_CHARACTERS
     ) -> list[str]:
-        """Return the lines of a step with the metrics `row`: a header if one is due, the numbers, the accuracies.
+        """Return the lines of a step: a header every 20 lines or for other columns, then numbers and accuracies.
 
-        Accuracies of validation sets have lines of their own, because their names may be long. `most` is the number of
-        characters of a line. A step with nothing but accuracies has no line of numbers.
+        `row` maps names of metrics to values. Each validation set's accuracy has a line of its own, because its name
+        may be long. Lines have at most `most` characters: columns beyond that are left out. A step with nothing but
+        accuracies has no line of numbers.
         """
         head = f"step {step}" + (f"/{self.steps}" if self.steps else "")
         # Without a number of steps there is room for six digits.

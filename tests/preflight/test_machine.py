@@ -218,10 +218,10 @@ def test_a_driver_that_is_too_old_is_refused_before_a_start(
     ("sizes", "rollout", "expected"),
     [
         pytest.param(
-            {"intermediate_size": 448}, {"tp": 1}, ["intermediate_size = 448 on 1 ranks gives 448"], id="whole"
+            {"intermediate_size": 448}, {"tp": 1}, ["intermediate_size = 448 over 1 ranks gives 448"], id="whole"
         ),
         pytest.param(
-            {"intermediate_size": 1216}, {"tp": 2}, ["intermediate_size = 1216 on 2 ranks gives 608"], id="split"
+            {"intermediate_size": 1216}, {"tp": 2}, ["intermediate_size = 1216 over 2 ranks gives 608"], id="split"
         ),
         pytest.param({"intermediate_size": 512}, {"tp": 2}, [], id="whole groups"),
         pytest.param({"intermediate_size": 448}, {"tp": 1, "quantization": "fp8_per_channel"}, [], id="by channel"),
