@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import re
 import sys
 import tempfile
 import time
@@ -32,6 +33,9 @@ if TYPE_CHECKING:
 
 RecipeSource = str | Path | Mapping[str, Any]
 """YAML file of a recipe, or its sections as a mapping."""
+_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
+_SHOWN_LINES = 20
+"""Lines of output in an error without a message of its own, such as that of a killed process."""
 Overrides = Mapping[str, Any]
 """Values by dotted field name. Functions and classes of a Python file may stand for their import paths."""
 
@@ -93,6 +97,7 @@ def train(
 ) -> Run:
     """Run `megarl train` in a process of its own, show its output here, and return the finished run.
 
+    If this process is killed, the training goes on to its end.
     `resume` continues the run from its newest checkpoint; `restart` moves an earlier run aside. Raises ConfigError if
     the recipe cannot run. Any other failure is the subclass of MegarlError with the process's exit code.
     """
@@ -128,12 +133,16 @@ def evaluate(
 ) -> dict[str, Any]:
     """Evaluate a model or a run on a recipe's validation sets, as `megarl eval` does.
 
-    `n` is the number of attempts per problem, `sets` the names of validation sets; none: all. Returns the contents of
-    metrics.json in the folder `out` (default: a new folder in evaluations/): for each set its measures with 95 %
-    intervals. Raises the errors of `megarl eval`.
+    `n` is the number of attempts per problem, `sets` the names of validation sets; none: all. `out` is a new folder for
+    the results (default: one in evaluations/ of the run or of the current folder). Returns the contents of its
+    metrics.json: for each set its measures with 95 % intervals. Raises the errors of `megarl eval`.
     """
     source = model.path if isinstance(model, Run) else Path(model)
-    folder = Path(out) if out is not None else Path("evaluations", f"{source.name}-{time.strftime('%Y%m%d-%H%M%S')}")
+    place = source / "evaluations" if isinstance(model, Run) else Path("evaluations")
+    # Two evaluations of one model may begin in one second.
+    folder = (
+        Path(out) if out is not None else place / f"{source.name}-{time.strftime('%Y%m%d-%H%M%S')}-{time.time_ns()}"
+    )
     options = [] if n is None else ["--n", str(n)]
     options += [] if temperature is None else ["--temperature", str(temperature)]
     options += [argument for name in sets for argument in ("--set", name)]
@@ -158,13 +167,27 @@ def _recipe_file(recipe: RecipeSource) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "recipe.yaml")
-        # JSON is YAML.
-        file.write_text(json.dumps(_plain(recipe)), encoding="utf-8")
+        file.write_text(_as_yaml(recipe), encoding="utf-8")
         yield str(file)
 
 
 def _overrides(given: Overrides | None) -> list[str]:
-    return [f"{name}={json.dumps(_plain(value))}" for name, value in (given or {}).items()]
+    return [f"{name}={_as_yaml(value)}" for name, value in (given or {}).items()]
+
+
+def _as_yaml(value: Any) -> str:
+    """Return a value as JSON that YAML reads alike. JSON writes a character such as an emoji as two surrogates, which
+    YAML takes for two broken characters: it has one escape of eight digits instead.
+    """
+
+    def joined(found: re.Match[str]) -> str:
+        if found[1]:
+            return found[1]
+        character: str = json.loads('"' + found[0] + '"')
+        return f"\\U{ord(character):08x}"
+
+    # The first alternative takes escaped backslashes, so that a text with \ud83d in it stays as it is.
+    return re.sub(r"(\\\\)|\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}", joined, json.dumps(_plain(value)))
 
 
 def _plain(value: Any) -> Any:
@@ -179,7 +202,7 @@ def _plain(value: Any) -> Any:
 
 
 def _import_path(given: Callable[..., Any]) -> str:
-    """Return `FILE.py:NAME` of a function or class. Ranks import it from its file."""
+    """Return the import path of a function or class: `package.module:NAME` inside a package, else `FILE.py:NAME`."""
     name = getattr(given, "__qualname__", repr(given))
     try:
         file = inspect.getsourcefile(given)
@@ -189,7 +212,10 @@ def _import_path(given: Callable[..., Any]) -> str:
         raise ConfigError(
             f"the function {name}: other processes cannot import it; define it at the top level of a Python file"
         )
-    return f"{Path(file).resolve()}:{name}"
+    module = inspect.getmodule(given)
+    # A module of a package may have relative imports, so it cannot be imported from its file alone.
+    is_packed = module is not None and bool(module.__package__) and module.__name__ != "__main__"
+    return f"{module.__name__}:{name}" if module is not None and is_packed else f"{Path(file).resolve()}:{name}"
 
 
 def _run_path(recipe: str, overrides: Sequence[str]) -> Path:
@@ -218,8 +244,10 @@ def _error_of(code: int, error_output: str) -> MegarlError:
     for kind in kinds:
         kinds += kind.__subclasses__()
     kind = next((kind for kind in kinds if kind.exit_code == code), MegarlError)
-    message = error_output.rpartition("error: ")[2].strip()
-    return kind(message or f"megarl ended with exit code {code}")
+    plain = _COLOUR.sub("", error_output)
+    told = re.split(r"(?m)^error: ", plain)[1:]
+    last = "\n".join(plain.splitlines()[-_SHOWN_LINES:])
+    return kind(told[-1].strip() if told else f"megarl ended with exit code {code}; its last lines:\n{last}")
 
 
 def _table(records: Sequence[Mapping[str, Any]]) -> pa.Table:
@@ -236,6 +264,12 @@ def _column(values: Sequence[Any]) -> pa.Array:
     import pyarrow as pa
 
     kinds = {type(value) for value in values if value is not None}
-    if kinds <= {int, float} or (len(kinds) == 1 and kinds <= {str, bool}):
+    is_wide = any(type(value) is int and not -(2**63) <= value < 2**63 for value in values)
+    if (kinds <= {int, float} and not is_wide) or (len(kinds) == 1 and kinds <= {str, bool}):
         return pa.array([float(value) if value is not None and float in kinds else value for value in values])
-    return pa.array([None if value is None else value if kinds == {str} else json.dumps(value) for value in values])
+    return pa.array(
+        [
+            None if value is None else value if kinds == {str} else json.dumps(value, ensure_ascii=False)
+            for value in values
+        ]
+    )

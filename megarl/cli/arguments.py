@@ -39,7 +39,11 @@ class CommandGroup(TyperGroup):
     def format_commands(self, ctx: Any, formatter: Any) -> None:
         """Write the section of commands. typer's own cuts each description to one line."""
         commands = [(name, self.get_command(ctx, name)) for name in self.list_commands(ctx)]
-        rows = [(name, command.get_short_help_str(sys.maxsize)) for name, command in commands if command is not None]
+        rows = [
+            (name, command.get_short_help_str(sys.maxsize))
+            for name, command in commands
+            if command is not None and not command.hidden
+        ]
         with formatter.section("Commands"):
             formatter.write_dl(rows)
 

@@ -57,6 +57,8 @@ def _copied(known: Mapping[str, Path], names: Sequence[str], folder: Path) -> li
         if copy.exists():
             raise ConfigError(f"{copy}: exists already; name another folder with --to, or remove the file")
     folder.mkdir(parents=True, exist_ok=True)
-    for copy, original in copies.items():
+    # The recipes' first line names the schema for editors, in their own folder.
+    schema = folder / shipped.SCHEMA
+    for copy, original in (copies if schema.exists() else {**copies, schema: shipped.schema()}).items():
         copy.write_bytes(original.read_bytes())
     return list(copies)

@@ -17,8 +17,8 @@ class Activity:
     busy_seconds: float = 0.0
     """Seconds spent by the rank in calls."""
     peak_bytes: dict[str, int] = field(default_factory=dict)
-    """Peak bytes in use, by method: the maximum from the end of the previous call to the end of a call of the
-    method.
+    """Peak bytes in use, by method: the maximum from the end of the previous call to the end of a call of the method.
+    A reshard counts neither the memory of the update before it nor the KV cache of the rollout after it.
     """
 
     @contextmanager

@@ -4,6 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from megarl.types import ConfigError
+
+SCHEMA = "recipe.schema.json"
+"""Name of the file with the JSON Schema of recipes, in the folder of the recipes."""
 PACKAGE = Path(__file__).resolve().parents[1]
 
 
@@ -11,14 +15,22 @@ def home() -> Path:
     """Return the folder containing `launch/`: the repository in a clone, the package folder in an installed wheel.
 
     The repository has a symbolic link `megarl/launch` to `launch/`. The build of a wheel follows it, so a wheel has
-    copies of these files in its package folder.
+    copies of these files in its package folder. Raises ConfigError if neither has them.
     """
-    return PACKAGE.parent if (PACKAGE.parent / "launch/recipes").is_dir() else PACKAGE
+    for folder in (PACKAGE.parent, PACKAGE):
+        if (folder / "launch/recipes").is_dir():
+            return folder
+    raise ConfigError(f"{PACKAGE / 'launch'}: not found; install megarl's wheel, or use its repository")
 
 
 def is_clone() -> bool:
     """Return whether megarl runs from its repository."""
     return home() != PACKAGE
+
+
+def schema() -> Path:
+    """Return the file with the JSON Schema of recipes."""
+    return home() / "launch/recipes" / SCHEMA
 
 
 def recipes() -> dict[str, Path]:

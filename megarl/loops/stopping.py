@@ -17,7 +17,8 @@ from pathlib import Path
 from megarl.types import EndedError, StoppedError
 
 DRIVER_LOG = "driver.log"
-"""File in an attempt's log folder with the lines of the screen, and with the stacks written on SIGQUIT."""
+"""File in an attempt's log folder: the screen's lines from the opening of the run folder to the summary, and the stacks
+written on SIGQUIT. A failed run's error is in status.json."""
 
 _ONE_REQUEST_SECONDS = 2.0
 """Two stop signals within this number of seconds are one request, except two SIGINT."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import threading
+from collections import deque
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import IO
@@ -38,36 +39,44 @@ def run_command(
         raise TimeoutError(f"{command[0]} did not end within {seconds:g} s") from None
 
 
+_KEPT_ERROR_LINES = 200
+"""A run of days may write many warnings; its error is at the end."""
+
+
 def follow_command(command: Sequence[str], *, captures_output: bool) -> tuple[int, str, str]:
     """Run a program to its end, and pass its error output on to sys.stderr as it comes.
 
     Its standard output goes to sys.stdout, unless `captures_output`. Returns the exit code, the captured standard
-    output ("" otherwise) and the error output. On Ctrl-C the program, which gets the same signal, may end in order.
+    output ("" otherwise) and the last lines of the error output. On Ctrl-C, a terminal sends the program the same
+    signal: its end is awaited, then KeyboardInterrupt is raised.
     """
+    sys.stdout.flush()
     # A notebook replaces sys.stdout: its cells do not show what a child writes to the inherited file.
     is_inherited = not captures_output and sys.stdout is sys.__stdout__
     output = None if is_inherited else subprocess.PIPE
-    pieces: dict[str, list[str]] = {"output": [], "errors": []}
+    captured: deque[str] = deque(maxlen=None if captures_output else 0)
+    errors: deque[str] = deque(maxlen=_KEPT_ERROR_LINES)
     with subprocess.Popen(command, stdout=output, stderr=subprocess.PIPE, text=True, errors="replace") as process:
         assert process.stderr is not None
-        reading = [_Reading(process.stderr, pieces["errors"], sys.stderr)]
+        reading = [_Reading(process.stderr, errors, sys.stderr)]
         if process.stdout is not None:
-            reading.append(_Reading(process.stdout, pieces["output"], None if captures_output else sys.stdout))
+            reading.append(_Reading(process.stdout, captured, None if captures_output else sys.stdout))
         for thread in reading:
             thread.start()
         try:
             process.wait()
         except KeyboardInterrupt:
             process.wait()
+            raise
         for thread in reading:
             thread.join()
-    return process.returncode, "".join(pieces["output"]) if captures_output else "", "".join(pieces["errors"])
+    return process.returncode, "".join(captured), "".join(errors)
 
 
 class _Reading(threading.Thread):
-    """Reads a stream of a child to its end: keeps all lines, and writes them to another stream."""
+    """Reads a stream of a child to its end: keeps lines, and writes them to another stream."""
 
-    def __init__(self, stream: IO[str], kept: list[str], shown_on: IO[str] | None) -> None:
+    def __init__(self, stream: IO[str], kept: deque[str], shown_on: IO[str] | None) -> None:
         super().__init__(daemon=True)
         self._stream, self._kept, self._shown_on = stream, kept, shown_on
 
@@ -75,5 +84,10 @@ class _Reading(threading.Thread):
         for line in self._stream:
             self._kept.append(line)
             if self._shown_on is not None:
-                self._shown_on.write(line)
-                self._shown_on.flush()
+                try:
+                    self._shown_on.write(line)
+                    self._shown_on.flush()
+                except (OSError, ValueError):
+                    # A closed pipe, a full disk or a character that the stream lacks. Reading must go on: the child
+                    # would wait for ever at a full pipe.
+                    self._shown_on = None

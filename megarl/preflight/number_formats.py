@@ -138,6 +138,8 @@ def _groups(recipe: Recipe, shape: ModelShape, field: str) -> Iterator[str]:
         # With expert parallelism, each rank has whole experts.
         parts = 1 if recipe.rollout.vllm.get("enable_expert_parallel") else tp
         inputs["moe_intermediate_size"] = (router.moe_intermediate_size, parts)
+        if router.shared_intermediate_size:
+            inputs["shared_expert_intermediate_size"] = (router.shared_intermediate_size, tp)
     for name, (columns, parts) in inputs.items():
         if columns % (parts * GROUP_COLUMNS):
             fitting = [str(n) for n in range(1, parts) if columns % (n * GROUP_COLUMNS) == 0]

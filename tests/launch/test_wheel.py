@@ -70,6 +70,7 @@ def test_it_holds_what_commands_read(wheel: Path) -> None:
     delivered += [Path("launch/slurm", name) for name in ("job.sh", "train.sbatch", "ray.sbatch", "ray_node.sh")]
     assert {f"megarl/{file}" for file in delivered} <= names
     assert {"megarl/py.typed", "megarl/config/migration.md", "megarl/report/page.js"} <= names
+    assert "megarl/launch/recipes/recipe.schema.json" in names and "megarl/launch/slurm/site.env" not in names
     assert not any(name.startswith(("tests/", "tools/", "launch/")) for name in names)
 
 
