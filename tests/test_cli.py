@@ -368,6 +368,6 @@ def test_the_model_of_a_run_is_the_one_that_its_recipe_names(recipe: Path) -> No
 
 
 def test_plan_on_a_missing_folder_says_how_to_get_it(recipe: Path) -> None:
-    done = megarl("plan", recipe, "model.path=models/Qwen3-8B")
+    done = megarl("plan", recipe, "model.path=models/Qwen2.5-7B")
     assert done.returncode == 65
-    assert "hf download Qwen/Qwen3-8B config.json --local-dir models/Qwen3-8B" in done.stderr
+    assert "hf download Qwen/Qwen2.5-7B config.json --local-dir models/Qwen2.5-7B" in done.stderr
