@@ -5,10 +5,13 @@ from __future__ import annotations
 import ast
 import asyncio
 import contextlib
+import inspect
+import json
 import re
 import shlex
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, get_args
 
 import pytest
@@ -16,6 +19,7 @@ import torch
 import yaml
 from typer.main import get_command
 
+import megarl
 from megarl.cli import app
 from megarl.config import AlgorithmConfig, ClusterConfig, Recipe
 from megarl.config.health import RuleName
@@ -350,7 +354,19 @@ def check_formulas(source: str) -> None:
     assert found.tolist() == pytest.approx([-1.01, -0.02, -0.1])
 
 
+def check_api(source: str) -> None:
+    # tests/test_api.py trains by it. Here the program reads a run of two steps.
+    Path("runs").mkdir()
+    Path("runs/config.yaml").write_text("name: runs\n")
+    Path("runs/metrics.jsonl").write_text("".join(json.dumps({"step": n, "reward/mean": 0.5}) + "\n" for n in (1, 2)))
+    arguments = []
+    own = SimpleNamespace(train=lambda *given: (arguments.append(given), megarl.load_run("runs"))[1])
+    exec(source.replace("import megarl\n", ""), {"megarl": own})
+    assert inspect.signature(megarl.train).bind(*arguments[0]).arguments["overrides"] == {"train.steps": 3}
+
+
 PROGRAMS = {
+    "megarl.train(": check_api,
     "def short_and_right": check_reward,
     "def greets": check_sandbox_reward,
     "class Shop": check_tools,
