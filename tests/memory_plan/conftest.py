@@ -22,7 +22,14 @@ _EXPERTS = _QWEN3 | {
     "model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"], "num_key_value_heads": 4, "num_experts": 128,
     "num_experts_per_tok": 8, "norm_topk_prob": True,
 }  # fmt: skip
+_SMALL = _DENSE | {"tie_word_embeddings": True, "num_hidden_layers": 28, "num_attention_heads": 16}
 MODELS: dict[str, dict[str, Any]] = {
+    "Qwen3-0.6B": _SMALL | {"hidden_size": 1024, "intermediate_size": 3072},
+    "Qwen3-1.7B": _SMALL | {"hidden_size": 2048, "intermediate_size": 6144},
+    "Qwen3-4B": _SMALL
+    | {"hidden_size": 2560, "intermediate_size": 9728, "num_hidden_layers": 36, "num_attention_heads": 32},
+    "Qwen3-8B": _DENSE
+    | {"hidden_size": 4096, "intermediate_size": 12288, "num_hidden_layers": 36, "num_attention_heads": 32},
     "Qwen3-14B": _DENSE | {"intermediate_size": 17408, "num_hidden_layers": 40, "num_attention_heads": 40},
     "tiny": _DENSE
     | {

@@ -18,6 +18,8 @@ from tests.memory_plan.conftest import RECIPES
 
 GIB = 2**30
 LARGE = sorted(path.stem for path in RECIPES.glob("qwen3_*.yaml"))
+FULL = [name for name in LARGE if not name.startswith(("qwen3_0", "qwen3_1_", "qwen3_4", "qwen3_8"))]
+"""Recipes whose KV cache takes all but the margin. Small models need less than a GPU has."""
 
 
 def faults(recipe: Recipe) -> list[str]:
@@ -110,7 +112,7 @@ def test_a_share_of_the_gpu_is_lowered(large: Callable[..., Recipe]) -> None:
     assert any("rollout.gpu_memory_utilization" in r.values for r in found)
 
 
-@pytest.mark.parametrize("name", LARGE)
+@pytest.mark.parametrize("name", FULL)
 def test_every_choice_of_a_recipe_has_its_reason_in_the_table(large: Callable[..., Recipe], name: str) -> None:
     """Without any of what saves memory the margin would not stay; cache and rows could not be much larger."""
     recipe = large(name)

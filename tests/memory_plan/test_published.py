@@ -19,6 +19,10 @@ from tests.memory_plan.conftest import MODELS, RECIPES
 
 LARGE = sorted(RECIPES.glob("qwen3_*.yaml"))
 PARAMETERS = {
+    "Qwen/Qwen3-0.6B": 596_049_920,
+    "Qwen/Qwen3-1.7B": 1_720_574_976,
+    "Qwen/Qwen3-4B": 4_022_468_096,
+    "Qwen/Qwen3-8B": 8_190_735_360,
     "Qwen/Qwen3-14B": 14_768_307_200,
     "Qwen/Qwen3-32B": 32_762_123_264,
     "Qwen/Qwen3-30B-A3B": 30_532_122_624,
@@ -125,8 +129,8 @@ def test_a_folder_that_is_there_counts(tmp_path: Path) -> None:
 
 
 def test_of_another_model_config_json_is_asked_for(tmp_path: Path) -> None:
-    with pytest.raises(DataError, match=r"hf download Qwen/Qwen3-8B config\.json; into this folder: "):
-        planned_shape(Path("models/Qwen3-8B"))
+    with pytest.raises(DataError, match=r"hf download Qwen/Qwen2.5-7B config\.json; into this folder: "):
+        planned_shape(Path("models/Qwen2.5-7B"))
 
 
 def test_the_shape_of_qwen3_next_has_the_published_billions_of_parameters(tmp_path: Path) -> None:
