@@ -3,7 +3,7 @@
     import megarl
 
     run = megarl.train("recipe.yaml", {"train.steps": 3, "reward.functions": [my_reward]})
-    run.metrics().to_pandas()
+    print(run.metrics().select(["step", "reward/mean"]))
 
 Each call that trains or samples runs the command of its name in a process of its own. A notebook, or a program with
 its own event loop and signals, is therefore not disturbed.
@@ -23,17 +23,16 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
+from megarl.config.override_text import as_yaml, override_text
 from megarl.platform.commands import follow_command
+from megarl.terminal import printable
 from megarl.types import ConfigError, MegarlError
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-    from megarl.config import Recipe
-
 RecipeSource = str | Path | Mapping[str, Any]
 """YAML file of a recipe, or its sections as a mapping."""
-_COLOUR = re.compile(r"\x1b\[[0-9;]*m")
 _SHOWN_LINES = 20
 """Lines of output in an error without a message of its own, such as that of a killed process."""
 Overrides = Mapping[str, Any]
@@ -97,9 +96,9 @@ def train(
 ) -> Run:
     """Run `megarl train` in a process of its own, show its output here, and return the finished run.
 
-    If this process is killed, the training goes on to its end.
-    `resume` continues the run from its newest checkpoint; `restart` moves an earlier run aside. Raises ConfigError if
-    the recipe cannot run. Any other failure is the subclass of MegarlError with the process's exit code.
+    If this process is killed, the training goes on to its end. `resume` continues the run from its newest checkpoint;
+    `restart` moves an earlier run aside. Raises ConfigError if the recipe cannot run. Any other failure is the subclass
+    of MegarlError with the process's exit code.
     """
     options = ["--resume=must"] if resume == "must" else ["--resume"] * resume
     with _recipe_file(recipe) as file:
@@ -167,27 +166,12 @@ def _recipe_file(recipe: RecipeSource) -> Iterator[str]:
         return
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder, "recipe.yaml")
-        file.write_text(_as_yaml(recipe), encoding="utf-8")
+        file.write_text(as_yaml(_plain(recipe)), encoding="utf-8")
         yield str(file)
 
 
 def _overrides(given: Overrides | None) -> list[str]:
-    return [f"{name}={_as_yaml(value)}" for name, value in (given or {}).items()]
-
-
-def _as_yaml(value: Any) -> str:
-    """Return a value as JSON that YAML reads alike. JSON writes a character such as an emoji as two surrogates, which
-    YAML takes for two broken characters: it has one escape of eight digits instead.
-    """
-
-    def joined(found: re.Match[str]) -> str:
-        if found[1]:
-            return found[1]
-        character: str = json.loads('"' + found[0] + '"')
-        return f"\\U{ord(character):08x}"
-
-    # The first alternative takes escaped backslashes, so that a text with \ud83d in it stays as it is.
-    return re.sub(r"(\\\\)|\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}", joined, json.dumps(_plain(value)))
+    return [override_text(name, _plain(value)) for name, value in (given or {}).items()]
 
 
 def _plain(value: Any) -> Any:
@@ -222,9 +206,8 @@ def _run_path(recipe: str, overrides: Sequence[str]) -> Path:
     from megarl.config.recipe import load
     from megarl.tracking.run_folder import run_path
 
-    folder = Path(recipe)
-    loaded: Recipe | None = None if folder.is_dir() else load(folder, overrides)
-    return folder if loaded is None else run_path(loaded)
+    path = Path(recipe)
+    return path if path.is_dir() else run_path(load(path, overrides))
 
 
 def _megarl(*arguments: str | Path) -> None:
@@ -244,10 +227,13 @@ def _error_of(code: int, error_output: str) -> MegarlError:
     for kind in kinds:
         kinds += kind.__subclasses__()
     kind = next((kind for kind in kinds if kind.exit_code == code), MegarlError)
-    plain = _COLOUR.sub("", error_output)
-    told = re.split(r"(?m)^error: ", plain)[1:]
+    plain = printable(error_output)
+    # The command writes its message after `error: `, at the beginning of a line, and last.
+    messages = re.split(r"^error: ", plain, flags=re.MULTILINE)[1:]
+    if messages:
+        return kind(messages[-1].strip())
     last = "\n".join(plain.splitlines()[-_SHOWN_LINES:])
-    return kind(told[-1].strip() if told else f"megarl ended with exit code {code}; its last lines:\n{last}")
+    return kind(f"megarl ended with exit code {code}; its last lines:\n{last}")
 
 
 def _table(records: Sequence[Mapping[str, Any]]) -> pa.Table:

@@ -107,6 +107,7 @@ def train(
         Terminal(highlight=False, soft_wrap=True).print(
             f"megarl: checks and starts {recipe}", style="dim", markup=False
         )
+    from megarl.config.override_text import override_text
     from megarl.platform.imports import uncollected
     from megarl.tracking.display import Display
     from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
@@ -124,8 +125,8 @@ def train(
         for checkpoint in EarlierRun.read(path).checkpoints[:1] if resume else ():
             # Checked before config.yaml is read: fields of another schema would be reported as unknown keys.
             refuse_other_schema(checkpoint)
-        # A run's folder may have been moved or renamed since its config.yaml was written. JSON quotes the values.
-        given = [f"{name}={json.dumps(value)}" for name, value in _place_of(path).items()] + given
+        # A run's folder may have been moved or renamed since its config.yaml was written.
+        given = [override_text(name, value) for name, value in _place_of(path).items()] + given
         path /= "config.yaml"
     display = Display()
     # Imports create many objects, and collections during them only take time.

@@ -48,6 +48,11 @@ class CommandGroup(TyperGroup):
             formatter.write_dl(rows)
 
 
+def command_group(name: str, help: str) -> typer.Typer:
+    """Return a group for commands of one subject, such as `megarl slurm`. Its help needs no rich."""
+    return typer.Typer(name=name, cls=CommandGroup, help=help, no_args_is_help=True, rich_markup_mode=None)
+
+
 class RecipeCommand(TyperCommand):
     """Command with a recipe and overrides. For an unknown option its error suggests a recipe field."""
 

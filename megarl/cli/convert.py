@@ -8,15 +8,11 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from megarl.cli.arguments import CommandGroup
+from megarl.cli.arguments import command_group
 from megarl.console import print_conversion
 
-app = typer.Typer(
-    name="convert",
-    cls=CommandGroup,
-    help="Convert weights between Hugging Face folders and Megatron's torch_dist checkpoints, on the CPU.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
+app = command_group(
+    "convert", "Convert weights between Hugging Face folders and Megatron's torch_dist checkpoints, on the CPU."
 )
 
 OutFolder = Annotated[Path, typer.Option("--out", help="Folder to write. It must not exist yet.")]

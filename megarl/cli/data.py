@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
-from megarl.cli.arguments import CommandGroup
+from megarl.cli.arguments import command_group
 from megarl.console import print_survey
 from megarl.types import ConfigError, DataError
 
@@ -17,13 +17,7 @@ if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.data.formats import FieldNames
 
-app = typer.Typer(
-    name="data",
-    cls=CommandGroup,
-    help="Examine data sets before training.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = command_group("data", "Examine data sets before training.")
 
 
 @app.command(name="check")

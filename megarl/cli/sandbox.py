@@ -7,16 +7,10 @@ from typing import Annotated
 
 import typer
 
-from megarl.cli.arguments import CommandGroup
+from megarl.cli.arguments import command_group
 from megarl.types import ConfigError
 
-app = typer.Typer(
-    name="sandbox",
-    cls=CommandGroup,
-    help="Sandbox: isolated execution of programs written by the policy.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = command_group("sandbox", "Sandbox: isolated execution of programs written by the policy.")
 
 
 @app.callback()

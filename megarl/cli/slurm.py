@@ -7,16 +7,10 @@ from typing import Annotated
 
 import typer
 
-from megarl.cli.arguments import CommandGroup, Overrides, RecipeCommand, RecipePath
+from megarl.cli.arguments import Overrides, RecipeCommand, RecipePath, command_group
 from megarl.cli.checking import checked
 
-app = typer.Typer(
-    name="slurm",
-    cls=CommandGroup,
-    help="Run a recipe as a Slurm batch job.",
-    no_args_is_help=True,
-    rich_markup_mode=None,
-)
+app = command_group("slurm", "Run a recipe as a Slurm batch job.")
 
 
 @app.command(cls=RecipeCommand)

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
     from pydantic.fields import FieldInfo
 
 _HELP_CHARACTERS = 60
-"""Longest description beside a candidate. Longer ones would wrap in zsh's and fish's lists."""
+"""Longest description of a candidate. Longer ones would wrap in zsh's and fish's lists."""
 
 
 def override_candidates(given: list[str], incomplete: str) -> list[tuple[str, str]]:

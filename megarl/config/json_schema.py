@@ -65,7 +65,7 @@ def _or_reference(schema: Mapping[str, Any]) -> dict[str, Any]:
     inner = _with_references(schema)
     notes = {name: inner.pop(name) for name in _NOTES if name in inner}
     branches = inner.get("anyOf", [inner])
-    # A section is written out: an alternative beside it would move all errors inside it to its own line.
+    # A section is written out: a further alternative would move all errors inside it to its own line.
     if "$ref" in inner or any(branch in ({}, {"type": "string"}) for branch in branches):
         return {**notes, **inner}
     return {**notes, "anyOf": [*branches, {"$ref": "#/$defs/Reference"}]}

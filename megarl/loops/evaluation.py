@@ -23,6 +23,7 @@ from megarl.config import DataConfig, Recipe
 from megarl.config.cluster import GroupsConfig
 from megarl.config.data_sets import DataSetConfig, path_of
 from megarl.config.formulas import either
+from megarl.config.override_text import override_text
 from megarl.config.parallel import ParallelConfig
 from megarl.config.recipe import read, to_yaml
 from megarl.data.chat import tokenizer_of
@@ -91,8 +92,8 @@ def prepare(
     file = recipe / "config.yaml" if recipe.is_dir() else recipe
     as_written = read(file, overrides, is_of_run=recipe.is_dir()).recipe
     places = [f"mixture.{name}." for name in as_written.mixture] or [""]
-    given = [*overrides, f"model.path={json.dumps(str(folder))}"]
-    given += [f"{place}evaluation.{name}={json.dumps(value)}" for place in places for name, value in options.items()]
+    given = [*overrides, override_text("model.path", str(folder))]
+    given += [override_text(f"{place}evaluation.{name}", value) for place in places for name, value in options.items()]
     loaded = load(file, given, is_of_run=recipe.is_dir())
     # Recipes of other loops have no sampling parameters or engines, so there is nothing to sample with.
     if loaded.loop not in ("rl", "sft", "distillation"):

@@ -150,7 +150,7 @@ def _kernels(hidden: Tensor, cut: _Truncation | None) -> Any:
     """Return the module of GPU kernels; None where torch's operations do the work: a CPU, float64, truncated sets."""
     if not hidden.is_cuda or hidden.dtype == torch.float64 or cut is not None:
         return None
-    # Only importable beside a GPU build of torch.
+    # Only importable with a GPU build of torch.
     from megarl.models import logit_kernels
 
     return logit_kernels

@@ -1,0 +1,32 @@
+"""Overrides of a recipe written by a program: `trainer.tp=4`, with values that YAML reads as they are."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+# The first alternative takes escaped backslashes, so that a text with \ud83d in it stays as it is.
+_PAIR = re.compile(r"(\\\\)|\\ud[89ab][0-9a-f]{2}\\ud[c-f][0-9a-f]{2}")
+
+
+def override_text(name: str, value: Any) -> str:
+    """Return the override `name=value` of a recipe field. `value` is of JSON's types."""
+    return f"{name}={as_yaml(value)}"
+
+
+def as_yaml(value: Any) -> str:
+    """Return a value of JSON's types as JSON that YAML reads alike.
+
+    JSON writes a character such as an emoji as two surrogates. YAML takes these for two broken characters, and has one
+    escape of eight digits instead.
+    """
+    return _PAIR.sub(_joined, json.dumps(value))
+
+
+def _joined(found: re.Match[str]) -> str:
+    """Return YAML's escape for a pair of surrogates, or an escaped backslash unchanged."""
+    if found[1]:
+        return found[1]
+    character: str = json.loads(f'"{found[0]}"')
+    return f"\\U{ord(character):08x}"
