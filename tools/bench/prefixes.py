@@ -3,7 +3,8 @@
     python tools/bench/prefixes.py --repeats 5
 
 One rank in one process, with the driver's packing. Both ways take turns. Cases: a group of answers to one prompt; as
-many tokens with nothing to share; an agent of four turns with forks. `cpu` is the processor time of all threads, which
+many tokens with nothing to share; an agent of four turns with forks. A last pair is an update alone, whose own forward
+pass gives the old log-probs, and one after a pass of its own for them (algorithm.old_logprobs: trainer). `cpu` is the processor time of all threads, which
 other programs on the machine change least. Prints one JSON object a line; exits with 1 if a limit is missed.
 """
 
@@ -99,7 +100,7 @@ def measure(options: argparse.Namespace, folder: Path) -> bool:
         {
             "name": "prefixes", "loop": "rl", "model": {"path": str(folder), "dtype": "float32"},
             "data": {"train": "unused"}, "optimizer": {"learning_rate": 1e-6},
-            "algorithm": {"old_logprobs": "rollout"},
+            "algorithm": {"old_logprobs": "trainer"},
         }
     )  # fmt: skip
     pieces = megatron_layouts(shape, layout, padded_vocab_size=padded_vocab_size(shape.vocab_size, 1))[0]
@@ -109,7 +110,10 @@ def measure(options: argparse.Namespace, folder: Path) -> bool:
     auto = RankModel(rank, layout, 1 << 20, attention_ratio=ratio, shape=shape, shares_prefixes=True)
     ways = {"off": replace(auto, shares_prefixes=False), "auto": auto}
     is_met = True
-    for name, batch in cases(options.prompt, options.answer, options.group, shape.vocab_size).items():
+    batches = cases(options.prompt, options.answer, options.group, shape.vocab_size)
+    for way, model in ways.items():
+        measure_old_logprobs(model, way, batches["group"], options.repeats)
+    for name, batch in batches.items():
         for verb in ("update", "forward"):
             seconds: dict[str, list[tuple[float, float]]] = {way: [] for way in ways}
             flops = {}
@@ -139,6 +143,36 @@ def measure(options: argparse.Namespace, folder: Path) -> bool:
                 print_line(line)
     dist.destroy_process_group()
     return is_met
+
+
+def measure_old_logprobs(model: Any, way: str, batch: TokenBatch, repeats: int) -> None:
+    """Print how much faster an update is without an earlier forward pass for the old log-probs."""
+
+    async def one_pass() -> None:
+        await model.update(batch)
+
+    async def two_passes() -> None:
+        per_token = {**batch.per_token, "old_logprobs": await model.forward(batch)}
+        await model.update(replace(batch, per_token=per_token))
+
+    wall, cpu = [], []
+    for repeat in range(repeats + 1):
+        spent = []
+        for run in (two_passes, one_pass):
+            before = time.perf_counter(), time.process_time()
+            asyncio.run(run())
+            spent.append((time.perf_counter() - before[0], time.process_time() - before[1]))
+        # The first pair allocates memory, and counts for nothing.
+        if repeat:
+            wall.append(spent[0][0] / spent[1][0])
+            cpu.append(spent[0][1] / spent[1][1])
+    for clock, pairs in (("wall", wall), ("cpu", cpu)):
+        print_line(
+            metric_line(
+                f"old_logprobs_of_the_update_{clock}", pairs, "times faster than with a pass of its own", target=None,
+                against=f"share_prefixes: {way}", machine=machine(), versions=versions(),
+            )
+        )  # fmt: skip
 
 
 def main() -> int:
