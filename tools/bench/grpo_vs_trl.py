@@ -7,7 +7,7 @@ The same model folder, prompts, reward, learning rate, group size and steps for 
 each run in processes of its own. megarl runs each of `--layouts` on two ranks, and the fastest one counts; TRL runs as
 one process with all cores, its only layout here. A step's time is the median without the first two. With several seeds
 the rewards' course is compared too: the share of our steps within the band of TRL's seeds, widened by its own width.
-Prints one JSON object a line.
+Prints one JSON object a line. `long_tail_model.py` makes a model for the case with a long tail.
 """
 
 from __future__ import annotations

@@ -4,8 +4,9 @@
 
 One rank in one process, with the driver's packing. Both ways take turns. Cases: a group of answers to one prompt; as
 many tokens with nothing to share; an agent of four turns with forks. A last pair is an update alone, whose own forward
-pass gives the old log-probs, and one after a pass of its own for them (algorithm.old_logprobs: trainer). `cpu` is the processor time of all threads, which
-other programs on the machine change least. Prints one JSON object a line; exits with 1 if a limit is missed.
+pass gives the old log-probs (algorithm.old_logprobs: trainer), and one after a pass for them. `cpu` is the processor
+time of all threads, which other programs on the machine change least. Prints one JSON object a line; exits with 1 if a
+limit is missed.
 """
 
 from __future__ import annotations
