@@ -50,6 +50,8 @@ class PassSettings:
     """Whether the row stores each shared prefix once, as a tree. `row_tokens` then counts a shared token once."""
     lora_rank: int = 0
     """Rank of the LoRA adapters. Above 0, only adapters are trained. 0: all weights are trained."""
+    has_logit_kernels: bool = False
+    """Whether kernels read the logits as they are (`models.logit_kernels`). False: torch makes float32 copies."""
     longest: int = 1
     """Tokens of the longest sequence in a row."""
     expert_load: float = EXPERT_IMBALANCE
@@ -147,11 +149,12 @@ def rows_in_flight(layout: ParallelConfig, stage: int) -> float:
 
 
 def logits_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:
-    """Return the bytes of the logits in memory at once: the head's output, and two copies in float32."""
+    """Return the bytes of the logits in memory at once: the head's output, and without kernels two float32 copies."""
     if shape.has_value_head:
         return 0
     tokens = min(settings.chunk_tokens, settings.row_tokens // layout.cp)
-    return tokens * widths(shape, layout).rows * (settings.itemsize + 2 * FLOAT32)
+    copies = 0 if settings.has_logit_kernels else 2
+    return tokens * widths(shape, layout).rows * (settings.itemsize + copies * FLOAT32)
 
 
 def backward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:

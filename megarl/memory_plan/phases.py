@@ -452,9 +452,17 @@ class RankMemory:
             fuses_activation=bool(given.get("bias_activation_fusion", self.platform.is_gpu)),
             pads_attention=not self.platform.is_gpu or not is_bf16,
             lora_rank=self.recipe.lora.rank if built is self.models.policy else 0,
+            has_logit_kernels=self._has_logit_kernels,
             longest=self.recipe.trained_tokens,
             expert_load=float(given.get("moe_expert_capacity_factor") or self.expert_load),
         )
+
+    @property
+    def _has_logit_kernels(self) -> bool:
+        # Log-probs over retained tokens and divergences of whole distributions use torch's operations.
+        is_truncated = any(source.recipe.rollout.sampling.is_truncated for source in self.recipe.sources)
+        is_whole = self.recipe.loop == "distillation" and not self.recipe.has_advantages
+        return self.platform.is_gpu and not is_truncated and not is_whole
 
     @property
     def _block_tokens(self) -> int:
