@@ -26,9 +26,11 @@ import inspect
 import json
 import threading
 import time
-import types
-from collections.abc import Awaitable, Callable, Mapping, Sequence
-from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any, get_type_hints
+
+from pydantic import TypeAdapter
+from pydantic.errors import PydanticUserError
 
 from megarl.environments import TOOL_SCHEMA, EnvironmentUnavailableError, Message, Start, Step, Turn
 from megarl.types import Problem, ToolCall
@@ -46,16 +48,22 @@ CALL_THREAD = "call of "
 """Prefix of the names of threads running a tool's function."""
 
 
+_PARAMETER_TYPES = "_megarl_parameter_types"
+"""Attribute of a tool's method: the type of each parameter."""
+
+
 def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any] | None = None) -> Any:
     """Mark a method of a `ToolEnvironment` as a tool. `schema` replaces the JSON schema of its parameters.
 
     Methods with `async def` run concurrently and must not block. Other methods may block: the environment then runs in
     processes (`rollout.environment_processes`), and the tool in a thread, one call at a time within an attempt.
-    Parameters need type hints known to JSON: str, int, float, bool, list, dict, Literal, X | None.
+    Parameters need type hints with a JSON form in pydantic: str, int, float, bool, list, dict, Literal, X | None,
+    enumerations, dataclasses, models, Annotated[int, Field(ge=1)]. The method gets values of these types.
     """
 
     def mark(marked: Callable[..., Any]) -> Callable[..., Any]:
         setattr(marked, TOOL_SCHEMA, schema_of(marked, schema))
+        setattr(marked, _PARAMETER_TYPES, _parameter_types(marked) if schema is None else {})
         return marked
 
     return mark if function is None else mark(function)
@@ -69,24 +77,25 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
     """
     description, parameter_texts = _described(inspect.getdoc(function) or "")
     if parameters is None:
-        hints = get_type_hints(function)
-        properties, required = {}, []
-        for name, parameter in inspect.signature(function).parameters.items():
-            if name == "self":
-                continue
-            if name not in hints or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
-                raise TypeError(f"tool {function.__name__}: parameter {name} needs a type, and may not be * or **")
-            properties[name] = _schema_of_type(hints[name], f"tool {function.__name__}: parameter {name}")
+        properties: dict[str, Any] = {}
+        definitions: dict[str, Any] = {}
+        for name, kind in _parameter_types(function).items():
+            try:
+                properties[name] = kind.json_schema()
+            except PydanticUserError as error:
+                raise _unknown_type(function, name, error) from None
+            # A $ref is relative to the root of the schema, so definitions of all parameters are there.
+            definitions |= properties[name].pop("$defs", {})
             if name in parameter_texts:
                 properties[name]["description"] = parameter_texts[name]
-            if parameter.default is parameter.empty:
-                required.append(name)
+        named_parameters = inspect.signature(function).parameters
+        required = [name for name in properties if named_parameters[name].default is inspect.Parameter.empty]
         parameters = {
             "type": "object",
             "properties": properties,
             "required": required,
             "additionalProperties": False,
-        }
+        } | ({"$defs": definitions} if definitions else {})
     named = {"name": function.__name__, "description": description, "parameters": dict(parameters)}
     return {"type": "function", "function": named}
 
@@ -102,22 +111,31 @@ def _described(text: str) -> tuple[str, dict[str, str]]:
     return " ".join(description.split()), parameter_texts
 
 
-_JSON_TYPES: dict[Any, str] = {str: "string", int: "integer", float: "number", bool: "boolean", type(None): "null"}
+def _parameter_types(function: Callable[..., Any]) -> dict[str, TypeAdapter[Any]]:
+    """Return pydantic's view of the type of each parameter except `self`.
+
+    Raises TypeError for a parameter without a type, or with one unknown to pydantic.
+    """
+    hints = get_type_hints(function, include_extras=True)
+    found = {}
+    for name, parameter in inspect.signature(function).parameters.items():
+        if name == "self":
+            continue
+        if name not in hints or parameter.kind in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD):
+            raise TypeError(f"tool {function.__name__}: parameter {name} needs a type, and may not be * or **")
+        try:
+            found[name] = TypeAdapter(hints[name])
+        except PydanticUserError as error:
+            raise _unknown_type(function, name, error) from None
+    return found
 
 
-def _schema_of_type(hint: Any, place: str) -> dict[str, Any]:
-    origin, arguments = get_origin(hint), get_args(hint)
-    if hint in _JSON_TYPES:
-        return {"type": _JSON_TYPES[hint]}
-    if origin is Literal:
-        return {"enum": list(arguments)}
-    if origin in (Union, types.UnionType):
-        return {"anyOf": [_schema_of_type(argument, place) for argument in arguments]}
-    if hint is list or origin in (list, Sequence):
-        return {"type": "array"} | ({"items": _schema_of_type(arguments[0], place)} if arguments else {})
-    if hint is dict or origin in (dict, Mapping):
-        return {"type": "object"}
-    raise TypeError(f"{place} has the type {hint}, unknown to JSON; use str, int, float, bool, list or dict")
+def _unknown_type(function: Callable[..., Any], name: str, error: PydanticUserError) -> TypeError:
+    reason = str(error).partition(". ")[0]
+    return TypeError(
+        f"tool {function.__name__}: parameter {name} has a type unknown to JSON ({reason}); use str, int, float, bool, "
+        "list, dict or a dataclass"
+    )
 
 
 class ToolEnvironment:
@@ -177,7 +195,12 @@ class ToolEnvironment:
             async with self._waiting(function):
                 # Start again after the lock: time spent waiting for another call is not the tool's.
                 start = time.perf_counter()
-                found = await asyncio.wait_for(begun(function, call.arguments or {}), self.tool_seconds)
+                types: Mapping[str, TypeAdapter[Any]] = getattr(function, _PARAMETER_TYPES)
+                values = {
+                    name: types[name].validate_python(value) if name in types else value
+                    for name, value in (call.arguments or {}).items()
+                }
+                found = await asyncio.wait_for(begun(function, values), self.tool_seconds)
             return found if isinstance(found, str) else json.dumps(found, ensure_ascii=False, default=str)
         except TimeoutError:
             metrics[f"tools/{call.name}/errors"] += 1

@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from typing import Any, Literal
+from collections.abc import Callable
+from dataclasses import dataclass
+from threading import Lock
+from typing import Annotated, Any, Literal
 
 import pytest
+from pydantic import Field
 
+from megarl.data.tool_schemas import arguments_fault
 from megarl.environments import Start, Step, Turn
 from megarl.environments.tools import ToolEnvironment, ToolError, cut_in_the_middle, tool
 from megarl.types import Problem, ToolCall
@@ -97,7 +102,7 @@ async def test_schemas_are_of_signature_and_docstring_or_given() -> None:
                 "type": "object",
                 "properties": {
                     "item": {"type": "string", "description": "its name"},
-                    "kind": {"enum": ["a", "b"]},
+                    "kind": {"enum": ["a", "b"], "type": "string"},
                     "counts": {
                         "anyOf": [{"type": "array", "items": {"type": "integer"}}, {"type": "null"}],
                         "description": "how many: of each",
@@ -113,11 +118,36 @@ async def test_schemas_are_of_signature_and_docstring_or_given() -> None:
 
     def untyped(self: Any, x): ...  # type: ignore[no-untyped-def]
 
-    def odd(self: Any, x: bytes) -> None: ...
+    def odd(self: Any, x: Lock) -> None: ...
 
-    for function, word in ((untyped, "x needs a type"), (odd, "bytes")):
+    def uncalled(self: Any, x: Callable[[], None]) -> None: ...
+
+    for function, word in ((untyped, "x needs a type"), (odd, "allocate_lock"), (uncalled, "unknown to JSON")):
         with pytest.raises(TypeError, match=word):
             tool(function)
+
+
+@dataclass
+class Place:
+    row: int
+    column: Annotated[int, Field(ge=0)] = 0
+
+
+class Board(ToolEnvironment):
+    @tool
+    async def mark(self, places: list[Place]) -> int:
+        """Mark places."""
+        return sum(10 * place.row + place.column for place in places)
+
+
+async def test_a_tool_takes_objects_of_its_parameters_types() -> None:
+    board = Board()
+    (schema,) = board.tools
+    for places, fault in (([{"row": 1}, {"row": 2, "column": 3}], None), ([{"row": 1, "column": -1}], "minimum")):
+        found = arguments_fault({"places": places}, schema)
+        assert found is None if fault is None else found is not None and fault in found
+    step = await stepped(board, call(0, "mark", places=[{"row": 1}, {"row": 2, "column": 3}]))
+    assert step.messages[0]["content"] == "33"
 
 
 async def test_every_call_gets_one_reply_in_the_order_of_the_calls() -> None:
