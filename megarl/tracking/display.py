@@ -24,6 +24,7 @@ from rich.text import Text
 from megarl.files.atomic import append_whole
 from megarl.terminal import Terminal, printable
 from megarl.tracking.step_table import LINE_CHARACTERS, StepTable
+from megarl.types import MegarlError
 
 MOST_LINES = 200
 """A run with at most this many steps prints a line for each step."""
@@ -98,10 +99,16 @@ class Display:
 
     @contextmanager
     def logged_to(self, path: Path) -> Iterator[None]:
-        """Append all lines printed while the context manager is active to a file, without colours."""
+        """Append all lines printed while the context manager is active to a file, without colours.
+
+        An error leaving the context is the file's last line; the command prints it on the screen.
+        """
         self._log = path
         try:
             yield
+        except Exception as error:
+            self._append(f"error: {error}" if isinstance(error, MegarlError) else f"error: {error!r}")
+            raise
         finally:
             self._log = None
 
@@ -185,10 +192,14 @@ class Display:
     def _print(self, text: Text) -> None:
         """Print a line on the screen, and append it to the log."""
         self.console.print(text, soft_wrap=True)
+        self._append(text.plain)
+
+    def _append(self, line: str) -> None:
+        """Append a line to the log, if there is one."""
         if self._log is not None:
             # A full disk ends the run at the next line of metrics.jsonl, with an error naming it.
             with suppress(OSError):
-                append_whole(self._log, f"{printable(text.plain)}\n".encode(errors="replace"))
+                append_whole(self._log, f"{printable(line)}\n".encode(errors="replace"))
 
     def _steps_text(self, resumed_step: int) -> str:
         """Return the number of steps in this start of the run, in words."""

@@ -16,6 +16,7 @@ from rich.console import Console
 
 from megarl.tracking.display import MOST_LINES, Closing, Display
 from megarl.tracking.step_table import StepTable, left_text, short_number
+from megarl.types import ConfigError
 from tests.terminal_screen import run_in_terminal, shown
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -257,6 +258,24 @@ def test_a_log_has_the_lines_of_the_screen_without_colours(tmp_path: Path) -> No
     assert "\x1b[1m" in text.getvalue() and screen[0] == "before" and screen[-1] == "after"
     assert log.read_text(encoding="utf-8").splitlines() == screen[1:-1]
     assert "warning: a name" in screen
+
+
+@pytest.mark.parametrize(
+    ("error", "line"),
+    [
+        (ConfigError("data.train: no such file"), "error: data.train: no such file"),
+        (KeyError("x"), "error: KeyError('x')"),
+    ],
+)
+def test_the_last_line_of_a_log_is_the_error_that_ended_the_run(tmp_path: Path, error: Exception, line: str) -> None:
+    text = io.StringIO()
+    display = Display(Console(file=text, width=120))
+    log = tmp_path / "driver.log"
+    with pytest.raises(type(error)), display.logged_to(log):
+        display.info("before")
+        raise error
+    assert log.read_text(encoding="utf-8").splitlines() == ["before", line]
+    assert "error" not in text.getvalue()
 
 
 def test_the_live_line_counts_down_and_shows_the_course_of_the_reward() -> None:
