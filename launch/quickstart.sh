@@ -3,7 +3,7 @@
 # Arguments are recipe overrides for both runs, such as seed=1. An earlier quickstart is moved aside, not removed.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
-launch/setup.sh
+launch/setup.sh reasoning-gym
 export PATH="$PWD/.venv/bin:$PATH"
 # Every rank is an interpreter of its own: none should compile torch and vLLM anew.
 unset PYTHONDONTWRITEBYTECODE

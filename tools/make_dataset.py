@@ -24,6 +24,7 @@ import json
 import random
 import re
 from collections.abc import Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -162,7 +163,10 @@ def main() -> None:
     parser.add_argument("--train", type=int, default=2400, help="training problems")
     parser.add_argument("--heldout", type=int, default=200, help="held-out problems")
     parser.add_argument("--seed", type=int, default=0)
-    out = make_dataset(**vars(parser.parse_args()))
+    options = parser.parse_args()
+    if find_spec("reasoning_gym") is None:
+        parser.error("the package reasoning-gym is missing; install it: launch/setup.sh reasoning-gym")
+    out = make_dataset(**vars(options))
     for path in sorted(out.glob("*.jsonl")):
         print(f"wrote {path}: {len(path.read_bytes().splitlines())} lines, first: {path.open().readline().strip()}")
 

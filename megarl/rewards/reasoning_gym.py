@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from functools import lru_cache
+from importlib.util import find_spec
 from typing import Any, Literal
 
 from megarl.files.nearest import nearest
@@ -85,6 +86,7 @@ def __getattr__(name: str) -> Callable[..., Reward]:
 
 def check_task(task: str) -> None:
     """Raise ConfigError for a task unknown to reasoning-gym."""
+    _check_installed()
     import reasoning_gym
     from reasoning_gym.factory import DATASETS
 
@@ -99,6 +101,15 @@ def check_task(task: str) -> None:
     hint = f"did you mean reasoning_gym.{near}?" if near else f"it has {', '.join(sorted(DATASETS))}"
     version = reasoning_gym.__version__
     raise ConfigError(f"reward.functions: 'reasoning_gym.{task}': reasoning-gym {version} has no task {task!r}; {hint}")
+
+
+def _check_installed() -> None:
+    """Raise ConfigError if reasoning-gym, an extra of megarl, is not installed."""
+    if find_spec("reasoning_gym") is None:
+        raise ConfigError(
+            "reward.functions: reasoning_gym: the package reasoning-gym is missing in this environment; install it: "
+            "`launch/setup.sh reasoning-gym` in a clone, else `pip install 'megarl[reasoning-gym]'`"
+        )
 
 
 def metadata_of(record: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -164,6 +175,8 @@ def _score(
     place: Place,
     config: Mapping[str, Any],
 ) -> Reward:
+    # Also for completions without an answer: the trial before a run starts has none.
+    _check_installed()
     said = final_answer(completion_text, record, place=place)
     raw = 0.0
     if said is not None and len(said) <= _MAX_CHARACTERS:

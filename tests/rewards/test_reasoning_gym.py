@@ -187,3 +187,11 @@ def test_a_task_that_is_none() -> None:
         resolve("reasoning_gym.chain_sums")
     with pytest.raises(ConfigError, match="several tasks; use reasoning_gym"):
         resolve("reasoning_gym.composite")
+
+
+@pytest.mark.parametrize("name", ["reasoning_gym", "reasoning_gym.basic_arithmetic"])
+def test_without_the_extra_the_error_names_the_commands(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    monkeypatch.setattr("megarl.rewards.reasoning_gym.find_spec", lambda name: None)
+    record = {"metadata": {"source_dataset": "basic_arithmetic"}}
+    with pytest.raises(ConfigError, match=r"launch/setup.sh reasoning-gym.*pip install"):
+        resolve(name)("no answer", "4", record)
