@@ -6,9 +6,10 @@ python tools/quickstart_curve.py runs/quickstart --out launch/quickstart.svg
 from __future__ import annotations
 
 import argparse
-import json
 from collections.abc import Iterable, Sequence
 from pathlib import Path
+
+import megarl
 
 WIDTH, HEIGHT = 640, 300
 LEFT, RIGHT, TOP, BOTTOM = 56, 20, 40, 44
@@ -23,8 +24,8 @@ Point = tuple[float, float]
 
 def points(run: Path, metric: str) -> list[Point]:
     """Return (step, value) of a metric, for each step of a run that has it."""
-    steps = [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    return [(step["step"], step[metric]) for step in steps if metric in step]
+    table = megarl.load_run(run).metrics().select(["step", metric]).drop_null()
+    return [(row["step"], row[metric]) for row in table.to_pylist()]
 
 
 def picture(training: Sequence[Point], heldout: Sequence[Point]) -> str:

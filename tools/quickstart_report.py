@@ -17,12 +17,14 @@ from typing import Any
 from rich import box
 from rich.table import Table
 
+import megarl
 from megarl.terminal import Console
 
 
-def read_steps(run: Path) -> list[dict[str, float]]:
-    """The steps of a run, from its metrics.jsonl."""
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+def read_metrics(run: Path) -> list[dict[str, float]]:
+    """The metrics of a run, one record a step, each without the metrics that its step lacks."""
+    rows = megarl.load_run(run).metrics().to_pylist()
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
 def accuracies(steps: list[dict[str, float]]) -> list[float]:
@@ -67,7 +69,7 @@ def main() -> None:
     parser.add_argument("--heldout", type=Path, default=Path("runs/quickstart_input/data/heldout.jsonl"))
     arguments = parser.parse_args()
     console = Console(soft_wrap=True, highlight=False)
-    sft, grpo = read_steps(arguments.sft), read_steps(arguments.grpo)
+    sft, grpo = read_metrics(arguments.sft), read_metrics(arguments.grpo)
 
     table = Table(
         title="held-out accuracy, greedy", title_justify="left", box=box.SIMPLE, pad_edge=False, collapse_padding=True

@@ -12,6 +12,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import megarl
+
 ROOT = Path(__file__).resolve().parents[1]
 DIGITS_REWARD = '''"""Reward for the share of digits in an answer. It differs between the answers of a random model."""
 
@@ -57,8 +59,9 @@ def read_lines(path: Path) -> list[dict[str, Any]]:
 
 
 def read_metrics(run_folder: Path) -> list[dict[str, Any]]:
-    """Return the metrics of a run, one record a step."""
-    return read_lines(run_folder / "metrics.jsonl")
+    """Return the metrics of a run, one record a step, each without the metrics that its step lacks."""
+    rows = megarl.load_run(run_folder).metrics().to_pylist()
+    return [{name: value for name, value in row.items() if value is not None} for row in rows]
 
 
 def heldout_accuracies(run_folder: Path) -> list[float]:
