@@ -14,7 +14,7 @@ compile() {
 
 # What launch/setup.sh leaves out is left out here too. torch's CPU builds are in few indexes.
 cpu() {
-    compile pyproject.toml --extra cpu --extra ray --extra dev --output-file launch/requirements-cpu.txt \
+    compile pyproject.toml --extra cpu --extra ray --extra kubernetes --extra dev --output-file launch/requirements-cpu.txt \
         --excludes <(printf 'torchvision\ntorchaudio\ntorchcodec\ntriton\n') "$@"
 }
 cpu "$@" 2>/dev/null || cpu --torch-backend cpu "$@"
@@ -22,5 +22,5 @@ cpu "$@" 2>/dev/null || cpu --torch-backend cpu "$@"
 # With what launch/setup.sh builds Transformer Engine's extension with, and on torch's CUDA build wherever both are found.
 torch="$(sed -n 's/^ *"torch==\([^"]*\)",$/\1/p' pyproject.toml)"
 compile pyproject.toml <(printf '%s\n' "torch!=$torch+cpu" wheel ninja pybind11 setuptools einops onnx onnxscript) \
-    --extra gpu --extra ray --extra reasoning-gym --output-file launch/requirements-gpu.txt \
+    --extra gpu --extra ray --extra kubernetes --extra reasoning-gym --output-file launch/requirements-gpu.txt \
     --excludes <(printf 'transformer-engine-cu12\ntransformer-engine-torch\n') "$@"

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
-from megarl.cli import convert, data, sandbox, slurm
+from megarl.cli import convert, data, kubernetes, sandbox, slurm
 from megarl.cli.arguments import CommandGroup, Overrides, RecipeCommand, RecipePath
 from megarl.cli.checking import checked, checking, with_notices_shown
 from megarl.cli.recipes import recipes
@@ -36,7 +36,7 @@ app = typer.Typer(
     # `main` prints tracebacks itself, without escape sequences.
     pretty_exceptions_enable=False,
 )
-for group in (sandbox, data, slurm, convert):
+for group in (sandbox, data, slurm, kubernetes, convert):
     app.add_typer(group.app)
 app.command()(recipes)
 

@@ -17,7 +17,7 @@ from packaging.version import Version
 
 ROOT = Path(__file__).resolve().parents[2]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
-EXTRAS = {"cpu": ("cpu", "ray", "dev"), "gpu": ("gpu", "ray", "reasoning-gym")}
+EXTRAS = {"cpu": ("cpu", "ray", "kubernetes", "dev"), "gpu": ("gpu", "ray", "kubernetes", "reasoning-gym")}
 both = pytest.mark.parametrize("kind", EXTRAS)
 
 

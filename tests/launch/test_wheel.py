@@ -68,6 +68,8 @@ def test_it_holds_what_commands_read(wheel: Path) -> None:
     names = set(zipfile.ZipFile(wheel).namelist())
     delivered = [file.relative_to(ROOT) for file in (ROOT / "launch/recipes").glob("*.yaml")]
     delivered += [Path("launch/slurm", name) for name in ("job.sh", "train.sbatch", "ray.sbatch", "ray_node.sh")]
+    kubernetes = ("rayjob.yaml", "rayjob.schema.json", "skypilot.yaml", "skypilot.schema.json", "job.sh")
+    delivered += [Path("launch/kubernetes", name) for name in kubernetes]
     assert {f"megarl/{file}" for file in delivered} <= names
     assert {"megarl/py.typed", "megarl/config/migration.md", "megarl/report/page.js"} <= names
     assert "megarl/launch/recipes/recipe.schema.json" in names and "megarl/launch/slurm/site.env" not in names
@@ -85,6 +87,7 @@ def test_its_commands_need_no_clone(installed: Callable[..., str], tmp_path: Pat
     home = next(line.partition("=")[2] for line in script.splitlines() if line.startswith("MEGARL_HOME="))
     assert Path(home, "launch/slurm/job.sh").is_file() and not Path(home).is_relative_to(ROOT)
     assert f"MEGARL_VENV=${{MEGARL_VENV:-{sys.prefix}}}\n" in script
+    assert "\nkind: RayJob\n" in installed("kubernetes", "render", recipe, "--image", "megarl:gpu")
 
 
 def test_it_trains_and_reports(installed: Callable[..., str], tiny_model: Callable[..., Path], tmp_path: Path) -> None:

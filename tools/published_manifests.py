@@ -1,0 +1,153 @@
+"""Compare the Kubernetes manifests of all recipes with the schemas of KubeRay and SkyPilot themselves.
+
+    python tools/published_manifests.py --crd ray.io_rayjobs.yaml --skypilot OTHER_VENV/bin/python
+
+The tests use the compact schemas of `launch/kubernetes/`, because neither schema comes with a package of megarl's
+environment. This program proves that they are true: run it after a change of them, or for a newer KubeRay or SkyPilot.
+The CRD is helm-chart/kuberay-operator/crds/ray.io_rayjobs.yaml of KubeRay's release. SkyPilot needs an environment of
+its own (`pip install skypilot[kubernetes]`). Exits with 1 if a manifest or a field differs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from jsonschema import Draft202012Validator
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+from megarl.cluster.manifests import ManifestSettings, launch_overrides, render  # noqa: E402
+from megarl.config.recipe import load  # noqa: E402
+
+OF_SKYPILOT = """
+import json, sys
+import sky
+from sky.utils import schemas
+tasks = json.load(sys.stdin)
+for task in tasks:
+    sky.Task.from_yaml_config(task)
+print(json.dumps({"version": sky.__version__, "task": list(schemas.get_task_schema()["properties"]),
+                  "resources": list(schemas.get_resources_schema()["properties"])}))
+"""
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--crd", type=Path, help="ray.io_rayjobs.yaml of a release of KubeRay")
+    parser.add_argument("--skypilot", help="Python of an environment with SkyPilot")
+    options = parser.parse_args()
+    problems: list[str] = []
+    if options.crd:
+        problems += of_kuberay(options.crd)
+    if options.skypilot:
+        problems += of_skypilot(options.skypilot)
+    for problem in problems:
+        print(problem)
+    print(f"{len(problems)} differences")
+    sys.exit(bool(problems))
+
+
+def manifests(kind: Any) -> Iterator[tuple[str, dict[str, Any]]]:
+    """Yield the manifests of all delivered recipes, and of settings that use every option, each with a name."""
+    every = ManifestSettings("a.b/megarl:gpu", "runs", "H100", 96, "64", ("NCCL_DEBUG=INFO",), ("HF_TOKEN=hub/key",))
+    if kind == "skypilot":
+        every = ManifestSettings("a.b/megarl:gpu", "runs", "H100", 96, "64", ("NCCL_DEBUG=INFO",), ("HF_TOKEN",))
+    for path in sorted((ROOT / "launch/recipes").glob("*.yaml")):
+        for overrides in ([], ["cluster.device=cpu"]):
+            recipe = load(path, [*overrides, *launch_overrides(kind)])
+            *_, manifest = yaml.safe_load_all(render(kind, recipe, str(path), overrides, every))
+            yield " ".join([path.stem, *overrides]), manifest
+    if kind == "rayjob":
+        given = ["rollout.placement=separate", "cluster.groups.engines={nodes: 4, ranks_per_node: 4}"]
+        path = ROOT / "launch/recipes/qwen3_32b_grpo.yaml"
+        *_, manifest = yaml.safe_load_all(
+            render(kind, load(path, [*given, *launch_overrides(kind)]), str(path), given, every)
+        )
+        yield "two kinds of nodes", manifest
+
+
+def of_kuberay(crd: Path) -> Iterator[str]:
+    """Yield the differences from KubeRay's published schema."""
+    document = yaml.load(crd.read_text(), getattr(yaml, "CSafeLoader", yaml.SafeLoader))
+    [version] = [version for version in document["spec"]["versions"] if version["name"] == "v1"]
+    published = strict(version["schema"]["openAPIV3Schema"])
+    published["properties"]["metadata"] = {"type": "object"}
+    validator, count = Draft202012Validator(published), 0
+    for name, manifest in manifests("rayjob"):
+        count += 1
+        yield from (f"{name}: {error.json_path}: {error.message:.200}" for error in validator.iter_errors(manifest))
+    print(f"KubeRay's {crd}: {count} manifests")
+    compact = json.loads((ROOT / "launch/kubernetes/rayjob.schema.json").read_text())
+    yield from differing_fields(compact, published, compact["$defs"], "")
+
+
+def strict(schema: Any) -> Any:
+    """Return a schema of Kubernetes as JSON Schema: unknown fields are errors, as for `kubectl --validate=strict`."""
+    if isinstance(schema, list):
+        return [strict(item) for item in schema]
+    if not isinstance(schema, dict):
+        return schema
+    made = {name: strict(item) for name, item in schema.items()}
+    # A property may be called `properties` or `type`; only a schema has both as a mapping and a text.
+    if schema.get("type") == "object" and isinstance(schema.get("properties"), dict):
+        made["additionalProperties"] = False
+    return made
+
+
+def differing_fields(
+    compact: Any, published: Mapping[str, Any], definitions: Mapping[str, Any], place: str
+) -> Iterator[str]:
+    """Yield fields that only one of two schemas has, and types that differ."""
+    if not isinstance(compact, dict):
+        return
+    if "$ref" in compact:
+        compact = definitions[compact["$ref"].rpartition("/")[2]]
+    kinds, kind = compact.get("type"), published.get("type")
+    if kinds and kind and kind not in (kinds if isinstance(kinds, list) else [kinds]):
+        yield f"{place}: type {kinds} here, {kind} published"
+    if "items" in compact:
+        yield from differing_fields(compact["items"], published["items"], definitions, f"{place}[]")
+    ours, theirs = compact.get("properties"), published.get("properties")
+    if ours is None or theirs is None:
+        return
+    if compact.get("additionalProperties") is False:
+        for name in sorted(ours.keys() ^ theirs.keys()):
+            yield f"{place}.{name}: only {'here' if name in ours else 'published'}"
+    for name in ours.keys() & theirs.keys():
+        yield from differing_fields(ours[name], theirs[name], definitions, f"{place}.{name}")
+
+
+def of_skypilot(python: str) -> Iterator[str]:
+    """Yield the differences from SkyPilot's own schema. SkyPilot parses every task."""
+    tasks = dict(manifests("skypilot"))
+    for task in tasks.values():
+        # SkyPilot asks for the values of secrets, and for the recipe's file, when it reads a task.
+        task["secrets"] = dict.fromkeys(task["secrets"], "x")
+    done = subprocess.run(
+        [python, "-c", OF_SKYPILOT], input=json.dumps([*tasks.values()]), capture_output=True, text=True
+    )
+    if done.returncode:
+        yield f"SkyPilot refuses a task: {done.stderr.strip()[-2000:]}"
+        return
+    found = json.loads(done.stdout.splitlines()[-1])
+    print(f"SkyPilot {found['version']}: {len(tasks)} tasks")
+    compact = json.loads((ROOT / "launch/kubernetes/skypilot.schema.json").read_text())
+    for place, ours, theirs in (
+        ("task", compact["properties"], found["task"]),
+        ("task.resources", compact["properties"]["resources"]["properties"], found["resources"]),
+    ):
+        # A leading underscore marks SkyPilot's internal fields.
+        for name in sorted(ours.keys() ^ {name for name in theirs if not name.startswith("_")}):
+            yield f"{place}.{name}: only {'here' if name in ours else 'published'}"
+
+
+if __name__ == "__main__":
+    main()
