@@ -46,8 +46,10 @@ RESHARD_GUIDE = "megarl/reshard/README.md"
 LOOP_GUIDE = "megarl/loops/README.md"
 TRACKING_GUIDE = "megarl/tracking/README.md"
 SLURM_GUIDE = "launch/slurm/README.md"
+CONTAINER_GUIDE = "launch/container/README.md"
 GUIDES = (
     RECIPES, REWARD_GUIDE, ENVIRONMENT_GUIDE, SANDBOX_GUIDE, RESHARD_GUIDE, LOOP_GUIDE, TRACKING_GUIDE, SLURM_GUIDE,
+    CONTAINER_GUIDE,
 )  # fmt: skip
 PAGES = (README, *GUIDES)
 MOST_WORDS = dict.fromkeys(GUIDES, 1500) | {README: 1800}
@@ -383,7 +385,7 @@ def test_programs_run(source: str, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     check(source)
 
 
-OTHER_PROGRAMS = {"git", "cd", "cp", "tail", "grep", "tensorboard"}
+OTHER_PROGRAMS = {"git", "cd", "cp", "tail", "grep", "tensorboard", "docker", "apptainer", "kubectl", "sky"}
 
 
 def commands(source: str) -> Iterator[list[str]]:
