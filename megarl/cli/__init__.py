@@ -132,13 +132,20 @@ def train(
     # Imports create many objects, and collections during them only take time.
     with uncollected():
         with checking(display):
-            from megarl.preflight import load, with_memory_defaults, with_steps
+            from megarl.preflight import download_missing, load, with_memory_defaults, with_steps
 
-            loaded = with_steps(load(path, given, is_start=not dry_run, is_of_run=is_of_run))
-            loaded = with_memory_defaults(loaded, is_start=not dry_run)
+            written = load(path, given, is_start=not dry_run, is_of_run=is_of_run)
+        # Epochs are counted in records.
+        if written.train.epochs is not None and not dry_run:
+            download_missing(written, display.info)
+        with checking(display):
+            written = with_steps(written)
+            loaded = with_memory_defaults(written, is_start=not dry_run)
         # Before the data are read: a finished run needs neither its data nor its model.
         if not dry_run and not restart and not _has_work(loaded, resume):
             return
+        if not dry_run and download_missing(written, display.info):
+            loaded = with_memory_defaults(written, is_start=True)
         with contextlib.nullcontext() if dry_run else _ranks_importing(loaded):
             layout, records, dropped, kept = checked(loaded, display, is_start=not dry_run)
             print_sizes(loaded, layout, records, dropped)

@@ -219,18 +219,27 @@ class Recipe(Section):
         return self.loop == "rl" and self.algorithm.advantage == "gae"
 
     @property
+    def model_paths(self) -> dict[str, str]:
+        """Return the paths or Hub names of policy, critic, reward model and teachers, keyed by recipe field.
+
+        A run of 0 steps needs no teacher.
+        """
+        paths = {
+            "model.path": self.model.path,
+            "critic.path": self.critic.path if self.has_critic else None,
+            "reward.model": self.reward.model if self.loop == "rl" else None,
+        }
+        if self.loop == "distillation" and self.train.steps:
+            paths |= {s.place("distillation.teacher"): s.recipe.distillation.teacher for s in self.sources}
+        return {field: path for field, path in paths.items() if path}
+
+    @property
     def further_models(self) -> dict[str, str]:
         """Return the folders of critic, reward model and teachers, keyed by recipe field.
 
         A run of 0 steps needs no teacher.
         """
-        folders = {
-            "critic.path": self.critic.path if self.has_critic else None,
-            "reward.model": self.reward.model if self.loop == "rl" else None,
-        }
-        if self.loop == "distillation" and self.train.steps:
-            folders |= {s.place("distillation.teacher"): s.recipe.distillation.teacher for s in self.sources}
-        return {field: found_folder(folder) for field, folder in folders.items() if folder}
+        return {field: found_folder(path) for field, path in self.model_paths.items() if field != "model.path"}
 
     @property
     def teachers(self) -> dict[str, str]:

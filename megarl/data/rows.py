@@ -18,7 +18,7 @@ from decimal import Decimal
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from megarl.files.hub import cached_folder, download_command, is_hub_name
+from megarl.files.hub import Patterns, cached_folder, download_command, is_hub_name, names_repository
 from megarl.files.strict_json import parse
 from megarl.types import ConfigError, DataError
 
@@ -106,16 +106,45 @@ def _partition_source(source: str) -> tuple[str | None, str]:
     return split, place
 
 
+class HubDataSet(NamedTuple):
+    """Data set on the Hub: its name, and the patterns of the files needed (None: all)."""
+
+    name: str
+    only: Patterns | None
+
+
+def missing_data_set(source: str) -> HubDataSet | None:
+    """Return the data set of the Hub that a data source names, if the cache lacks some of its files. None otherwise."""
+    found = _on_hub(_partition_source(source)[1])
+    if found is None or not names_repository(found.name) or cached_folder(found.name, "dataset", found.only):
+        return None
+    return found
+
+
+def hub_data_set(source: str) -> str | None:
+    """Return the name on the Hub of a data source; None for a local one and for one that is not in the cache."""
+    found = _on_hub(_partition_source(source)[1])
+    return found.name if found is not None and cached_folder(found.name, "dataset", found.only) else None
+
+
+def _on_hub(place: str) -> HubDataSet | None:
+    """Return the data set of a path in the form of a Hub name (OWNER/NAME or OWNER/NAME/FOLDER). None: a local path."""
+    name, inside = "/".join(place.split("/")[:2]), "/".join(place.split("/")[2:]).strip("/")
+    # A path such as data/train.jsonl has the form of a Hub name too.
+    if not is_hub_name(name) or Path(place).exists() or Path(place).suffix.lower() in READERS:
+        return None
+    return HubDataSet(name, (inside, f"{inside}/*") if inside else None)
+
+
 def _existing_place(place: str) -> Path:
     """Return the file or folder of a data source's path or Hub name. Raises DataError if there is none."""
     path = Path(place)
     if path.exists():
         return path
-    name = "/".join(place.split("/")[:2])
-    # A path such as data/train.jsonl has the form of a Hub name too.
-    if not is_hub_name(name) or path.suffix.lower() in READERS:
+    if (on_hub := _on_hub(place)) is None:
         raise DataError(f"{place}: no such file; check the path")
-    folder = cached_folder(name, "dataset")
+    name = on_hub.name
+    folder = cached_folder(name, "dataset", on_hub.only)
     if folder is None:
         raise DataError(
             f"{place}: no such file, and no data set of this name is in the Hub's cache; check the path, or download "

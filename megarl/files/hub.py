@@ -1,15 +1,32 @@
-"""Models and data sets of the Hugging Face Hub in this machine's cache. Nothing is downloaded."""
+"""Models and data sets of the Hugging Face Hub: search in this machine's cache, download, upload of a model folder.
+
+The Hub's address and the token are those of huggingface_hub: HF_ENDPOINT, HF_TOKEN or the file that `hf auth login`
+writes. A token is never an argument, so recipes and logs have none.
+"""
 
 from __future__ import annotations
 
 import re
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal
+from typing import Literal, NamedTuple
+
+from megarl.files.atomic import disk_full
+from megarl.types import ConfigError, DataError, StorageError
 
 Kind = Literal["model", "dataset"]
+Patterns = tuple[str, ...]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_STALE = (".safetensors", ".safetensors.index.json")
+"""Endings of files in a repository that an upload removes if the folder lacks them: weights of an earlier upload."""
+
+
+class Pushed(NamedTuple):
+    """An upload to the Hub: the repository's name, and the id of the commit with all files."""
+
+    name: str
+    commit: str
 
 
 def is_hub_name(text: str) -> bool:
@@ -17,9 +34,17 @@ def is_hub_name(text: str) -> bool:
     return _NAME.fullmatch(text) is not None and ".." not in text
 
 
+def names_repository(path: str) -> bool:
+    """Return whether a path is taken as a name on the Hub: it is OWNER/NAME, and no folder OWNER is here."""
+    return is_hub_name(path) and not Path(path).parent.exists()
+
+
 @lru_cache(maxsize=64)
-def cached_folder(name: str, kind: Kind) -> Path | None:
-    """Return the folder of a model or data set in the Hub's cache (main revision), or None if it is not cached."""
+def cached_folder(name: str, kind: Kind, only: Patterns | None = None, without: Patterns | None = None) -> Path | None:
+    """Return the folder of a model or data set in the Hub's cache (main revision), or None if it is not complete there.
+
+    `only` and `without` are file name patterns: files needed, and files not needed.
+    """
     if not is_hub_name(name):
         return None
     # Imported here, because huggingface_hub loads slowly and most runs have local folders.
@@ -27,11 +52,121 @@ def cached_folder(name: str, kind: Kind) -> Path | None:
     from huggingface_hub.errors import HFValidationError, LocalEntryNotFoundError
 
     try:
-        return Path(snapshot_download(name, repo_type=kind, local_files_only=True))
+        folder = snapshot_download(
+            name,
+            repo_type=kind,
+            local_files_only=True,
+            allow_patterns=None if only is None else list(only),
+            ignore_patterns=None if without is None else list(without),
+        )
     except (HFValidationError, LocalEntryNotFoundError):
         return None
+    return Path(folder)
+
+
+def download(name: str, kind: Kind, *, only: Patterns | None = None, without: Patterns | None = None) -> Path:
+    """Download a model or data set into the Hub's cache, and return its folder there. A terminal shows the progress.
+
+    `only` and `without` are file name patterns: files needed, and files not needed. Raises DataError with the reason
+    alone if there is no network, no such repository, or no permission.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError, RepositoryNotFoundError
+
+    try:
+        folder = snapshot_download(
+            name,
+            repo_type=kind,
+            allow_patterns=None if only is None else list(only),
+            ignore_patterns=None if without is None else list(without),
+        )
+    except RepositoryNotFoundError:
+        what = "model" if kind == "model" else "data set"
+        raise DataError(
+            f"the Hub has no {what} of this name, or it is private or gated: then set HF_TOKEN or run hf auth login"
+        ) from None
+    except LocalEntryNotFoundError:
+        raise DataError("the Hub cannot be reached from here") from None
+    except Exception as error:  # Errors of the network come in many classes, and some are those of the HTTP library.
+        if disk_full(error) is not None:
+            raise
+        raise DataError(_first_line(error)) from None
+    # The answer "not in the cache" may be remembered.
+    cached_folder.cache_clear()
+    return Path(folder)
 
 
 def download_command(name: str, kind: Kind) -> str:
     """Return the shell command that downloads a model or data set into the Hub's cache."""
     return f"hf download {name}" + (" --repo-type dataset" if kind == "dataset" else "")
+
+
+def check_push(option: str, name: str) -> None:
+    """Raise ConfigError if a model cannot be uploaded as `name`: a malformed name, or no token. Needs no network.
+
+    `option` is the command's option in errors.
+    """
+    from huggingface_hub import get_token
+    from huggingface_hub.errors import HFValidationError
+    from huggingface_hub.utils import validate_repo_id
+
+    try:
+        validate_repo_id(name)
+    except HFValidationError:
+        is_valid = False
+    else:
+        is_valid = is_hub_name(name)
+    if not is_valid:
+        raise ConfigError(f"{option} {name}: not a name on the Hub; write OWNER/NAME, such as my-team/qwen3-math")
+    if not get_token():
+        raise ConfigError(f"{option} {name}: there is no token for the Hub; set HF_TOKEN, or run hf auth login")
+
+
+def push(folder: Path, name: str, message: str, *, is_private: bool, without: Patterns = ()) -> Pushed:
+    """Upload a model folder to the repository `name` on the Hub, in one commit. The repository is created if missing.
+
+    Weights in the repository and not in the folder are removed. Hidden files and the files `without` are not sent.
+    `is_private` concerns a new repository. Raises ConfigError if an existing one is public although `is_private` is
+    given, StorageError if the Hub refuses the upload or cannot be reached.
+    """
+    from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    files = _visible_files(folder)
+    added = [CommitOperationAdd(file, folder / file) for file in files if file not in without]
+    api = HfApi()
+    try:
+        try:
+            is_public = not api.model_info(name).private
+        except RepositoryNotFoundError:
+            is_public = False
+        if is_private and is_public:
+            raise ConfigError(
+                f"--private: {name} exists on the Hub and is public; leave the option out, or choose another name"
+            )
+        api.create_repo(name, private=is_private or None, exist_ok=True)
+        # transformers would read an older model.safetensors before the index of newer files.
+        stale = [file for file in api.list_repo_files(name) if file.endswith(_STALE) and file not in files]
+        removed = [CommitOperationDelete(file) for file in stale]
+        # huggingface_hub 2.4's upload_folder makes several commits of a large folder; create_commit makes one.
+        done = api.create_commit(name, [*removed, *added], commit_message=message)
+    except ConfigError:
+        raise
+    except Exception as error:  # Errors of the network come in many classes, and some are those of the HTTP library.
+        raise StorageError(
+            f"{folder}: the upload to {name} failed ({_first_line(error)}). Check network, token and permissions, then "
+            "repeat the command; weights that arrived are not sent again"
+        ) from None
+    return Pushed(name, done.oid)
+
+
+def _visible_files(folder: Path) -> list[str]:
+    """Return the relative paths of all files in a folder, without hidden files and folders."""
+    paths = [path.relative_to(folder) for path in sorted(folder.rglob("*")) if path.is_file()]
+    return [path.as_posix() for path in paths if not any(part.startswith(".") for part in path.parts)]
+
+
+def _first_line(error: Exception) -> str:
+    """Return the class and the first line of an error's text."""
+    lines = [line for line in str(error).splitlines() if line.strip()]
+    return f"{type(error).__name__}: {lines[0].strip()}" if lines else type(error).__name__

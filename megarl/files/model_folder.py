@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from safetensors import SafetensorError, safe_open
 
-from megarl.files.hub import cached_folder
+from megarl.files.hub import cached_folder, download_command
 from megarl.files.regular import check_folder_of_files, check_regular
 from megarl.files.strict_json import parse
 from megarl.types import DataError
@@ -21,6 +21,12 @@ TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf")
 """File extensions of weights in any format."""
+UNREAD = (
+    *(f"*{ending}" for ending in WEIGHTS if ending != ".safetensors"),
+    "original/*",
+    "consolidated*.safetensors",
+)
+"""Patterns of files on the Hub without use here: weights in other formats, and second copies of weights."""
 
 
 def check_model_folder(folder: str | Path) -> list[str]:
@@ -54,7 +60,7 @@ def found_folder(path: str) -> str:
     A path that is neither is returned unchanged.
     """
     # A local folder comes first: OWNER/NAME is a relative path too.
-    if Path(path).exists() or (cached := cached_folder(path, "model")) is None:
+    if Path(path).exists() or (cached := cached_folder(path, "model", without=UNREAD)) is None:
         return path
     return str(cached)
 
@@ -75,17 +81,24 @@ def missing_folder(folder: Path, file: str = "") -> str:
         is_there = (run / "config.yaml").is_file()
         remedy = f"megarl train {run} --resume" if is_there else f"run its recipe first, {run.name}.yaml"
         return f"{folder}: model folder not found. The run {run.name} exports it at its end: {remedy}"
+    enough = f"{file} is enough here, and" if file else "It"
+    return (
+        f"{folder}: model folder not found. model.path is a local folder, or the name of a model in the Hugging Face "
+        f"Hub's cache. {enough} comes with: {download_commands(folder, file)}"
+    )
+
+
+def download_commands(folder: Path, file: str = "") -> str:
+    """Return the shell commands that download a missing model: into the Hub's cache, and into this folder.
+
+    With `file`, they download only this file. If the model's name on the Hub is known, they have it.
+    """
     name = folder.name or "NAME"
     owner = next((HUB_OWNERS[start] for start in HUB_OWNERS if name.lower().startswith(start)), None)
     # A path of two parts may be a name on the Hub already.
     known = f"{owner}/{name}" if owner else str(folder) if len(folder.parts) == 2 else f"OWNER/{name}"
-    wanted = f"{known} {file}".strip()
-    enough = f"{file} is enough here, and" if file else "It"
-    return (
-        f"{folder}: model folder not found. model.path is a local folder, or the name of a model in the Hugging Face "
-        f"Hub's cache. {enough} comes with: hf download {wanted}; into this folder: hf download {wanted} --local-dir "
-        f"{folder}"
-    )
+    wanted = download_command(f"{known} {file}".strip(), "model")
+    return f"{wanted}; into this folder: {wanted} --local-dir {folder}"
 
 
 def weight_files(folder: str | Path) -> dict[str, set[str]]:

@@ -31,7 +31,15 @@ from megarl.files.atomic import append_whole, replace_text, storage_faults_named
 from megarl.files.model_folder import found_folder
 from megarl.loops.sources import Data, make_sources, read_heldout, start_rewards
 from megarl.loops.stopping import stop_signals
-from megarl.preflight import Dropped, check, check_rewards, load, with_memory_defaults
+from megarl.preflight import (
+    Dropped,
+    check,
+    check_rewards,
+    download_missing,
+    download_model,
+    load,
+    with_memory_defaults,
+)
 from megarl.rollout.evaluate import EvaluatedSet, evaluate
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.sample_records import with_rendered_prompts
@@ -88,6 +96,8 @@ def prepare(
     Raises DataError if there is no model. Raises ConfigError or DataError listing all errors of the recipe, its files
     and the sets.
     """
+    notify = Display().info
+    download_model(str(model), "MODEL", notify)
     folder = model_folder(model if model.exists() else Path(found_folder(str(model))), is_best=is_best)
     file = recipe / "config.yaml" if recipe.is_dir() else recipe
     as_written = read(file, overrides, is_of_run=recipe.is_dir()).recipe
@@ -118,6 +128,8 @@ def prepare(
         cluster = loaded.cluster.model_copy(update={"groups": GroupsConfig()})
         rollout = loaded.rollout.model_copy(update={"placement": "colocated", "ranks": None})
         loaded = loaded.model_copy(update={"cluster": cluster, "rollout": rollout})
+    # Critics, reward models and teachers do not start here.
+    download_missing(loaded, notify, with_models=False)
     loaded = with_memory_defaults(loaded, is_start=True, is_trained=False)
     layout = _checked(loaded)
     home = model if (model / "config.yaml").is_file() else Path()

@@ -14,6 +14,7 @@ from megarl.config.recipe import error_page, read
 from megarl.families.shape import ModelShape, planned_shape, read_model_shape
 from megarl.files.model_folder import check_model_folder
 from megarl.preflight import sizes
+from megarl.preflight.downloads import download_missing, download_model
 from megarl.preflight.files import (
     Dropped,
     Kept,
@@ -57,6 +58,8 @@ __all__ = [
     "check_rewards",
     "collect_for",
     "count_records",
+    "download_missing",
+    "download_model",
     "gpu_kind",
     "kept_kv",
     "layout_of",

@@ -1,0 +1,68 @@
+"""Download of the models and data sets that a recipe names on the Hub and this machine lacks, before they are read."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from megarl.config import Recipe
+from megarl.data.problems import num_made
+from megarl.data.rows import missing_data_set
+from megarl.files.hub import Kind, Patterns, cached_folder, download, download_command, names_repository
+from megarl.files.model_folder import UNREAD, check_model_folder, download_commands
+from megarl.preflight.files import data_paths
+from megarl.types import DataError
+
+
+def download_missing(recipe: Recipe, notify: Callable[[str], object], *, with_models: bool = True) -> bool:
+    """Download a recipe's models and data sets that are names on the Hub and not in its cache.
+
+    `notify` gets a line before and after each download. Without `with_models` only data sets are downloaded. Returns
+    whether anything was. Raises DataError with the recipe field, the reason and the command to run where there is a
+    network.
+    """
+    paths = recipe.model_paths if with_models else {}
+    found = [download_model(path, field, notify) for field, path in paths.items()]
+    for field, source in data_paths(recipe).items():
+        missing = None if num_made(source) is not None else missing_data_set(source)
+        if missing is not None:
+            _download(missing.name, "dataset", field, download_command(missing.name, "dataset"), notify, missing.only)
+        found.append(missing is not None)
+    return any(found)
+
+
+def download_model(path: str, field: str, notify: Callable[[str], object]) -> bool:
+    """Download a model if `path` is its name on the Hub and the cache lacks it or some of its files.
+
+    Returns whether it was downloaded. `field` and `notify` are those of `download_missing`.
+    """
+    if not names_repository(path):
+        return False
+    folder = cached_folder(path, "model", without=UNREAD)
+    # A cache made by `hf download NAME config.json` has no weights.
+    if folder is not None and not check_model_folder(folder):
+        return False
+    _download(path, "model", field, download_commands(Path(path)), notify, without=UNREAD)
+    return True
+
+
+def _download(
+    name: str,
+    kind: Kind,
+    field: str,
+    commands: str,
+    notify: Callable[[str], object],
+    only: Patterns | None = None,
+    without: Patterns | None = None,
+) -> None:
+    notify(f"downloading {name} ({field}) from the Hub")
+    started = time.monotonic()
+    try:
+        folder = download(name, kind, only=only, without=without)
+    except DataError as error:
+        raise DataError(
+            f"{field} = {name}: not a local path, not in the Hub's cache, and not downloaded: {error}. To download it "
+            f"where there is a network: {commands}"
+        ) from None
+    notify(f"downloaded {name} in {time.monotonic() - started:.0f} s: {folder}")
