@@ -48,6 +48,7 @@ from megarl.rollout.tool_use import ToolUse, uncalled_text
 from megarl.serving.local_model import model_folder
 from megarl.terminal import FirstOfEachKind
 from megarl.tracking.display import Display
+from megarl.tracking.earlier_run import EarlierRun
 from megarl.tracking.tracker import json_line
 from megarl.types import ConfigError, StoppedError
 
@@ -96,6 +97,9 @@ def prepare(
     Raises DataError if there is no model. Raises ConfigError or DataError listing all errors of the recipe, its files
     and the sets.
     """
+    for run in (model, recipe):
+        # Before config.yaml is read: fields of another version would be reported as unknown keys.
+        EarlierRun.read(run).refuse_newer_version()
     notify = Display().info
     download_model(str(model), "MODEL", notify)
     folder = model_folder(model if model.exists() else Path(found_folder(str(model))), is_best=is_best)

@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass
+from importlib.metadata import version
 from pathlib import Path
 from typing import Any, Self
 
@@ -19,8 +20,12 @@ SCHEMA = 5
 DRIVER = "driver.json"
 """Name of the file with the driver's state inside a checkpoint."""
 
+PARENT = "parent.json"
+"""Name of the file in a fork's folder with the run and the step from which it was made."""
+
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
 _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
+_ATTEMPT = re.compile(r"attempt_(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +99,27 @@ class EarlierRun:
             "train.steps; to start over, choose another name=NAME or give --restart."
         )
 
+    def refuse_newer_version(self) -> None:
+        """Raise DataError if a newer version of megarl wrote the run folder last.
+
+        It may have fields and files unknown here.
+        """
+        _refuse_newer(self.path, _written_by(self.path))
+
+    def checkpoint(self, step: int) -> Path:
+        """Return the checkpoint of a step. Raises ConfigError with the steps of the others if there is none."""
+        for folder in self.checkpoints:
+            if checkpoint_step(folder) == step:
+                return folder
+        known = ", ".join(str(checkpoint_step(folder)) for folder in reversed(self.checkpoints))
+        remedy = f"it has the steps {known}" if known else "set checkpoint.every_steps so that a run saves"
+        raise ConfigError(f"--step {step}: {self.path} has no checkpoint of this step; {remedy}")
+
+    def parent(self) -> dict[str, Any]:
+        """Return the run and the step from which this run was forked (parent.json), {} if it is not a fork."""
+        with storage_faults_named(self.path):
+            return _as_object(_content(self.path / PARENT))
+
     def require_checkpoint(self) -> None:
         """Raise ConfigError if the folder has no checkpoint to resume from."""
         if not self.checkpoints and not self.damaged:
@@ -120,10 +146,11 @@ def refuse_other_schema(checkpoint: Path) -> None:
     if not (driver := _as_object(content)):
         return
     # The first schema did not write its number.
-    version = driver.get("schema", 1)
-    if version != SCHEMA:
+    schema = driver.get("schema", 1)
+    if schema != SCHEMA:
+        _refuse_newer(checkpoint, _written_by(checkpoint.parents[1]))
         raise DataError(
-            f"{checkpoint}: the checkpoint has schema {version}, but this version of megarl reads schema {SCHEMA}. "
+            f"{checkpoint}: the checkpoint has schema {schema}, but this version of megarl reads schema {SCHEMA}. "
             "Continue with the version that wrote it, or start over with --restart, which moves the old run to "
             "earlier/. To begin with its weights, set model.path to a run's folder hf/."
         )
@@ -148,6 +175,33 @@ def newest_checkpoint(path: Path) -> Path | None:
 def checkpoint_step(folder: Path) -> int:
     """Return the step of a checkpoint, from its name."""
     return int(folder.name.removeprefix("step_"))
+
+
+def _written_by(run: Path) -> str | None:
+    """Return the version of megarl at the newest start of a run (logs/attempt_N/attempt.json), None if unknown."""
+    with storage_faults_named(run):
+        numbers = [int(found[1]) for folder in _folders(run / "logs") if (found := _ATTEMPT.fullmatch(folder.name))]
+        content = _content(run / "logs" / f"attempt_{max(numbers, default=0)}" / "attempt.json")
+    versions = _as_object(content).get("versions")
+    found = versions.get("megarl") if isinstance(versions, Mapping) else None
+    return found if isinstance(found, str) else None
+
+
+def _refuse_newer(place: Path, theirs: str | None) -> None:
+    """Raise DataError if `theirs`, the version of megarl that wrote a folder, is newer than this one."""
+    # Imported here: few commands compare versions.
+    from packaging.version import InvalidVersion, Version
+
+    own = version("megarl")
+    try:
+        is_newer = theirs is not None and Version(theirs) > Version(own)
+    except InvalidVersion:
+        return
+    if is_newer:
+        raise DataError(
+            f"{place}: was written by megarl {theirs}, but this is megarl {own}, which may not know all of its fields. "
+            f"Install megarl {theirs} or newer, then repeat the command."
+        )
 
 
 def whole_number(value: Any) -> int:

@@ -40,7 +40,7 @@ class RunFolder:
     """Folder `RUNS_FOLDER/NAME/`, locked by this process until it closes the folder or dies.
 
     Files: `lock`; `config.yaml` (the complete recipe of the newest attempt with a trained step, secrets hidden);
-    `status.json`; `metrics.jsonl`.
+    `status.json`; `metrics.jsonl`; in a fork `parent.json`, the run and step from which it was made.
 
     Folders: `tensorboard/`; `samples/`; `tokens/` (a few samples token by token); `profiles/` (Chrome traces of steps);
     `checkpoints/`; `hf/` (the trained model); `hf_best/` (the model of the best evaluation); `earlier/` (runs moved
@@ -82,6 +82,8 @@ class RunFolder:
             self.earlier = EarlierRun.read(self.path)
             if not resume and not restart:
                 self.earlier.refuse_new_start()
+            if resume:
+                self.earlier.refuse_newer_version()
             self._counted = self.earlier.status if resume else {}
         # Unlock on any error, so that the same process can try again.
         except BaseException:
