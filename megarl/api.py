@@ -56,6 +56,11 @@ class Run:
         return self._read().state
 
     @property
+    def parent(self) -> str | None:
+        """Run and step from which this run was forked, as text; None: it is not a fork."""
+        return self._read().parent or None
+
+    @property
     def model(self) -> Path | None:
         """Folder of the exported Hugging Face model; None: there is no export yet."""
         folder = self.path / "hf"

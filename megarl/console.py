@@ -124,9 +124,14 @@ def print_report(page: Path, num_bytes: int, found: Sequence[RecordedRun] | Sequ
     for number, evaluation in enumerate(evaluations):
         for line in _accuracies(evaluation, evaluations[0] if number else None):
             print(printable(line))
-    names = [one.name if isinstance(one, RecordedEvaluation) else f"{one.name} ({one.state}, step {one.step})"
-            for one in found]  # fmt: skip
+    names = [one.name if isinstance(one, RecordedEvaluation) else _run_text(one) for one in found]
     print(printable(f"wrote {page}: {size_text(num_bytes)}; {', '.join(names)}. Open it in a browser."))
+
+
+def _run_text(run: RecordedRun) -> str:
+    """Return a run's name, state and step, and its parent if it is a fork."""
+    parent = f", fork of {run.parent}" if run.parent else ""
+    return f"{run.name} ({run.state}, step {run.step}{parent})"
 
 
 def _accuracies(evaluation: RecordedEvaluation, first: RecordedEvaluation | None) -> Iterator[str]:

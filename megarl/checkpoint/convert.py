@@ -135,12 +135,14 @@ def to_hf(
     shard_bytes: int | None = None,
     verify: bool = False,
     override: Mapping[str, Any] | None = None,
+    others: Mapping[str, str | None] | None = None,
 ) -> Conversion:
     """Convert a `torch_dist` checkpoint, sharded in any way, to a model folder.
 
     `megatron` is the checkpoint, or a folder containing it (a run or Megatron's own folder). `hf` is a folder with
     config.json, tokenizer and other files; it may be omitted for a checkpoint made by `to_megatron`. `override` changes
-    fields of config.json. Tensors go to the files that the folder's index names. Without an index, and if the index
+    fields of config.json. `others` maps names of further files to their texts, replacing copied ones; None leaves a
+    file out. Tensors go to the files that the folder's index names. Without an index, and if the index
     lacks copied tensors (`checkpoint.kept`), they go to files of `shard_bytes`, copied ones to a file of their own.
     Experts are packed if they are in `hf`, or were in the folder converted by `to_megatron`. Raises ConfigError if
     `out` exists, DataError with the name of a truncated file.
@@ -186,7 +188,7 @@ def to_hf(
             if len(files) + len(last) > 1:
                 manifest.append(INDEX, index_text({**files, **last}, total + total_bytes(kept)).encode())
             _write_files(source, files, model, forms, copies, {}, manifest)
-        _copy_companions(model_folder, manifest, "", dtype, override)
+        _copy_companions(model_folder, manifest, "", dtype, override, others)
         manifest.close({"format": "safetensors"})
         if verify:
             verify_copy(source, FolderReader(manifest.folder, model), model, manifest.folder)
@@ -398,9 +400,19 @@ def _copy_companions(
     folder: str,
     dtype: torch.dtype | None,
     override: Mapping[str, Any] | None = None,
+    others: Mapping[str, str | None] | None = None,
 ) -> None:
-    """Copy all files except weights. config.json gets `dtype`, if given, and the fields of `override`."""
+    """Copy all files except weights. config.json gets `dtype`, if given, and the fields of `override`.
+
+    `others` has the texts of further files. They replace copied ones; None: the file is left out.
+    """
+    others = others or {}
+    for name, text in others.items():
+        if text is not None:
+            manifest.append(folder + name, text.encode())
     for name, path in companions(source).items():
+        if name in others:
+            continue
         if name == "config.json":
             manifest.append(folder + name, changed_config(path, dtype, override=override))
         else:

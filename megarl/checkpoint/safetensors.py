@@ -29,7 +29,7 @@ from megarl.config.override import overridden
 from megarl.families import checkpoint_name, float32_tensors
 from megarl.families.llama import EMBEDDING, HEAD, VALUE_HEAD
 from megarl.families.shape import ModelShape, read_model_shape, value_head_fields
-from megarl.files.model_folder import INDEX, SINGLE, HeaderEntry, companions, safetensors_header
+from megarl.files.model_folder import CARD, INDEX, SINGLE, HeaderEntry, companions, safetensors_header
 from megarl.reshard.boxes import Box, Layout, Piece, dense_piece
 from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
 from megarl.reshard.plan import make_plan
@@ -205,6 +205,9 @@ def export(
 
     def write_others(partial: Path) -> None:
         for name, path in companions(source).items():
+            # The card describes the base model. The driver writes that of the trained one.
+            if name == CARD:
+                continue
             (partial / name).parent.mkdir(parents=True, exist_ok=True)
             is_config = name == "config.json"
             content = changed_config(path, dtype, model, override) if is_config else path.read_bytes()

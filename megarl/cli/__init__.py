@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import sys
 import traceback
 import warnings
@@ -18,6 +19,7 @@ import typer
 from megarl.cli import convert, data, kubernetes, sandbox, slurm
 from megarl.cli.arguments import CommandGroup, Overrides, RecipeCommand, RecipePath
 from megarl.cli.checking import checked, checking, with_notices_shown
+from megarl.cli.export import export
 from megarl.cli.recipes import recipes
 from megarl.console import print_error, print_findings, print_lines, print_memory, print_plan, print_sizes
 from megarl.terminal import Terminal, guard_logging, printable
@@ -39,6 +41,7 @@ app = typer.Typer(
 for group in (sandbox, data, slurm, kubernetes, convert):
     app.add_typer(group.app)
 app.command()(recipes)
+app.command()(export)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -122,9 +125,12 @@ def train(
     if is_of_run:
         if not resume and not restart:
             raise ConfigError(_folder_hint(path))
-        for checkpoint in EarlierRun.read(path).checkpoints[:1] if resume else ():
-            # Checked before config.yaml is read: fields of another schema would be reported as unknown keys.
-            refuse_other_schema(checkpoint)
+        if resume:
+            # Checked before config.yaml is read: fields of another version would be reported as unknown keys.
+            earlier = EarlierRun.read(path)
+            earlier.refuse_newer_version()
+            for checkpoint in earlier.checkpoints[:1]:
+                refuse_other_schema(checkpoint)
         # A run's folder may have been moved or renamed since its config.yaml was written.
         given = [override_text(name, value) for name, value in _place_of(path).items()] + given
         path /= "config.yaml"
@@ -155,6 +161,41 @@ def train(
             with display.phase("loading libraries"), display.live():
                 from megarl.loops.run import run
     asyncio.run(run(loaded, layout, resume=resume, restart=restart, kept=kept, display=display))
+
+
+@app.command(cls=RecipeCommand)
+def fork(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME).")],
+    step: Annotated[int, typer.Option(min=1, help="Step of the checkpoint from which the new run starts.")],
+    overrides: Overrides = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="An override, like the arguments; may be repeated."),
+    ] = None,
+    no_start: Annotated[
+        bool, typer.Option("--no-start", help="Only make the new run's folder, and print the command that starts it.")
+    ] = False,
+) -> None:
+    """Start a new run from a run's checkpoint, with a changed recipe.
+
+    The new run is RUN_fork_STEP, unless name=NAME is given. It continues with the checkpoint's weights, optimizer
+    state, step number and position in the data, as a resumed run does. To begin with the weights alone, use `megarl
+    export RUN --step STEP` and set model.path to the result.
+    """
+    from megarl.loops import forking
+
+    folder = forking.fork(run, step, [*(overrides or ()), *(changes or ())])
+    print_lines([f"fork of {run} at step {step}: {folder}"])
+    if no_start:
+        print_lines([f"start it with: megarl train {folder} --resume=must"])
+        return
+    try:
+        train(str(folder), resume="must")
+    except BaseException:
+        # A fork refused before its first start leaves nothing.
+        if not (folder / "logs").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
 
 
 def _ranks_importing(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
@@ -189,6 +230,7 @@ def _has_work(recipe: Recipe, resume: str | None) -> bool:
     if resume is None:
         earlier.refuse_new_start()
         return True
+    earlier.refuse_newer_version()
     if finished := earlier.finished_text(recipe.train.steps):
         print(finished)
         as_it_was_run = earlier.recipe()

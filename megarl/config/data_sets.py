@@ -144,7 +144,7 @@ class DataConfig(Section):
     train: Annotated[TrainingData,
         Foreign("train_files dataset_name train_data_path train_data.path train_data dataset prompt_dataset",
             "data.path", example="data.jsonl", short="d", verl="data.train_files", slime="--prompt-data")]  # fmt: skip
-    """Training data: a file (JSON lines, JSON, CSV, Parquet, Arrow), a folder of one kind, or a cached Hub data set
+    """Training data: a file (JSON lines, JSON, CSV, Parquet, Arrow), a folder of one kind, or a Hub data set
     OWNER/NAME. SPLIT@ before it selects a split. environment:COUNT: problems made by rollout.environment. Records:
     "messages" with "gt_answer" (rl, distillation) or answers (sft); "chosen", "rejected" (preference, reward_model)."""
     validation: Annotated[dict[Name, DataSet],

@@ -20,8 +20,8 @@ class DistillationConfig(Section):
             note="of a source: mixture.NAME.distillation.teacher", example="models/Qwen3-32B",
             verl="distillation.teacher_models.teacher_model.model_path",
             NeMo_RL="teacher.model_name")] = None  # fmt: skip
-    """Teacher: a folder of a Hugging Face language model with the policy's tokenizer, or its name OWNER/NAME in the
-    Hub's cache. If one vocabulary has more rows than the other, the additional rows are ignored as padding. Each source
+    """Teacher: a folder of a Hugging Face language model with the policy's tokenizer, or its name OWNER/NAME on the
+    Hub. If one vocabulary has more rows than the other, the additional rows are ignored as padding. Each source
     of a mixture may have its own teacher."""
     tp: PositiveInt | None = None
     """Tensor-parallel size of the teachers. Without any of the teachers' parallel sizes, they all equal the trainer's.

@@ -33,7 +33,7 @@ class ModelConfig(Section):
         Foreign("model_name hf_checkpoint actor_rollout_ref.model.path ref_load", example="Qwen/Qwen3-8B", short="m",
             ColossalChat="--pretrain", verl="actor_rollout_ref.model.path", TRL="model_name_or_path")]  # fmt: skip
     """Folder of the initial Hugging Face model (config.json, safetensors, tokenizer), or its name OWNER/NAME on the
-    Hub. A run downloads nothing: get the model with `hf download OWNER/NAME` first."""
+    Hub. A start downloads it unless the Hub's cache has it (`hf download OWNER/NAME`, for machines without network)."""
     dtype: Annotated[Literal["float32", "bfloat16"], Decides(vllm="dtype", megatron="params_dtype pipeline_dtype bf16"),
         Foreign("torch_dtype param_dtype precision policy.dtype", remark="no fp16", ColossalChat="--mixed_precision",
             TRL="bf16"),

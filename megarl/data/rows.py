@@ -1,6 +1,6 @@
 """Rows of data sources: JSON lines, JSON, CSV, Parquet and Arrow; a file, a folder of files, or a data set of the Hub.
 
-A source is a path, or a name on the Hub (OWNER/NAME or OWNER/NAME/FOLDER), looked up in the local cache. SPLIT@ may
+A source is a path, or a name on the Hub (OWNER/NAME or OWNER/NAME/FOLDER), read from the local cache. SPLIT@ may
 stand before either. Rows are read one after another: only a JSON file is in memory as a whole.
 """
 

@@ -17,6 +17,8 @@ from megarl.types import DataError
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
+CARD = "README.md"
+"""Name of a model card's file."""
 TOKENIZER = ("tokenizer.json", "tokenizer_config.json")
 
 WEIGHTS = (".safetensors", ".bin", ".pt", ".pth", ".ckpt", ".pkl", ".h5", ".msgpack", ".onnx", ".gguf")

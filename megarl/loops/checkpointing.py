@@ -23,6 +23,7 @@ from megarl.config import Recipe
 from megarl.config.recipe import to_yaml
 from megarl.files.atomic import disk_full_named, replace_text, storage_faults_named, sync
 from megarl.files.model_folder import read_object
+from megarl.report.model_card import write_card
 from megarl.tracking.earlier_run import DRIVER, SCHEMA, EarlierRun, checkpoint_step
 from megarl.tracking.run_folder import RunFolder
 from megarl.tracking.tracker import Tracker
@@ -48,6 +49,7 @@ class Checkpoints:
         self._inputs = inputs
         self._unlogged: Mapping[str, float] | None = None
         self._begun: int | None = None
+        self._exported_at: int | None = None
         self._best = BestModel(recipe, folder, tracker, ranks)
 
     async def begin(self, step: int, save_driver: Callable[[Path], None] | None = None) -> None:
@@ -59,7 +61,8 @@ class Checkpoints:
         # Exports wait for the ranks, so they are not part of an asynchronous save.
         if settings.export_every_steps and step % settings.export_every_steps == 0:
             with self._tracker.phase("export"):
-                await self._ranks.call("export", self._folder.path / f"hf_step_{step:06d}")
+                await self._ranks.call("export", self._step_folder(step))
+            self._exported_at = step
         # Before the checkpoint: both need the engines asleep, and the evaluation follows only after the reshard.
         await self._best.take(step)
         every = settings.every_steps
@@ -67,8 +70,13 @@ class Checkpoints:
             await self._begin(step, save_driver, settings.asynchronous, is_resharded=False)
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Move the step's model to `hf_best/` if its evaluation, part of `metrics`, is the best so far."""
+        """Write the card of the model exported at `step`, if any. Its evaluation, part of `metrics`, must be logged.
+
+        If the evaluation is the best so far, the step's model is moved to `hf_best/`.
+        """
         self._best.judge(step, metrics)
+        if self._exported_at == step:
+            write_card(self._folder.path, self._step_folder(step), step)
 
     async def save(
         self,
@@ -145,6 +153,9 @@ class Checkpoints:
                     # a checkpoint.
                     shutil.rmtree(older.rename(home / f".{older.name}.removed"))
 
+    def _step_folder(self, step: int) -> Path:
+        return self._folder.path / f"hf_step_{step:06d}"
+
     def _published(self, step: int) -> Path:
         return self._folder.checkpoints_folder / f"step_{step:06d}"
 
@@ -178,7 +189,7 @@ class BestModel:
     def __init__(self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: WorkerGroup) -> None:
         """Read the step and the metric of the best model so far (hf_best/best.json). Raises StorageError or DataError
         if it cannot be read."""
-        self._recipe, self._tracker, self._ranks = recipe, tracker, ranks
+        self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
         self._metric = recipe.checkpoint.best
         self._candidate, self._kept = folder.path / "hf_candidate", folder.path / "hf_best"
         self._taken_at: int | None = None
@@ -232,6 +243,7 @@ class BestModel:
         # resumed run renames them.
         self._describe({"step": step, "metric": self._metric, "value": value})
         self._keep()
+        write_card(self._folder.path, self._kept, step)
         self.step, self._value = step, value
 
     def _keep(self) -> None:

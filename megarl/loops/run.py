@@ -34,6 +34,7 @@ from megarl.loops.steps import Steps
 from megarl.loops.stopping import DRIVER_LOG, StackRequest, StopRequest, stacks_on_quit, stopping_at_once
 from megarl.platform import device
 from megarl.preflight import Dropped, Kept, layout_of, planned_host_bytes, predicted_memory
+from megarl.report.model_card import write_card
 from megarl.rollout.pool import EnginePool
 from megarl.rollout.stragglers import StragglerDetector
 from megarl.tracking.display import Display
@@ -85,6 +86,7 @@ async def _export(session: Session, display: Display) -> None:
     with display.phase("exporting the model", is_printed=True):
         await session.reshards.sleep_engines()
         await export(session.models, session.folder)
+        write_card(session.folder.path, session.folder.model_folder, session.recipe.train.steps)
 
 
 def _next_commands(folder: RunFolder) -> list[str]:

@@ -304,6 +304,7 @@ addEventListener("error", (event) => { document.documentElement.dataset.error = 
       ["training time", (run) => (run.series.seconds.length ? duration(run.series.seconds[run.series.seconds.length - 1]) : null)],
       ["loop", (run) => run.loop || null],
       ["model", (run) => run.model || null],
+      ["fork of", (run) => run.parent || null],
       ["reward", of("reward/mean")],
       ...accuracies.map((name) => ["accuracy, " + name.slice(4, -9), of(name)]),
       ["completion tokens", of("rollout/completion_tokens/mean")],

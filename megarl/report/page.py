@@ -191,6 +191,7 @@ def _run(run: RecordedRun, label: str, rows: curves.Rows, points: int) -> dict[s
     return {
         "label": shortened_text(label, 120),
         "path": shortened_text(str(run.path.resolve()), _VALUE),
+        "parent": shortened_text(run.parent, _VALUE),
         "loop": shortened_text(str(run.config.get("loop", "")), 40),
         "model": shortened_text(str(run.config.get("model.path", "")), _VALUE),
         "state": run.state,

@@ -60,6 +60,8 @@ class RecordedRun:
     damaged: tuple[str, ...] = ()
     earlier: tuple[str, ...] = ()
     """Names of the folders in `earlier/`: runs moved aside by --restart."""
+    parent: str = ""
+    """Run and step from which this run was forked, as text. Empty: it is not a fork."""
 
     @property
     def state(self) -> str:
@@ -116,6 +118,7 @@ def read_run(path: Path) -> RecordedRun:
             checkpoints=tuple(folder.name for folder in reversed(earlier.checkpoints)),
             damaged=tuple(folder.name for folder in earlier.damaged),
             earlier=_names(path / "earlier"),
+            parent=_parent_text(earlier),
         )
 
 
@@ -133,6 +136,12 @@ def refuse_other_folders(path: Path) -> None:
     raise ConfigError(
         f"{path}: this is not a run folder, because it has none of {', '.join(_MARKS)}{contents}. Give runs/NAME"
     )
+
+
+def _parent_text(earlier: EarlierRun) -> str:
+    """Return the run and the step from which a run was forked, as text. Empty: it is not a fork."""
+    parent = earlier.parent()
+    return f"{parent.get('name')} at step {parent.get('step')} ({parent.get('run')})" if parent else ""
 
 
 def owner_is_gone(path: Path) -> bool:

@@ -23,7 +23,7 @@ from megarl.rollout.pool import EnginePool
 from megarl.serving.codec import Codec
 from megarl.serving.endpoint import Endpoint
 from megarl.serving.sessions import Limits, Sessions
-from megarl.tracking.earlier_run import newest_checkpoint
+from megarl.tracking.earlier_run import checkpoint_step, newest_checkpoint
 from megarl.types import DataError, Request, SamplingSettings
 
 IDLE_SECONDS = 3600.0
@@ -91,9 +91,8 @@ def model_folder(path: Path, *, is_best: bool = False) -> Path:
         if (path / "hf_best").is_dir():
             hint = "it has the model of its best evaluation, hf_best (megarl eval --best)"
         elif (checkpoint := newest_checkpoint(path)) is not None:
-            # In the run folder, not in checkpoints/, where only checkpoints are expected.
-            made = checkpoint.parents[1] / f"hf_{checkpoint.name}"
-            hint = f"make a model of the checkpoint: megarl convert to-hf --megatron {checkpoint} --out {made}"
+            run, step = checkpoint.parents[1], checkpoint_step(checkpoint)
+            hint = f"make a model of the checkpoint: megarl export {run} --step {step}"
         raise DataError(f"{path}: is neither a model folder nor a run that has exported its model; {hint}")
     weight_files(folder)
     return folder

@@ -15,7 +15,7 @@ from megarl.checkpoint import peft, safetensors
 from megarl.checkpoint.kept import kept_tensors
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
-from megarl.data.chat import tokenizer_of
+from megarl.data.chat import own_template
 from megarl.families.shape import ModelShape, padded_vocab_size, read_model_shape
 from megarl.files.atomic import disk_full_named
 from megarl.groups import world
@@ -188,7 +188,7 @@ class TrainerWorker:
                     weights,
                     dtype=trained.dtype,
                     bucket_bytes=bucket_bytes,
-                    others=self._own_template(),
+                    others=own_template(recipe.model),
                     override=recipe.override_of(source),
                 )
             if trained.is_adapted and lora.export_adapter:
@@ -263,13 +263,6 @@ class TrainerWorker:
     def _critic_source(self) -> str:
         """Folder from which the critic's initial weights are loaded."""
         return self.recipe.further_models.get("critic.path", self.recipe.model.folder)
-
-    def _own_template(self) -> dict[str, str]:
-        """Return the recipe's chat template as file name and text, if it differs from the tokenizer's; else empty."""
-        model = self.recipe.model
-        if model.chat_template is None and not model.chat_template_kwargs:
-            return {}
-        return {"chat_template.jinja": str(tokenizer_of(model).chat_template)}
 
     def _build(
         self,

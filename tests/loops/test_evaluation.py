@@ -127,7 +127,7 @@ def test_a_checkpoint_is_answered_with_the_command_that_makes_a_model_of_it(reci
     for step in (2, 4):
         Path(f"run/checkpoints/step_{step:06}").mkdir(parents=True)
     Path("run/config.yaml").write_text(recipe.read_text())
-    command = "megarl convert to-hf --megatron run/checkpoints/step_000004 --out run/hf_step_000004"
+    command = "megarl export run --step 4"
     with pytest.raises(MegarlError, match=f"^{named}: is neither a model folder nor a run.*{command}"):
         prepare(Path(named), recipe, [], options={})
 

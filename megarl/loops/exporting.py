@@ -1,0 +1,109 @@
+"""Model folders of a run (`megarl export`): the trained model, or a checkpoint's; with a model card; upload to the Hub.
+
+Everything is checked before the first file is written or sent.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from megarl.checkpoint.convert import Conversion, to_hf
+from megarl.checkpoint.manifest import check_sizes
+from megarl.config import Recipe
+from megarl.config.recipe import read
+from megarl.data.chat import own_template
+from megarl.files import hub
+from megarl.files.model_folder import CARD, check_model_folder, read_object
+from megarl.loops.checkpointing import BEST
+from megarl.report.model_card import write_card
+from megarl.report.recorded import refuse_other_folders
+from megarl.tracking.earlier_run import EarlierRun, checkpoint_step
+from megarl.types import ConfigError, DataError
+
+
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """A complete model folder of a run, with the step of its weights. `conversion`: it was made from a checkpoint."""
+
+    folder: Path
+    step: int
+    conversion: Conversion | None = None
+
+
+def export(run: Path, *, step: int | None = None, is_best: bool = False, out: Path | None = None) -> Exported:
+    """Return a run's model folder with a new model card.
+
+    By default it is the model of the run's end (`hf/`); with `is_best` that of the best evaluation (`hf_best/`). With
+    `step`, the checkpoint of this step is converted to `out`; default: `hf_step_NNNNNN/` in the run's folder, and an
+    existing folder there is used. Raises ConfigError or DataError if there is no such model, or if it is incomplete.
+    """
+    refuse_other_folders(run)
+    earlier = EarlierRun.read(run)
+    earlier.refuse_newer_version()
+    found = _finished(earlier, is_best=is_best) if step is None else _of_step(earlier, step, out)
+    if problems := check_model_folder(found.folder):
+        raise DataError(f"{problems[0]}; or export a checkpoint: megarl export {run} --step N --out FOLDER")
+    check_sizes(found.folder)
+    write_card(run, found.folder, found.step)
+    return found
+
+
+def push(run: Path, exported: Exported, name: str, *, is_private: bool) -> hub.Pushed:
+    """Upload an exported model of a run to the Hub as `name`, in one commit. Its card gets this name."""
+    write_card(run, exported.folder, exported.step, name)
+    message = f"Model of the run {run.resolve().name} after step {exported.step}"
+    return hub.push(exported.folder, name, message, is_private=is_private, without=(BEST,))
+
+
+def _finished(earlier: EarlierRun, *, is_best: bool) -> Exported:
+    """Return the model that a run exported itself. Raises ConfigError if there is none."""
+    folder = earlier.path / ("hf_best" if is_best else "hf")
+    if is_best and (folder / BEST).is_file():
+        return Exported(folder, int(read_object(folder / BEST)["step"]))
+    if not is_best and (folder / "config.json").is_file():
+        return Exported(folder, earlier.step)
+    known = ", ".join(str(checkpoint_step(found)) for found in reversed(earlier.checkpoints))
+    remedy = f"export a checkpoint with --step N; it has the steps {known}" if known else "let the run end first"
+    reason = "has no model of a best evaluation (hf_best)" if is_best else "has no exported model (hf)"
+    raise ConfigError(f"{earlier.path}: the run {reason}; {remedy}")
+
+
+def _of_step(earlier: EarlierRun, step: int, out: Path | None) -> Exported:
+    """Return the model of a run's checkpoint, converted unless its default folder exists."""
+    checkpoint = earlier.checkpoint(step)
+    folder = out or earlier.path / f"hf_{checkpoint.name}"
+    if out is None and (folder / "config.json").is_file():
+        return Exported(folder, step)
+    recipe = _recipe_of(earlier.path)
+    _refuse_unconvertible(earlier.path, recipe)
+    done = to_hf(
+        checkpoint,
+        folder,
+        hf=Path(recipe.model.folder),
+        override=recipe.model.override_config,
+        # The base model's card describes another model; `write_card` writes this model's.
+        others={CARD: None, **own_template(recipe.model)},
+    )
+    return Exported(folder, step, done)
+
+
+def _recipe_of(run: Path) -> Recipe:
+    draft = read(run / "config.yaml", is_of_run=True)
+    if draft.problems:
+        raise draft.error()
+    return draft.recipe
+
+
+def _refuse_unconvertible(run: Path, recipe: Recipe) -> None:
+    """Raise ConfigError for a run whose checkpoints do not have the whole model in a language model's form."""
+    if recipe.lora.rank:
+        reason = f"lora.rank = {recipe.lora.rank}: checkpoints have only the adapters"
+    elif recipe.loop == "reward_model":
+        reason = "loop = reward_model: checkpoints of reward models cannot be converted"
+    else:
+        return
+    raise ConfigError(
+        f"{run}: {reason}. Let the run export intermediate models with checkpoint.export_every_steps, or its last one "
+        "as hf/"
+    )

@@ -1,0 +1,84 @@
+"""Forks (`megarl fork`): a new run that continues an earlier run's checkpoint with a changed recipe.
+
+The fork resumes the copied checkpoint, so it continues with the weights, the optimizer's state, the step number and the
+position in the data. A change that a resume refuses (other data, another model) is refused here too.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from megarl.checkpoint.manifest import check_sizes
+from megarl.config import Recipe
+from megarl.config.override_text import override_text
+from megarl.config.recipe import read, to_yaml
+from megarl.files.atomic import replace_text, storage_faults_named
+from megarl.report.recorded import refuse_other_folders
+from megarl.tracking.earlier_run import PARENT, EarlierRun
+from megarl.tracking.run_folder import run_path
+from megarl.types import ConfigError
+
+
+def fork(run: Path, step: int, overrides: Sequence[str] = ()) -> Path:
+    """Create the folder of a fork from a run's checkpoint of `step`, and return it. `train --resume` starts it.
+
+    The folder has the recipe with `overrides`, the checkpoint, the metrics up to its step, and parent.json. The name is
+    NAME_fork_STEP unless an override sets it. Raises ConfigError for an unknown step, an existing folder or a recipe
+    with errors, DataError for a damaged checkpoint or a run of a newer megarl. Nothing is left after an error.
+    """
+    refuse_other_folders(run)
+    earlier = EarlierRun.read(run)
+    earlier.refuse_newer_version()
+    checkpoint = earlier.checkpoint(step)
+    place = run.absolute()
+    own = {"runs_folder": str(place.parent), "name": f"{place.name}_fork_{step}"}
+    given = [*(override_text(field, value) for field, value in own.items()), *overrides]
+    draft = read(run / "config.yaml", given, is_of_run=True)
+    if draft.problems:
+        raise draft.error()
+    recipe = draft.recipe
+    target = run_path(recipe)
+    _refuse_target(recipe, target, step)
+    check_sizes(checkpoint)
+    parent = {"run": str(place), "name": place.name, "step": step, "megarl": version("megarl")}
+    partial = target.with_name(f".{target.name}.partial")
+    with storage_faults_named(target):
+        shutil.rmtree(partial, ignore_errors=True)
+        try:
+            home = partial / "checkpoints" / checkpoint.name
+            home.parent.mkdir(parents=True)
+            # A checkpoint's files never change, so both runs can have the same ones.
+            shutil.copytree(checkpoint, home, copy_function=_link_or_copy)
+            replace_text(partial / "config.yaml", to_yaml(recipe))
+            replace_text(partial / PARENT, json.dumps(parent, indent=2) + "\n")
+            if (run / "metrics.jsonl").exists():
+                # The start removes the lines of later steps.
+                shutil.copyfile(run / "metrics.jsonl", partial / "metrics.jsonl")
+            partial.rename(target)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    return target
+
+
+def _refuse_target(recipe: Recipe, target: Path, step: int) -> None:
+    """Raise ConfigError if the fork's folder exists, or if its recipe has no step after `step`."""
+    if target.exists():
+        raise ConfigError(f"name = {recipe.name}: {target} exists already; choose another with --set name=NAME")
+    if recipe.train.epochs is None and recipe.train.steps <= step:
+        raise ConfigError(
+            f"train.steps = {recipe.train.steps}: the checkpoint is of step {step}, so no step is left; raise it with "
+            f"--set train.steps={step + 1} or more"
+        )
+
+
+def _link_or_copy(source: str, target: str) -> None:
+    """Make a hard link; on another file system a copy."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copy2(source, target)

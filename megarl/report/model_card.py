@@ -1,0 +1,281 @@
+"""Model card of an exported model: README.md with metadata for the Hub, results with intervals, recipe and versions.
+
+huggingface_hub writes the metadata, and its `ModelCard.load` reads them back.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.algorithms.estimates import Measure
+from megarl.data.rows import hub_data_set
+from megarl.families.published import PUBLISHED, published_name
+from megarl.files.atomic import replace_text, storage_faults_named
+from megarl.files.hub import is_hub_name
+from megarl.files.model_folder import CARD, found_folder, read_object
+from megarl.report.evaluations import is_evaluation, read_evaluation
+from megarl.report.recorded import RecordedRun, read_run
+from megarl.types import DataError, MegarlError
+
+if TYPE_CHECKING:
+    from huggingface_hub import EvalResult, ModelCard, ModelCardData
+
+_DATA_FIELD = re.compile(r"((mixture\.[^.]+\.)?data\.(train|ptx|validation(_conversations)?\.[^.]+))(\.path)?")
+"""Recipe fields with a data set: its source as text, or as the field `path` of a mapping."""
+_INHERITED = ("license", "license_name", "license_link", "language")
+"""Metadata of the base model's card that are true of the trained model too."""
+_IDENTIFYING = ("model_type", "hidden_size", "num_hidden_layers", "vocab_size")
+"""Fields of config.json by which a local folder is recognised as a published model of the same name."""
+_METHODS = {
+    "rl": "reinforcement learning",
+    "sft": "supervised fine-tuning",
+    "preference": "preference optimisation",
+    "reward_model": "pairwise comparison, as a reward model,",
+    "distillation": "on-policy distillation",
+}
+"""Name of each loop's method."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """A measure of a model on a validation set, with its 95 % interval (None: it has none).
+
+    `before` is the same measure before training, `sampling` the number of attempts and the temperature, if known.
+    """
+
+    set_name: str
+    measure: str
+    value: float
+    interval: tuple[float, float] | None = None
+    before: float | None = None
+    sampling: str = ""
+
+    @property
+    def interval_text(self) -> str:
+        """Text of the interval, empty without one."""
+        return "" if self.interval is None else f"{self.interval[0]:.4g} to {self.interval[1]:.4g}"
+
+
+def write_card(run: Path, model: Path, step: int, name: str | None = None) -> None:
+    """Write the model card of a run's model after a step to README.md in the model's folder.
+
+    `name` is the model's name on the Hub. Default: the one of the run. Raises StorageError if a file cannot be read or
+    written.
+    """
+    text = str(model_card(read_run(run), model, step, name))
+    with storage_faults_named(model / CARD):
+        replace_text(model / CARD, text)
+
+
+def model_card(run: RecordedRun, model: Path, step: int, name: str | None = None) -> ModelCard:
+    """Return the model card of a run's model after a step. `model` is its folder, `name` its name on the Hub."""
+    from huggingface_hub import ModelCard
+
+    results = [*_results_of_step(run, step), *_results_of_evaluations(run, model)]
+    metadata = _metadata(run, model, results, name or run.name)
+    return ModelCard(f"---\n{metadata.to_yaml()}\n---\n\n{_body(run, model, step, results, name, metadata)}")
+
+
+def _results_of_step(run: RecordedRun, step: int) -> Iterator[Result]:
+    """Yield the measures of the run's own evaluation of a step. There are none if it did not evaluate this step."""
+    rows = dict(run.rows)
+    found, before = rows.get(step, {}), rows.get(0, {}) if step else {}
+    for name, value in found.items():
+        if not math.isfinite(value):
+            continue
+        if name.startswith("val/") and f"{name}/low" in found:
+            set_name, _, measure = name.removeprefix("val/").rpartition("/")
+            interval = found[f"{name}/low"], found[f"{name}/high"]
+            yield Result(set_name, measure, value, interval, before.get(name))
+        elif name.startswith("val/") and name.endswith("/loss"):
+            yield Result(name.split("/")[1], "loss", value, None, before.get(name))
+
+
+def _results_of_evaluations(run: RecordedRun, model: Path) -> Iterator[Result]:
+    """Yield the measures that `megarl eval` recorded for this model in the run's folder. Broken ones are left out."""
+    for folder in sorted((run.path / "evaluations").glob("*")):
+        if not is_evaluation(folder):
+            continue
+        try:
+            evaluation = read_evaluation(folder)
+        except MegarlError:
+            continue
+        if not evaluation.model or Path(evaluation.model).resolve() != model.resolve():
+            continue
+        for set_name, measures in evaluation.measures.items():
+            for measure, found in measures.items():
+                yield _result_of(set_name, measure, found, evaluation.config)
+
+
+def _result_of(set_name: str, measure: str, found: Measure, config: Mapping[str, Any]) -> Result:
+    """Return a measure of `megarl eval` as a result. `config` is the evaluation's recipe."""
+    names = {"evaluation.samples_per_prompt": "attempts", "evaluation.sampling.temperature": "temperature"}
+    sampling = ", ".join(f"{word} {config[name]}" for name, word in names.items() if config.get(name) is not None)
+    return Result(set_name, measure, found.value, (found.low, found.high), None, sampling)
+
+
+def _metadata(run: RecordedRun, model: Path, results: Sequence[Result], name: str) -> ModelCardData:
+    """Return the card's metadata."""
+    from huggingface_hub import ModelCardData
+
+    base, inherited = _base_model(run)
+    sources = {field: hub_data_set(source) for field, source in _data_sources(run.config).items()}
+    trained_on = dict.fromkeys(found for field, found in sources.items() if found and ".validation" not in field)
+    tags = ("megarl", run.config.get("loop"), run.config.get("algorithm.preset"))
+    return ModelCardData(
+        base_model=base,
+        datasets=list(trained_on) or None,
+        library_name="transformers",
+        pipeline_tag="text-classification" if _is_classifier(model) else "text-generation",
+        tags=[str(tag).replace("_", "-") for tag in tags if tag],
+        model_name=name if results else None,
+        eval_results=[_eval_result(result, sources) for result in results] or None,
+        **inherited,
+    )
+
+
+def _base_model(run: RecordedRun) -> tuple[str | None, dict[str, Any]]:
+    """Return the Hub's name of the model that was trained, None if unknown, and the metadata taken from its card."""
+    from huggingface_hub import ModelCard
+
+    path = str(run.config.get("model.path", ""))
+    folder = Path(found_folder(path))
+    inherited: dict[str, Any] = {}
+    # The card may come with a downloaded folder, so it may be broken in any way.
+    try:
+        of_base = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data.to_dict()
+    except (OSError, ValueError, TypeError, AttributeError):
+        of_base = {}
+    inherited = {name: of_base[name] for name in _INHERITED if of_base.get(name)}
+    if not Path(path).exists():
+        return path if is_hub_name(path) and folder.is_dir() else None, inherited
+    # The model of an earlier run has no name on the Hub, so its own base model is named.
+    earlier = of_base.get("base_model")
+    if "megarl" in (of_base.get("tags") or ()) and isinstance(earlier, str):
+        return earlier, inherited
+    return _published(folder), inherited
+
+
+def _published(folder: Path) -> str | None:
+    """Return the Hub's name of a local copy of a published model, None for other folders."""
+    if (name := published_name(folder)) is None:
+        return None
+    try:
+        config = read_object(folder / "config.json")
+    except DataError:
+        return None
+    return name if all(config.get(field) == PUBLISHED[name].get(field) for field in _IDENTIFYING) else None
+
+
+def _data_sources(config: Mapping[str, Any]) -> dict[str, str]:
+    """Return the recipe's data sources by field, with the split if one is named."""
+    found = {match[1]: value for field, value in config.items() if (match := _DATA_FIELD.fullmatch(field))}
+    return {field: value for field, value in found.items() if isinstance(value, str)}
+
+
+def _eval_result(result: Result, sources: Mapping[str, str | None]) -> EvalResult:
+    """Return a result as an entry of the card's metadata. `sources` has the data sets' names on the Hub by field."""
+    from huggingface_hub import EvalResult
+
+    name = result.set_name.partition("/")[0]
+    on_hub = next((found for field, found in sources.items() if found and field.endswith(f".{name}")), None)
+    text = f"{result.measure} (95 % interval {result.interval_text})" if result.interval else result.measure
+    bounds = {} if result.interval is None else dict(zip(("low", "high"), result.interval, strict=True))
+    return EvalResult(
+        task_type="text-generation",
+        dataset_type=on_hub or "local",
+        # The metadata group results by type and configuration, not by name.
+        dataset_config=", ".join(filter(None, (result.set_name, result.sampling))),
+        dataset_name=result.set_name,
+        metric_type=result.measure,
+        metric_name=text,
+        metric_value=result.value,
+        metric_args={"confidence": 0.95, **bounds} if bounds else None,
+    )
+
+
+def _body(
+    run: RecordedRun, model: Path, step: int, results: Sequence[Result], name: str | None, metadata: ModelCardData
+) -> str:
+    """Return the card's text below the metadata, as Markdown."""
+    base = metadata.base_model or f"the local model {Path(str(run.config.get('model.path', ''))).name}"
+    method = _METHODS.get(str(run.config.get("loop")), "megarl")
+    sources = ", ".join(f"`{source}`" for field, source in _data_sources(run.config).items() if ".val" not in field)
+    recipe = _recipe_text(run.path)
+    parts = [
+        f"# {name or run.name}",
+        f"{base}, trained for {step} steps by {method} with megarl on {sources or 'unknown data'}.",
+        "## Use",
+        _usage(name or str(model.name), is_classifier=_is_classifier(model)),
+        "## Results",
+        _results_text(results, step),
+        "## Recipe",
+        f"{_fence(recipe)}yaml\n{recipe.strip()}\n{_fence(recipe)}",
+        "## Versions",
+        _versions_text(run),
+    ]
+    return "\n\n".join(parts) + "\n"
+
+
+def _usage(place: str, *, is_classifier: bool) -> str:
+    """Return the code that loads the model, from its name on the Hub or its folder."""
+    kind = "AutoModelForSequenceClassification" if is_classifier else "AutoModelForCausalLM"
+    code = (
+        f"from transformers import {kind}, AutoTokenizer\n\n"
+        f'tokenizer = AutoTokenizer.from_pretrained("{place}")\n'
+        f'model = {kind}.from_pretrained("{place}")'
+    )
+    return f"```python\n{code}\n```"
+
+
+def _results_text(results: Sequence[Result], step: int) -> str:
+    """Return the table of results."""
+    if not results:
+        return f"This model, of step {step}, was not evaluated."
+    rows = [
+        [
+            result.set_name.replace("|", "/"),
+            result.measure + (f" ({result.sampling})" if result.sampling else ""),
+            f"{result.value:.4g}",
+            result.interval_text,
+            "" if result.before is None else f"{result.before:.4g}",
+        ]
+        for result in results
+    ]
+    head = ["set", "measure", "value", "95 % interval", "before training"]
+    return "\n".join(f"| {' | '.join(cells)} |" for cells in (head, ["---"] * len(head), *rows))
+
+
+def _versions_text(run: RecordedRun) -> str:
+    """Return the versions of the libraries at the newest start, one per line."""
+    found = next((a.record["versions"] for a in reversed(run.attempts) if a.record.get("versions")), None)
+    if not isinstance(found, Mapping):
+        return "The run did not record them."
+    return "\n".join(f"- {package} {version}" for package, version in found.items())
+
+
+def _recipe_text(run: Path) -> str:
+    """Return the text of the run's recipe, in which secrets are hidden; a comment if there is none."""
+    try:
+        return (run / "config.yaml").read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return "# The run's config.yaml cannot be read."
+
+
+def _fence(text: str) -> str:
+    """Return a Markdown fence that the text does not contain."""
+    return "`" * max(3, 1 + max((len(ticks) for ticks in re.findall("`+", text)), default=0))
+
+
+def _is_classifier(model: Path) -> bool:
+    """Return whether a model folder has a reward model or a critic."""
+    try:
+        names = read_object(model / "config.json").get("architectures")
+    except DataError:
+        return False
+    return isinstance(names, list) and any("SequenceClassification" in str(name) for name in names)
