@@ -70,13 +70,15 @@ class Checkpoints:
             await self._begin(step, save_driver, settings.asynchronous, is_resharded=False)
 
     def judge(self, step: int, metrics: Mapping[str, float]) -> None:
-        """Write the card of the model exported at `step`, if any. Its evaluation, part of `metrics`, must be logged.
+        """Move the step's model to `hf_best/` if its evaluation, part of `metrics`, is the best so far.
 
-        If the evaluation is the best so far, the step's model is moved to `hf_best/`.
+        Also write the cards of models exported at this step. Its metrics must have been logged.
         """
         self._best.judge(step, metrics)
-        if self._exported_at == step:
-            write_card(self._folder.path, self._step_folder(step), step)
+        exported = {self._step_folder(step): self._exported_at, self._folder.path / "hf_best": self._best.step}
+        for folder, exported_at in exported.items():
+            if exported_at == step:
+                write_card(self._folder.path, folder, step)
 
     async def save(
         self,
@@ -189,7 +191,7 @@ class BestModel:
     def __init__(self, recipe: Recipe, folder: RunFolder, tracker: Tracker, ranks: WorkerGroup) -> None:
         """Read the step and the metric of the best model so far (hf_best/best.json). Raises StorageError or DataError
         if it cannot be read."""
-        self._recipe, self._folder, self._tracker, self._ranks = recipe, folder, tracker, ranks
+        self._recipe, self._tracker, self._ranks = recipe, tracker, ranks
         self._metric = recipe.checkpoint.best
         self._candidate, self._kept = folder.path / "hf_candidate", folder.path / "hf_best"
         self._taken_at: int | None = None
@@ -243,7 +245,6 @@ class BestModel:
         # resumed run renames them.
         self._describe({"step": step, "metric": self._metric, "value": value})
         self._keep()
-        write_card(self._folder.path, self._kept, step)
         self.step, self._value = step, value
 
     def _keep(self) -> None:

@@ -97,7 +97,7 @@ def prepare(
     Raises DataError if there is no model. Raises ConfigError or DataError listing all errors of the recipe, its files
     and the sets.
     """
-    for run in (model, recipe):
+    for run in filter(Path.is_dir, (model, recipe)):
         # Before config.yaml is read: fields of another version would be reported as unknown keys.
         EarlierRun.read(run).refuse_newer_version()
     notify = Display().info
