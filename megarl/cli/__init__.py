@@ -163,8 +163,8 @@ def train(
     asyncio.run(run(loaded, layout, resume=resume, restart=restart, kept=kept, display=display))
 
 
-@app.command(cls=RecipeCommand)
-def fork(
+@app.command("fork", cls=RecipeCommand)
+def fork_run(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME).")],
     step: Annotated[int, typer.Option(min=1, help="Step of the checkpoint from which the new run starts.")],
     overrides: Overrides = None,
@@ -184,7 +184,7 @@ def fork(
     """
     from megarl.loops import forking
 
-    folder = forking.fork(run, step, [*(overrides or ()), *(changes or ())])
+    folder = forking.make_fork(run, step, [*(overrides or ()), *(changes or ())])
     print_lines([f"fork of {run} at step {step}: {folder}"])
     if no_start:
         print_lines([f"start it with: megarl train {folder} --resume=must"])

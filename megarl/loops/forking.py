@@ -24,7 +24,7 @@ from megarl.tracking.run_folder import run_path
 from megarl.types import ConfigError
 
 
-def fork(run: Path, step: int, overrides: Sequence[str] = ()) -> Path:
+def make_fork(run: Path, step: int, overrides: Sequence[str] = ()) -> Path:
     """Create the folder of a fork from a run's checkpoint of `step`, and return it. `train --resume` starts it.
 
     The folder has the recipe with `overrides`, the checkpoint, the metrics up to its step, and parent.json. The name is

@@ -15,7 +15,7 @@ from safetensors.torch import load_file
 from megarl.checkpoint.convert import to_megatron
 from megarl.cli import main
 from megarl.loops.exporting import export
-from megarl.loops.forking import fork
+from megarl.loops.forking import make_fork
 from megarl.report.recorded import read_run
 from megarl.types import ConfigError, DataError
 
@@ -162,7 +162,7 @@ def test_a_run_of_a_newer_megarl_is_refused_with_both_versions(
 
 def test_a_fork_has_the_checkpoint_the_changed_recipe_and_its_parent(run: Path) -> None:
     (run / "metrics.jsonl").open("a").write('{"step": 5')
-    made = fork(run, 2, ["train.steps=6", "optimizer.learning_rate=2e-6"])
+    made = make_fork(run, 2, ["train.steps=6", "optimizer.learning_rate=2e-6"])
     assert made == run.with_name("sums_fork_2")
     assert [path.name for path in (made / "checkpoints").iterdir()] == ["step_000002"]
     copied, original = made / "checkpoints/step_000002", run / "checkpoints/step_000002"
@@ -170,7 +170,7 @@ def test_a_fork_has_the_checkpoint_the_changed_recipe_and_its_parent(run: Path) 
     recipe = yaml.safe_load((made / "config.yaml").read_text())
     assert (recipe["name"], recipe["train"]["steps"], recipe["optimizer"]["learning_rate"]) == ("sums_fork_2", 6, 2e-6)
     assert read_run(made).parent == f"sums at step 2 ({run})" and read_run(run).parent == ""
-    assert fork(run, 4, ["name=other", "train.steps=6"]) == run.with_name("other")
+    assert make_fork(run, 4, ["name=other", "train.steps=6"]) == run.with_name("other")
 
 
 def test_a_damaged_checkpoint_is_not_forked(run: Path) -> None:
@@ -178,5 +178,5 @@ def test_a_damaged_checkpoint_is_not_forked(run: Path) -> None:
     manifest = {"files": {"driver.json": {"size": 999, "sha256": ""}}, "versions": {}, "layout": {}}
     (checkpoint / "manifest.json").write_text(json.dumps(manifest))
     with pytest.raises(DataError, match=r"driver\.json: .* bytes where manifest\.json says 999"):
-        fork(run, 2)
+        make_fork(run, 2)
     assert not run.with_name("sums_fork_2").exists()
