@@ -479,6 +479,27 @@ def report(
 
 
 @app.command()
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME), also of another machine's.")],
+    once: Annotated[bool, typer.Option("--once", help="Print the dashboard once, then exit with code 0.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the run's files.")] = 2.0,
+) -> None:
+    """Show a running run: progress, curves, times, warnings, samples. Ends with the run, and with its exit code.
+
+    Only files of the run's folder are read. If the output is not a terminal, each step gets a line.
+    """
+    from megarl.report.watch import watch
+    from megarl.terminal import Terminal
+
+    try:
+        code = watch(run, Terminal(highlight=False), interval_seconds=interval, is_once=once)
+    # Ctrl-C ends the command and not the run, so its code is not the run's.
+    except KeyboardInterrupt:
+        code = 130
+    raise typer.Exit(code)
+
+
+@app.command()
 def metrics(
     name: Annotated[
         str,

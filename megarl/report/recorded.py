@@ -67,8 +67,7 @@ class RecordedRun:
     def state(self) -> str:
         """State of the run in status.json. `ended unseen`: the file says that the run is active, but its process is
         gone."""
-        state = str(self.status.get("state") or "unknown")
-        return "ended unseen" if state in ("starting", "running") and owner_is_gone(self.path) else state
+        return run_state(self.path, self.status)
 
     @property
     def step(self) -> int:
@@ -87,12 +86,12 @@ class RecordedRun:
     @property
     def sample_files(self) -> list[tuple[int, Path]]:
         """Files in samples/ with their step numbers, in order."""
-        return _step_files(self.path / "samples")
+        return step_files(self.path / "samples")
 
     @property
     def token_files(self) -> list[tuple[int, Path]]:
         """Files in tokens/ with their step numbers, in order."""
-        return _step_files(self.path / "tokens")
+        return step_files(self.path / "tokens")
 
 
 def read_run(path: Path) -> RecordedRun:
@@ -144,6 +143,12 @@ def _parent_text(earlier: EarlierRun) -> str:
     return f"{parent.get('name')} at step {parent.get('step')} ({parent.get('run')})" if parent else ""
 
 
+def run_state(path: Path, status: Mapping[str, Any]) -> str:
+    """Return the state of a run from its status.json; see `RecordedRun.state`."""
+    state = str(status.get("state") or "unknown")
+    return "ended unseen" if state in ("starting", "running") and owner_is_gone(path) else state
+
+
 def owner_is_gone(path: Path) -> bool:
     """Return whether the run's process was on this machine and has ended. False: it is alive, or unknown."""
     try:
@@ -158,7 +163,7 @@ def json_lines(path: Path) -> Iterator[dict[str, Any]]:
     """Yield the JSON objects among the lines of a file. Other lines are skipped."""
     with path.open("rb") as file:
         for line in file:
-            if isinstance(value := _parsed(line), dict):
+            if isinstance(value := parsed_line(line), dict):
                 yield value
 
 
@@ -197,7 +202,7 @@ def distinct_labels(runs: Sequence[Named]) -> list[str]:
     return [f"{label} ({number})" if labels.count(label) > 1 else label for number, label in enumerate(labels, 1)]
 
 
-def _parsed(line: bytes) -> Any:
+def parsed_line(line: bytes) -> Any:
     """Return the JSON value of a line, None if the line is not valid JSON."""
     try:
         return json.loads(line)
@@ -215,23 +220,30 @@ def _rows(path: Path, notes: list[str]) -> list[tuple[int, dict[str, float]]]:
         return []
     # A running or killed process may leave half a line at the end.
     *whole, last = lines
-    if last and _parsed(last) is None:
+    if last and parsed_line(last) is None:
         notes.append("The last line of metrics.jsonl is cut short; it is left out.")
     elif last:
         whole.append(last)
     rows: dict[int, dict[str, float]] = {}
     unreadable = 0
     for line in filter(None, whole):
-        row = _parsed(line)
-        step = row.get("step") if isinstance(row, dict) else None
-        if not isinstance(step, int | float) or isinstance(step, bool) or not math.isfinite(step):
+        if (found := metrics_row(line)) is None:
             unreadable += 1
             continue
         # If a step occurs twice, it was trained again, so the last line counts.
-        rows[int(step)] = {name: _number(value) for name, value in row.items() if name != "step" and _is_number(value)}
+        step, rows[step] = found
     if unreadable:
         notes.append(f"{unreadable} lines of metrics.jsonl cannot be read; they are left out.")
     return sorted(rows.items())
+
+
+def metrics_row(line: bytes) -> tuple[int, dict[str, float]] | None:
+    """Return the step of a line of metrics.jsonl and its metrics. None: the line is unreadable."""
+    row = parsed_line(line)
+    step = row.get("step") if isinstance(row, dict) else None
+    if not isinstance(step, int | float) or isinstance(step, bool) or not math.isfinite(step):
+        return None
+    return int(step), {name: _number(value) for name, value in row.items() if name != "step" and _is_number(value)}
 
 
 def _is_number(value: Any) -> bool:
@@ -249,12 +261,16 @@ def _number(value: float | None) -> float:
         return math.nan
 
 
+def attempt_folders(logs: Path) -> list[tuple[int, Path]]:
+    """Return the folders of a run's attempts with their numbers, in order."""
+    found = [(re.fullmatch(r"attempt_(\d+)", name), name) for name in _names(logs)]
+    return sorted((int(match[1]), logs / name) for match, name in found if match)
+
+
 def _attempts(logs: Path) -> list[Attempt]:
     """Return all attempts (starts) of a run, in order."""
-    numbered = [(int(found[1]), name) for name in _names(logs) if (found := re.fullmatch(r"attempt_(\d+)", name))]
     found = []
-    for number, name in sorted(numbered):
-        folder = logs / name
+    for number, folder in attempt_folders(logs):
         stacks = tuple(file for file in _names(folder) if "stack" in file)
         config = flat(_yaml(folder / "config.yaml"))
         found.append(Attempt(number, _object(folder / "attempt.json"), config, stacks, _notices(folder)))
@@ -272,7 +288,7 @@ def _notices(folder: Path) -> tuple[Mapping[str, Any], ...]:
 def _object(path: Path) -> dict[str, Any]:
     """Return the JSON object in a file, {} if it is missing or broken."""
     try:
-        value = _parsed(path.read_bytes())
+        value = parsed_line(path.read_bytes())
     except OSError:
         return {}
     return value if isinstance(value, dict) else {}
@@ -297,7 +313,7 @@ def _names(folder: Path) -> tuple[str, ...]:
         return ()
 
 
-def _step_files(folder: Path) -> list[tuple[int, Path]]:
+def step_files(folder: Path) -> list[tuple[int, Path]]:
     """Return the files step_N.jsonl of a folder with their steps, in order."""
     found = [(re.fullmatch(r"step_(\d+)\.jsonl", name), name) for name in _names(folder)]
     return sorted((int(match[1]), folder / name) for match, name in found if match)

@@ -237,12 +237,21 @@ class Display:
 
     def _sparkline(self) -> str:
         """Return the recent values of a metric as a graph of block characters."""
-        # Terminals without UTF-8 cannot print block characters.
-        blocks = _BLOCKS if (self.console.encoding or "").lower().startswith("utf") else _BLOCKS_ASCII
-        recent = tuple(self._recent_values)  # another thread may add to it
-        least, most = min(recent), max(recent)
-        scale = (len(blocks) - 1) / (most - least) if most > least else 0.0
-        return "".join(blocks[round((value - least) * scale)] for value in recent)
+        # Copied, because another thread may add to it.
+        return sparkline(tuple(self._recent_values), with_blocks=prints_blocks(self.console))
+
+
+def prints_blocks(console: rich.console.Console) -> bool:
+    """Return whether a console can print block characters. Terminals without UTF-8 cannot."""
+    return (console.encoding or "").lower().startswith("utf")
+
+
+def sparkline(values: Sequence[float], *, with_blocks: bool) -> str:
+    """Return finite values as a graph of one character each: block characters, or ASCII characters."""
+    blocks = _BLOCKS if with_blocks else _BLOCKS_ASCII
+    least, most = min(values), max(values)
+    scale = (len(blocks) - 1) / (most - least) if most > least else 0.0
+    return "".join(blocks[round((value - least) * scale)] for value in values)
 
 
 def _shares(phase_seconds: Mapping[str, float]) -> str:

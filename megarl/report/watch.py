@@ -1,0 +1,218 @@
+"""Dashboard of a run in a terminal: state, progress, metrics, times, warnings and samples, until the run ends."""
+
+from __future__ import annotations
+
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console, Group, RenderableType
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from megarl.report.sample_text import shortened_text
+from megarl.report.watched import WatchedRun
+from megarl.terminal import printable
+from megarl.tracking.display import prints_blocks, sparkline
+from megarl.tracking.health import is_accuracy
+from megarl.tracking.step_table import StepTable, left_text, short_number
+from megarl.types import MegarlError, StorageError
+
+_METRICS = (
+    "distillation/divergence", "reward/mean", "reward/accuracy", "preference/accuracy", "train/loss",
+    "rollout/completion_tokens/mean", "rollout/truncated", "kl/reference", "logprob_gap/mean", "train/entropy",
+    "train/grad_norm", "perf/tokens_per_second_per_rank", "perf/rollout_tokens_per_second_per_rank", "perf/mfu",
+    "time/step_seconds",
+)  # fmt: skip
+"""Metrics with a line of the dashboard, if the run has them. Accuracies of validation sets follow."""
+_GRAPH_STEPS = 32
+"""Number of newest steps in a metric's graph."""
+_BAR_CHARACTERS = 24
+_SAMPLE_CHARACTERS = 240
+"""Number of characters shown of a prompt, and of a completion."""
+_NUM_WARNINGS = 3
+_STYLES = {"running": "green", "starting": "cyan", "done": "bold green", "stopped": "yellow", "unknown": "yellow"}
+"""Colours of a run's states. All others mean an error, in red."""
+
+
+def watch(
+    path: Path,
+    console: Console,
+    *,
+    interval_seconds: float,
+    is_once: bool = False,
+    sleep: Callable[[float], object] = time.sleep,
+) -> int:
+    """Show a run's dashboard until the run ends, and return the run's exit code. With `is_once`: show it once.
+
+    A terminal shows a dashboard, renewed after each `sleep(interval_seconds)`. Other output gets a line a step. Raises
+    ConfigError if the folder is not a run, StorageError if `is_once` and its files cannot be read.
+    """
+    run = WatchedRun(path)
+    new = run.refresh()
+    if is_once:
+        if run.trouble:
+            raise StorageError(run.trouble)
+        console.print(dashboard(run, console))
+        return 0
+    if console.is_terminal and not console.is_dumb_terminal:
+        with Live(console=console, auto_refresh=False) as live:
+            live.update(dashboard(run, console, most_lines=console.height - 1), refresh=True)
+            while not run.is_over:
+                sleep(interval_seconds)
+                run.refresh()
+                live.update(dashboard(run, console, most_lines=console.height - 1), refresh=True)
+    else:
+        table = StepTable()
+        _print_steps(run, new, table, console)
+        while not run.is_over:
+            sleep(interval_seconds)
+            _print_steps(run, run.refresh(), table, console)
+    console.print(Text(printable(end_line(run)), style=_style(run)), soft_wrap=True)
+    return MegarlError.exit_code if run.exit_code is None else run.exit_code
+
+
+def end_line(run: WatchedRun) -> str:
+    """Return one line with the state of a run, its step, its exit code and the cause of its end."""
+    code = "" if run.exit_code is None else f", exit code {run.exit_code}"
+    cause = run.status.get("cause")
+    return f"{run.name}: {run.state}, {_step(run)}{code}" + (f": {cause}" if isinstance(cause, str) else "")
+
+
+def dashboard(run: WatchedRun, console: Console, *, most_lines: int | None = None) -> RenderableType:
+    """Return a run's dashboard. Parts that would make it longer than `most_lines` are left out, the last ones first."""
+    parts: list[RenderableType] = []
+    left = math.inf if most_lines is None else most_lines
+    for part in _parts(run, console):
+        left -= len(console.render_lines(part, pad=False))
+        if left < 0:
+            break
+        parts.append(part)
+    return Group(*parts)
+
+
+def _parts(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
+    """Yield the parts of the dashboard, the most important first."""
+    yield _head(run)
+    if run.steps:
+        yield ProgressBar(total=run.steps, completed=min(run.step, run.steps), width=min(console.width, 100))
+    if run.trouble:
+        yield Text(printable(run.trouble), style="yellow")
+    for text in _warnings(run):
+        yield Text(f"warning: {printable(text)}", style="yellow")
+    if run.rows:
+        yield _metrics(run, console)
+    else:
+        yield Text("no step is logged yet", style="dim")
+    if seconds := run.phase_seconds():
+        yield Rule("seconds a step by phase", style="dim", align="left")
+        yield _phases(seconds, console)
+    for sample in reversed(run.samples):
+        yield Rule(printable(_facts(sample)), style="dim", align="left")
+        yield _sample(sample)
+
+
+def _head(run: WatchedRun) -> Text:
+    """Return the line with name, state, step, remaining time and age of the last step."""
+    words = [Text(printable(run.name), style="bold"), Text(run.state, style=_style(run)), Text(_step(run))]
+    if (left := run.seconds_left) is not None:
+        words.append(Text(f"{left_text(left)} left"))
+    if (age := run.seconds_since_step) is not None and not run.is_over:
+        words.append(Text(f"last step {left_text(age)} ago", style="dim"))
+    if run.attempt_number > 1:
+        words.append(Text(f"start {run.attempt_number}", style="dim"))
+    if run.is_over and run.exit_code is not None:
+        words.append(Text(f"exit code {run.exit_code}"))
+    return Text("  ").join(words)
+
+
+def _step(run: WatchedRun) -> str:
+    return f"step {run.step}" + (f" of {run.steps}" if run.steps else "")
+
+
+def _style(run: WatchedRun) -> str:
+    return _STYLES.get(run.state, "bold red")
+
+
+def _warnings(run: WatchedRun) -> list[str]:
+    """Return the newest warnings. Broken health rules are among them, because each was logged as a warning too."""
+    shown = run.notices[-_NUM_WARNINGS:]
+    hidden = len(run.notices) - len(shown)
+    return [*([f"{hidden} earlier ones in logs/latest/notices.jsonl"] if hidden else []), *shown]
+
+
+def _metrics(run: WatchedRun, console: Console) -> Table:
+    """Return a table of metrics: name, newest value, graph, smallest and largest value of the graph."""
+    table = Table(box=None, pad_edge=False, header_style="dim", padding=(0, 2, 0, 0))
+    table.add_column("metric", no_wrap=True)
+    table.add_column("now", justify="right", no_wrap=True)
+    table.add_column(f"last {_GRAPH_STEPS} values", no_wrap=True)
+    table.add_column("from", justify="right", no_wrap=True)
+    table.add_column("to", justify="right", no_wrap=True)
+    accuracies = dict.fromkeys(name for row in run.rows.values() for name in row if is_accuracy(name))
+    for name in (*_METRICS, *accuracies):
+        values = [value for value in run.values(name, _GRAPH_STEPS) if math.isfinite(value)]
+        if values:
+            graph = sparkline(values, with_blocks=prints_blocks(console))
+            ends = short_number(min(values)), short_number(max(values))
+            table.add_row(printable(name), Text(short_number(values[-1]), style="bold"), graph, *ends)
+    return table
+
+
+def _phases(seconds: Mapping[str, float], console: Console) -> Table:
+    """Return a table of phases: name, seconds a step, share of the step, and the share as a bar."""
+    table = Table(box=None, pad_edge=False, show_header=False, padding=(0, 2, 0, 0))
+    for justify in ("left", "right", "right", "left"):
+        table.add_column(justify=justify, no_wrap=True)
+    total = sum(seconds.values()) or 1.0
+    block = "█" if prints_blocks(console) else "#"
+    for phase, value in seconds.items():
+        share = value / total
+        table.add_row(printable(phase), f"{value:.2f} s", f"{share:.0%}", block * round(share * _BAR_CHARACTERS))
+    return table
+
+
+def _facts(sample: Mapping[str, Any]) -> str:
+    """Return a title for a sample: its step, its validation set and its reward."""
+    reward = sample.get("reward")
+    shown = f"reward {reward:.4g}" if isinstance(reward, int | float) else "not scored"
+    return f"sample of step {sample['step']}, {sample.get('set', 'train')}, {shown}"
+
+
+def _sample(sample: Mapping[str, Any]) -> Text:
+    """Return a sample's last prompt message and its completion, or its first and last turn, shortened."""
+    text = Text()
+    prompt = sample.get("prompt")
+    last = prompt[-1] if isinstance(prompt, list) and prompt else prompt
+    content = last.get("content") if isinstance(last, Mapping) else last
+    text.append(_short(content), style="dim")
+    turns = sample.get("turns")
+    if isinstance(turns, list) and turns:
+        completions = [turn.get("completion") if isinstance(turn, Mapping) else turn for turn in turns]
+        shown = completions if len(completions) < 2 else [completions[0], completions[-1]]
+        text.append(f"\n{len(turns)} turns: ", style="dim")
+        text.append("\n".join(map(_short, shown)))
+    else:
+        text.append("\n" + _short(sample.get("completion")))
+    return text
+
+
+def _short(value: Any) -> str:
+    """Return a value of a sample as one short text. Control characters are visible, line ends are spaces."""
+    text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+    return " ".join(shortened_text(text, _SAMPLE_CHARACTERS).split())
+
+
+def _print_steps(run: WatchedRun, new: list[int], table: StepTable, console: Console) -> None:
+    """Print a line for each of these steps, as the run's own screen does."""
+    table.steps = run.steps
+    for step in new:
+        if "time/step_seconds" in (row := run.rows.get(step, {})):
+            for line in table.lines(step, row, run.seconds_left if step == run.step else None):
+                console.print(Text(line), soft_wrap=True)

@@ -1,0 +1,243 @@
+"""Files of a running run, read again and again. Only bytes added since the last read are read.
+
+The folder may be on a shared file system, and the run on another machine. So nothing here needs notifications of the
+kernel, and a file may be seen half written, replaced, or for a moment not at all.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from statistics import fmean
+from typing import Any
+
+from megarl.report.curves import phase_times
+from megarl.report.recorded import (
+    attempt_folders,
+    metrics_row,
+    parsed_line,
+    refuse_other_folders,
+    run_state,
+    step_files,
+)
+from megarl.tracking.earlier_run import whole_number
+
+ACTIVE = ("starting", "running")
+"""States of status.json in which a run goes on."""
+_MOST_ROWS = 400
+"""Number of newest steps held in memory. A dashboard shows fewer, and a run may have a million."""
+_PACE_STEPS = 20
+"""Number of newest steps whose mean time predicts the end."""
+_SAMPLE_BYTES = 1 << 18
+"""Number of last bytes read from a file of samples. A file of a large step may have gigabytes."""
+
+
+@dataclass(slots=True)
+class GrowingFile:
+    """Reader of a file that another process appends to. Each read returns the whole lines added since the last one."""
+
+    path: Path
+    _offset: int = 0
+    _inode: int = 0
+
+    def read(self) -> tuple[list[bytes], bool]:
+        """Return the new whole lines, and whether the file was replaced: then they are all of its lines.
+
+        A line without its end is left for a later read. A missing file has no lines. Raises OSError.
+        """
+        try:
+            with self.path.open("rb") as file:
+                status = os.fstat(file.fileno())
+                # A resumed run replaces the file, without the steps after its checkpoint.
+                is_replaced = status.st_ino != self._inode or status.st_size < self._offset
+                if is_replaced:
+                    self._inode, self._offset = status.st_ino, 0
+                file.seek(self._offset)
+                text = file.read()
+        except FileNotFoundError:
+            return [], False
+        # NFS may show the new size of a file before its new bytes: the missing ones are read as zeros.
+        text = text.partition(b"\0")[0]
+        whole, end, _ = text.rpartition(b"\n")
+        self._offset += len(whole) + len(end)
+        return whole.split(b"\n") if end else [], is_replaced
+
+
+@dataclass(slots=True)
+class WatchedRun:
+    """What the folder of a run says at the last `refresh`."""
+
+    path: Path
+    status: Mapping[str, Any] = field(default_factory=dict)
+    attempt: Mapping[str, Any] = field(default_factory=dict)
+    """Facts about the newest start of the run: attempt.json."""
+    attempt_number: int = 0
+    rows: dict[int, dict[str, float]] = field(default_factory=dict)
+    """Metrics of the newest steps, keyed by step in their order."""
+    notices: list[str] = field(default_factory=list)
+    """Warnings of the newest start."""
+    samples: list[dict[str, Any]] = field(default_factory=list)
+    """Last samples of the newest step with samples, each with its `step`."""
+    trouble: str = ""
+    """Why the last refresh could not read a file; empty if it could."""
+    _metrics: GrowingFile | None = None
+    _warnings: GrowingFile | None = None
+    _samples_step: int = -1
+    _changed_at: float = 0.0
+    _changed_seen: bool = False
+    """Whether a step was logged while this process watched. Then `_changed_at` is the time of this machine's clock."""
+
+    def __post_init__(self) -> None:
+        """Raise ConfigError if the path is not a run folder."""
+        refuse_other_folders(self.path)
+        self._metrics = GrowingFile(self.path / "metrics.jsonl")
+
+    @property
+    def name(self) -> str:
+        """Name of the run's folder."""
+        return self.path.resolve().name
+
+    @property
+    def state(self) -> str:
+        """State of the run, see `RecordedRun.state`."""
+        return run_state(self.path, self.status)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether the run has ended. A folder without a readable status.json counts as a run that starts."""
+        return self.state not in (*ACTIVE, "unknown")
+
+    @property
+    def exit_code(self) -> int | None:
+        """Exit code of an ended run; None if status.json has none."""
+        code = self.status.get("exit_code")
+        return code if isinstance(code, int) else None
+
+    @property
+    def step(self) -> int:
+        """Number of the last logged step."""
+        return max(whole_number(self.status.get("step")), max(self.rows, default=0))
+
+    @property
+    def steps(self) -> int | None:
+        """Planned number of steps; None if it is not known."""
+        planned = self.attempt.get("steps")
+        return planned if isinstance(planned, int) and planned > 0 else None
+
+    @property
+    def seconds_since_step(self) -> float | None:
+        """Seconds since the last step was logged; None without a step. Another machine's clock may make it wrong."""
+        return max(0.0, time.time() - self._changed_at) if self.rows else None
+
+    @property
+    def seconds_left(self) -> float | None:
+        """Predicted seconds until the last step; None if the run has ended, or has too few steps for a prediction."""
+        if self.is_over or not self.steps:
+            return None
+        # The first step of a start includes the start and one-time compilation.
+        timed = [row for row in self._newest(_PACE_STEPS) if "time/start_seconds" not in row]
+        seconds = [row["time/step_seconds"] for row in timed if row.get("time/step_seconds", 0.0) > 0]
+        if not seconds:
+            return None
+        waited = self.seconds_since_step if self._changed_seen else 0.0
+        return max(0.0, fmean(seconds) * (self.steps - self.step) - (waited or 0.0))
+
+    def values(self, metric: str, most: int) -> list[float]:
+        """Return the newest values of a metric, at most `most`, in the order of their steps."""
+        found = [row[metric] for row in self.rows.values() if metric in row]
+        return found[-most:]
+
+    def phase_seconds(self) -> dict[str, float]:
+        """Return the mean seconds by phase of the newest steps, the longest first. `other` is time outside phases."""
+        rows = [(step, row) for step, row in self.rows.items() if "time/step_seconds" in row][-_PACE_STEPS:]
+        total = phase_times(rows)["total"] if rows else {}
+        return {phase: seconds / len(rows) for phase, seconds in total.items()}
+
+    def refresh(self) -> list[int]:
+        """Read what is new, and return the numbers of the steps logged since the last call.
+
+        An unreadable file leaves its last contents, and `trouble` names it: a shared file system may be away for a
+        moment.
+        """
+        self.trouble = ""
+        new: list[int] = []
+        try:
+            self._read_status()
+            self._read_attempt()
+            new = self._read_metrics()
+            self._read_samples()
+        except OSError as error:
+            self.trouble = f"{error.filename or self.path}: cannot be read ({error.strerror}); trying again"
+        return new
+
+    def _newest(self, most: int) -> list[dict[str, float]]:
+        return list(self.rows.values())[-most:]
+
+    def _read_status(self) -> None:
+        try:
+            found = parsed_line((self.path / "status.json").read_bytes())
+        except FileNotFoundError:
+            return
+        # On a full disk the file is overwritten in place, so a reader may find half of it.
+        if isinstance(found, dict):
+            self.status = found
+
+    def _read_attempt(self) -> None:
+        folders = attempt_folders(self.path / "logs")
+        if not folders:
+            return
+        number, folder = folders[-1]
+        if number != self.attempt_number or self._warnings is None:
+            self.attempt_number, self.attempt, self.notices = number, {}, []
+            self._warnings = GrowingFile(folder / "notices.jsonl")
+        try:
+            found = parsed_line((folder / "attempt.json").read_bytes())
+        except FileNotFoundError:
+            found = None
+        if isinstance(found, dict):
+            self.attempt = found
+        lines, is_replaced = self._warnings.read()
+        if is_replaced:
+            self.notices = []
+        texts = (value.get("text") for line in lines if isinstance(value := parsed_line(line), dict))
+        self.notices += [text for text in texts if isinstance(text, str)]
+
+    def _read_metrics(self) -> list[int]:
+        assert self._metrics is not None
+        was_read = bool(self.rows)
+        lines, is_replaced = self._metrics.read()
+        if is_replaced:
+            self.rows = {}
+        new = []
+        for line in lines[-_MOST_ROWS:]:
+            row = metrics_row(line)
+            if row is not None:
+                step, values = row
+                self.rows.pop(step, None)
+                self.rows[step] = values
+                new.append(step)
+        for step in list(self.rows)[:-_MOST_ROWS]:
+            del self.rows[step]
+        if new:
+            self._changed_seen = was_read
+            self._changed_at = time.time() if was_read else (self.path / "metrics.jsonl").stat().st_mtime
+        return new
+
+    def _read_samples(self) -> None:
+        # Listing a folder of many files is slow on a shared file system, so it is done once a step.
+        if self._samples_step == self.step and self.samples:
+            return
+        files = step_files(self.path / "samples")
+        if not files:
+            return
+        step, path = files[-1]
+        with path.open("rb") as file:
+            size = file.seek(0, 2)
+            file.seek(max(0, size - _SAMPLE_BYTES))
+            lines = file.read().split(b"\n")
+        # The first line may lack its begin, the last one its end; neither is then valid JSON.
+        found = [value for line in lines if line and isinstance(value := parsed_line(line), dict)]
+        self._samples_step, self.samples = self.step, [{**record, "step": step} for record in found[-2:]]
