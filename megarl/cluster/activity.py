@@ -9,6 +9,24 @@ from dataclasses import dataclass, field
 
 from megarl.platform import peak_memory
 
+_PHASES = {
+    "advance": "rollout",
+    "forward": "logprobs",
+    "forward_with_entropies": "logprobs",
+    "teach": "train",
+    "update": "train",
+    "reshard": "reshard",
+    "start_reshard": "reshard",
+    "save_checkpoint": "checkpoint",
+    "export": "export",
+}
+"""Phase of a step that a call to the ranks belongs to, by method name."""
+
+
+def phase_of_method(method: str) -> str | None:
+    """Return the phase of a step that a call belongs to; None: no phase. `policy.update` counts as `update`."""
+    return _PHASES.get(method.rpartition(".")[2])
+
 
 @dataclass(slots=True)
 class Activity:

@@ -13,19 +13,23 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from functools import partial
-from typing import Any, NoReturn
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
-from megarl.cluster.activity import Activity
+from megarl.cluster.activity import Activity, phase_of_method
 from megarl.cluster.messages import Inbox, pack
 from megarl.files.atomic import disk_full
 from megarl.groups import rendezvous
 from megarl.groups.peer_errors import is_peer_loss
 from megarl.platform.imports import uncollected
-from megarl.platform.spans import Span, record, span
+from megarl.platform.spans import Span, annotation, record, span
 from megarl.processes.process_tree import ENDING_SIGNALS
 from megarl.types import MegarlError
+
+if TYPE_CHECKING:
+    from megarl.platform.torch_profile import Kind, TorchProfile
 
 _stop_signal: str | None = None
 """Name of the last stop signal received by this process. Every answer reports it to the driver."""
@@ -65,6 +69,7 @@ class _Host:
     def __init__(self) -> None:
         self.worker: Any = None
         self.activity = Activity()
+        self.profile: TorchProfile | None = None
 
     def construct(self, path: list[str], worker: str, kwargs: dict[str, Any]) -> None:
         """Construct the worker, an object of the class "package.module:Class" (`worker`). `path` extends `sys.path`."""
@@ -80,12 +85,13 @@ class _Host:
     def decode(self, command: bytes) -> tuple[str, Callable[[], Any]]:
         """Decode a command. Returns the method's name, and a function executing the call.
 
-        The method is one of the worker's, or `part.method` of one of its parts. The process itself has four:
+        The method is one of the worker's, or `part.method` of one of its parts. The process itself has six:
 
         - `__init__` constructs the worker.
         - `__settle__` sets the rendezvous of the ranks.
         - `__activity__` fetches the statistics of earlier calls.
         - `__spans__` starts or stops the recording of spans (timed sections of a profile).
+        - `__profile__` starts a profile by torch, `__profile_end__` stops it and writes its files.
         """
         method, args, kwargs = pickle.loads(command)
         own = {
@@ -93,6 +99,8 @@ class _Host:
             "__settle__": rendezvous.settle,
             "__activity__": self.activity.take,
             "__spans__": _record_spans,
+            "__profile__": self.begin_profile,
+            "__profile_end__": self.end_profile,
         }
         found = own[method] if method in own else operator.attrgetter(method)(self.worker)
         return method, partial(found, *args, **kwargs)
@@ -100,11 +108,30 @@ class _Host:
     @contextlib.contextmanager
     def recorded(self, method: str) -> Iterator[None]:
         """Context recording statistics and a profile span of a call. Calls that fetch these records are excluded."""
-        if method in ("__activity__", "__spans__"):
+        if method in ("__activity__", "__spans__", "__profile__", "__profile_end__"):
             yield
             return
-        with self.activity.during(method), span(method):
+        phase = phase_of_method(method)
+        ranges = contextlib.nullcontext() if phase is None else annotation(f"phase {phase}")
+        with self.activity.during(method), ranges, span(method):
             yield
+
+    def begin_profile(self, kinds: Collection[Kind]) -> None:
+        """Start a profile of this process by torch. Raises ConfigError for `memory` on a CPU."""
+        # Imported here: only a profiled run needs it.
+        from megarl.platform.torch_profile import TorchProfile
+
+        self.profile = TorchProfile(kinds)
+        self.profile.start()
+
+    def end_profile(self, folder: Path, first_rank: int) -> list[str]:
+        """Write the profile to a folder. `first_rank` is the number of this group's first rank in the run.
+
+        Returns the names of the files. Raises OSError.
+        """
+        assert self.profile is not None, "no profile was started"
+        profile, self.profile = self.profile, None
+        return profile.stop(folder, first_rank + int(os.environ["RANK"]))
 
 
 def _record_spans(is_on: bool) -> tuple[float, list[Span]]:

@@ -72,6 +72,14 @@ class RunRanks:
         found = await together([self.trainers.call(method, *args, **kwargs), *engines])
         return list(chain.from_iterable(found))
 
+    async def call_numbered(self, method: str, *args: Any) -> list[Any]:
+        """Call a method on all ranks like `call`. Its last argument is the number, in the run, of a group's first
+        rank.
+        """
+        engines = [self.unless_lost(group, group.call(method, *args, group.part.first_rank)) for group in self.replicas]
+        found = await together([self.trainers.call(method, *args, self.trainers.part.first_rank), *engines])
+        return list(chain.from_iterable(found))
+
     async def call_engines(self, method: str, *args: Any) -> list[Any]:
         """Call a method on all ranks that have engines, and return the answers."""
         if not self.is_separate:

@@ -71,9 +71,15 @@ class TrainConfig(Section):
         Foreign("global_profiler.steps profile_steps profile_step_start",
             remark="a Chrome trace; no rollout is made longer for it", example="[2]",
             ColossalRL="--enable_profiling")] = ()  # fmt: skip
-    """Numbers of the steps to profile. Time spans of driver and ranks are written to the run folder's
-    profiles/step_NNNNNN.json, a Chrome trace (open with ui.perfetto.dev). With weights.overlap, a profiled step first
-    waits until all weights have arrived."""
+    """Numbers of the steps to profile, by the means of train.profile_with. The results are in the run folder's
+    profiles/. With weights.overlap, a profiled step first waits until all weights have arrived."""
+    profile_with: Annotated[tuple[Literal["spans", "torch", "memory"], ...], Field(min_length=1),
+        OnlyIf(given("train.profile_steps", "[2]")),
+        Foreign("global_profiler.tool profiler", example='["spans","torch"]',
+            remark="torch: torch.profiler; memory: CUDA's allocator")] = ("spans",)  # fmt: skip
+    """Means of profiling. spans (default): time spans of driver and ranks, step_NNNNNN.json, for ui.perfetto.dev.
+    torch: torch.profiler with NVTX ranges, a trace per rank in step_NNNNNN/; slows the step. memory: snapshots of the
+    CUDA allocator per rank, for pytorch.org/memory_viz."""
     max_logprob_gap: Annotated[PositiveFloat | None, OnlyIf(ON_POLICY, UNPACED)] = None
     """Maximum mean distance between trainer and engine log-probs, in nats (metric logprob_gap/mean; rl, distillation).
     If it is larger, the step's remaining updates are skipped. Default: none. Metric: train/gap_exceeded."""

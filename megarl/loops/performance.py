@@ -1,6 +1,6 @@
 """Measurement of a run's steps on ranks and driver: throughput, utilisation, memory, bottleneck, traces.
 
-Traces (`train.profile_steps`) show the spans of driver and ranks on one time axis.
+Profiles (`train.profile_steps`) are traces with the spans of driver and ranks on one time axis, or made by torch.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ import asyncio
 import json
 import time
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Mapping, Sequence
+from contextlib import AsyncExitStack, asynccontextmanager
 from typing import Any
 
-from megarl.cluster.activity import Activity
+from megarl.cluster.activity import Activity, phase_of_method
 from megarl.cluster.rank_model import RankModel
 from megarl.cluster.run_ranks import RunRanks
 from megarl.config import Recipe
@@ -87,18 +87,6 @@ METRICS = {
 }
 """Metrics reported by this module: unit and meaning by metric name. `megarl metrics` lists them."""
 
-_PHASES = {
-    "advance": "rollout",
-    "forward": "logprobs",
-    "forward_with_entropies": "logprobs",
-    "teach": "train",
-    "update": "train",
-    "reshard": "reshard",
-    "start_reshard": "reshard",
-    "save_checkpoint": "checkpoint",
-    "export": "export",
-}
-"""Phase of a step that a call to the ranks belongs to, by method name. `policy.update` counts as `update`."""
 _OfEngines = tuple[list[Activity], list[dict[str, Metric]]]
 """Call statistics of separate engines' ranks, and metrics of all engines, since they were last fetched."""
 
@@ -244,7 +232,7 @@ def peak_memory(activities: Sequence[Activity]) -> dict[str, float]:
     found: dict[str, float] = {}
     for activity in activities:
         for method, num_bytes in activity.peak_bytes.items():
-            if (phase := _PHASES.get(method.rpartition(".")[2])) is not None:
+            if (phase := phase_of_method(method)) is not None:
                 name = f"memory/{phase}_gib"
                 found[name] = max(found.get(name, 0.0), num_bytes / 2**30)
     return found
@@ -314,14 +302,40 @@ class Profiles:
     are fetched and the trace is written in the background.
     """
 
-    def __init__(self, ranks: RunRanks, folder: RunFolder, tracker: Tracker) -> None:
+    def __init__(
+        self, ranks: RunRanks, folder: RunFolder, tracker: Tracker, means: Collection[str] = ("spans",)
+    ) -> None:
+        """Create the recorder. `means` are those of train.profile_with."""
         self._ranks, self._folder, self._tracker = ranks, folder, tracker
+        self._has_spans = "spans" in means
+        self._by_torch = [kind for kind in means if kind != "spans"]
         self._writing: asyncio.Task[None] | None = None
         """Task writing the trace of the newest recorded step."""
 
     @asynccontextmanager
     async def record_step(self, number: int) -> AsyncIterator[None]:
-        """Context for one step: record its spans. A failed step has no trace."""
+        """Context for one step: profile it. A failed step has no profile."""
+        async with AsyncExitStack() as stack:
+            # Spans last, so that they do not include the start and the files of torch's profiles.
+            if self._by_torch:
+                await stack.enter_async_context(self._profiled_by_torch(number))
+            if self._has_spans:
+                await stack.enter_async_context(self._spans_recorded(number))
+            yield
+
+    @asynccontextmanager
+    async def _profiled_by_torch(self, number: int) -> AsyncIterator[None]:
+        """Context for one step: profile all ranks by torch, and write their files to profiles/step_NNNNNN/."""
+        await self._ranks.call("__profile__", self._by_torch)
+        yield
+        folder = self._folder.profiles_folder.absolute() / f"step_{number:06d}"
+        names = await self._ranks.call_numbered("__profile_end__", folder)
+        files = sum(map(len, names))
+        self._tracker.info(f"profile of step {number} by {' and '.join(self._by_torch)}: {files} files in {folder}")
+
+    @asynccontextmanager
+    async def _spans_recorded(self, number: int) -> AsyncIterator[None]:
+        """Context for one step: record its spans."""
         # Not awaited here: the engines may be busy receiving weights, and the step must not wait for them.
         offsets_of_engines = asyncio.create_task(self._begin_engines(self._writing))
         try:

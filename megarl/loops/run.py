@@ -274,7 +274,7 @@ class _Start:
         performance = Performance(recipe, ranks, models, predicted_memory(recipe))
         reshards = Reshards(recipe, ranks, transfer, replacements, pool, performance)
         self.stack.push_async_callback(reshards.close)
-        profiles = Profiles(ranks, folder, tracker)
+        profiles = Profiles(ranks, folder, tracker, recipe.train.profile_with)
         self.stack.push_async_callback(profiles.close)
         return Steps(
             recipe=recipe,

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,21 +17,26 @@ Span = tuple[str, float, float]
 _NUM_MEASURED = 2_000
 """Number of spans recorded to measure the mean cost of a span. Recording them takes about 2 ms."""
 _recorded: list[Span] | None = None
+_annotate: Callable[[str], AbstractContextManager[None]] | None = None
+"""Function that opens a named range in another profiler's trace; None: no other profiler runs."""
 _NOT_RECORDED: AbstractContextManager[None] = nullcontext()
 
 
 class _Recorded:
-    __slots__ = ("_began", "_name")
+    __slots__ = ("_began", "_name", "_range")
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __enter__(self) -> None:
+        self._range = annotation(self._name)
+        self._range.__enter__()
         self._began = time.monotonic()
 
     def __exit__(self, *raised: Any) -> None:
         if _recorded is not None:
             _recorded.append((self._name, self._began, time.monotonic()))
+        self._range.__exit__(*raised)
 
 
 def span(name: str) -> AbstractContextManager[None]:
@@ -38,8 +44,19 @@ def span(name: str) -> AbstractContextManager[None]:
     one.
     """
     # Spans of one thread always nest; spans of several threads would overlap in the profile.
-    is_recorded = _recorded is not None and threading.current_thread() is threading.main_thread()
-    return _Recorded(name) if is_recorded else _NOT_RECORDED
+    is_on = _recorded is not None or _annotate is not None
+    return _Recorded(name) if is_on and threading.current_thread() is threading.main_thread() else _NOT_RECORDED
+
+
+def annotation(name: str) -> AbstractContextManager[None]:
+    """Context that is a named range in another profiler's trace, if one runs (`annotate_with`). It is not recorded."""
+    return _NOT_RECORDED if _annotate is None else _annotate(name)
+
+
+def annotate_with(annotate: Callable[[str], AbstractContextManager[None]] | None) -> None:
+    """Open a range of another profiler for each span from now on: `annotate(name)`. None: open no more ranges."""
+    global _annotate
+    _annotate = annotate
 
 
 def seconds_of_a_span() -> float:

@@ -16,6 +16,7 @@ from megarl.config.optimizer_on_host import obstacles
 from megarl.families import aliases_of
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.import_path import is_import_path
+from megarl.preflight.memory_fit import ranks_on_cpu
 from megarl.preflight.registry import Cost, checks
 from megarl.tracking.health import LEARNING_RATE, Finding, unusual_learning_rate, usual_learning_rates
 from megarl.types import ConfigError, DataError
@@ -128,11 +129,16 @@ def _measure_fault(recipe: Recipe, measure: str) -> str | None:
 
 @checks("train")
 def profiles(recipe: Recipe) -> Iterator[str]:
-    """Yield an error for each step in train.profile_steps after the last step of the run."""
+    """Yield an error for steps in train.profile_steps after the last step, and for memory profiles on CPUs."""
     train = recipe.train
     if beyond := [step for step in train.profile_steps if step > train.steps]:
         given = list(train.profile_steps)
         yield f"train.profile_steps = {given}: the run ends with step {train.steps}; leave out {beyond}"
+    if train.profile_steps and "memory" in train.profile_with and ranks_on_cpu(recipe):
+        yield (
+            f"train.profile_with = {list(train.profile_with)}: memory takes snapshots of CUDA's allocator, and the "
+            "ranks run on CPUs; leave out memory (metrics memory/PHASE_gib are measured on CPUs too)"
+        )
 
 
 def num_updates(recipe: Recipe) -> Iterator[tuple[str, OptimizerConfig, int]]:

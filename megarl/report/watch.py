@@ -101,7 +101,10 @@ def _parts(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
     """Yield the parts of the dashboard, the most important first."""
     yield _head(run)
     if run.steps:
-        yield ProgressBar(total=run.steps, completed=min(run.step, run.steps), width=min(console.width, 100))
+        bar = Table.grid()
+        # In a table, because rich's bar has no line end: a text after it would be cut off.
+        bar.add_row(ProgressBar(total=run.steps, completed=min(run.step, run.steps), width=min(console.width, 100)))
+        yield bar
     if run.trouble:
         yield Text(printable(run.trouble), style="yellow")
     for text in _warnings(run):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 import os
 import re
@@ -96,7 +97,8 @@ def runs(
     rl = rl.replace("ranks_per_node: 2", "ranks_per_node: 2, peak_tflops: 0.5")
     (runs.folder / "rl.yaml").write_text(
         "name: rl\nloop: rl\n"
-        f"train: {{epochs: 0.125, prompts_per_step: 4, samples_per_prompt: 4, profile_steps: [2]}}\n{rl}"
+        "train: {epochs: 0.125, prompts_per_step: 4, samples_per_prompt: 4, profile_steps: [2],\n"
+        f"        profile_with: [spans, torch]}}\n{rl}"
     )
     code, runs.screens["sft"] = run_in_terminal([*MEGARL, "train", "sft.yaml"], runs.folder)
     assert code == 0, runs.screens["sft"]
@@ -180,8 +182,8 @@ def test_the_screen_shows_progress_and_nothing_of_other_libraries(runs: Runs) ->
 
 
 def test_a_profile_has_the_time_of_driver_and_ranks(runs: Runs) -> None:
-    [path] = (runs.folder / "runs/rl/profiles").iterdir()
-    assert path.name == "step_000002.json"
+    path = runs.folder / "runs/rl/profiles/step_000002.json"
+    assert sorted(file.name for file in path.parent.iterdir()) == ["step_000002", path.name]
     trace = json.loads(path.read_text())
     events = [event for event in trace["traceEvents"] if event["ph"] == "X"]
     names = {event["pid"]: event["args"]["name"] for event in trace["traceEvents"] if event["name"] == "process_name"}
@@ -212,6 +214,28 @@ def test_a_profile_has_the_time_of_driver_and_ranks(runs: Runs) -> None:
     assert seconds >= 0.98 * wall_seconds and 0 < facts["covered_by_ranks"] < facts["covered"]
     assert facts["spans"] == [len(by_process[process]) for process in sorted(names)]
     assert 0 < max(facts["spans"]) * facts["seconds_of_a_span"] <= 0.01 * wall_seconds
+
+
+def test_a_profile_by_torch_has_operators_within_phases(runs: Runs) -> None:
+    files = sorted((runs.folder / "runs/rl/profiles/step_000002").iterdir())
+    assert [file.name for file in files] == ["rank_0.json.gz", "rank_1.json.gz"]
+    for file in files:
+        with gzip.open(file, "rt") as trace:
+            events = [event for event in json.load(trace)["traceEvents"] if event.get("ph") == "X"]
+        by_name: dict[str, list[dict[str, Any]]] = {}
+        for event in events:
+            by_name.setdefault(event["name"], []).append(event)
+        for outer, inner in (
+            ("phase train", "policy.update"),
+            ("phase train", "optimizer"),
+            ("phase rollout", "advance"),
+        ):
+            phases = [(event["ts"], event["ts"] + event["dur"]) for event in by_name[outer]]
+            for event in by_name[inner]:
+                assert any(begin <= event["ts"] and event["ts"] + event["dur"] <= end for begin, end in phases), inner
+        [(begin, end)] = [(event["ts"], event["ts"] + event["dur"]) for event in by_name["policy.update"]]
+        products = [event for name in ("aten::mm", "aten::addmm", "aten::bmm") for event in by_name.get(name, ())]
+        assert any(begin <= event["ts"] <= end for event in products), "no product of matrices in the update"
 
 
 def assert_nested(spans: list[dict[str, Any]]) -> None:

@@ -34,6 +34,11 @@ RANKS_4 = {"ranks_per_node": 4}
             id="a profile of no step",
         ),
         pytest.param(
+            {"train": {"profile_steps": [2], "profile_with": ["spans", "memory"]}, "cluster": {"device": "cpu"}},
+            ["train.profile_with = ['spans', 'memory']: memory takes snapshots of CUDA's allocator", "leave out memory"],
+            id="a profile of a CPU's memory",
+        ),
+        pytest.param(
             {"algorithm": PPO, "critic": {"optimizer": {"name": "sgd"}}},
             ["critic.optimizer.name = sgd"],
             id="critic's optimizer",

@@ -103,7 +103,7 @@ def test_a_dashboard_shows_state_metrics_times_warnings_and_samples(run: Run) ->
     screen = text.getvalue()
     head, *_ = screen.splitlines()
     assert head.startswith("small  running  step 5 of 8  ") and " left" in head
-    assert "warning: look out" in screen
+    assert [line.strip() for line in screen.splitlines() if "look out" in line] == ["warning: look out"]
     rows = {line.split()[0]: line.split() for line in screen.splitlines() if line.strip()}
     assert rows["reward/mean"] == ["reward/mean", "0.625", "▁▃▅▆█", "0.125", "0.625"]
     assert rows["val/heldout/accuracy"][1] == "0.500" and rows["time/step_seconds"]

@@ -1,0 +1,88 @@
+"""Profile of this process by torch while a step is profiled: operators and kernels, or allocations of the GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Literal
+
+from megarl.platform import device, spans
+from megarl.types import ConfigError
+
+if TYPE_CHECKING:
+    import torch
+
+Kind = Literal["torch", "memory"]
+
+_MOST_ALLOCATIONS = 200_000
+"""Number of newest allocations and frees that a snapshot records. Each takes about 1 KB with its Python stack."""
+
+
+class TorchProfile:
+    """Profile of one step in this process.
+
+    `torch`: torch.profiler's trace of operators, and on CUDA of kernels. `memory`: a snapshot of CUDA's allocator with
+    the allocations since `start`. The profile's spans (`spans.span`) are named ranges in the trace, and NVTX ranges on
+    CUDA. Profiling of operators makes a step slower.
+    """
+
+    def __init__(self, kinds: Collection[Kind]) -> None:
+        """Prepare the profile. Raises ConfigError for `memory` without CUDA, because torch records no CPU memory."""
+        self._kinds = frozenset(kinds)
+        self._is_cuda = device.current().type == "cuda"
+        if "memory" in self._kinds and not self._is_cuda:
+            raise ConfigError(
+                "train.profile_with = memory: this rank runs on a CPU, and torch takes snapshots of CUDA's allocator "
+                "only; leave out memory"
+            )
+        self._profile: torch.profiler.profile | None = None
+
+    def start(self) -> None:
+        """Start recording in this thread and in the threads of its backward passes."""
+        import torch
+
+        if "torch" in self._kinds:
+            activities = [torch.profiler.ProfilerActivity.CPU]
+            if self._is_cuda:
+                activities.append(torch.profiler.ProfilerActivity.CUDA)
+            # Neither shapes nor stacks: they make files several times larger and steps several times slower.
+            self._profile = torch.profiler.profile(activities=activities)
+            self._profile.start()
+            spans.annotate_with(self._range)
+        if "memory" in self._kinds:
+            torch.cuda.memory._record_memory_history(max_entries=_MOST_ALLOCATIONS, stacks="python")
+
+    def stop(self, folder: Path, rank: int) -> list[str]:
+        """Stop recording, and write `rank_N.json.gz` and `memory_rank_N.pickle` to a folder. Returns the file names.
+
+        Raises OSError.
+        """
+        import torch
+
+        spans.annotate_with(None)
+        folder.mkdir(parents=True, exist_ok=True)
+        names = []
+        if self._profile is not None:
+            profile, self._profile = self._profile, None
+            profile.stop()
+            names.append(f"rank_{rank}.json.gz")
+            # torch compresses files named .gz. Perfetto and chrome://tracing read them.
+            profile.export_chrome_trace(str(folder / names[-1]))
+        if "memory" in self._kinds:
+            names.append(f"memory_rank_{rank}.pickle")
+            torch.cuda.memory._dump_snapshot(str(folder / names[-1]))
+            torch.cuda.memory._record_memory_history(enabled=None)
+        return names
+
+    @contextmanager
+    def _range(self, name: str) -> Iterator[None]:
+        """Context whose duration is a range of this name in the trace, and on CUDA an NVTX range for Nsight Systems."""
+        import torch
+
+        with torch.profiler.record_function(name):
+            if not self._is_cuda:
+                yield
+                return
+            with torch.cuda.nvtx.range(name):
+                yield

@@ -1,0 +1,48 @@
+"""A port in use is refused with the recipe's other errors, before anything starts."""
+
+from __future__ import annotations
+
+import socket
+import sys
+from collections.abc import Callable, Iterator
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.preflight import check
+from tests.config.refusals import faults
+
+
+@pytest.fixture
+def taken_port() -> Iterator[int]:
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        yield taken.getsockname()[1]
+
+
+def test_a_port_in_use_is_refused(recipe: Callable[..., Recipe], only_fault: Callable[..., str], taken_port: int) -> None:
+    text = only_fault(monitor={"port": taken_port})
+    assert text.startswith(f"monitor.port = {taken_port}: cannot listen on 127.0.0.1, port {taken_port} (Address")
+    assert text.endswith("give another port, 0 takes any that is free")
+    # A node that only submits a job, or only plans, does not listen. An evaluation has no monitor.
+    check(recipe(monitor={"port": taken_port}, cluster={"launcher": "slurm"}))
+    check(recipe(monitor={"port": taken_port}), is_start=False)
+    check(recipe(monitor={"port": taken_port}), is_trained=False)
+    check(recipe(monitor={"port": 0}))
+
+
+def test_an_endpoint_needs_a_port_of_its_own(only_fault: Callable[..., str], taken_port: int) -> None:
+    agent = {"environment": "command", "agent": {"command": [sys.executable, "-c", "print(1)"]}}
+    text = only_fault(rollout={**agent, "endpoint": {"port": taken_port}})
+    assert text.startswith(f"rollout.endpoint.port = {taken_port}: cannot listen")
+    text = only_fault(rollout={**agent, "endpoint": {"port": 9}}, monitor={"port": 9, "host": "localhost"})
+    assert text.startswith("rollout.endpoint.port = 9: monitor.port is the same")
+
+
+def test_libraries_for_spans_must_be_there(only_fault: Callable[..., str], monkeypatch: pytest.MonkeyPatch) -> None:
+    # As Python has it for a module that cannot be imported.
+    monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
+    text = only_fault(monitor={"otlp_url": "http://127.0.0.1:4318/v1/traces"})
+    assert text.startswith("monitor.otlp_url = http://127.0.0.1:4318/v1/traces: cannot import OpenTelemetry")
+    assert "launch/setup.sh otel" in text
