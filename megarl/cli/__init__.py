@@ -580,6 +580,10 @@ def serve(
     ] = "MEGARL_SERVE_TOKEN",
     tp: Annotated[int, typer.Option(min=1, help="Number of tensor-parallel ranks of the engine.")] = 1,
     kv_cache_gib: Annotated[float, typer.Option(min=0.01, help="Size of the KV cache of one rank in GiB.")] = 1.0,
+    metrics: Annotated[
+        bool,
+        typer.Option("--metrics", help="Serve /metrics (Prometheus) and /health too, for clients with the token."),
+    ] = False,
 ) -> None:
     """Serve a trained model with OpenAI's API, until SIGINT or SIGTERM arrives."""
     from megarl.config import RolloutConfig
@@ -593,7 +597,7 @@ def serve(
             f"--host {host}: not a loopback address, so clients need a token; set {token_variable} to one of at least "
             f"{MIN_TOKEN_CHARACTERS} characters"
         )
-    config = EndpointConfig(host=host, port=port, token=token)
+    config = EndpointConfig(host=host, port=port, token=token, metrics=metrics)
     asyncio.run(serve(path, config, RolloutConfig(tp=tp, kv_cache_gib=kv_cache_gib), print))
 
 

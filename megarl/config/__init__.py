@@ -33,6 +33,7 @@ from megarl.config.learning import (
     PreferenceConfig,
 )
 from megarl.config.mixture import SourceConfig, SourceRecipe, check_sources, sources, with_first_train
+from megarl.config.monitor import MonitorConfig
 from megarl.config.policy_model import ModelConfig
 from megarl.config.rewards import RewardConfig
 from megarl.config.rollout import RolloutConfig
@@ -72,8 +73,8 @@ class Recipe(Section):
             note="tensorboard, wandb, mlflow; metrics.jsonl is always written", ColossalChat="--log_dir",
             verl="trainer.logger", TRL="report_to"),
         Foreign(example="[]", RL2="trainer.disable_wandb")] = ("tensorboard",)  # fmt: skip
-    """Trackers that receive metrics and samples (default: [tensorboard]). Also wandb, mlflow, trackio, prometheus, or
-    your own package.module:Class. The run folder always gets metrics.jsonl and samples/."""
+    """Trackers that receive metrics and samples (default: [tensorboard]). Also wandb, mlflow, trackio, or your own
+    package.module:Class. Prometheus: see monitor.port. The run folder always gets metrics.jsonl and samples/."""
     samples_every_steps: Annotated[PositiveInt, OnlyIf(ON_POLICY),
         Foreign("log_completions rollout_data_dir log_val_generations", remark="in the run's folder: samples/",
             example="20", short="rsd", ColossalRL="--rollout-save-dir")] = 1  # fmt: skip
@@ -130,6 +131,8 @@ class Recipe(Section):
     health: HealthConfig = HealthConfig()
     """Health rules, which warn when a run is not learning: disabled rules, and their thresholds. See
     train.on_unhealthy."""
+    monitor: MonitorConfig = MonitorConfig()
+    """Observation by other programs: Prometheus metrics and health over HTTP, OpenTelemetry spans. Off by default."""
 
     # Private attributes, not fields: they are never validated or written as part of the recipe.
     _references: dict[Place, str] = PrivateAttr(default_factory=dict)

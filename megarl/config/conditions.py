@@ -150,6 +150,9 @@ SURPLUS = (
         lambda recipe: recipe.algorithm.dynamic_sampling is not None or recipe.rollout.stragglers != "wait",
     ),
 )
+MONITORED = Condition(
+    ("monitor.port",), "give monitor.port", lambda recipe: recipe.monitor.port is not None, "monitor.port=9400"
+)
 REWARD_MODEL = (RL, given("reward.model"))
 TURNS = (
     Condition(

@@ -43,6 +43,8 @@ class EndpointConfig(Section):
     secret of its own. Required if `host` is not a loopback address; then it has at least 16 characters."""
     max_connections: PositiveInt = 1000
     """Maximum number of client connections to the endpoint. A further connection gets status 503."""
+    metrics: bool = False
+    """Serve /metrics (Prometheus) and /health at the endpoint too, for clients with the token. Default: false."""
     hold_seconds: PositiveFloat = 540.0
     """Maximum seconds that a request waits for its completion while engines are busy or being updated. Then the client
     gets status 503 and is asked to retry. The retry waits for the same completion. OpenAI's clients wait for 600

@@ -23,6 +23,7 @@ from megarl.data.chat import tokenizer_of
 from megarl.loops import distillation, preference, rl, sft
 from megarl.loops.checkpointing import Checkpoints
 from megarl.loops.models import export, models_of, sharing_notices
+from megarl.loops.monitoring import start_monitor
 from megarl.loops.performance import Performance, Profiles
 from megarl.loops.reshards import Reshards
 from megarl.loops.resume import Origin, Resume, find_origin
@@ -117,6 +118,8 @@ async def _started(
         # The stack closes in reverse order, so the tracker closes last and can log every other end.
         stack.callback(tracker.close)
         stack.enter_context(stop.listening(tracker.notice, folder.path))
+        # Before all heavy work: a port that another program took since the checks ends the run at once.
+        monitor = await start_monitor(recipe, folder, tracker, stack)
         start = _Start(recipe, layout, folder, origin, tracker, display, stop, stack)
         checks = StepChecks(recipe, folder, tracker)
         checks.check_learning_rate()
@@ -138,6 +141,7 @@ async def _started(
         folder.set_status("running")
         most = 2 * recipe.rollout.max_concurrent_requests
         pool = EnginePool(ranks, layout, max_running=most, stragglers=StragglerDetector(tracker.notice))
+        monitor.pool = pool
         # A signal may have interrupted a step's evaluation: its other metrics are in the checkpoint alone.
         earlier = [*folder.logged_steps(), *([origin.unlogged] if origin.unlogged else [])]
         sources = await make_sources(

@@ -7,7 +7,7 @@ import time
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Collection, Coroutine, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, Protocol, TypeVar
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 from megarl.config.parallel import ParallelConfig
 from megarl.rollout.engine_requests import PendingRequest, Queue, Replica, num_sampled, remainder
@@ -46,6 +46,23 @@ _MARGIN = 2
 than the least loaded replica.
 """
 Result = TypeVar("Result")
+
+
+class PoolLoad(NamedTuple):
+    """Load of the engines at one moment."""
+
+    num_running: int
+    """Requests sent to engines."""
+    num_waiting: int
+    """Requests waiting in the driver."""
+    num_live: int
+    num_lost: int
+    """Number of replicas alive, and lost."""
+    num_sampled_tokens: int
+    """Tokens sampled since the start of the run."""
+    is_paused: bool
+    failure: str | None
+    """Error of the engines, if they failed."""
 
 
 class AbandonedError(Exception):
@@ -112,6 +129,7 @@ class EnginePool:
         self._num_prompt_tokens = self._num_cached = 0
         self._num_sampled: Counter[str] = Counter()
         """Number of sampled tokens, by purpose: training or evaluation."""
+        self._total_sampled = 0
         self._num_counted: dict[str, int] = {}
         """Number of tokens already counted, by request id, for requests that stayed in their engine during a pause."""
 
@@ -229,6 +247,18 @@ class EnginePool:
     def seconds_paused(self) -> float:
         """Total seconds for which the pool has been paused. Time limits of attempts exclude this time."""
         return self._seconds_paused + (time.monotonic() - self._paused_at if self._is_paused else 0.0)
+
+    def load(self) -> PoolLoad:
+        """Return the load of the engines at this moment."""
+        return PoolLoad(
+            num_running=sum(len(replica.running) for replica in self._replicas),
+            num_waiting=len(self._waiting) + sum(len(replica.waiting) for replica in self._replicas),
+            num_live=len(self._live),
+            num_lost=len(self._replicas) - len(self._live),
+            num_sampled_tokens=self._total_sampled,
+            is_paused=self._is_paused,
+            failure=self._failure and f"{type(self._failure).__name__}: {self._failure}",
+        )
 
     async def drained(self) -> None:
         """Wait until no cancelled or finished request is left in the engines."""
@@ -427,6 +457,7 @@ class EnginePool:
         pending = self._pending.get(name)
         num_new = num_tokens - self._num_counted.pop(name, 0)
         self._num_sampled["training" if pending is None else pending.purpose] += num_new
+        self._total_sampled += num_new
         return num_new
 
     def _notify_advance(self) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hmac
 import json
 import logging
 import time
@@ -13,8 +12,12 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from megarl.config.rollout import EndpointConfig
+from megarl.processes.listening import in_url, taken_text
 from megarl.processes.open_files import allow_open_files
+from megarl.rollout.pool import PoolLoad
 from megarl.serving.body import MAX_BODY_BYTES, read_body
+from megarl.serving.keys import is_token, key_of
+from megarl.serving.monitor import EndpointMetrics, add_pages
 from megarl.serving.protocol import (
     Asked,
     Reply,
@@ -41,6 +44,8 @@ reset.
 """
 _LOGGED_A_MINUTE = 10
 """Maximum log lines a minute about malformed requests. The next line says how many were not logged."""
+_CLIENT_LEFT = 499
+"""Status counted for a request whose client closed the connection. It is never sent; web servers log the same."""
 _OTHER_FILES = 512
 """Open files that the driver needs in addition to the endpoint's connections: ranks, programs, logs, refused
 clients.
@@ -68,8 +73,11 @@ class Endpoint:
         sampling: SamplingSettings,
         guests: Limits | None = None,
         notice: Callable[[str], object] = lambda text: None,
+        load: Callable[[], PoolLoad | None] = lambda: None,
     ) -> None:
+        """Prepare the server. `load` returns the load of the engines for its metrics (rollout.endpoint.metrics)."""
         self._sessions, self._config, self._model = sessions, config, model
+        self._metrics = EndpointMetrics(lambda: sessions.num_open, load) if config.metrics else None
         self._sampling, self._guests = sampling, guests
         self._notices = FirstOfEachKind(notice)
         self._admitted: set[Any] = set()
@@ -94,6 +102,8 @@ class Endpoint:
         # For clients that need session and key before their first call, and a reward at the end.
         app.router.add_post("/sessions", self._open)
         app.router.add_post("/sessions/{secret}/reward", self._reward)
+        if self._metrics is not None:
+            add_pages(app, self._metrics.registry, self._metrics.health, self._check_token)
         self._runner = web.AppRunner(
             app,
             # aiohttp cancels a handler only on request; without it an agent's dead call would sample to its end.
@@ -111,11 +121,9 @@ class Endpoint:
             await web.TCPSite(self._runner, host, port).start()
         except OSError as error:
             await self._runner.cleanup()
-            raise ConfigError(
-                f"rollout.endpoint.host = {host}, port = {port}: cannot listen there ({error.strerror}); give another, "
-                "port 0 takes any that is free"
-            ) from error
-        self.base_url = f"http://{_in_url(host)}:{self._runner.addresses[0][1]}"
+            reason = error.strerror or str(error)
+            raise ConfigError(f"rollout.endpoint.port = {port}: {taken_text(host, port, reason)}") from error
+        self.base_url = f"http://{in_url(host)}:{self._runner.addresses[0][1]}"
 
     async def close(self) -> None:
         """End all sessions, then stop the server."""
@@ -129,7 +137,19 @@ class Endpoint:
 
     @web.middleware
     async def _answer_errors(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Handle a request. Errors become answers in OpenAI's form."""
+        """Handle a request. Errors become answers in OpenAI's form. Answers are counted if metrics are on."""
+        began = time.monotonic()
+        status = _CLIENT_LEFT
+        try:
+            response = await self._answer(request, handler)
+            status = response.status
+            return response
+        finally:
+            if self._metrics is not None:
+                self._metrics.note(request, status, time.monotonic() - began)
+
+    async def _answer(self, request: web.Request, handler: Handler) -> web.StreamResponse:
+        """Return the answer to a request, also if handling it raises an error."""
         try:
             self._admit(request)
             return await handler(request)
@@ -191,7 +211,7 @@ class Endpoint:
         return web.json_response(model(self._model))
 
     async def _open(self, request: web.Request) -> web.Response:
-        session = self._guest(_key(request))
+        session = self._guest(key_of(request))
         return web.json_response({"id": session.secret, "base_url": self.url_of(session), "api_key": session.secret})
 
     async def _reward(self, request: web.Request) -> web.Response:
@@ -257,9 +277,14 @@ class Endpoint:
             raise _unknown_key()
 
     def _is_token(self, key: str) -> bool:
-        token = self._config.token
-        # aiohttp decodes headers with surrogateescape, so a key may be text that UTF-8 cannot encode.
-        return token is None or hmac.compare_digest(key.encode(errors="surrogateescape"), token.encode())
+        return is_token(key, self._config.token)
+
+    def _check_token(self, request: web.Request) -> None:
+        """Raise RequestError unless a request has the endpoint's token. Keys of sessions, which agents have, do not
+        suffice.
+        """
+        if not self._is_token(key_of(request)):
+            raise _unknown_key()
 
     async def _respond(
         self,
@@ -337,13 +362,7 @@ class Endpoint:
 
 def _secret(request: web.Request) -> str:
     """Return the secret or token carried by a request, in its path or in its header."""
-    return request.match_info.get("secret") or _key(request)
-
-
-def _key(request: web.Request) -> str:
-    """Return the bearer token in a request's header; empty if there is none."""
-    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
-    return key.strip() if scheme.lower() == "bearer" else ""
+    return request.match_info.get("secret") or key_of(request)
 
 
 class _MalformedRequests(logging.Filter):
@@ -402,8 +421,3 @@ def _unknown_key() -> RequestError:
 def _event(data: Mapping[str, Any]) -> bytes:
     """Return a server-sent event carrying `data` as JSON."""
     return f"data: {json.dumps(data, ensure_ascii=False)}\n\n".encode()
-
-
-def _in_url(host: str) -> str:
-    """Return the host as it is written in a URL: IPv6 addresses in brackets."""
-    return f"[{host}]" if ":" in host else host

@@ -19,12 +19,13 @@ from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import read_object, weight_files
 from megarl.groups import world
 from megarl.platform import device
+from megarl.processes.listening import listen_fault, taken_text
 from megarl.rollout.pool import EnginePool
 from megarl.serving.codec import Codec
 from megarl.serving.endpoint import Endpoint
 from megarl.serving.sessions import Limits, Sessions
 from megarl.tracking.earlier_run import checkpoint_step, newest_checkpoint
-from megarl.types import DataError, Request, SamplingSettings
+from megarl.types import ConfigError, DataError, Request, SamplingSettings
 
 IDLE_SECONDS = 3600.0
 """Seconds without a call after which a client's session ends."""
@@ -101,6 +102,9 @@ def model_folder(path: Path, *, is_best: bool = False) -> Path:
 async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, notify: Callable[[str], object]) -> None:
     """Serve a model until the process receives SIGINT or SIGTERM. The address is passed to `notify`."""
     folder = model_folder(path)
+    # Before the engine starts, which takes minutes for a large model.
+    if endpoint.port and (fault := listen_fault(endpoint.host, endpoint.port)) is not None:
+        raise ConfigError(f"--port {endpoint.port}: {taken_text(endpoint.host, endpoint.port, fault)}")
     tokenizer = load_tokenizer(folder)
     context_tokens = read_model_shape(folder).max_position_embeddings
     device.require("auto")
@@ -131,10 +135,13 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, no
             sampling=SamplingSettings(context_tokens),
             guests=limits,
             notice=notify,
+            load=pool.load,
         )
         try:
             await server.start()
             notify(f"serving {folder} at {server.base_url}/v1; Ctrl-C ends it")
+            if endpoint.metrics:
+                notify(f"metrics at {server.base_url}/metrics, health at {server.base_url}/health")
             await asked_to_end.wait()
         finally:
             await server.close()

@@ -329,6 +329,11 @@ class Sessions:
         self.used(session)
         return session
 
+    @property
+    def num_open(self) -> int:
+        """Number of open sessions."""
+        return len(self._open)
+
     def find(self, secret: str) -> Session | None:
         """Return the open session with this secret; None: unknown. Raises RequestError if the session has ended."""
         if secret in self._ended:

@@ -153,6 +153,11 @@ class RunFolder:
         replace_text(self.logs_folder / "attempt.json", json.dumps(self._attempt, indent=2) + "\n")
 
     @property
+    def status(self) -> Mapping[str, Any]:
+        """Fields of status.json: state, step, cause, exit code, broken health rules."""
+        return self._status
+
+    @property
     def findings(self) -> list[dict[str, Any]]:
         """Broken health rules recorded in status.json, including those of earlier attempts."""
         return list(self._status.get("health", ()))

@@ -120,6 +120,10 @@ class Tracker:
         self._to_trackers(lambda tracker: tracker.close())
         self._trackers = {}
 
+    def attach(self, name: str, tracker: RunTracker) -> None:
+        """Pass metrics and samples to one more tracker from now on, until `close`."""
+        self._trackers[name] = tracker
+
     def _start(self, name: str) -> None:
         """Start a tracker. If that fails, warn and continue without it."""
         try:

@@ -10,7 +10,6 @@ import pytest
 
 from megarl.config import Recipe
 from megarl.preflight import check
-from tests.config.refusals import faults
 
 
 @pytest.fixture
@@ -21,12 +20,13 @@ def taken_port() -> Iterator[int]:
         yield taken.getsockname()[1]
 
 
-def test_a_port_in_use_is_refused(recipe: Callable[..., Recipe], only_fault: Callable[..., str], taken_port: int) -> None:
+def test_a_port_in_use_is_refused(
+    recipe: Callable[..., Recipe], only_fault: Callable[..., str], taken_port: int
+) -> None:
     text = only_fault(monitor={"port": taken_port})
     assert text.startswith(f"monitor.port = {taken_port}: cannot listen on 127.0.0.1, port {taken_port} (Address")
     assert text.endswith("give another port, 0 takes any that is free")
-    # A node that only submits a job, or only plans, does not listen. An evaluation has no monitor.
-    check(recipe(monitor={"port": taken_port}, cluster={"launcher": "slurm"}))
+    # A machine that only plans does not listen. An evaluation has no monitor.
     check(recipe(monitor={"port": taken_port}), is_start=False)
     check(recipe(monitor={"port": taken_port}), is_trained=False)
     check(recipe(monitor={"port": 0}))

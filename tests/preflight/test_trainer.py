@@ -35,7 +35,10 @@ RANKS_4 = {"ranks_per_node": 4}
         ),
         pytest.param(
             {"train": {"profile_steps": [2], "profile_with": ["spans", "memory"]}, "cluster": {"device": "cpu"}},
-            ["train.profile_with = ['spans', 'memory']: memory takes snapshots of CUDA's allocator", "leave out memory"],
+            [
+                "train.profile_with = ['spans', 'memory']: memory takes snapshots of CUDA's allocator",
+                "leave out memory",
+            ],
             id="a profile of a CPU's memory",
         ),
         pytest.param(

@@ -78,7 +78,9 @@ async def test_a_port_in_use_is_named() -> None:
     async with monitor() as (made, *_):
         port = int(made.base_url.rpartition(":")[2])
         other = Monitor(MonitorConfig(port=port), registry_of(), dict)
-        with pytest.raises(ConfigError, match=rf"^monitor\.port = {port}: cannot listen on 127\.0\.0\.1, .*0 takes any"):
+        with pytest.raises(
+            ConfigError, match=rf"^monitor\.port = {port}: cannot listen on 127\.0\.0\.1, .*0 takes any"
+        ):
             await other.start()
 
 

@@ -19,7 +19,7 @@ def scraped(metrics: RunMetrics) -> dict[tuple[str, frozenset[tuple[str, str]]],
     return {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
 
 
-def of(name: str, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
+def of(name: str, /, **labels: str) -> tuple[str, frozenset[tuple[str, str]]]:
     return name, frozenset(labels.items())
 
 

@@ -1,0 +1,34 @@
+"""Addresses of this machine's HTTP servers: whether one is free, and how it is written in a URL."""
+
+from __future__ import annotations
+
+import socket
+
+
+def listen_fault(host: str, port: int) -> str | None:
+    """Return why a server could not listen at an address of this machine; None if it could.
+
+    The address is free again afterwards. Another process may still take it before the server starts.
+    """
+    try:
+        found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+        for family, kind, protocol, _, address in found:
+            with socket.socket(family, kind, protocol) as probe:
+                # As asyncio's servers: connections that ended a moment ago must not count as a server.
+                probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                probe.bind(address)
+                # Only `listen` fails if another socket with the same option is bound but not listening yet.
+                probe.listen(1)
+    except OSError as error:
+        return error.strerror or str(error)
+    return None
+
+
+def taken_text(host: str, port: int, reason: str) -> str:
+    """Return the part of an error after the field: what is wrong with an address, and what to do."""
+    return f"cannot listen on {host}, port {port} ({reason}); give another port, 0 takes any that is free"
+
+
+def in_url(host: str) -> str:
+    """Return the host as it is written in a URL: IPv6 addresses in brackets."""
+    return f"[{host}]" if ":" in host else host

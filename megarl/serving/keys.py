@@ -1,0 +1,20 @@
+"""Bearer tokens of HTTP requests."""
+
+from __future__ import annotations
+
+import hmac
+
+from aiohttp import web
+
+
+def key_of(request: web.Request) -> str:
+    """Return the bearer token in a request's header; empty if there is none."""
+    scheme, _, key = request.headers.get("Authorization", "").partition(" ")
+    return key.strip() if scheme.lower() == "bearer" else ""
+
+
+def is_token(key: str, token: str | None) -> bool:
+    """Return whether a request's key is a server's token. Without a token (None) every key is accepted."""
+    # Compared in constant time, so that answers do not reveal how many characters are right. aiohttp decodes headers
+    # with surrogateescape, so a key may be text that UTF-8 cannot encode.
+    return token is None or hmac.compare_digest(key.encode(errors="surrogateescape"), token.encode())

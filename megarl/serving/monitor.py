@@ -1,0 +1,164 @@
+"""HTTP pages for monitoring: `/metrics` in the format of Prometheus, and `/health` as JSON, behind a bearer token."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+from prometheus_client.aiohttp import make_aiohttp_handler
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from megarl.config.monitor import MonitorConfig
+from megarl.processes.listening import in_url, taken_text
+from megarl.rollout.pool import PoolLoad
+from megarl.serving.keys import is_token, key_of
+from megarl.types import ConfigError
+
+_SHUTDOWN_SECONDS = 1.0
+"""Seconds that a scrape under way gets to end at shutdown."""
+_HEALTHY = ("starting", "running", "done", "ok")
+_BUCKETS = (0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0, 300.0, 600.0)
+"""Upper limits in seconds of the histogram of request times. A completion may take minutes."""
+
+
+class EngineLoad:
+    """Collector of the engines' load: requests, replicas, sampled tokens. `load` returns it, None before the start."""
+
+    def __init__(self, load: Callable[[], PoolLoad | None]) -> None:
+        self._load = load
+
+    def collect(self) -> Iterator[Metric]:
+        """Yield the metric families of this moment."""
+        found = self._load()
+        if found is None:
+            return
+        requests = GaugeMetricFamily(
+            "megarl_engine_requests", "requests running in engines, and waiting in the driver", labels=["state"]
+        )
+        requests.add_metric(["running"], found.num_running)
+        requests.add_metric(["waiting"], found.num_waiting)
+        yield requests
+        replicas = GaugeMetricFamily("megarl_engine_replicas", "replicas of the engine", labels=["state"])
+        replicas.add_metric(["live"], found.num_live)
+        replicas.add_metric(["lost"], found.num_lost)
+        yield replicas
+        yield GaugeMetricFamily("megarl_engine_paused", "1 if the engines are paused, else 0", float(found.is_paused))
+        yield CounterMetricFamily(
+            "megarl_engine_sampled_tokens", "tokens sampled since the start", found.num_sampled_tokens
+        )
+
+
+class EndpointMetrics:
+    """Metrics of an endpoint: its requests by page and status, their times, its open sessions and its engines."""
+
+    def __init__(self, num_sessions: Callable[[], int], load: Callable[[], PoolLoad | None]) -> None:
+        """Create the metrics, in a registry of their own. The functions return current numbers."""
+        self.registry = registry_of(EngineLoad(load))
+        self._load, self._num_sessions = load, num_sessions
+        self._requests = Counter(
+            "megarl_endpoint_requests", "answered requests", ["page", "status"], registry=self.registry
+        )
+        self._seconds = Histogram(
+            "megarl_endpoint_request_seconds", "time to answer a request", ["page"], buckets=_BUCKETS,
+            registry=self.registry,
+        )  # fmt: skip
+        Gauge("megarl_endpoint_sessions", "open sessions", registry=self.registry).set_function(num_sessions)
+
+    def note(self, request: web.Request, status: int, seconds: float) -> None:
+        """Count an answered request by the pattern of its page, so that secrets in paths are not shown."""
+        resource = request.match_info.route.resource
+        page = "unknown" if resource is None else resource.canonical
+        self._requests.labels(page, str(status)).inc()
+        self._seconds.labels(page).observe(seconds)
+
+    def health(self) -> dict[str, Any]:
+        """Return the state of the endpoint as JSON values."""
+        load = self._load()
+        if load is None:
+            return {"state": "starting"}
+        return {
+            "state": "failed" if load.failure else "ok",
+            "cause": load.failure,
+            "sessions": self._num_sessions(),
+            "requests": load.num_running + load.num_waiting,
+        }
+
+
+class Monitor:
+    """HTTP server of the driver with `/metrics` and `/health`, on the loopback address or protected by a token."""
+
+    def __init__(
+        self, config: MonitorConfig, registry: CollectorRegistry, health: Callable[[], Mapping[str, Any]]
+    ) -> None:
+        """Prepare the server. `health` returns JSON values with a `state`."""
+        self._config, self._registry, self._health = config, registry, health
+        self._runner: web.AppRunner | None = None
+        self.base_url = ""
+
+    async def start(self) -> None:
+        """Start listening. Raises ConfigError if the address is not available."""
+        host, port = self._config.host, self._config.port
+        assert port is not None, "without a port no monitor is started"
+        app = web.Application(middlewares=[self._admit])
+        add_pages(app, self._registry, self._health)
+        self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=_SHUTDOWN_SECONDS)
+        await self._runner.setup()
+        try:
+            await web.TCPSite(self._runner, host, port).start()
+        except OSError as error:
+            await self._runner.cleanup()
+            reason = error.strerror or str(error)
+            raise ConfigError(f"monitor.port = {port}: {taken_text(host, port, reason)}") from error
+        self.base_url = f"http://{in_url(host)}:{self._runner.addresses[0][1]}"
+
+    async def close(self) -> None:
+        """Stop the server."""
+        if self._runner is not None:
+            await self._runner.cleanup()
+
+    @web.middleware
+    async def _admit(self, request: web.Request, handler: Callable[..., Any]) -> web.StreamResponse:
+        """Answer with status 401 if a request lacks the token."""
+        if not is_token(key_of(request), self._config.token):
+            return web.json_response(
+                {"error": "the request needs the header Authorization: Bearer TOKEN (monitor.token)"},
+                status=401,
+                headers={"WWW-Authenticate": "Bearer"},
+            )
+        return await handler(request)
+
+
+def registry_of(*collectors: Collector) -> CollectorRegistry:
+    """Return a new registry with these collectors. The default one may have metrics of other libraries."""
+    registry = CollectorRegistry()
+    for collector in collectors:
+        registry.register(collector)
+    return registry
+
+
+def add_pages(
+    app: web.Application,
+    registry: CollectorRegistry,
+    health: Callable[[], Mapping[str, Any]],
+    check: Callable[[web.Request], object] = lambda request: None,
+) -> None:
+    """Add the pages `/metrics` and `/health` to a server. `check` raises an error for a request that lacks the token.
+
+    `/health` has status 200 for a run or endpoint in a good state, else 503.
+    """
+    scrape = make_aiohttp_handler(registry)
+
+    async def answer_metrics(request: web.Request) -> web.StreamResponse:
+        check(request)
+        return await scrape(request)
+
+    async def answer_health(request: web.Request) -> web.Response:
+        check(request)
+        found = health()
+        return web.json_response(found, status=200 if found["state"] in _HEALTHY else 503)
+
+    app.router.add_get("/metrics", answer_metrics)
+    app.router.add_get("/health", answer_health)
