@@ -20,7 +20,9 @@ cpu() {
 cpu "$@" 2>/dev/null || cpu --torch-backend cpu "$@"
 
 # With what launch/setup.sh builds Transformer Engine's extension with, and on torch's CUDA build wherever both are found.
+# With trackio, because it needs an older pillow: launch/setup.sh installs it, alone or with dev, under these versions.
 torch="$(sed -n 's/^ *"torch==\([^"]*\)",$/\1/p' pyproject.toml)"
 compile pyproject.toml <(printf '%s\n' "torch!=$torch+cpu" wheel ninja pybind11 setuptools einops onnx onnxscript) \
-    --extra gpu --extra ray --extra kubernetes --extra reasoning-gym --output-file launch/requirements-gpu.txt \
+    --extra gpu --extra ray --extra kubernetes --extra reasoning-gym --extra trackio \
+    --output-file launch/requirements-gpu.txt \
     --excludes <(printf 'transformer-engine-cu12\ntransformer-engine-torch\n') "$@"

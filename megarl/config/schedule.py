@@ -75,7 +75,7 @@ class TrainConfig(Section):
     profiles/. With weights.overlap, a profiled step first waits until all weights have arrived."""
     profile_with: Annotated[tuple[Literal["spans", "torch", "memory"], ...], Field(min_length=1),
         OnlyIf(given("train.profile_steps", "[2]")),
-        Foreign("global_profiler.tool profiler", example='["spans","torch"]',
+        Foreign("global_profiler.tool", example='["spans","torch"]',
             remark="torch: torch.profiler; memory: CUDA's allocator")] = ("spans",)  # fmt: skip
     """Means of profiling. spans (default): time spans of driver and ranks, step_NNNNNN.json, for ui.perfetto.dev.
     torch: torch.profiler with NVTX ranges, a trace per rank in step_NNNNNN/; slows the step. memory: snapshots of the

@@ -331,7 +331,7 @@ class Profiles:
         folder = self._folder.profiles_folder.absolute() / f"step_{number:06d}"
         names = await self._ranks.call_numbered("__profile_end__", folder)
         files = sum(map(len, names))
-        self._tracker.info(f"profile of step {number} by {' and '.join(self._by_torch)}: {files} files in {folder}")
+        self._tracker.info(f"profile of step {number}: {files} files of {' and '.join(self._by_torch)} in {folder}")
 
     @asynccontextmanager
     async def _spans_recorded(self, number: int) -> AsyncIterator[None]:

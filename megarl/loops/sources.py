@@ -16,6 +16,7 @@ from megarl.data.template_history import history_faults, history_notice
 from megarl.environments import environment_maker, is_agent, num_processes, with_sandbox
 from megarl.environments.environment_pool import EnvironmentPool, process_settings
 from megarl.environments.shared import close_shared
+from megarl.loops.monitoring import BeginSpan, span_factory
 from megarl.preflight import Dropped, collect_for, read_problems
 from megarl.rewards.reward_pool import RewardPool
 from megarl.rewards.reward_process import WorkerSettings, worker_settings
@@ -146,6 +147,7 @@ async def make_sources(
     `earlier`: metrics of the run's earlier steps.
     """
     stack.push_async_callback(close_shared)
+    begin_span = span_factory(recipe, stack, screen.notice)
     environments = _start_environments(recipe, stack, log_folder)
     return [
         await make_source(
@@ -159,6 +161,7 @@ async def make_sources(
             is_abandoned,
             screen,
             had_ended(earlier, given.name, data[given.name][1], is_mixture=bool(recipe.mixture)),
+            begin_span,
         )
         for given in recipe.sources
     ]
@@ -175,11 +178,13 @@ async def make_source(
     is_abandoned: Callable[[], bool],
     screen: Screen,
     had_ended: bool = False,
+    begin_span: BeginSpan | None = None,
 ) -> Source:
     """Create a source sampling with these engines. An agent's endpoint is open until `stack` closes.
 
     `screen` gets its settings and the first failure of each kind. `had_ended`: an earlier step already had an answer
-    without a verdict, so accuracy is not measured (`rollout.accuracy`).
+    without a verdict, so accuracy is not measured (`rollout.accuracy`). `begin_span`: function that begins the
+    OpenTelemetry span of an attempt.
     """
     recipe = given.recipe
     rollout = recipe.rollout
@@ -210,6 +215,7 @@ async def make_source(
         agent=agent.attempt if agent is not None else None,
         environment_pool=environments,
         answers=Answers(judges, given.name, screen.notice_once, had_ended),
+        begin_span=begin_span,
     )
     train, validation = data
     return Source(given.name, given.weight, recipe, sampler, train, validation, rewards.metrics)

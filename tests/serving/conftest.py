@@ -60,6 +60,7 @@ def served(
                 sampling=SAMPLING,
                 guests=guests,
                 notice=notices.append,
+                load=pool.load,
             )
             await endpoint.start()
             try:

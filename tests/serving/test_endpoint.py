@@ -13,6 +13,7 @@ import numpy as np
 import openai
 import pytest
 from openai import AsyncOpenAI
+from prometheus_client.parser import text_string_to_metric_families
 
 from megarl.processes.open_files import allow_open_files
 from megarl.rollout.pool import EnginePool
@@ -491,3 +492,40 @@ def test_calls_beyond_the_budget_are_refused(served: Any) -> None:
             assert error.value.code == "max_turns"
 
     served(test)
+
+
+def test_metrics_and_health_are_served_if_asked_for_clients_with_the_token(served: Any) -> None:
+    async def play(on: Served) -> None:
+        base, token = on.endpoint.base_url, {"Authorization": "Bearer secret"}
+        session = on.open()
+        async with on.client(session) as client:
+            answer = await client.chat.completions.create(model="policy", messages=[QUESTION], max_tokens=8)
+        async with aiohttp.ClientSession() as http:
+            for page in ("metrics", "health"):
+                # An agent has the key of its session only.
+                for headers in ({}, {"Authorization": f"Bearer {session.secret}"}):
+                    async with http.get(f"{base}/{page}", headers=headers) as response:
+                        assert response.status == 401
+            async with http.get(f"{base}/health", headers=token) as response:
+                assert response.status == 200
+                assert await response.json() == {"state": "ok", "cause": None, "sessions": 1, "requests": 0}
+            async with http.get(f"{base}/metrics", headers=token) as response:
+                text = await response.text()
+        values = {
+            (sample.name, *sample.labels.values()): sample.value
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        }
+        assert values[("megarl_endpoint_requests_total", "/s/{secret}/v1/chat/completions", "200")] == 1
+        assert values[("megarl_endpoint_requests_total", "/metrics", "401")] == 2
+        assert values[("megarl_endpoint_request_seconds_count", "/s/{secret}/v1/chat/completions")] == 1
+        assert values[("megarl_engine_sampled_tokens_total",)] == answer.usage.completion_tokens
+        assert values[("megarl_endpoint_sessions",)] == 1 and session.secret not in text
+
+    served(play, metrics=True, token="secret")
+
+    async def off(on: Served) -> None:
+        async with aiohttp.ClientSession() as http, http.get(f"{on.endpoint.base_url}/metrics") as response:
+            assert response.status == 404
+
+    served(off)
