@@ -22,7 +22,7 @@ BeginSpan = Callable[[Task, Generates], "AttemptSpan"]
 
 
 class RunMonitor:
-    """What the monitor of a run observes: its engines, once they are started."""
+    """Engines that the monitor of a run observes, once they are started."""
 
     def __init__(self) -> None:
         self.pool: EnginePool | None = None

@@ -23,7 +23,14 @@ from megarl.preflight.registry import Cost, checks
 from megarl.types import ConfigError, MegarlError
 
 _OWN_KEYS = frozenset(
-    ("WANDB_API_KEY", "HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "MLFLOW_TRACKING_TOKEN", "MLFLOW_TRACKING_PASSWORD")
+    (
+        "WANDB_API_KEY",
+        "HF_TOKEN",
+        "HUGGING_FACE_HUB_TOKEN",
+        "MLFLOW_TRACKING_TOKEN",
+        "MLFLOW_TRACKING_PASSWORD",
+        "TRACKIO_WRITE_TOKEN",
+    )
 )
 """Environment variables with API keys of trackers and of the Hugging Face Hub. They are never passed to agent
 programs."""

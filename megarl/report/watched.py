@@ -68,7 +68,7 @@ class GrowingFile:
 
 @dataclass(slots=True)
 class WatchedRun:
-    """What the folder of a run says at the last `refresh`."""
+    """Contents of a run folder at the last `refresh`."""
 
     path: Path
     status: Mapping[str, Any] = field(default_factory=dict)

@@ -18,6 +18,7 @@ TRACKERS = {
     "tensorboard": "megarl.tracking.tensorboard:TensorBoard",
     "wandb": "megarl.tracking.wandb:WandB",
     "mlflow": "megarl.tracking.mlflow:MLflow",
+    "trackio": "megarl.tracking.trackio:Trackio",
 }
 """Built-in trackers: name in a recipe -> `package.module:Class`, imported when a run begins."""
 

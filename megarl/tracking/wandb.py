@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import secrets
 from collections.abc import Mapping, Sequence
@@ -12,12 +11,10 @@ from typing import Any, ClassVar, Literal, cast, get_args
 import yaml
 
 from megarl.files.atomic import replace_text
+from megarl.tracking.sample_tables import sample_tables
 from megarl.types import ConfigError
 
 Mode = Literal["online", "offline", "shared", "disabled"]
-
-_SAMPLES_SHOWN = 16
-"""Number of samples of each set in a W&B table."""
 
 
 class WandB:
@@ -65,15 +62,11 @@ class WandB:
     def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
         """Upload samples to the W&B run: for each data set a table `samples/SET` with its first records of this
         step."""
-        by_set: dict[str, list[Mapping[str, Any]]] = {}
-        for record in records:
-            by_set.setdefault(record.get("set", "train"), []).append(record)
-        for name, shown in by_set.items():
-            columns: list[Any] = list(dict.fromkeys(field for record in shown for field in record))
-            table = self._wandb.Table(columns=columns)
-            for record in shown[:_SAMPLES_SHOWN]:
-                table.add_data(*(_cell(record.get(field)) for field in columns))
-            self.run.log({f"samples/{name}": table}, step=step)
+        for shown in sample_tables(records):
+            table = self._wandb.Table(columns=list[Any](shown.columns))
+            for row in shown.rows:
+                table.add_data(*row)
+            self.run.log({shown.name: table}, step=step)
 
     def sync(self) -> None:
         """Do nothing: W&B's own process writes data as soon as it is logged."""
@@ -96,8 +89,3 @@ def _run_id(file: Path, *, is_new: bool) -> str:
     if is_new or not file.exists():
         replace_text(file, secrets.token_hex(4) + "\n")
     return file.read_text().strip()
-
-
-def _cell(value: object) -> str | int | float | bool | None:
-    """Return a value for a table's cell, as JSON if W&B has no type for it."""
-    return value if value is None or isinstance(value, (str, int, float)) else json.dumps(value, ensure_ascii=False)

@@ -1,0 +1,92 @@
+"""Trackio tracker: scalars, tables of samples, the recipe, alerts of health rules."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+import yaml
+
+from megarl.tracking.sample_tables import sample_tables
+from megarl.types import ConfigError
+
+
+class Trackio:
+    """Trackio run, stored on this machine. The methods are those of `trackers.RunTracker`.
+
+    Trackio's own variables configure it: TRACKIO_PROJECT (default megarl), TRACKIO_DIR (folder of its data),
+    TRACKIO_SERVER_URL with TRACKIO_WRITE_TOKEN (a server of your own), TRACKIO_SPACE_ID (a Hugging Face Space). A
+    resumed run continues under its name. If steps are trained again, Trackio shows both values.
+    """
+
+    modules: ClassVar = {"trackio": "run launch/setup.sh trackio, or leave the tracker out"}
+
+    @staticmethod
+    def check() -> None:
+        """Raise ConfigError if TRACKIO_SERVER_URL is not an HTTP URL or has no token."""
+        server = os.environ.get("TRACKIO_SERVER_URL", "")
+        if server and not server.startswith(("http://", "https://")):
+            raise ConfigError(
+                f"trackers = trackio: TRACKIO_SERVER_URL is {server}; set it to an address that begins with http:// "
+                "or https://, or remove it to store the run on this machine"
+            )
+        if server and "write_token=" not in server and not os.environ.get("TRACKIO_WRITE_TOKEN"):
+            raise ConfigError(
+                "trackers = trackio: TRACKIO_WRITE_TOKEN is not set; set it to the token that `trackio show` prints"
+            )
+
+    def __init__(self, folder: Path, resumed_step: int) -> None:
+        """Start the run, or continue it. Raises OSError if Trackio fails."""
+        import trackio
+
+        self._trackio = trackio
+        try:
+            with _silent():
+                self.run = trackio.init(
+                    project=os.environ.get("TRACKIO_PROJECT", "megarl"),
+                    name=folder.name,
+                    config=yaml.safe_load((folder / "config.yaml").read_text()),
+                    # A new run with the name of an older one is another run.
+                    resume="allow" if resumed_step else "never",
+                    embed=False,
+                    # megarl measures its ranks itself; the driver's machine may have none of them.
+                    auto_log_gpu=False,
+                    auto_log_cpu=False,
+                )
+        except Exception as error:  # another library's errors: they may be of any class
+            # Trackers report failures as OSError, and the run continues without them.
+            raise OSError(f"Trackio: {type(error).__name__}: {error}") from error
+
+    def log(self, step: int, scalars: Mapping[str, float]) -> None:
+        """Store a step's scalar metrics, by name."""
+        self.run.log(dict(scalars), step=step)
+
+    def samples(self, step: int, records: Sequence[Mapping[str, Any]]) -> None:
+        """Store samples: for each data set a table `samples/SET` with its first records of this step."""
+        for table in sample_tables(records):
+            self.run.log({table.name: self._trackio.Table(columns=table.columns, data=table.rows)}, step=step)
+
+    def unhealthy(self, step: int, rule: str, text: str) -> None:
+        """Store the warning of a broken health rule as an alert."""
+        with _silent():
+            self.run.alert(title=f"health/{rule} at step {step}", text=text)
+
+    def sync(self) -> None:
+        """Do nothing: Trackio's own thread writes data as soon as it is logged."""
+
+    def close(self) -> None:
+        """Wait until all data is written."""
+        # Not `run.finish`: Trackio would finish the run once more, with a line on the screen, when the process exits.
+        with _silent():
+            self._trackio.finish()
+
+
+@contextlib.contextmanager
+def _silent() -> Iterator[None]:
+    """Context in which lines printed by Trackio are discarded: they would break up the run's own lines."""
+    with contextlib.redirect_stdout(io.StringIO()):
+        yield
