@@ -400,7 +400,8 @@ SWITCHES = {
         algorithm:
           {kl_coefficient: 0.1, kl_target: 0.1, reference_update_steps: 4, importance_sampling: icepop,
            dynamic_sampling: [0, 1], overlong_buffer: 8, ptx_coefficient: 0.1, aggregation: constant_length}
-        train: {max_logprob_gap: 1}
+        train: {max_logprob_gap: 1, profile_steps: [2]}
+        monitor: {port: 9400}
         """,
         [
             "loop=sft", "loop=preference", "loop=distillation", "data.ptx=null", "algorithm.ptx_coefficient=0",
@@ -413,7 +414,7 @@ SWITCHES = {
             "algorithm.kl_target=null", "algorithm.kl_estimator=k1", "algorithm.reference_update_steps=null",
             "algorithm.importance_sampling=tis", "algorithm.importance_sampling=none",
             "algorithm.aggregation=token_mean", "algorithm.dynamic_sampling=null", "algorithm.overlong_buffer=0",
-            "train.epochs=1", "train.max_logprob_gap=null",
+            "train.epochs=1", "train.max_logprob_gap=null", "train.profile_steps=[]", "monitor.port=null",
         ],
     ),
     "ppo": (
