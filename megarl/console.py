@@ -255,7 +255,8 @@ def print_plan(recipe: Recipe, layout: ParallelConfig, counted: dict[str, Any], 
     def size(over_ranks: dict[str, float]) -> list[str]:
         return [size_text(over_ranks[key]) for key in ("mean", "max")]
 
-    table = Table(title=f"{recipe.name}: reshard of {size_text(counted['model_bytes'])}", title_justify="left")
+    what = " (LoRA adapter)" if recipe.sends_adapter else ""
+    table = Table(title=f"{recipe.name}: reshard of {size_text(counted['model_bytes'])}{what}", title_justify="left")
     for heading in ("each rank", "mean", "max", "if full tensors were gathered, mean"):
         table.add_column(heading, justify="left" if heading.startswith("each") else "right")
     for link, name in (("local", "from itself"), ("same_node", "from its node"), ("other_node", "from other nodes")):

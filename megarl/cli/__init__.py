@@ -341,6 +341,7 @@ def plan(
         bucket_bytes=loaded.weights.bucket_mib << 20,
         # Without a known kind the times are for an H200, and the output says "assumed".
         gpu=kind or "h200",
+        adapter=loaded.lora if loaded.sends_adapter else None,
     )
     if as_json:
         head = {"recipe": loaded.name, "model": loaded.model.path, **found.as_json()}

@@ -210,6 +210,11 @@ class Recipe(Section):
         return isinstance(drafter, Mapping) and drafter.get("method") == "mtp"
 
     @property
+    def sends_adapter(self) -> bool:
+        """Return whether the engines keep the base weights and receive a LoRA adapter in each reshard."""
+        return self.has_engine and self.lora.rank > 0 and self.lora.sync == "adapter"
+
+    @property
     def has_reference(self) -> bool:
         """Return whether the run needs a reference model (a frozen copy of the initial policy)."""
         if self.loop == "rl":

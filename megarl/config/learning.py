@@ -29,6 +29,7 @@ from megarl.config.conditions import (
     PAIRS,
     PTX,
     REFERENCE,
+    SAMPLES,
     SEQUENCE_MEAN,
     SURPLUS,
     TOKEN_LOSS,
@@ -117,6 +118,9 @@ class LoraConfig(Section):
     """Linear layers with LoRA adapters, in experts too. Fused projections (q, k, v or gate, up) share one A matrix.
     PEFT's names also work: q_proj, k_proj and v_proj together mean qkv_proj; gate_proj and up_proj together mean
     gate_up_proj; all-linear means all four."""
+    sync: Annotated[Literal["merged", "adapter"], OnlyIf(*LORA, SAMPLES)] = "merged"
+    """Weights sent to the engines by a reshard. merged (default): all weights, with the adapters merged in. adapter:
+    the matrices A and B alone; the engines keep the base weights (megarl/reshard/README.md#lora)."""
     export_adapter: Annotated[bool, OnlyIf(*LORA)] = True
     """Also export the LoRA adapters alone, as a PEFT folder: adapter/ (or adapter_step_NNNNNN/), next to the merged
     model in hf/."""

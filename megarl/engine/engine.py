@@ -16,13 +16,14 @@ import torch
 import torch.distributed as dist
 from numpy.typing import NDArray
 
-from megarl.config import RolloutConfig
+from megarl.config import LoraConfig, RolloutConfig
 from megarl.data.prefixes import digests
 from megarl.families import kept_prefixes
 from megarl.families.shape import read_model_shape
 from megarl.platform import compile_cache, device, vllm_on_cpu
 from megarl.platform.imports import unfreeze_disabled
 from megarl.platform.spans import span
+from megarl.reshard.layouts.vllm_slots import AdapterSlots
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.types import Completion, ExpertsHandle, FinishReason, Request, RetainedSets
 
@@ -31,6 +32,7 @@ vllm_on_cpu.prepare()
 from vllm import SamplingParams  # noqa: E402
 from vllm.distributed import parallel_state  # noqa: E402
 from vllm.exceptions import VLLMClientError  # noqa: E402
+from vllm.lora.request import LoRARequest  # noqa: E402
 from vllm.v1.core.sched.interface import PauseState  # noqa: E402
 from vllm.v1.engine.llm_engine import LLMEngine  # noqa: E402
 
@@ -96,19 +98,27 @@ class RolloutEngine:
         seed: int,
         override: Mapping[str, Any] | None = None,
         keep_experts: Callable[[NDArray[np.integer]], ExpertsHandle] | None = None,
+        adapter: LoraConfig | None = None,
     ) -> None:
         """Build the engine with dummy weights. `max_model_len` is in tokens.
 
         `override` replaces fields of the model's config.json. `keep_experts` stores the routed experts [tokens, layers,
         top_k] of a completion and returns their handle. If `config.sampling` has top-p, top-k or min-p, completions
-        include the sets of tokens left to sample from. Raises ConfigError for settings that vLLM refuses.
+        include the sets of tokens left to sample from. With `adapter`, all requests use the LoRA adapter in the
+        engine's `slots`. Raises ConfigError for settings that vLLM refuses.
         """
         # First, because vLLM caches its environment variables while the engine is built.
         compile_cache.use_own_folder()
         vllm_on_cpu.check_build()
         with refusals_named(config, max_model_len, ValueError, TypeError, AssertionError, KeyError):
             arguments = engine_arguments(
-                model_path, config, max_model_len=max_model_len, dtype=dtype, seed=seed, override=override
+                model_path,
+                config,
+                max_model_len=max_model_len,
+                dtype=dtype,
+                seed=seed,
+                override=override,
+                adapter=adapter,
             )
         rank = dist.get_rank()
         self.replica = rank // config.tp
@@ -119,6 +129,9 @@ class RolloutEngine:
         self._asleep: set[str] = set()
         self._running: dict[str, _Running] = {}
         self._keeps_kv = not config.recompute_kv
+        self.slots: AdapterSlots | None = None
+        """The live slots of the LoRA adapter; None without one."""
+        self._adapter = adapter
         self._channel = _open_channel(config.tp)
         # vLLM reseeds the global generators while it is built; the trainer's random state must not change.
         with preserved_random_state():
@@ -134,12 +147,18 @@ class RolloutEngine:
         # Sleep level 2 drops the contents of the weights. A reshard rewrites parameters and vLLM restores buffers, but
         # nothing restores other tensors. Level 1 copies everything to the host.
         unrestored = unrestored_tensors(self.model)
-        self._sleep_level = 1 if unrestored else 2
-        self.sleep_notices = [sleep_copies_notice(self.model, unrestored)] if unrestored and self._can_sleep else []
+        # Base weights next to an adapter are sent once, so a sleep must not drop them.
+        self._sleep_level = 1 if unrestored or adapter else 2
+        self.sleep_notices = (
+            [sleep_copies_notice(self.model, unrestored)] if self._sleep_level == 1 and self._can_sleep else []
+        )
         """Texts for the user about the costs of putting the engine to sleep."""
 
     def _start(self, vllm_config: Any) -> None:
         self._worker = start_worker(vllm_config, device.current().index or 0)
+        if self._adapter is not None:
+            # Before vLLM captures CUDA graphs, which hold the addresses of the slots.
+            self.slots = AdapterSlots(self._worker.get_model(), self._adapter.rank)
         self._engine: LLMEngine | None = None
         if self.is_leader:
             recorder = None
@@ -165,6 +184,9 @@ class RolloutEngine:
             self._channel.release()
         else:
             serve(self._worker, self._channel)
+        if self.slots is not None:
+            # After the warm-up, at whose end vLLM removes all adapters.
+            self.slots.activate(self._worker)
 
     def advance(
         self,
@@ -339,7 +361,7 @@ class RolloutEngine:
         prompt: Any = {"type": "token", "prompt_token_ids": token_ids.tolist()}
         # vLLM samples at least one token per request; this one is discarded.
         parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        engine.add_request("prompt_logprobs", prompt, self._with_masks(parameters))
+        engine.add_request("prompt_logprobs", prompt, self._with_masks(parameters), lora_request=self._lora_request)
         outputs: list[Any] = []
         while engine.has_unfinished_requests():
             outputs += engine.step()
@@ -358,13 +380,19 @@ class RolloutEngine:
         if self._keeps_kv:
             prompt["cache_salt"] = self._cache_salt
         try:
-            internal_id = engine.add_request(request.request_id, prompt, self._with_masks(sampling_params(request)))
+            parameters = self._with_masks(sampling_params(request))
+            internal_id = engine.add_request(request.request_id, prompt, parameters, lora_request=self._lora_request)
         except VLLMClientError as error:
             return [_refused(request.request_id, re.sub(r"\s+", " ", str(error)))]
         self._running[request.request_id] = _Running(internal_id, [(0, self.weight_version)])
         if request.num_retained and request.sampling.stop:
             _continue_text(engine, internal_id, request.prompt_token_ids[-request.num_retained :].tolist())
         return []
+
+    @property
+    def _lora_request(self) -> LoRARequest | None:
+        """Return vLLM's reference to the adapter of all requests; None without one."""
+        return None if self.slots is None else self.slots.request
 
     def _with_masks(self, parameters: SamplingParams) -> SamplingParams:
         return recordable(parameters, self._vocab_size) if self._has_masks else parameters
@@ -452,13 +480,17 @@ def unrestored_tensors(model: torch.nn.Module) -> list[str]:
 
 def sleep_copies_notice(model: torch.nn.Module, unrestored: Sequence[str]) -> str:
     """Return the notice that a model's weights are copied to host memory during sleep, because of these unrestored
-    tensors.
+    tensors, or of base weights sent only once.
     """
     num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
     more = f" and {len(unrestored) - _MOST_NAMED} more" if len(unrestored) > _MOST_NAMED else ""
+    copied = (
+        f"a sleeping engine copies its weights to pinned host memory every step ({num_bytes / 2**30:.1f} GiB a rank)"
+    )
+    if not unrestored:
+        return f"{copied}, because lora.sync = adapter sends the base weights only once"
     return (
-        f"a sleeping engine copies its weights to pinned host memory every step ({num_bytes / 2**30:.1f} GiB a rank), "
-        f"because vLLM would not restore {', '.join(unrestored[:_MOST_NAMED])}{more}: these are "
+        f"{copied}, because vLLM would not restore {', '.join(unrestored[:_MOST_NAMED])}{more}: these are "
         "not parameters or buffers"
     )
 

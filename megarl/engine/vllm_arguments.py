@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from pydantic import ValidationError
 
-from megarl.config import RolloutConfig
+from megarl.config import LoraConfig, RolloutConfig
 from megarl.config.library_settings import decided
 from megarl.config.override import engine_overrides
 from megarl.families import FAMILIES
@@ -21,6 +21,7 @@ from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import read_object
 from megarl.files.nearest import nearest
 from megarl.platform import device, vllm_on_cpu
+from megarl.reshard.layouts.vllm_adapters import slot_rank
 from megarl.types import ConfigError, Request
 
 vllm_on_cpu.prepare()
@@ -78,10 +79,12 @@ def engine_arguments(
     dtype: str,
     seed: int,
     override: Mapping[str, Any] | None = None,
+    adapter: LoraConfig | None = None,
 ) -> EngineArgs:
     """Return vLLM's arguments for this recipe.
 
-    `max_model_len` is in tokens. `override` holds replacements for fields of the model's config.json. Raises
+    `max_model_len` is in tokens. `override` holds replacements for fields of the model's config.json. `adapter`
+    describes a LoRA adapter, for which the engine makes slots. Raises
     ConfigError for a field of `rollout.vllm` unknown to vLLM, or set by another recipe field.
     """
     known = {field.name for field in dataclasses.fields(EngineArgs)}
@@ -100,6 +103,7 @@ def engine_arguments(
         "max_num_seqs": config.max_concurrent_requests,
         **_cache_size(config),
         **_quantization(config),
+        **_slots(adapter),
         "distributed_executor_backend": LeaderExecutor,
         # Weights come from the trainer by a reshard, not from files.
         "load_format": "dummy",
@@ -158,6 +162,19 @@ def _quantization(config: RolloutConfig) -> dict[str, Any]:
         # vLLM would quantise the routers of some families, and they would then choose other experts than the trainer.
         found |= {"quantization": scheme, "quantization_config": {"ignore": [ROUTERS]}}
     return found
+
+
+def _slots(adapter: LoraConfig | None) -> dict[str, Any]:
+    """Return the arguments for the slots of one LoRA adapter; an empty dict without one."""
+    if adapter is None:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": 1,
+        "max_lora_rank": slot_rank(adapter.rank),
+        # Without this list, vLLM makes slots for embeddings, head and routers too.
+        "lora_target_modules": list(adapter.targets),
+    }
 
 
 def engine_config(arguments: EngineArgs, config: RolloutConfig) -> Any:

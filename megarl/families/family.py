@@ -67,3 +67,6 @@ class Family:
     is_quantisable: bool = False
     """Whether `rollout.quantization` is tested with this family: vLLM's quantised weights are written correctly
     (tests/reshard/layouts)."""
+    has_adapter_slots: bool = False
+    """Whether `lora.sync: adapter` is tested with this family: vLLM's slots for attention and dense layers are written
+    correctly (tests/distributed/test_adapter_reshard.py)."""

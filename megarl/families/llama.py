@@ -63,4 +63,4 @@ def rules(model: ModelShape) -> tuple[Rule, ...]:
     )
 
 
-FAMILY = Family("LlamaForCausalLM", read_dense, rules, is_quantisable=True)
+FAMILY = Family("LlamaForCausalLM", read_dense, rules, is_quantisable=True, has_adapter_slots=True)

@@ -37,10 +37,15 @@ def projections(rules: Collection[Rule]) -> list[str]:
     return sorted({name.split(".")[-3] for rule in rules for name, _ in rule.tensors})
 
 
+def adapter_tensor(tensor: str, letter: str) -> str:
+    """Return the name of matrix A or B (`letter`) of a weight's adapter in a PEFT folder."""
+    return f"base_model.model.{tensor.removesuffix('weight')}lora_{letter}.weight"
+
+
 def _of_linear(rule: Rule, rank: int) -> tuple[Rule, ...]:
     """Return the rules of the A and B matrices of one linear layer's adapter."""
     stem = rule.parameter.removesuffix("weight") + "adapter."
-    a, b = ({name: _name(name, letter) for name, _ in rule.tensors} for letter in "AB")
+    a, b = ({name: adapter_tensor(name, letter) for name, _ in rule.tensors} for letter in "AB")
     shape_a = tuple((a[name], (rank, shape[1])) for name, shape in rule.tensors)
     shape_b = tuple((b[name], (shape[0], rank)) for name, shape in rule.tensors)
 
@@ -58,7 +63,3 @@ def _of_linear(rule: Rule, rank: int) -> tuple[Rule, ...]:
     if rule.dim == 0:
         return (*(copied("a", name, shape) for name, shape in shape_a), split("b", shape_b, b))
     return (split("a", shape_a, a), *(copied("b", name, shape) for name, shape in shape_b))
-
-
-def _name(tensor: str, letter: str) -> str:
-    return f"base_model.model.{tensor.removesuffix('weight')}lora_{letter}.weight"

@@ -9,5 +9,9 @@ from megarl.families.family import Family
 from megarl.families.reading import read_dense
 
 FAMILY = Family(
-    "MistralForCausalLM", partial(read_dense, windows=windows.in_all_layers), llama.rules, is_quantisable=True
+    "MistralForCausalLM",
+    partial(read_dense, windows=windows.in_all_layers),
+    llama.rules,
+    is_quantisable=True,
+    has_adapter_slots=True,
 )

@@ -36,4 +36,5 @@ FAMILY = Family(
     ),
     rules,
     is_quantisable=True,
+    has_adapter_slots=True,
 )

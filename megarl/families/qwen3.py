@@ -34,4 +34,5 @@ FAMILY = Family(
     partial(read_dense, qk_norm=True, windows=windows.from_a_layer_on),
     rules,
     is_quantisable=True,
+    has_adapter_slots=True,
 )

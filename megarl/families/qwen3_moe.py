@@ -24,4 +24,5 @@ FAMILY = Family(
     partial(read_experts, qk_norm=True, windows=windows.switched_on),
     rules,
     is_quantisable=True,
+    has_adapter_slots=True,
 )

@@ -26,6 +26,7 @@ from megarl.memory_plan.memory_table import CacheCapacity, MemoryTable, Phase, U
 from megarl.memory_plan.models import Built, Models
 from megarl.memory_plan.trainer_bytes import TrainerStates
 from megarl.reshard.layouts.lora import adapter_layouts
+from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
@@ -109,7 +110,17 @@ class RankMemory:
         if not self.has_engine:
             return 0
         quantization = self.recipe.rollout.quantization
-        return engine_bytes.engine_weights(self._engine_layouts, self._engine_rank, self.itemsize, quantization)
+        weights = engine_bytes.engine_weights(self._engine_layouts, self._engine_rank, self.itemsize, quantization)
+        return weights + self.adapter_slots
+
+    @cached_property
+    def adapter_slots(self) -> int:
+        """Return the bytes of the engine's slots for a LoRA adapter, which count as engine weights."""
+        if not self.has_engine or not self.recipe.sends_adapter:
+            return 0
+        lora = self.recipe.lora
+        slots = VllmAdapterLayouts(self._engine_layouts, lora.targets, lora.rank)
+        return slots.bytes_on(self._engine_rank, self.itemsize)
 
     @cached_property
     def unquantised_weights(self) -> int:
@@ -243,7 +254,7 @@ class RankMemory:
         # A separate rank holds only one of the two, so nothing is offloaded and nothing sleeps.
         is_alone = self.layout.is_separate
         uses = [*self._states(states, _ALL if is_alone else ("parameters",)), *self._critic(()), *self._idle_models()]
-        if states.merged:
+        if states.merged and not self.recipe.sends_adapter:
             uses.append(Use("merged adapters", states.merged))
         if self.unquantised_weights:
             uses.append(Use("unquantised weights", self.unquantised_weights))
@@ -360,8 +371,13 @@ class RankMemory:
         ]
 
     def _idle_engine(self) -> list[Use]:
-        """Return the memory of an idle engine. On a GPU it sleeps and takes none; on a CPU it cannot sleep."""
-        return [] if self.platform.is_gpu else self._awake_engine()[:2]
+        """Return the memory of an idle engine. On a GPU it sleeps and takes none; on a CPU it cannot sleep.
+
+        An engine with a LoRA adapter keeps its weights on the host while it sleeps.
+        """
+        if not self.platform.is_gpu:
+            return self._awake_engine()[:2]
+        return [Use("sleeping engine", 0, self.engine_weights)] if self.adapter_slots else []
 
     def _placed(self, uses: list[Use]) -> Iterator[Use]:
         """Yield the uses, and the memory of libraries. On a CPU everything counts as host memory."""

@@ -78,6 +78,7 @@ def _adapt_to_cpu() -> None:
     import torch._dynamo
     from vllm import _custom_ops
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
+    from vllm.lora.punica_wrapper.punica_cpu import PunicaWrapperCPU
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
     from vllm.model_executor.layers import utils as linear_layers
@@ -124,6 +125,8 @@ def _adapt_to_cpu() -> None:
             "cpu_attention_with_kv_cache",
             _with_sinks_of_any_type(_custom_ops.cpu_attention_with_kv_cache),
         ),
+        # Its functions copy an adapter's matrices once per token, and give tokens without an adapter the last one.
+        (PunicaWrapperCPU, "add_lora_linear", _add_adapters),
         # It would import the model's class in a process without these patches.
         (registry, "_run_in_subprocess", lambda function: function()),
         # Use gloo: vLLM's shared-memory communicator busy-waits, and its segments remain after a crash.
@@ -213,6 +216,33 @@ def _keeping_thread_control(init_device):
             torch.set_num_threads = set_num_threads
 
     return wrapped
+
+
+def _add_adapters(
+    punica: Any,
+    y: torch.Tensor,
+    x: torch.Tensor,
+    lora_a_stacked: tuple[torch.Tensor, ...],
+    lora_b_stacked: tuple[torch.Tensor, ...],
+    scale: float,
+    output_slices: tuple[int, ...],
+    **others: Any,
+) -> None:
+    """Add to `y` [tokens, out] the outputs of the tokens' adapters for `x` [tokens, in].
+
+    There is one slot A [adapters, 1, rank, in] and one slot B [adapters, 1, part of out, rank] per output slice.
+    """
+    adapters = punica.token_lora_indices
+    # Tokens without an adapter have the number -1.
+    for adapter in adapters.unique().tolist():
+        if adapter < 0:
+            continue
+        rows = (adapters == adapter).nonzero().flatten()
+        parts = [
+            F.linear(F.linear(x[rows], a[adapter, 0]) * scale, b[adapter, 0])
+            for a, b in zip(lora_a_stacked, lora_b_stacked, strict=True)
+        ]
+        y.index_add_(0, rows, torch.cat(parts, dim=-1))
 
 
 def _apply_blocks(kernel, layer, x: torch.Tensor, bias: torch.Tensor | None = None, **kwargs: Any) -> torch.Tensor:

@@ -71,7 +71,7 @@ def _algorithm(recipe: Recipe) -> Iterator[str]:
     else:
         yield from _reinforcement(recipe)
     if recipe.lora.rank:
-        yield f"LoRA of rank {recipe.lora.rank}"
+        yield f"LoRA of rank {recipe.lora.rank}" + ", sent alone" * recipe.sends_adapter
 
 
 def _reinforcement(recipe: Recipe) -> Iterator[str]:

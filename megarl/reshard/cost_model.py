@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from megarl.config import LoraConfig
 from megarl.config.parallel import RANK_ORDERS, ParallelConfig
 from megarl.families import hf_tensors
 from megarl.families.shape import ModelShape
 from megarl.reshard.layouts.placed import reshard_ends
+from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts
+from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.overlap import Overlap
 from megarl.reshard.plan import Plan, make_plan
 
@@ -117,10 +120,12 @@ def forecast(
     itemsize: int,
     bucket_bytes: int,
     gpu: str = "h200",
+    adapter: LoraConfig | None = None,
 ) -> dict[str, Any]:
     """Predict the cost of copying weights from trainer to engine, also with other rank orders, as JSON values.
 
     `engine_ranks_per_node` is set only for separate engines on nodes of another size. `gpu` is a key of SPEEDS.
+    With `adapter`, the reshard copies the matrices of a LoRA adapter alone.
     """
     speeds = SPEEDS[gpu]
     planned = partial(
@@ -130,6 +135,7 @@ def forecast(
         engine_ranks_per_node=engine_ranks_per_node,
         itemsize=itemsize,
         bucket_bytes=bucket_bytes,
+        adapter=adapter,
     )
     started = time.process_time()
     plan = planned(parallel)
@@ -140,7 +146,7 @@ def forecast(
         "layout": dataclasses.asdict(parallel),
         "num_ranks": parallel.num_ranks,
         "ranks_per_node": ranks_per_node,
-        "model_bytes": sum(map(prod, hf_tensors(model).values())) * itemsize,
+        "model_bytes": _whole_bytes(model, itemsize, adapter),
         "plan_seconds": plan_seconds,
         "reshard": count(plan, speeds).summary(),
         "rank_orders": {
@@ -149,6 +155,13 @@ def forecast(
         "gpu": gpu,
         "bytes_per_second": speeds._asdict(),
     }
+
+
+def _whole_bytes(model: ModelShape, itemsize: int, adapter: LoraConfig | None) -> int:
+    """Return the bytes of the model's weights, or of the matrices of an adapter."""
+    if adapter is None:
+        return sum(map(prod, hf_tensors(model).values())) * itemsize
+    return VllmAdapterLayouts(VllmLayouts(model, 1, 1), adapter.targets, adapter.rank).wanted_bytes(0, itemsize)
 
 
 def count(plan: Plan, speeds: Speeds = SPEEDS["h200"]) -> Traffic:
@@ -197,12 +210,14 @@ def reshard_plan(
     engine_ranks_per_node: int | None = None,
     itemsize: int,
     bucket_bytes: int,
+    adapter: LoraConfig | None = None,
 ) -> Plan:
     """Return the plan of the copies from Megatron's to vLLM's layouts, both computed from the model's sizes.
 
-    `engine_ranks_per_node` is given if separate engines run on nodes with another number of GPUs.
+    `engine_ranks_per_node` is given if separate engines run on nodes with another number of GPUs. With `adapter`, the
+    plan copies the matrices of a LoRA adapter instead of the weights.
     """
-    ends = reshard_ends(model, parallel, parallel.num_ranks)
+    ends = reshard_ends(model, parallel, parallel.num_ranks, adapter=adapter)
     return make_plan(
         ends.sources,
         ends.destinations,

@@ -26,6 +26,7 @@ from megarl.reshard.boxes import Layout, dense_piece
 from megarl.reshard.layouts.packed import checkpoint_tensors, unpacked
 from megarl.reshard.layouts.vllm import DirectWriteError, record_layout, zero_padding
 from megarl.reshard.layouts.vllm_quantised import QuantisedModule, is_spoilt, quantised_modules, spoil
+from megarl.reshard.layouts.vllm_slots import AdapterSlots, live_parameters
 from megarl.reshard.plan import Plan, RankTopology, Transfer, make_plan
 from megarl.reshard.quantised import WaitingRoom
 from megarl.reshard.staging import gathered
@@ -46,17 +47,39 @@ def record(
     A rank without `model` has no engine: its layout is empty. A collective over `group` (default: the world). If one
     rank's engine cannot be written in place, no rank writes in place.
     """
-    recorded: Layout | None = ()
+
+    def recorded() -> Layout:
+        if model is None:
+            return ()
+        others = float32_dtypes(shape)
+        tensors = {name: (size, others.get(name, dtype)) for name, size in checkpoint_tensors(shape).items()}
+        return unpacked(record_layout(model, tensors), shape)
+
+    return _agreed(recorded, group)
+
+
+def record_slots(
+    slots: AdapterSlots | None,
+    tensors: Mapping[str, tuple[int, ...]],
+    dtype: torch.dtype,
+    group: dist.ProcessGroup | None = None,
+) -> tuple[Layout | None, str]:
+    """Record the layout of the slots for an adapter in this rank's engine. Returns the same as `record`.
+
+    `tensors` maps the names of the adapter's matrices to their shapes. A collective over `group` (default: the world).
+    """
+    return _agreed(lambda: () if slots is None else slots.record_layout(tensors, dtype), group)
+
+
+def _agreed(recorded: Callable[[], Layout], group: dist.ProcessGroup | None) -> tuple[Layout | None, str]:
+    found: Layout = ()
     refusal = ""
     try:
-        if model is not None:
-            others = float32_dtypes(shape)
-            tensors = {name: (size, others.get(name, dtype)) for name, size in checkpoint_tensors(shape).items()}
-            recorded = unpacked(record_layout(model, tensors), shape)
+        found = recorded()
     except DirectWriteError as error:
         refusal = str(error)
     refusals = [f"rank {rank}: {text}" for rank, text in enumerate(gathered(refusal, group)) if text]
-    return (None, refusals[0]) if refusals else (recorded, "")
+    return (None, refusals[0]) if refusals else (found, "")
 
 
 def float32_dtypes(shape: ModelShape) -> dict[str, torch.dtype]:
@@ -70,7 +93,8 @@ class Reshard:
     A rank that only trains has no `engine`; a rank that only samples has no `parameters`. Without `group`, the world is
     used. `sources` and `destinations` are the computed layouts of all ranks. `recorded` is the recorded layout of this
     rank's engine. If both agree on every rank, only digests of the plan are exchanged. Otherwise the recorded layouts
-    are exchanged and replace the computed ones.
+    are exchanged and replace the computed ones. With the engine's `slots` for a LoRA adapter, these are written, and
+    `engine` is None.
 
     The constructor is a collective. Raises RuntimeError if ranks make different plans.
     """
@@ -87,6 +111,7 @@ class Reshard:
         bucket_bytes: int,
         topology: RankTopology,
         group: dist.ProcessGroup | None = None,
+        slots: AdapterSlots | None = None,
     ) -> None:
         rank = rank_in(group)
         as_computed = destinations is not None and set(recorded) == set(destinations[rank])
@@ -107,8 +132,10 @@ class Reshard:
         digests = gathered(plan.digest(), group)
         if len(set(digests)) > 1:
             raise RuntimeError(f"the ranks made different reshard plans: {digests}. Please report this.")
-        self._engine = engine
-        self._live = dict(engine.named_parameters()) if engine is not None else {}
+        self._engine, self._slots = engine, slots
+        self._live: Mapping[str, Tensor] = live_parameters(engine) if engine is not None else {}
+        if slots is not None:
+            self._live = slots.tensors
         self._dtype, self._group = dtype, group
         here = device_of([*parameters.values(), *self._live.values()])
         # The quantiser of vLLM 0.30 runs collectives over the engine's own ranks. Their failures are marked, so that a
@@ -137,8 +164,14 @@ class Reshard:
         """Copy all weights, together with the other ranks. Returns seconds and bytes by stage."""
         if self._engine is not None:
             zero_padding(self._engine)
+        if self._slots is not None:
+            self._slots.zero_padding()
         with self._room.opened(QuantisedModule.write):
             return self._transport.reshard()
+
+    def release(self) -> None:
+        """Free the staging memory. `verify` still works, but no weights can be copied any more."""
+        del self._transport
 
     @torch.no_grad()
     def verify(self) -> None:

@@ -89,6 +89,36 @@ class MergedWeights:
         self._offloadable.offload()
 
 
+class ScaledAdapters:
+    """The LoRA matrices as vLLM computes with them: A [rank, in], and B [*out, rank] times alpha / rank.
+
+    `weights` maps Megatron's names to tensors, valid within the context `scaled_lora`. The scaled copies of B exist
+    within it only. Scaling needs no other rank.
+    """
+
+    def __init__(self, chunks: Sequence[nn.Module]) -> None:
+        self._adapters: list[tuple[Adapter, Tensor]] = []
+        self.weights: dict[str, Tensor] = {}
+        for index, name, adapter in adapters_of(chunks):
+            prefix = chunk_prefix(index, len(chunks)) + name
+            scaled = torch.empty_like(adapter.b, requires_grad=False)
+            self._adapters.append((adapter, scaled))
+            self.weights |= {f"{prefix}.a": adapter.a.detach(), f"{prefix}.b": scaled}
+        self._offloadable = Offloadable(lambda: (scaled for _, scaled in self._adapters), keeps_values=False)
+        self._offloadable.offload()
+
+    @contextmanager
+    def scaled_lora(self) -> Iterator[None]:
+        """Context in which the scaled matrices are valid. The trainer's own weights must be on the device."""
+        self._offloadable.onload()
+        with torch.no_grad():
+            for adapter, scaled in self._adapters:
+                # In float32, then rounded once. The usual alpha / rank is a power of two and rounds nothing.
+                scaled.copy_(adapter.b.float() * adapter.scale)
+        yield
+        self._offloadable.offload()
+
+
 BLOCK_BYTES = 1 << 30
 """Bytes of a block of pinned host memory. torch rounds up to powers of two and reuses blocks for the next save."""
 # Copies start at multiples of a cache line, so any dtype can view them.

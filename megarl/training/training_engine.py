@@ -42,7 +42,7 @@ from megarl.training.objective import (
     supervised,
     with_mtp_loss,
 )
-from megarl.training.offload import MergedWeights, Offloadable
+from megarl.training.offload import MergedWeights, Offloadable, ScaledAdapters
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
 from megarl.training.replica import Replica
 from megarl.types import MegarlError
@@ -153,6 +153,7 @@ class TrainingEngine(ModelShard):
         self.balance = ExpertBalance(self.config, self.chunks)
         self.skipped_in_a_row = 0
         self._merged = MergedWeights(self.chunks, self.tensors)
+        self._scaled = ScaledAdapters(self.chunks)
         self._offloadable = {
             "parameters": Offloadable(lambda: self.parameters.values()),
             "gradients": Offloadable(self._gradients, keeps_values=False),
@@ -249,6 +250,18 @@ class TrainingEngine(ModelShard):
     def merged(self) -> AbstractContextManager[None]:
         """Context in which LoRA adapters are merged into `weights`."""
         return self._merged.merged_lora()
+
+    @property
+    def adapter_weights(self) -> dict[str, Tensor]:
+        """The LoRA matrices A and scaled B [*shape] for the engine, by Megatron's names.
+
+        Valid within the context `scaled_adapters`.
+        """
+        return self._scaled.weights
+
+    def scaled_adapters(self) -> AbstractContextManager[None]:
+        """Context in which `adapter_weights` contains the current matrices."""
+        return self._scaled.scaled_lora()
 
     @contextmanager
     def in_memory(self) -> Iterator[None]:

@@ -98,4 +98,5 @@ def build_engine(
         seed=recipe.seed,
         override=recipe.model.override_config,
         keep_experts=keep_experts,
+        adapter=recipe.lora if recipe.sends_adapter else None,
     )

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
@@ -16,12 +16,16 @@ from torch import Tensor
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
+from megarl.families.lora_rules import adapter_rules
 from megarl.families.shape import read_model_shape
 from megarl.groups.peer_errors import ReplicaCollectiveError, replica_collectives_marked
 from megarl.platform import peak_memory
 from megarl.platform.spans import span
-from megarl.reshard.layouts.placed import reshard_ends
-from megarl.reshard.live import GatheredReshard, Reshard, record
+from megarl.reshard.adapters import AdapterReshard
+from megarl.reshard.boxes import Layout
+from megarl.reshard.layouts.placed import Ends, reshard_ends
+from megarl.reshard.layouts.vllm_slots import AdapterSlots, without_adapters
+from megarl.reshard.live import GatheredReshard, Reshard, record, record_slots
 from megarl.reshard.plan import RankTopology
 from megarl.reshard.probe import TOLERANCES, check_logprobs, probe_prompt
 from megarl.reshard.staging import gathered
@@ -102,7 +106,7 @@ class WeightCopier:
             started = time.perf_counter()
             # Checksums need the weights in memory on both sides; converted weights have no equal bytes, so they are
             # probed.
-            if verify and isinstance(self.resharding, Reshard):
+            if verify and not isinstance(self.resharding, GatheredReshard):
                 self.resharding.verify()
             elif verify:
                 trainer_logprobs = self._probe_trainer()
@@ -130,8 +134,10 @@ class WeightCopier:
             gathered(None, self._group)
         return {"meet_seconds": time.perf_counter() - started}
 
-    def _planned(self) -> Reshard | GatheredReshard:
+    def _planned(self) -> Reshard | GatheredReshard | AdapterReshard:
         """Plan the copies: in place, or via full tensors if the engine's weights cannot be written in place."""
+        if self._recipe.sends_adapter:
+            return self._planned_adapter()
         policy, engine = self._policy, self._engine
         dtype = getattr(torch, self._recipe.model.dtype)
         ends = reshard_ends(
@@ -183,16 +189,60 @@ class WeightCopier:
                 first_engine=ends.first_engine,
                 group=self._group,
             )
+        return self._direct(ends, recorded, parameters, model)
+
+    def _planned_adapter(self) -> AdapterReshard:
+        """Plan the one copy of the base weights, and the copies of the LoRA adapter into the engines' slots."""
+        policy, engine, lora = self._policy, self._engine, self._recipe.lora
+        dtype = getattr(torch, self._recipe.model.dtype)
+        model, slots = (engine.model, engine.slots) if engine is not None else (None, None)
+        with without_adapters(model):
+            recorded, refusal = record(model, self._engine_shape, dtype, self._group)
+        base, adapter = (
+            reshard_ends(
+                self._engine_shape,
+                self._layout,
+                len(self._topology),
+                transformer_engine=self._transformer_engine,
+                adapter=which,
+            )
+            for which in (None, lora)
+        )
+        rules = adapter_rules(self._engine_shape, lora.targets, lora.rank)
+        shapes = {name: shape for rule in rules for name, shape in rule.tensors}
+        matrices = {tensor.name: shapes[tensor.template] for tensor in adapter.destinations.tensors}
+        in_slots, no_slots = record_slots(slots, matrices, dtype, self._group)
+        if recorded is None or in_slots is None:
+            raise ConfigError(
+                f"lora.sync = adapter: this engine's tensors cannot be written in place ({refusal or no_slots}); set "
+                "lora.sync=merged"
+            )
+        weights = policy.tensors if policy is not None else {}
+        matrices_sent = policy.adapter_weights if policy is not None else {}
+        return AdapterReshard(
+            self._direct(base, recorded, weights, model), self._direct(adapter, in_slots, matrices_sent, slots=slots)
+        )
+
+    def _direct(
+        self,
+        ends: Ends,
+        recorded: Layout,
+        parameters: Mapping[str, Tensor],
+        model: torch.nn.Module | None = None,
+        slots: AdapterSlots | None = None,
+    ) -> Reshard:
+        """Plan copies into the live parameters of `model`, or into the `slots` of a LoRA adapter."""
         return Reshard(
             ends.sources,
             ends.destinations,
             recorded,
             parameters,
             model,
-            dtype=dtype,
+            dtype=getattr(torch, self._recipe.model.dtype),
             bucket_bytes=self._recipe.weights.bucket_mib << 20,
             topology=self._topology,
             group=self._group,
+            slots=slots,
         )
 
     @contextmanager
@@ -214,8 +264,9 @@ class WeightCopier:
                 with self._engine_errors_marked():
                     engine.wake(["weights"])
             if policy is not None:
-                # Engines take full weights: merge LoRA adapters for the time of the reshard.
-                stack.enter_context(policy.merged())
+                # What is sent exists for the time of the reshard only: merged weights, or scaled adapters.
+                sends_adapter = self._recipe.sends_adapter
+                stack.enter_context(policy.scaled_adapters() if sends_adapter else policy.merged())
             yield
         if engine is not None:
             if policy is not None:

@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from megarl.config import LoraConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.families.shape import ModelShape, padded_vocab_size
+from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.reshard.layouts.megatron import megatron_layouts
+from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 from megarl.reshard.world import Layouts, PlacedLayouts
 
@@ -26,16 +29,27 @@ def reshard_ends(
     *,
     transformer_engine: bool = False,
     engine: ModelShape | None = None,
+    adapter: LoraConfig | None = None,
 ) -> Ends:
     """Return the layouts of trainer and engines over `num_ranks` ranks. With separate engines, only live replicas
     count.
 
-    `engine` is the engines' model if it has fewer tensors than the trainer's, `model`.
+    `engine` is the engines' model if it has fewer tensors than the trainer's, `model`. With `adapter`, the layouts are
+    those of the LoRA adapter's matrices instead of the weights.
     """
     padded = padded_vocab_size(model.vocab_size, parallel.tp)
     trainer = megatron_layouts(model, parallel, padded_vocab_size=padded, transformer_engine=transformer_engine)
     first = parallel.world_size if parallel.is_separate else 0
     engines = VllmLayouts(engine or model, parallel.rollout_tp, num_ranks - first, parallel.rollout_ep)
+    if adapter is None:
+        return _placed(trainer, engines, first, num_ranks)
+    targets, rank = adapter.targets, adapter.rank
+    return _placed(
+        adapter_layouts(trainer, targets, rank), VllmAdapterLayouts(engines, targets, rank), first, num_ranks
+    )
+
+
+def _placed(trainer: Layouts, engines: Layouts, first: int, num_ranks: int) -> Ends:
     if not first:
         return Ends(trainer, engines, first)
     return Ends(PlacedLayouts(trainer, 0, num_ranks), PlacedLayouts(engines, first, num_ranks), first)

@@ -10,7 +10,7 @@ quantisation (`layouts.vllm_quantised`).
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -44,7 +44,7 @@ def record_layout(model: nn.Module, tensors: Mapping[str, tuple[tuple[int, ...],
     except UnknownKernelError as error:
         raise DirectWriteError(str(error)) from error
     with all_loadable(quantised):
-        recorder = _Recorder(model)
+        recorder = Recorder(model.named_parameters())
         with recorder:
             # Every vLLM model has this method, but torch's modules do not declare it.
             model.load_weights(recorder.sources(tensors))  # pyright: ignore[reportCallIssue]
@@ -92,12 +92,12 @@ def zero_padding(model: nn.Module) -> None:
             bias.data.zero_()
 
 
-class _Recorder(TorchDispatchMode):
+class Recorder(TorchDispatchMode):
     """A torch dispatch mode recording copies from checkpoint tensors into live parameters, without executing the
-    writes.
+    writes. `parameters` are pairs of a name and a live tensor [*shape].
     """
 
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, parameters: Iterable[tuple[str, torch.Tensor]]) -> None:
         super().__init__()
         self.pieces: list[Piece] = []
         self._padding: dict[str, int] = defaultdict(int)
@@ -108,10 +108,11 @@ class _Recorder(TorchDispatchMode):
         self._live: dict[int, tuple[str, torch.Tensor]] = {}
         # Some parameters are views of another parameter's storage. Sorted by size, the widest one comes last and
         # replaces them.
-        for name, parameter in sorted(model.named_parameters(), key=lambda item: item[1].numel()):
+        for name, parameter in sorted(parameters, key=lambda item: item[1].numel()):
             self._live[_storage(parameter)] = (name, parameter)
 
     def sources(self, tensors: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield names and meta tensors [*shape] for checkpoint tensors, given by name as shape and dtype."""
         for name, (shape, dtype) in tensors.items():
             source = torch.empty(shape, dtype=dtype, device="meta")
             self._sources[_storage(source)] = (name, source)

@@ -67,7 +67,7 @@ class VllmLayouts(Layouts):
         for stack, of_drafter in self._stacks:
             template = stack.parts[0].tensor
             shape = list(self._shapes[template])
-            shape[stack.dim] = sum(self._range(stack, piece, part)[2] for piece in stack.parts)
+            shape[stack.dim] = sum(self.range_on(stack, piece, part)[2] for piece in stack.parts)
             layers = self._layers[template]
             count = sum(is_mtp(self.model, TensorName(template, layer)) == of_drafter for layer in layers)
             if stack.stacks_experts:
@@ -75,33 +75,11 @@ class VllmLayouts(Layouts):
                 count *= each + (part < more) if self.ep else self.model.num_experts
             yield stack, tuple(shape), count
 
-    def _holdings(self, stack: Stack, template: str, owner: int) -> Iterator[Holding]:
-        for rank in range(self.tp) if owner < 0 else (owner,):
-            shape = list(self._shapes[template])
-            ranges = [self._range(stack, part, rank) for part in stack.parts]
-            lengths = [stored for _, _, stored in ranges]
-            shape[stack.dim] = sum(lengths)
-            strides = contiguous_strides(shape)
-            own = (index for index, part in enumerate(stack.parts) if part.tensor == template)
-            for index in own:
-                start, stop, _ = ranges[index]
-                if start == stop:
-                    continue
-                corner, end = [0] * len(shape), list(self._shapes[template])
-                corner[stack.dim], end[stack.dim] = start, stop
-                first_expert = self._first_expert(owner) if owner >= 0 else 0
-                # Experts follow each other in the stacked parameter: one step is a whole expert.
-                step = strides[0] * shape[0] if stack.stacks_experts else 0
-                place = StorageSlot(stack.storage, 0, first_expert, step)
-                ranks = range(rank, self.world_size, self.tp)
-                before = index if stack.alternates else sum(lengths[:index])
-                offset = before * strides[stack.dim]
-                if stack.alternates:
-                    strides = tuple(s * len(lengths) if dim == stack.dim else s for dim, s in enumerate(strides))
-                yield Holding(tuple(corner), tuple(end), ranks, place, offset, strides)
+    def range_on(self, stack: Stack, part: Part, rank: int) -> tuple[int, int, int]:
+        """Return start and stop of a rank's part of a tensor, and its length in the parameter, including padding.
 
-    def _range(self, stack: Stack, part: Part, rank: int) -> tuple[int, int, int]:
-        """Return start and stop of a rank's part of a tensor, and its length in the parameter, including padding."""
+        `rank` counts within the engine, from 0 to tp - 1.
+        """
         length, tp = self._shapes[part.tensor][stack.dim], self.tp
         if part.rows is not None:
             first, end = part.rows
@@ -124,6 +102,31 @@ class VllmLayouts(Layouts):
             raise ConfigError(f"rollout.tp={tp} does not divide the model's {sizes_of(self.model, part.tensor)}.")
         stored //= tp
         return min(rank * stored, length), min((rank + 1) * stored, length), stored
+
+    def _holdings(self, stack: Stack, template: str, owner: int) -> Iterator[Holding]:
+        for rank in range(self.tp) if owner < 0 else (owner,):
+            shape = list(self._shapes[template])
+            ranges = [self.range_on(stack, part, rank) for part in stack.parts]
+            lengths = [stored for _, _, stored in ranges]
+            shape[stack.dim] = sum(lengths)
+            strides = contiguous_strides(shape)
+            own = (index for index, part in enumerate(stack.parts) if part.tensor == template)
+            for index in own:
+                start, stop, _ = ranges[index]
+                if start == stop:
+                    continue
+                corner, end = [0] * len(shape), list(self._shapes[template])
+                corner[stack.dim], end[stack.dim] = start, stop
+                first_expert = self._first_expert(owner) if owner >= 0 else 0
+                # Experts follow each other in the stacked parameter: one step is a whole expert.
+                step = strides[0] * shape[0] if stack.stacks_experts else 0
+                place = StorageSlot(stack.storage, 0, first_expert, step)
+                ranks = range(rank, self.world_size, self.tp)
+                before = index if stack.alternates else sum(lengths[:index])
+                offset = before * strides[stack.dim]
+                if stack.alternates:
+                    strides = tuple(s * len(lengths) if dim == stack.dim else s for dim, s in enumerate(strides))
+                yield Holding(tuple(corner), tuple(end), ranks, place, offset, strides)
 
     def _owner(self, expert: int) -> int:
         """Return the engine rank with an expert.

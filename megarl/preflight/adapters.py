@@ -1,0 +1,54 @@
+"""Checks of recipes whose engines receive LoRA adapters instead of merged weights."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from megarl.config import Recipe
+from megarl.families import FAMILIES
+from megarl.families.shape import ModelShape
+from megarl.platform.cuda_extensions import runs_on_cpu
+from megarl.preflight.registry import checks
+from megarl.reshard.layouts.vllm_adapters import SLOT_RANKS
+
+
+@checks("lora")
+def adapter_slots(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
+    """Yield errors of a recipe whose engines receive LoRA adapters instead of merged weights."""
+    if not recipe.sends_adapter:
+        return
+    lora, rollout, chosen = recipe.lora, recipe.rollout, "lora.sync = adapter"
+    merged = "set lora.sync=merged"
+    if not FAMILIES[shape.family].has_adapter_slots:
+        known = sorted(name for name, family in FAMILIES.items() if family.has_adapter_slots)
+        yield (
+            f"{chosen}: megarl cannot write adapters of a {shape.family} model into vLLM, only of {', '.join(known)}; "
+            f"{merged}"
+        )
+    experts = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if shape.num_experts else []
+    if experts:
+        yield (
+            f"{chosen}: lora.targets has {' and '.join(experts)}, but megarl cannot write adapters of experts into "
+            f"vLLM; set lora.targets=[qkv_proj,o_proj], or {merged}"
+        )
+    if lora.rank > SLOT_RANKS[-1]:
+        yield f"{chosen}: lora.rank = {lora.rank} exceeds vLLM's limit for adapters, {SLOT_RANKS[-1]}; {merged}"
+    if recipe.model.dtype == "float32" and not runs_on_cpu():
+        yield (
+            f"{chosen}: vLLM's kernels for adapters on GPUs need 16-bit weights, but model.dtype is float32; set "
+            f"model.dtype=bfloat16, or {merged}"
+        )
+    quantisers = {"quantization": rollout.quantization, "vllm.quantization": rollout.vllm.get("quantization")}
+    for field, value in quantisers.items():
+        if value not in (None, "none"):
+            yield f"{chosen}: rollout.{field} = {value} would quantise the weights next to the adapter; {merged}"
+    for name in rollout.vllm:
+        if "lora" in name:
+            yield f"{chosen}: rollout.vllm.{name} = {rollout.vllm[name]!r} is set by megarl then; remove it"
+    if recipe.drafts_with_mtp:
+        yield (
+            f"{chosen}: rollout.vllm.speculative_config drafts with layers that have no adapter; leave it out, or "
+            f"{merged}"
+        )
+    if recipe.weights.overlap:
+        yield f"{chosen}: an adapter is sent too fast to overlap with training; set weights.overlap=false"

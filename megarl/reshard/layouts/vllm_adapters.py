@@ -1,0 +1,125 @@
+"""Layouts of a LoRA adapter in vLLM's slots, computed from the model's sizes; `layouts.vllm_slots` records them.
+
+A slot is a tensor of vLLM for one matrix of an adapter. Every fused projection has a slot for B per Hugging Face
+projection, and one for the A that they share. Slots are split over the engine's ranks like their weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from megarl.families import layers_of, numbered, stacks_of
+from megarl.families.lora_rules import adapter_rules, adapter_tensor
+from megarl.families.names import TensorName
+from megarl.families.rules import Rule
+from megarl.families.stacks import Stack
+from megarl.reshard.layouts.vllm_computed import VllmLayouts
+from megarl.reshard.world import Holding, Layouts, StorageSlot
+
+SLOT_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
+"""Ranks for which vLLM 0.30 makes slots (`vllm.config.lora.MaxLoRARanks`)."""
+
+
+def slot_rank(rank: int) -> int:
+    """Return the rank of vLLM's slots for adapters of this LoRA rank: the smallest possible. The rest is zero.
+
+    Raises ValueError above the largest one.
+    """
+    if rank > SLOT_RANKS[-1]:
+        raise ValueError(f"LoRA rank {rank} exceeds the largest of vLLM's slots, {SLOT_RANKS[-1]}")
+    return next(possible for possible in SLOT_RANKS if possible >= rank)
+
+
+def slot_name(module: str, letter: str, index: int) -> str:
+    """Return the name of a slot: of matrix A or B (`letter`) for part `index` of vLLM's module."""
+    return f"{module}.lora_{letter.lower()}_stacked.{index}"
+
+
+@dataclass(frozen=True)
+class VllmAdapterLayouts(Layouts):
+    """Layouts of an adapter of LoRA rank `rank` on the linear layers `targets`, in the slots of all `engine` ranks.
+
+    The projections of a fused linear layer have equal matrices A. Only the first one is stored.
+    """
+
+    engine: VllmLayouts
+    targets: tuple[str, ...]
+    rank: int
+
+    def __len__(self) -> int:
+        return len(self.engine)
+
+    @cached_property
+    def tensors(self) -> Sequence[TensorName]:
+        return tuple(tensor for tensor in numbered(self._rules, self.engine.model) if tensor.template in self._places)
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shapes of the whole matrices in the slots, by template: A [rank, in features], B [out features, rank]."""
+        return {name: shape for rule in self._rules for name, shape in rule.tensors if name in self._places}
+
+    def holdings(self, tensor: TensorName) -> tuple[Holding, ...]:
+        if tensor.template not in self._made:
+            self._made[tensor.template] = tuple(self._holdings(tensor.template))
+        return self._made[tensor.template]
+
+    def bytes_on(self, rank: int, itemsize: int) -> int:
+        """Return the bytes of a rank's slots, their unused part included."""
+        return itemsize * sum(self._numel(template, rank, slot_rank(self.rank)) for template in self.shapes)
+
+    def wanted_bytes(self, rank: int, itemsize: int) -> int:
+        """Return the bytes of a rank's parts of A and B: the least that a transfer to this rank can bring."""
+        return itemsize * sum(self._numel(template, rank, self.rank) for template in self.shapes)
+
+    def _numel(self, template: str, rank: int, stored_rank: int) -> int:
+        stack, index, letter = self._places[template]
+        features = self.shapes[template][1 if letter == "A" else 0]
+        if _is_split(stack, letter):
+            features = self.engine.range_on(stack, stack.parts[index], rank % self.engine.tp)[2]
+        return features * stored_rank * len(self._layers[template])
+
+    def _holdings(self, template: str) -> Iterator[Holding]:
+        stack, index, letter = self._places[template]
+        shape, world = self.shapes[template], len(self.engine)
+        slot = StorageSlot(slot_name(stack.storage.removesuffix(".weight"), letter, index))
+        if not _is_split(stack, letter):
+            width = shape[1] if letter == "A" else slot_rank(self.rank)
+            yield Holding((0, 0), shape, range(world), slot, 0, (width, 1))
+            return
+        for rank in range(self.engine.tp):
+            start, stop, stored = self.engine.range_on(stack, stack.parts[index], rank)
+            corner, end = [0, 0], list(shape)
+            corner[stack.dim], end[stack.dim] = start, stop
+            width = stored if letter == "A" else slot_rank(self.rank)
+            ranks = range(rank, world, self.engine.tp)
+            yield Holding(tuple(corner), tuple(end), ranks, slot, 0, (width, 1))
+
+    @cached_property
+    def _rules(self) -> tuple[Rule, ...]:
+        return adapter_rules(self.engine.model, self.targets, self.rank)
+
+    @cached_property
+    def _layers(self) -> dict[str, tuple[int, ...]]:
+        return layers_of(self._rules, self.engine.model)
+
+    @cached_property
+    def _places(self) -> dict[str, tuple[Stack, int, str]]:
+        """Return the stack of the weight of each stored matrix, its index there, and A or B; by template."""
+        return {
+            adapter_tensor(part.tensor, letter): (stack, index, letter)
+            for stack in stacks_of(self.engine.model)
+            for index, part in enumerate(stack.parts)
+            for letter in ("AB" if index == 0 else "B")
+            if part.tensor.endswith(".weight")
+        }
+
+    @cached_property
+    def _made(self) -> dict[str, tuple[Holding, ...]]:
+        return {}
+
+
+def _is_split(stack: Stack, letter: str) -> bool:
+    """Return whether a matrix is split over ranks: B with the weight's output features, A with its input features."""
+    return letter == ("B" if stack.dim == 0 else "A")

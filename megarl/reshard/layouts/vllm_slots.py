@@ -1,0 +1,141 @@
+"""The slots of a live vLLM engine for a LoRA adapter, and their layout, recorded from vLLM's own loader of adapters."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from megarl.families.lora_rules import adapter_tensor
+from megarl.reshard.boxes import Layout
+from megarl.reshard.layouts.vllm import DirectWriteError, Recorder
+from megarl.reshard.layouts.vllm_adapters import slot_name
+from megarl.types import MegarlError
+
+ADAPTER_ID = 1
+"""vLLM's number of the trained adapter. It is the only one, so it always has slot 0."""
+
+
+class AdapterSlots:
+    """The slots of the trained adapter in a live vLLM model. `rank` is the LoRA rank; slots may be wider.
+
+    The constructor makes the projections of a fused layer share one slot for A. Build it before vLLM captures CUDA
+    graphs. Raises MegarlError if vLLM has another number of adapters, or no linear layer for them.
+    """
+
+    def __init__(self, model: nn.Module, rank: int) -> None:
+        self.rank = rank
+        self._modules = dict(_adapted(model))
+        if not self._modules:
+            raise MegarlError(f"{type(model).__name__}: vLLM has made no slots for LoRA adapters. Please report this.")
+        packed: Mapping[str, list[str]] = getattr(model, "packed_modules_mapping", {})
+        self._parts = {name: _parts_of(name, module, packed) for name, module in self._modules.items()}
+        self.tensors: dict[str, Tensor] = {}
+        """The slots by name, A [slot rank, in features of this rank] and B [out features of this rank, slot rank]."""
+        for name, module in self._modules.items():
+            # The trainer has one A for a fused layer. vLLM 0.30 would store it once per projection.
+            module.lora_a_stacked = (module.lora_a_stacked[0],) * module.n_slices
+            slots = {"A": module.lora_a_stacked[:1], "B": module.lora_b_stacked}
+            for letter, stacked in slots.items():
+                for index, slot in enumerate(stacked):
+                    if slot.shape[:2] != (1, 1):
+                        raise MegarlError(f"{name}: vLLM has slots for {slot.shape[0]} adapters; expected one.")
+                    self.tensors[slot_name(name, letter, index)] = slot[0, 0]
+
+    @cached_property
+    def request(self) -> Any:
+        """vLLM's reference to the adapter, for requests that use it."""
+        # vLLM is imported only where an engine exists: ranks that only train must not load it.
+        from vllm.lora.request import LoRARequest
+
+        return LoRARequest("trained", ADAPTER_ID, "written in place")
+
+    def activate(self, worker: Any) -> None:
+        """Register the adapter in a vLLM worker without loading it from files. Its slots are zero afterwards."""
+        manager = worker.model_runner.lora_manager
+        manager.add_dummy_lora(self.request, self.rank)
+        slots = manager._adapter_manager
+        slots.activate_adapter(ADAPTER_ID)
+        # vLLM would copy them into the slots when it activates the adapter again, and this never happens.
+        slots.get_adapter(ADAPTER_ID).loras.clear()
+
+    def record_layout(self, tensors: Mapping[str, tuple[int, ...]], dtype: torch.dtype) -> Layout:
+        """Record the layout of the slots. `tensors` maps the names of an adapter's matrices to their shapes.
+
+        vLLM's own code copies the matrices, as meta tensors, into the slots. Live values do not change. Raises
+        DirectWriteError, with the name, for a matrix without a slot, or a slot not filled by its matrices.
+        """
+        recorder = Recorder(self.tensors.items())
+        with recorder:
+            found = dict(recorder.sources({name: (shape, dtype) for name, shape in tensors.items()}))
+            for name, module in self._modules.items():
+                matrices = {
+                    letter: [found.pop(adapter_tensor(f"{part}.weight", letter), None) for part in self._parts[name]]
+                    for letter in "AB"
+                }
+                given = [matrices[letter] if module.n_slices > 1 else matrices[letter][0] for letter in "AB"]
+                module.set_lora(0, *given)
+        if found:
+            raise DirectWriteError(f"{min(found)}: vLLM has no slot for this matrix of the adapter")
+        layout = tuple(recorder.pieces)
+        self._check_filled(layout)
+        return layout
+
+    def zero_padding(self) -> None:
+        """Set to zero the ranks of wider slots that the adapter does not have."""
+        for padding in self._padding():
+            padding.zero_()
+
+    def _padding(self) -> Iterator[Tensor]:
+        for name, slot in self.tensors.items():
+            yield slot[self.rank :] if ".lora_a_stacked." in name else slot[:, self.rank :]
+
+    def _check_filled(self, pieces: Layout) -> None:
+        copied = dict.fromkeys(self.tensors, 0)
+        for piece in pieces:
+            copied[piece.storage] += piece.box.numel
+        for (name, slot), padding in zip(self.tensors.items(), self._padding(), strict=True):
+            if copied[name] + padding.numel() != slot.numel():
+                raise DirectWriteError(
+                    f"{name}: {copied[name]} of {slot.numel()} elements come from the adapter and {padding.numel()} "
+                    "are padding; each must be written exactly once"
+                )
+
+
+@contextmanager
+def without_adapters(model: nn.Module | None) -> Iterator[None]:
+    """Context in which a vLLM model has its plain linear layers in place of those with adapters, as during loading."""
+    wrapped = [
+        (parent, key, child)
+        for parent in (model.modules() if model is not None else ())
+        for key, child in parent.named_children()
+        if hasattr(child, "lora_a_stacked")
+    ]
+    for parent, key, child in wrapped:
+        setattr(parent, key, child.base_layer)
+    try:
+        yield
+    finally:
+        for parent, key, child in wrapped:
+            setattr(parent, key, child)
+
+
+def live_parameters(model: nn.Module) -> dict[str, Tensor]:
+    """Return the parameters [*shape] of a vLLM model, by the names that they have without adapters."""
+    return {name.replace(".base_layer.", "."): parameter for name, parameter in model.named_parameters()}
+
+
+def _adapted(model: nn.Module) -> Iterator[tuple[str, Any]]:
+    return ((name, module) for name, module in model.named_modules() if hasattr(module, "lora_a_stacked"))
+
+
+def _parts_of(name: str, module: Any, packed: Mapping[str, list[str]]) -> list[str]:
+    """Return the Hugging Face modules of a linear layer of vLLM."""
+    if module.n_slices == 1:
+        return [name]
+    parent, _, last = name.rpartition(".")
+    return [f"{parent}.{part}" for part in packed[last]]
