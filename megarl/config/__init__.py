@@ -285,6 +285,13 @@ class Recipe(Section):
         return self.loop == "rl" or (self.loop == "distillation" and self.distillation.loss == "sampled_token")
 
     @property
+    def trains_rewards(self) -> bool:
+        """Return whether advantages computed from rewards train the policy."""
+        return self.loop == "rl" or (
+            self.loop == "distillation" and self.has_advantages and self.distillation.use_task_rewards
+        )
+
+    @property
     def frozen_steps(self) -> int:
         """Return the number of steps at the start that train only the critic."""
         return self.critic.warmup_steps if self.has_critic else 0

@@ -79,6 +79,19 @@ ADVANTAGES = (
     ON_POLICY,
     Condition(("distillation.loss",), "set distillation.loss to sampled_token", lambda recipe: recipe.has_advantages),
 )
+TASK_REWARDS = Condition(
+    ("distillation.use_task_rewards",),
+    "set distillation.use_task_rewards to true",
+    lambda recipe: recipe.distillation.use_task_rewards,
+    "distillation.use_task_rewards=true",
+)
+# It decides by the loop too, so it replaces the section's condition on it.
+REWARDS_TRAINED = Condition(
+    ("loop",),
+    "set loop to rl, or distillation.use_task_rewards to true in loop distillation",
+    lambda recipe: recipe.trains_rewards,
+    "loop=rl",
+)
 DIVERGENCE = one_of("distillation.loss", "top_k", "full_vocabulary")
 SAMPLED_TOKEN = one_of("distillation.loss", "sampled_token")
 TOP_K = one_of("distillation.loss", "top_k")

@@ -7,7 +7,7 @@ from typing import Annotated, Literal
 from pydantic import Field, PositiveFloat, PositiveInt
 
 from megarl.config.annotations import Foreign, KeywordOf, OnlyIf
-from megarl.config.conditions import DIVERGENCE, SAMPLED_TOKEN, TOP_K
+from megarl.config.conditions import DIVERGENCE, SAMPLED_TOKEN, TASK_REWARDS, TOP_K
 from megarl.config.formulas import Formula
 from megarl.config.section import Section
 
@@ -47,6 +47,15 @@ class DistillationConfig(Section):
         Foreign("loss_max_clamp", note="of sampled_token", example="10",
             verl="distillation.distillation_loss.loss_max_clamp")] = None  # fmt: skip
     """Clip a token's log-ratio of teacher to policy to [-x, x], in nats. Default: no clipping."""
+    use_task_rewards: Annotated[bool, OnlyIf(SAMPLED_TOKEN),
+        Foreign("use_task_rewards",
+            verl="distillation.distillation_loss.use_task_rewards")] = False  # fmt: skip
+    """Train on rewards too (loss sampled_token). true: the advantages of algorithm.advantage and the teacher's
+    log-ratios are added. false (default): rewards are measured only."""
+    kl_coefficient: Annotated[PositiveFloat, OnlyIf(TASK_REWARDS),
+        Foreign("distillation_loss_coef", example="0.1", slime="--opd-kl-coef")] = 1.0  # fmt: skip
+    """Weight of the teacher's log-ratios in the sum with the advantages of rewards (use_task_rewards). With gamma 1 it
+    is the coefficient of the KL towards the teacher."""
     divergence: Annotated[str, OnlyIf(DIVERGENCE), Formula("divergences", "DIVERGENCES"),
         Foreign("distillation_loss.loss_mode kl_type", also="distillation.loss")] = "reverse_kl"  # fmt: skip
     """Divergence of the losses top_k and full_vocabulary. reverse_kl (default): KL(policy || teacher). forward_kl:

@@ -61,7 +61,7 @@ def judges_answers(recipe: Recipe) -> Judging:
 
 def accuracy_needs(recipe: Recipe) -> list[str]:
     """Return the fields, as `FIELD = VALUE`, for which training needs verdicts although this source has none."""
-    if recipe.loop != "rl":
+    if not recipe.trains_rewards:
         return _curriculum_need(recipe) if recipe.loop == "distillation" else []
     algorithm = recipe.algorithm
     found = []

@@ -29,6 +29,7 @@ from megarl.config.conditions import (
     PAIRS,
     PTX,
     REFERENCE,
+    REWARDS_TRAINED,
     SAMPLES,
     SEQUENCE_MEAN,
     SURPLUS,
@@ -229,7 +230,7 @@ class AlgorithmConfig(Section):
             reinforce_plus_plus="reinforce++")] = None  # fmt: skip
     """Published method, for example dapo. It sets the default values of other algorithm fields; values in the recipe
     replace them. Default: none. Values of each method: launch/recipes/README.md."""
-    advantage: Annotated[str,
+    advantage: Annotated[str, OnlyIf(REWARDS_TRAINED),
         Formula("advantages", "ADVANTAGES", further=("gae",), measured=("lengths", "passes", "mask"), takes_own=True),
         Foreign("adv_estimator use_leave_one_out_baseline adv.estimator", verl="algorithm.adv_estimator",
             slime="--advantage-estimator"),
@@ -244,7 +245,7 @@ class AlgorithmConfig(Section):
     """GAE lambda (advantage gae). 1: Monte-Carlo return minus the value. 0: one-step TD error."""
     # Where another sample of the group has fewer turns, the sample's whole return is compared with theirs. Rewards not
     # tied to a turn are scores of reward functions and of the reward model, KL and the length penalty.
-    turn_discount: Annotated[Annotated[float, Field(ge=0.0, le=1.0)] | None, OnlyIf(*TURNS)] = None
+    turn_discount: Annotated[Annotated[float, Field(ge=0.0, le=1.0)] | None, OnlyIf(REWARDS_TRAINED, *TURNS)] = None
     """Discount factor per turn: a turn's return is its own reward plus turn_discount times the next turn's return. Its
     baseline is the same turn of the group's other samples. Other rewards count at the last turn. Default: none, all
     tokens get the sum of all rewards. gae discounts by gamma instead."""
@@ -253,7 +254,8 @@ class AlgorithmConfig(Section):
             TRL="scale_rewards")] = True  # fmt: skip
     """Divide advantages by the group's standard deviation of rewards. true (default): as in GRPO. false: as in Dr.
     GRPO."""
-    reward_order: Annotated[Literal["sum_then_normalize", "normalize_then_sum"], OnlyIf(GRPO, DEVIATION),
+    reward_order: Annotated[Literal["sum_then_normalize", "normalize_then_sum"],
+        OnlyIf(REWARDS_TRAINED, GRPO, DEVIATION),
         Foreign(example="algorithm.reward_order=normalize_then_sum reward.functions=[boxed,format]",
             TRL="multi_objective_aggregation")] = "sum_then_normalize"  # fmt: skip
     """How the scores of several reward functions are combined into one advantage (grpo). sum_then_normalize: normalise
@@ -264,9 +266,9 @@ class AlgorithmConfig(Section):
     0. reward: its reward, as in verl."""
     pass_k: Annotated[PositiveInt, KeywordOf("algorithm.advantage", "k")] = 4
     """k of the objective pass@k: a draw of k samples passes if at least one of them does (advantage pass_at_k)."""
-    advantage_kwargs: Kwargs = Field(default_factory=dict)
+    advantage_kwargs: Annotated[Kwargs, OnlyIf(REWARDS_TRAINED)] = Field(default_factory=dict)
     """Further keyword arguments of the advantage estimator, for example {epsilon: 1e-4} for grpo."""
-    whiten_advantages: Annotated[bool,
+    whiten_advantages: Annotated[bool, OnlyIf(REWARDS_TRAINED),
         Foreign("whiten_rewards normalize_advantages advantage_norm global_norm", example="true",
             RL2="adv.global_norm")] = False  # fmt: skip
     """Whiten advantages over all trained tokens of a step, to mean 0 and variance 1."""

@@ -6,12 +6,15 @@ from megarl.loops.on_policy import on_policy_run
 from megarl.loops.session import Session
 from megarl.rollout.advantages import compute_importance_weights
 from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.teachers import Teachers, compute_teacher_advantages
+from megarl.rollout.teachers import Teachers, add_reward_advantages, compute_teacher_advantages
 from megarl.rollout.updates import PolicyUpdates
 
 
 async def train(session: Session) -> None:
-    """Run the loop: sample, score, update, save, reshard and evaluate. Rewards are measured but train nothing."""
+    """Run the loop: sample, score, update, save, reshard and evaluate.
+
+    Rewards are measured. They train the policy only with distillation.use_task_rewards.
+    """
     recipe, models, phase = session.recipe, session.models, session.tracker.phase
     algorithm, policy, has_advantages = recipe.algorithm, models["policy"], recipe.has_advantages
     teachers = Teachers(recipe, models)
@@ -24,7 +27,7 @@ async def train(session: Session) -> None:
                 with phase("logprobs"):
                     groups = await run.buffer.add_old_logprobs(groups, policy.forward)
                     truncated = algorithm.mask_truncated
-                    batch = RLBatch.from_groups(groups, mask_truncated=truncated, needs_rewards=False)
+                    batch = RLBatch.from_groups(groups, mask_truncated=truncated, needs_rewards=recipe.trains_rewards)
                     teachers.assign(batch)
                     if algorithm.old_logprobs == "rollout":
                         batch.start_from_rollout(number)
@@ -32,6 +35,8 @@ async def train(session: Session) -> None:
                         step.log(teachers.leave_out_unknown(batch))
                         teacher_logprobs = await teachers.score(batch)
                         step.log(compute_teacher_advantages(batch, teacher_logprobs, recipe.distillation))
+                        if recipe.trains_rewards:
+                            step.log(add_reward_advantages(batch, recipe))
                         step.log(compute_importance_weights(batch, algorithm))
                 session.steps.abandon_if_asked()
                 # Before the update, so that the records show the weights that sampled and trained these tokens.

@@ -32,6 +32,11 @@ def teachers(recipe: Recipe) -> Iterator[str]:
             "distillation.teacher: missing; give the folder of the teacher, or in a mixture "
             "mixture.NAME.distillation.teacher of each source"
         )
+    if recipe.trains_rewards and recipe.algorithm.advantage == "gae":
+        yield (
+            "algorithm.advantage = gae: a distillation has no critic; choose another estimator, or set "
+            "distillation.use_task_rewards=false"
+        )
 
 
 def layout_fit(recipe: Recipe, teacher: ModelShape) -> Iterator[str]:

@@ -68,6 +68,8 @@ def _algorithm(recipe: Recipe) -> Iterator[str]:
         yield recipe.preference.loss if recipe.loop == "preference" else "pairwise reward model"
     elif recipe.loop == "distillation":
         yield f"{recipe.distillation.loss} of {', '.join(recipe.teachers.values()) or 'no teacher'}"
+        if recipe.trains_rewards:
+            yield f"advantage {recipe.algorithm.advantage} of rewards"
     else:
         yield from _reinforcement(recipe)
     if recipe.lora.rank:

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 def reward_fields(recipe: Recipe) -> Iterator[str]:
     """Yield errors of the section `reward`, and of reward functions that cannot be found."""
     reward = recipe.reward
-    only_teaches = recipe.loop == "distillation" and not recipe.data.validation
+    only_teaches = recipe.loop == "distillation" and not recipe.trains_rewards and not recipe.data.validation
     if recipe.has_engine and not reward.functions and not only_teaches:
         yield "reward.functions is empty: add at least one. With reward.model, weight 0 measures accuracy only"
     names = [function.name for function in reward.functions]

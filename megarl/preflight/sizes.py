@@ -228,7 +228,7 @@ def batches(recipe: Recipe, dp: int) -> Iterator[str]:
         )
     advantage = recipe.algorithm.advantage
     compares = advantage in taking("algorithm.advantage", "lone_sample")
-    if recipe.loop == "rl" and compares and samples < 2 and recipe.algorithm.lone_sample == "zero":
+    if recipe.trains_rewards and compares and samples < 2 and recipe.algorithm.lone_sample == "zero":
         yield (
             f"train.samples_per_prompt = {samples}: algorithm.advantage {advantage} compares several samples; use 2 or "
             "more, or set algorithm.lone_sample=reward"

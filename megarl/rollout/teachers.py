@@ -12,6 +12,7 @@ from megarl.algorithms.advantages import gae
 from megarl.cluster.rank_model import RankModel
 from megarl.config import DistillationConfig, Recipe
 from megarl.data.token_batch import TokenBatch
+from megarl.rollout.advantages import compute_advantages
 from megarl.rollout.rl_batch import RLBatch
 
 METRICS = {
@@ -117,4 +118,18 @@ def compute_teacher_advantages(
         mask=mask,
     )
     batch.per_token["advantages"] = torch.where(mask, advantages, 0.0).numpy()
+    return metrics
+
+
+def add_reward_advantages(batch: RLBatch, recipe: Recipe) -> dict[str, float]:
+    """Add advantages from rewards to the batch's `advantages` [tokens] from teachers. Returns the estimator's metrics.
+
+    The sum is A + distillation.kl_coefficient * (log-ratio of teacher to policy). A is the rewards' advantage. Policy
+    gradients are linear in advantages, so both objectives are maximised together.
+    """
+    taught = batch.per_token["advantages"]
+    metrics = compute_advantages(batch, recipe, 0.0)
+    batch.per_token["advantages"] = (
+        batch.per_token["advantages"] + np.float32(recipe.distillation.kl_coefficient) * taught
+    )
     return metrics

@@ -447,6 +447,10 @@ SWITCHES = {
         "loop: distillation\ndistillation: {teacher: t, loss: top_k, divergence: jsd}",
         ["loop=rl", "distillation.loss=sampled_token", "distillation.divergence=forward_kl"],
     ),
+    "rewards": (
+        "loop: distillation\ndistillation: {teacher: t, use_task_rewards: true}",
+        ["loop=rl", "distillation.use_task_rewards=false"],
+    ),
     "sampled tokens": ("loop: distillation\ndistillation: {teacher: t}", ["distillation.loss=full_vocabulary"]),
 }  # fmt: skip
 """Recipes under which fields have an effect, and overrides that take it from some."""

@@ -71,6 +71,8 @@ WRITTEN = {
     "distillation.distillation_loss.topk": "distillation.top_k",
     "teacher_model_name_or_path": "distillation.teacher",
     "distillation.topk_logits_k": "distillation.top_k",
+    "distillation.distillation_loss.use_task_rewards": "distillation.use_task_rewards",
+    "opd_kl_coef": "distillation.kl_coefficient",
     # TRL
     "num_ppo_epochs": "train.epochs_per_step",
     "num_iterations": "train.epochs_per_step",
@@ -143,7 +145,6 @@ NONE = {
     "actor_rollout_ref.model.trust_remote_code": "never run",
     "use_vllm": "vLLM samples",
     "lmbda": "policy's samples",
-    "opd_kl_coef": "teachers alone",
     "zero_stage": "Megatron-Core trains",
     "rollout.sampling.repetition_penalty": "the trainer could not repeat",
     "resume_mode": "--resume",

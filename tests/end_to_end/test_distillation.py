@@ -82,3 +82,42 @@ def test_a_run_taken_up_again_ends_bit_equal(runs: Path) -> None:
     assert timeless[0] == timeless[1]
     contents = [(runs / name / "hf/model.safetensors").read_bytes() for name in ("whole", "again")]
     assert contents[0] == contents[1]
+
+
+WITH_REWARDS = """
+name: run
+model: {{path: {model}, dtype: float32}}
+data: {{train: data/train.jsonl, max_prompt_tokens: 96}}
+cluster: {{ranks_per_node: 1}}
+trainer: {{max_tokens_per_microbatch: 1024}}
+optimizer: {{learning_rate: 1e-3}}
+rollout: {{kv_cache_gib: 0.1, sampling: {{max_new_tokens: 12}}}}
+reward: {{functions: ["digits:share_of_digits"]}}
+train: {{steps: 2, prompts_per_step: 4, samples_per_prompt: 4}}
+"""
+REWARD = """
+from megarl.types import Reward
+
+
+def share_of_digits(completion_text, answer, correct_score):
+    return Reward(sum(c.isdigit() for c in completion_text) / max(1, len(completion_text)), True, False)
+"""
+
+
+def test_rewards_train_next_to_a_teacher(
+    tmp_path: Path, tiny_model: Callable[..., Path], tool: Callable[[str], ModuleType]
+) -> None:
+    """A teacher equal to the policy adds nothing to the first step's advantages, but to the second one's."""
+    tool("make_dataset").make_dataset(tmp_path / "data", sft=8, train=16, heldout=4)
+    (tmp_path / "digits.py").write_text(REWARD)
+    model = tiny_model(num_layers=2)
+    (tmp_path / "recipe.yaml").write_text(WITH_REWARDS.format(model=model))
+    taught = ["loop=distillation", f"distillation.teacher={model}"]
+    rewarded = [*taught, "distillation.use_task_rewards=true", "distillation.kl_coefficient=5"]
+    norms = {}
+    for name, overrides in {"rl": ["loop=rl"], "teacher": taught, "both": rewarded}.items():
+        train(tmp_path, "recipe.yaml", *overrides, f"name={name}")
+        norms[name] = [step["train/grad_norm"] for step in metrics(tmp_path / "runs" / name) if step["step"]]
+    assert norms["both"][0] == pytest.approx(norms["rl"][0], rel=1e-4) and norms["rl"][0] > 1e-3
+    assert norms["teacher"][0] < 1e-3 * norms["rl"][0]
+    assert norms["both"][1] != pytest.approx(norms["rl"][1], rel=1e-2)

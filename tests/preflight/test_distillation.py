@@ -56,6 +56,22 @@ def test_of_a_mixture_the_source_without_a_teacher_is_named(
     assert sound.further_models["mixture.one.distillation.teacher"] == teacher
 
 
+def test_rewards_next_to_a_teacher_need_several_samples_functions_and_no_critic(
+    distillation: Callable[..., Recipe],
+) -> None:
+    def with_rewards(**sections: Any) -> Recipe:
+        return distillation(sections, use_task_rewards=True)
+
+    assert check(with_rewards()).world_size == 1
+    assert "algorithm.advantage = gae: a distillation has no critic" in told(
+        with_rewards(algorithm={"advantage": "gae"})
+    )
+    text = told(with_rewards(train={"samples_per_prompt": 1}))
+    assert "train.samples_per_prompt = 1: algorithm.advantage grpo compares several samples" in text
+    assert "reward.functions is empty" in told(with_rewards(reward={"functions": []}))
+    assert check(distillation({"reward": {"functions": []}, "data": {"validation": {}}})).world_size == 1
+
+
 def test_teachers_that_cannot_teach(
     distillation: Callable[..., Recipe], tiny_model: Callable[..., Path], tmp_path: Path
 ) -> None:

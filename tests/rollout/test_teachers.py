@@ -15,7 +15,7 @@ from megarl.config import DistillationConfig, Recipe
 from megarl.data.token_batch import TokenBatch
 from megarl.families.shape import ModelShape, read_model_shape
 from megarl.rollout.rl_batch import RLBatch
-from megarl.rollout.teachers import Teachers, compute_teacher_advantages
+from megarl.rollout.teachers import Teachers, add_reward_advantages, compute_teacher_advantages
 from tests.rollout.batches import attempt, batch_of, of_sequences
 
 POLICY = [0, 0, -1.0, -2.0, -0.5, 0, 0, -1.0]
@@ -42,6 +42,28 @@ def test_advantages(config: dict[str, float], expected: list[list[float]], clipp
     # Policy minus teacher: 2, -1, 0 and -0.75 over four tokens, whatever is held.
     assert found["distillation/reverse_kl"] == pytest.approx(0.0625)
     assert found.get("distillation/clipped") == clipped
+
+
+def test_advantages_of_rewards_are_added() -> None:
+    batch = batch_of([attempt(0, 1.0, 3), attempt(0, 0.0, 1)])
+    batch.per_token["old_logprobs"] = np.array(POLICY, np.float32)
+    distillation = {"teacher": "t", "use_task_rewards": True, "kl_coefficient": 0.5}
+    recipe = Recipe.model_validate(
+        {
+            "name": "r",
+            "loop": "distillation",
+            "model": {"path": "m"},
+            "data": {"train": "t"},
+            "distillation": distillation,
+            "algorithm": {"normalize_by_std": False},
+        }
+    )
+    compute_teacher_advantages(batch, np.array(TEACHER, np.float32), recipe.distillation)
+    assert add_reward_advantages(batch, recipe) == {}
+    # Rewards 1 and 0 less their mean, and half of the log-ratios -2, 1, 0 and 0.75.
+    expected = [[0, 0, 0.5 - 1.0, 0.5 + 0.5, 0.5], [0, 0, -0.5 + 0.375]]
+    for mine, theirs in zip(of_sequences(batch, "advantages"), expected, strict=True):
+        assert mine == pytest.approx(theirs, abs=1e-6)
 
 
 def test_samples_get_the_teacher_of_their_source() -> None:
