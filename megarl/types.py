@@ -106,7 +106,8 @@ class SamplingSettings:
     """Sampling parameters of a completion.
 
     `temperature` 0 is greedy. `top_k` 0, `top_p` 1 and `min_p` 0 disable truncation. A `repetition_penalty` other than
-    1 is only for completions outside training.
+    1 is only for completions outside training. `adapter` names a LoRA adapter of `megarl serve`; empty: the engine's
+    own weights.
     """
 
     max_new_tokens: int
@@ -117,6 +118,7 @@ class SamplingSettings:
     repetition_penalty: float = 1.0
     stop: tuple[str, ...] = ()
     stop_token_ids: tuple[int, ...] = ()
+    adapter: str = ""
 
 
 # eq=False: comparing arrays has no single truth value. Requests are compared by identity.
@@ -133,6 +135,14 @@ class Request:
     sampling: SamplingSettings
     seed: int
     num_retained: int = 0
+
+
+class ServedAdapter(NamedTuple):
+    """A LoRA adapter to serve: its PEFT folder, its LoRA rank, and the names of the linear layers that it changes."""
+
+    folder: str
+    rank: int
+    modules: tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)

@@ -585,6 +585,13 @@ def serve(
         bool,
         typer.Option("--metrics", help="Serve /metrics (Prometheus) and /health too, for clients with the token."),
     ] = False,
+    adapter: Annotated[
+        list[str] | None,
+        typer.Option(
+            metavar="NAME=FOLDER",
+            help="LoRA adapter, a PEFT folder. Requests choose it by their field `model`. May be given several times.",
+        ),
+    ] = None,
 ) -> None:
     """Serve a trained model with OpenAI's API, until SIGINT or SIGTERM arrives."""
     from megarl.config import RolloutConfig
@@ -599,7 +606,7 @@ def serve(
             f"{MIN_TOKEN_CHARACTERS} characters"
         )
     config = EndpointConfig(host=host, port=port, token=token, metrics=metrics)
-    asyncio.run(serve(path, config, RolloutConfig(tp=tp, kv_cache_gib=kv_cache_gib), print))
+    asyncio.run(serve(path, config, RolloutConfig(tp=tp, kv_cache_gib=kv_cache_gib), print, adapter or ()))
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

@@ -25,7 +25,15 @@ from megarl.platform.imports import unfreeze_disabled
 from megarl.platform.spans import span
 from megarl.reshard.layouts.vllm_slots import AdapterSlots
 from megarl.tracking.metrics import Max, Mean, Metric, Sum
-from megarl.types import Completion, ExpertsHandle, FinishReason, Request, RetainedSets
+from megarl.types import (
+    Completion,
+    ConfigError,
+    ExpertsHandle,
+    FinishReason,
+    Request,
+    RetainedSets,
+    ServedAdapter,
+)
 
 vllm_on_cpu.prepare()
 
@@ -99,13 +107,15 @@ class RolloutEngine:
         override: Mapping[str, Any] | None = None,
         keep_experts: Callable[[NDArray[np.integer]], ExpertsHandle] | None = None,
         adapter: LoraConfig | None = None,
+        served: Mapping[str, ServedAdapter] | None = None,
     ) -> None:
         """Build the engine with dummy weights. `max_model_len` is in tokens.
 
         `override` replaces fields of the model's config.json. `keep_experts` stores the routed experts [tokens, layers,
         top_k] of a completion and returns their handle. If `config.sampling` has top-p, top-k or min-p, completions
         include the sets of tokens left to sample from. With `adapter`, all requests use the LoRA adapter in the
-        engine's `slots`. Raises ConfigError for settings that vLLM refuses.
+        engine's `slots`. `served` are LoRA adapters that requests may name (`load_adapters`). Raises ConfigError for
+        settings that vLLM refuses.
         """
         # First, because vLLM caches its environment variables while the engine is built.
         compile_cache.use_own_folder()
@@ -119,6 +129,7 @@ class RolloutEngine:
                 seed=seed,
                 override=override,
                 adapter=adapter,
+                served=served,
             )
         rank = dist.get_rank()
         self.replica = rank // config.tp
@@ -132,6 +143,9 @@ class RolloutEngine:
         self.slots: AdapterSlots | None = None
         """The live slots of the LoRA adapter; None without one."""
         self._adapter = adapter
+        self._served = {
+            name: LoRARequest(name, number, of.folder) for number, (name, of) in enumerate((served or {}).items(), 1)
+        }
         self._channel = _open_channel(config.tp)
         # vLLM reseeds the global generators while it is built; the trainer's random state must not change.
         with preserved_random_state():
@@ -263,6 +277,18 @@ class RolloutEngine:
         with preserved_random_state():
             full_tensors.load(self._worker, tensors)
 
+    def load_adapters(self) -> None:
+        """Load the served LoRA adapters from their folders, by vLLM's own loader. Call it after the base weights.
+
+        Call it on all ranks of a replica. Raises ConfigError for an adapter that vLLM refuses.
+        """
+        for name, request in self._served.items():
+            try:
+                cast(Any, self._worker).model_runner.add_lora(request)
+            except (ValueError, RuntimeError, KeyError) as error:
+                text = re.sub(r"\s+", " ", str(error))[:REASON_LENGTH]
+                raise ConfigError(f"--adapter {name}={request.lora_path}: vLLM refuses it: {text}") from error
+
     def weights_updated(self, version: int | None = None) -> None:
         """Record an update of the live weights, and invalidate the KV cache computed with the old ones.
 
@@ -361,7 +387,7 @@ class RolloutEngine:
         prompt: Any = {"type": "token", "prompt_token_ids": token_ids.tolist()}
         # vLLM samples at least one token per request; this one is discarded.
         parameters = SamplingParams(max_tokens=1, prompt_logprobs=0, detokenize=False)
-        engine.add_request("prompt_logprobs", prompt, self._with_masks(parameters), lora_request=self._lora_request)
+        engine.add_request("prompt_logprobs", prompt, self._with_masks(parameters), lora_request=self._lora_request())
         outputs: list[Any] = []
         while engine.has_unfinished_requests():
             outputs += engine.step()
@@ -381,7 +407,9 @@ class RolloutEngine:
             prompt["cache_salt"] = self._cache_salt
         try:
             parameters = self._with_masks(sampling_params(request))
-            internal_id = engine.add_request(request.request_id, prompt, parameters, lora_request=self._lora_request)
+            internal_id = engine.add_request(
+                request.request_id, prompt, parameters, lora_request=self._lora_request(request.sampling.adapter)
+            )
         except VLLMClientError as error:
             return [_refused(request.request_id, re.sub(r"\s+", " ", str(error)))]
         self._running[request.request_id] = _Running(internal_id, [(0, self.weight_version)])
@@ -389,9 +417,10 @@ class RolloutEngine:
             _continue_text(engine, internal_id, request.prompt_token_ids[-request.num_retained :].tolist())
         return []
 
-    @property
-    def _lora_request(self) -> LoRARequest | None:
-        """Return vLLM's reference to the adapter of all requests; None without one."""
+    def _lora_request(self, served: str = "") -> LoRARequest | None:
+        """Return vLLM's reference to a served adapter, or to the trained one of all requests; None without one."""
+        if served:
+            return self._served[served]
         return None if self.slots is None else self.slots.request
 
     def _with_masks(self, parameters: SamplingParams) -> SamplingParams:

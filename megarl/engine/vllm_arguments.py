@@ -22,7 +22,7 @@ from megarl.files.model_folder import read_object
 from megarl.files.nearest import nearest
 from megarl.platform import device, vllm_on_cpu
 from megarl.reshard.layouts.vllm_adapters import slot_rank
-from megarl.types import ConfigError, Request
+from megarl.types import ConfigError, Request, ServedAdapter
 
 vllm_on_cpu.prepare()
 
@@ -80,11 +80,12 @@ def engine_arguments(
     seed: int,
     override: Mapping[str, Any] | None = None,
     adapter: LoraConfig | None = None,
+    served: Mapping[str, ServedAdapter] | None = None,
 ) -> EngineArgs:
     """Return vLLM's arguments for this recipe.
 
     `max_model_len` is in tokens. `override` holds replacements for fields of the model's config.json. `adapter`
-    describes a LoRA adapter, for which the engine makes slots. Raises
+    describes a LoRA adapter, for which the engine makes slots; `served` are adapters loaded from folders. Raises
     ConfigError for a field of `rollout.vllm` unknown to vLLM, or set by another recipe field.
     """
     known = {field.name for field in dataclasses.fields(EngineArgs)}
@@ -104,6 +105,7 @@ def engine_arguments(
         **_cache_size(config),
         **_quantization(config),
         **_slots(adapter),
+        **_served_slots(served or {}),
         "distributed_executor_backend": LeaderExecutor,
         # Weights come from the trainer by a reshard, not from files.
         "load_format": "dummy",
@@ -174,6 +176,18 @@ def _slots(adapter: LoraConfig | None) -> dict[str, Any]:
         "max_lora_rank": slot_rank(adapter.rank),
         # Without this list, vLLM makes slots for embeddings, head and routers too.
         "lora_target_modules": list(adapter.targets),
+    }
+
+
+def _served_slots(served: Mapping[str, ServedAdapter]) -> dict[str, Any]:
+    """Return the arguments for slots of all served adapters; an empty dict without any."""
+    if not served:
+        return {}
+    return {
+        "enable_lora": True,
+        "max_loras": len(served),
+        "max_lora_rank": slot_rank(max(adapter.rank for adapter in served.values())),
+        "lora_target_modules": sorted({name for adapter in served.values() for name in adapter.modules}),
     }
 
 

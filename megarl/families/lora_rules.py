@@ -23,6 +23,10 @@ LINEARS = {
 """Megatron's linear layers by the values of the recipe's `lora.targets`."""
 
 
+PEFT_PREFIX = "base_model.model."
+"""Prefix of all tensor names in a PEFT folder."""
+
+
 def adapter_rules(model: ModelShape, targets: Collection[str], rank: int) -> tuple[Rule, ...]:
     """Return the rules of all adapters of a model. `rank` is the LoRA rank."""
     endings = tuple(f".{linear}.weight" for target in targets for linear in LINEARS[target])
@@ -39,7 +43,7 @@ def projections(rules: Collection[Rule]) -> list[str]:
 
 def adapter_tensor(tensor: str, letter: str) -> str:
     """Return the name of matrix A or B (`letter`) of a weight's adapter in a PEFT folder."""
-    return f"base_model.model.{tensor.removesuffix('weight')}lora_{letter}.weight"
+    return f"{PEFT_PREFIX}{tensor.removesuffix('weight')}lora_{letter}.weight"
 
 
 def _of_linear(rule: Rule, rank: int) -> tuple[Rule, ...]:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 import logging
 import time
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 from aiohttp import web
@@ -61,7 +62,8 @@ class Endpoint:
 
     A guest is a client without a session. With `guests` (limits of a session), each guest gets a session, and its
     secret in the answer's header. Guests need the token, if there is one, and may set sampling parameters. With
-    `guests` None they are refused. `notice` is called with the first change of each kind made to a client's request.
+    `guests` None they are refused. A request's `model` may name one of the LoRA `adapters`. `notice` is called with the
+    first change of each kind made to a client's request.
     """
 
     def __init__(
@@ -74,10 +76,12 @@ class Endpoint:
         guests: Limits | None = None,
         notice: Callable[[str], object] = lambda text: None,
         load: Callable[[], PoolLoad | None] = lambda: None,
+        adapters: Sequence[str] = (),
     ) -> None:
         """Prepare the server. `load` returns the load of the engines for its metrics (rollout.endpoint.metrics)."""
         self._sessions, self._config, self._model = sessions, config, model
         self._metrics = EndpointMetrics(lambda: sessions.num_open, load) if config.metrics else None
+        self._adapters = tuple(adapters)
         self._sampling, self._guests = sampling, guests
         self._notices = FirstOfEachKind(notice)
         self._admitted: set[Any] = set()
@@ -200,15 +204,18 @@ class Endpoint:
 
     async def _models(self, request: web.Request) -> web.Response:
         self._check_key(request)
-        return web.json_response(models(self._model))
+        return web.json_response(models([self._model, *self._adapters]))
 
     async def _one_model(self, request: web.Request) -> web.Response:
         self._check_key(request)
-        if (name := request.match_info["model"]) != self._model:
+        if (name := request.match_info["model"]) not in (self._model, *self._adapters):
+            others = f", with the adapters {', '.join(self._adapters)}" if self._adapters else ""
             raise RequestError(
-                f"no model {name!r:.80} is served here; the only model is {self._model}", status=404, code="not_found"
+                f"no model {name!r:.80} is served here; the only model is {self._model}{others}",
+                status=404,
+                code="not_found",
             )
-        return web.json_response(model(self._model))
+        return web.json_response(model(name))
 
     async def _open(self, request: web.Request) -> web.Response:
         session = self._guest(key_of(request))
@@ -228,7 +235,10 @@ class Endpoint:
     def _asked(self, body: Mapping[str, Any], session: Session) -> Asked:
         """Return the sampling parameters of a request. Fields overridden by the recipe are counted and reported."""
         asked = Asked.read(body, session.sampling, is_training=self._guests is None)
-        names = [*asked.overridden, *(["model"] if body.get("model") not in (None, self._model) else [])]
+        if (name := body.get("model")) in self._adapters:
+            asked = replace(asked, sampling=replace(asked.sampling, adapter=name))
+        is_known = name in (None, self._model, *self._adapters)
+        names = [*asked.overridden, *([] if is_known else ["model"])]
         for name in names:
             session.counts["overridden_fields"] += 1
             text = f"a client of the endpoint set {name} = {body[name]!r:.40}; the recipe's value holds"
@@ -298,7 +308,7 @@ class Endpoint:
     ) -> web.StreamResponse:
         """Wait for the answer of a model call, and send it to the client, as a whole or as a stream."""
         headers = {SESSION_HEADER: session.secret} if is_new else {}
-        reply = Reply.new(session.name, self._model, is_chat=is_chat)
+        reply = Reply.new(session.name, asked.sampling.adapter or self._model, is_chat=is_chat)
         with session.waiting(call):
             if asked.is_streamed:
                 response = await self._stream(request, session, call, asked, reply, headers)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import signal
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,20 @@ from megarl.config import RolloutConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import EndpointConfig
 from megarl.data.chat import load_tokenizer
-from megarl.families import kept_prefixes
-from megarl.families.shape import read_model_shape
+from megarl.families import hf_tensors, kept_prefixes
+from megarl.families.lora_rules import PEFT_PREFIX
+from megarl.families.shape import ModelShape, read_model_shape
 from megarl.files.model_folder import read_object, weight_files
 from megarl.groups import world
 from megarl.platform import device
 from megarl.processes.listening import listen_fault, taken_text
+from megarl.reshard.layouts.vllm_adapters import SLOT_RANKS
 from megarl.rollout.pool import EnginePool
 from megarl.serving.codec import Codec
 from megarl.serving.endpoint import Endpoint
 from megarl.serving.sessions import Limits, Sessions
 from megarl.tracking.earlier_run import checkpoint_step, newest_checkpoint
-from megarl.types import ConfigError, DataError, Request, SamplingSettings
+from megarl.types import ConfigError, DataError, Request, SamplingSettings, ServedAdapter
 
 IDLE_SECONDS = 3600.0
 """Seconds without a call after which a client's session ends."""
@@ -49,8 +51,9 @@ class EngineRank:
         dtype: str | None = None,
         seed: int = 0,
         override: Mapping[str, Any] | None = None,
+        adapters: Mapping[str, ServedAdapter] | None = None,
     ) -> None:
-        """Load the model folder's weights into an engine. `override` sets engine options of vLLM."""
+        """Load the model folder's weights and LoRA adapters into an engine. `override` sets engine options of vLLM."""
         # Imported in the rank's process: the driver needs neither torch nor vLLM.
         from megarl.engine.engine import RolloutEngine
 
@@ -58,10 +61,17 @@ class EngineRank:
         world.initialize(600.0)
         dtype = dtype or str(read_object(Path(folder) / "config.json").get("dtype", "bfloat16"))
         self._engine = RolloutEngine(
-            folder, config, max_model_len=context_tokens, dtype=dtype, seed=seed, override=override
+            folder,
+            config,
+            max_model_len=context_tokens,
+            dtype=dtype,
+            seed=seed,
+            override=override,
+            served=adapters,
         )
         kept = kept_prefixes(read_model_shape(folder, override))
         self._engine.load_tensors(_tensors(Path(folder), kept))
+        self._engine.load_adapters()
         self._engine.weights_updated()
 
     def advance(
@@ -99,14 +109,65 @@ def model_folder(path: Path, *, is_best: bool = False) -> Path:
     return folder
 
 
-async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, notify: Callable[[str], object]) -> None:
-    """Serve a model until the process receives SIGINT or SIGTERM. The address is passed to `notify`."""
+def served_adapter(text: str, model: ModelShape) -> tuple[str, ServedAdapter]:
+    """Return name and adapter of an option `NAME=FOLDER`. The folder must be PEFT's, with adapters for this model.
+
+    Raises ConfigError for another form of the option, DataError for a folder that does not fit.
+    """
+    from safetensors import safe_open
+
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise ConfigError(f"--adapter {text}: write NAME=FOLDER, for example chat=runs/chat/adapter")
+    path = Path(folder)
+    config, weights = path / "adapter_config.json", path / "adapter_model.safetensors"
+    for file in (config, weights):
+        if not file.is_file():
+            raise DataError(f"--adapter {text}: {file} does not exist; give a PEFT folder, such as a run's adapter/")
+    rank = read_object(config).get("r")
+    if not isinstance(rank, int) or not 1 <= rank <= SLOT_RANKS[-1]:
+        raise DataError(f"{config}: r = {rank!r}; vLLM takes LoRA ranks from 1 to {SLOT_RANKS[-1]}")
+    known, modules = hf_tensors(model), set()
+    with safe_open(weights, "pt") as file:
+        for tensor in file.keys():  # noqa: SIM118 (no mapping)
+            module, _, letter = tensor.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".lora_")
+            whole = known.get(f"{module}.weight")
+            expected = whole and {"A": (rank, whole[-1]), "B": (whole[0], rank)}.get(letter)
+            if (shape := tuple(file.get_slice(tensor).get_shape())) != expected:
+                raise DataError(
+                    f"{weights}: {tensor} is {shape}, but the model {f'takes {expected}' if expected else 'lacks it'}; "
+                    "give an adapter trained on this model"
+                )
+            modules.add(module.rpartition(".")[2])
+    return name, ServedAdapter(str(path.absolute()), rank, tuple(sorted(modules)))
+
+
+async def serve(
+    path: Path,
+    endpoint: EndpointConfig,
+    rollout: RolloutConfig,
+    notify: Callable[[str], object],
+    adapters: Sequence[str] = (),
+) -> None:
+    """Serve a model until the process receives SIGINT or SIGTERM. The address is passed to `notify`.
+
+    `adapters` are LoRA adapters as NAME=FOLDER. A request uses one by its field `model`.
+    """
     folder = model_folder(path)
     # Before the engine starts, which takes minutes for a large model.
     if endpoint.port and (fault := listen_fault(endpoint.host, endpoint.port)) is not None:
         raise ConfigError(f"--port {endpoint.port}: {taken_text(endpoint.host, endpoint.port, fault)}")
     tokenizer = load_tokenizer(folder)
-    context_tokens = read_model_shape(folder).max_position_embeddings
+    shape = read_model_shape(folder)
+    context_tokens = shape.max_position_embeddings
+    # A run's export is named hf, so the run's name says more.
+    model = folder.absolute().parent.name if folder.name == "hf" else folder.absolute().name
+    served: dict[str, ServedAdapter] = {}
+    for text in adapters:
+        name, adapter = served_adapter(text, shape)
+        if name in served or name == model:
+            raise ConfigError(f"--adapter {text}: the name {name} is taken; give another")
+        served[name] = adapter
     device.require("auto")
     asked_to_end = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -118,7 +179,7 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, no
     with tempfile.TemporaryDirectory() as logs:
         group = await LocalGroup(rollout.tp, imports=device.forkable_imports("megarl.engine.engine")).start(
             "megarl.serving.local_model:EngineRank",
-            {"folder": str(folder), "config": rollout, "context_tokens": context_tokens},
+            {"folder": str(folder), "config": rollout, "context_tokens": context_tokens, "adapters": served},
             log_folder=Path(logs),
             environment=device.rank_environment(rollout.tp),
         )
@@ -130,8 +191,8 @@ async def serve(path: Path, endpoint: EndpointConfig, rollout: RolloutConfig, no
         server = Endpoint(
             Sessions(pool, codec),
             endpoint,
-            # A run's export is named hf, so the run's name says more.
-            model=folder.absolute().parent.name if folder.name == "hf" else folder.absolute().name,
+            model=model,
+            adapters=tuple(served),
             sampling=SamplingSettings(context_tokens),
             guests=limits,
             notice=notify,

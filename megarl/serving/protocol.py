@@ -243,9 +243,9 @@ def finite_reward(value: object) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def models(name: str) -> dict[str, Any]:
-    """Return OpenAI's list of models, which has the served model only."""
-    return {"object": "list", "data": [model(name)]}
+def models(names: Sequence[str]) -> dict[str, Any]:
+    """Return OpenAI's list of the served models."""
+    return {"object": "list", "data": [model(name) for name in names]}
 
 
 def model(name: str) -> dict[str, Any]:
