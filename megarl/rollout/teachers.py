@@ -129,7 +129,6 @@ def add_reward_advantages(batch: RLBatch, recipe: Recipe) -> dict[str, float]:
     """
     taught = batch.per_token["advantages"]
     metrics = compute_advantages(batch, recipe, 0.0)
-    batch.per_token["advantages"] = (
-        batch.per_token["advantages"] + np.float32(recipe.distillation.kl_coefficient) * taught
-    )
+    summed = batch.per_token["advantages"] + recipe.distillation.kl_coefficient * taught
+    batch.per_token["advantages"] = summed.astype(np.float32)
     return metrics
