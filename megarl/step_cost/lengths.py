@@ -1,0 +1,103 @@
+"""Distribution of the lengths of sampled sequences: of a recorded run, or a log-normal one cut at the limit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import NormalDist
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.report.recorded import read_run
+from megarl.report.samples import read_records
+from megarl.types import DataError
+
+_NUM_QUANTILES = 512
+SIGMA = 0.7
+"""Standard deviation of the logarithm of lengths, if no run is given. Completions of reasoning models have 0.6 to 1."""
+_STEPS_READ = 8
+"""Newest steps of samples/ that are read: lengths drift during a run."""
+_PROMPT_METRIC = "rollout/prompt_tokens/mean"
+
+
+@dataclass(frozen=True, slots=True)
+class Lengths:
+    """Completion lengths of samples, in tokens, and the mean length of prompts."""
+
+    quantiles: NDArray[np.float64]
+    """Lengths at equally likely probabilities, in ascending order [quantiles]."""
+    limit: int
+    """Maximum number of tokens of a completion."""
+    prompt_tokens: float
+    source: str
+    """Where the distribution is from, for messages."""
+
+    @property
+    def mean(self) -> float:
+        """Return the mean tokens of a completion."""
+        return float(self.quantiles.mean())
+
+    @property
+    def sequences(self) -> NDArray[np.float64]:
+        """Return the tokens of whole sequences, prompt and completion [quantiles]."""
+        return self.quantiles + self.prompt_tokens
+
+    def survival(self, tokens: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the share of completions longer than each number of tokens [n]."""
+        return 1 - np.searchsorted(self.quantiles, tokens, side="right") / len(self.quantiles)
+
+    def longest(self, num_samples: float) -> float:
+        """Return the expected tokens of the longest of `num_samples` completions.
+
+        Beyond the last quantile the logarithms of the lengths are extrapolated, up to the limit.
+        """
+        last = self.quantiles[-1]
+        if num_samples <= len(self.quantiles):
+            return float(np.quantile(self.quantiles, 1 - 0.5 / max(num_samples, 1)))
+        normal = NormalDist()
+        known = normal.inv_cdf(1 - 0.5 / len(self.quantiles))
+        spread = float(np.log(np.maximum(self.quantiles, 1)).std())
+        more = spread * (normal.inv_cdf(1 - 0.5 / num_samples) - known)
+        return float(min(self.limit, last * math.exp(more)))
+
+
+def log_normal(mean: float, limit: int, prompt_tokens: float, sigma: float = SIGMA) -> Lengths:
+    """Return log-normal lengths cut at the limit, with this mean after the cut. `mean` is at most the limit."""
+    mean = min(mean, 0.98 * limit)
+    normal = NormalDist()
+    places = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
+    scale = np.exp(sigma * np.array([normal.inv_cdf(place) for place in places]))
+    low, high = math.log(1e-3), math.log(1e3 * limit)
+    for _ in range(60):
+        middle = (low + high) / 2
+        too_short = np.minimum(math.exp(middle) * scale, limit).mean() < mean
+        low, high = (middle, high) if too_short else (low, middle)
+    quantiles = np.clip(math.exp(low) * scale, 1, limit)
+    return Lengths(quantiles, limit, prompt_tokens, f"log-normal, mean {mean:,.0f}, at most {limit:,} tokens")
+
+
+def recorded(tokens: Sequence[float], limit: int, prompt_tokens: float, source: str) -> Lengths:
+    """Return the distribution of recorded completion lengths."""
+    values = np.clip(np.asarray(tokens, np.float64), 1, limit)
+    places = (np.arange(_NUM_QUANTILES) + 0.5) / _NUM_QUANTILES
+    return Lengths(np.asarray(np.quantile(values, places), np.float64), limit, prompt_tokens, source)
+
+
+def lengths_of_run(folder: Path, limit: int, prompt_tokens: float) -> Lengths:
+    """Return the completion lengths in a run's samples/, of its newest steps.
+
+    The mean length of prompts is the run's metric, or else `prompt_tokens`. Raises ConfigError for a folder of another
+    kind, DataError if it has no samples.
+    """
+    run = read_run(folder)
+    records = [record for step, path in run.sample_files[-_STEPS_READ:] for record in read_records(path, step)]
+    logged = [row[_PROMPT_METRIC] for _, row in run.rows if math.isfinite(row.get(_PROMPT_METRIC, math.nan))]
+    prompt_tokens = logged[-1] if logged else prompt_tokens
+    # Records of validation sets name their set.
+    tokens = [float(r["tokens"]) for r in records if "set" not in r and isinstance(r.get("tokens"), int | float)]
+    if not tokens:
+        raise DataError(f"{folder}: has no samples with lengths in samples/; give a run with samples_every_steps")
+    return recorded(tokens, limit, prompt_tokens, f"{len(tokens):,} samples of {folder}")

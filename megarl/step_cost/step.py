@@ -1,0 +1,55 @@
+"""Seconds of a training step: phases of trainer and engines, one after the other or at the same time."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from megarl.step_cost.lengths import Lengths
+
+
+@dataclass(frozen=True, slots=True)
+class Workload:
+    """Samples of a training step and how they are trained."""
+
+    lengths: Lengths
+    num_prompts: int
+    samples_per_prompt: int
+    updates: int
+    scoring_passes: float
+    """Passes without gradients over the batch: old log-probs (a part, if some samples need none), reference."""
+    staleness: int = 0
+    """Steps by which separate engines may sample ahead."""
+
+    @property
+    def num_samples(self) -> int:
+        return self.num_prompts * self.samples_per_prompt
+
+    @property
+    def tokens(self) -> float:
+        """Return the tokens of all sequences, prompts included."""
+        return self.num_samples * float(self.lengths.sequences.mean())
+
+
+@dataclass(frozen=True, slots=True)
+class StepSeconds:
+    """Predicted seconds of a step by phase."""
+
+    rollout: float
+    logprobs: float
+    train: float
+    reshard: float
+    offload: float = 0.0
+    """Moving trainer states to host memory and back."""
+    other: float = 0.0
+    is_concurrent: bool = False
+    """Whether engines sample while the trainer works."""
+
+    @property
+    def step(self) -> float:
+        """Return the seconds of the whole step."""
+        trained = self.logprobs + self.train
+        both = max(self.rollout, trained) if self.is_concurrent else self.rollout + trained
+        return both + self.reshard + self.offload + self.other
+
+    def with_rollout(self, seconds: float) -> StepSeconds:
+        return replace(self, rollout=seconds)

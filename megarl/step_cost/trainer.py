@@ -1,0 +1,237 @@
+"""Seconds of the trainer's passes over a batch, for many parallel layouts at once.
+
+A batch is packed into rows (microbatches). A row's pass takes the time of its slowest pipeline stage: matrix products,
+collectives, and a fixed time of each layer. Rows follow each other through the pipeline, so the first and the last wait
+for empty stages.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.step_cost.constants import Constants
+from megarl.step_cost.gpus import GpuSpeeds
+from megarl.step_cost.work import ModelWork
+
+Numbers = NDArray[np.float64]
+
+_ITEM_BYTES = 2
+_GRADIENT_BYTES = 6
+"""Bytes of a parameter sent by data-parallel ranks: its float32 gradient, then its new bfloat16 value."""
+_OPTIMIZER_BYTES = 30
+"""Bytes of a parameter read and written by Adam: gradient, main weight and moments twice, new value."""
+_EXPOSED_REDUCTION = 0.5
+"""Share of the reduction of gradients that the backward pass does not hide."""
+_FILL = 0.95
+"""Tokens in rows divided by their capacity. Measured for packing with balanced FLOPs: 0.94 to 0.97."""
+_BALANCE = 1.03
+"""Time of the slowest data-parallel rank divided by the mean."""
+_BACKWARD_COLLECTIVES = 1.5
+"""Tensor-parallel collectives of a backward pass, in those of a forward pass: inputs are gathered again."""
+
+
+class Layouts(NamedTuple):
+    """Parallel sizes of many trainers, each int [layouts], by the names of the recipe's section `trainer`."""
+
+    tp: NDArray[np.int64]
+    pp: NDArray[np.int64]
+    cp: NDArray[np.int64]
+    vpp: NDArray[np.int64]
+    ep: NDArray[np.int64]
+    etp: NDArray[np.int64]
+    dp: NDArray[np.int64]
+
+    @property
+    def world(self) -> NDArray[np.int64]:
+        return self.tp * self.pp * self.cp * self.dp
+
+    @classmethod
+    def of(cls, *rows: tuple[int, ...]) -> Layouts:
+        """Return the layouts with these sizes, in the order of the fields."""
+        return cls(*np.asarray(rows, np.int64).T)
+
+
+class Recomputed(NamedTuple):
+    """Shares of a forward pass computed again in the backward pass, each [layouts] from 0 to 1."""
+
+    attention: Numbers
+    """Of projections, scores and norms."""
+    feed_forward: Numbers
+    """Of dense feed-forward layers, routers and experts, with their collectives."""
+
+
+@dataclass(frozen=True, slots=True)
+class Parts:
+    """Seconds by cause, each [layouts]."""
+
+    compute: Any = 0.0
+    """Matrix products and attention."""
+    launches: Any = 0.0
+    """Fixed times of layers: norms, kernel launches, routing."""
+    tensor_exchange: Any = 0.0
+    context_exchange: Any = 0.0
+    expert_exchange: Any = 0.0
+    bubble: Any = 0.0
+    """Waiting for empty pipeline stages."""
+    gradients: Any = 0.0
+    """Reduction of gradients and gathering of new parameters over data-parallel ranks."""
+    optimizer: Any = 0.0
+
+    def __add__(self, other: Parts) -> Parts:
+        return Parts(*(getattr(self, f.name) + getattr(other, f.name) for f in fields(self)))
+
+    def __mul__(self, factor: Any) -> Parts:
+        return Parts(*(getattr(self, f.name) * factor for f in fields(self)))
+
+    @property
+    def seconds(self) -> Any:
+        """Return the sum [layouts]."""
+        return sum(getattr(self, f.name) for f in fields(self))
+
+    def at(self, index: int) -> dict[str, float]:
+        """Return the seconds of one layout by cause, without zeros."""
+        values = {f.name: getattr(self, f.name) for f in fields(self)}
+        found = {
+            name: float(np.broadcast_to(value, (index + 1,) if np.ndim(value) == 0 else np.shape(value))[index])
+            for name, value in values.items()
+        }
+        return {name: value for name, value in found.items() if value}
+
+
+@dataclass(frozen=True)
+class TrainerCost:
+    """Predicts passes and updates of a model on a kind of GPU."""
+
+    work: ModelWork
+    gpu: GpuSpeeds
+    constants: Constants
+    score_flops: float
+    """FLOPs of attention scores of a token's forward pass, a mean over the tokens of the batch."""
+
+    def update(self, at: Layouts, recomputed: Recomputed, *, tokens: float, updates: int, row_tokens: Numbers) -> Parts:
+        """Return the seconds of all updates of a step.
+
+        `tokens`: of the whole batch. `row_tokens`: capacity of a row, over all context-parallel ranks [layouts].
+        """
+        rows, filled = self._rows(at, tokens / updates, row_tokens, has_groups=True)
+        attention, feed_forward = self._layer_parts(at, filled)
+        head = self._head(at, filled)
+        backward = Parts(2.0, 2.0, _BACKWARD_COLLECTIVES, 2.0, 1.0)
+        row = _scaled(attention, backward) + _scaled(feed_forward, backward) + head * 3
+        row += attention * (1 + recomputed.attention) + feed_forward * (1 + recomputed.feed_forward)
+        passes = row * rows
+        bubble = Parts(bubble=row.seconds * (at.pp - 1) / at.vpp)
+        whole = (passes + bubble) * _BALANCE + self._end_of_update(at)
+        return whole * updates
+
+    def scoring(self, at: Layouts, *, tokens: float, row_tokens: Numbers) -> Parts:
+        """Return the seconds of one pass without gradients over the batch."""
+        rows, filled = self._rows(at, tokens, row_tokens, has_groups=False)
+        attention, feed_forward = self._layer_parts(at, filled)
+        row = attention + feed_forward + self._head(at, filled)
+        return (row * rows + Parts(bubble=row.seconds * (at.pp - 1))) * _BALANCE
+
+    def _rows(self, at: Layouts, tokens: float, row_tokens: Numbers, *, has_groups: bool) -> tuple[Numbers, Numbers]:
+        """Return the number of rows of a data-parallel rank and the tokens in each, both [layouts]."""
+        own = tokens / at.dp
+        rows = np.maximum(1, np.ceil(own / (_FILL * row_tokens)))
+        if has_groups:
+            # The interleaved schedule takes pp rows at a time.
+            rows = np.where(at.vpp > 1, np.ceil(rows / at.pp) * at.pp, rows)
+        return rows, own / rows
+
+    def _layer_parts(self, at: Layouts, tokens: Numbers) -> tuple[Parts, Parts]:
+        """Return the seconds of a row's forward pass through the layers of a stage: attention, feed-forward."""
+        work, constants, gpu = self.work, self.constants, self.gpu
+        stage = np.ceil(work.num_layers / at.pp)
+        share = stage / work.num_layers
+        own = tokens / at.cp
+        gemm = self._gemm(own) * at.tp
+        projections = 2.0 * work.shape.attention.projection_elements(work.shape.hidden_size) * work.num_layers
+        projections = min(projections, work.layer_flops)
+        width = own * work.shape.hidden_size * _ITEM_BYTES
+        link = self._link(at.tp)
+        # A gather before and a reduction after each of both halves of a layer.
+        exchange = 2 * width * (at.tp - 1) / at.tp / link * stage
+        cached = work.shape.attention.cached_numbers(1) * _ITEM_BYTES
+        context = tokens / at.cp * (at.cp - 1) * cached / at.tp / self._link(at.tp * at.cp) * stage
+        attention = Parts(
+            compute=own * (projections + self.score_flops) * share / gemm,
+            launches=constants.layer_seconds * stage,
+            tensor_exchange=exchange,
+            context_exchange=context,
+        )
+        expert_stage = stage * work.num_expert_layers / work.num_layers
+        feed_forward = Parts(
+            compute=own * (work.layer_flops - projections) * share / gemm,
+            # Experts take each tensor-parallel rank's own tokens, so nothing is gathered for them.
+            tensor_exchange=exchange * (1 - work.num_expert_layers / work.num_layers),
+        )
+        if not work.num_expert_layers:
+            return attention, feed_forward
+        routed = own / at.tp
+        group = at.ep * at.etp
+        of_expert = routed * group * work.shape.top_k / work.shape.num_experts
+        rate = constants.gemm_efficiency * gpu.flops * of_expert / (of_expert + constants.expert_half_tokens)
+        sent = 2 * routed * work.shape.top_k * work.shape.hidden_size * _ITEM_BYTES * expert_stage
+        return attention, feed_forward + Parts(
+            compute=routed * work.expert_flops * share / rate,
+            launches=constants.expert_layer_seconds * expert_stage,
+            expert_exchange=sent * self._exchange_seconds(group),
+        )
+
+    def _exchange_seconds(self, group: NDArray[np.int64]) -> Numbers:
+        """Return the seconds of an all-to-all over groups of these sizes, for each byte sent by a rank."""
+        near = np.minimum(group, self.gpu.nvlink_gpus)
+        within, across = (near - 1) / group, (group - near) / group
+        seconds = np.maximum(within / self.gpu.nvlink, across / self.gpu.network)
+        return seconds / self.constants.link_efficiency
+
+    def _head(self, at: Layouts, tokens: Numbers) -> Parts:
+        """Return the seconds by which the output layer delays the slowest stage.
+
+        The last stage has a layer less where layers do not divide evenly.
+        """
+        own = tokens / at.cp
+        gemm = self._gemm(own) * at.tp
+        layer = (self.work.layer_flops + self.score_flops) / self.work.num_layers
+        spare = (np.ceil(self.work.num_layers / at.pp) - np.floor(self.work.num_layers / at.pp)) * layer
+        return Parts(compute=own * np.maximum(0.0, self.work.head_flops - spare) / gemm)
+
+    def _gemm(self, tokens: Numbers) -> Numbers:
+        """Return the FLOPs per second of matrix products over this many tokens on a rank."""
+        return self.constants.gemm_efficiency * self.gpu.flops * tokens / (tokens + self.constants.half_tokens)
+
+    def _link(self, group: NDArray[np.int64]) -> Numbers:
+        """Return the bytes per second that a rank sends within groups of these sizes: NVLink or network."""
+        speed = np.where(group <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
+        return self.constants.link_efficiency * speed
+
+    def weights_on_rank(self, at: Layouts) -> tuple[Numbers, Numbers]:
+        """Return the numbers of weights on a rank: those of experts, and all others, both [layouts]."""
+        work = self.work
+        experts = work.expert_weights / (at.etp * at.ep * at.pp)
+        # The fullest stage has the embedding or the head.
+        others = work.layer_weights / (at.tp * at.pp) + work.embedding_weights / (at.tp * np.minimum(at.pp, 2))
+        return experts, others
+
+    def _end_of_update(self, at: Layouts) -> Parts:
+        """Return the seconds of an update's reduction of gradients and of its optimizer."""
+        experts, others = self.weights_on_rank(at)
+        expert_shards = at.world / (at.etp * at.ep * at.pp)
+        shards = at.dp * at.cp
+        speed = np.where(at.tp * shards <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
+        sent = experts * (expert_shards - 1) / expert_shards + others * (shards - 1) / shards
+        own = experts / expert_shards + others / shards
+        return Parts(
+            gradients=_EXPOSED_REDUCTION * _GRADIENT_BYTES * sent / (self.constants.link_efficiency * speed),
+            optimizer=_OPTIMIZER_BYTES * own / self.gpu.memory,
+        )
+
+
+def _scaled(parts: Parts, factors: Parts) -> Parts:
+    return Parts(*(getattr(parts, f.name) * getattr(factors, f.name) for f in fields(parts)))

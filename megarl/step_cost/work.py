@@ -1,0 +1,72 @@
+"""A model's work and weights as few numbers: FLOPs of one token and elements of the weights, by part."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from math import prod
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.families import hf_tensors
+from megarl.families.flops import forward_flops, matrix_flops
+from megarl.families.shape import ModelShape
+
+
+@dataclass(frozen=True, slots=True)
+class ModelWork:
+    """FLOPs of a token's forward pass, and numbers of weights. Experts are counted apart."""
+
+    shape: ModelShape
+    num_layers: int
+    num_expert_layers: int
+    layer_flops: float
+    """FLOPs of all layers for a token: matrix products without experts, without attention scores."""
+    expert_flops: float
+    """FLOPs of the chosen experts of all layers for a token."""
+    head_flops: float
+    layer_weights: int
+    """Weights of all layers without experts."""
+    expert_weights: int
+    embedding_weights: int
+    """Weights of the embedding and, if it is not tied, of the head."""
+
+    @property
+    def weights(self) -> int:
+        return self.layer_weights + self.expert_weights + self.embedding_weights
+
+    def score_flops(self, lengths: NDArray[np.floating]) -> float:
+        """Return the FLOPs of attention scores for a token, as a mean over the tokens of sequences of these lengths
+        [sequences]."""
+        tokens = np.asarray(lengths).astype(np.int64)
+        return forward_flops(self.shape, tokens) / max(1, int(tokens.sum())) - matrix_flops(self.shape)
+
+
+@cache
+def model_work(shape: ModelShape) -> ModelWork:
+    """Return the work and the weights of a model."""
+    experts = embeddings = layers = 0
+    for name, size in hf_tensors(shape).items():
+        numel = prod(size)
+        if ".experts." in name:
+            experts += numel
+        elif "embed_tokens" in name or "lm_head" in name:
+            embeddings += numel
+        else:
+            layers += numel
+    num_expert_layers = len(shape.expert_layers)
+    # A gated expert has three matrices.
+    expert_flops = 2.0 * 3 * shape.hidden_size * shape.moe_intermediate_size * shape.top_k * num_expert_layers
+    head_flops = 2.0 * shape.hidden_size * (1 if shape.has_value_head else shape.vocab_size)
+    return ModelWork(
+        shape=shape,
+        num_layers=shape.num_layers,
+        num_expert_layers=num_expert_layers,
+        layer_flops=matrix_flops(shape) - expert_flops - head_flops,
+        expert_flops=expert_flops,
+        head_flops=head_flops,
+        layer_weights=layers,
+        expert_weights=experts,
+        embedding_weights=embeddings,
+    )

@@ -1,0 +1,88 @@
+"""Seconds of a rollout against steps of an engine that are typed in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megarl.families.shape import ModelShape
+from megarl.step_cost.constants import Constants
+from megarl.step_cost.gpus import GpuSpeeds
+from megarl.step_cost.lengths import log_normal, recorded
+from megarl.step_cost.rollout import EngineLayout, RolloutCost
+from megarl.step_cost.work import model_work
+
+EQUAL = recorded([1000.0] * 4, 1000, 0.0, "typed in")
+
+
+@pytest.fixture
+def fixed(dense: ModelShape, gpu: GpuSpeeds, bare: Constants) -> RolloutCost:
+    """Decoding steps that take 10 ms, whatever is decoded: memory and matrix products take no time."""
+    fast = gpu._replace(memory=1e30, flops=1e30)
+    return RolloutCost(model_work(dense), fast, replace(bare, engine_step_seconds=0.01))
+
+
+def _engines(num: int = 1, requests: int = 64, tokens: float = 1e9) -> EngineLayout:
+    return EngineLayout(tp=1, num_engines=num, max_requests=requests, cache_tokens=tokens)
+
+
+def test_equal_completions_take_a_step_for_each_token(fixed: RolloutCost) -> None:
+    found = fixed.rollout(_engines(), EQUAL, num_samples=64, samples_per_prompt=1)
+    assert found.seconds == pytest.approx(10.0) and found.full == 0 and found.requests == 64
+
+
+def test_waiting_requests_take_further_rounds(fixed: RolloutCost) -> None:
+    found = fixed.rollout(_engines(), EQUAL, num_samples=256, samples_per_prompt=1)
+    # Three rounds of 64 while others wait; the fourth has begun at different times, so nearly a round is left.
+    assert found.full == pytest.approx(30.0) and found.tail == pytest.approx(10.0, rel=0.05)
+    assert not found.limited_by_cache
+
+
+def test_a_small_cache_limits_the_requests(fixed: RolloutCost) -> None:
+    # An active request has 500 tokens on average: 16 of them fit.
+    found = fixed.rollout(_engines(tokens=8000.0), EQUAL, num_samples=64, samples_per_prompt=1)
+    assert found.requests == pytest.approx(16) and found.limited_by_cache
+    assert found.full == pytest.approx(30.0)
+
+
+def test_the_longest_completion_is_the_floor_of_a_rollout(fixed: RolloutCost) -> None:
+    lengths = log_normal(500, 4000, 0.0)
+    seconds = [
+        fixed.rollout(_engines(num=num), lengths, num_samples=2048, samples_per_prompt=8).seconds
+        for num in (1, 8, 64, 512)
+    ]
+    assert seconds == sorted(seconds, reverse=True)
+    assert seconds[-1] == pytest.approx(0.01 * lengths.longest(2048), rel=0.02)
+
+
+def test_engines_ahead_overlap_the_tails_of_steps(fixed: RolloutCost) -> None:
+    lengths = log_normal(500, 4000, 0.0)
+    arguments = dict(num_samples=64, samples_per_prompt=8)
+    one, eight = (fixed.steady_seconds(_engines(), lengths, staleness=n, **arguments) for n in (1, 8))
+    assert one.seconds == pytest.approx(fixed.rollout(_engines(), lengths, **arguments).seconds)
+    assert eight.seconds < 0.7 * one.seconds
+
+
+def test_a_step_reads_weights_and_cache_once(dense: ModelShape, gpu: GpuSpeeds, bare: Constants) -> None:
+    cost = RolloutCost(model_work(dense), gpu, bare)
+    one, many = cost.step_seconds(1, np.array([1.0, 8.0]), np.array([0.0, 1000.0]))
+    work = model_work(dense)
+    read = 2 * (work.layer_weights + dense.vocab_size * dense.hidden_size)
+    assert one == pytest.approx(read / gpu.memory)
+    # 40 layers, 8 heads of 128 channels, keys and values, two bytes each.
+    assert many - one == pytest.approx(8 * 1000 * 40 * 2 * 8 * 128 * 2 / gpu.memory)
+
+
+def test_few_requests_choose_few_experts(experts: ModelShape, gpu: GpuSpeeds, bare: Constants) -> None:
+    cost = RolloutCost(model_work(experts), gpu, bare)
+    share = cost._chosen(np.array([1.0, 1e6]))
+    assert share == pytest.approx([8 / 128, 1.0])
+
+
+def test_engines_over_nodes_have_the_latency_of_the_network(dense: ModelShape, gpu: GpuSpeeds, bare: Constants) -> None:
+    slow = replace(bare, reduce_seconds=1e-5, network_reduce_seconds=1e-4)
+    cost = RolloutCost(model_work(dense), gpu._replace(memory=1e30, flops=1e30, nvlink=1e30, network=1e30), slow)
+    near, far = (float(cost.step_seconds(tp, np.array([1.0]), np.array([0.0]))[0]) for tp in (8, 16))
+    assert near == pytest.approx(2 * 40 * 1e-5) and far == pytest.approx(2 * 40 * 1e-4)

@@ -1,0 +1,85 @@
+"""Seconds of a trainer's updates against FLOPs, bytes and schedules that are typed in."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from megarl.families.flops import forward_flops
+from megarl.families.shape import ModelShape
+from megarl.step_cost.constants import Constants
+from megarl.step_cost.gpus import GpuSpeeds
+from megarl.step_cost.trainer import Layouts, Parts, Recomputed, TrainerCost
+from megarl.step_cost.work import model_work
+
+LENGTHS = np.full(64, 4096.0)
+TOKENS = float(LENGTHS.sum())
+
+
+def _update(cost: TrainerCost, *rows: tuple[int, ...], again: float = 0.0, row_tokens: float = 16384.0) -> Parts:
+    at = Layouts.of(*rows)
+    share = np.full(len(rows), again)
+    return cost.update(
+        at, Recomputed(share, share), tokens=TOKENS, updates=1, row_tokens=np.full(len(rows), row_tokens)
+    )
+
+
+@pytest.fixture
+def cost(dense: ModelShape, gpu: GpuSpeeds, bare: Constants) -> TrainerCost:
+    work = model_work(dense)
+    return TrainerCost(work, gpu, bare, work.score_flops(LENGTHS))
+
+
+def test_weights_are_those_of_the_published_model(dense: ModelShape, experts: ModelShape) -> None:
+    # As on the models' pages: 14.8 and 30.5 billion.
+    assert model_work(dense).weights == pytest.approx(14.8e9, rel=0.005)
+    assert model_work(experts).weights == pytest.approx(30.5e9, rel=0.005)
+    assert model_work(dense).expert_weights == 0 < model_work(experts).expert_weights
+
+
+def test_one_rank_computes_three_forward_passes(cost: TrainerCost, dense: ModelShape, gpu: GpuSpeeds) -> None:
+    parts = _update(cost, (1, 1, 1, 1, 1, 1, 1))
+    flops = forward_flops(dense, LENGTHS.astype(np.int64))
+    # 1.03: the slowest data-parallel rank.
+    assert float(parts.compute[0]) == pytest.approx(1.03 * 3 * flops / gpu.flops)
+    assert all(float(np.sum(value)) == 0 for value in (parts.bubble, parts.tensor_exchange, parts.gradients))
+
+
+def test_recomputed_layers_are_a_third_more_without_the_head(cost: TrainerCost, dense: ModelShape) -> None:
+    once, again = (_update(cost, (1, 1, 1, 1, 1, 1, 1), again=share) for share in (0.0, 1.0))
+    head = 2.0 * dense.hidden_size * dense.vocab_size * TOKENS / cost.gpu.flops
+    expected = (float(once.compute[0]) / 1.03 - 3 * head) / 3
+    assert float(again.compute[0] - once.compute[0]) == pytest.approx(1.03 * expected)
+
+
+def test_a_pipeline_waits_for_its_other_stages(cost: TrainerCost) -> None:
+    # 64 * 4096 tokens in rows of 16k, filled to 0.95, are 17 rows: 18 with two chunks of a stage.
+    parts = _update(cost, (1, 4, 1, 1, 1, 1, 1), (1, 4, 1, 2, 1, 1, 1))
+    passes = parts.seconds - parts.bubble - parts.optimizer
+    assert parts.bubble / passes == pytest.approx([3 / 17, 3 / 2 / 20])
+
+
+def test_groups_over_nodes_exchange_at_the_network_speed(cost: TrainerCost) -> None:
+    parts = _update(cost, (8, 1, 1, 1, 1, 1, 1), (16, 1, 1, 1, 1, 1, 1))
+    near, far = (float(value) for value in parts.tensor_exchange)
+    assert far / near == pytest.approx((15 / 16) / (7 / 8) * 8)
+
+
+def test_experts_over_nodes_send_more_slowly(experts: ModelShape, gpu: GpuSpeeds, bare: Constants) -> None:
+    work = model_work(experts)
+    cost = TrainerCost(work, gpu, replace(bare, expert_half_tokens=100.0), work.score_flops(LENGTHS))
+    parts = _update(cost, *((1, 1, 1, 1, ep, 1, 32) for ep in (1, 8, 32)))
+    exchange = [float(value) for value in np.broadcast_to(parts.expert_exchange, 3)]
+    assert exchange[0] == 0 < exchange[1] < exchange[2]
+    # More ranks send their tokens to one expert, so its products are longer and more efficient.
+    assert float(parts.compute[0]) > float(parts.compute[1]) > float(parts.compute[2])
+
+
+def test_a_pass_without_gradients_takes_a_third(cost: TrainerCost) -> None:
+    at = Layouts.of((2, 1, 1, 1, 1, 1, 4))
+    row_tokens = np.array([16384.0])
+    scoring = cost.scoring(at, tokens=TOKENS, row_tokens=row_tokens)
+    update = cost.update(at, Recomputed(np.zeros(1), np.zeros(1)), tokens=TOKENS, updates=1, row_tokens=row_tokens)
+    assert float(update.compute[0] / scoring.compute[0]) == pytest.approx(3)

@@ -1,0 +1,242 @@
+"""The cost model of a training step, fitted to published steps, predicts the steps held out.
+
+Rows are the steps in tools/bench/results/published_steps.json. A third, chosen by a hash of their names, is held out.
+Constants are fitted to the others, and each row shows its measured and predicted seconds. The check fails if the
+constants in `megarl.step_cost.constants` are not those of the fit, or the median error of held-out rows is above 15 %.
+"""
+
+from __future__ import annotations
+
+import argparse
+import hashlib
+import json
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import asdict, fields
+from functools import cache
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.families.published import PUBLISHED
+from megarl.families.shape import ModelShape, shape_from_config
+from megarl.step_cost.constants import FITTED, PRIOR, Constants
+from megarl.step_cost.gpus import GPUS
+from megarl.step_cost.lengths import Lengths, log_normal
+from megarl.step_cost.rollout import EngineLayout, RolloutCost
+from megarl.step_cost.step import StepSeconds, Workload
+from megarl.step_cost.trainer import Layouts, Recomputed, TrainerCost
+from megarl.step_cost.work import model_work
+
+DURATION = {"small": "10 s", "full": "10 s"}
+SMALL: dict[str, Any] = {}
+
+ROWS = Path(__file__).resolve().parents[1] / "bench/results/published_steps.json"
+HELD_OUT_SHARE = 1 / 3
+LIMIT_PERCENT = 15.0
+_CONSTANT_TOLERANCE = 0.01
+_NAMES = [field.name for field in fields(Constants)]
+_SPREAD = {
+    "gemm_efficiency": 0.15,
+    "link_efficiency": 0.3,
+    "decode_bandwidth": 0.25,
+    "blackwell_efficiency": 0.3,
+    "grace_seconds": 0.5,
+}
+"""Standard deviation of a constant's logarithm around its expected value. Others: `_WIDE`."""
+_WIDE = 0.7
+_ERROR = 0.15
+"""Standard deviation of the logarithm of a measured time around its prediction."""
+REFIT = (3.0, 14e9)
+"""Expected seconds of a colocated system's weight update: a fixed time, and model bytes per second. Source: the same
+published table. These systems gather whole tensors, so the reshard's cost model does not apply."""
+_SENT_PER_SECOND = 90e9
+"""Model bytes per second sent to separate engines. Source: NeMo-RL pull request 1379, 470 GB in 5.5 s."""
+_OTHER_SECONDS = 1.5e-3
+"""Seconds of a sample outside all phases: steps of the published table minus their phases."""
+
+
+@cache
+def published() -> tuple[Mapping[str, Any], ...]:
+    """Return the rows of the data file."""
+    return tuple(json.loads(ROWS.read_text(encoding="utf-8"))["rows"])
+
+
+@cache
+def shape_of(model: str) -> ModelShape:
+    """Return the shape of a row's model."""
+    own = json.loads(ROWS.read_text(encoding="utf-8"))["models"]
+    return shape_from_config(dict(own[model] if model in own else PUBLISHED[model]))
+
+
+def held_out() -> frozenset[str]:
+    """Return the names of the held-out rows: the third with the smallest SHA-256 of the name."""
+    names = sorted((row["id"] for row in published()), key=lambda name: hashlib.sha256(name.encode()).hexdigest())
+    return frozenset(names[: round(len(names) * HELD_OUT_SHARE)])
+
+
+@cache
+def _lengths_of(mean: float, limit: int, prompt: float) -> Lengths:
+    return log_normal(mean, limit, prompt)
+
+
+def predict(row: Mapping[str, Any], constants: Constants, refit: Sequence[float] = REFIT) -> dict[str, float]:
+    """Return the predicted values of a row, by the names of its measured ones. Times are in seconds."""
+    work, gpu = model_work(shape_of(row["model"])), GPUS[row["gpu"]]
+    constants = constants.on(gpu)
+    load = Workload(
+        lengths=_lengths_of(row["mean_tokens"], row["max_tokens"], row["prompt_tokens"]),
+        num_prompts=row["prompts"],
+        samples_per_prompt=row["samples"] // row["prompts"],
+        updates=row["updates"],
+        scoring_passes=row["scoring_passes"],
+        staleness=row["staleness"],
+    )
+    trainers = row["gpus"] - row["engine_gpus"]
+    dp = trainers // (row["tp"] * row["cp"] * row["pp"])
+    at = Layouts.of((row["tp"], row["pp"], row["cp"], 1, row["ep"], 1, dp))
+    trainer = TrainerCost(work, gpu, constants, work.score_flops(load.lengths.sequences))
+    again = np.array([float(row["recompute"] == "full")])
+    update = trainer.update(
+        at,
+        Recomputed(again, again),
+        tokens=load.tokens,
+        updates=load.updates,
+        row_tokens=np.array([float(row["row_tokens"])]),
+    )
+    train = float(update.seconds[0])
+    scoring = trainer.scoring(at, tokens=load.tokens, row_tokens=np.array([float(row["forward_row_tokens"])]))
+    engines = _engines(row, gpu.memory_bytes)
+    cost = RolloutCost(work, gpu, constants)
+    if row["staleness"]:
+        sampled = cost.steady_seconds(
+            engines,
+            load.lengths,
+            num_samples=load.num_samples,
+            samples_per_prompt=load.samples_per_prompt,
+            staleness=load.staleness,
+        )
+    else:
+        sampled = cost.rollout(
+            engines, load.lengths, num_samples=load.num_samples, samples_per_prompt=load.samples_per_prompt
+        )
+    weights = 2 * work.weights
+    reshard = weights / _SENT_PER_SECOND if row["engine_gpus"] else refit[0] + weights / refit[1]
+    step = StepSeconds(
+        rollout=sampled.seconds,
+        logprobs=float(scoring.seconds[0]) * load.scoring_passes,
+        train=train,
+        reshard=reshard,
+        other=_OTHER_SECONDS * load.num_samples,
+        is_concurrent=row["staleness"] > 0,
+    )
+    flops = work.layer_flops + work.expert_flops + work.head_flops + trainer.score_flops
+    mfu = 3 * flops * load.tokens / (train * trainers * gpu.flops)
+    found = asdict(step) | {"step": step.step, "train_mfu": mfu}
+    return {name: found[name] for name in row["measured"]}
+
+
+def _engines(row: Mapping[str, Any], memory_bytes: float) -> EngineLayout:
+    """Return the engines of a row, with the KV cache that vLLM's share of the memory leaves."""
+    shape, tp = shape_of(row["model"]), row["rollout_tp"]
+    work = model_work(shape)
+    # 2 GB: activations of a prefill, and CUDA graphs.
+    left = row["gpu_memory_utilization"] * memory_bytes - 2 * work.weights / tp - 2e9
+    token = 2 * shape.attention.cached_numbers(tp) * work.num_layers
+    return EngineLayout(
+        tp=tp,
+        num_engines=(row["engine_gpus"] or row["gpus"]) // tp,
+        max_requests=row["max_requests"],
+        cache_tokens=max(left / token, row["max_tokens"]),
+    )
+
+
+def residuals(rows: Iterable[Mapping[str, Any]], values: NDArray[np.float64]) -> NDArray[np.float64]:
+    """Return the logarithms of predicted over measured values in standard deviations, and those of the constants
+    around their expected values [rows' values + constants]. `values` are logarithms of constants and refit."""
+    constants = Constants(**dict(zip(_NAMES, np.exp(values[: len(_NAMES)]).tolist(), strict=True)))
+    refit = np.exp(values[len(_NAMES) :]).tolist()
+    found = []
+    for row in rows:
+        predicted = predict(row, constants, refit)
+        # A row counts once, however many phases it has.
+        weight = 1 / (_ERROR * math.sqrt(len(predicted)))
+        found += [weight * math.log(value / row["measured"][name]) for name, value in predicted.items()]
+    spread = np.array([_SPREAD.get(name, _WIDE) for name in _NAMES] + [_WIDE] * len(refit))
+    return np.append(found, (values - _expected()) / spread)
+
+
+def _expected() -> NDArray[np.float64]:
+    return np.log([*(getattr(PRIOR, name) for name in _NAMES), *REFIT])
+
+
+def fit(rows: Sequence[Mapping[str, Any]]) -> tuple[Constants, list[float]]:
+    """Return the constants fitted to rows by damped least squares, and the refit's two constants."""
+    values, damping = _expected(), 1e-2
+    best = residuals(rows, values)
+    for _ in range(40):
+        step = 1e-4
+        slopes = np.array([(residuals(rows, values + step * unit) - best) / step for unit in np.eye(len(values))]).T
+        normal = slopes.T @ slopes
+        move = -np.linalg.solve(normal + damping * np.eye(len(values)), slopes.T @ best)
+        tried = residuals(rows, values + move)
+        if tried @ tried < best @ best:
+            is_done = best @ best - tried @ tried < 1e-6 * (best @ best)
+            values, best, damping = values + move, tried, damping / 3
+            if is_done:
+                break
+        else:
+            damping *= 5
+    found = np.exp(values).tolist()
+    return Constants(**dict(zip(_NAMES, found[: len(_NAMES)], strict=True))), found[len(_NAMES) :]
+
+
+def split() -> tuple[list[Mapping[str, Any]], list[Mapping[str, Any]]]:
+    """Return the rows that are fitted, and those held out."""
+    out = held_out()
+    rows = published()
+    return [row for row in rows if row["id"] not in out], [row for row in rows if row["id"] in out]
+
+
+def errors(rows: Iterable[Mapping[str, Any]], constants: Constants, refit: Sequence[float]) -> Iterator[dict[str, Any]]:
+    """Yield a line for each row: measured and predicted value, and the relative error. Rows with a step show it."""
+    for row in rows:
+        name = "step" if "step" in row["measured"] else next(iter(row["measured"]))
+        predicted = predict(row, constants, refit)
+        measured = row["measured"][name]
+        phases = " ".join(
+            f"{phase} {value:.3g}/{row['measured'][phase]:.3g}" for phase, value in predicted.items() if phase != name
+        )
+        yield {
+            "row": row["id"],
+            "value": name,
+            "measured": float(measured),
+            "predicted": float(predicted[name]),
+            "error_percent": 100 * (predicted[name] / measured - 1),
+            "phases": phases,
+        }
+
+
+def add_options(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--print-constants", action="store_true", help="print the fitted constants as Python code")
+
+
+def run(options: argparse.Namespace) -> Iterable[dict[str, Any]]:
+    fitted, out = split()
+    constants, refit = fit(fitted)
+    if options.print_constants:
+        print(",\n".join(f"    {name}={getattr(constants, name):.4g}" for name in _NAMES))
+    for kind, rows in (("fitted", fitted), ("held out", out)):
+        found = list(errors(rows, constants, refit))
+        for line in found:
+            yield {"set": kind, **line}
+        middle = median(abs(line["error_percent"]) for line in found)
+        is_met = middle <= LIMIT_PERCENT if kind == "held out" else None
+        yield {"set": kind, "row": "median of absolute errors", "error_percent": middle, "met": is_met}
+    changed = [
+        name for name in _NAMES if abs(getattr(FITTED, name) / getattr(constants, name) - 1) > _CONSTANT_TOLERANCE
+    ]
+    yield {"set": "constants", "row": f"differ from the fit: {', '.join(changed) or 'none'}", "met": not changed}
