@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
     from megarl.data.survey import Survey
+    from megarl.layout_search.search import SearchResult
     from megarl.memory_plan.memory_table import MemoryTable
     from megarl.report.evaluations import RecordedEvaluation
     from megarl.report.recorded import RecordedRun
@@ -343,9 +344,46 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
         console.print(str(table.cache))
 
 
+def print_layouts(recipe: Recipe, result: SearchResult) -> None:
+    """Print the layouts found by a search: seconds by phase, GiB of the fullest GPU, overrides, and refused choices."""
+    from rich.table import Table
+
+    from megarl.terminal import Console
+
+    table = Table(title=f"{recipe.name}: predicted seconds of a step, fastest layouts first", title_justify="left")
+    table.add_column("")
+    table.add_column("trainer")
+    table.add_column("engines")
+    phases = ("step", "rollout", "logprobs", "train", "reshard", "offload")
+    for heading in (*phases, "GiB"):
+        table.add_column(heading, justify="right")
+    table.add_column("most time")
+    for number, found in enumerate(result.layouts, start=1):
+        seconds = (f"{getattr(found.seconds, phase):.1f}" for phase in phases)
+        gib = f"{max(found.gib.values()):.0f}"
+        table.add_row(str(number), found.trainer_text, found.engine_text, *seconds, gib, found.limit)
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    if not console.is_terminal:
+        console.width = max(
+            console.width, console.measure(table, options=console.options.update(max_width=500)).maximum
+        )
+    console.print(table)
+    for number, found in enumerate(result.layouts, start=1):
+        console.print(f"{number}: {' '.join(found.overrides) or 'as in the recipe'}")
+    for reason, count in list(result.refused.items())[:_MOST_REASONS]:
+        console.print(f"refused {count:,} times: {reason}")
+    console.print(
+        f"{result.num_candidates:,} layouts ranked, memory of {result.num_planned:,} planned in "
+        f"{result.search_seconds:.1f} s{'' if result.is_complete else '; the ranking is not complete'}; lengths: "
+        f"{result.lengths}; median error of the cost model on held-out published steps: {result.held_out_error:.0%}"
+    )
+
+
 # A histogram of 12 lines and 40 characters fits a terminal of 80 columns with its numbers.
 _BARS = 12
 _BAR_WIDTH = 40
+_MOST_REASONS = 8
+"""Most frequent reasons against layouts that are printed."""
 
 
 def print_survey(found: Survey, *, unit: str) -> None:

@@ -302,11 +302,62 @@ def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
+    search: Annotated[
+        bool,
+        typer.Option(
+            "--search",
+            help="Instead, rank all layouts, placements, offloads, recomputations and row lengths by the predicted "
+            "seconds of a step. Only layouts that fit are printed, with their overrides of the recipe.",
+        ),
+    ] = False,
+    most: Annotated[int, typer.Option("--most", min=1, help="With --search: number of layouts to print.")] = 10,
+    lengths: Annotated[
+        Path | None,
+        typer.Option(
+            "--lengths",
+            metavar="RUN",
+            help="With --search: folder of a run whose samples/ give the lengths of completions. Default: a log-normal "
+            "distribution.",
+            show_default=False,
+        ),
+    ] = None,
+    mean_tokens: Annotated[
+        int | None,
+        typer.Option(
+            "--mean-tokens",
+            min=1,
+            help="With --search: mean tokens of a completion. Default: a quarter of rollout.sampling.max_new_tokens.",
+            show_default=False,
+        ),
+    ] = None,
+    max_staleness: Annotated[
+        int | None,
+        typer.Option(
+            "--max-staleness",
+            min=0,
+            help="With --search: rollout.max_staleness of separate engines. Default: the recipe's.",
+            show_default=False,
+        ),
+    ] = None,
 ) -> None:
     """Predict memory by phase, whether it fits, and the bytes moved by a reshard. Reads config.json and starts nothing.
 
-    Exit code 2: it does not fit. Models named by recipes in launch/recipes need no download.
+    Exit code 2: it does not fit, or no layout of --search does. Models named by recipes in launch/recipes need no
+    download.
     """
+    if search:
+        from megarl.cli.layouts import search_layouts
+        from megarl.config.recipe import load
+
+        search_layouts(
+            with_notices_shown(load(recipe, overrides or ())),
+            most=most,
+            run=lengths,
+            mean_tokens=mean_tokens,
+            max_staleness=max_staleness,
+            as_json=as_json,
+        )
+        return
     from megarl.config.recipe import load
     from megarl.preflight import (
         aligned,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
+from functools import lru_cache
 from math import prod
 
 from megarl.families.shape import ModelShape, padded_vocab_size
@@ -22,6 +23,8 @@ _QUANTISING_BYTES = 8
 """Bytes per number that vLLM uses while it quantises a 16-bit linear layer in blocks."""
 
 
+# A search of layouts asks for the same engine next to many trainers.
+@lru_cache(maxsize=512)
 def engine_weights(layouts: VllmLayouts, rank: int, itemsize: int, quantization: str = "none") -> int:
     """Return the bytes of the engine's parameters on a rank, with scales of FP8 weights and rotary embeddings."""
     model = layouts.model

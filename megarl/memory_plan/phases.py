@@ -34,15 +34,22 @@ ITEM_BYTES = {"float32": 4, "bfloat16": 2}
 _ALL = ("parameters", "gradients", "optimizer")
 
 
-def memory_table(recipe: Recipe, models: Models, platform: Platform, *, gpu_gib: float | None = None) -> MemoryTable:
+def memory_table(
+    recipe: Recipe,
+    models: Models,
+    platform: Platform,
+    *,
+    gpu_gib: float | None = None,
+    stages: Collection[int] | None = None,
+) -> MemoryTable:
     """Return a recipe's predicted memory. Each phase is shown on the rank needing most memory in it.
 
     `gpu_gib` is the memory of a GPU in GiB, of which `rollout.gpu_memory_utilization` is a share. One rank of each
-    pipeline stage is examined, because ranks of a stage differ only by a few elements of padding. With separate
-    engines, the first engine rank is examined too.
+    pipeline stage is examined, because ranks of a stage differ only by a few elements of padding. `stages`: examine
+    these stages only; None: all. With separate engines, the first engine rank is examined too.
     """
     layout = models.policy.layout
-    ranks = [layout.rank(tp=0, dp=0, pp=stage) for stage in range(layout.pp)]
+    ranks = [layout.rank(tp=0, dp=0, pp=stage) for stage in (range(layout.pp) if stages is None else stages)]
     ranks += layout.leaders()[:1] if layout.is_separate else ()
     memories = [RankMemory(recipe, models, platform, rank, gpu_gib) for rank in ranks]
     by_name: dict[str, list[Phase]] = {}
@@ -264,7 +271,7 @@ class RankMemory:
 
     def _scoring(self, name: str) -> list[Use]:
         built = self._built(name)
-        settings = self._passes(built)
+        settings = self.pass_settings(built)
         if (row_tokens := self.recipe.trainer.max_tokens_per_forward) is not None:
             settings = replace(settings, row_tokens=row_tokens)
         uses = [*self._working(name), *self._idle_engine()]
@@ -274,7 +281,7 @@ class RankMemory:
 
     def _training(self, name: str) -> list[Use]:
         built = self._built(name)
-        settings = self._passes(built)
+        settings = self.pass_settings(built)
         stage = built.layout.coordinates(self.rank).pp
         # A row stored as a tree saves other tensors than separate sequences do: the larger ones count.
         rows = [settings]
@@ -448,7 +455,8 @@ class RankMemory:
     def _is_last(self, built: Built) -> bool:
         return built.layout.coordinates(self.rank).pp == built.layout.pp - 1
 
-    def _passes(self, built: Built) -> PassSettings:
+    def pass_settings(self, built: Built) -> PassSettings:
+        """Return how an update's rows pass through a model."""
         trainer_config = self.recipe.trainer
         is_bf16 = self.itemsize == 2
         given = trainer_config.megatron

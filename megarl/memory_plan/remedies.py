@@ -102,11 +102,13 @@ def _remedies(recipe: Recipe, models: Models, gpus: GpuMemory, most: int) -> lis
 
 def with_field_values(recipe: Recipe, values: Mapping[str, Any]) -> Recipe:
     """Return a copy of the recipe with new values of some fields, keyed by dotted name."""
+    # One copy for each section: a search of layouts makes thousands of recipes.
+    sections: dict[str, dict[str, Any]] = {}
     for field, value in values.items():
         section, _, name = field.partition(".")
-        own = getattr(recipe, section).model_copy(update={name: value})
-        recipe = recipe.model_copy(update={section: own})
-    return recipe
+        sections.setdefault(section, {})[name] = value
+    copies = {section: getattr(recipe, section).model_copy(update=own) for section, own in sections.items()}
+    return recipe.model_copy(update=copies)
 
 
 class _Fitted:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
+from functools import lru_cache
 from typing import NamedTuple
 
 from megarl.config.parallel import FP8_BLOCK
@@ -68,6 +69,8 @@ class TrainerStates:
 NOTHING = TrainerStates(0, 0, 0, 0)
 
 
+# A search of layouts asks for the same sizes with many settings of activations.
+@lru_cache(maxsize=512)
 def trainer_states(
     layouts: MegatronLayouts,
     rank: int,

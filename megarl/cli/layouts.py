@@ -1,0 +1,65 @@
+"""`megarl plan --search`: the fastest layouts of a recipe on its GPUs, by predicted seconds of a step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import typer
+
+from megarl.types import ConfigError
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe
+    from megarl.step_cost.lengths import Lengths
+
+_ASSUMED_SHARE = 0.25
+"""Mean length of completions divided by their limit, if neither a run nor a mean is given."""
+_PROMPT_SHARE = 0.1
+"""Mean length of prompts divided by data.max_prompt_tokens. Most prompts are far below their limit."""
+
+
+def search_layouts(
+    recipe: Recipe,
+    *,
+    most: int,
+    run: Path | None,
+    mean_tokens: int | None,
+    max_staleness: int | None,
+    as_json: bool,
+) -> None:
+    """Search the layouts of a recipe and print them.
+
+    `run` is the folder of a run whose samples/ give the lengths of completions. Otherwise `mean_tokens` is their mean.
+    `max_staleness`: limit for separate engines; default: the recipe's. Raises ConfigError if the recipe is not
+    searchable, or its GPUs are unknown.
+    """
+    from megarl.console import print_layouts
+    from megarl.layout_search.search import search_of
+
+    result = search_of(recipe, _lengths(recipe, run, mean_tokens), max_staleness).search(most)
+    if as_json:
+        print(json.dumps({"recipe": recipe.name, "model": recipe.model.path, **result.as_json()}))
+    else:
+        print_layouts(recipe, result)
+    if not result.layouts:
+        raise typer.Exit(ConfigError.exit_code)
+
+
+def _lengths(recipe: Recipe, run: Path | None, mean_tokens: int | None) -> Lengths:
+    """Return the distribution of completion lengths. Raises ConfigError if it is given twice or is too long."""
+    from megarl.step_cost.lengths import lengths_of_run, log_normal
+
+    limit = recipe.rollout.sampling.max_new_tokens
+    prompt_tokens = max(1.0, _PROMPT_SHARE * recipe.data.max_prompt_tokens)
+    if run is not None:
+        if mean_tokens is not None:
+            raise ConfigError("--lengths and --mean-tokens: give one of them; a run's samples have a mean")
+        return lengths_of_run(run, limit, prompt_tokens)
+    if mean_tokens is not None and mean_tokens > limit:
+        raise ConfigError(
+            f"--mean-tokens {mean_tokens}: exceeds rollout.sampling.max_new_tokens = {limit}; lower one, or raise the "
+            "other"
+        )
+    return log_normal(mean_tokens or _ASSUMED_SHARE * limit, limit, prompt_tokens)

@@ -1,0 +1,231 @@
+"""Layouts of trainer and engines that the checks of a recipe allow, and counts of the reasons against others."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from itertools import product
+from typing import Any, NamedTuple
+
+from megarl.config import Recipe
+from megarl.families.shape import ModelShape
+from megarl.memory_plan.remedies import with_field_values
+from megarl.preflight import sizes
+
+_MOST_CP = 16
+"""Greatest context-parallel size. Chunks of longer splits are too short for attention kernels."""
+_VPP = (1, 2, 4)
+"""Model chunks of a pipeline stage. Each further chunk saves less of the bubble and holds more activations."""
+
+
+class TrainerSizes(NamedTuple):
+    """Parallel sizes of a trainer, by the names of the recipe's section `trainer`."""
+
+    tp: int
+    pp: int
+    cp: int
+    vpp: int
+    ep: int
+    etp: int
+    dp: int
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return the recipe fields with these sizes. The data-parallel size follows from them."""
+        own = {f"trainer.{name}": getattr(self, name) for name in self._fields if name != "dp"}
+        return own | {"trainer.dp": None}
+
+
+class EngineSizes(NamedTuple):
+    """Parallel size of each engine, and whether its ranks have whole experts."""
+
+    tp: int
+    ep: bool
+
+
+class Placement(NamedTuple):
+    """Ranks that only sample (0: engines share the trainer's), and by how many steps they may sample ahead."""
+
+    ranks: int
+    staleness: int
+
+    @property
+    def values(self) -> dict[str, Any]:
+        """Return the recipe fields of this placement."""
+        if not self.ranks:
+            return {"rollout.placement": "colocated", "rollout.ranks": None, "rollout.max_staleness": None}
+        return {
+            "rollout.placement": "separate",
+            "rollout.ranks": self.ranks,
+            "rollout.max_staleness": self.staleness or None,
+        }
+
+
+class Recomputation(NamedTuple):
+    """Recomputed parts of a layer, by the values of two recipe fields."""
+
+    recompute: str
+    modules: tuple[str, ...] = ("core_attn",)
+
+    @property
+    def values(self) -> dict[str, Any]:
+        return {"trainer.recompute": self.recompute, "trainer.recompute_modules": self.modules}
+
+    @property
+    def shares(self) -> tuple[float, float]:
+        """Return the shares of attention and of feed-forward layers that are computed again."""
+        if self.recompute == "full":
+            return 1.0, 1.0
+        if self.recompute == "none":
+            return 0.0, 0.0
+        # An activation function alone costs no matrix product.
+        return 0.0, float(any(module in ("mlp", "moe") for module in self.modules))
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Enumerates the choices of a recipe. `refused` counts the choices that a check refuses, by recipe field."""
+
+    recipe: Recipe
+    shape: ModelShape
+    refused: Counter[str]
+    _expert_faults: dict[tuple[int, int, int, int], list[str]] = field(default_factory=dict)
+    _multiples: dict[tuple[int, int], int] = field(default_factory=dict)
+
+    def placements(self, staleness: int) -> Iterator[Placement]:
+        """Yield the placements: colocated, and separate engines on a share of the nodes (of the ranks, on one node)."""
+        cluster = self.recipe.cluster
+        if cluster.groups.engines is not None:
+            yield Placement(cluster.groups.engines.num_ranks, staleness)
+            return
+        yield Placement(0, 0)
+        world, node = cluster.world_size, cluster.ranks_per_node
+        unit = node if cluster.nodes > 1 else 1
+        shares = sorted({world * eighths // 8 // unit * unit for eighths in range(1, 8)} - {0, world})
+        for ranks in shares:
+            placement = Placement(ranks, staleness)
+            # Engines of one rank each fit any share, so only faults of the placement itself are left.
+            values = placement.values | {"rollout.tp": 1}
+            if not self._refuses([*sizes.placement(with_field_values(self.recipe, values))]):
+                yield placement
+
+    def engines(self, placed: Recipe) -> list[EngineSizes]:
+        """Return the sizes of engines that a recipe with a placement allows."""
+        found = []
+        ranks = placed.separate_ranks or placed.cluster.world_size
+        for tp, ep in product(_divisors(ranks, self.shape.num_heads), (False, True)):
+            # Whole experts take as long as split ones in the cost model, so they are tried where splits are refused.
+            if ep and (tp == 1 or not self.shape.num_experts or EngineSizes(tp, False) in found):
+                continue
+            values = {"rollout.tp": tp, "rollout.vllm": _vllm_with(placed, ep)}
+            other = with_field_values(placed, values | dict(SMALLEST))
+            if not self._refuses([*sizes.ranks(other), *sizes.model_fit(other, self.shape)]):
+                found.append(EngineSizes(tp, ep))
+        return found
+
+    def trainers(self, placed: Recipe) -> list[TrainerSizes]:
+        """Return the parallel sizes of trainers that a recipe with a placement allows."""
+        found = []
+        world, node = placed.trainer_ranks, placed.cluster.ranks_per_node
+        with_one = with_field_values(placed, {"rollout.tp": 1} if not placed.separate_ranks else {})
+        dense = product(
+            _divisors(world, min(node, self.shape.num_heads)), _divisors(world, self.shape.num_layers),
+            _divisors(world, _MOST_CP), _VPP,
+        )  # fmt: skip
+        experts = [(1, 1)]
+        if self.shape.num_experts:
+            experts = [*product(_divisors(self.shape.num_experts), _divisors(self.shape.moe_intermediate_size, node))]
+        for tp, pp, cp, vpp in dense:
+            if world % (tp * pp * cp):
+                self.refused["trainer.tp * trainer.pp * trainer.cp does not divide the ranks"] += len(experts)
+                continue
+            at = TrainerSizes(tp, pp, cp, vpp, 1, 1, world // (tp * pp * cp))
+            other = with_field_values(with_one, at.values)
+            rules = (sizes.ranks, _batches, sizes.lengths)
+            if self._refuses([fault for rule in rules for fault in rule(other)], len(experts)):
+                continue
+            if self._refuses([*self._model_faults(other)], len(experts)):
+                continue
+            for ep, etp in experts:
+                if ep * etp == 1:
+                    found.append(at)
+                    continue
+                if world % (ep * etp * pp):
+                    self.refused["trainer.ep * trainer.etp * trainer.pp does not divide the ranks"] += 1
+                    continue
+                split = at._replace(ep=ep, etp=etp)
+                # Pipeline stages were checked above, and experts do not depend on them.
+                key = (tp, cp, ep, etp)
+                if key not in self._expert_faults:
+                    self._expert_faults[key] = [*self._model_faults(with_field_values(with_one, split.values))][:1]
+                if not self._refuses(self._expert_faults[key]):
+                    found.append(split)
+        return found
+
+    def recomputations(self) -> list[Recomputation]:
+        """Return the choices of recomputation, without those that router replay excludes."""
+        replays = self.recipe.trainer.router_replay
+        found = [Recomputation("none")]
+        if self.shape.has_dense_layers:
+            found.append(Recomputation("selective", ("mlp",)))
+        if self.shape.num_experts:
+            found.append(Recomputation("selective", ("layernorm", "moe_act")))
+            if not replays:
+                found.append(Recomputation("selective", ("moe",)))
+        return found if replays else [*found, Recomputation("full")]
+
+    def row_lengths(self, placed: Recipe, at: TrainerSizes) -> list[int]:
+        """Return the row lengths in tokens: the longest sequence, and up to four times as many."""
+        # Only these two sizes decide the multiple.
+        multiple = self._multiples.get((at.tp, at.cp))
+        if multiple is None:
+            multiple = sizes.row_multiple(with_field_values(placed, at.values))
+            self._multiples[at.tp, at.cp] = multiple
+        longest = placed.trained_tokens + bool(placed.reward.model)
+        return [-(-longest * quarters // 4 // multiple) * multiple for quarters in (4, 6, 8, 16)]
+
+    def offloads(self, placed: Recipe) -> list[tuple[str, ...]]:
+        """Return the choices of offloaded states. Only ranks that alternate between models offload any."""
+        states = ("optimizer", "gradients", "parameters")
+        if placed.separate_ranks and not placed.has_critic:
+            return [()]
+        if placed.trainer.optimizer_offload_fraction:
+            states = states[1:]
+        return [states[:number] for number in range(len(states) + 1)]
+
+    def _model_faults(self, other: Recipe) -> Iterator[str]:
+        yield from sizes.model_fit(other, self.shape, is_sampled=False)
+        yield from sizes.linear_attention_fit(other, self.shape)
+        yield from sizes.fp8_channels(other, self.shape)
+
+    def _refuses(self, faults: list[str], times: int = 1) -> bool:
+        """Return whether there are faults. Counts the first one by its recipe field and its kind."""
+        if faults:
+            self.refused[_reason(faults[0])] += times
+        return bool(faults)
+
+
+SMALLEST: Mapping[str, Any] = {f"trainer.{axis}": 1 for axis in ("tp", "pp", "cp", "vpp", "ep", "etp")} | {
+    "trainer.dp": None
+}
+"""Fields of a trainer without any split, for checks of engines alone."""
+
+
+def _batches(recipe: Recipe) -> Iterator[str]:
+    return sizes.batches(recipe, sizes.layout_of(recipe).dp)
+
+
+def _vllm_with(recipe: Recipe, ep: bool) -> dict[str, Any]:
+    given = {name: value for name, value in recipe.rollout.vllm.items() if name != "enable_expert_parallel"}
+    return given | ({"enable_expert_parallel": True} if ep else {})
+
+
+def _reason(fault: str) -> str:
+    """Return a fault without its remedy, with N in place of each number, so that equal reasons can be counted."""
+    return re.sub(r"\d+(?:[,.]\d+)*", "N", fault.partition(";")[0])
+
+
+def _divisors(number: int, most: int | None = None) -> list[int]:
+    return [size for size in range(1, min(number, most or number) + 1) if number % size == 0]

@@ -1,0 +1,569 @@
+"""The fastest layouts of a recipe on its GPUs, by predicted seconds of a step, under the predicted memory.
+
+Seconds of all layouts are computed at once, with a KV cache that holds all requests. That is a lower bound. Layouts are
+then taken in the order of their bounds: the memory plan says whether each fits and how large its cache is, and its
+seconds are computed again. The search ends when no bound is below the worst layout found.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.families.shape import ModelShape
+from megarl.layout_search.candidates import (
+    Candidates,
+    EngineSizes,
+    Placement,
+    Recomputation,
+    TrainerSizes,
+    _vllm_with,
+)
+from megarl.memory_plan import activations
+from megarl.memory_plan.activations import PassSettings
+from megarl.memory_plan.devices import CONTEXT_BYTES, GPU, MARGIN_GIB, GpuMemory
+from megarl.memory_plan.engine_bytes import cache_block_bytes
+from megarl.memory_plan.memory_table import MemoryTable
+from megarl.memory_plan.models import Built, Models
+from megarl.memory_plan.phases import ITEM_BYTES, RankMemory, memory_table
+from megarl.memory_plan.remedies import cache_within, with_field_values
+from megarl.preflight import sizes
+from megarl.preflight.memory_fit import NAME_THE_GPU, gpu_kind, gpu_memory, models_of
+from megarl.step_cost.constants import FITTED, HELD_OUT_ERROR, Constants
+from megarl.step_cost.gpus import GPUS, GpuSpeeds
+from megarl.step_cost.lengths import Lengths
+from megarl.step_cost.rollout import EngineLayout, RolloutCost, RolloutSeconds
+from megarl.step_cost.step import StepSeconds, Workload
+from megarl.step_cost.trainer import Layouts, Parts, Recomputed, TrainerCost
+from megarl.step_cost.work import model_work
+from megarl.types import ConfigError
+
+_GIB = 2**30
+_FLOAT32 = 4
+MOST_CHECKED = 400
+"""Greatest number of layouts whose memory is planned: the limit of the search's time."""
+
+
+@dataclass(frozen=True)
+class FoundLayout:
+    """A layout that fits, with its prediction."""
+
+    values: Mapping[str, Any]
+    """Recipe fields that differ from the recipe."""
+    trainer: TrainerSizes
+    engine: EngineSizes
+    placement: Placement
+    seconds: StepSeconds
+    rollout: RolloutSeconds
+    update: Mapping[str, float]
+    """Seconds of the updates by cause."""
+    gib: Mapping[str, float]
+    """Predicted GiB of a GPU in the fullest phase of each kind."""
+    kv_cache_gib: float
+
+    @property
+    def overrides(self) -> tuple[str, ...]:
+        """Return the fields as command-line overrides of the recipe."""
+        return tuple(_override(name, value) for name, value in self.values.items())
+
+    @property
+    def trainer_text(self) -> str:
+        """Return the trainer's sizes in words: `tp 4 pp 2 dp 1`."""
+        sizes_text = " ".join(f"{name} {size}" for name, size in self.trainer._asdict().items() if size > 1)
+        return sizes_text or "one rank"
+
+    @property
+    def engine_text(self) -> str:
+        """Return the engines' size in words, with the number of their own ranks if they have any."""
+        own = f"tp {self.engine.tp}{' ep' if self.engine.ep else ''}"
+        return f"{own} on {self.placement.ranks} ranks" if self.placement.ranks else own
+
+    @property
+    def limit(self) -> str:
+        """Return what takes most of the step's time, in words."""
+        phases = {"rollout": self.seconds.rollout, "train": self.seconds.train, "logprobs": self.seconds.logprobs,
+                  "offload": self.seconds.offload, "reshard": self.seconds.reshard}  # fmt: skip
+        name = max(phases, key=lambda phase: phases[phase])
+        if name == "rollout":
+            if self.rollout.full > self.rollout.tail:
+                return "KV cache" if self.rollout.limited_by_cache else "decoding"
+            return "longest completions"
+        if name == "train":
+            return max(self.update, key=lambda cause: self.update[cause]).replace("_", " ")
+        return name
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the layout as JSON values."""
+        seconds = {
+            name: getattr(self.seconds, name) for name in ("step", "rollout", "logprobs", "train", "reshard", "offload")
+        }
+        return {
+            "overrides": list(self.overrides),
+            "seconds": seconds,
+            "rollout_seconds": {name: getattr(self.rollout, name) for name in ("prefill", "full", "tail")},
+            "update_seconds": dict(self.update),
+            "gib": dict(self.gib),
+            "kv_cache_gib": self.kv_cache_gib,
+            "limit": self.limit,
+        }
+
+
+@dataclass(frozen=True)
+class SearchResult:
+    """Result of a search."""
+
+    layouts: tuple[FoundLayout, ...]
+    """The layouts that fit, fastest first."""
+    num_candidates: int
+    """Combinations whose seconds were computed."""
+    num_planned: int
+    """Combinations whose memory was planned."""
+    refused: Mapping[str, int]
+    """Choices refused by a check, by reason."""
+    search_seconds: float
+    is_complete: bool
+    """Whether the ranking is proved. False: the limit of planned layouts was reached."""
+    lengths: str
+    """Where the lengths of completions are from."""
+    held_out_error: float = HELD_OUT_ERROR
+
+    def as_json(self) -> dict[str, Any]:
+        """Return the result as JSON values."""
+        return {
+            "layouts": [layout.as_json() for layout in self.layouts],
+            "num_candidates": self.num_candidates,
+            "num_planned": self.num_planned,
+            "refused": dict(self.refused),
+            "search_seconds": self.search_seconds,
+            "is_complete": self.is_complete,
+            "lengths": self.lengths,
+            "held_out_error": self.held_out_error,
+        }
+
+
+class _Row(NamedTuple):
+    """A trainer's sizes with recomputation and row length."""
+
+    trainer: TrainerSizes
+    recomputation: Recomputation
+    row_tokens: int
+
+
+@dataclass
+class _Group:
+    """All combinations of one placement, as arrays over `rows`, engines and offloads."""
+
+    placement: Placement
+    placed: Recipe
+    rows: list[_Row]
+    engines: list[EngineSizes]
+    offloads: list[tuple[str, ...]]
+    update: Parts
+    train: NDArray[np.float64]
+    logprobs: NDArray[np.float64]
+    offload: NDArray[np.float64]
+    """Seconds of offloading [rows, offloads]."""
+    reshard: NDArray[np.float64]
+    """Seconds of a reshard, a lower bound [engines]."""
+    bound: NDArray[np.float64]
+    """Seconds of a step, a lower bound [rows, engines, offloads]."""
+    states: NDArray[np.float64]
+    """Bytes of weights, gradients and optimizer on a rank, a lower bound [rows]."""
+    settings: PassSettings
+    refused: Counter[str]
+    overfull: set[int] = field(default_factory=set)
+    """Rows whose update does not fit, whatever the engines."""
+    examined: set[int] = field(default_factory=set)
+    """Rows whose activations were predicted."""
+
+    @cached_property
+    def layout(self) -> ParallelConfig:
+        """Return the parallel sizes of the recipe itself on this placement."""
+        return sizes.layout_of(self.placed)
+
+    @cached_property
+    def rows_of(self) -> dict[TrainerSizes, list[int]]:
+        """Return the numbers of the rows of each trainer."""
+        found: dict[TrainerSizes, list[int]] = {}
+        for number, row in enumerate(self.rows):
+            found.setdefault(row.trainer, []).append(number)
+        return found
+
+    def at_least_as_full(self, full: _Row) -> set[int]:
+        """Return the numbers of the rows that take at least as much memory: longer ones, and without recomputation."""
+        return {
+            number
+            for number in self.rows_of[full.trainer]
+            if self.rows[number].row_tokens >= full.row_tokens
+            and self.rows[number].recomputation in (full.recomputation, Recomputation("none"))
+        }
+
+
+@dataclass(frozen=True)
+class LayoutSearch:
+    """Searches the layouts of a recipe. `lengths` are those of its completions."""
+
+    recipe: Recipe
+    models: Models
+    gpus: GpuMemory
+    speeds: GpuSpeeds
+    lengths: Lengths
+    staleness: int
+    constants: Constants = FITTED
+
+    @property
+    def shape(self) -> ModelShape:
+        return self.models.policy.shape
+
+    @cached_property
+    def load(self) -> Workload:
+        """Return the samples of a step."""
+        train, algorithm = self.recipe.train, self.recipe.algorithm
+        updates = train.updates_per_step
+        # The first update computes its own old log-probs; a reference scores everything.
+        passes = (1 - 1 / updates) * (algorithm.old_logprobs == "trainer") + self.recipe.has_reference
+        return Workload(self.lengths, train.prompts_per_step, train.samples_per_prompt, updates, passes, self.staleness)
+
+    @cached_property
+    def _state_bytes(self) -> dict[str, int]:
+        """Return the bytes of a trained parameter by state: weight, float32 gradient, main weight and moments."""
+        item = ITEM_BYTES[self.recipe.model.dtype]
+        copies = (item < _FLOAT32) + 2 * (self.recipe.optimizer.name == "adam")
+        return {"weights": item, "gradients": _FLOAT32, "optimizer": _FLOAT32 * copies}
+
+    @cached_property
+    def _trainer_cost(self) -> TrainerCost:
+        work = model_work(self.shape)
+        return TrainerCost(work, self.speeds, self.constants, work.score_flops(self.lengths.sequences))
+
+    @cached_property
+    def _rollout_cost(self) -> RolloutCost:
+        item = 1 if self.recipe.rollout.quantization != "none" else 2
+        return RolloutCost(model_work(self.shape), self.speeds, self.constants, item)
+
+    def search(self, most: int = 10) -> SearchResult:
+        """Return the fastest layouts, at most `most`. Each pair of trainer's and engines' sizes appears once."""
+        started = time.monotonic()
+        refused: Counter[str] = Counter()
+        candidates = Candidates(self.recipe, self.shape, refused)
+        groups = [
+            group
+            for placement in candidates.placements(self.staleness)
+            if (group := self._group(candidates, placement))
+        ]
+        found: dict[tuple[Any, ...], FoundLayout] = {}
+        num_planned, is_complete = 0, True
+        for group, index in _in_order(groups):
+            bound = float(group.bound[index])
+            worst = sorted(layout.seconds.step for layout in found.values())[most - 1 : most]
+            if worst and bound >= worst[0]:
+                break
+            row, engine, _ = index
+            if not math.isfinite(bound):
+                # The remaining combinations cannot fit either.
+                break
+            if row in group.overfull or (row not in group.examined and self._is_overfull_in_update(group, row)):
+                continue
+            key = (group.rows[row].trainer, group.engines[engine], group.placement)
+            if key in found and found[key].seconds.step <= bound:
+                continue
+            if num_planned == MOST_CHECKED:
+                is_complete = False
+                break
+            num_planned += 1
+            layout = self._planned(group, index, refused)
+            if layout is not None and (key not in found or layout.seconds.step < found[key].seconds.step):
+                found[key] = layout
+        ranked = sorted(found.values(), key=lambda layout: layout.seconds.step)[:most]
+        return SearchResult(
+            tuple(ranked),
+            sum(group.bound.size for group in groups),
+            num_planned,
+            dict(refused.most_common()),
+            time.monotonic() - started,
+            is_complete,
+            self.lengths.source,
+        )
+
+    def _group(self, candidates: Candidates, placement: Placement) -> _Group | None:
+        """Return the combinations of a placement, or None if it allows none."""
+        placed = with_field_values(self.recipe, placement.values)
+        engines = candidates.engines(placed)
+        trainers = candidates.trainers(placed)
+        if not engines or not trainers:
+            return None
+        recomputations = candidates.recomputations()
+        rows = [
+            _Row(trainer, recomputation, row_tokens)
+            for trainer in trainers
+            for row_tokens in dict.fromkeys(candidates.row_lengths(placed, trainer))
+            for recomputation in recomputations
+        ]
+        at = Layouts.of(*(row.trainer for row in rows))
+        rows, at, states = self._without_overfull(candidates, rows, at)
+        if not rows:
+            return None
+        shares = np.array([row.recomputation.shares for row in rows]).T
+        row_tokens = np.array([float(row.row_tokens) for row in rows])
+        load, cost = self.load, self._trainer_cost
+        update = cost.update(at, Recomputed(*shares), tokens=load.tokens, updates=load.updates, row_tokens=row_tokens)
+        scoring = cost.scoring(at, tokens=load.tokens, row_tokens=row_tokens)
+        train, logprobs = update.seconds, scoring.seconds * load.scoring_passes
+        offloads = candidates.offloads(placed)
+        offload = np.stack([self._offload_seconds(at, states) for states in offloads], axis=1)
+        rollout = np.array([self._rollout(placement, engine, math.inf).seconds for engine in engines])
+        reshard = np.array([self._reshard_seconds(placement, engine) for engine in engines])
+        trained = (train + logprobs)[:, None]
+        both = np.maximum(trained, rollout) if placement.staleness else trained + rollout
+        bound = (both + reshard)[:, :, None] + offload[:, None, :]
+        if not placement.ranks:
+            bound = np.where(self._is_overfull(at, engines, offloads), math.inf, bound)
+        settings = RankMemory(placed, self.models, GPU, 0).pass_settings(self.models.policy)
+        return _Group(
+            placement, placed, rows, engines, offloads, update, train, logprobs, offload, reshard, bound, states,
+            settings, candidates.refused,
+        )  # fmt: skip
+
+    def _without_overfull(
+        self, candidates: Candidates, rows: list[_Row], at: Layouts
+    ) -> tuple[list[_Row], Layouts, NDArray[np.float64]]:
+        """Drop the rows whose trainer states alone exceed a GPU. Returns the bytes of all others' states [rows]."""
+        experts, others = self._trainer_cost.weights_on_rank(at)
+        expert_shards = at.world / (at.etp * at.ep * at.pp)
+        on_host = self.recipe.trainer.optimizer_offload_fraction
+        optimizer = self._state_bytes["optimizer"] * (1 - on_host) * self.recipe.trainer.distributed_optimizer
+        whole = self._state_bytes["weights"] + self._state_bytes["gradients"]
+        states = experts * (whole + optimizer / expert_shards) + others * (whole + optimizer / (at.dp * at.cp))
+        # The mean of embedding and head over two stages is a lower bound of the fuller one.
+        fits = states + CONTEXT_BYTES <= self.gpus.trainer * _GIB
+        candidates.refused["memory: weights, gradients and optimizer of a rank exceed its GPU"] += int((~fits).sum())
+        kept = [row for row, fit in zip(rows, fits, strict=True) if fit]
+        return kept, Layouts(*(axis[fits] for axis in at)), states[fits]
+
+    def _is_overfull_in_update(self, group: _Group, number: int) -> bool:
+        """Return whether a row's states and saved activations exceed a GPU on the first pipeline stage.
+
+        Cheaper than a plan of the memory, and never more than it. Rows that take as much are dropped with it.
+        """
+        group.examined.add(number)
+        row = group.rows[number]
+        layout = replace(group.layout, **row.trainer._asdict())
+        settings = replace(
+            group.settings,
+            row_tokens=row.row_tokens,
+            sequence_parallel=layout.tp > 1 and self.recipe.trainer.sequence_parallel is not False,
+            recomputes_layers=row.recomputation.recompute == "full",
+            recomputed=frozenset(row.recomputation.modules if row.recomputation.recompute == "selective" else ()),
+        )
+        layers = self.shape.num_layers
+        # The first stage has the mean number of layers, rounded down.
+        share = layers // layout.pp * layout.pp / layers
+        saved = activations.stage_bytes(self.shape, layout, 0, settings)
+        if share * group.states[number] + saved + CONTEXT_BYTES <= (self.gpus.trainer - MARGIN_GIB) * _GIB:
+            return False
+        as_full = group.at_least_as_full(row)
+        group.refused["memory: states and activations of an update exceed a GPU"] += len(as_full - group.overfull)
+        group.overfull |= as_full
+        return True
+
+    def _is_overfull(
+        self, at: Layouts, engines: Sequence[EngineSizes], offloads: Sequence[Sequence[str]]
+    ) -> NDArray[np.bool_]:
+        """Return whether weights and states beside a colocated engine exceed a GPU, in a reshard with the smallest
+        cache [layouts, engines, offloads].
+        """
+        experts, others = self._trainer_cost.weights_on_rank(at)
+        expert_shards = at.world / (at.etp * at.ep * at.pp)
+        # A reshard needs the parameters in any case.
+        resident = [self._state_bytes["weights"] * (experts + others)] * len(offloads)
+        for number, states in enumerate(offloads):
+            if "gradients" not in states:
+                resident[number] = resident[number] + self._state_bytes["gradients"] * (experts + others)
+            if "optimizer" not in states and not self.recipe.trainer.optimizer_offload_fraction:
+                own = experts / expert_shards + others / (at.dp * at.cp)
+                resident[number] = resident[number] + self._state_bytes["optimizer"] * own
+        item = 1 if self.recipe.rollout.quantization != "none" else 2
+        awake = np.array([item * model_work(self.shape).weights / engine.tp for engine in engines])
+        taken = np.stack(resident, axis=1)[:, None, :] + awake[None, :, None] + CONTEXT_BYTES
+        return taken > (self.gpus.trainer - MARGIN_GIB) * _GIB
+
+    def _offload_seconds(self, at: Layouts, states: Sequence[str]) -> NDArray[np.float64]:
+        """Return the seconds for moving states to host memory and back [layouts]. Gradients are dropped, not moved."""
+        experts, others = self._trainer_cost.weights_on_rank(at)
+        expert_shards = at.world / (at.etp * at.ep * at.pp)
+        # Models that only score wait in host memory, so each step copies their weights to the GPU once.
+        waiting = self._state_bytes["weights"] * len(self.models.frozen) * (experts + others) / self.speeds.pcie
+        moved = np.zeros(len(at.tp))
+        if "optimizer" in states:
+            moved = moved + self._state_bytes["optimizer"] * (experts / expert_shards + others / (at.dp * at.cp))
+        if "parameters" in states:
+            moved = moved + self._state_bytes["weights"] * (experts + others)
+        return waiting + 2 * moved / self.speeds.pcie
+
+    def _reshard_seconds(self, placement: Placement, engine: EngineSizes) -> float:
+        """Return the least seconds of a reshard: an engine rank's weights over its link, read and written once."""
+        own = 2 * model_work(self.shape).weights / engine.tp
+        link = self.speeds.network if placement.ranks else self.speeds.nvlink
+        return max(own / link, 2 * own / self.speeds.memory)
+
+    def _rollout(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
+        """Return the seconds of a rollout with a KV cache of this many tokens in each engine."""
+        ranks = placement.ranks or self.recipe.cluster.world_size
+        at = EngineLayout(engine.tp, ranks // engine.tp, self.recipe.rollout.max_concurrent_requests, cache_tokens)
+        load, cost = self.load, self._rollout_cost
+        sampled = load.num_samples * self.recipe.algorithm.oversampling
+        if placement.ranks and placement.staleness:
+            return cost.steady_seconds(
+                at,
+                load.lengths,
+                num_samples=sampled,
+                samples_per_prompt=load.samples_per_prompt,
+                staleness=placement.staleness,
+            )
+        return cost.rollout(at, load.lengths, num_samples=sampled, samples_per_prompt=load.samples_per_prompt)
+
+    def _planned(self, group: _Group, index: tuple[int, int, int], refused: Counter[str]) -> FoundLayout | None:
+        """Return the layout of a combination with its memory and its KV cache. None: it does not fit."""
+        row, engine, offload = group.rows[index[0]], group.engines[index[1]], group.offloads[index[2]]
+        least = self._least_cache_gib(engine)
+        values = {
+            **row.trainer.values,
+            **row.recomputation.values,
+            "trainer.max_tokens_per_microbatch": row.row_tokens,
+            "trainer.max_tokens_per_forward": None,
+            "trainer.offload": offload,
+            "rollout.tp": engine.tp,
+            "rollout.vllm": _vllm_with(group.placed, engine.ep),
+            "rollout.gpu_memory_utilization": None,
+            "rollout.kv_cache_gib": least,
+        }
+        other = with_field_values(group.placed, values)
+        table = self._table(other)
+        # The margin for wrong guesses holds for all phases, as it does for the default KV cache.
+        limit = self.gpus._replace(trainer=self.gpus.trainer - MARGIN_GIB, engine=self.gpus.engine - MARGIN_GIB)
+        if over := limit.exceeded(table):
+            refused[f"memory: {over[0].name} exceeds a GPU"] += 1
+            if any(phase.metric in ("train", "logprobs") for phase in over):
+                group.overfull |= group.at_least_as_full(row)
+            return None
+        cache = max(least, cache_within(table, self.gpus.engine - MARGIN_GIB))
+        tokens = cache * _GIB / self._token_bytes(engine)
+        rollout = self._rollout(group.placement, engine, tokens)
+        seconds = StepSeconds(
+            rollout=rollout.seconds,
+            logprobs=float(group.logprobs[index[0]]),
+            train=float(group.train[index[0]]),
+            reshard=float(group.reshard[index[1]]),
+            offload=float(group.offload[index[0], index[2]]),
+            is_concurrent=group.placement.staleness > 0,
+        )
+        more = (cache - least) * _GIB
+        gib = {
+            phase.name: (phase.device_bytes + (more if phase.use("KV cache").device_bytes else 0)) / _GIB
+            for phase in table.phases
+        }
+        values |= group.placement.values | {"rollout.kv_cache_gib": round(cache, 1)}
+        changed = {name: value for name, value in values.items() if _value_of(self.recipe, name) != value}
+        return FoundLayout(
+            changed, row.trainer, engine, group.placement, seconds, rollout, group.update.at(index[0]), gib, cache
+        )
+
+    def _table(self, recipe: Recipe) -> MemoryTable:
+        layout = sizes.layout_of(recipe)
+
+        def placed(built: Built | None) -> Built | None:
+            return None if built is None else Built(built.shape, layout)
+
+        policy = placed(self.models.policy)
+        assert policy is not None
+        frozen = {
+            name: built if name in self.recipe.teachers else Built(built.shape, layout)
+            for name, built in self.models.frozen.items()
+        }
+        models = Models(policy, placed(self.models.critic), frozen)
+        return memory_table(recipe, models, GPU, gpu_gib=self.gpus.engine, stages=_fullest_stages(layout))
+
+    def _token_bytes(self, engine: EngineSizes) -> int:
+        """Return the bytes of a token in an engine rank's KV cache."""
+        item = ITEM_BYTES[self.recipe.model.dtype] if self.recipe.rollout.kv_cache_dtype == "auto" else 1
+        shape = self.shape.with_mtp(self.recipe.drafts_with_mtp)
+        return cache_block_bytes(shape, engine.tp, block_tokens=1, itemsize=item)
+
+    def _least_cache_gib(self, engine: EngineSizes) -> float:
+        """Return the GiB of the smallest KV cache that holds a longest sequence, rounded up."""
+        # Two blocks more: one reserved by vLLM, one partly filled.
+        needed = (self.recipe.context_tokens + 32) * self._token_bytes(engine)
+        return math.ceil(needed / _GIB * 100) / 100
+
+
+def _fullest_stages(layout: ParallelConfig) -> list[int]:
+    """Return the pipeline stages of which one needs most memory: the first, the second, and the last.
+
+    Later stages have fewer rows in flight than the second, and not more layers.
+    """
+    return sorted({0, min(1, layout.pp - 1), layout.pp - 1})
+
+
+def search_of(recipe: Recipe, lengths: Lengths, max_staleness: int | None = None) -> LayoutSearch:
+    """Return the search of a recipe's layouts. `max_staleness` is the limit for separate engines; None: the recipe's.
+
+    Raises ConfigError if the cost model does not cover the recipe, or its kind of GPU is unknown.
+    """
+    if recipe.loop != "rl":
+        raise ConfigError(f"loop = {recipe.loop}: --search ranks layouts of the loop rl only; leave it out")
+    if recipe.lora.rank:
+        raise ConfigError(f"lora.rank = {recipe.lora.rank}: --search ranks training of all weights only; leave it out")
+    if recipe.has_critic:
+        raise ConfigError(
+            f"algorithm.advantage = {recipe.algorithm.advantage}: --search ranks runs without a critic; leave it out"
+        )
+    kind, gpus = gpu_kind(recipe), gpu_memory(recipe)
+    if kind is None or gpus is None:
+        raise ConfigError(f"--search needs the kind of the run's GPUs; {NAME_THE_GPU.partition(' or GiB')[0]}")
+    staleness = recipe.rollout.staleness_bound if max_staleness is None else max_staleness
+    speeds = GPUS[kind]
+    models = models_of(recipe, sizes.layout_of(recipe))
+    return LayoutSearch(recipe, models, gpus, speeds, lengths, staleness, FITTED.on(speeds))
+
+
+def _in_order(groups: Sequence[_Group]) -> Iterator[tuple[_Group, tuple[int, int, int]]]:
+    """Yield all combinations of all groups by their bounds, smallest first."""
+    bounds = [group.bound.ravel() for group in groups]
+    if not bounds:
+        return
+    starts = np.cumsum([0, *map(len, bounds)])
+    everything = np.concatenate(bounds)
+    for place in np.argsort(everything, kind="stable"):
+        number = int(np.searchsorted(starts, place, side="right")) - 1
+        group = groups[number]
+        row, engine, offload = np.unravel_index(int(place - starts[number]), group.bound.shape)
+        yield group, (int(row), int(engine), int(offload))
+
+
+def _value_of(recipe: Recipe, name: str) -> Any:
+    section, _, own = name.partition(".")
+    return getattr(getattr(recipe, section), own)
+
+
+def _override(name: str, value: Any) -> str:
+    """Return a recipe field with its value as an override."""
+    if value is None:
+        return f"~{name}"
+    if name == "rollout.vllm":
+        inner = ",".join(
+            f"{key}:{str(item).lower() if isinstance(item, bool) else item}" for key, item in value.items()
+        )
+        return f"{name}={{{inner}}}"
+    if isinstance(value, tuple):
+        return f"{name}=[{','.join(value)}]"
+    return f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"

@@ -1,0 +1,113 @@
+"""The search of layouts: its ranking is that of all combinations, what it names fits and passes the recipe's checks."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from collections.abc import Callable
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from megarl.cli import app
+from megarl.config import Recipe
+from megarl.config.recipe import load
+from megarl.layout_search import search as module
+from megarl.layout_search.candidates import Candidates
+from megarl.layout_search.search import LayoutSearch, search_of
+from megarl.preflight import check_plan, table_of
+from megarl.preflight.memory_fit import verdict_of
+from megarl.preflight.sizes import batches, lengths
+from megarl.step_cost.lengths import log_normal
+from megarl.types import ConfigError
+from tests.memory_plan.conftest import RECIPES, large
+
+__all__ = ["large"]
+
+
+def _search(recipe: Recipe, max_staleness: int | None = None) -> LayoutSearch:
+    limit = recipe.rollout.sampling.max_new_tokens
+    return search_of(recipe, log_normal(limit / 4, limit, 200.0), max_staleness)
+
+
+def _is_sound(name: str, overrides: tuple[str, ...]) -> bool:
+    """Whether a recipe with the overrides of a found layout passes its checks and fits."""
+    recipe = load(RECIPES / f"{name}.yaml", overrides)
+    layout = check_plan(recipe)[1]
+    assert [*lengths(recipe), *batches(recipe, layout.dp)] == []
+    return bool(verdict_of(recipe, layout, table_of(recipe, layout)).fits)
+
+
+@pytest.mark.parametrize("name", ["qwen3_14b_dapo_h200", "qwen3_32b_grpo"])
+def test_found_layouts_can_be_pasted_and_fit(large: Callable[..., Recipe], name: str) -> None:
+    result = _search(large(name)).search(5)
+    steps = [found.seconds.step for found in result.layouts]
+    assert len(steps) == 5 and steps == sorted(steps) and result.is_complete
+    assert all(_is_sound(name, found.overrides) for found in result.layouts)
+    assert len({(found.trainer, found.engine, found.placement) for found in result.layouts}) == 5
+
+
+def test_the_ranking_is_that_of_all_combinations(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    recipe = large("qwen3_14b_dapo_h200", "cluster.ranks_per_node=4", "rollout.sampling.max_new_tokens=2048")
+    search = _search(recipe)
+    quick = search.search(4)
+    # Every combination is planned: no bound on time ends the search, and no bound on memory drops a row.
+    monkeypatch.setattr(module, "MOST_CHECKED", 10**9)
+    monkeypatch.setattr(LayoutSearch, "_is_overfull_in_update", lambda *_: False)
+    monkeypatch.setattr(LayoutSearch, "_is_overfull", lambda self, at, engines, offloads: np.zeros((1, 1, 1), bool))
+    whole = search.search(10**9)
+    assert quick.is_complete and len(quick.layouts) == 4 and whole.num_planned > 2 * quick.num_planned
+    assert [found.overrides for found in quick.layouts] == [found.overrides for found in whole.layouts[:4]]
+
+
+def test_separate_engines_are_searched_with_their_staleness(large: Callable[..., Recipe]) -> None:
+    # With few samples the longest completion decides, and more GPUs would not make it shorter.
+    recipe = large("qwen3_14b_dapo_h200", "cluster.nodes=4", "train.prompts_per_step=32")
+    result = _search(recipe, 1).search()
+    separate = [found for found in result.layouts if found.placement.ranks]
+    assert result.layouts[0] in separate and all(found.seconds.is_concurrent for found in separate)
+    found = separate[0]
+    assert f"rollout.ranks={found.placement.ranks}" in found.overrides
+    assert "rollout.placement=separate" in found.overrides and "rollout.max_staleness=1" in found.overrides
+    assert found.seconds.step < found.seconds.rollout + found.seconds.train + found.seconds.logprobs
+
+
+def test_refused_choices_are_counted_by_the_recipes_rules(large: Callable[..., Recipe]) -> None:
+    recipe = large("qwen3_14b_dapo_h200")
+    refused: Counter[str] = Counter()
+    candidates = Candidates(recipe, _search(recipe).shape, refused)
+    sizes = candidates.trainers(recipe)
+    # 40 heads and 8 ranks: every tensor-parallel size divides them, and no size exceeds the node.
+    assert {at.tp for at in sizes} == {1, 2, 4, 8}
+    assert all(at.tp * at.pp * at.cp * at.dp == 8 and at.ep == at.etp == 1 for at in sizes)
+    assert refused["trainer.vpp = N: needs trainer.pp > N, which is N"] > 0
+
+
+def test_no_layout_fits_a_model_too_large_for_its_gpus(large: Callable[..., Recipe]) -> None:
+    recipe = large("qwen3_235b_a22b_gspo", "cluster.nodes=1", "trainer.cp=1", "trainer.tp=1", "trainer.ep=1")
+    result = _search(recipe).search()
+    assert result.layouts == ()
+    assert any(reason.startswith("memory:") for reason in result.refused)
+
+
+def test_a_recipe_without_known_gpus_is_refused(large: Callable[..., Recipe]) -> None:
+    with pytest.raises(ConfigError, match=r"--search needs the kind of the run's GPUs; set cluster.gpu_memory_gib"):
+        _search(large("qwen3_14b_dapo_h200", "cluster.gpu_memory_gib=100"))
+    with pytest.raises(ConfigError, match="loop = sft: --search ranks layouts of the loop rl only"):
+        search_of(large("qwen3_8b_sft"), log_normal(10, 100, 1.0))
+    with pytest.raises(ConfigError, match=r"lora\.rank = 32: --search ranks training of all weights only"):
+        _search(large("qwen3_8b_lora", "lora.rank=32"))
+
+
+def test_the_command_prints_overrides_and_seconds(large: Callable[..., Recipe]) -> None:
+    large("qwen3_14b_dapo_h200")
+    arguments = ["plan", str(RECIPES / "qwen3_14b_dapo_h200.yaml"), "--search", "--most", "3", "--mean-tokens", "3000"]
+    printed = CliRunner().invoke(app, arguments)
+    assert printed.exit_code == 0, printed.output
+    assert "1: " in printed.output and "rollout.tp=" in printed.output and "median error" in printed.output
+    answer = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
+    assert len(answer["layouts"]) == 3 and answer["lengths"].startswith("log-normal, mean 3,000")
+    assert answer["layouts"][0]["seconds"]["step"] <= answer["layouts"][1]["seconds"]["step"]
+    refused = CliRunner().invoke(app, [*arguments[:-1], "99999"])
+    assert isinstance(refused.exception, ConfigError) and "--mean-tokens 99999" in str(refused.exception)
