@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.config.parallel import ParallelConfig
     from megarl.data.survey import Survey
-    from megarl.layout_search.search import SearchResult
+    from megarl.layout_search.found import SearchResult
     from megarl.memory_plan.memory_table import MemoryTable
     from megarl.report.evaluations import RecordedEvaluation
     from megarl.report.recorded import RecordedRun

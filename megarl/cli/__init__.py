@@ -20,6 +20,14 @@ from megarl.cli import convert, data, kubernetes, sandbox, slurm
 from megarl.cli.arguments import CommandGroup, Overrides, RecipeCommand, RecipePath
 from megarl.cli.checking import checked, checking, with_notices_shown
 from megarl.cli.export import export
+from megarl.cli.layouts import (
+    LengthsOption,
+    MeanTokensOption,
+    MostOption,
+    SearchOption,
+    StalenessOption,
+    search_layouts,
+)
 from megarl.cli.recipes import recipes
 from megarl.console import print_error, print_findings, print_lines, print_memory, print_plan, print_sizes
 from megarl.terminal import Terminal, guard_logging, printable
@@ -302,43 +310,11 @@ def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
-    search: Annotated[
-        bool,
-        typer.Option(
-            "--search",
-            help="Instead, rank all layouts, placements, offloads, recomputations and row lengths by the predicted "
-            "seconds of a step. Only layouts that fit are printed, with their overrides of the recipe.",
-        ),
-    ] = False,
-    most: Annotated[int, typer.Option("--most", min=1, help="With --search: number of layouts to print.")] = 10,
-    lengths: Annotated[
-        Path | None,
-        typer.Option(
-            "--lengths",
-            metavar="RUN",
-            help="With --search: folder of a run whose samples/ give the lengths of completions. Default: a log-normal "
-            "distribution.",
-            show_default=False,
-        ),
-    ] = None,
-    mean_tokens: Annotated[
-        int | None,
-        typer.Option(
-            "--mean-tokens",
-            min=1,
-            help="With --search: mean tokens of a completion. Default: a quarter of rollout.sampling.max_new_tokens.",
-            show_default=False,
-        ),
-    ] = None,
-    max_staleness: Annotated[
-        int | None,
-        typer.Option(
-            "--max-staleness",
-            min=0,
-            help="With --search: rollout.max_staleness of separate engines. Default: the recipe's.",
-            show_default=False,
-        ),
-    ] = None,
+    search: SearchOption = False,
+    most: MostOption = 10,
+    lengths: LengthsOption = None,
+    mean_tokens: MeanTokensOption = None,
+    max_staleness: StalenessOption = None,
 ) -> None:
     """Predict memory by phase, whether it fits, and the bytes moved by a reshard. Reads config.json and starts nothing.
 
@@ -346,7 +322,6 @@ def plan(
     download.
     """
     if search:
-        from megarl.cli.layouts import search_layouts
         from megarl.config.recipe import load
 
         search_layouts(

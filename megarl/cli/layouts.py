@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -13,6 +13,45 @@ from megarl.types import ConfigError
 if TYPE_CHECKING:
     from megarl.config import Recipe
     from megarl.step_cost.lengths import Lengths
+
+SearchOption = Annotated[
+    bool,
+    typer.Option(
+        "--search",
+        help="Instead, rank all layouts, placements, offloads, recomputations and row lengths by the predicted seconds "
+        "of a step. Only layouts that fit are printed, with their overrides of the recipe.",
+    ),
+]
+MostOption = Annotated[int, typer.Option("--most", min=1, help="With --search: number of layouts to print.")]
+LengthsOption = Annotated[
+    Path | None,
+    typer.Option(
+        "--lengths",
+        metavar="RUN",
+        help="With --search: folder of a run whose samples/ give the lengths of completions. Default: a log-normal "
+        "distribution.",
+        show_default=False,
+    ),
+]
+MeanTokensOption = Annotated[
+    int | None,
+    typer.Option(
+        "--mean-tokens",
+        min=1,
+        help="With --search: mean tokens of a completion. Default: a quarter of rollout.sampling.max_new_tokens.",
+        show_default=False,
+    ),
+]
+StalenessOption = Annotated[
+    int | None,
+    typer.Option(
+        "--max-staleness",
+        min=0,
+        help="With --search: rollout.max_staleness of separate engines. Default: the recipe's.",
+        show_default=False,
+    ),
+]
+"""Options of `megarl plan --search`."""
 
 _ASSUMED_SHARE = 0.25
 """Mean length of completions divided by their limit, if neither a run nor a mean is given."""

@@ -32,7 +32,7 @@ GPUS = {
     "h100": GpuSpeeds(989e12, 3.35e12, 85e9, SPEEDS["h100"].nvlink, SPEEDS["h100"].infiniband),
     "h200": GpuSpeeds(989e12, 4.8e12, 150e9, SPEEDS["h200"].nvlink, SPEEDS["h200"].infiniband),
     "b200": GpuSpeeds(2250e12, 8e12, 191e9, SPEEDS["b200"].nvlink, SPEEDS["b200"].infiniband, is_blackwell=True),
-    # Of published steps only. Its NVLink connects 72 GPUs; parallel groups use powers of two.
+    # Used by published steps only. Its NVLink connects 72 GPUs; parallel groups use powers of two.
     "gb200": GpuSpeeds(2500e12, 8e12, 198e9, 900e9, 50e9, nvlink_gpus=64, is_blackwell=True, has_grace=True),
     "h20": GpuSpeeds(148e12, 4.0e12, 102e9, 450e9, 50e9),
 }

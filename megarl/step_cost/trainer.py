@@ -59,9 +59,9 @@ class Recomputed(NamedTuple):
     """Shares of a forward pass computed again in the backward pass, each [layouts] from 0 to 1."""
 
     attention: Numbers
-    """Of projections, scores and norms."""
+    """Share of projections, scores and norms."""
     feed_forward: Numbers
-    """Of dense feed-forward layers, routers and experts, with their collectives."""
+    """Share of dense feed-forward layers, routers and experts, with their collectives."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,7 +115,7 @@ class TrainerCost:
     def update(self, at: Layouts, recomputed: Recomputed, *, tokens: float, updates: int, row_tokens: Numbers) -> Parts:
         """Return the seconds of all updates of a step.
 
-        `tokens`: of the whole batch. `row_tokens`: capacity of a row, over all context-parallel ranks [layouts].
+        `tokens`: number in the whole batch. `row_tokens`: capacity of a row, over all context-parallel ranks [layouts].
         """
         rows, filled = self._rows(at, tokens / updates, row_tokens, has_groups=True)
         attention, feed_forward = self._layer_parts(at, filled)
