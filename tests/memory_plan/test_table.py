@@ -91,7 +91,7 @@ def test_modules_that_are_computed_anew(large: Callable[..., Recipe], name: str,
     models = models_of(recipe, layout_of(recipe))
     shape, layout = models.policy.shape, models.policy.layout
     bytes_of_layer = [
-        layer_bytes(shape, layout, RankMemory(other, models, GPU, 0)._passes(models.policy), shape.layers[0])
+        layer_bytes(shape, layout, RankMemory(other, models, GPU, 0).pass_settings(models.policy), shape.layers[0])
         for other in (recipe, with_field_values(recipe, fields))
     ]
     tokens = recipe.trainer.max_tokens_per_microbatch // layout.cp
