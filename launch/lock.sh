@@ -9,7 +9,7 @@ export VIRTUAL_ENV="$PWD/.venv"
 
 compile() {
     .venv/bin/uv pip compile --quiet --python-version 3.11 --python-platform x86_64-manylinux_2_28 --no-annotate \
-        --custom-compile-command launch/lock.sh --constraints launch/versions-stable.txt "$@"
+        --custom-compile-command launch/lock.sh --constraints launch/versions-stable.txt --constraints launch/versions-libraries.txt "$@"
 }
 
 # What launch/setup.sh leaves out is left out here too. torch's CPU builds are in few indexes.

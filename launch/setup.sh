@@ -66,7 +66,7 @@ if [ "${#found[@]}" -gt 0 ]; then
 fi
 
 # What was installed is stamped by what it was made from, so that an unchanged checkout installs nothing.
-stamp="$(cat pyproject.toml launch/setup.sh launch/requirements-*.txt "launch/versions-$set.txt" | sha256sum | cut -c1-16) $extra"
+stamp="$(cat pyproject.toml launch/setup.sh launch/requirements-*.txt launch/versions-libraries.txt "launch/versions-$set.txt" | sha256sum | cut -c1-16) $extra"
 for made in "$venv/.installed-$extra,dev" "$venv/.installed-$extras"; do
     if [ -x "$venv/bin/python" ] && [ "$(cat "$made" 2>/dev/null)" = "$stamp" ]; then exit 0; fi
 done
@@ -93,7 +93,7 @@ uv=("$venv/bin/uv" pip install --quiet)
 release="$("$venv/bin/python" -c 'import sys; print(*sys.version_info[:2], sep=".")')"
 constraints="launch/versions-$set.txt"
 if [ "$(uname -sm) $release $set" = "Linux x86_64 3.11 stable" ]; then constraints="launch/requirements-$extra.txt"; fi
-locked=("${uv[@]}" -c "$constraints")
+locked=("${uv[@]}" -c "$constraints" -c launch/versions-libraries.txt)
 
 if [ "$extra" = cpu ]; then
     torch="$(sed -n 's/^ *"\(torch==[^"]*\)",$/\1/p' pyproject.toml)"

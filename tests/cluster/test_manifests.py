@@ -103,7 +103,7 @@ def test_ray_is_the_version_of_the_environment() -> None:
     _, job = rendered("rayjob")
     version = job["spec"]["rayClusterSpec"]["rayVersion"]
     assert (ray.name, ray.extras, version in ray.specifier) == ("ray", {"default"}, True)
-    assert f"ray=={version}" in (ROOT / "launch/versions-stable.txt").read_text().splitlines()
+    assert f"ray=={version}" in (ROOT / "launch/versions-libraries.txt").read_text().splitlines()
     assert job["spec"]["rayClusterSpec"]["authOptions"] == {"mode": "token"}
 
 

@@ -48,7 +48,8 @@ def is_pinned(requirement: Requirement) -> bool:
 
 def pins(name: str) -> dict[str, str]:
     """Return the versions of a set by package."""
-    lines = (ROOT / f"launch/versions-{name}.txt").read_text().splitlines()
+    files = [ROOT / f"launch/versions-{part}.txt" for part in (name, "libraries")]
+    lines = [line for file in files for line in file.read_text().splitlines()]
     return dict(line.split("==") for line in lines if not line.startswith("#"))
 
 
@@ -95,7 +96,7 @@ esac
 def checkout(folder: Path) -> Path:
     """A checkout on a machine without a driver, with programs in place of Python and uv."""
     (folder / "launch").mkdir(parents=True)
-    sets = ("launch/versions-stable.txt", "launch/versions-next.txt")
+    sets = tuple(f"launch/versions-{name}.txt" for name in ("stable", "next", "libraries"))
     for path in ("launch/setup.sh", "launch/requirements-cpu.txt", "pyproject.toml", *sets):
         shutil.copy(ROOT / path, folder / path)
     for path in (".venv/bin/python", ".venv/bin/uv", "bin/nvidia-smi"):

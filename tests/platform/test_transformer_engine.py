@@ -134,7 +134,7 @@ def set_up(folder: Path, wheels: Path, *asked: str, has_driver: bool = True, bui
     It fails without `builds`, as the compiler then does.
     """
     (folder / "launch").mkdir(parents=True)
-    for name in ("launch/setup.sh", "launch/versions-stable.txt", "pyproject.toml"):
+    for name in ("launch/setup.sh", "launch/versions-stable.txt", "launch/versions-libraries.txt", "pyproject.toml"):
         shutil.copy(ROOT / name, folder / name)
     for path in (".venv/bin/python", ".venv/bin/uv", "bin/nvidia-smi"):
         program = folder / path

@@ -39,9 +39,11 @@ def main() -> None:
         add_generation_prompt=True, padding=True, return_tensors="pt", return_dict=True,
     )  # fmt: skip
     end = model.config.eos_token_id
-    output = model.lm_head.weight
+    embeddings: torch.Tensor = model.get_input_embeddings().weight  # pyright: ignore[reportAssignmentType]
+    output: torch.Tensor = model.lm_head.weight
+    chance = torch.tensor(0.0)
     with torch.no_grad():
-        model.get_input_embeddings().weight[:, 0] = _CONSTANT
+        embeddings[:, 0] = _CONSTANT
         output[:, 0] = 0
         output[end] = 0
         low, high = 0.0, 8.0
