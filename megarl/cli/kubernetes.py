@@ -104,6 +104,7 @@ def render(
     from megarl.cluster.manifests import render as render_manifest
     from megarl.config.recipe import load
     from megarl.files.atomic import replace_text
+    from megarl.types import ConfigError
 
     given = overrides or []
     settings = ManifestSettings(image, volume, gpu, cpus, memory, tuple(env or ()), tuple(secret or ()), template)
@@ -112,5 +113,8 @@ def render(
     if output is None:
         print(text, end="")
         return
-    replace_text(output, text)
+    try:
+        replace_text(output, text)
+    except OSError as error:
+        raise ConfigError(f"--output {output}: cannot be written ({error.strerror}); give a file in a folder") from None
     print(f"wrote {output}")

@@ -77,17 +77,18 @@ def schema_of(function: Callable[..., Any], parameters: Mapping[str, Any] | None
     """
     description, parameter_texts = _described(inspect.getdoc(function) or "")
     if parameters is None:
-        properties: dict[str, Any] = {}
-        definitions: dict[str, Any] = {}
-        for name, kind in _parameter_types(function).items():
+        kinds = _parameter_types(function)
+        for name, kind in kinds.items():
             try:
-                properties[name] = kind.json_schema()
+                kind.json_schema()
             except PydanticUserError as error:
                 raise _unknown_type(function, name, error) from None
-            # A $ref is relative to the root of the schema, so definitions of all parameters are there.
-            definitions |= properties[name].pop("$defs", {})
-            if name in parameter_texts:
-                properties[name]["description"] = parameter_texts[name]
+        # Made together: a $ref is relative to the root, and classes of one name need different names there.
+        schemas, shared = TypeAdapter.json_schemas([(name, "validation", kind) for name, kind in kinds.items()])
+        properties = {name: dict(schemas[name, "validation"]) for name in kinds}
+        definitions = shared.get("$defs", {})
+        for name in properties.keys() & parameter_texts.keys():
+            properties[name]["description"] = parameter_texts[name]
         named_parameters = inspect.signature(function).parameters
         required = [name for name in properties if named_parameters[name].default is inspect.Parameter.empty]
         parameters = {
