@@ -44,7 +44,7 @@ from megarl.step_cost.constants import FITTED, Constants
 from megarl.step_cost.gpus import GPUS, GpuSpeeds
 from megarl.step_cost.lengths import Lengths
 from megarl.step_cost.rollout import EngineLayout, RolloutCost, RolloutSeconds
-from megarl.step_cost.step import StepSeconds, Workload
+from megarl.step_cost.step import StepSeconds, Workload, reshard_seconds
 from megarl.step_cost.trainer import Layouts, Parts, Recomputed, TrainerCost
 from megarl.step_cost.work import model_work
 from megarl.types import ConfigError
@@ -315,10 +315,10 @@ class LayoutSearch:
         return waiting + 2 * moved / self.speeds.pcie
 
     def _reshard_seconds(self, placement: Placement, engine: EngineSizes) -> float:
-        """Return the least seconds of a reshard: an engine rank's weights over its link, read and written once."""
+        """Return the least seconds of a reshard, over the network to separate engines."""
         own = 2 * model_work(self.shape).weights / engine.tp
         link = self.speeds.network if placement.ranks else self.speeds.nvlink
-        return max(own / link, 2 * own / self.speeds.memory)
+        return reshard_seconds(own, link=link, memory=self.speeds.memory)
 
     def _rollout(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
         """Return the seconds of a rollout with a KV cache of this many tokens in each engine."""

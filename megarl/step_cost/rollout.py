@@ -62,6 +62,8 @@ class RolloutCost:
     constants: Constants
     item_bytes: float = _ITEM_BYTES
     """Bytes of a weight in the engine: 2, or 1 if it is quantised."""
+    activation_bytes: float = _ITEM_BYTES
+    """Bytes of an activation, a key or a value: 2 in bfloat16, 4 in float32."""
 
     def rollout(
         self, at: EngineLayout, lengths: Lengths, *, num_samples: float, samples_per_prompt: int
@@ -109,7 +111,7 @@ class RolloutCost:
         experts = work.expert_weights * self._chosen(requests)
         head = shape.vocab_size * shape.hidden_size
         weights = (work.layer_weights + experts + head) * self.item_bytes / tp
-        cached = shape.attention.cached_numbers(tp) * work.num_layers * _ITEM_BYTES
+        cached = shape.attention.cached_numbers(tp) * work.num_layers * self.activation_bytes
         memory = constants.decode_bandwidth * gpu.memory
         flops = requests * (work.layer_flops + work.expert_flops + work.head_flops) / tp
         compute = flops / (constants.gemm_efficiency * gpu.flops)
@@ -120,7 +122,7 @@ class RolloutCost:
             is_near = tp <= gpu.nvlink_gpus
             latency = constants.reduce_seconds if is_near else constants.network_reduce_seconds
             link = constants.link_efficiency * (gpu.nvlink if is_near else gpu.network)
-            sent = 2 * requests * shape.hidden_size * _ITEM_BYTES * (tp - 1) / tp
+            sent = 2 * requests * shape.hidden_size * self.activation_bytes * (tp - 1) / tp
             # Two all-reduces in each layer.
             seconds = seconds + 2 * work.num_layers * (latency + sent / link)
         return seconds

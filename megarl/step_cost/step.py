@@ -53,3 +53,11 @@ class StepSeconds:
 
     def with_rollout(self, seconds: float) -> StepSeconds:
         return replace(self, rollout=seconds)
+
+
+def reshard_seconds(shard_bytes: float, *, link: float, memory: float) -> float:
+    """Return the least seconds of a reshard: an engine rank's weights over its link, read and written once.
+
+    `link` and `memory` are bandwidths in bytes per second.
+    """
+    return max(shard_bytes / link, 2 * shard_bytes / memory)

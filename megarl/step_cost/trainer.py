@@ -20,8 +20,8 @@ from megarl.step_cost.work import ModelWork
 Numbers = NDArray[np.float64]
 
 _ITEM_BYTES = 2
-_GRADIENT_BYTES = 6
-"""Bytes of a parameter sent by data-parallel ranks: its float32 gradient, then its new bfloat16 value."""
+_GRADIENT_BYTES = 4
+"""Bytes of a parameter's float32 gradient. Data-parallel ranks send it, then the new value."""
 _OPTIMIZER_BYTES = 30
 """Bytes of a parameter read and written by Adam: gradient, main weight and moments twice, new value."""
 _EXPOSED_REDUCTION = 0.5
@@ -111,6 +111,8 @@ class TrainerCost:
     constants: Constants
     score_flops: float
     """FLOPs of attention scores of a token's forward pass, a mean over the tokens of the batch."""
+    item_bytes: float = _ITEM_BYTES
+    """Bytes of a weight or an activation: 2 in bfloat16, 4 in float32."""
 
     def update(self, at: Layouts, recomputed: Recomputed, *, tokens: float, updates: int, row_tokens: Numbers) -> Parts:
         """Return the seconds of all updates of a step.
@@ -153,11 +155,11 @@ class TrainerCost:
         gemm = self._gemm(own) * at.tp
         projections = 2.0 * work.shape.attention.projection_elements(work.shape.hidden_size) * work.num_layers
         projections = min(projections, work.layer_flops)
-        width = own * work.shape.hidden_size * _ITEM_BYTES
+        width = own * work.shape.hidden_size * self.item_bytes
         link = self._link(at.tp)
         # A gather before and a reduction after each of both halves of a layer.
         exchange = 2 * width * (at.tp - 1) / at.tp / link * stage
-        cached = work.shape.attention.cached_numbers(1) * _ITEM_BYTES
+        cached = work.shape.attention.cached_numbers(1) * self.item_bytes
         context = tokens / at.cp * (at.cp - 1) * cached / at.tp / self._link(at.tp * at.cp) * stage
         attention = Parts(
             compute=own * (projections + self.score_flops) * share / gemm,
@@ -177,7 +179,7 @@ class TrainerCost:
         group = at.ep * at.etp
         of_expert = routed * group * work.shape.top_k / work.shape.num_experts
         rate = constants.gemm_efficiency * gpu.flops * of_expert / (of_expert + constants.expert_half_tokens)
-        sent = 2 * routed * work.shape.top_k * work.shape.hidden_size * _ITEM_BYTES * expert_stage
+        sent = 2 * routed * work.shape.top_k * work.shape.hidden_size * self.item_bytes * expert_stage
         return attention, feed_forward + Parts(
             compute=routed * work.expert_flops * share / rate,
             launches=constants.expert_layer_seconds * expert_stage,
@@ -227,8 +229,9 @@ class TrainerCost:
         speed = np.where(at.tp * shards <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
         sent = experts * (expert_shards - 1) / expert_shards + others * (shards - 1) / shards
         own = experts / expert_shards + others / shards
+        sent_bytes = (_GRADIENT_BYTES + self.item_bytes) * sent
         return Parts(
-            gradients=_EXPOSED_REDUCTION * _GRADIENT_BYTES * sent / (self.constants.link_efficiency * speed),
+            gradients=_EXPOSED_REDUCTION * sent_bytes / (self.constants.link_efficiency * speed),
             optimizer=_OPTIMIZER_BYTES * own / self.gpu.memory,
         )
 

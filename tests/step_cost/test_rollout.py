@@ -86,3 +86,13 @@ def test_engines_over_nodes_have_the_latency_of_the_network(dense: ModelShape, g
     cost = RolloutCost(model_work(dense), gpu._replace(memory=1e30, flops=1e30, nvlink=1e30, network=1e30), slow)
     near, far = (float(cost.step_seconds(tp, np.array([1.0]), np.array([0.0]))[0]) for tp in (8, 16))
     assert near == pytest.approx(2 * 40 * 1e-5) and far == pytest.approx(2 * 40 * 1e-4)
+
+
+def test_float32_engines_read_and_send_twice_the_bytes(dense: ModelShape, gpu: GpuSpeeds, bare: Constants) -> None:
+    # Matrix products take no time, so bytes alone decide.
+    fast = gpu._replace(flops=1e30)
+    requests, context = np.array([8.0]), np.array([1000.0])
+    short, long = (
+        RolloutCost(model_work(dense), fast, bare, item, item).step_seconds(2, requests, context) for item in (2, 4)
+    )
+    assert float(long[0]) == pytest.approx(2 * float(short[0]))

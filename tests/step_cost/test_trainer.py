@@ -83,3 +83,13 @@ def test_a_pass_without_gradients_takes_a_third(cost: TrainerCost) -> None:
     scoring = cost.scoring(at, tokens=TOKENS, row_tokens=row_tokens)
     update = cost.update(at, Recomputed(np.zeros(1), np.zeros(1)), tokens=TOKENS, updates=1, row_tokens=row_tokens)
     assert float(update.compute[0] / scoring.compute[0]) == pytest.approx(3)
+
+
+def test_float32_numbers_are_twice_as_many_bytes(cost: TrainerCost) -> None:
+    split = (2, 1, 2, 1, 1, 1, 2)
+    short, long = (_update(at, split) for at in (cost, replace(cost, item_bytes=4)))
+    for name in ("tensor_exchange", "context_exchange"):
+        assert float(getattr(long, name)[0]) == pytest.approx(2 * float(getattr(short, name)[0])), name
+    # A float32 gradient and a new value: 8 bytes in place of 6.
+    assert float(long.gradients[0]) == pytest.approx(8 / 6 * float(short.gradients[0]))
+    assert float(long.compute[0]) == float(short.compute[0])
