@@ -19,7 +19,11 @@ Patterns = tuple[str, ...]
 
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 _STALE = (".safetensors", ".safetensors.index.json")
-"""Endings of files in a repository that an upload removes if the folder lacks them: weights of an earlier upload."""
+"""Endings of files that an upload removes from the top of a repository if the folder lacks them: weights of an earlier
+upload."""
+
+
+_FOLDERS = frozenset({"runs", "data", "datasets", "models", "checkpoints", "outputs"})
 
 
 class Pushed(NamedTuple):
@@ -35,8 +39,12 @@ def is_hub_name(text: str) -> bool:
 
 
 def names_repository(path: str) -> bool:
-    """Return whether a path is taken as a name on the Hub: it is OWNER/NAME, and no folder OWNER is here."""
-    return is_hub_name(path) and not Path(path).parent.exists()
+    """Return whether a path is taken as a name on the Hub: it is OWNER/NAME, and OWNER is no folder here.
+
+    Usual names of folders are no owners: a command in a wrong folder must not download from a stranger.
+    """
+    owner = Path(path).parent
+    return is_hub_name(path) and owner.name not in _FOLDERS and not owner.exists()
 
 
 @lru_cache(maxsize=64)
@@ -125,7 +133,8 @@ def check_push(option: str, name: str) -> None:
 def push(folder: Path, name: str, message: str, *, is_private: bool, without: Patterns = ()) -> Pushed:
     """Upload a model folder to the repository `name` on the Hub, in one commit. The repository is created if missing.
 
-    Weights in the repository and not in the folder are removed. Hidden files and the files `without` are not sent.
+    Weights at the top of the repository and not in the folder are removed. Hidden files and those in `without` are not
+    sent.
     `is_private` concerns a new repository. Raises ConfigError if an existing one is public although `is_private` is
     given, StorageError if the Hub refuses the upload or cannot be reached.
     """
@@ -146,7 +155,9 @@ def push(folder: Path, name: str, message: str, *, is_private: bool, without: Pa
             )
         api.create_repo(name, private=is_private or None, exist_ok=True)
         # transformers would read an older model.safetensors before the index of newer files.
-        stale = [file for file in api.list_repo_files(name) if file.endswith(_STALE) and file not in files]
+        # Weights in subfolders may be other variants, and transformers does not read them.
+        held = [file for file in api.list_repo_files(name) if "/" not in file]
+        stale = [file for file in held if file.endswith(_STALE) and file not in files]
         removed = [CommitOperationDelete(file) for file in stale]
         # huggingface_hub 2.4's upload_folder makes several commits of a large folder; create_commit makes one.
         done = api.create_commit(name, [*removed, *added], commit_message=message)

@@ -302,7 +302,7 @@ def _summary(evaluation: Evaluation, found: Sequence[EvaluatedSet]) -> dict[str,
     }
     metrics = {name: value for done in found for name, value in done.metrics.items()}
     return {
-        "model": str(evaluation.model),
+        "model": str(evaluation.model.absolute()),
         "recipe": evaluation.recipe.name,
         "confidence": 0.95,
         "sets": sets,

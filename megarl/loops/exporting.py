@@ -62,6 +62,12 @@ def _finished(earlier: EarlierRun, *, is_best: bool) -> Exported:
     if is_best and (folder / BEST).is_file():
         return Exported(folder, int(read_object(folder / BEST)["step"]))
     if not is_best and (folder / "config.json").is_file():
+        # A resumed run leaves the earlier model in place until it ends again.
+        if (state := earlier.status.get("state")) != "done":
+            raise ConfigError(
+                f"{earlier.path}: the run is {state} and went on after it exported hf/; let it end, or export a "
+                "checkpoint with --step N"
+            )
         return Exported(folder, earlier.step)
     known = ", ".join(str(checkpoint_step(found)) for found in reversed(earlier.checkpoints))
     remedy = f"export a checkpoint with --step N; it has the steps {known}" if known else "let the run end first"
@@ -71,10 +77,11 @@ def _finished(earlier: EarlierRun, *, is_best: bool) -> Exported:
 
 def _of_step(earlier: EarlierRun, step: int, out: Path | None) -> Exported:
     """Return the model of a run's checkpoint, converted unless its default folder exists."""
-    checkpoint = earlier.checkpoint(step)
-    folder = out or earlier.path / f"hf_{checkpoint.name}"
+    folder = out or earlier.path / f"hf_step_{step:06d}"
+    # First: the run may have exported this step itself and removed its checkpoint.
     if out is None and (folder / "config.json").is_file():
         return Exported(folder, step)
+    checkpoint = earlier.checkpoint(step)
     recipe = _recipe_of(earlier.path)
     _refuse_unconvertible(earlier.path, recipe)
     done = to_hf(

@@ -66,6 +66,6 @@ def span_factory(recipe: Recipe, stack: AsyncExitStack, notice: Callable[[str], 
     from megarl.tracking.opentelemetry import SpanExport
 
     export = SpanExport(url, recipe.name, notice)
-    # In a thread: sending the last spans may take seconds, and the ranks are closed meanwhile.
+    # In a thread: sending the last spans may take seconds, and signals must be answered meanwhile.
     stack.push_async_callback(asyncio.to_thread, export.close)
     return lambda task, pool: AttemptSpan(export.tracer, task, pool)

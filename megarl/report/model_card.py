@@ -12,6 +12,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import yaml
+
 from megarl.algorithms.estimates import Measure
 from megarl.data.rows import hub_data_set
 from megarl.families.published import PUBLISHED, published_name
@@ -97,9 +99,13 @@ def _results_of_step(run: RecordedRun, step: int) -> Iterator[Result]:
 
 
 def _results_of_evaluations(run: RecordedRun, model: Path) -> Iterator[Result]:
-    """Yield the measures that `megarl eval` recorded for this model in the run's folder. Broken ones are left out."""
+    """Yield the measures that `megarl eval` recorded for this model in the run's folder.
+
+    Broken ones are left out, and those of earlier weights in the same folder.
+    """
+    exported = max((file.stat().st_mtime for file in model.glob("*.safetensors")), default=0.0)
     for folder in sorted((run.path / "evaluations").glob("*")):
-        if not is_evaluation(folder):
+        if not is_evaluation(folder) or folder.stat().st_mtime < exported:
             continue
         try:
             evaluation = read_evaluation(folder)
@@ -149,7 +155,7 @@ def _base_model(run: RecordedRun) -> tuple[str | None, dict[str, Any]]:
     # The card may come with a downloaded folder, so it may be broken in any way.
     try:
         of_base = ModelCard.load(folder / CARD, ignore_metadata_errors=True).data.to_dict()
-    except (OSError, ValueError, TypeError, AttributeError):
+    except (OSError, ValueError, TypeError, AttributeError, yaml.YAMLError):
         of_base = {}
     inherited = {name: of_base[name] for name in _INHERITED if of_base.get(name)}
     if not Path(path).exists():

@@ -117,7 +117,7 @@ def _parts(run: WatchedRun, console: Console) -> Iterator[RenderableType]:
         yield Rule("seconds a step by phase", style="dim", align="left")
         yield _phases(seconds, console)
     for sample in reversed(run.samples):
-        yield Rule(printable(_facts(sample)), style="dim", align="left")
+        yield Rule(Text(printable(_facts(sample))), style="dim", align="left")
         yield _sample(sample)
 
 
@@ -164,7 +164,7 @@ def _metrics(run: WatchedRun, console: Console) -> Table:
         if values:
             graph = sparkline(values, with_blocks=prints_blocks(console))
             ends = short_number(min(values)), short_number(max(values))
-            table.add_row(printable(name), Text(short_number(values[-1]), style="bold"), graph, *ends)
+            table.add_row(Text(printable(name)), Text(short_number(values[-1]), style="bold"), graph, *ends)
     return table
 
 
@@ -177,7 +177,7 @@ def _phases(seconds: Mapping[str, float], console: Console) -> Table:
     block = "█" if prints_blocks(console) else "#"
     for phase, value in seconds.items():
         share = value / total
-        table.add_row(printable(phase), f"{value:.2f} s", f"{share:.0%}", block * round(share * _BAR_CHARACTERS))
+        table.add_row(Text(printable(phase)), f"{value:.2f} s", f"{share:.0%}", block * round(share * _BAR_CHARACTERS))
     return table
 
 

@@ -87,7 +87,8 @@ class AttemptSpan:
     def _add_children(self, trajectory: Trajectory, now: int) -> None:
         """Add spans of the model calls, of the environment's answers between them, and of the scoring."""
         last = now if self._scoring_began is None else self._scoring_began
-        next_begins = [*(call.began for call in self._calls[1:]), last]
+        # An attempt may fail before its first call; then there is nothing to pair.
+        next_begins = [*(call.began for call in self._calls[1:]), last][: len(self._calls)]
         for number, (call, next_began) in enumerate(zip(self._calls, next_begins, strict=True)):
             completion = call.completion
             self._add(

@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable
 from importlib import import_module
 from typing import TYPE_CHECKING
+from urllib.parse import urlsplit
 
 from megarl.terminal import FirstOfEachKind
 from megarl.types import ConfigError
@@ -18,7 +19,7 @@ _QUEUE_SPANS = 1 << 16
 """Number of spans that wait for their export. Further ones are dropped, so a slow collector never stops the run. Each
 takes about 2 KB."""
 _EXPORT_SECONDS = 10
-"""Seconds for one export with its repetitions. At the end of a run, an unreachable collector delays it for as long."""
+"""Seconds for one export of a batch with its repetitions."""
 
 
 def check_export(url: str) -> None:
@@ -28,7 +29,7 @@ def check_export(url: str) -> None:
         import_module("opentelemetry.sdk.trace.export")
     except Exception as error:  # another library's module: it may raise anything
         raise ConfigError(
-            f"monitor.otlp_url = {url}: cannot import OpenTelemetry ({type(error).__name__}: {error}); run "
+            f"monitor.otlp_url: cannot import OpenTelemetry ({type(error).__name__}: {error}); run "
             "launch/setup.sh otel, or leave the field out"
         ) from error
 
@@ -64,7 +65,8 @@ class SpanExport:
         return self._provider.get_tracer("megarl")
 
     def close(self) -> None:
-        """Send the remaining spans, then end the thread. An unreachable collector makes this take `_EXPORT_SECONDS`."""
+        """Send the remaining spans, then end the thread. An unreachable collector makes this take up to 30 s, which is
+        the limit of OpenTelemetry 1.45."""
         self._provider.shutdown()
         logging.getLogger("opentelemetry").removeHandler(self._log)
 
@@ -74,11 +76,13 @@ class _Warnings(logging.Handler):
 
     def __init__(self, url: str, notice: Callable[[str], object]) -> None:
         super().__init__(logging.WARNING)
-        self._url, self._notices = url, FirstOfEachKind(notice)
+        # Without user, password and query, which may be secrets.
+        self._place = urlsplit(url).hostname
+        self._notices = FirstOfEachKind(notice)
 
     def emit(self, record: logging.LogRecord) -> None:
         text = " ".join(record.getMessage().split())
         self._notices.tell(
             record.name,
-            f"monitor.otlp_url = {self._url}: {text:.300}. The run continues; spans that cannot be sent are dropped",
+            f"monitor.otlp_url = {self._place}: {text:.300}. The run continues; spans that cannot be sent are dropped",
         )

@@ -31,7 +31,7 @@ class Trackio:
         server = os.environ.get("TRACKIO_SERVER_URL", "")
         if server and not server.startswith(("http://", "https://")):
             raise ConfigError(
-                f"trackers = trackio: TRACKIO_SERVER_URL is {server}; set it to an address that begins with http:// "
+                "trackers = trackio: TRACKIO_SERVER_URL has no scheme; set it to an address that begins with http:// "
                 "or https://, or remove it to store the run on this machine"
             )
         if server and "write_token=" not in server and not os.environ.get("TRACKIO_WRITE_TOKEN"):

@@ -44,5 +44,5 @@ def test_libraries_for_spans_must_be_there(only_fault: Callable[..., str], monke
     # As Python has it for a module that cannot be imported.
     monkeypatch.setitem(sys.modules, "opentelemetry.sdk.trace.export", None)
     text = only_fault(monitor={"otlp_url": "http://127.0.0.1:4318/v1/traces"})
-    assert text.startswith("monitor.otlp_url = http://127.0.0.1:4318/v1/traces: cannot import OpenTelemetry")
+    assert text.startswith("monitor.otlp_url: cannot import OpenTelemetry")
     assert "launch/setup.sh otel" in text
