@@ -280,14 +280,23 @@ class RolloutEngine:
     def load_adapters(self) -> None:
         """Load the served LoRA adapters from their folders, by vLLM's own loader. Call it after the base weights.
 
-        Call it on all ranks of a replica. Raises ConfigError for an adapter that vLLM refuses.
+        Call it on all ranks of a replica. Raises ConfigError for an adapter that vLLM refuses or would apply partly.
         """
+        runner = cast(Any, self._worker).model_runner
         for name, request in self._served.items():
+            chosen = f"--adapter {name}={request.lora_path}"
             try:
-                cast(Any, self._worker).model_runner.add_lora(request)
+                runner.add_lora(request)
             except (ValueError, RuntimeError, KeyError) as error:
                 text = re.sub(r"\s+", " ", str(error))[:REASON_LENGTH]
-                raise ConfigError(f"--adapter {name}={request.lora_path}: vLLM refuses it: {text}") from error
+                raise ConfigError(f"{chosen}: vLLM refuses it: {text}") from error
+            # vLLM 0.30 loads matrices of a layer without slots, and then leaves them out without an error.
+            manager = runner.lora_manager._adapter_manager
+            if unused := sorted(manager.get_adapter(request.lora_int_id).loras.keys() - manager.modules.keys()):
+                raise ConfigError(
+                    f"{chosen}: vLLM has no slots for {unused[0]} and {len(unused) - 1} other layers; serve the model "
+                    "with the adapter merged in"
+                )
 
     def weights_updated(self, version: int | None = None) -> None:
         """Record an update of the live weights, and invalidate the KV cache computed with the old ones.

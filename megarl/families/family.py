@@ -68,5 +68,5 @@ class Family:
     """Whether `rollout.quantization` is tested with this family: vLLM's quantised weights are written correctly
     (tests/reshard/layouts)."""
     has_adapter_slots: bool = False
-    """Whether `lora.sync: adapter` is tested with this family: vLLM's slots for attention and dense layers are written
-    correctly (tests/distributed/test_adapter_reshard.py)."""
+    """Whether LoRA adapters in vLLM's slots (lora.sync: adapter, megarl serve --adapter) are tested with this family,
+    on attention and dense layers (tests/distributed/test_adapter_reshard.py)."""

@@ -209,13 +209,17 @@ class Endpoint:
     async def _one_model(self, request: web.Request) -> web.Response:
         self._check_key(request)
         if (name := request.match_info["model"]) not in (self._model, *self._adapters):
-            others = f", with the adapters {', '.join(self._adapters)}" if self._adapters else ""
-            raise RequestError(
-                f"no model {name!r:.80} is served here; the only model is {self._model}{others}",
-                status=404,
-                code="not_found",
-            )
+            raise self._unknown_model(name)
         return web.json_response(model(name))
+
+    def _unknown_model(self, name: Any) -> RequestError:
+        """Return the error for a model name that is not served here."""
+        others = f", with the adapters {', '.join(self._adapters)}" if self._adapters else ""
+        return RequestError(
+            f"no model {name!r:.80} is served here; the only model is {self._model}{others}",
+            status=404,
+            code="not_found",
+        )
 
     async def _open(self, request: web.Request) -> web.Response:
         session = self._guest(key_of(request))
@@ -233,11 +237,17 @@ class Endpoint:
         return web.json_response({"id": session.secret, "reward": session.reward})
 
     def _asked(self, body: Mapping[str, Any], session: Session) -> Asked:
-        """Return the sampling parameters of a request. Fields overridden by the recipe are counted and reported."""
+        """Return the sampling parameters of a request. Fields overridden by the recipe are counted and reported.
+
+        Raises RequestError for invalid parameters. With adapters, also for the name of a model that is not served.
+        """
         asked = Asked.read(body, session.sampling, is_training=self._guests is None)
         if (name := body.get("model")) in self._adapters:
             asked = replace(asked, sampling=replace(asked.sampling, adapter=name))
         is_known = name in (None, self._model, *self._adapters)
+        # Without adapters any name means the only model: agents send the name of the model that they were written for.
+        if self._adapters and not is_known:
+            raise self._unknown_model(name)
         names = [*asked.overridden, *([] if is_known else ["model"])]
         for name in names:
             session.counts["overridden_fields"] += 1

@@ -14,17 +14,17 @@ from megarl.config import RolloutConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import EndpointConfig
 from megarl.data.chat import load_tokenizer
-from megarl.families import hf_tensors, kept_prefixes
-from megarl.families.lora_rules import PEFT_PREFIX
-from megarl.families.shape import ModelShape, read_model_shape
+from megarl.families import kept_prefixes
+from megarl.families.shape import read_model_shape
 from megarl.files.model_folder import read_object, weight_files
 from megarl.groups import world
 from megarl.platform import device
+from megarl.platform.cuda_extensions import runs_on_cpu
 from megarl.processes.listening import listen_fault, taken_text
-from megarl.reshard.layouts.vllm_adapters import SLOT_RANKS
 from megarl.rollout.pool import EnginePool
 from megarl.serving.codec import Codec
 from megarl.serving.endpoint import Endpoint
+from megarl.serving.served_adapters import served_adapter
 from megarl.serving.sessions import Limits, Sessions
 from megarl.tracking.earlier_run import checkpoint_step, newest_checkpoint
 from megarl.types import ConfigError, DataError, Request, SamplingSettings, ServedAdapter
@@ -59,7 +59,7 @@ class EngineRank:
 
         # The timeout in seconds of collectives between the engine's ranks.
         world.initialize(600.0)
-        dtype = dtype or str(read_object(Path(folder) / "config.json").get("dtype", "bfloat16"))
+        dtype = dtype or weights_dtype(Path(folder))
         self._engine = RolloutEngine(
             folder,
             config,
@@ -109,37 +109,9 @@ def model_folder(path: Path, *, is_best: bool = False) -> Path:
     return folder
 
 
-def served_adapter(text: str, model: ModelShape) -> tuple[str, ServedAdapter]:
-    """Return name and adapter of an option `NAME=FOLDER`. The folder must be PEFT's, with adapters for this model.
-
-    Raises ConfigError for another form of the option, DataError for a folder that does not fit.
-    """
-    from safetensors import safe_open
-
-    name, _, folder = text.partition("=")
-    if not name or not folder:
-        raise ConfigError(f"--adapter {text}: write NAME=FOLDER, for example chat=runs/chat/adapter")
-    path = Path(folder)
-    config, weights = path / "adapter_config.json", path / "adapter_model.safetensors"
-    for file in (config, weights):
-        if not file.is_file():
-            raise DataError(f"--adapter {text}: {file} does not exist; give a PEFT folder, such as a run's adapter/")
-    rank = read_object(config).get("r")
-    if not isinstance(rank, int) or not 1 <= rank <= SLOT_RANKS[-1]:
-        raise DataError(f"{config}: r = {rank!r}; vLLM takes LoRA ranks from 1 to {SLOT_RANKS[-1]}")
-    known, modules = hf_tensors(model), set()
-    with safe_open(weights, "pt") as file:
-        for tensor in file.keys():  # noqa: SIM118 (no mapping)
-            module, _, letter = tensor.removeprefix(PEFT_PREFIX).removesuffix(".weight").rpartition(".lora_")
-            whole = known.get(f"{module}.weight")
-            expected = whole and {"A": (rank, whole[-1]), "B": (whole[0], rank)}.get(letter)
-            if (shape := tuple(file.get_slice(tensor).get_shape())) != expected:
-                raise DataError(
-                    f"{weights}: {tensor} is {shape}, but the model {f'takes {expected}' if expected else 'lacks it'}; "
-                    "give an adapter trained on this model"
-                )
-            modules.add(module.rpartition(".")[2])
-    return name, ServedAdapter(str(path.absolute()), rank, tuple(sorted(modules)))
+def weights_dtype(folder: Path) -> str:
+    """Return the dtype named by a model folder's config.json; bfloat16 without one."""
+    return str(read_object(folder / "config.json").get("dtype", "bfloat16"))
 
 
 async def serve(
@@ -168,6 +140,11 @@ async def serve(
         if name in served or name == model:
             raise ConfigError(f"--adapter {text}: the name {name} is taken; give another")
         served[name] = adapter
+    if served and weights_dtype(folder) == "float32" and not runs_on_cpu():
+        raise ConfigError(
+            f"--adapter {adapters[0]}: vLLM's kernels for adapters on GPUs need 16-bit weights, but {folder} has dtype "
+            "float32; convert the model to bfloat16"
+        )
     device.require("auto")
     asked_to_end = asyncio.Event()
     loop = asyncio.get_running_loop()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from openai import AsyncOpenAI
+from openai import AsyncOpenAI, NotFoundError
 from safetensors.torch import save_file
 
 from megarl.cluster.local import LocalGroup
@@ -22,7 +23,7 @@ from megarl.families.shape import read_model_shape
 from megarl.rollout.pool import EnginePool
 from megarl.serving.codec import Codec
 from megarl.serving.endpoint import Endpoint
-from megarl.serving.local_model import served_adapter
+from megarl.serving.served_adapters import served_adapter
 from megarl.serving.sessions import Limits, Sessions
 from megarl.types import ConfigError, DataError, Request, SamplingSettings
 from tests.serving.served import ONE
@@ -109,6 +110,10 @@ async def test_each_request_is_answered_by_the_adapter_that_it_names(
                 assert answer.model == name
                 texts[name] = answer.choices[0].text
             assert len(set(texts.values())) == 3
+            with pytest.raises(
+                NotFoundError, match=r"no model 'ones' is served here; the only model is base, with the"
+            ):
+                await client.completions.create(model="ones", prompt="1")
         await endpoint.close()
         codec.close()
     finally:
@@ -131,3 +136,91 @@ def test_unfit_adapters_are_refused_by_name(tiny_model: Callable[..., Path], tmp
     config.write_text(json.dumps(json.loads(config.read_text()) | {"r": 1000}))
     with pytest.raises(DataError, match=r"r = 1000; vLLM takes LoRA ranks from 1 to 512"):
         served_adapter(f"one={tmp_path / 'one'}", shape)
+
+
+def change_config(**fields: Any) -> Callable[[Path], None]:
+    """Return a function setting these fields in a folder's adapter_config.json."""
+
+    def change(folder: Path) -> None:
+        path = folder / "adapter_config.json"
+        path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+    return change
+
+
+def write_tensors(*names: str) -> Callable[[Path], None]:
+    """Return a function replacing a folder's tensors by matrices of these names."""
+    return lambda folder: save_file(
+        {f"base_model.model.{name}.weight": torch.zeros(4, 128) for name in names},
+        folder / "adapter_model.safetensors",
+    )
+
+
+ONLY_A = "model.layers.0.self_attn.q_proj.lora_A"
+
+
+@pytest.mark.parametrize(
+    ("spoil", "text"),
+    [
+        pytest.param(
+            lambda folder: (folder / "adapter_model.safetensors").write_bytes(b"garbage"),
+            "adapter_model.safetensors: cut short or not a safetensors file",
+            id="garbage",
+        ),
+        pytest.param(write_tensors(), "has no tensors", id="no tensors"),
+        pytest.param(write_tensors(ONLY_A), f"{ONLY_A}.weight has no pair", id="only A"),
+        pytest.param(
+            write_tensors("model.embed_tokens.lora_A"), "embed_tokens.lora_A.weight is not matrix A or B",
+            id="embeddings",
+        ),
+        pytest.param(write_tensors("model.norm"), "model.norm.weight is not matrix A or B", id="norm"),
+        pytest.param(change_config(lora_alpha="16"), "lora_alpha = '16'; it must be a number", id="text alpha"),
+        pytest.param(change_config(bias="all"), "bias = 'all'; vLLM supports only 'none'", id="bias"),
+        pytest.param(change_config(alpha_pattern={"q_proj": 8}), "alpha_pattern = {'q_proj': 8}", id="alpha pattern"),
+        pytest.param(change_config(rank_pattern={"q_proj": 8}), "rank_pattern = {'q_proj': 8}", id="rank pattern"),
+        pytest.param(change_config(use_dora=True), "use_dora = True", id="dora"),
+        pytest.param(change_config(fan_in_fan_out=True), "fan_in_fan_out = True", id="transposed"),
+        pytest.param(change_config(modules_to_save=["lm_head"]), "modules_to_save = ['lm_head']", id="saved modules"),
+    ],
+)  # fmt: skip
+def test_a_folder_that_vllm_would_not_compute_as_written_is_refused(
+    spoil: Callable[[Path], object], text: str, tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_model(num_layers=2, num_kv_heads=2)
+    make_adapter(tmp_path / "one", model, "one")
+    # Defaults written by PEFT, and rank-stabilised scaling, pass.
+    change_config(alpha_pattern={}, rank_pattern={}, modules_to_save=None, use_rslora=True)(tmp_path / "one")
+    option, shape = f"one={tmp_path / 'one'}", read_model_shape(model)
+    assert served_adapter(option, shape)[1].modules == ("q_proj", "v_proj")
+    spoil(tmp_path / "one")
+    with pytest.raises(DataError, match=re.escape(text)) as caught:
+        served_adapter(option, shape)
+    assert "\n" not in str(caught.value)
+
+
+def test_adapters_of_experts_and_of_families_without_slots_are_refused(
+    tiny_model: Callable[..., Path], tmp_path: Path
+) -> None:
+    model = tiny_model(family="qwen3_moe")
+    make_adapter(tmp_path / "one", model, "one")
+    option, experts = f"one={tmp_path / 'one'}", "model.layers.0.mlp.experts.0.down_proj"
+    assert served_adapter(option, read_model_shape(model))[1].modules == ("q_proj", "v_proj")
+    write_tensors(f"{experts}.lora_A", f"{experts}.lora_B")(tmp_path / "one")
+    with pytest.raises(DataError, match=rf"{experts}\.lora_A\.weight belongs to experts"):
+        served_adapter(option, read_model_shape(model))
+    latent = read_model_shape(tiny_model(family="deepseek_v3"))
+    with pytest.raises(ConfigError, match=r"serves adapters of llama, .* models, not of deepseek_v3"):
+        served_adapter(option, latent)
+
+
+@pytest.mark.distributed
+@pytest.mark.anyio
+async def test_a_layer_without_slots_is_named(tiny_model: Callable[..., Path], tmp_path: Path) -> None:
+    model = tiny_model(num_layers=2, num_kv_heads=2)
+    make_adapter(tmp_path / "two", model, "two")
+    _, adapter = served_adapter(f"two={tmp_path / 'two'}", read_model_shape(model))
+    served = {"two": adapter._replace(modules=("gate_proj",))}
+    config = RolloutConfig(kv_cache_gib=0.05, max_concurrent_requests=8)
+    arguments = {"folder": str(model), "config": config, "context_tokens": 64, "dtype": "float32", "adapters": served}
+    with pytest.raises(ConfigError, match=r"vLLM has no slots for model\.layers\.0\.mlp\.down_proj and 1 other layers"):
+        await LocalGroup(1).start("megarl.serving.local_model:EngineRank", arguments, log_folder=tmp_path)
