@@ -51,7 +51,7 @@ class DistillationConfig(Section):
         Foreign("use_task_rewards",
             verl="distillation.distillation_loss.use_task_rewards")] = False  # fmt: skip
     """Train on rewards too (loss sampled_token). true: the advantages of algorithm.advantage and the teacher's
-    log-ratios are added. false (default): rewards are measured only."""
+    log-ratios are added; a preset's KL penalty has no effect. false (default): rewards are measured only."""
     kl_coefficient: Annotated[PositiveFloat, OnlyIf(TASK_REWARDS),
         Foreign("distillation_loss_coef", example="0.1", slime="--opd-kl-coef")] = 1.0  # fmt: skip
     """Weight of the teacher's log-ratios in the sum with the advantages of rewards (use_task_rewards). With gamma 1 it

@@ -271,7 +271,8 @@ class AlgorithmConfig(Section):
     whiten_advantages: Annotated[bool, OnlyIf(REWARDS_TRAINED),
         Foreign("whiten_rewards normalize_advantages advantage_norm global_norm", example="true",
             RL2="adv.global_norm")] = False  # fmt: skip
-    """Whiten advantages over all trained tokens of a step, to mean 0 and variance 1."""
+    """Whiten advantages over all trained tokens of a step, to mean 0 and variance 1. In loop distillation only the
+    rewards' part is whitened."""
     policy_loss: Annotated[str, OnlyIf(*ADVANTAGES), Formula("policy_losses", "POLICY_LOSSES", takes_own=True),
         Foreign("loss_fn.type policy_loss.loss_mode loss_mode importance_sampling_level"),
         Foreign("loss_type", note="of pairs of answers: preference.loss",
@@ -402,18 +403,18 @@ class AlgorithmConfig(Section):
     """Source of the old log-probs, the denominator of PPO's ratio. trainer (default): the trainer, in the first update
     itself, or in a pass before it where later updates or advantages need them. rollout: recorded by the engine. The
     metrics logprob_gap/ then come from a step's first update."""
-    dynamic_sampling: Annotated[tuple[float, float] | None,
+    dynamic_sampling: Annotated[tuple[float, float] | None, OnlyIf(REWARDS_TRAINED),
         Foreign("filter_groups filter_groups.enable filter_groups.metric use_dynamic_sampling dynamic_filtering",
             "dynamic_filtering_reward_range", example="[0,1]", ColossalRL="filter_range",
             verl="algorithm.filter_groups.enable", slime="--dynamic-sampling-filter-path")] = None  # fmt: skip
     """Dynamic sampling (DAPO), [low, high]: train only groups whose accuracy is strictly between low and high; sample
     others instead. With dynamic_sampling_metric reward: train only groups with rewards differing by more than low.
     Default: train all groups."""
-    dynamic_sampling_metric: Annotated[Literal["accuracy", "reward"] | None, OnlyIf(FILTER)] = None
+    dynamic_sampling_metric: Annotated[Literal["accuracy", "reward"] | None, OnlyIf(REWARDS_TRAINED, FILTER)] = None
     """Metric compared by dynamic_sampling. accuracy: share of right answers in a group. reward: largest minus smallest
     reward. Default: accuracy if every answer is judged right or wrong, by a reward function (judges_answer) or the
     environment; else reward."""
-    max_attempts: Annotated[PositiveInt, OnlyIf(FILTER),
+    max_attempts: Annotated[PositiveInt, OnlyIf(REWARDS_TRAINED, FILTER),
         Foreign("filter_groups.max_num_gen_batches max_num_gen_batches dynamic_sampling_max_gen_batches",
             verl="algorithm.filter_groups.max_num_gen_batches")] = 10  # fmt: skip
     """Maximum number of prompt batches sampled to fill one step (dynamic_sampling). If the step is still not full, the
@@ -425,7 +426,7 @@ class AlgorithmConfig(Section):
     """Prompts started per prompt trained in a step. 1 (default): no surplus. With dynamic_sampling, surplus groups
     train in the next step. With rollout.stragglers park or abort, the first complete groups train, and that field
     decides about the others."""
-    overlong_buffer: Annotated[OverlongBuffer,
+    overlong_buffer: Annotated[OverlongBuffer, OnlyIf(REWARDS_TRAINED),
         Foreign("overlong_buffer overlong_buffer.len overlong_buffer.enable overlong_buffer_len",
             "overlong_buffer_length", note="in tokens", example="512",
             ColossalRL="soft_over_length_punishment cache_length",
@@ -434,7 +435,7 @@ class AlgorithmConfig(Section):
     overlong_penalty * reward.correct_score. With several turns: in the longest turn, or before
     rollout.budget.sampled_tokens in all together. Default: 0, no penalty (preset dapo: a fifth of max_new_tokens).
     """
-    overlong_penalty: Annotated[PositiveFloat, OnlyIf(given("algorithm.overlong_buffer", "512")),
+    overlong_penalty: Annotated[PositiveFloat, OnlyIf(REWARDS_TRAINED, given("algorithm.overlong_buffer", "512")),
         Foreign("overlong_buffer.penalty_factor overlong_buffer_penalty", remark="times reward.correct_score",
             verl="reward_model.overlong_buffer.penalty_factor")] = 1.0  # fmt: skip
     """Largest length penalty, at the end of the overlong_buffer, in units of reward.correct_score (verl:

@@ -52,7 +52,7 @@ def unjudged_text(recipe: Recipe, source: str) -> str | None:
     """Return the start-up message for a source if no reward function judges its answers; None if one does."""
     if judges_answers(recipe) != "none":
         return None
-    is_filtered = recipe.loop == "rl" and recipe.algorithm.dynamic_sampling is not None
+    is_filtered = recipe.trains_rewards and recipe.algorithm.dynamic_sampling is not None
     filtered = "; algorithm.dynamic_sampling compares the rewards of a group" if is_filtered else ""
     return (
         f"{source}: no accuracy, pass_at_K or majority_at_K is logged, because no reward function judges the "

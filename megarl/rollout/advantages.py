@@ -76,7 +76,8 @@ def compute_advantages(batch: RLBatch, recipe: Recipe, kl_coefficient: float) ->
         num_scored = np.bincount(batch.groups, weights=batch.is_scored)
         metrics["advantages/groups_below_k"] = float((num_scored < algorithm.pass_k).sum())
     divergence = torch.zeros(len(mask))
-    if algorithm.kl_coefficient and algorithm.kl_placement != "loss":
+    # A preset's KL penalty has no effect in distillation, where the teacher takes the reference's place.
+    if recipe.has_reference and algorithm.kl_placement != "loss":
         divergence = _divergence(batch, algorithm)
         if algorithm.k3_max is not None:
             metrics["kl/capped"] = float((divergence[mask] >= algorithm.k3_max).float().mean())

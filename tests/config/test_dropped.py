@@ -448,7 +448,8 @@ SWITCHES = {
         ["loop=rl", "distillation.loss=sampled_token", "distillation.divergence=forward_kl"],
     ),
     "rewards": (
-        "loop: distillation\ndistillation: {teacher: t, use_task_rewards: true}",
+        "loop: distillation\ndistillation: {teacher: t, use_task_rewards: true}\n"
+        "algorithm: {dynamic_sampling: [0, 1], overlong_buffer: 8}",
         ["loop=rl", "distillation.use_task_rewards=false"],
     ),
     "sampled tokens": ("loop: distillation\ndistillation: {teacher: t}", ["distillation.loss=full_vocabulary"]),

@@ -66,6 +66,30 @@ def test_advantages_of_rewards_are_added() -> None:
         assert mine == pytest.approx(theirs, abs=1e-6)
 
 
+@pytest.mark.parametrize("preset", ["grpo", "rloo", "reinforce_plus_plus", "reinforce_plus_plus_baseline"])
+def test_a_presets_kl_penalty_needs_no_reference_in_distillation(preset: str) -> None:
+    batch = batch_of([attempt(0, 1.0, 3), attempt(0, 0.0, 1)])
+    batch.per_token["old_logprobs"] = np.array(POLICY, np.float32)
+    values = {
+        "name": "r",
+        "loop": "distillation",
+        "model": {"path": "m"},
+        "data": {"train": "t"},
+        "distillation": {"teacher": "t", "use_task_rewards": True},
+        "algorithm": {"preset": preset},
+    }
+    recipe, without = (
+        Recipe.model_validate(values | {"algorithm": {"preset": preset} | changed})
+        for changed in ({}, {"kl_coefficient": 0.0})
+    )
+    found = []
+    for one in (recipe, without):
+        compute_teacher_advantages(batch, np.array(TEACHER, np.float32), one.distillation)
+        assert add_reward_advantages(batch, one) == {}
+        found.append(batch.per_token["advantages"].tolist())
+    assert found[0] == found[1] and any(found[0])
+
+
 def test_samples_get_the_teacher_of_their_source() -> None:
     recipe = Recipe.model_validate(
         {
