@@ -164,7 +164,9 @@ class RolloutEngine:
         # Base weights next to an adapter are sent once, so a sleep must not drop them.
         self._sleep_level = 1 if unrestored or adapter else 2
         self.sleep_notices = (
-            [sleep_copies_notice(self.model, unrestored)] if self._sleep_level == 1 and self._can_sleep else []
+            [sleep_copies_notice(self.model, unrestored, self.slots.tensors.values() if self.slots else ())]
+            if self._sleep_level == 1 and self._can_sleep
+            else []
         )
         """Texts for the user about the costs of putting the engine to sleep."""
 
@@ -516,11 +518,13 @@ def unrestored_tensors(model: torch.nn.Module) -> list[str]:
     ]
 
 
-def sleep_copies_notice(model: torch.nn.Module, unrestored: Sequence[str]) -> str:
+def sleep_copies_notice(model: torch.nn.Module, unrestored: Sequence[str], slots: Iterable[torch.Tensor] = ()) -> str:
     """Return the notice that a model's weights are copied to host memory during sleep, because of these unrestored
     tensors, or of base weights sent only once.
+
+    `slots` are tensors of any shape for the matrices of a LoRA adapter, which are copied too.
     """
-    num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers()))
+    num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *slots))
     more = f" and {len(unrestored) - _MOST_NAMED} more" if len(unrestored) > _MOST_NAMED else ""
     copied = (
         f"a sleeping engine copies its weights to pinned host memory every step ({num_bytes / 2**30:.1f} GiB a rank)"

@@ -2,19 +2,32 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 from megarl.reshard.live import Reshard
 
 
 class AdapterReshard:
-    """Copies the base weights once, with `base`. Each later reshard copies the adapter's matrices, with `adapter`."""
+    """Copies the base weights once, with `base`. Each later reshard copies the adapter's matrices.
 
-    def __init__(self, base: Reshard, adapter: Reshard) -> None:
-        self._base, self._adapter = base, adapter
+    `plan_adapter` returns the reshard of the matrices. `self_test` calls it after the base weights are copied, and must
+    come before all other calls.
+    """
+
+    _adapter: Reshard
+
+    def __init__(self, base: Reshard, plan_adapter: Callable[[], Reshard]) -> None:
+        self._base, self._plan_adapter = base, plan_adapter
 
     @property
     def is_computed(self) -> bool:
         """Whether the recorded layouts of weights and slots are as computed on every rank."""
         return self._base.is_computed and self._adapter.is_computed
+
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of this rank's staging memory for the adapter."""
+        return self._adapter.staged_bytes
 
     def run(self) -> dict[str, float]:
         """Copy the adapter, together with the other ranks. Returns seconds and bytes by stage."""
@@ -34,6 +47,9 @@ class AdapterReshard:
         Base weights cannot be copied again afterwards: their staging memory is released. Raises MegarlError naming the
         first difference.
         """
-        first, second = self._base.self_test(), self._adapter.self_test()
+        first = self._base.self_test()
+        # Before the adapter's staging memory is allocated: both together could exceed the device's memory.
         self._base.release()
+        self._adapter = self._plan_adapter()
+        second = self._adapter.self_test()
         return {name: first.get(name, 0.0) + second.get(name, 0.0) for name in first | second}

@@ -169,6 +169,11 @@ class Reshard:
         with self._room.opened(QuantisedModule.write):
             return self._transport.reshard()
 
+    @property
+    def staged_bytes(self) -> int:
+        """Bytes of this rank's staging memory."""
+        return self._transport.staged_bytes
+
     def release(self) -> None:
         """Free the staging memory. `verify` still works, but no weights can be copied any more."""
         del self._transport

@@ -41,6 +41,8 @@ class OwnSlots:
         self, plan: RankPlan, dtype: torch.dtype, device: torch.device, group: dist.ProcessGroup | None
     ) -> None:
         self._slots = [torch.empty(plan.staging_numel, dtype=dtype, device=device) for _ in plan.buckets[:2]]
+        self.num_bytes = sum(slot.nbytes for slot in self._slots)
+        """Bytes of the two slots."""
         self._group = group
         self._splits = [splits(plan, bucket) for bucket in plan.buckets if bucket.is_exchanged]
         self._travelling: deque[dist.Work] = deque()
@@ -107,6 +109,8 @@ class SharedSlots:
             torch.frombuffer(m, dtype=dtype, offset=self._HEAD_BYTES).split(numel) if numel else ()
             for m, (_, _, numel, _) in zip(maps, peers, strict=True)
         ]
+        self.num_bytes = sum(slot.nbytes for slot in self._slots[plan.rank])
+        """Bytes of this rank's two slots. Ranks that send nothing have none."""
         self._starts = [[sum(counts[: plan.rank]) for counts in sent] for _, _, _, sent in peers]
         self._senders = [rank for rank, numel in enumerate(map(sum, zip(*self._received, strict=True))) if numel]
         self._readers = [rank for rank, numel in enumerate(map(sum, zip(*self._sent, strict=True))) if numel]

@@ -126,6 +126,8 @@ class Transport:
             "received": sum(t.numel for b in plan.buckets for t in b.receives),
         }
         self._bytes = {f"{kind}_bytes": float(numel * plan.itemsize) for kind, numel in count.items()}
+        self.staged_bytes = self._slots.num_bytes
+        """Bytes of this rank's staging memory."""
 
     @torch.no_grad()
     def reshard(self) -> dict[str, float]:

@@ -220,7 +220,8 @@ class WeightCopier:
         weights = policy.tensors if policy is not None else {}
         matrices_sent = policy.adapter_weights if policy is not None else {}
         return AdapterReshard(
-            self._direct(base, recorded, weights, model), self._direct(adapter, in_slots, matrices_sent, slots=slots)
+            self._direct(base, recorded, weights, model),
+            lambda: self._direct(adapter, in_slots, matrices_sent, slots=slots),
         )
 
     def _direct(

@@ -190,6 +190,7 @@ def count(recipe: Recipe, layout: ParallelConfig, rows: Sequence[Any]) -> dict[s
     """One rank: what it holds, in bytes by kind, after a worker was built and has learnt from its rows."""
     import torch.distributed as dist
 
+    from megarl.reshard.live import GatheredReshard
     from megarl.training.model import FrozenModel
     from megarl.worker.colocated import Worker
 
@@ -217,17 +218,11 @@ def count(recipe: Recipe, layout: ParallelConfig, rows: Sequence[Any]) -> dict[s
         found["engine weights"] = counted_bytes(buffers)
         found["KV cache"] = counted_bytes(engine._worker.model_runner.kv_caches)
         assert worker.copier is not None
-        found["staging"] = staged_bytes(worker.copier.resharding)
+        assert not isinstance(worker.copier.resharding, GatheredReshard)
+        found["staging"] = worker.copier.resharding.staged_bytes
         return found
     finally:
         worker.close()
-
-
-def staged_bytes(resharding: Any) -> int:
-    """Bytes of this rank's slots of the reshard."""
-    slots = resharding._transport._slots
-    own = slots._slots[slots._rank] if hasattr(slots, "_rank") else slots._slots
-    return sum(slot.nbytes for slot in own)
 
 
 def critic_row(row: Any) -> Any:
