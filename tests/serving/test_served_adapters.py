@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from megarl.config.rollout import EndpointConfig
 from megarl.data.chat import load_tokenizer
 from megarl.families.shape import read_model_shape
 from megarl.rollout.pool import EnginePool
+from megarl.serving import local_model
 from megarl.serving.codec import Codec
 from megarl.serving.endpoint import Endpoint
 from megarl.serving.served_adapters import served_adapter
@@ -224,3 +226,16 @@ async def test_a_layer_without_slots_is_named(tiny_model: Callable[..., Path], t
     arguments = {"folder": str(model), "config": config, "context_tokens": 64, "dtype": "float32", "adapters": served}
     with pytest.raises(ConfigError, match=r"vLLM has no slots for model\.layers\.0\.mlp\.down_proj and 1 other layers"):
         await LocalGroup(1).start("megarl.serving.local_model:EngineRank", arguments, log_folder=tmp_path)
+
+
+@pytest.mark.anyio
+async def test_adapters_of_a_float32_model_are_refused_on_gpus(
+    tiny_model: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    model = Path(shutil.copytree(tiny_model(num_layers=2, num_kv_heads=2), tmp_path / "model"))
+    make_adapter(tmp_path / "one", model, "one")
+    config = model / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"dtype": "float32"}))
+    monkeypatch.setattr(local_model, "runs_on_cpu", lambda: False)
+    with pytest.raises(ConfigError, match=r"--adapter one=.*need 16-bit weights, but .* has dtype float32; convert"):
+        await local_model.serve(model, EndpointConfig(), RolloutConfig(), print, [f"one={tmp_path / 'one'}"])
