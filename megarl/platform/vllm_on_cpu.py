@@ -9,6 +9,7 @@ kernels do.
 
 from __future__ import annotations
 
+import copy
 import functools
 import logging
 import os
@@ -82,6 +83,7 @@ def _adapt_to_cpu() -> None:
     from vllm.model_executor.kernels.linear.scaled_mm.BlockScaledMMLinearKernel import Fp8BlockScaledMMLinearKernel
     from vllm.model_executor.kernels.linear.scaled_mm.cpu import CPUFp8BlockScaledMMKernel
     from vllm.model_executor.layers import utils as linear_layers
+    from vllm.model_executor.layers.fused_moe import unquantized_fused_moe_method as plain_experts
     from vllm.model_executor.layers.fused_moe.experts import cpu_moe
     from vllm.model_executor.layers.fused_moe.experts.cpu_moe import CPUExpertsFp8, CPUUnquantizedExperts
     from vllm.model_executor.layers.mamba.ops.cpu import gdn_attention
@@ -107,6 +109,12 @@ def _adapt_to_cpu() -> None:
         (CPUUnquantizedExperts, "_supports_grouped_gemm", classmethod(lambda cls, moe_config: (True, None))),
         (CPUUnquantizedExperts, "process_weights_after_loading", lambda self, layer: None),
         (CPUUnquantizedExperts, "apply", _apply_plain_experts),
+        # With LoRA it would choose Triton's kernels, which do not exist on a CPU.
+        (
+            plain_experts,
+            "select_unquantized_moe_backend",
+            _without_lora_kernels(plain_experts.select_unquantized_moe_backend),
+        ),
         # Its kernels expect a packed convolution weight, as well as bfloat16 and head sizes of 64 or 128.
         (gdn_attention, "cpu_gdn_attention_core", delta_net_on_cpu.attend),
         # vLLM supports FP8 on few CPUs; the substitutes below run on all.
@@ -146,6 +154,21 @@ def _adapt_to_cpu() -> None:
 
 def _keep_plain_weight(layer: Any, remove_weight: bool) -> None:
     layer.cpu_linear = F.linear
+
+
+def _without_lora_kernels(select_backend):
+    """Wrap vLLM's choice of the kernels for experts. The choice ignores LoRA, because experts get no adapters here.
+
+    vLLM 0.30 chooses kernels for adapters of experts whenever LoRA is enabled, for adapters of attention alone too.
+    """
+
+    @functools.wraps(select_backend)
+    def wrapped(moe_config: Any) -> Any:
+        plain = copy.copy(moe_config)
+        plain.is_lora_enabled = False
+        return select_backend(plain)
+
+    return wrapped
 
 
 def _with_sinks_of_any_type(kernel):

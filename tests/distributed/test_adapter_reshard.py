@@ -154,14 +154,19 @@ def test_slots_are_what_vllm_loads_and_base_weights_stay(
 
 
 @pytest.mark.parametrize(
-    "layout", [pytest.param(ONE, id="one rank"), pytest.param(ParallelConfig(2, 1, 1, 2), id="tp2 to tp2")]
+    ("layout", "model", "lora"),
+    [
+        pytest.param(ONE, UNTIED, {}, id="one rank"),
+        pytest.param(ParallelConfig(2, 1, 1, 2), UNTIED, {}, id="tp2 to tp2"),
+        pytest.param(ONE, "qwen3_moe", {"targets": ["qkv_proj", "o_proj"]}, id="experts without adapters"),
+    ],
 )
 def test_log_probs_are_those_of_merged_weights(
-    layout: ParallelConfig, ranks: RankPool, tiny_model: Callable[..., Path]
+    layout: ParallelConfig, model: str, lora: dict[str, Any], ranks: RankPool, tiny_model: Callable[..., Path]
 ) -> None:
-    folder = tiny_model(**{"num_layers": 2, **MODELS[UNTIED]})
+    folder = tiny_model(**{"num_layers": 2, **MODELS[model]})
     (before, by_adapter), (_, by_merged) = (
-        ranks.run(logprobs, adapted(folder, layout, sync), layout, world_size=layout.world_size)[0]
+        ranks.run(logprobs, adapted(folder, layout, sync, **lora), layout, world_size=layout.world_size)[0]
         for sync in ("adapter", "merged")
     )
     assert np.abs(by_adapter - by_merged).max() <= 1e-5
