@@ -522,7 +522,7 @@ def sleep_copies_notice(model: torch.nn.Module, unrestored: Sequence[str], slots
     """Return the notice that a model's weights are copied to host memory during sleep, because of these unrestored
     tensors, or of base weights sent only once.
 
-    `slots` are tensors of any shape for the matrices of a LoRA adapter, which are copied too.
+    `slots` hold the matrices of a LoRA adapter, [any shape]; they are copied too.
     """
     num_bytes = sum(tensor.nbytes for tensor in (*model.parameters(), *model.buffers(), *slots))
     more = f" and {len(unrestored) - _MOST_NAMED} more" if len(unrestored) > _MOST_NAMED else ""
