@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -369,7 +370,7 @@ def print_layouts(recipe: Recipe, result: SearchResult) -> None:
         )
     console.print(table)
     for number, found in enumerate(result.layouts, start=1):
-        console.print(f"{number}: {' '.join(found.overrides) or 'as in the recipe'}")
+        console.print(f"{number}: {shlex.join(found.overrides) or 'as in the recipe'}")
     for reason, count in list(result.refused.items())[:_MOST_REASONS]:
         console.print(f"refused {count:,} times: {reason}")
     console.print(

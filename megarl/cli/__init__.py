@@ -26,6 +26,7 @@ from megarl.cli.layouts import (
     MostOption,
     SearchOption,
     StalenessOption,
+    refuse_search_options,
     search_layouts,
 )
 from megarl.cli.recipes import recipes
@@ -307,6 +308,7 @@ def _numbers(text: str) -> list[int]:
 
 @app.command(cls=RecipeCommand)
 def plan(
+    context: typer.Context,
     recipe: RecipePath,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
@@ -323,9 +325,11 @@ def plan(
     """
     if search:
         from megarl.config.recipe import load
+        from megarl.layout_search.overrides import RecipeFile
 
         search_layouts(
             with_notices_shown(load(recipe, overrides or ())),
+            RecipeFile(recipe, tuple(overrides or ())),
             most=most,
             run=lengths,
             mean_tokens=mean_tokens,
@@ -333,6 +337,7 @@ def plan(
             as_json=as_json,
         )
         return
+    refuse_search_options(context)
     from megarl.config.recipe import load
     from megarl.preflight import (
         aligned,

@@ -12,6 +12,7 @@ from megarl.types import ConfigError
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
+    from megarl.layout_search.overrides import RecipeFile
     from megarl.step_cost.lengths import Lengths
 
 SearchOption = Annotated[
@@ -52,6 +53,8 @@ StalenessOption = Annotated[
     ),
 ]
 """Options of `megarl plan --search`."""
+_SEARCH_OPTIONS = ("most", "lengths", "mean_tokens", "max_staleness")
+"""Parameters with these options."""
 
 _ASSUMED_SHARE = 0.25
 """Mean length of completions divided by their limit, if neither a run nor a mean is given."""
@@ -59,8 +62,19 @@ _PROMPT_SHARE = 0.1
 """Mean length of prompts divided by data.max_prompt_tokens. Most prompts are far below their limit."""
 
 
+def refuse_search_options(context: typer.Context) -> None:
+    """Raise ConfigError if the command line has an option of --search, which it lacks itself."""
+    sources = {name: context.get_parameter_source(name) for name in _SEARCH_OPTIONS}
+    # typer has its own copy of click, so the kind of source is known by its name.
+    names = [name for name, source in sources.items() if source is not None and source.name == "COMMANDLINE"]
+    given = [f"--{name.replace('_', '-')}" for name in names]
+    if given:
+        raise ConfigError(f"{', '.join(given)}: does nothing without --search; add it, or leave this out")
+
+
 def search_layouts(
     recipe: Recipe,
+    file: RecipeFile,
     *,
     most: int,
     run: Path | None,
@@ -68,7 +82,7 @@ def search_layouts(
     max_staleness: int | None,
     as_json: bool,
 ) -> None:
-    """Search the layouts of a recipe and print them.
+    """Search the layouts of a recipe and print them. `file` is where the recipe was read from.
 
     `run` is the folder of a run whose samples/ give the lengths of completions. Otherwise `mean_tokens` is their mean.
     `max_staleness`: limit for separate engines; default: the recipe's. Raises ConfigError if the recipe is not
@@ -77,7 +91,7 @@ def search_layouts(
     from megarl.console import print_layouts
     from megarl.layout_search.search import search_of
 
-    result = search_of(recipe, _lengths(recipe, run, mean_tokens), max_staleness).search(most)
+    result = search_of(recipe, _lengths(recipe, run, mean_tokens), max_staleness, file).search(most)
     if as_json:
         print(json.dumps({"recipe": recipe.name, "model": recipe.model.path, **result.as_json()}))
     else:

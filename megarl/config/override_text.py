@@ -15,6 +15,23 @@ def override_text(name: str, value: Any) -> str:
     return f"{name}={as_yaml(value)}"
 
 
+def short_override(name: str, value: Any) -> str:
+    """Return the override of a recipe field as a user would write it: `name=[a,b]`, or its removal for the value None.
+
+    `value` is a number, a truth value, a plain word, or a tuple of plain words. A shell needs the text in quotes.
+    """
+    # pydantic is imported late, so that `megarl --help` is fast.
+    from megarl.config.schema import removal
+
+    if value is None:
+        return removal(name)
+    if isinstance(value, tuple):
+        return f"{name}=[{','.join(value)}]"
+    if isinstance(value, bool):
+        return f"{name}={str(value).lower()}"
+    return f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"
+
+
 def as_yaml(value: Any) -> str:
     """Return a value of JSON's types as JSON that YAML reads alike.
 

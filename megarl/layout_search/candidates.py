@@ -67,11 +67,14 @@ class Recomputation(NamedTuple):
     """Recomputed parts of a layer, by the values of two recipe fields."""
 
     recompute: str
-    modules: tuple[str, ...] = ("core_attn",)
+    modules: tuple[str, ...] = ()
+    """Recomputed modules under `selective`."""
 
     @property
     def values(self) -> dict[str, Any]:
-        return {"trainer.recompute": self.recompute, "trainer.recompute_modules": self.modules}
+        """Return the recipe fields of this choice. Modules have an effect under `selective` only."""
+        modules = {"trainer.recompute_modules": self.modules} if self.recompute == "selective" else {}
+        return {"trainer.recompute": self.recompute, **modules}
 
     @property
     def shares(self) -> tuple[float, float]:
@@ -115,11 +118,12 @@ class Candidates:
         """Return the sizes of engines that a recipe with a placement allows."""
         found = []
         ranks = placed.separate_ranks or placed.cluster.world_size
-        for tp, ep in product(_divisors(ranks, self.shape.num_heads), (False, True)):
-            # Whole experts take as long as split ones in the cost model, so they are tried where splits are refused.
-            if ep and (tp == 1 or not self.shape.num_experts or EngineSizes(tp, False) in found):
+        own = has_whole_experts(placed)
+        for tp, ep in product(_divisors(ranks, self.shape.num_heads), (own, not own)):
+            # Whole experts take as long as split ones in the cost model, so the recipe's choice stays where it may.
+            if ep != own and (tp == 1 or not self.shape.num_experts or EngineSizes(tp, own) in found):
                 continue
-            values = {"rollout.tp": tp, "rollout.vllm": _vllm_with(placed, ep)}
+            values = {"rollout.tp": tp, "rollout.vllm": vllm_with(placed, ep)}
             other = with_field_values(placed, values | dict(SMALLEST))
             if not self._refuses([*sizes.ranks(other), *sizes.model_fit(other, self.shape)]):
                 found.append(EngineSizes(tp, ep))
@@ -203,7 +207,7 @@ class Candidates:
     def _refuses(self, faults: list[str], times: int = 1) -> bool:
         """Return whether there are faults. Counts the first one by its recipe field and its kind."""
         if faults:
-            self.refused[_reason(faults[0])] += times
+            self.refused[reason_of(faults[0])] += times
         return bool(faults)
 
 
@@ -217,12 +221,24 @@ def _batches(recipe: Recipe) -> Iterator[str]:
     return sizes.batches(recipe, sizes.layout_of(recipe).dp)
 
 
-def _vllm_with(recipe: Recipe, ep: bool) -> dict[str, Any]:
-    given = {name: value for name, value in recipe.rollout.vllm.items() if name != "enable_expert_parallel"}
-    return given | ({"enable_expert_parallel": True} if ep else {})
+WHOLE_EXPERTS = "enable_expert_parallel"
+"""vLLM's name of the choice that an engine rank has whole experts."""
 
 
-def _reason(fault: str) -> str:
+def has_whole_experts(recipe: Recipe) -> bool:
+    """Return whether the recipe chooses whole experts on each engine rank."""
+    return bool(recipe.rollout.vllm.get(WHOLE_EXPERTS, False))
+
+
+def vllm_with(recipe: Recipe, ep: bool) -> dict[str, Any]:
+    """Return `rollout.vllm` with this choice of whole experts, and everything else as in the recipe."""
+    if has_whole_experts(recipe) == ep:
+        return dict(recipe.rollout.vllm)
+    given = {name: value for name, value in recipe.rollout.vllm.items() if name != WHOLE_EXPERTS}
+    return given | ({WHOLE_EXPERTS: True} if ep else {})
+
+
+def reason_of(fault: str) -> str:
     """Return a fault without its remedy, with N in place of each number, so that equal reasons can be counted."""
     return re.sub(r"\d+(?:[,.]\d+)*", "N", fault.partition(";")[0])
 

@@ -16,8 +16,8 @@ from megarl.step_cost.step import StepSeconds
 class FoundLayout:
     """A layout that fits, with its prediction."""
 
-    values: Mapping[str, Any]
-    """Recipe fields that differ from the recipe."""
+    overrides: tuple[str, ...]
+    """Command-line overrides that make the recipe this layout. A shell needs them in quotes."""
     trainer: TrainerSizes
     engine: EngineSizes
     placement: Placement
@@ -28,11 +28,6 @@ class FoundLayout:
     gib: Mapping[str, float]
     """Predicted GiB of a GPU in the fullest phase of each kind."""
     kv_cache_gib: float
-
-    @property
-    def overrides(self) -> tuple[str, ...]:
-        """Return the fields as command-line overrides of the recipe."""
-        return tuple(_override(name, value) for name, value in self.values.items())
 
     @property
     def trainer_text(self) -> str:
@@ -107,17 +102,3 @@ class SearchResult:
             "lengths": self.lengths,
             "held_out_error": self.held_out_error,
         }
-
-
-def _override(name: str, value: Any) -> str:
-    """Return a recipe field with its value as an override."""
-    if value is None:
-        return f"~{name}"
-    if name == "rollout.vllm":
-        inner = ",".join(
-            f"{key}:{str(item).lower() if isinstance(item, bool) else item}" for key, item in value.items()
-        )
-        return f"{name}={{{inner}}}"
-    if isinstance(value, tuple):
-        return f"{name}=[{','.join(value)}]"
-    return f"{name}={value:g}" if isinstance(value, float) else f"{name}={value}"

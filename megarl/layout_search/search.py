@@ -27,9 +27,11 @@ from megarl.layout_search.candidates import (
     Placement,
     Recomputation,
     TrainerSizes,
-    _vllm_with,
+    reason_of,
+    vllm_with,
 )
 from megarl.layout_search.found import FoundLayout, SearchResult
+from megarl.layout_search.overrides import RecipeFile, overrides_between, placement_values
 from megarl.memory_plan import activations
 from megarl.memory_plan.activations import PassSettings
 from megarl.memory_plan.devices import CONTEXT_BYTES, GPU, MARGIN_GIB, GpuMemory
@@ -123,6 +125,8 @@ class LayoutSearch:
     speeds: GpuSpeeds
     lengths: Lengths
     staleness: int
+    file: RecipeFile | None = None
+    """File of the recipe. Layouts are refused if a start of the file with their overrides would be."""
     constants: Constants = FITTED
 
     @property
@@ -201,7 +205,7 @@ class LayoutSearch:
 
     def _group(self, candidates: Candidates, placement: Placement) -> _Group | None:
         """Return the combinations of a placement, or None if it allows none."""
-        placed = with_field_values(self.recipe, placement.values)
+        placed = with_field_values(self.recipe, placement_values(self.recipe, placement))
         engines = candidates.engines(placed)
         trainers = candidates.trainers(placed)
         if not engines or not trainers:
@@ -347,7 +351,7 @@ class LayoutSearch:
             "trainer.max_tokens_per_forward": None,
             "trainer.offload": offload,
             "rollout.tp": engine.tp,
-            "rollout.vllm": _vllm_with(group.placed, engine.ep),
+            "rollout.vllm": vllm_with(group.placed, engine.ep),
             "rollout.gpu_memory_utilization": None,
             "rollout.kv_cache_gib": least,
         }
@@ -376,10 +380,13 @@ class LayoutSearch:
             phase.name: (phase.device_bytes + (more if phase.use("KV cache").device_bytes else 0)) / _GIB
             for phase in table.phases
         }
-        values |= group.placement.values | {"rollout.kv_cache_gib": round(cache, 1)}
-        changed = {name: value for name, value in values.items() if _value_of(self.recipe, name) != value}
+        values |= placement_values(self.recipe, group.placement) | {"rollout.kv_cache_gib": round(cache, 1)}
+        overrides = overrides_between(self.recipe, values)
+        if self.file is not None and (fault := self.file.refusal(overrides)) is not None:
+            refused[reason_of(fault)] += 1
+            return None
         return FoundLayout(
-            changed, row.trainer, engine, group.placement, seconds, rollout, group.update.at(index[0]), gib, cache
+            overrides, row.trainer, engine, group.placement, seconds, rollout, group.update.at(index[0]), gib, cache
         )
 
     def _table(self, recipe: Recipe) -> MemoryTable:
@@ -418,8 +425,12 @@ def _fullest_stages(layout: ParallelConfig) -> list[int]:
     return sorted({0, min(1, layout.pp - 1), layout.pp - 1})
 
 
-def search_of(recipe: Recipe, lengths: Lengths, max_staleness: int | None = None) -> LayoutSearch:
+def search_of(
+    recipe: Recipe, lengths: Lengths, max_staleness: int | None = None, file: RecipeFile | None = None
+) -> LayoutSearch:
     """Return the search of a recipe's layouts. `max_staleness` is the limit for separate engines; None: the recipe's.
+
+    With the recipe's file, found overrides are checked by the rules of a start.
 
     Raises ConfigError if the cost model does not cover the recipe, or its kind of GPU is unknown.
     """
@@ -437,7 +448,7 @@ def search_of(recipe: Recipe, lengths: Lengths, max_staleness: int | None = None
     staleness = recipe.rollout.staleness_bound if max_staleness is None else max_staleness
     speeds = GPUS[kind]
     models = models_of(recipe, sizes.layout_of(recipe))
-    return LayoutSearch(recipe, models, gpus, speeds, lengths, staleness, FITTED.on(speeds))
+    return LayoutSearch(recipe, models, gpus, speeds, lengths, staleness, file, FITTED.on(speeds))
 
 
 def _in_order(groups: Sequence[_Group]) -> Iterator[tuple[_Group, tuple[int, int, int]]]:
@@ -452,8 +463,3 @@ def _in_order(groups: Sequence[_Group]) -> Iterator[tuple[_Group, tuple[int, int
         group = groups[number]
         row, engine, offload = np.unravel_index(int(place - starts[number]), group.bound.shape)
         yield group, (int(row), int(engine), int(offload))
-
-
-def _value_of(recipe: Recipe, name: str) -> Any:
-    section, _, own = name.partition(".")
-    return getattr(getattr(recipe, section), own)

@@ -11,6 +11,7 @@ from typing import Any
 
 from megarl.config import Recipe
 from megarl.config.optimizer_on_host import obstacles
+from megarl.config.override_text import short_override
 from megarl.config.parallel import FP8_BLOCK
 from megarl.families.shape import ModelShape
 from megarl.memory_plan.devices import GPU, GpuMemory
@@ -50,7 +51,7 @@ class Remedy:
     @property
     def overrides(self) -> tuple[str, ...]:
         """Return the new values as command-line overrides."""
-        return tuple(f"{field}={_written(value)}" for field, value in self.values.items())
+        return tuple(short_override(field, value) for field, value in self.values.items())
 
 
 def remedies(recipe: Recipe, models: Models, gpus: GpuMemory, *, most: int = 3) -> list[Remedy]:
@@ -298,9 +299,3 @@ def _cost(recipe: Recipe, values: Mapping[str, Any]) -> float:
             section, _, name = field.partition(".")
             total += 4 * (1 - value / getattr(getattr(recipe, section), name))
     return total
-
-
-def _written(value: Any) -> str:
-    return (
-        f"[{','.join(value)}]" if isinstance(value, tuple) else f"{value:g}" if isinstance(value, float) else str(value)
-    )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import shlex
 from collections import Counter
 from collections.abc import Callable
 
@@ -14,11 +16,13 @@ from megarl.cli import app
 from megarl.config import Recipe
 from megarl.config.recipe import load
 from megarl.layout_search import search as module
-from megarl.layout_search.candidates import Candidates
+from megarl.layout_search.candidates import Candidates, Placement, vllm_with
+from megarl.layout_search.overrides import RecipeFile, overrides_between, placement_values
 from megarl.layout_search.search import LayoutSearch, search_of
 from megarl.preflight import check_plan, table_of
 from megarl.preflight.memory_fit import verdict_of
-from megarl.preflight.sizes import batches, lengths
+from megarl.preflight.registry import Cost, faults
+from megarl.preflight.sizes import batches, layout_of, lengths
 from megarl.step_cost.lengths import log_normal
 from megarl.types import ConfigError
 from tests.memory_plan.conftest import RECIPES, large
@@ -29,6 +33,90 @@ __all__ = ["large"]
 def _search(recipe: Recipe, max_staleness: int | None = None) -> LayoutSearch:
     limit = recipe.rollout.sampling.max_new_tokens
     return search_of(recipe, log_normal(limit / 4, limit, 200.0), max_staleness)
+
+
+SEARCHED = (
+    "qwen3_0_6b_gsm8k", "qwen3_1_7b_gsm8k", "qwen3_4b_gsm8k", "qwen3_8b_gsm8k", "qwen3_8b_tools", "qwen3_14b_agent",
+    "qwen3_14b_dapo", "qwen3_14b_dapo_h200", "qwen3_32b_grpo", "qwen3_30b_a3b_gspo", "qwen3_235b_a22b_gspo",
+)  # fmt: skip
+"""Recipes of launch/recipes that --search covers."""
+
+
+def _field_faults(recipe: Recipe) -> set[str]:
+    facts = {"recipe": recipe, "dp": layout_of(recipe).dp, "is_start": False, "is_trained": True, "has_model": False}
+    found = [*faults(facts, (Cost.FIELDS,)), *faults(facts, (Cost.FIELDS,), per_run=True)]
+    return set(map(str, found))
+
+
+def test_every_recipe_is_searched_or_refused(large: Callable[..., Recipe]) -> None:
+    searched = []
+    for path in RECIPES.glob("*.yaml"):
+        with contextlib.suppress(ConfigError):
+            _search(large(path.stem))
+            searched.append(path.stem)
+    assert sorted(searched) == sorted(SEARCHED)
+
+
+@pytest.mark.parametrize("name", SEARCHED)
+@pytest.mark.parametrize("staleness", [None, 2])
+def test_printed_overrides_are_accepted_by_a_start(
+    large: Callable[..., Recipe], name: str, staleness: int | None
+) -> None:
+    recipe, path = large(name), RECIPES / f"{name}.yaml"
+    limit = recipe.rollout.sampling.max_new_tokens
+    search = search_of(recipe, log_normal(limit / 4, limit, 200.0), staleness, RecipeFile(path))
+    result = search.search(20)
+    assert result.layouts and not any("does nothing" in reason for reason in result.refused)
+    for found in result.layouts:
+        # As a shell passes the printed line on.
+        pasted = shlex.split(shlex.join(found.overrides))
+        other = load(path, pasted)
+        layout = check_plan(other)[1]
+        assert _field_faults(other) <= _field_faults(recipe), pasted
+        assert verdict_of(other, layout, table_of(other, layout)).fits, pasted
+        # Every override is needed, so each dropped value is named.
+        assert other.notices == (), other.notices
+        assert (other.rollout.placement == "separate") == bool(found.placement.ranks)
+
+
+def test_fields_of_the_old_placement_are_removed(large: Callable[..., Recipe]) -> None:
+    separate = (
+        "rollout.placement=separate", "rollout.ranks=4", "rollout.max_staleness=1", "weights.overlap=true",
+        "algorithm.importance_sampling=tis", "rollout.sync_every=1",
+    )  # fmt: skip
+    recipe = large("qwen3_14b_dapo_h200", *separate)
+    overrides = overrides_between(recipe, placement_values(recipe, Placement(0, 0)))
+    path = RECIPES / "qwen3_14b_dapo_h200.yaml"
+    other = load(path, (*separate, *overrides))
+    assert not other.weights.overlap and other.rollout.placement == "colocated"
+    assert "weights.overlap=default" in overrides and "rollout.sync_every=default" in overrides
+    with pytest.raises(ConfigError, match=r"weights\.overlap = True: does nothing"):
+        load(path, (*separate, *(text for text in overrides if not text.startswith("weights"))))
+
+
+def test_stale_samples_get_a_correction(large: Callable[..., Recipe]) -> None:
+    recipe, separate = large("qwen3_14b_dapo_h200"), Placement(4, 1)
+    overrides = overrides_between(recipe, placement_values(recipe, separate))
+    assert "algorithm.importance_sampling=tis" in overrides
+    file = RecipeFile(RECIPES / "qwen3_14b_dapo_h200.yaml")
+    assert file.refusal(overrides) is None
+    without = [text for text in overrides if "importance" not in text]
+    assert "nothing corrects for it" in str(file.refusal(without))
+    # A choice of the user stays.
+    chosen = large("qwen3_14b_dapo_h200", "algorithm.importance_sampling=icepop")
+    assert "algorithm.importance_sampling" not in placement_values(chosen, separate)
+
+
+def test_only_the_choice_of_whole_experts_changes_in_fields_of_vllm(large: Callable[..., Recipe]) -> None:
+    own = ("rollout.vllm.enforce_eager=true", "rollout.vllm.enable_expert_parallel=true")
+    recipe = large("qwen3_30b_a3b_gspo", *own)
+    engines = Candidates(recipe, _search(recipe).shape, Counter()).engines(recipe)
+    assert any(engine.ep and engine.tp > 1 for engine in engines)
+    assert overrides_between(recipe, {"rollout.vllm": vllm_with(recipe, True)}) == ()
+    without = overrides_between(recipe, {"rollout.vllm": vllm_with(recipe, False)})
+    assert without == ("~rollout.vllm.enable_expert_parallel",)
+    other = load(RECIPES / "qwen3_30b_a3b_gspo.yaml", (*own, *without))
+    assert other.rollout.vllm["enforce_eager"] and "enable_expert_parallel" not in other.rollout.vllm
 
 
 def _is_sound(name: str, overrides: tuple[str, ...]) -> bool:
@@ -109,5 +197,7 @@ def test_the_command_prints_overrides_and_seconds(large: Callable[..., Recipe]) 
     answer = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
     assert len(answer["layouts"]) == 3 and answer["lengths"].startswith("log-normal, mean 3,000")
     assert answer["layouts"][0]["seconds"]["step"] <= answer["layouts"][1]["seconds"]["step"]
+    alone = CliRunner().invoke(app, ["plan", arguments[1], "--most", "3", "--mean-tokens", "3000"])
+    assert "--most, --mean-tokens: does nothing without --search" in str(alone.exception)
     refused = CliRunner().invoke(app, [*arguments[:-1], "99999"])
     assert isinstance(refused.exception, ConfigError) and "--mean-tokens 99999" in str(refused.exception)

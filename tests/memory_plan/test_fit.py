@@ -201,7 +201,7 @@ def test_a_copy_of_the_weights_that_does_not_fit_is_left_out(large: Callable[...
     recipe = with_field_values(recipe, {"cluster.gpu_memory_gib": fullest.device_bytes / 2**30 + 1})
     assert faults(recipe) == [] and fullest.name == "train"
     (text,) = faults(with_field_values(recipe, {"weights.overlap": True}))
-    assert "train takes " in text and "what fits: weights.overlap=False" in text
+    assert "train takes " in text and "what fits: weights.overlap=false" in text
 
 
 def test_a_gpu_that_nobody_names_refuses_nothing(large: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
