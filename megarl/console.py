@@ -355,7 +355,7 @@ def print_layouts(recipe: Recipe, result: SearchResult) -> None:
     table.add_column("")
     table.add_column("trainer")
     table.add_column("engines")
-    phases = ("step", "rollout", "logprobs", "train", "reshard", "offload")
+    phases = ("step", "rollout", "logprobs", "train", "reshard", "offload", "other")
     for heading in (*phases, "GiB"):
         table.add_column(heading, justify="right")
     table.add_column("most time")

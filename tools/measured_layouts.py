@@ -24,7 +24,7 @@ from megarl.step_cost.constants import Constants
 from megarl.step_cost.gpus import GpuSpeeds
 from megarl.step_cost.lengths import Lengths, lengths_of_run
 from megarl.step_cost.rollout import EngineLayout, RolloutCost
-from megarl.step_cost.step import StepSeconds, Workload, reshard_seconds
+from megarl.step_cost.step import StepSeconds, Workload, moved_seconds
 from megarl.step_cost.trainer import Layouts, Recomputed, TrainerCost
 from megarl.step_cost.work import model_work
 from tools.cpu_speeds import CpuSpeeds, measure
@@ -143,7 +143,7 @@ class Machine:
             rollout=sampled.seconds,
             logprobs=0.0,
             train=float(update.seconds[0]),
-            reshard=reshard_seconds(shard, link=speeds.link, memory=speeds.memory),
+            reshard=moved_seconds(shard, link=speeds.link, memory=speeds.memory),
             other=calibrated.other_seconds,
         )
 

@@ -58,7 +58,8 @@ class FoundLayout:
     def as_json(self) -> dict[str, Any]:
         """Return the layout as JSON values."""
         seconds = {
-            name: getattr(self.seconds, name) for name in ("step", "rollout", "logprobs", "train", "reshard", "offload")
+            name: getattr(self.seconds, name)
+            for name in ("step", "rollout", "logprobs", "train", "reshard", "offload", "other")
         }
         return {
             "overrides": list(self.overrides),

@@ -233,7 +233,7 @@ class LayoutSearch:
         reshard = np.array([self._reshard_seconds(placement, engine) for engine in engines])
         trained = (train + logprobs)[:, None]
         both = np.maximum(trained, rollout) if placement.staleness else trained + rollout
-        bound = (both + reshard)[:, :, None] + offload[:, None, :]
+        bound = (both + reshard)[:, :, None] + offload[:, None, :] + self._other_seconds
         if not placement.ranks:
             bound = np.where(self._is_overfull(at, engines, offloads), math.inf, bound)
         settings = RankMemory(placed, self.models, GPU, 0).pass_settings(self.models.policy)
@@ -319,10 +319,13 @@ class LayoutSearch:
         return waiting + 2 * moved / self.speeds.pcie
 
     def _reshard_seconds(self, placement: Placement, engine: EngineSizes) -> float:
-        """Return the least seconds of a reshard, over the network to separate engines."""
-        own = 2 * model_work(self.shape).weights / engine.tp
-        link = self.speeds.network if placement.ranks else self.speeds.nvlink
-        return reshard_seconds(own, link=link, memory=self.speeds.memory)
+        """Return the least seconds of a reshard to these engines."""
+        return reshard_seconds(model_work(self.shape), engine.tp, self.speeds, is_separate=placement.ranks > 0)
+
+    @property
+    def _other_seconds(self) -> float:
+        """Return the seconds of a step outside all phases. They are the same for all layouts."""
+        return self.constants.sample_seconds * self.load.num_samples
 
     def _rollout(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
         """Return the seconds of a rollout with a KV cache of this many tokens in each engine."""
@@ -373,6 +376,7 @@ class LayoutSearch:
             train=float(group.train[index[0]]),
             reshard=float(group.reshard[index[1]]),
             offload=float(group.offload[index[0], index[2]]),
+            other=self._other_seconds,
             is_concurrent=group.placement.staleness > 0,
         )
         more = (cache - least) * _GIB

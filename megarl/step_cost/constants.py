@@ -35,6 +35,8 @@ class Constants:
     """Latency of a small all-reduce over tensor-parallel ranks on several nodes, in seconds."""
     engine_step_seconds: float
     """Seconds of a decoding step besides the model: scheduler, sampling."""
+    sample_seconds: float
+    """Seconds of a step for each sample outside all phases: the driver's work, rewards, packing."""
     blackwell_efficiency: float
     """Factor of `gemm_efficiency` and `decode_bandwidth` on Blackwell GPUs, whose data sheet values are harder to
     reach."""
@@ -54,6 +56,7 @@ class Constants:
             decode_layer_seconds=slower * self.decode_layer_seconds,
             decode_expert_layer_seconds=slower * self.decode_expert_layer_seconds,
             engine_step_seconds=slower * self.engine_step_seconds,
+            sample_seconds=slower * self.sample_seconds,
         )
 
 
@@ -70,28 +73,32 @@ PRIOR = Constants(
     reduce_seconds=15e-6,
     network_reduce_seconds=80e-6,
     engine_step_seconds=2.5e-3,
+    sample_seconds=1e-3,
     blackwell_efficiency=0.8,
     grace_seconds=1.3,
 )
-"""Expected values before any fit: our own measurements on one H200, and typical latencies of NCCL."""
+"""Expected values before any fit: our own measurements on one H200, and typical latencies of NCCL. Rows of
+these measurements are fitted, never held out. `sample_seconds`: a millisecond as an order of magnitude."""
 
 FITTED = Constants(
-    gemm_efficiency=0.5121,
-    half_tokens=708.6,
-    expert_half_tokens=228.8,
-    layer_seconds=0.0001006,
-    expert_layer_seconds=0.001156,
-    link_efficiency=0.5371,
-    decode_bandwidth=0.4886,
-    decode_layer_seconds=2.975e-05,
-    decode_expert_layer_seconds=4.448e-05,
-    reduce_seconds=1.628e-05,
-    network_reduce_seconds=6.477e-05,
-    engine_step_seconds=0.001676,
-    blackwell_efficiency=0.7412,
-    grace_seconds=1.362,
+    gemm_efficiency=0.5274,
+    half_tokens=1352.0,
+    expert_half_tokens=512.0,
+    layer_seconds=9.579e-05,
+    expert_layer_seconds=0.0008963,
+    link_efficiency=0.3905,
+    decode_bandwidth=0.6487,
+    decode_layer_seconds=3.583e-05,
+    decode_expert_layer_seconds=2.895e-05,
+    reduce_seconds=2.142e-05,
+    network_reduce_seconds=5.034e-05,
+    engine_step_seconds=0.001691,
+    sample_seconds=0.0009865,
+    blackwell_efficiency=0.7395,
+    grace_seconds=1.541,
 )
 """Constants fitted by `tools/check.py plan_search --print-constants`. A test compares them with a new fit."""
 
-HELD_OUT_ERROR = 0.079
-"""Median relative error of predicted steps on the held-out published ones, by `tools/check.py plan_search`."""
+HELD_OUT_ERROR = 0.193
+"""Median relative error of steps predicted as in the search, on the held-out published ones, by `tools/check.py
+plan_search`. It includes the weight updates of these systems, slower than the predicted reshard of megarl."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from megarl.step_cost.gpus import GpuSpeeds
 from megarl.step_cost.lengths import Lengths
+from megarl.step_cost.work import ModelWork
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +43,7 @@ class StepSeconds:
     offload: float = 0.0
     """Moving trainer states to host memory and back."""
     other: float = 0.0
+    """Work for each sample outside the phases, `Constants.sample_seconds`."""
     is_concurrent: bool = False
     """Whether engines sample while the trainer works."""
 
@@ -55,9 +58,19 @@ class StepSeconds:
         return replace(self, rollout=seconds)
 
 
-def reshard_seconds(shard_bytes: float, *, link: float, memory: float) -> float:
+def moved_seconds(shard_bytes: float, *, link: float, memory: float) -> float:
     """Return the least seconds of a reshard: an engine rank's weights over its link, read and written once.
 
     `link` and `memory` are bandwidths in bytes per second.
     """
     return max(shard_bytes / link, 2 * shard_bytes / memory)
+
+
+def reshard_seconds(work: ModelWork, tp: int, gpu: GpuSpeeds, *, is_separate: bool) -> float:
+    """Return the least seconds of a reshard to engines of `tp` ranks, sent from shard to shard.
+
+    Each engine rank's weights cross its link once, and are read and written once. Engines of their own are reached over
+    the network.
+    """
+    link = gpu.network if is_separate else gpu.nvlink
+    return moved_seconds(2 * work.weights / tp, link=link, memory=gpu.memory)
