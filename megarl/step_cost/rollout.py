@@ -111,11 +111,11 @@ class RolloutCost:
         experts = work.expert_weights * self._chosen(requests)
         head = shape.vocab_size * shape.hidden_size
         weights = (work.layer_weights + experts + head) * self.item_bytes / tp
-        cached = shape.attention.cached_numbers(tp) * work.num_layers * self.activation_bytes
+        cached = shape.attention.cached_numbers(tp) * self.activation_bytes
         memory = constants.decode_bandwidth * gpu.memory
         flops = requests * (work.layer_flops + work.expert_flops + work.head_flops) / tp
         compute = flops / (constants.gemm_efficiency * gpu.flops)
-        seconds = np.maximum(weights / memory, compute) + requests * context * cached / memory
+        seconds = np.maximum(weights / memory, compute) + requests * work.attended_tokens(context) * cached / memory
         seconds = seconds + constants.engine_step_seconds + constants.decode_layer_seconds * work.num_layers
         seconds = seconds + constants.decode_expert_layer_seconds * work.num_expert_layers
         if tp > 1:

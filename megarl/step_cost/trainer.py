@@ -160,7 +160,9 @@ class TrainerCost:
         # A gather before and a reduction after each of both halves of a layer.
         exchange = 2 * width * (at.tp - 1) / at.tp / link * stage
         cached = work.shape.attention.cached_numbers(1) * self.item_bytes
-        context = tokens / at.cp * (at.cp - 1) * cached / at.tp / self._link(at.tp * at.cp) * stage
+        # Keys and values of linear attention are not sent.
+        attending = stage * work.num_attention_layers / work.num_layers
+        context = tokens / at.cp * (at.cp - 1) * cached / at.tp / self._link(at.tp * at.cp) * attending
         attention = Parts(
             compute=own * (projections + self.score_flops) * share / gemm,
             launches=constants.layer_seconds * stage,

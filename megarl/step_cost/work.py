@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass
 from functools import cache
 from math import prod
@@ -35,6 +36,17 @@ class ModelWork:
     @property
     def weights(self) -> int:
         return self.layer_weights + self.expert_weights + self.embedding_weights
+
+    @property
+    def num_attention_layers(self) -> int:
+        """Return the number of layers with a KV cache. Others have linear attention."""
+        return sum(kind.mixer == "attention" for kind in self.shape.layers)
+
+    def attended_tokens(self, context: NDArray[np.float64]) -> NDArray[np.float64]:
+        """Return the cached tokens that a new token attends to, summed over layers, for contexts in tokens [n]."""
+        windows = Counter(kind.window for kind in self.shape.layers if kind.mixer == "attention")
+        reached = (count * (np.minimum(context, window) if window else context) for window, count in windows.items())
+        return np.sum([*reached], axis=0)
 
     def score_flops(self, lengths: NDArray[np.floating]) -> float:
         """Return the FLOPs of attention scores for a token, as a mean over the tokens of sequences of these lengths

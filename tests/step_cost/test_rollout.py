@@ -7,7 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from megarl.families.shape import ModelShape
+from megarl.families.published import PUBLISHED
+from megarl.families.shape import ModelShape, shape_from_config
+from megarl.memory_plan.engine_bytes import cache_block_bytes
 from megarl.step_cost.constants import Constants
 from megarl.step_cost.gpus import GpuSpeeds
 from megarl.step_cost.lengths import log_normal, recorded
@@ -73,6 +75,29 @@ def test_a_step_reads_weights_and_cache_once(dense: ModelShape, gpu: GpuSpeeds, 
     assert one == pytest.approx(read / gpu.memory)
     # 40 layers, 8 heads of 128 channels, keys and values, two bytes each.
     assert many - one == pytest.approx(8 * 1000 * 40 * 2 * 8 * 128 * 2 / gpu.memory)
+
+
+@pytest.mark.parametrize("name", ["Qwen/Qwen3-14B", "openai/gpt-oss-20b", "Qwen/Qwen3-Next-80B-A3B-Instruct"])
+@pytest.mark.parametrize("tp", [1, 4])
+def test_a_step_reads_the_cache_that_the_memory_plan_counts(
+    name: str, tp: int, gpu: GpuSpeeds, bare: Constants
+) -> None:
+    shape = shape_from_config(dict(PUBLISHED[name]))
+    cost = RolloutCost(model_work(shape), gpu._replace(flops=1e30, nvlink=1e30), bare)
+    # 100 tokens are within every window.
+    empty, filled = cost.step_seconds(tp, np.array([8.0, 8.0]), np.array([0.0, 100.0]))
+    planned = cache_block_bytes(shape, tp, block_tokens=1, itemsize=2)
+    assert filled - empty == pytest.approx(8 * 100 * planned / gpu.memory)
+
+
+def test_layers_read_no_more_than_their_window(gpu: GpuSpeeds, bare: Constants) -> None:
+    # gpt-oss-20b: every other of 24 layers has a window of 128 tokens; 8 heads of 64 channels, keys and values.
+    shape = shape_from_config(dict(PUBLISHED["openai/gpt-oss-20b"]))
+    cost = RolloutCost(model_work(shape), gpu._replace(flops=1e30), bare)
+    empty, filled = cost.step_seconds(1, np.array([1.0, 1.0]), np.array([0.0, 4000.0]))
+    assert filled - empty == pytest.approx((12 * 4000 + 12 * 128) * 2 * 8 * 64 * 2 / gpu.memory)
+    # Qwen3-Next: one of four layers attends.
+    assert model_work(shape_from_config(dict(PUBLISHED["Qwen/Qwen3-Next-80B-A3B-Instruct"]))).num_attention_layers == 12
 
 
 def test_few_requests_choose_few_experts(experts: ModelShape, gpu: GpuSpeeds, bare: Constants) -> None:
