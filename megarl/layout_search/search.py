@@ -42,7 +42,7 @@ from megarl.memory_plan.phases import ITEM_BYTES, RankMemory, memory_table
 from megarl.memory_plan.remedies import cache_within, with_field_values
 from megarl.preflight import sizes
 from megarl.preflight.memory_fit import NAME_THE_GPU, gpu_kind, gpu_memory, models_of
-from megarl.step_cost.constants import FITTED, Constants
+from megarl.step_cost.constants import FITTED
 from megarl.step_cost.gpus import GPUS, GpuSpeeds
 from megarl.step_cost.lengths import Lengths
 from megarl.step_cost.rollout import EngineLayout, RolloutCost, RolloutSeconds
@@ -123,11 +123,13 @@ class LayoutSearch:
     models: Models
     gpus: GpuMemory
     speeds: GpuSpeeds
+    """Speeds of the trainer's GPUs."""
+    engine_speeds: GpuSpeeds
+    """Speeds of the engines' GPUs. With shared GPUs they are equal."""
     lengths: Lengths
     staleness: int
     file: RecipeFile | None = None
     """File of the recipe. Layouts are refused if a start of the file with their overrides would be."""
-    constants: Constants = FITTED
 
     @property
     def shape(self) -> ModelShape:
@@ -151,13 +153,20 @@ class LayoutSearch:
 
     @cached_property
     def _trainer_cost(self) -> TrainerCost:
-        work = model_work(self.shape)
-        return TrainerCost(work, self.speeds, self.constants, work.score_flops(self.lengths.sequences))
+        return self._cost_of(self.shape)
+
+    def _cost_of(self, shape: ModelShape) -> TrainerCost:
+        """Return the cost model of a model on the trainer's GPUs."""
+        work, on_host = model_work(shape), self.recipe.trainer.optimizer_offload_fraction
+        constants = FITTED.on(self.speeds)
+        return TrainerCost(work, self.speeds, constants, work.score_flops(self.lengths.sequences), on_host)
 
     @cached_property
     def _rollout_cost(self) -> RolloutCost:
-        item = 1 if self.recipe.rollout.quantization != "none" else 2
-        return RolloutCost(model_work(self.shape), self.speeds, self.constants, item)
+        rollout, speeds = self.recipe.rollout, self.engine_speeds
+        item = 1 if rollout.quantization != "none" else 2
+        cached = 1 if rollout.kv_cache_dtype != "auto" else 2
+        return RolloutCost(model_work(self.shape), speeds, FITTED.on(speeds), item, cached)
 
     def search(self, most: int = 10) -> SearchResult:
         """Return the fastest layouts, at most `most`. Each pair of trainer's and engines' sizes appears once."""
@@ -227,6 +236,10 @@ class LayoutSearch:
         update = cost.update(at, Recomputed(*shares), tokens=load.tokens, updates=load.updates, row_tokens=row_tokens)
         scoring = cost.scoring(at, tokens=load.tokens, row_tokens=row_tokens)
         train, logprobs = update.seconds, scoring.seconds * load.scoring_passes
+        if (reward_model := self.models.frozen.get("reward_model")) is not None:
+            # It scores every sample once.
+            scored = self._cost_of(reward_model.shape).scoring(at, tokens=load.tokens, row_tokens=row_tokens)
+            logprobs = logprobs + scored.seconds
         offloads = candidates.offloads(placed)
         offload = np.stack([self._offload_seconds(at, states) for states in offloads], axis=1)
         rollout = np.array([self._rollout(placement, engine, math.inf).seconds for engine in engines])
@@ -310,7 +323,8 @@ class LayoutSearch:
         experts, others = self._trainer_cost.weights_on_rank(at)
         expert_shards = at.world / (at.etp * at.ep * at.pp)
         # Models that only score wait in host memory, so each step copies their weights to the GPU once.
-        waiting = self._state_bytes["weights"] * len(self.models.frozen) * (experts + others) / self.speeds.pcie
+        frozen = [self._cost_of(built.shape).weights_on_rank(at) for built in self.models.frozen.values()]
+        waiting = self._state_bytes["weights"] * sum(map(sum, frozen)) / self.speeds.pcie
         moved = np.zeros(len(at.tp))
         if "optimizer" in states:
             moved = moved + self._state_bytes["optimizer"] * (experts / expert_shards + others / (at.dp * at.cp))
@@ -320,12 +334,12 @@ class LayoutSearch:
 
     def _reshard_seconds(self, placement: Placement, engine: EngineSizes) -> float:
         """Return the least seconds of a reshard to these engines."""
-        return reshard_seconds(model_work(self.shape), engine.tp, self.speeds, is_separate=placement.ranks > 0)
+        return reshard_seconds(model_work(self.shape), engine.tp, self.engine_speeds, is_separate=placement.ranks > 0)
 
     @property
     def _other_seconds(self) -> float:
         """Return the seconds of a step outside all phases. They are the same for all layouts."""
-        return self.constants.sample_seconds * self.load.num_samples
+        return FITTED.on(self.speeds).sample_seconds * self.load.num_samples
 
     def _rollout(self, placement: Placement, engine: EngineSizes, cache_tokens: float) -> RolloutSeconds:
         """Return the seconds of a rollout with a KV cache of this many tokens in each engine."""
@@ -334,6 +348,8 @@ class LayoutSearch:
         load, cost = self.load, self._rollout_cost
         sampled = load.num_samples * self.recipe.algorithm.oversampling
         if placement.ranks and placement.staleness:
+            # Engines ahead of the trainer start as many groups as it trains, so algorithm.oversampling has no effect.
+            sampled = load.num_samples
             return cost.steady_seconds(
                 at,
                 load.lengths,
@@ -446,13 +462,21 @@ def search_of(
         raise ConfigError(
             f"algorithm.advantage = {recipe.algorithm.advantage}: --search ranks runs without a critic; leave it out"
         )
+    if recipe.trainer.fp8 != "none":
+        raise ConfigError(f"trainer.fp8 = {recipe.trainer.fp8}: --search ranks training in bfloat16 only; leave it out")
     kind, gpus = gpu_kind(recipe), gpu_memory(recipe)
     if kind is None or gpus is None:
         raise ConfigError(f"--search needs the kind of the run's GPUs; {NAME_THE_GPU.partition(' or GiB')[0]}")
     staleness = recipe.rollout.staleness_bound if max_staleness is None else max_staleness
-    speeds = GPUS[kind]
+    engines = recipe.cluster.groups.engines
+    own = kind if engines is None or engines.gpu_memory_gib is None else engines.gpu_memory_gib
+    if not isinstance(own, str):
+        raise ConfigError(
+            f"cluster.groups.engines.gpu_memory_gib = {own:g}: --search needs the kind of the engines' GPUs; set it to "
+            "h100, h200 or b200"
+        )
     models = models_of(recipe, sizes.layout_of(recipe))
-    return LayoutSearch(recipe, models, gpus, speeds, lengths, staleness, file, FITTED.on(speeds))
+    return LayoutSearch(recipe, models, gpus, GPUS[kind], GPUS[own], lengths, staleness, file)
 
 
 def _in_order(groups: Sequence[_Group]) -> Iterator[tuple[_Group, tuple[int, int, int]]]:

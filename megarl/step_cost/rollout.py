@@ -63,7 +63,9 @@ class RolloutCost:
     item_bytes: float = _ITEM_BYTES
     """Bytes of a weight in the engine: 2, or 1 if it is quantised."""
     activation_bytes: float = _ITEM_BYTES
-    """Bytes of an activation, a key or a value: 2 in bfloat16, 4 in float32."""
+    """Bytes of an activation: 2 in bfloat16, 4 in float32."""
+    cache_item_bytes: float = _ITEM_BYTES
+    """Bytes of a number in the KV cache: 2, 4 in float32, 1 in FP8."""
 
     def rollout(
         self, at: EngineLayout, lengths: Lengths, *, num_samples: float, samples_per_prompt: int
@@ -111,7 +113,7 @@ class RolloutCost:
         experts = work.expert_weights * self._chosen(requests)
         head = shape.vocab_size * shape.hidden_size
         weights = (work.layer_weights + experts + head) * self.item_bytes / tp
-        cached = shape.attention.cached_numbers(tp) * self.activation_bytes
+        cached = shape.attention.cached_numbers(tp) * self.cache_item_bytes
         memory = constants.decode_bandwidth * gpu.memory
         flops = requests * (work.layer_flops + work.expert_flops + work.head_flops) / tp
         compute = flops / (constants.gemm_efficiency * gpu.flops)

@@ -113,6 +113,8 @@ class TrainerCost:
     """FLOPs of attention scores of a token's forward pass, a mean over the tokens of the batch."""
     item_bytes: float = _ITEM_BYTES
     """Bytes of a weight or an activation: 2 in bfloat16, 4 in float32."""
+    host_share: float = 0.0
+    """Share of the parameters updated by Adam on the CPU, from 0 to 1."""
 
     def update(self, at: Layouts, recomputed: Recomputed, *, tokens: float, updates: int, row_tokens: Numbers) -> Parts:
         """Return the seconds of all updates of a step.
@@ -231,10 +233,13 @@ class TrainerCost:
         speed = np.where(at.tp * shards <= self.gpu.nvlink_gpus, self.gpu.nvlink, self.gpu.network)
         sent = experts * (expert_shards - 1) / expert_shards + others * (shards - 1) / shards
         own = experts / expert_shards + others / shards
+        on_gpu = _OPTIMIZER_BYTES / self.gpu.memory
+        # The gradient goes to the host, and the new value comes back.
+        on_host = _OPTIMIZER_BYTES / self.gpu.host_memory + (_GRADIENT_BYTES + self.item_bytes) / self.gpu.pcie
         sent_bytes = (_GRADIENT_BYTES + self.item_bytes) * sent
         return Parts(
             gradients=_EXPOSED_REDUCTION * sent_bytes / (self.constants.link_efficiency * speed),
-            optimizer=_OPTIMIZER_BYTES * own / self.gpu.memory,
+            optimizer=((1 - self.host_share) * on_gpu + self.host_share * on_host) * own,
         )
 
 

@@ -16,13 +16,15 @@ from megarl.cli import app
 from megarl.config import Recipe
 from megarl.config.recipe import load
 from megarl.layout_search import search as module
-from megarl.layout_search.candidates import Candidates, Placement, vllm_with
+from megarl.layout_search.candidates import Candidates, EngineSizes, Placement, vllm_with
 from megarl.layout_search.overrides import RecipeFile, overrides_between, placement_values
 from megarl.layout_search.search import LayoutSearch, search_of
+from megarl.memory_plan.remedies import with_field_values
 from megarl.preflight import check_plan, table_of
 from megarl.preflight.memory_fit import verdict_of
 from megarl.preflight.registry import Cost, faults
 from megarl.preflight.sizes import batches, layout_of, lengths
+from megarl.step_cost.gpus import GPUS
 from megarl.step_cost.lengths import log_normal
 from megarl.types import ConfigError
 from tests.memory_plan.conftest import RECIPES, large
@@ -186,6 +188,53 @@ def test_a_recipe_without_known_gpus_is_refused(large: Callable[..., Recipe]) ->
         search_of(large("qwen3_8b_sft"), log_normal(10, 100, 1.0))
     with pytest.raises(ConfigError, match=r"lora\.rank = 32: --search ranks training of all weights only"):
         _search(large("qwen3_8b_lora", "lora.rank=32"))
+    with pytest.raises(ConfigError, match=r"trainer\.fp8 = blockwise: --search ranks training in bfloat16 only"):
+        _search(large("qwen3_14b_dapo_h200", "trainer.fp8=blockwise"))
+
+
+SEPARATE = (
+    "rollout.placement=separate", "rollout.ranks=4", "rollout.max_staleness=1", "algorithm.importance_sampling=tis",
+)  # fmt: skip
+
+
+def test_engines_of_another_kind_have_its_speed(large: Callable[..., Recipe]) -> None:
+    group = ("cluster.groups.engines.nodes=1", "cluster.groups.engines.ranks_per_node=8")
+    given = (*SEPARATE[:1], *SEPARATE[2:], *group)
+    kinds = [
+        _search(large("qwen3_14b_dapo_h200", *given, f"cluster.groups.engines.gpu_memory_gib={kind}"))
+        for kind in ("h200", "h100")
+    ]
+    fast, slow = (search._rollout(Placement(8, 1), EngineSizes(1, False), 1e6) for search in kinds)
+    assert fast.seconds < slow.seconds and kinds[1].speeds == GPUS["h200"]
+    with pytest.raises(ConfigError, match=r"cluster\.groups\.engines\.gpu_memory_gib = 80: --search needs the kind"):
+        _search(large("qwen3_14b_dapo_h200", *given, "cluster.groups.engines.gpu_memory_gib=80"))
+
+
+def test_a_reward_model_takes_a_forward_pass(large: Callable[..., Recipe]) -> None:
+    shortest = []
+    for own in ((), ("reward.model=models/Qwen3-8B",)):
+        search = _search(large("qwen3_14b_dapo_h200", "train.updates_per_step=4", *own))
+        group = search._group(Candidates(search.recipe, search.shape, Counter()), Placement(0, 0))
+        assert group is not None and search.load.scoring_passes == 0.75
+        first = {
+            at: min(numbers, key=lambda number: group.rows[number].row_tokens) for at, numbers in group.rows_of.items()
+        }
+        shortest.append({at: (group.logprobs[number], group.offload[number, 0]) for at, number in first.items()})
+    plain, scored = shortest
+    assert set(plain) & set(scored)
+    for at in set(plain) & set(scored):
+        # The reward model has 8 of the policy's 14 billion parameters, and no output layer.
+        assert 0.4 < (scored[at][0] - plain[at][0]) / (plain[at][0] / 0.75) < 0.7
+        # It waits in host memory.
+        assert scored[at][1] > plain[at][1] == 0
+
+
+def test_engines_ahead_sample_no_surplus(large: Callable[..., Recipe]) -> None:
+    recipe = large("qwen3_14b_dapo_h200", "algorithm.dynamic_sampling=[0,1]")
+    one, two = (_search(with_field_values(recipe, {"algorithm.oversampling": surplus})) for surplus in (1.0, 2.0))
+    for placement, is_longer in ((Placement(0, 0), True), (Placement(4, 0), True), (Placement(4, 1), False)):
+        few, many = (search._rollout(placement, EngineSizes(1, False), 1e6).seconds for search in (one, two))
+        assert (many > few) == is_longer
 
 
 def test_the_command_prints_overrides_and_seconds(large: Callable[..., Recipe]) -> None:

@@ -61,6 +61,14 @@ def test_a_pipeline_waits_for_its_other_stages(cost: TrainerCost) -> None:
     assert parts.bubble / passes == pytest.approx([3 / 17, 3 / 2 / 20])
 
 
+def test_adam_on_the_host_moves_gradients_and_weights(cost: TrainerCost, gpu: GpuSpeeds) -> None:
+    half = replace(cost, gpu=gpu._replace(pcie=5e10, host_memory=3e10), host_share=0.5)
+    parts = _update(half, (1, 1, 1, 1, 1, 1, 1))
+    # 30 bytes a parameter through memory; on the host 4 bytes of gradient go there, and 2 of the weight come back.
+    second = 0.5 * 30 / 4e12 + 0.5 * (30 / 3e10 + 6 / 5e10)
+    assert float(parts.optimizer[0]) == pytest.approx(cost.work.weights * second)
+
+
 def test_groups_over_nodes_exchange_at_the_network_speed(cost: TrainerCost) -> None:
     parts = _update(cost, (8, 1, 1, 1, 1, 1, 1), (16, 1, 1, 1, 1, 1, 1))
     near, far = (float(value) for value in parts.tensor_exchange)
