@@ -135,7 +135,7 @@ class Machine:
         engines = EngineLayout(
             layout.engine_tp, RANKS // layout.engine_tp, max_requests=load.num_samples, cache_tokens=math.inf
         )
-        sampled = RolloutCost(work, rank, constants, ITEM_BYTES, ITEM_BYTES).rollout(
+        sampled = RolloutCost(work, rank, constants, ITEM_BYTES, ITEM_BYTES, ITEM_BYTES).rollout(
             engines, load.lengths, num_samples=load.num_samples, samples_per_prompt=load.samples_per_prompt
         )
         shard = ITEM_BYTES * work.weights / layout.engine_tp
@@ -183,6 +183,8 @@ def _constants(speeds: CpuSpeeds, calibrated: Calibrated) -> Constants:
         engine_step_seconds=calibrated.engine_step_seconds,
         blackwell_efficiency=1.0,
         grace_seconds=1.0,
+        # Already part of the calibrated other seconds.
+        sample_seconds=0.0,
     )
 
 

@@ -113,7 +113,7 @@ def _adapt_to_cpu() -> None:
         (
             plain_experts,
             "select_unquantized_moe_backend",
-            _without_lora_kernels(plain_experts.select_unquantized_moe_backend),
+            _without_lora_kernels(plain_experts.select_unquantized_moe_backend),  # pyright: ignore[reportPrivateImportUsage]
         ),
         # Its kernels expect a packed convolution weight, as well as bfloat16 and head sizes of 64 or 128.
         (gdn_attention, "cpu_gdn_attention_core", delta_net_on_cpu.attend),

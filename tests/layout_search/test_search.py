@@ -241,7 +241,7 @@ def test_the_command_prints_overrides_and_seconds(large: Callable[..., Recipe]) 
     arguments = ["plan", str(RECIPES / "qwen3_14b_dapo_h200.yaml"), "--search", "--most", "3", "--mean-tokens", "3000"]
     printed = CliRunner().invoke(app, arguments)
     assert printed.exit_code == 0, printed.output
-    assert "1: " in printed.output and "rollout.tp=" in printed.output and "median error" in printed.output
+    assert "1: " in printed.output and "trainer." in printed.output and "median error" in printed.output
     answer = json.loads(CliRunner().invoke(app, [*arguments, "--json"]).output)
     assert len(answer["layouts"]) == 3 and answer["lengths"].startswith("log-normal, mean 3,000")
     assert answer["layouts"][0]["seconds"]["step"] <= answer["layouts"][1]["seconds"]["step"]

@@ -118,6 +118,7 @@ def test_float32_engines_read_and_send_twice_the_bytes(dense: ModelShape, gpu: G
     fast = gpu._replace(flops=1e30)
     requests, context = np.array([8.0]), np.array([1000.0])
     short, long = (
-        RolloutCost(model_work(dense), fast, bare, item, item).step_seconds(2, requests, context) for item in (2, 4)
+        RolloutCost(model_work(dense), fast, bare, item, item, item).step_seconds(2, requests, context)
+        for item in (2, 4)
     )
     assert float(long[0]) == pytest.approx(2 * float(short[0]))

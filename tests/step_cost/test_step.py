@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from megarl.step_cost.step import reshard_seconds
+from megarl.step_cost.step import moved_seconds
 
 
 @pytest.mark.parametrize(
@@ -15,4 +15,4 @@ from megarl.step_cost.step import reshard_seconds
     ],
 )
 def test_a_reshard_takes_the_time_of_its_slower_part(link: float, memory: float, seconds: float) -> None:
-    assert reshard_seconds(100.0, link=link, memory=memory) == seconds
+    assert moved_seconds(100.0, link=link, memory=memory) == seconds
