@@ -55,10 +55,10 @@ _PARAMETER_TYPES = "_megarl_parameter_types"
 def tool(function: Callable[..., Any] | None = None, *, schema: Mapping[str, Any] | None = None) -> Any:
     """Mark a method of a `ToolEnvironment` as a tool. `schema` replaces the JSON schema of its parameters.
 
-    Methods with `async def` run concurrently and must not block. Other methods may block: the environment then runs in
-    processes (`rollout.environment_processes`), and the tool in a thread, one call at a time within an attempt.
-    Parameters need type hints with a JSON form in pydantic: str, int, float, bool, list, dict, Literal, X | None,
-    enumerations, dataclasses, models, Annotated[int, Field(ge=1)]. The method gets values of these types.
+    Methods with `async def` run concurrently and must not block. Others may block: if there is one, the environment
+    runs in processes (`rollout.environment_processes`), and such calls in a thread, one at a time within an attempt.
+    Parameters need type hints that pydantic can read from JSON: str, int, float, bool, list, dict, Literal, X | None,
+    enumerations, dataclasses, pydantic models, Annotated[int, Field(ge=1)]. The method gets values of these types.
     """
 
     def mark(marked: Callable[..., Any]) -> Callable[..., Any]:

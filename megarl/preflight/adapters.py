@@ -28,8 +28,8 @@ def adapter_slots(recipe: Recipe, shape: ModelShape) -> Iterator[str]:
     experts = sorted({"gate_up_proj", "down_proj"} & set(lora.targets)) if shape.num_experts else []
     if experts:
         yield (
-            f"{chosen}: lora.targets has {' and '.join(experts)}, but megarl cannot write adapters of experts into "
-            f"vLLM; set lora.targets=[qkv_proj,o_proj], or {merged}"
+            f"{chosen}: {' and '.join(experts)} in lora.targets are experts in this model, and megarl cannot send "
+            f"adapters of experts to vLLM; set lora.targets=[qkv_proj,o_proj], or {merged}"
         )
     if lora.rank > SLOT_RANKS[-1]:
         yield f"{chosen}: lora.rank = {lora.rank} exceeds vLLM's limit for adapters, {SLOT_RANKS[-1]}; {merged}"

@@ -59,9 +59,10 @@ class StepSeconds:
 
 
 def moved_seconds(shard_bytes: float, *, link: float, memory: float) -> float:
-    """Return the least seconds of a reshard: an engine rank's weights over its link, read and written once.
+    """Return a lower bound of a reshard's seconds: the time on the link, or that of one read and one write in memory.
 
-    `link` and `memory` are bandwidths in bytes per second.
+    The longer one counts. `shard_bytes` are the weights of an engine rank in bytes; `link` and `memory` are bandwidths
+    in bytes per second.
     """
     return max(shard_bytes / link, 2 * shard_bytes / memory)
 
