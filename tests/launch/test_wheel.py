@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import subprocess
 import sys
 import zipfile
@@ -86,7 +87,8 @@ def test_its_commands_need_no_clone(installed: Callable[..., str], tmp_path: Pat
     script = installed("slurm", "render", recipe)
     home = next(line.partition("=")[2] for line in script.splitlines() if line.startswith("MEGARL_HOME="))
     assert Path(home, "launch/slurm/job.sh").is_file() and not Path(home).is_relative_to(ROOT)
-    assert f"MEGARL_VENV=${{MEGARL_VENV:-{sys.prefix}}}\n" in script
+    # A folder with a blank is quoted.
+    assert f"MEGARL_VENV=${{MEGARL_VENV:-{shlex.quote(sys.prefix)}}}\n" in script
     assert "\nkind: RayJob\n" in installed("kubernetes", "render", recipe, "--image", "megarl:gpu")
 
 
