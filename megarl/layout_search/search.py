@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, NamedTuple
@@ -227,9 +227,16 @@ class LayoutSearch:
             for recomputation in recomputations
         ]
         at = Layouts.of(*(row.trainer for row in rows))
-        rows, at, states = self._without_overfull(candidates, rows, at)
-        if not rows:
+        held = self._held_bytes(at)
+        states = self._least_states(held)
+        # The trainer's states alone.
+        fits = states + CONTEXT_BYTES <= self.gpus.trainer * _GIB
+        candidates.refused["memory: weights, gradients and optimizer of a rank exceed its GPU"] += int((~fits).sum())
+        if not fits.any():
             return None
+        rows = [row for row, fit in zip(rows, fits, strict=True) if fit]
+        at, states = Layouts(*(axis[fits] for axis in at)), states[fits]
+        held = {state: taken[fits] for state, taken in held.items()}
         shares = np.array([row.recomputation.shares for row in rows]).T
         row_tokens = np.array([float(row.row_tokens) for row in rows])
         load, cost = self.load, self._trainer_cost
@@ -241,35 +248,36 @@ class LayoutSearch:
             scored = self._cost_of(reward_model.shape).scoring(at, tokens=load.tokens, row_tokens=row_tokens)
             logprobs = logprobs + scored.seconds
         offloads = candidates.offloads(placed)
-        offload = np.stack([self._offload_seconds(at, states) for states in offloads], axis=1)
+        waiting = self._waiting_seconds(at)
+        offload = np.stack([waiting + self._offload_seconds(held, choice) for choice in offloads], axis=1)
         rollout = np.array([self._rollout(placement, engine, math.inf).seconds for engine in engines])
         reshard = np.array([self._reshard_seconds(placement, engine) for engine in engines])
         trained = (train + logprobs)[:, None]
         both = np.maximum(trained, rollout) if placement.staleness else trained + rollout
         bound = (both + reshard)[:, :, None] + offload[:, None, :] + self._other_seconds
         if not placement.ranks:
-            bound = np.where(self._is_overfull(at, engines, offloads), math.inf, bound)
+            bound = np.where(self._is_overfull(held, engines, offloads), math.inf, bound)
         settings = RankMemory(placed, self.models, GPU, 0).pass_settings(self.models.policy)
         return _Group(
             placement, placed, rows, engines, offloads, update, train, logprobs, offload, reshard, bound, states,
             settings, candidates.refused,
         )  # fmt: skip
 
-    def _without_overfull(
-        self, candidates: Candidates, rows: list[_Row], at: Layouts
-    ) -> tuple[list[_Row], Layouts, NDArray[np.float64]]:
-        """Drop the rows whose trainer states alone exceed a GPU. Returns the bytes of all others' states [rows]."""
+    def _held_bytes(self, at: Layouts) -> dict[str, NDArray[np.float64]]:
+        """Return the bytes of a rank's trainer states by state, each [layouts]: weights, gradients and optimizer.
+
+        A lower bound, because the mean of embedding and head over the stages counts.
+        """
         experts, others = self._trainer_cost.weights_on_rank(at)
-        expert_shards = at.world / (at.etp * at.ep * at.pp)
-        on_host = self.recipe.trainer.optimizer_offload_fraction
-        optimizer = self._state_bytes["optimizer"] * (1 - on_host) * self.recipe.trainer.distributed_optimizer
-        whole = self._state_bytes["weights"] + self._state_bytes["gradients"]
-        states = experts * (whole + optimizer / expert_shards) + others * (whole + optimizer / (at.dp * at.cp))
-        # The mean of embedding and head over two stages is a lower bound of the fuller one.
-        fits = states + CONTEXT_BYTES <= self.gpus.trainer * _GIB
-        candidates.refused["memory: weights, gradients and optimizer of a rank exceed its GPU"] += int((~fits).sum())
-        kept = [row for row, fit in zip(rows, fits, strict=True) if fit]
-        return kept, Layouts(*(axis[fits] for axis in at)), states[fits]
+        whole = experts + others
+        own = experts / (at.world / (at.etp * at.ep * at.pp)) + others / (at.dp * at.cp)
+        elements = {"weights": whole, "gradients": whole, "optimizer": own}
+        return {state: self._state_bytes[state] * number for state, number in elements.items()}
+
+    def _least_states(self, held: Mapping[str, NDArray[np.float64]]) -> NDArray[np.float64]:
+        """Return the bytes of a rank's states on its GPU during an update, a lower bound [layouts]."""
+        on_gpu = (1 - self.recipe.trainer.optimizer_offload_fraction) * self.recipe.trainer.distributed_optimizer
+        return held["weights"] + held["gradients"] + on_gpu * held["optimizer"]
 
     def _is_overfull_in_update(self, group: _Group, number: int) -> bool:
         """Return whether a row's states and saved activations exceed a GPU on the first pipeline stage.
@@ -298,39 +306,37 @@ class LayoutSearch:
         return True
 
     def _is_overfull(
-        self, at: Layouts, engines: Sequence[EngineSizes], offloads: Sequence[Sequence[str]]
+        self,
+        held: Mapping[str, NDArray[np.float64]],
+        engines: Sequence[EngineSizes],
+        offloads: Sequence[Sequence[str]],
     ) -> NDArray[np.bool_]:
-        """Return whether weights and states beside a colocated engine exceed a GPU, in a reshard with the smallest
-        cache [layouts, engines, offloads].
+        """Return whether weights, states and a colocated engine exceed a GPU, in a reshard with the smallest cache
+        [layouts, engines, offloads]. `held` has the bytes of a rank's states.
         """
-        experts, others = self._trainer_cost.weights_on_rank(at)
-        expert_shards = at.world / (at.etp * at.ep * at.pp)
+        on_gpu = ["gradients", *([] if self.recipe.trainer.optimizer_offload_fraction else ["optimizer"])]
         # A reshard needs the parameters in any case.
-        resident = [self._state_bytes["weights"] * (experts + others)] * len(offloads)
-        for number, states in enumerate(offloads):
-            if "gradients" not in states:
-                resident[number] = resident[number] + self._state_bytes["gradients"] * (experts + others)
-            if "optimizer" not in states and not self.recipe.trainer.optimizer_offload_fraction:
-                own = experts / expert_shards + others / (at.dp * at.cp)
-                resident[number] = resident[number] + self._state_bytes["optimizer"] * own
+        resident = [
+            held["weights"] + sum(held[state] for state in on_gpu if state not in offloaded) for offloaded in offloads
+        ]
         item = 1 if self.recipe.rollout.quantization != "none" else 2
         awake = np.array([item * model_work(self.shape).weights / engine.tp for engine in engines])
         taken = np.stack(resident, axis=1)[:, None, :] + awake[None, :, None] + CONTEXT_BYTES
         return taken > (self.gpus.trainer - MARGIN_GIB) * _GIB
 
-    def _offload_seconds(self, at: Layouts, states: Sequence[str]) -> NDArray[np.float64]:
+    def _offload_seconds(self, held: Mapping[str, NDArray[np.float64]], states: Sequence[str]) -> NDArray[np.float64]:
         """Return the seconds for moving states to host memory and back [layouts]. Gradients are dropped, not moved."""
-        experts, others = self._trainer_cost.weights_on_rank(at)
-        expert_shards = at.world / (at.etp * at.ep * at.pp)
-        # Models that only score wait in host memory, so each step copies their weights to the GPU once.
+        moved = np.zeros_like(held["weights"])
+        for state, kept in (("optimizer", "optimizer"), ("parameters", "weights")):
+            if state in states:
+                moved = moved + held[kept]
+        return 2 * moved / self.speeds.pcie
+
+    def _waiting_seconds(self, at: Layouts) -> NDArray[np.float64]:
+        """Return the seconds for copying the weights of models that only score from host memory, once [layouts]."""
         frozen = [self._cost_of(built.shape).weights_on_rank(at) for built in self.models.frozen.values()]
-        waiting = self._state_bytes["weights"] * sum(map(sum, frozen)) / self.speeds.pcie
-        moved = np.zeros(len(at.tp))
-        if "optimizer" in states:
-            moved = moved + self._state_bytes["optimizer"] * (experts / expert_shards + others / (at.dp * at.cp))
-        if "parameters" in states:
-            moved = moved + self._state_bytes["weights"] * (experts + others)
-        return waiting + 2 * moved / self.speeds.pcie
+        waiting = sum((experts + others for experts, others in frozen), np.zeros(len(at.tp)))
+        return self._state_bytes["weights"] * waiting / self.speeds.pcie
 
     def _reshard_seconds(self, placement: Placement, engine: EngineSizes) -> float:
         """Return the least seconds of a reshard to these engines."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megarl.step_cost.gpus import GpuSpeeds
 from megarl.step_cost.lengths import Lengths
@@ -53,9 +53,6 @@ class StepSeconds:
         trained = self.logprobs + self.train
         both = max(self.rollout, trained) if self.is_concurrent else self.rollout + trained
         return both + self.reshard + self.offload + self.other
-
-    def with_rollout(self, seconds: float) -> StepSeconds:
-        return replace(self, rollout=seconds)
 
 
 def moved_seconds(shard_bytes: float, *, link: float, memory: float) -> float:
