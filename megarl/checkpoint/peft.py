@@ -28,7 +28,7 @@ def adapter_config(layouts: AdapterLayouts, model: str, *, alpha: float, dropout
         "r": layouts.rank,
         "lora_alpha": alpha,
         "lora_dropout": dropout,
-        "target_modules": projections(layouts.rules),
+        "target_modules": projections(name for rule in layouts.rules for name, _ in rule.tensors),
         "bias": "none",
         "inference_mode": True,
     }

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
@@ -95,6 +95,9 @@ def engine_arguments(
         if key not in known:
             hint = f"did you mean {near}?" if (near := nearest(key, known)) else "remove it"
             raise ConfigError(f"rollout.vllm.{key}: vLLM's EngineArgs has no such field; {hint}")
+    slots = [(one.rank, one.modules) for one in (served or {}).values()]
+    if adapter is not None:
+        slots.append((adapter.rank, adapter.targets))
     arguments: dict[str, Any] = {
         "model": model_path,
         "dtype": dtype,
@@ -104,8 +107,7 @@ def engine_arguments(
         "max_num_seqs": config.max_concurrent_requests,
         **_cache_size(config),
         **_quantization(config),
-        **_slots(adapter),
-        **_served_slots(served or {}),
+        **_adapter_slots(slots),
         "distributed_executor_backend": LeaderExecutor,
         # Weights come from the trainer by a reshard, not from files.
         "load_format": "dummy",
@@ -166,28 +168,16 @@ def _quantization(config: RolloutConfig) -> dict[str, Any]:
     return found
 
 
-def _slots(adapter: LoraConfig | None) -> dict[str, Any]:
-    """Return the arguments for the slots of one LoRA adapter; an empty dict without one."""
-    if adapter is None:
+def _adapter_slots(adapters: Sequence[tuple[int, Sequence[str]]]) -> dict[str, Any]:
+    """Return the arguments for slots of LoRA adapters, each a rank and its modules; an empty dict without any."""
+    if not adapters:
         return {}
     return {
         "enable_lora": True,
-        "max_loras": 1,
-        "max_lora_rank": slot_rank(adapter.rank),
+        "max_loras": len(adapters),
+        "max_lora_rank": slot_rank(max(rank for rank, _ in adapters)),
         # Without this list, vLLM makes slots for embeddings, head and routers too.
-        "lora_target_modules": list(adapter.targets),
-    }
-
-
-def _served_slots(served: Mapping[str, ServedAdapter]) -> dict[str, Any]:
-    """Return the arguments for slots of all served adapters; an empty dict without any."""
-    if not served:
-        return {}
-    return {
-        "enable_lora": True,
-        "max_loras": len(served),
-        "max_lora_rank": slot_rank(max(adapter.rank for adapter in served.values())),
-        "lora_target_modules": sorted({name for adapter in served.values() for name in adapter.modules}),
+        "lora_target_modules": sorted({name for _, modules in adapters for name in modules}),
     }
 
 

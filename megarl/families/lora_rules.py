@@ -6,10 +6,10 @@ weight.
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 
-from megarl.families import rules_of
+from megarl.families import numbered, rules_of
 from megarl.families.rules import Rule, Segment
 from megarl.families.shape import ModelShape
 
@@ -35,10 +35,22 @@ def adapter_rules(model: ModelShape, targets: Collection[str], rank: int) -> tup
     )
 
 
-def projections(rules: Collection[Rule]) -> list[str]:
-    """Return the last name parts of the Hugging Face modules with adapters, sorted: `target_modules` of PEFT."""
+def adapter_shapes(model: ModelShape, targets: Collection[str], rank: int) -> dict[str, tuple[int, ...]]:
+    """Return the shapes of all matrices A [rank, in features] and B [out features, rank], by their names in a PEFT
+    folder.
+    """
+    rules = adapter_rules(model, targets, rank)
+    shapes = {template: shape for rule in rules for template, shape in rule.tensors}
+    return {tensor.name: shapes[tensor.template] for tensor in numbered(rules, model)}
+
+
+def projections(names: Iterable[str]) -> list[str]:
+    """Return the last name parts of the modules with adapters, sorted: `target_modules` of PEFT.
+
+    `names` are those of the matrices, numbered or with placeholders for layers and experts.
+    """
     # Names end in MODULE.lora_A.weight or MODULE.lora_B.weight.
-    return sorted({name.split(".")[-3] for rule in rules for name, _ in rule.tensors})
+    return sorted({name.split(".")[-3] for name in names})
 
 
 def adapter_tensor(tensor: str, letter: str) -> str:

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from megarl.families import FAMILIES, numbered
-from megarl.families.lora_rules import LINEARS, PEFT_PREFIX, adapter_rules
+from megarl.families import FAMILIES
+from megarl.families.lora_rules import LINEARS, adapter_shapes, projections
 from megarl.families.shape import ModelShape
 from megarl.files.model_folder import read_object, read_safetensors_header
 from megarl.reshard.layouts.vllm_adapters import SLOT_RANKS
@@ -76,9 +76,7 @@ def _changed_modules(weights: Path, model: ModelShape, rank: int) -> tuple[str, 
     Raises DataError for a tensor that is not a matrix A or B of one of the model's linear layers, for a matrix without
     its pair, and for adapters of experts.
     """
-    rules = adapter_rules(model, LINEARS, rank)
-    shapes = {template: shape for rule in rules for template, shape in rule.tensors}
-    expected = {tensor.name: shapes[tensor.template] for tensor in numbered(rules, model)}
+    expected = adapter_shapes(model, LINEARS, rank)
     header = read_safetensors_header(weights)
     if not header:
         raise DataError(f"{weights}: has no tensors; give a PEFT folder with trained adapters")
@@ -102,4 +100,4 @@ def _changed_modules(weights: Path, model: ModelShape, rank: int) -> tuple[str, 
         pair = f"{stem}.lora_{'B' if letter == 'A' else 'A'}.weight"
         if pair not in header:
             raise DataError(f"{weights}: {tensor} has no pair {pair}; copy or download the file again")
-    return tuple(sorted({tensor.removeprefix(PEFT_PREFIX).split(".")[-3] for tensor in header}))
+    return tuple(projections(header))

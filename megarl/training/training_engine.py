@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, Literal
 
 import numpy as np
@@ -153,7 +153,6 @@ class TrainingEngine(ModelShard):
         self.balance = ExpertBalance(self.config, self.chunks)
         self.skipped_in_a_row = 0
         self._merged = MergedWeights(self.chunks, self.tensors)
-        self._scaled = ScaledAdapters(self.chunks)
         self._offloadable = {
             "parameters": Offloadable(lambda: self.parameters.values()),
             "gradients": Offloadable(self._gradients, keeps_values=False),
@@ -250,6 +249,11 @@ class TrainingEngine(ModelShard):
     def merged(self) -> AbstractContextManager[None]:
         """Context in which LoRA adapters are merged into `weights`."""
         return self._merged.merged_lora()
+
+    @cached_property
+    def _scaled(self) -> ScaledAdapters:
+        # Made at the first use: runs that send merged weights need no scaled copies.
+        return ScaledAdapters(self.chunks)
 
     @property
     def adapter_weights(self) -> dict[str, Tensor]:

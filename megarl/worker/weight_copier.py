@@ -16,7 +16,7 @@ from torch import Tensor
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
 from megarl.data.token_batch import TokenBatch
-from megarl.families.lora_rules import adapter_rules
+from megarl.families.lora_rules import adapter_shapes
 from megarl.families.shape import read_model_shape
 from megarl.groups.peer_errors import ReplicaCollectiveError, replica_collectives_marked
 from megarl.platform import peak_memory
@@ -208,9 +208,9 @@ class WeightCopier:
             )
             for which in (None, lora)
         )
-        rules = adapter_rules(self._engine_shape, lora.targets, lora.rank)
-        shapes = {name: shape for rule in rules for name, shape in rule.tensors}
-        matrices = {tensor.name: shapes[tensor.template] for tensor in adapter.destinations.tensors}
+        # The projections of a fused layer share one A, so the adapter has fewer matrices in the slots than in a folder.
+        shapes = adapter_shapes(self._engine_shape, lora.targets, lora.rank)
+        matrices = {tensor.name: shapes[tensor.name] for tensor in adapter.destinations.tensors}
         in_slots, no_slots = record_slots(slots, matrices, dtype, self._group)
         if recorded is None or in_slots is None:
             raise ConfigError(
