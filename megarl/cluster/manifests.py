@@ -18,6 +18,7 @@ from typing import Any, Literal
 from megarl.config import ClusterConfig, Recipe
 from megarl.config.cluster import NodeGroup
 from megarl.config.secrets import holds_secret
+from megarl.files.json_schema import schema_validator
 from megarl.files.nearest import nearest
 from megarl.files.shipped import home
 from megarl.types import ConfigError
@@ -333,14 +334,8 @@ def _gpu_kind(cluster: ClusterConfig, settings: ManifestSettings) -> str:
 
 def _check(manifest: Manifest, kind: Kind, source: Path) -> None:
     """Raise one ConfigError with all violations of the published fields, and all secrets in clear text."""
-    from jsonschema import Draft202012Validator
-    from referencing import Registry
-
     schema = json.loads((home() / "launch/kubernetes" / f"{kind}.schema.json").read_text(encoding="utf-8"))
-    # The empty registry stops the validator from downloading the target of a $ref.
-    errors = sorted(
-        Draft202012Validator(schema, registry=Registry()).iter_errors(manifest), key=lambda error: error.json_path
-    )
+    errors = sorted(schema_validator(schema).iter_errors(manifest), key=lambda error: error.json_path)
     problems = [line for error in errors for line in _lines(error)]
     problems += _clear_secrets(manifest)
     if problems:

@@ -41,16 +41,16 @@ class Draft:
         return ConfigError(error_page(self.path, [*self.problems, *further]) + "".join(notices))
 
 
-def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+def load(path: str | Path, overrides: Sequence[str] = (), *, is_of_run: bool = False) -> Recipe:
     """Read a recipe from a YAML file and apply overrides: `section.field=value` sets, `~section.field` removes a value.
 
     Values may refer to each other (`${model.path}`) and to the environment (`${oc.env:HOME}`). `Recipe.references`
     keeps the latter as written. A value `???` in the file must be overridden. If an override leaves a value of the file
-    without effect, the value is dropped, and `Recipe.notices` says so.
+    without effect, the value is dropped, and `Recipe.notices` says so. `is_of_run` is as in `read`.
 
     Raises one ConfigError that lists all errors. Errors include secrets in clear text and fields without effect.
     """
-    draft = read(path, overrides)
+    draft = read(path, overrides, is_of_run=is_of_run)
     if draft.problems:
         raise draft.error()
     return draft.recipe

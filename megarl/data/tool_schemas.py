@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from functools import lru_cache
 from typing import Any
 
+from megarl.files.json_schema import schema_validator
+
 ToolSchema = Mapping[str, Any]
 """A tool in the form used by chat templates: {"type": "function", "function": {"name", "description", "parameters"}}.
 """
@@ -63,8 +65,4 @@ def arguments_fault(arguments: Mapping[str, Any], tool: ToolSchema) -> str | Non
 @lru_cache(maxsize=256)
 def _validator(schema: str) -> Any:
     """Return the validator of a JSON schema, given as text because the cache needs hashable keys."""
-    from jsonschema import Draft202012Validator
-    from referencing import Registry
-
-    # The empty registry stops the validator from downloading the target of a $ref.
-    return Draft202012Validator(json.loads(schema), registry=Registry())
+    return schema_validator(json.loads(schema))

@@ -11,7 +11,7 @@ from pathlib import Path
 from megarl.checkpoint.convert import Conversion, to_hf
 from megarl.checkpoint.manifest import check_sizes
 from megarl.config import Recipe
-from megarl.config.recipe import read
+from megarl.config.recipe import load
 from megarl.data.chat import own_template
 from megarl.files import hub
 from megarl.files.model_folder import CARD, check_model_folder, read_object
@@ -82,7 +82,7 @@ def _of_step(earlier: EarlierRun, step: int, out: Path | None) -> Exported:
     if out is None and (folder / "config.json").is_file():
         return Exported(folder, step)
     checkpoint = earlier.checkpoint(step)
-    recipe = _recipe_of(earlier.path)
+    recipe = load(earlier.path / "config.yaml", is_of_run=True)
     _refuse_unconvertible(earlier.path, recipe)
     done = to_hf(
         checkpoint,
@@ -93,13 +93,6 @@ def _of_step(earlier: EarlierRun, step: int, out: Path | None) -> Exported:
         others={CARD: None, **own_template(recipe.model)},
     )
     return Exported(folder, step, done)
-
-
-def _recipe_of(run: Path) -> Recipe:
-    draft = read(run / "config.yaml", is_of_run=True)
-    if draft.problems:
-        raise draft.error()
-    return draft.recipe
 
 
 def _refuse_unconvertible(run: Path, recipe: Recipe) -> None:

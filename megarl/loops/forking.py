@@ -16,7 +16,7 @@ from pathlib import Path
 from megarl.checkpoint.manifest import check_sizes
 from megarl.config import Recipe
 from megarl.config.override_text import override_text
-from megarl.config.recipe import read, to_yaml
+from megarl.config.recipe import load, to_yaml
 from megarl.files.atomic import replace_text, storage_faults_named
 from megarl.report.recorded import refuse_other_folders
 from megarl.tracking.earlier_run import PARENT, EarlierRun
@@ -38,10 +38,7 @@ def make_fork(run: Path, step: int, overrides: Sequence[str] = ()) -> Path:
     place = run.absolute()
     own = {"runs_folder": str(place.parent), "name": f"{place.name}_fork_{step}"}
     given = [*(override_text(field, value) for field, value in own.items()), *overrides]
-    draft = read(run / "config.yaml", given, is_of_run=True)
-    if draft.problems:
-        raise draft.error()
-    recipe = draft.recipe
+    recipe = load(run / "config.yaml", given, is_of_run=True)
     target = run_path(recipe)
     _refuse_target(recipe, target, step)
     check_sizes(checkpoint)

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from megarl.files.atomic import storage_faults_named
-from megarl.tracking.earlier_run import EarlierRun, whole_number
+from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
 from megarl.types import ConfigError
 
 _MARKS = ("config.yaml", "status.json", "metrics.jsonl")
@@ -259,12 +259,6 @@ def _number(value: float | None) -> float:
     # JSON integers have any size; a float has not.
     except OverflowError:
         return math.nan
-
-
-def attempt_folders(logs: Path) -> list[tuple[int, Path]]:
-    """Return the folders of a run's attempts with their numbers, in order."""
-    found = [(re.fullmatch(r"attempt_(\d+)", name), name) for name in _names(logs)]
-    return sorted((int(match[1]), logs / name) for match, name in found if match)
 
 
 def _attempts(logs: Path) -> list[Attempt]:

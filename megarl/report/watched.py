@@ -16,14 +16,13 @@ from typing import Any
 
 from megarl.report.curves import phase_times
 from megarl.report.recorded import (
-    attempt_folders,
     metrics_row,
     parsed_line,
     refuse_other_folders,
     run_state,
     step_files,
 )
-from megarl.tracking.earlier_run import whole_number
+from megarl.tracking.earlier_run import attempt_folders, whole_number
 
 ACTIVE = ("starting", "running")
 """States of status.json in which a run goes on."""

@@ -13,11 +13,11 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from megarl.config.rollout import EndpointConfig
-from megarl.processes.listening import in_url, taken_text
 from megarl.processes.open_files import allow_open_files
 from megarl.rollout.pool import PoolLoad
 from megarl.serving.body import MAX_BODY_BYTES, read_body
 from megarl.serving.keys import is_token, key_of
+from megarl.serving.listen import listen
 from megarl.serving.monitor import EndpointMetrics, add_pages
 from megarl.serving.protocol import (
     Asked,
@@ -119,15 +119,7 @@ class Endpoint:
             # The run has its own signal handlers.
             handle_signals=False,
         )
-        await self._runner.setup()
-        host, port = self._config.host, self._config.port
-        try:
-            await web.TCPSite(self._runner, host, port).start()
-        except OSError as error:
-            await self._runner.cleanup()
-            reason = error.strerror or str(error)
-            raise ConfigError(f"rollout.endpoint.port = {port}: {taken_text(host, port, reason)}") from error
-        self.base_url = f"http://{in_url(host)}:{self._runner.addresses[0][1]}"
+        self.base_url = await listen(self._runner, self._config.host, self._config.port, "rollout.endpoint.port")
 
     async def close(self) -> None:
         """End all sessions, then stop the server."""

@@ -12,10 +12,9 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from megarl.config.monitor import MonitorConfig
-from megarl.processes.listening import in_url, taken_text
 from megarl.rollout.pool import PoolLoad
 from megarl.serving.keys import is_token, key_of
-from megarl.types import ConfigError
+from megarl.serving.listen import listen
 
 _SHUTDOWN_SECONDS = 1.0
 """Seconds that a scrape under way gets to end at shutdown."""
@@ -100,19 +99,12 @@ class Monitor:
 
     async def start(self) -> None:
         """Start listening. Raises ConfigError if the address is not available."""
-        host, port = self._config.host, self._config.port
+        port = self._config.port
         assert port is not None, "without a port no monitor is started"
         app = web.Application(middlewares=[self._admit])
         add_pages(app, self._registry, self._health)
         self._runner = web.AppRunner(app, access_log=None, handle_signals=False, shutdown_timeout=_SHUTDOWN_SECONDS)
-        await self._runner.setup()
-        try:
-            await web.TCPSite(self._runner, host, port).start()
-        except OSError as error:
-            await self._runner.cleanup()
-            reason = error.strerror or str(error)
-            raise ConfigError(f"monitor.port = {port}: {taken_text(host, port, reason)}") from error
-        self.base_url = f"http://{in_url(host)}:{self._runner.addresses[0][1]}"
+        self.base_url = await listen(self._runner, self._config.host, port, "monitor.port")
 
     async def close(self) -> None:
         """Stop the server."""

@@ -25,7 +25,6 @@ PARENT = "parent.json"
 
 _CHECKPOINT = re.compile(r"step_(\d{6,})")
 _DAMAGED = re.compile(r"step_\d{6,}\.damaged(_\d+)?")
-_ATTEMPT = re.compile(r"attempt_(\d+)")
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +176,21 @@ def checkpoint_step(folder: Path) -> int:
     return int(folder.name.removeprefix("step_"))
 
 
+def attempt_folders(logs: Path) -> list[tuple[int, Path]]:
+    """Return the folders of a run's attempts in its `logs/` with their numbers, in order. Raises OSError."""
+    try:
+        names = os.listdir(logs)
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    found = [(re.fullmatch(r"attempt_(\d+)", name), name) for name in names]
+    return sorted((int(match[1]), logs / name) for match, name in found if match)
+
+
 def _written_by(run: Path) -> str | None:
     """Return the version of megarl at the newest start of a run (logs/attempt_N/attempt.json), None if unknown."""
     with storage_faults_named(run):
-        numbers = [int(found[1]) for folder in _folders(run / "logs") if (found := _ATTEMPT.fullmatch(folder.name))]
-        content = _content(run / "logs" / f"attempt_{max(numbers, default=0)}" / "attempt.json")
+        newest = [folder for _, folder in attempt_folders(run / "logs")][-1:]
+        content = _content(newest[0] / "attempt.json") if newest else None
     versions = _as_object(content).get("versions")
     found = versions.get("megarl") if isinstance(versions, Mapping) else None
     return found if isinstance(found, str) else None

@@ -27,7 +27,7 @@ from megarl.files.atomic import (
     storage_error,
     storage_faults_named,
 )
-from megarl.tracking.earlier_run import EarlierRun, whole_number
+from megarl.tracking.earlier_run import EarlierRun, attempt_folders, whole_number
 from megarl.types import ConfigError, EndedError, MegarlError, RunFolderLockedError, StoppedError, StorageError
 
 State = Literal["starting", "running", "done", "failed", "interrupted", "stopped"]
@@ -348,8 +348,7 @@ def _now() -> str:
 def _new_attempt(logs: Path) -> Path:
     """Create and return the log folder of this attempt."""
     logs.mkdir(exist_ok=True)
-    names = (re.fullmatch(r"attempt_(\d+)", path.name) for path in logs.iterdir())
-    folder = logs / f"attempt_{1 + max((int(name[1]) for name in names if name), default=0)}"
+    folder = logs / f"attempt_{1 + max((number for number, _ in attempt_folders(logs)), default=0)}"
     folder.mkdir()
     with suppress(OSError):  # a copy of a run folder may have a folder of that name
         (logs / "latest").unlink(missing_ok=True)
