@@ -16,7 +16,7 @@ ADAPTER = {"rank": 8, "sync": "adapter"}
 
 
 @pytest.mark.parametrize(
-    ("changed", "told"),
+    ("changed", "words"),
     [
         pytest.param(
             {"rollout": {"quantization": "fp8"}},
@@ -36,10 +36,10 @@ ADAPTER = {"rank": 8, "sync": "adapter"}
     ],
 )  # fmt: skip
 def test_each_misfit_is_one_line_with_field_value_and_remedy(
-    only_fault: Callable[..., str], changed: dict[str, Any], told: list[str]
+    only_fault: Callable[..., str], changed: dict[str, Any], words: list[str]
 ) -> None:
     line = only_fault(**changed, lora=ADAPTER)
-    assert line.startswith("lora.sync = adapter") and all(words in line for words in told), line
+    assert line.startswith("lora.sync = adapter") and all(word in line for word in words), line
 
 
 def test_experts_and_other_families_are_refused(recipe: Callable[..., Recipe], tiny_model: Callable[..., Path]) -> None:

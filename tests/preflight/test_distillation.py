@@ -28,7 +28,7 @@ def distillation(recipe: Callable[..., Recipe], tiny_model: Callable[..., Path])
     return make
 
 
-def told(recipe: Recipe) -> str:
+def fault_of(recipe: Recipe) -> str:
     with pytest.raises(ConfigError) as caught:
         check(recipe)
     return str(caught.value)
@@ -41,7 +41,7 @@ def test_teachers_of_all_kinds_pass(distillation: Callable[..., Recipe], tiny_mo
 
 
 def test_a_teacher_is_missing(distillation: Callable[..., Recipe]) -> None:
-    assert "distillation.teacher: missing; give the folder of the teacher" in told(distillation(teacher=None))
+    assert "distillation.teacher: missing; give the folder of the teacher" in fault_of(distillation(teacher=None))
 
 
 def test_of_a_mixture_the_source_without_a_teacher_is_named(
@@ -49,7 +49,7 @@ def test_of_a_mixture_the_source_without_a_teacher_is_named(
 ) -> None:
     teacher = str(tiny_model())
     mixture: dict[str, Any] = {"one": {"distillation": {"teacher": teacher}}, "other": {}}
-    assert "mixture.other: distillation.teacher: missing" in told(distillation({"mixture": mixture}, teacher=None))
+    assert "mixture.other: distillation.teacher: missing" in fault_of(distillation({"mixture": mixture}, teacher=None))
     sound = distillation({"mixture": mixture}, teacher=str(tiny_model(seed=3)))
     assert check(sound).world_size == 1
     assert sound.teacher_of_source == {"one": 0, "other": 1} and sound.teachers["teacher0"] == teacher
@@ -63,12 +63,12 @@ def test_rewards_next_to_a_teacher_need_several_samples_functions_and_no_critic(
         return distillation(sections, use_task_rewards=True)
 
     assert check(with_rewards()).world_size == 1
-    assert "algorithm.advantage = gae: a distillation has no critic" in told(
+    assert "algorithm.advantage = gae: a distillation has no critic" in fault_of(
         with_rewards(algorithm={"advantage": "gae"})
     )
-    text = told(with_rewards(train={"samples_per_prompt": 1}))
+    text = fault_of(with_rewards(train={"samples_per_prompt": 1}))
     assert "train.samples_per_prompt = 1: algorithm.advantage grpo compares several samples" in text
-    assert "reward.functions is empty" in told(with_rewards(reward={"functions": []}))
+    assert "reward.functions is empty" in fault_of(with_rewards(reward={"functions": []}))
     assert check(distillation({"reward": {"functions": []}, "data": {"validation": {}}})).world_size == 1
 
 
@@ -86,8 +86,8 @@ def test_teachers_that_cannot_teach(
         ({"tp": 3}, "distillation.tp = 3"),
         ({"pp": 2}, "distillation.pp = 2"),
     ):
-        assert text in told(distillation(**changed))
-    assert "distillation.tp = 8: does not divide the model's 4 attention heads" in told(
+        assert text in fault_of(distillation(**changed))
+    assert "distillation.tp = 8: does not divide the model's 4 attention heads" in fault_of(
         distillation({"cluster": {"ranks_per_node": 8}, "train": {"prompts_per_step": 8}}, tp=8)
     )
     with pytest.raises(DataError, match=r"distillation\.teacher: absent: model folder not found"):
@@ -106,7 +106,7 @@ def test_what_a_teacher_with_experts_needs(
     distillation: Callable[..., Recipe], tiny_model: Callable[..., Path]
 ) -> None:
     sections = TWO_RANKS | {"trainer": {"sequence_parallel": False}}
-    found = told(distillation(sections, teacher=str(tiny_model(family="qwen3_moe")), tp=2))
+    found = fault_of(distillation(sections, teacher=str(tiny_model(family="qwen3_moe")), tp=2))
     assert "trainer.sequence_parallel = False: experts with distillation.tp 2 need sequence parallelism" in found
 
 
@@ -115,7 +115,7 @@ def test_a_dense_teacher_of_a_policy_with_experts(
 ) -> None:
     model = {"path": str(tiny_model(family="qwen3_moe"))}
     sections = TWO_RANKS | {"model": model, "trainer": {"ep": 2}}
-    assert "or give the teachers parallel sizes of their own: distillation.tp" in told(distillation(sections))
+    assert "or give the teachers parallel sizes of their own: distillation.tp" in fault_of(distillation(sections))
     assert check(distillation(sections, tp=1)).ep == 2
 
 
@@ -124,11 +124,11 @@ def test_a_teacher_sees_no_evaluation(distillation: Callable[..., Recipe], tiny_
     short = str(tiny_model(max_position_embeddings=100))
     assert check(distillation(sampling, teacher=short)).world_size == 1
     sampling["rollout"] = {"sampling": {"max_new_tokens": 61}}
-    assert "rollout.sampling.max_new_tokens = 61: exceeds" in told(distillation(sampling, teacher=short))
+    assert "rollout.sampling.max_new_tokens = 61: exceeds" in fault_of(distillation(sampling, teacher=short))
 
 
 def test_a_fault_of_the_trainer_is_told_once(distillation: Callable[..., Recipe]) -> None:
-    found = told(distillation({"rollout": {"tp": 3}}, tp=1))
+    found = fault_of(distillation({"rollout": {"tp": 3}}, tp=1))
     assert found.count("rollout.tp = 3: does not divide the 1 ranks") == 1
 
 
@@ -144,7 +144,7 @@ def test_prompts_without_answers_are_distilled_where_nothing_is_measured(
     with pytest.raises(DataError, match=r"no field for answer; .* Looked for gt_answer"):
         count_records(distillation({"data": {"train": str(bare)}}))
     sections["data"] |= {"validation": {"heldout": str(bare)}}
-    assert "reward.functions is empty: add at least one" in told(distillation(sections))
+    assert "reward.functions is empty: add at least one" in fault_of(distillation(sections))
 
 
 def test_a_run_of_no_steps_has_no_teacher(distillation: Callable[..., Recipe]) -> None:
@@ -160,7 +160,7 @@ def test_no_more_tokens_are_asked_for_than_both_models_have(
     assert least < 700
     assert check(distillation(teacher=teacher, loss="top_k", top_k=least)).world_size == 1
     text = f"distillation.top_k = {least + 1}: exceeds the {least} tokens that distillation.teacher"
-    assert text in told(distillation(teacher=teacher, loss="top_k", top_k=least + 1))
+    assert text in fault_of(distillation(teacher=teacher, loss="top_k", top_k=least + 1))
 
 
 def test_a_vocabulary_that_ends_before_the_tokenizer(

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
 
 import pytest
 
 from megarl.cluster.worker_group import WorkerGroup
+from megarl.data.chat import load_tokenizer
 from tests.rollout.engines import engines
 
 
@@ -15,6 +18,17 @@ from tests.rollout.engines import engines
 def runner() -> Iterator[asyncio.Runner]:
     with asyncio.Runner() as made:
         yield made
+
+
+@pytest.fixture(scope="module")
+def model_path(tiny_model: Callable[..., Path]) -> str:
+    """A dense model with almost equal chances for all tokens. Some modules have another one in its place."""
+    return str(tiny_model(num_layers=2, tie_word_embeddings=False, initializer_range=0.002))
+
+
+@pytest.fixture(scope="module")
+def tokenizer(model_path: str) -> Any:
+    return load_tokenizer(model_path)
 
 
 @pytest.fixture(scope="module")

@@ -10,7 +10,6 @@ import time
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
-from pathlib import Path
 from typing import Any, ClassVar
 
 import numpy as np
@@ -20,7 +19,7 @@ from megarl.cluster.worker_group import WorkerGroup
 from megarl.config import Recipe, SamplingConfig
 from megarl.config.parallel import ParallelConfig
 from megarl.config.rollout import BudgetConfig
-from megarl.data.chat import encode, load_tokenizer, render
+from megarl.data.chat import encode, render
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, EnvironmentUnavailableError, Start, Step, Turn
 from megarl.environments.single_turn import SingleTurn
@@ -166,16 +165,6 @@ class NoStart(LongestWord):
 class TooLong(LongestWord):
     async def reset(self, problem: Problem, seed: int) -> Start:
         return Start(({"role": "user", "content": "word " * 1000},))
-
-
-@pytest.fixture(scope="module")
-def model_path(tiny_model: Callable[..., Path]) -> str:
-    return str(tiny_model(num_layers=2, tie_word_embeddings=False, initializer_range=0.002))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_path: str) -> Any:
-    return load_tokenizer(model_path)
 
 
 @pytest.fixture(scope="module")

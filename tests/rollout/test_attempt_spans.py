@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,7 +13,7 @@ from opentelemetry.sdk.trace.export.in_memory_span_exporter import InMemorySpanE
 
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.parallel import ParallelConfig
-from megarl.data.chat import encode, load_tokenizer, render
+from megarl.data.chat import encode, render
 from megarl.data.dialogue import Dialogue
 from megarl.environments import Environment, Start, Step, Turn
 from megarl.environments.single_turn import SingleTurn
@@ -52,16 +51,6 @@ class Broken(Lookup):
 async def always(sample: Sample) -> Scored:
     await asyncio.sleep(0.02)
     return Scored(Reward(0.5, True, True))
-
-
-@pytest.fixture(scope="module")
-def model_path(tiny_model: Callable[..., Path]) -> str:
-    return str(tiny_model(num_layers=2, tie_word_embeddings=False, initializer_range=0.002))
-
-
-@pytest.fixture(scope="module")
-def tokenizer(model_path: str) -> Any:
-    return load_tokenizer(model_path)
 
 
 @pytest.fixture

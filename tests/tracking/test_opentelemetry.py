@@ -15,7 +15,7 @@ from megarl.tracking.opentelemetry import SpanExport
 
 
 class Collector(ThreadingHTTPServer):
-    """Collector that keeps what it was sent; `status` is what it answers."""
+    """Collector with the requests that it received. It answers all with HTTP status `status`."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)
