@@ -6,19 +6,21 @@ import asyncio
 import contextlib
 import json
 import os
+import shutil
 import sys
 import traceback
 import warnings
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
 
 from megarl.cli import convert, data, kubernetes, sandbox, slurm
 from megarl.cli.arguments import CommandGroup, Overrides, RecipeCommand, RecipePath
-from megarl.cli.checking import with_notices_shown
+from megarl.cli.checking import checked, checking, with_notices_shown
 from megarl.cli.export import export
+from megarl.cli.fields import schema, show_config
 from megarl.cli.layouts import (
     LengthsOption,
     MeanTokensOption,
@@ -28,11 +30,14 @@ from megarl.cli.layouts import (
     refuse_search_options,
     search_layouts,
 )
+from megarl.cli.reading import metrics, report, samples, watch
 from megarl.cli.recipes import recipes
-from megarl.cli.training import TrainCommand, fork_run, train
-from megarl.console import print_error, print_findings, print_lines, print_memory, print_plan
+from megarl.console import print_error, print_findings, print_lines, print_memory, print_plan, print_sizes
 from megarl.terminal import Terminal, guard_logging, printable
 from megarl.types import ConfigError, MegarlError
+
+if TYPE_CHECKING:
+    from megarl.config import Recipe
 
 app = typer.Typer(
     name="megarl",
@@ -48,8 +53,6 @@ for group in (sandbox, data, slurm, kubernetes, convert):
     app.add_typer(group.app)
 app.command()(recipes)
 app.command()(export)
-app.command(cls=TrainCommand)(train)
-app.command("fork", cls=RecipeCommand)(fork_run)
 
 
 def _print_version(is_asked: bool) -> None:
@@ -70,6 +73,184 @@ def _program(
     ] = False,
 ) -> None:
     pass
+
+
+# typer has no options with an optional value, so a bare --resume is rewritten before parsing.
+class _TrainCommand(RecipeCommand):
+    """The command `train`, whose option `--resume` may have a value after an equals sign (`--resume=must`).
+
+    The next argument is never the option's value.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
+        return super().parse_args(ctx, ["--resume=if-any" if text == "--resume" else text for text in args])
+
+
+@app.command(cls=_TrainCommand)
+def train(
+    recipe: RecipePath,
+    overrides: Overrides = None,
+    dry_run: Annotated[
+        bool,
+        typer.Option(
+            "--dry-run",
+            help="Check the recipe, its model and its data, print the resulting sizes, then exit without training.",
+        ),
+    ] = False,
+    resume: Annotated[
+        Literal["if-any", "must"] | None,
+        typer.Option(
+            "--resume",
+            metavar="[=must]",
+            help="Continue the run from its newest checkpoint, or start it if there is none. --resume=must: "
+            "fail if there is none. RECIPE may be the run's folder.",
+            show_default=False,
+        ),
+    ] = None,
+    restart: Annotated[
+        bool,
+        typer.Option(
+            "--restart",
+            help="Start the run from the beginning. The content of its folder is moved to its subfolder earlier/.",
+        ),
+    ] = False,
+) -> None:
+    """Check a recipe, its model and its data, then train."""
+    if not dry_run:
+        # Before all other imports: they and the checks take seconds.
+        Terminal(highlight=False, soft_wrap=True).print(
+            f"megarl: checks and starts {recipe}", style="dim", markup=False
+        )
+    from megarl.config.override_text import override_text
+    from megarl.platform.imports import uncollected
+    from megarl.tracking.display import Display
+    from megarl.tracking.earlier_run import EarlierRun, refuse_other_schema
+
+    if resume and restart:
+        raise ConfigError(
+            "--resume and --restart: give one of them; --resume continues the run, --restart starts it from the "
+            "beginning"
+        )
+    path, given = Path(recipe), list(overrides or ())
+    is_of_run = path.is_dir()
+    if is_of_run:
+        if not resume and not restart:
+            raise ConfigError(_folder_hint(path))
+        if resume:
+            # Checked before config.yaml is read: fields of another version would be reported as unknown keys.
+            earlier = EarlierRun.read(path)
+            earlier.refuse_newer_version()
+            for checkpoint in earlier.checkpoints[:1]:
+                refuse_other_schema(checkpoint)
+        # A run's folder may have been moved or renamed since its config.yaml was written.
+        given = [override_text(name, value) for name, value in _place_of(path).items()] + given
+        path /= "config.yaml"
+    display = Display()
+    # Imports create many objects, and collections during them only take time.
+    with uncollected():
+        with checking(display):
+            from megarl.preflight import download_missing, load, with_memory_defaults, with_steps
+
+            written = load(path, given, is_start=not dry_run, is_of_run=is_of_run)
+        # Epochs are counted in records.
+        if written.train.epochs is not None and not dry_run:
+            download_missing(written, display.info)
+        with checking(display):
+            written = with_steps(written)
+            loaded = with_memory_defaults(written, is_start=not dry_run)
+        # Before the data are read: a finished run needs neither its data nor its model.
+        if not dry_run and not restart and not _has_work(loaded, resume):
+            return
+        if not dry_run and download_missing(written, display.info):
+            loaded = with_memory_defaults(written, is_start=True)
+        with contextlib.nullcontext() if dry_run else _ranks_importing(loaded):
+            layout, records, dropped, kept = checked(loaded, display, is_start=not dry_run)
+            print_sizes(loaded, layout, records, dropped)
+            if dry_run:
+                return
+            # torch takes seconds to import, so the terminal shows a phase for it.
+            with display.phase("loading libraries"), display.live():
+                from megarl.loops.run import run
+    asyncio.run(run(loaded, layout, resume=resume, restart=restart, kept=kept, display=display))
+
+
+@app.command("fork", cls=RecipeCommand)
+def fork_run(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME).")],
+    step: Annotated[int, typer.Option(min=1, help="Step of the checkpoint from which the new run starts.")],
+    overrides: Overrides = None,
+    changes: Annotated[
+        list[str] | None,
+        typer.Option("--set", metavar="SECTION.FIELD=VALUE", help="An override, like the arguments; may be repeated."),
+    ] = None,
+    no_start: Annotated[
+        bool, typer.Option("--no-start", help="Only make the new run's folder, and print the command that starts it.")
+    ] = False,
+) -> None:
+    """Start a new run from a run's checkpoint, with a changed recipe.
+
+    The new run is RUN_fork_STEP, unless name=NAME is given. It continues with the checkpoint's weights, optimizer
+    state, step number and position in the data, as a resumed run does. To begin with the weights alone, use `megarl
+    export RUN --step STEP` and set model.path to the result.
+    """
+    from megarl.loops import forking
+
+    folder = forking.make_fork(run, step, [*(overrides or ()), *(changes or ())])
+    print_lines([f"fork of {run} at step {step}: {folder}"])
+    if no_start:
+        print_lines([f"start it with: megarl train {folder} --resume=must"])
+        return
+    try:
+        train(str(folder), resume="must")
+    except BaseException:
+        # A fork refused before its first start leaves nothing.
+        if not (folder / "logs").exists():
+            shutil.rmtree(folder, ignore_errors=True)
+        raise
+
+
+def _ranks_importing(recipe: Recipe) -> contextlib.AbstractContextManager[None]:
+    """Return a context with an import of the ranks' libraries in the background. It takes longer than the checks."""
+    from megarl.cluster.launchers import importing_early
+
+    return importing_early(recipe.cluster)
+
+
+def _folder_hint(path: Path) -> str:
+    if (path / "config.yaml").exists():
+        return f"{path}: is the folder of a run; continue it with: megarl train {path} --resume"
+    return f"{path}: is a folder; give the YAML file of a recipe"
+
+
+def _place_of(run_folder: Path) -> dict[str, str]:
+    """Return the recipe fields giving a run folder's place, for a message."""
+    absolute = run_folder.absolute()
+    return {"runs_folder": str(absolute.parent), "name": absolute.name}
+
+
+def _has_work(recipe: Recipe, resume: str | None) -> bool:
+    """Return whether the run has steps left. For a finished run, print a message before anything starts or changes.
+
+    Raises ConfigError if the run folder does not fit the options.
+    """
+    from megarl.config.recipe import recipe_changes
+    from megarl.tracking.earlier_run import EarlierRun
+    from megarl.tracking.run_folder import run_path
+
+    earlier = EarlierRun.read(run_path(recipe))
+    if resume is None:
+        earlier.refuse_new_start()
+        return True
+    earlier.refuse_newer_version()
+    if finished := earlier.finished_text(recipe.train.steps):
+        print(finished)
+        as_it_was_run = earlier.recipe()
+        for change in recipe_changes(as_it_was_run, recipe) if as_it_was_run else ():
+            print(f"the recipe differs from the finished run: {change}")
+        return False
+    if resume == "must":
+        earlier.require_checkpoint()
+    return True
 
 
 @app.command("eval", cls=RecipeCommand)
@@ -214,61 +395,8 @@ def plan(
         raise typer.Exit(ConfigError.exit_code)
 
 
-def _print_fields(is_asked: bool) -> None:
-    if is_asked:
-        from megarl.config.field_table import fields_markdown
-
-        print(fields_markdown(), end="")
-        raise typer.Exit
-
-
-def _print_migration(is_asked: bool) -> None:
-    if is_asked:
-        from megarl.config.migration import migration_page
-
-        print(migration_page(), end="")
-        raise typer.Exit
-
-
-@app.command(cls=RecipeCommand)
-def show_config(
-    recipe: RecipePath,
-    overrides: Overrides = None,
-    # Both pages are eager, so that they need no recipe.
-    markdown: Annotated[
-        bool,
-        typer.Option(
-            "--markdown",
-            help="Print the reference of all recipe fields as Markdown, then exit. Needs no RECIPE.",
-            is_eager=True,
-            callback=_print_fields,
-        ),
-    ] = False,
-    migration: Annotated[
-        bool,
-        typer.Option(
-            "--migration",
-            help="Print a table of other training programs' options and the recipe fields for them as "
-            "Markdown, then exit. Needs no RECIPE.",
-            is_eager=True,
-            callback=_print_migration,
-        ),
-    ] = False,
-) -> None:
-    """Print a recipe in full: each field with its description."""
-    from megarl.config.recipe import load, to_yaml
-    from megarl.preflight import with_memory_defaults
-
-    loaded = with_notices_shown(load(recipe, overrides or ()))
-    print(to_yaml(with_memory_defaults(loaded), comments=True), end="")
-
-
-@app.command()
-def schema() -> None:
-    """Print the JSON Schema (draft 2020-12) of recipe files, for completion and checks in an editor."""
-    from megarl.config.json_schema import recipe_schema
-
-    print(json.dumps(recipe_schema(), indent=1, ensure_ascii=False))
+app.command(cls=RecipeCommand)(show_config)
+app.command()(schema)
 
 
 @app.command(cls=RecipeCommand)
@@ -306,114 +434,8 @@ def doctor(
         raise typer.Exit(ConfigError.exit_code)
 
 
-@app.command()
-def report(
-    runs: Annotated[
-        list[Path],
-        typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs (runs/NAME), or of evaluations."),
-    ],
-    out: Annotated[
-        Path | None,
-        typer.Option(
-            help="HTML file to write. Default: report.html in the run's folder; for several runs in the "
-            "current folder.",
-            show_default=False,
-        ),
-    ] = None,
-) -> None:
-    """Write one HTML page about a run, or several side by side: curves, times, samples, errors. Needs no network.
-
-    For evaluations: accuracies, differences from the first one with confidence intervals, changed answers.
-    """
-    from megarl.console import print_report
-    from megarl.report.page import write_report
-
-    print_report(*write_report(runs, out))
-
-
-@app.command()
-def watch(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME), also of another machine's.")],
-    once: Annotated[bool, typer.Option("--once", help="Print the dashboard once, then exit with code 0.")] = False,
-    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the run's files.")] = 2.0,
-) -> None:
-    """Show a running run: progress, curves, times, warnings, samples. Ends with the run, and with its exit code.
-
-    Only files of the run's folder are read. If the output is not a terminal, each step gets a line.
-    """
-    from megarl.report.watch import watch
-
-    try:
-        code = watch(run, Terminal(highlight=False), interval_seconds=interval, is_once=once)
-    # Ctrl-C ends the command and not the run, so its code is not the run's.
-    except KeyboardInterrupt:
-        code = 130
-    raise typer.Exit(code)
-
-
-@app.command()
-def metrics(
-    name: Annotated[
-        str,
-        typer.Argument(
-            metavar="[TEXT]",
-            help="Print only metrics whose name contains TEXT, or the row that describes the logged metric TEXT.",
-        ),
-    ] = "",
-    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
-    as_markdown: Annotated[
-        bool, typer.Option("--markdown", help="Print a Markdown page with one table per group of metrics.")
-    ] = False,
-) -> None:
-    """Print the table of all metrics: name, unit, meaning. With --json it also has the module that computes each
-    metric."""
-    from megarl.console import print_metrics
-    from megarl.tracking.metric_table import find, metrics_markdown, rows
-
-    found = [row for row in rows() if name in row.name]
-    if not found and (row := find(name)) is not None:
-        found = [row]
-    if not found:
-        raise ConfigError(f"{name}: no metric has this text in its name; `megarl metrics` prints all names")
-    if as_json:
-        print(json.dumps({row.name: {"unit": row.unit, "meaning": row.meaning, "module": row.module} for row in found}))
-    elif as_markdown:
-        print(metrics_markdown(found), end="")
-    else:
-        print_metrics(found)
-
-
-@app.command()
-def samples(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME), or of an evaluation.")],
-    step: Annotated[
-        int | None,
-        typer.Option(
-            min=0, help="Number of the step whose samples are shown. Default: the newest.", show_default=False
-        ),
-    ] = None,
-    order: Annotated[
-        Literal["file", "best", "worst"],
-        typer.Option("--sort", help="Order of the samples: file (as recorded), best or worst (by reward)."),
-    ] = "file",
-    of_set: Annotated[
-        str | None,
-        typer.Option("--set", help="Name of a validation set, or `train` for training samples.", show_default=False),
-    ] = None,
-    search: Annotated[
-        str, typer.Option(help="Show only samples that contain this text. Without --step: of all steps.")
-    ] = "",
-    limit: Annotated[
-        int, typer.Option(min=1, help="Maximum number of samples printed if the output is not a terminal.")
-    ] = 10,
-) -> None:
-    """Show samples of a run, or answers of an evaluation: one at a time on a terminal, otherwise all."""
-    from megarl.report.browse import Selection, browse
-
-    # Browsing asks for keys, so both ends must be a terminal. Piped output is printed up to the limit.
-    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
-    console = Terminal(highlight=False, soft_wrap=True, markup=False)
-    browse(run, Selection(step, order, of_set, search), console, limit=limit, ask=input if is_terminal else None)
+for reader in (report, watch, metrics, samples):
+    app.command()(reader)
 
 
 @app.command()

@@ -1,0 +1,119 @@
+"""Commands that read runs and show them: `megarl report`, `watch`, `metrics` and `samples`."""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from megarl.terminal import Terminal
+from megarl.types import ConfigError
+
+
+def report(
+    runs: Annotated[
+        list[Path],
+        typer.Argument(metavar="RUN [RUN2 ...]", help="Folders of runs (runs/NAME), or of evaluations."),
+    ],
+    out: Annotated[
+        Path | None,
+        typer.Option(
+            help="HTML file to write. Default: report.html in the run's folder; for several runs in the "
+            "current folder.",
+            show_default=False,
+        ),
+    ] = None,
+) -> None:
+    """Write one HTML page about a run, or several side by side: curves, times, samples, errors. Needs no network.
+
+    For evaluations: accuracies, differences from the first one with confidence intervals, changed answers.
+    """
+    from megarl.console import print_report
+    from megarl.report.page import write_report
+
+    print_report(*write_report(runs, out))
+
+
+def watch(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME), also of another machine's.")],
+    once: Annotated[bool, typer.Option("--once", help="Print the dashboard once, then exit with code 0.")] = False,
+    interval: Annotated[float, typer.Option(min=0.1, help="Seconds between two looks at the run's files.")] = 2.0,
+) -> None:
+    """Show a running run: progress, curves, times, warnings, samples. Ends with the run, and with its exit code.
+
+    Only files of the run's folder are read. If the output is not a terminal, each step gets a line.
+    """
+    from megarl.report.watch import watch
+
+    try:
+        code = watch(run, Terminal(highlight=False), interval_seconds=interval, is_once=once)
+    # Ctrl-C ends the command and not the run, so its code is not the run's.
+    except KeyboardInterrupt:
+        code = 130
+    raise typer.Exit(code)
+
+
+def metrics(
+    name: Annotated[
+        str,
+        typer.Argument(
+            metavar="[TEXT]",
+            help="Print only metrics whose name contains TEXT, or the row that describes the logged metric TEXT.",
+        ),
+    ] = "",
+    as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
+    as_markdown: Annotated[
+        bool, typer.Option("--markdown", help="Print a Markdown page with one table per group of metrics.")
+    ] = False,
+) -> None:
+    """Print the table of all metrics: name, unit, meaning. With --json it also has the module that computes each
+    metric."""
+    from megarl.console import print_metrics
+    from megarl.tracking.metric_table import find, metrics_markdown, rows
+
+    found = [row for row in rows() if name in row.name]
+    if not found and (row := find(name)) is not None:
+        found = [row]
+    if not found:
+        raise ConfigError(f"{name}: no metric has this text in its name; `megarl metrics` prints all names")
+    if as_json:
+        print(json.dumps({row.name: {"unit": row.unit, "meaning": row.meaning, "module": row.module} for row in found}))
+    elif as_markdown:
+        print(metrics_markdown(found), end="")
+    else:
+        print_metrics(found)
+
+
+def samples(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="Folder of a run (runs/NAME), or of an evaluation.")],
+    step: Annotated[
+        int | None,
+        typer.Option(
+            min=0, help="Number of the step whose samples are shown. Default: the newest.", show_default=False
+        ),
+    ] = None,
+    order: Annotated[
+        Literal["file", "best", "worst"],
+        typer.Option("--sort", help="Order of the samples: file (as recorded), best or worst (by reward)."),
+    ] = "file",
+    of_set: Annotated[
+        str | None,
+        typer.Option("--set", help="Name of a validation set, or `train` for training samples.", show_default=False),
+    ] = None,
+    search: Annotated[
+        str, typer.Option(help="Show only samples that contain this text. Without --step: of all steps.")
+    ] = "",
+    limit: Annotated[
+        int, typer.Option(min=1, help="Maximum number of samples printed if the output is not a terminal.")
+    ] = 10,
+) -> None:
+    """Show samples of a run, or answers of an evaluation: one at a time on a terminal, otherwise all."""
+    from megarl.report.browse import Selection, browse
+
+    # Browsing asks for keys, so both ends must be a terminal. Piped output is printed up to the limit.
+    is_terminal = sys.stdin.isatty() and sys.stdout.isatty()
+    console = Terminal(highlight=False, soft_wrap=True, markup=False)
+    browse(run, Selection(step, order, of_set, search), console, limit=limit, ask=input if is_terminal else None)
