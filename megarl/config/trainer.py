@@ -32,7 +32,7 @@ class TrainerConfig(Section):
     dp: PositiveInt | None = None
     """Data-parallel size. Default: the trainer's ranks / (tp * pp * cp)."""
     vpp: Annotated[PositiveInt,
-        Decides(megatron="virtual_pipeline_model_parallel_size overlap_p2p_comm batch_p2p_comm"),
+        Decides(megatron="virtual_pipeline_model_parallel_size overlap_p2p_comm batch_p2p_comm batch_p2p_sync"),
         Foreign("virtual_pipeline_model_parallel_size num_layers_per_virtual_pipeline_stage")] = 1  # fmt: skip
     """Virtual pipeline size: number of model chunks per pipeline stage (interleaved schedule)."""
     cp: Annotated[PositiveInt, Decides(megatron="context_parallel_size"),

@@ -97,14 +97,16 @@ class PackedRow(PackedSeqParams):
     """The sequences of a packed row (Megatron's THD format), with indices for every layer's attention.
 
     With context parallelism each sequence is split into 2 * cp chunks. Rank r has chunks r and 2 * cp - 1 - r (zigzag),
-    so causal attention costs all ranks the same. Shapes: `local` [tokens], the row's indices of this rank's tokens;
-    `positions` [tokens], their positions in their sequences; `order` [tokens], an index sorting the outputs of `parts`
-    by token; `place` [tokens of all ranks], the index of the row's tokens in the ranks' tokens, rank after rank.
-    `longest_part` is the number of tokens that each rank pads its tokens to for this index.
+    so causal attention costs all ranks the same. Shapes: `local` [tokens], the row's indices of this rank's tokens, and
+    `host_local`, the same in host memory; `positions` [tokens], their positions in their sequences; `order` [tokens],
+    an index sorting the outputs of `parts` by token; `place` [tokens of all ranks], the index of the row's tokens in
+    the ranks' tokens, rank after rank. `longest_part` is the number of tokens that each rank pads its tokens to for
+    this index.
     """
 
     positions: Tensor | None = None
     local: Tensor | None = None
+    host_local: NDArray[np.int64] | None = None
     order: Tensor | None = None
     place: Tensor | None = None
     longest_part: int = 0
@@ -153,6 +155,7 @@ class PackedRow(PackedSeqParams):
             max_seqlen_kv=longest,
             positions=torch.tensor(local - starts[sequence[local]], device=device),
             local=torch.tensor(local, device=device),
+            host_local=local,
             order=order,
             place=place,
             longest_part=len(local),
@@ -167,6 +170,7 @@ class PackedRow(PackedSeqParams):
         """
         device = tree.reach.device
         lengths = torch.tensor([0, len(tree.own)], dtype=torch.int32, device=device)
+        local = np.flatnonzero(holders == cp_rank)
         place, longest_part = None, 0
         if tree.place is not None:
             places, longest_part = places_by_rank(holders)
@@ -179,7 +183,8 @@ class PackedRow(PackedSeqParams):
             max_seqlen_q=longest,
             max_seqlen_kv=longest,
             positions=torch.from_numpy(tree.positions[tree.own]).to(device),
-            local=torch.from_numpy(np.flatnonzero(holders == cp_rank)).to(device),
+            local=torch.from_numpy(local).to(device),
+            host_local=local,
             place=place,
             longest_part=longest_part,
             tree=tree,

@@ -310,10 +310,12 @@ def _split_settings(layout: ParallelConfig, dtype: torch.dtype, sequence_paralle
         # directions.
         "overlap_p2p_comm": layout.vpp > 1,
         "batch_p2p_comm": layout.vpp == 1,
+        # Megatron's wait for the whole device after each exchange works around an error of old PyTorch releases.
+        "batch_p2p_sync": False,
         "sequence_parallel": sequence_parallel,
         "use_cpu_initialization": not torch.cuda.is_available(),
-        # Packed rows differ in length. Megatron-Core 0.16.1 sends these between stages only with this dispatcher, even
-        # in dense models.
+        # Packed rows differ in length. With this setting, Megatron asks `training.stage_shapes` for each length.
+        # Megatron-Core 0.16.1 accepts it only with this dispatcher, even in dense models.
         "variable_seq_lengths": layout.pp > 1,
         "moe_token_dispatcher_type": "alltoall",
         # gloo still reads an output after its send returns. Freeing it is safe only in CUDA's stream order.

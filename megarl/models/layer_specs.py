@@ -19,6 +19,7 @@ from megarl.models.attention import PackedAttention, with_trees
 from megarl.models.configuration import uses_transformer_engine
 from megarl.models.delta_net import with_delta_net
 from megarl.models.expert_balance import UpdateRouter, needs_update_router
+from megarl.models.expert_dispatch import ReplayedMoELayer, takes_known_counts
 from megarl.models.experts import OwnOutput
 from megarl.models.gated_attention import GatedAttention
 from megarl.models.norms import RMSNorm
@@ -82,9 +83,11 @@ def layer_spec(config: TransformerConfig, kind: LayerKind) -> Any:
         gated.self_attention.module = GatedAttention
     if kind.mixer == "linear_attention":
         layer = with_delta_net(layer, transformer_engine=uses_transformer_engine())
+    parts: Any = layer.submodules
     if kind.has_experts and needs_update_router(config):
-        feed_forward: Any = layer.submodules
-        feed_forward.mlp.submodules.router = UpdateRouter
+        parts.mlp.submodules.router = UpdateRouter
+    if kind.has_experts and takes_known_counts(config):
+        parts.mlp.module = ReplayedMoELayer
     return layer
 
 

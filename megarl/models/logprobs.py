@@ -192,19 +192,20 @@ class _Truncation:
     def __init__(self, support: Support, first_token_id: int, blocks: list[range]) -> None:
         self._blocks = blocks
         self._is_cut = support.counts > 0
+        self._columns = support.token_ids.long() - first_token_id
         tokens = torch.arange(len(support.counts), device=support.counts.device)
-        columns, order = (support.token_ids.long() - first_token_id).sort()
-        self._columns, self._tokens = columns, tokens.repeat_interleave(support.counts.long())[order]
-        edges = [edge for block in blocks for edge in (block.start, block.stop)]
-        found = torch.searchsorted(columns, torch.tensor(edges, dtype=columns.dtype, device=columns.device))
-        self._edges: list[int] = found.tolist()
+        # With the known size of the result, the host does not wait for the counts.
+        self._tokens = tokens.repeat_interleave(support.counts.long(), output_size=len(self._columns))
 
     def outside(self, index: int) -> Tensor:
         """Return bool [tokens, tokens of the block]: True outside a token's set, False everywhere if it has no set."""
-        block, entries = self._blocks[index], slice(self._edges[2 * index], self._edges[2 * index + 1])
-        outside = self._is_cut[:, None].repeat(1, len(block))
-        outside[self._tokens[entries], self._columns[entries] - block.start] = False
-        return outside
+        block = self._blocks[index]
+        columns = self._columns - block.start
+        # One column more takes the ids of other blocks. Selecting this block's ids would make the host wait.
+        columns = torch.where((columns >= 0) & (columns < len(block)), columns, len(block))
+        outside = self._is_cut[:, None].repeat(1, len(block) + 1)
+        outside.index_put_((self._tokens, columns), outside.new_zeros(()))
+        return outside[:, :-1]
 
 
 def _retained_log_total(logits: Tensor, outside: Tensor) -> tuple[Tensor, Tensor]:

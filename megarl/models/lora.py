@@ -26,7 +26,6 @@ from megatron.core.tensor_parallel import (
     reduce_scatter_to_sequence_parallel_region,
     set_tensor_model_parallel_attributes,
 )
-from megatron.core.transformer.moe.router_replay import RouterReplay
 from torch import Tensor, nn
 
 from megarl.models.policy import PackedModel
@@ -170,9 +169,6 @@ def adapters_switched(chunks: Sequence[nn.Module], *, on: bool, drops: bool) -> 
     Outside of it they are on, without dropout.
     """
     adapters = [adapter for _, _, adapter in adapters_of(chunks)]
-    if not on:
-        # The router of the frozen model chooses its own experts.
-        RouterReplay.clear_global_router_replay_action()
     for adapter in adapters:
         adapter.is_on = on
         adapter.train(drops)

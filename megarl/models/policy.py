@@ -24,6 +24,7 @@ from megarl.families.parts import Latent
 from megarl.families.shape import ModelShape, padded_vocab_size
 from megarl.models.attention import PackedRow
 from megarl.models.configuration import uses_transformer_engine
+from megarl.models.expert_dispatch import ExpertCounts
 from megarl.models.latent_attention import RowRotary, share_rotary
 from megarl.models.layer_specs import block_spec, has_router, has_sinks
 from megarl.models.logprobs import Support, vocab_parallel_logprobs
@@ -88,17 +89,28 @@ class PackedModel(GPTModel):
             )
         self.qkv_format = "thd" if uses_transformer_engine() and not has_sinks(config) else "packed"
 
-    def replay_routes(self, routes: Tensor, layer_numbers: Sequence[int]) -> None:
+    def replay_routes(
+        self, routes: Tensor, layer_numbers: Sequence[int], counts: Sequence[ExpertCounts | None]
+    ) -> None:
         """Route the tokens of the next forward pass to these experts (router replay).
 
         Shapes: routes int64 [tokens of this rank, layers, top_k]; layer_numbers [layers], from 0, all layers with
-        experts of this rank, including this chunk's.
+        experts of this rank, including this chunk's; counts [layers], None where the layer counts tokens itself.
         """
         layers: Any = self.decoder.layers
         for layer in (layer for layer in layers if has_router(layer)):
+            index = layer_numbers.index(layer.layer_number - 1)
             replay = layer.mlp.router.router_replay
-            replay.target_topk_idx = routes[:, layer_numbers.index(layer.layer_number - 1)]
+            replay.target_topk_idx = routes[:, index]
             replay.set_router_replay_action(RouterReplayAction.REPLAY_FORWARD)
+            layer.mlp.token_dispatcher.counts = counts[index]
+
+    def choose_routes(self) -> None:
+        """Let the routers choose the experts in the next forward pass, after passes with replayed ones."""
+        layers: Any = self.decoder.layers
+        for layer in (layer for layer in layers if has_router(layer)):
+            layer.mlp.router.router_replay.clear_router_replay_action()
+            layer.mlp.token_dispatcher.counts = None
 
     def _preprocess(
         self, input_ids: Tensor, position_ids: Any, *args: Any, packed_seq_params: PackedRow, **kwargs: Any

@@ -45,9 +45,9 @@ class TokenTree:
 
     All other fields are this rank's. `num_represented` [own tokens], on the host, are the tokens of sequences stored
     there: 0 for padding. `stored_of` [tokens] is the place among the own tokens of each token of the sequences that is
-    stored on this rank. A log-prob is an edge of the tree, from a token to the next one. `edge_sources` [edges] are the
-    places of the own tokens before it. `edges` [tokens] is the edge to the token after each token; any edge where none
-    follows.
+    stored on this rank; `host_stored_of` is the same in host memory. A log-prob is an edge of the tree, from a token to
+    the next one. `edge_sources` [edges] are the places of the own tokens before it. `edges` [tokens] is the edge to the
+    token after each token; any edge where none follows.
     """
 
     reach: Tensor
@@ -60,6 +60,7 @@ class TokenTree:
     place: Tensor | None
     num_represented: NDArray[np.int64]
     stored_of: Tensor
+    host_stored_of: NDArray[np.int64]
     edge_sources: Tensor
     edges: Tensor
 

@@ -190,7 +190,8 @@ def _replace_tensor_methods() -> None:
         # Megatron's optimizer and gradient clipping recognise parameters by the string `torch.cuda.FloatTensor`.
         if args or kwargs:
             return type_of(self, *args, **kwargs)
-        return type_of(self).replace("torch.", "torch.cuda.", 1)
+        # A torch function mode calls this replacement again for the type that is asked here.
+        return "torch.cuda." + type_of(self).removeprefix("torch.").removeprefix("cuda.")
 
     setattr(cuda, _MARK, True)
     torch.Tensor.cuda = cuda

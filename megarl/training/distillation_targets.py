@@ -168,8 +168,8 @@ def _runs(row: TokenBatch, positions: TargetPositions) -> NDArray[np.int64]:
 
 def _own_positions(row: TokenBatch, batch: Microbatch, teacher: int) -> tuple[TargetPositions, NDArray[np.int64]]:
     """Return the positions on this rank with targets from one teacher, and their indices among the rank's tokens."""
-    assert row.target_keys is not None and batch.row.local is not None
-    own, indices = TargetPositions.of_row(row, batch.padded).among(batch.row.local.cpu().numpy())
+    assert row.target_keys is not None and batch.row.host_local is not None
+    own, indices = TargetPositions.of_row(row, batch.padded).among(batch.row.host_local)
     chosen = row.target_keys[own.sequence, 0] == teacher
     return TargetPositions(own.place[chosen], own.sequence[chosen], own.ordinal[chosen]), indices[chosen]
 

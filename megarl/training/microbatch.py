@@ -87,8 +87,8 @@ def pack_row(
     lengths = batch.lengths
     padded = padded_lengths(lengths, cp=cp, multiple=multiple)
     row = PackedRow.from_lengths(padded.tolist(), device, qkv_format, cp=cp, cp_rank=cp_rank)
-    assert row.local is not None
-    local = row.local.cpu().numpy()
+    assert row.host_local is not None
+    local = row.host_local
     places, predicted = places_in_row(lengths, padded), is_predicted(batch.cu_seqlens)
 
     def own_part(values: np.ndarray, at: np.ndarray) -> Tensor:
@@ -255,6 +255,7 @@ def _token_tree(
     if len(padding) > 1:
         place = torch.from_numpy(places_by_rank(split.ranks)[0]).to(device)
     num_represented = np.append(tree.num_represented, np.zeros(padding.sum(), np.int64))
+    stored_of = np.searchsorted(own, tree.stored_of[local])
     return TokenTree(
         reach=torch.from_numpy(np.append(tree.reach, np.repeat(last_ends, last_ends - last_starts))).to(device),
         starts=np.append(tree.starts, last_starts),
@@ -265,7 +266,8 @@ def _token_tree(
         chunks=split.chunks[split.ranks[split.chunks[:, 1]] == cp_rank],
         place=place,
         num_represented=num_represented[own],
-        stored_of=torch.from_numpy(np.searchsorted(own, tree.stored_of[local])).to(device),
+        stored_of=torch.from_numpy(stored_of).to(device),
+        host_stored_of=stored_of,
         edge_sources=torch.from_numpy(np.searchsorted(own, sources)).to(device),
         edges=torch.from_numpy(edges[local]).to(device),
     )
@@ -277,12 +279,12 @@ def row_tokens(batch: Microbatch, parts: int = 1, part: int = 0) -> RowTokens:
     """
     if batch.row.tree is not None:
         return _tree_tokens(batch, batch.row.tree, parts, part)
-    assert batch.row.local is not None
-    local = np.split(batch.row.local.cpu().numpy(), parts)[part]
+    assert batch.row.host_local is not None
+    local = np.split(batch.row.host_local, parts)[part]
     starts = batch.padded.cumsum() - batch.padded
     sequences = np.repeat(np.arange(len(batch.padded)), batch.padded)[local]
     is_real = local - starts[sequences] < batch.lengths[sequences]
-    device = batch.row.local.device
+    device = batch.mask.device
     return RowTokens(
         torch.from_numpy(sequences).to(device),
         torch.from_numpy(is_real).to(device),
@@ -292,12 +294,12 @@ def row_tokens(batch: Microbatch, parts: int = 1, part: int = 0) -> RowTokens:
 
 def _tree_tokens(batch: Microbatch, tree: TokenTree, parts: int, part: int) -> RowTokens:
     """Return part `part` of `parts` of this context-parallel rank's stored tokens of a tree."""
-    assert batch.row.local is not None
+    assert batch.row.host_local is not None
     device = tree.reach.device
     size = len(tree.own) // parts
-    stored = tree.stored_of.cpu().numpy() - part * size
+    stored = tree.host_stored_of - part * size
     is_own = (stored >= 0) & (stored < size)
-    sequences = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[batch.row.local.cpu().numpy()][is_own]
+    sequences = np.repeat(np.arange(len(batch.lengths)), batch.lengths)[batch.row.host_local][is_own]
     return RowTokens(
         torch.from_numpy(sequences).to(device),
         torch.from_numpy(tree.num_represented[part * size : (part + 1) * size]).to(device),
@@ -312,12 +314,12 @@ def represented_tokens(batch: Microbatch) -> NDArray[np.int64]:
     The result is [places]. A place of a tree may hold equal tokens of several sequences: the last one's is returned.
     Padding places of a tree have -1. Without a tree, padding has places in the row like other tokens.
     """
-    assert batch.row.local is not None
-    local = batch.row.local.cpu().numpy()
+    local = batch.row.host_local
+    assert local is not None
     if batch.row.tree is None:
         return local
     found = np.full(len(batch.row.tree.own), -1)
-    found[batch.row.tree.stored_of.cpu().numpy()] = local
+    found[batch.row.tree.host_stored_of] = local
     return found
 
 
@@ -359,12 +361,13 @@ def padded_lengths(lengths: Sequence[int] | NDArray[np.int64], *, cp: int, multi
     return padded
 
 
-def unpack_row(values: Tensor, lengths: NDArray[np.int64], padded: NDArray[np.int64]) -> NDArray[np.float32]:
+def unpack_row(
+    values: NDArray[np.float32], lengths: NDArray[np.int64], padded: NDArray[np.int64]
+) -> NDArray[np.float32]:
     """Return per-token values of a padded row in the batch's order: float32 [tokens], zero on first tokens."""
-    row_values = values.float().cpu().numpy()
     predicted = is_predicted(borders(lengths))
     unpacked = np.zeros(len(predicted), np.float32)
-    unpacked[predicted] = row_values[places_in_row(lengths, padded)[predicted] - 1]
+    unpacked[predicted] = values[places_in_row(lengths, padded)[predicted] - 1]
     return unpacked
 
 

@@ -24,6 +24,7 @@ from megarl.families.shape import ModelShape
 from megarl.groups.megatron_ranks import permuted_ranks
 from megarl.models.configuration import transformer_config
 from megarl.models.expert_balance import routers_of
+from megarl.models.expert_dispatch import ExpertCounts, takes_known_counts
 from megarl.models.layer_specs import has_router
 from megarl.models.policy import PackedModel, PolicyModel, ValueModel, evaluating
 from megarl.models.teacher_student import TeacherTargets
@@ -32,9 +33,12 @@ from megarl.reshard.layouts.megatron import chunk_prefix
 from megarl.training.distillation_targets import TargetFetcher
 from megarl.training.microbatch import Microbatch, pack_row, represented_tokens, row_tokens, unpack_row, whole_row
 from megarl.training.replica import Replica
-from megarl.training.routed_experts import ExpertExchange, OwnTokens, fetch_routes
+from megarl.training.routed_experts import ExpertExchange, OwnTokens, count_by_expert, fetch_routes
+from megarl.training.stage_shapes import StageCommunicator, stage_groups
 
 Policy = TypeVar("Policy", bound=PolicyModel)
+Counts = Sequence[ExpertCounts | None]
+"""Tokens for each expert of a row [own layers]; None where the layer counts them itself."""
 LoadWeights = Callable[[Mapping[str, Tensor]], None]
 """Function that fills a model's parameters, given by name, in place."""
 
@@ -157,9 +161,13 @@ class ModelShard:
         outputs = self._forward_only(self.shared(rows), partial(_kept_output, count=count))
         if not self.reports:
             return None
+        rows_values = [whole_row(values.T, batch.row) for values, batch in outputs]
+        # One copy for all rows: the host waits for the device once.
+        on_host = torch.cat(rows_values).float().cpu().numpy()
+        ends = np.cumsum([len(values) for values in rows_values])
         return [
-            np.stack([unpack_row(one, batch.lengths, batch.padded) for one in whole_row(values.T, batch.row).T])
-            for values, batch in outputs
+            np.stack([unpack_row(one, batch.lengths, batch.padded) for one in values.T])
+            for values, (_, batch) in zip(np.split(on_host, ends[:-1]), outputs, strict=True)
         ]
 
     def _forward_only(self, rows: Sequence[TokenBatch], of_row: Callable[..., Any]) -> list[Any]:
@@ -215,6 +223,14 @@ class ModelShard:
             own.append(OwnTokens(row, batch.padded, np.split(represented_tokens(batch), parts)[part]))
         return fetch_routes(self.expert_exchange, own)
 
+    def _count_by_expert(self, routes: Sequence[Tensor | None]) -> Sequence[Counts]:
+        """Count the tokens of each row for each expert and own layer, if replayed experts determine the counts."""
+        replayed = [experts for experts in routes if experts is not None]
+        if not replayed or not takes_known_counts(self.config):
+            return [[None] * len(self.expert_layers)] * len(routes)
+        group: Any = parallel_state.get_expert_tensor_and_model_parallel_group()
+        return count_by_expert(replayed, self.shape.num_experts, self.layout.ep, group, self.device)
+
     def _fetch_targets(
         self, rows: Sequence[TokenBatch], batches: Sequence[Microbatch]
     ) -> Sequence[Sequence[TeacherTargets]]:
@@ -260,18 +276,23 @@ class ModelShard:
             for row in rows
         ]
 
-        # Both are collectives over the world. They run before the schedule, because stages enter forward passes at
-        # different times.
+        # These are collectives over the world, or over ranks sharing experts. They run before the schedule, because
+        # stages enter forward passes at different times.
         routes = self._fetch_routes(rows, batches)
+        counts = self._count_by_expert(routes)
         targets = self._fetch_targets(rows, batches)
 
         def forward_step(
-            iterator: Iterator[tuple[Microbatch, Tensor | None, Sequence[TeacherTargets]]], chunk: torch.nn.Module
+            iterator: Iterator[tuple[Microbatch, Tensor | None, Counts, Sequence[TeacherTargets]]],
+            chunk: torch.nn.Module,
         ) -> tuple[Tensor, Callable[..., Any]]:
-            batch, experts, row_targets = next(iterator)
+            batch, experts, row_counts, row_targets = next(iterator)
             if experts is not None:
                 replay_routes: Any = get_attr_wrapped_model(chunk, "replay_routes")
-                replay_routes(experts.to(self.device).long(), self.expert_layers)
+                replay_routes(experts.to(self.device).long(), self.expert_layers, row_counts)
+            elif self.config.moe_enable_routing_replay:
+                choose_routes: Any = get_attr_wrapped_model(chunk, "choose_routes")
+                choose_routes()
             self._prepare(chunk, batch)
             if self.target_fetcher is not None and get_attr_wrapped_model(chunk, "post_process"):
                 set_targets: Any = get_attr_wrapped_model(chunk, "set_targets")
@@ -285,10 +306,18 @@ class ModelShard:
             )
             return output, partial(of_row, batch=batch)
 
-        return {
+        stages: dict[str, Any] = {}
+        if self.layout.pp > 1:
+            hidden_size = self.config.hidden_size
+            shapes = [(batch.input_ids.shape[1] // self._parts, 1, hidden_size) for batch in batches]
+            stages = {
+                "p2p_communicator": StageCommunicator(self.config, shapes, len(self.chunks)),
+                "pg_collection": stage_groups(),
+            }
+        return stages | {
             "forward_step_func": forward_step,
             # An interleaved schedule (vpp) reads one iterator per chunk.
-            "data_iterator": [zip(batches, routes, targets, strict=True) for _ in self.models],
+            "data_iterator": [zip(batches, routes, counts, targets, strict=True) for _ in self.models],
             "model": list(self.models),
             "num_microbatches": len(rows),
             "seq_length": self.recipe.trainer.max_tokens_per_microbatch,

@@ -20,8 +20,8 @@ from megarl.algorithms.trial import ResultError, checked_policy_loss
 from megarl.algorithms.value_losses import clipped as clipped_values
 from megarl.config import AlgorithmConfig, CriticConfig, PreferenceConfig
 from megarl.files.import_path import function_of
-from megarl.tracking.metrics import Max, Mean, Metric, Sum
 from megarl.training.microbatch import Microbatch, whole_row
+from megarl.training.row_metrics import RowMetric, max_of, mean_of, mean_of_all, sum_of
 from megarl.types import ConfigError
 
 METRICS = {
@@ -75,7 +75,7 @@ class StepNumbers:
     """KTO's reference point: the policy's KL from the reference in nats per answer, not negative."""
 
 
-RowLoss = tuple[Tensor, Tensor, dict[str, Metric]]
+RowLoss = tuple[Tensor, Tensor, dict[str, RowMetric]]
 """A microbatch's part of the global loss [], a token count [] required by Megatron, and the microbatch's metrics."""
 
 
@@ -143,17 +143,17 @@ def policy_objective(config: AlgorithmConfig) -> Objective:
         if config.entropy_coefficient:
             loss = loss - config.entropy_coefficient * entropies
         is_of_policy = batch.mask
-        logged: dict[str, Metric] = {}
+        logged: dict[str, RowMetric] = {}
         if (is_supervised := given.get("supervised")) is not None:
             # Conversations of data.ptx share the row: their tokens get the supervised loss and none of the policy
             # terms.
             loss = torch.where(is_supervised > 0, -policy_logprobs, loss)
             is_of_policy = batch.mask & (is_supervised == 0)
-            logged["train/ptx_loss"] = _mean(-policy_logprobs.detach()[batch.mask & (is_supervised > 0)])
+            logged["train/ptx_loss"] = mean_of(-policy_logprobs, batch.mask & (is_supervised > 0))
         if (rollout_logprobs := given.get("rollout_logprobs")) is not None:
             # With old_logprobs = rollout, no earlier pass computed the trainer's log-probs: this pass provides them.
             trainer_logprobs = policy_logprobs.detach() if config.old_logprobs == "rollout" else old_logprobs
-            logged |= _mismatch_metrics(trainer_logprobs[is_of_policy], rollout_logprobs[is_of_policy])
+            logged |= _mismatch_metrics(trainer_logprobs, rollout_logprobs, is_of_policy)
         total, count, of_tokens = _weighted(loss, metrics, batch, is_of_policy)
         return total, count, of_tokens | logged
 
@@ -175,7 +175,7 @@ def with_mtp_loss(objective: Objective, coefficient: float) -> Objective:
         return (
             total + coefficient * (losses * weights).sum(),
             count,
-            logged | {"mtp/loss": _mean(losses.detach()[mask])},
+            logged | {"mtp/loss": mean_of(losses, mask)},
         )
 
     return objective_and_mtp
@@ -222,7 +222,7 @@ def divergence_objective(output: Tensor, batch: Microbatch, numbers: StepNumbers
     metrics = {"distillation/divergence": divergences, "train/entropy": entropies}
     total, count, logged = _weighted(divergences, metrics, batch, batch.mask)
     if (rollout_logprobs := batch.per_token.get("rollout_logprobs")) is not None:
-        logged |= _mismatch_metrics(policy_logprobs.detach()[batch.mask], rollout_logprobs[batch.mask])
+        logged |= _mismatch_metrics(policy_logprobs.detach(), rollout_logprobs, batch.mask)
     return total, count, logged
 
 
@@ -279,77 +279,72 @@ def _answers_objective(preference_loss: Callable[..., tuple[Tensor, Tensor]], co
             desirable = sequence_sums(whole_row(batch.per_token["desirable"], row), cu_seqlens, mask) > 0
             losses, rewards = preference_loss(sums, held, desirable, kl=numbers.kto_kl, **settings)
             share = losses.detach() / lengths
-            metrics = _judged_metrics(rewards, desirable, config.beta * numbers.kto_kl)
+            of_answers = _judged_metrics(rewards, desirable, config.beta * numbers.kto_kl)
         else:
             pairs = (values.view(-1, 2) for values in (sums, held, lengths))
             losses, rewards = preference_loss(*pairs, **settings)
             # Token weights divide by the number of sequences, two per pair, hence the factor 2.
             losses = 2 * losses
-            share, metrics = (losses.detach() / lengths.view(-1, 2).sum(1)).repeat_interleave(2), _pair_metrics(rewards)
+            share = (losses.detach() / lengths.view(-1, 2).sum(1)).repeat_interleave(2)
+            of_answers = _pair_metrics(rewards)
         [slopes] = torch.autograd.grad(losses.sum(), sums)
         # Each token gets an equal share of its answer's loss as value, and the slope of its answer's sum as gradient.
         sequence = sequence_of_tokens(cu_seqlens, len(mask))[own]
         loss = share[sequence] + slopes[sequence] * (per_token - per_token.detach())
-        if len(output) > 1:
-            metrics["train/entropy"] = output[1].detach()
-        return _weighted(loss, metrics, batch, batch.mask)
+        of_tokens = {"train/entropy": output[1]} if len(output) > 1 else {}
+        total, count, logged = _weighted(loss, of_tokens, batch, batch.mask)
+        return total, count, logged | of_answers
 
     return objective
 
 
 def _weighted(loss: Tensor, metrics: Mapping[str, Tensor], batch: Microbatch, is_counted: Tensor) -> RowLoss:
-    """Return the sum of weight * loss, and the means of metrics over the counted tokens.
-
-    `loss` and `is_counted` are [tokens]. A metric is [tokens], or has one value per sequence or pair. In the latter
-    case all values count.
-    """
+    """Return the sum of weight * loss, and the means of metrics over the counted tokens. All tensors are [tokens]."""
     # Selecting instead of multiplying: an untrained token's loss, even inf, must not reach the sum.
     total = (torch.where(batch.mask, loss, 0.0) * batch.per_token["token_weights"]).sum()
-    logged: dict[str, Metric] = {"train/loss": Sum(total.item()), "train/tokens": Sum(float(batch.mask.sum()))}
-    for name, values in metrics.items():
-        logged[name] = _mean(values.detach()[is_counted] if len(values) == len(is_counted) else values.detach())
+    logged = {"train/loss": sum_of(total), "train/tokens": sum_of(batch.mask)}
+    logged |= {name: mean_of(values, is_counted) for name, values in metrics.items()}
     # Megatron's schedules require a token count. It is not used: the token weights are already normalised.
     return total, torch.ones((), dtype=torch.int, device=total.device), logged
 
 
-def _mean(values: Tensor) -> Mean:
-    return Mean(values.mean().item() if len(values) else 0.0, len(values))
-
-
-def _mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor) -> dict[str, Metric]:
-    """Return the `logprob_gap/` metrics: the mismatch of trainer and engine over tokens [tokens] sampled by these
-    weights.
+def _mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor, is_counted: Tensor) -> dict[str, RowMetric]:
+    """Return the `logprob_gap/` metrics: the mismatch of trainer and engine over the counted tokens sampled by these
+    weights. All tensors are [tokens].
 
     The engine's log-prob of all other tokens is NaN.
     """
-    is_measured = ~rollout_logprobs.isnan()
-    logged: dict[str, Metric] = {"logprob_gap/measured": _mean(is_measured.double())}
-    if is_measured.any():
-        trainer, engine = trainer_logprobs[is_measured].double(), rollout_logprobs[is_measured].double()
-        logged["logprob_gap/max"] = Max((trainer - engine).abs().max().item())
-        logged |= {f"logprob_gap/{name}": _mean(part) for name, part in mismatch_moments(trainer, engine).items()}
+    is_sampled = ~rollout_logprobs.isnan()
+    is_measured = is_counted & is_sampled
+    trainer, engine = trainer_logprobs.double(), rollout_logprobs.double()
+    logged = {
+        "logprob_gap/measured": mean_of(is_sampled.double(), is_counted),
+        "logprob_gap/max": max_of((trainer - engine).abs(), is_measured),
+    }
+    for name, values in mismatch_moments(trainer, engine).items():
+        logged[f"logprob_gap/{name}"] = mean_of(values, is_measured, needs_tokens=True)
     return logged
 
 
-def _pair_metrics(rewards: Tensor) -> dict[str, Tensor]:
-    """Return the metrics of pairs: [pairs] each, from rewards [pairs, 2]."""
+def _pair_metrics(rewards: Tensor) -> dict[str, RowMetric]:
+    """Return the metrics of pairs, from rewards [pairs, 2]."""
     chosen, rejected = rewards.unbind(1)
     return {
-        "preference/accuracy": (chosen > rejected).float(),
-        "preference/margin": chosen - rejected,
-        "preference/chosen": chosen,
-        "preference/rejected": rejected,
+        "preference/accuracy": mean_of_all((chosen > rejected).float()),
+        "preference/margin": mean_of_all(chosen - rejected),
+        "preference/chosen": mean_of_all(chosen),
+        "preference/rejected": mean_of_all(rejected),
     }
 
 
-def _judged_metrics(rewards: Tensor, desirable: Tensor, threshold: float) -> dict[str, Tensor]:
-    """Return KTO's metrics: [answers] each, or [desirable answers] and [undesirable answers]."""
+def _judged_metrics(rewards: Tensor, desirable: Tensor, threshold: float) -> dict[str, RowMetric]:
+    """Return KTO's metrics, from rewards and desirable [answers]."""
     margin = torch.where(desirable, rewards - threshold, threshold - rewards)
     return {
-        "preference/accuracy": (margin > 0).float(),
-        "preference/margin": margin,
-        "preference/chosen": rewards[desirable],
-        "preference/rejected": rewards[~desirable],
+        "preference/accuracy": mean_of_all((margin > 0).float()),
+        "preference/margin": mean_of_all(margin),
+        "preference/chosen": mean_of(rewards, desirable),
+        "preference/rejected": mean_of(rewards, ~desirable),
     }
 
 

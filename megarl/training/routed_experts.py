@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save
 from megarl.data.token_batch import TokenBatch
 from megarl.files.atomic import disk_full_named
 from megarl.groups import signed
+from megarl.models.expert_dispatch import ExpertCounts
 from megarl.training.exchange import fetch_values, token_runs
 from megarl.types import DataError, ExpertsHandle
 
@@ -153,3 +154,28 @@ def fetch_routes(exchange: ExpertExchange, rows: Sequence[OwnTokens]) -> list[to
         of_row[row.is_token] = experts
         routes.append(torch.from_numpy(of_row))
     return routes
+
+
+def count_by_expert(
+    routes: Sequence[torch.Tensor], num_experts: int, ep: int, group: dist.ProcessGroup, device: torch.device
+) -> list[list[ExpertCounts]]:
+    """Count the tokens for each expert: one `ExpertCounts` for each row and each of this rank's layers.
+
+    `routes`: int16 [own tokens, own layers, top_k] of each row. A collective over `group`, the ep * etp ranks sharing
+    the experts. The host waits once for the device, for all rows and layers.
+    """
+    num_rows, num_layers = len(routes), routes[0].shape[1]
+    sent = torch.empty(num_rows, num_layers, num_experts, dtype=torch.int64)
+    first_of_layer = torch.arange(num_layers)[:, None] * num_experts
+    for row, counts in zip(routes, sent, strict=True):
+        chosen = (row + first_of_layer).ravel()
+        counts.copy_(torch.bincount(chosen, minlength=num_layers * num_experts).view_as(counts))
+    # Megatron orders these ranks by ep, then etp. Ranks that split experts among them own the same experts.
+    etp = group.size() // ep
+    by_owner = sent.view(num_rows, num_layers, ep, 1, -1).expand(-1, -1, -1, etp, -1)
+    outgoing = by_owner.permute(2, 3, 0, 1, 4).contiguous().to(device)
+    received = torch.empty_like(outgoing)
+    if outgoing.numel():
+        dist.all_to_all_single(received, outgoing, group=group)
+    by_row = received.cpu().view(group.size(), num_rows, num_layers, -1).permute(1, 2, 0, 3).contiguous()
+    return [[ExpertCounts(*layer) for layer in zip(*row, strict=True)] for row in zip(sent, by_row, strict=True)]

@@ -45,6 +45,7 @@ from megarl.training.objective import (
 from megarl.training.offload import MergedWeights, Offloadable, ScaledAdapters
 from megarl.training.optimizer import build_optimizer, build_schedule, step_if_finite
 from megarl.training.replica import Replica
+from megarl.training.row_metrics import read
 from megarl.types import MegarlError
 
 METRICS = {
@@ -325,11 +326,11 @@ class TrainingEngine(ModelShard):
                 torch.enable_grad(),
                 span("forward and backward"),
             ):
-                losses = get_forward_backward_func()(**self.passes(own, objective))
+                rows_metrics = get_forward_backward_func()(**self.passes(own, objective))
             if self.target_fetcher is not None:
                 self.target_fetcher.release()
             with span("optimizer"):
-                metrics = self._step(losses)
+                metrics = self._step(read(rows_metrics))
             if self.balance.is_on:
                 found = self.balance.metrics(self.layout.pp, self.device)
                 metrics |= {name: Mean(value) for name, value in found.items()} if self.reports else {}

@@ -226,6 +226,16 @@ SOURCES = (
         "if isinstance(no_sync_func, list):", "each chunk has a context of its own",
     ),
     Source(
+        "megatron", "core/pipeline_parallel/p2p_communication.py", "P2PCommunicator._communicate",
+        "self._communicate_shapes( tensor_send_next, tensor_send_prev, recv_prev, recv_next )",
+        "training.stage_shapes returns the shapes that Megatron would exchange",
+    ),
+    Source(
+        "megatron", "core/transformer/moe/token_dispatcher.py", "MoEAlltoAllTokenDispatcher.dispatch_preprocess",
+        "self.tokens_per_expert = self.preprocess(self.routing_map)",
+        "models.expert_dispatch sets the sizes of the exchanges in preprocess",
+    ),
+    Source(
         "megatron", "core/distributed/param_and_grad_buffer.py", "_ParamAndGradBucketGroup.reset",
         "assert len(self.per_param_grad_ready_counts) == len(self.params)",
         "under trainer.overlap_grad_reduce every parameter has a gradient in an update's last microbatch",

@@ -52,16 +52,16 @@ def test_a_row_that_needs_no_padding() -> None:
 
 
 def test_unpack_row_undoes_the_shift() -> None:
-    values = torch.tensor([-11.0, -12, 99, -21, -22, -23, 99, 99], dtype=torch.float64)
+    values = np.array([-11, -12, 99, -21, -22, -23, 99, 99], np.float32)
     unpacked = unpack_row(values, np.array([3, 4]), np.array([3, 5]))
     assert unpacked.tolist() == [0, -11, -12, 0, -21, -22, -23] and unpacked.dtype == np.float32
-    assert unpack_row(torch.tensor([7.0]), np.array([1]), np.array([1])).tolist() == [0.0]
+    assert unpack_row(np.array([7], np.float32), np.array([1]), np.array([1])).tolist() == [0.0]
 
 
 def test_packing_and_unpacking_is_the_identity() -> None:
     sequences = [sequence(100, 5, 1), sequence(200, 1, 1), sequence(300, 7, 1)]
     batch = pack_row_of(sequences, multiple=8)
-    unpacked = unpack_row(batch.per_token["rollout_logprobs"], np.array([5, 1, 7]), np.array([5, 1, 10]))
+    unpacked = unpack_row(batch.per_token["rollout_logprobs"].numpy(), np.array([5, 1, 7]), np.array([5, 1, 10]))
     for got, had in zip(np.split(unpacked, [5, 6]), sequences, strict=True):
         assert had.rollout_logprobs is not None
         assert got.tolist() == [0.0, *had.rollout_logprobs[1:].tolist()]

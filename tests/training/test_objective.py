@@ -16,6 +16,7 @@ from megarl.rollout.rl_batch import assign_token_weights
 from megarl.testing import RankPool
 from megarl.training.microbatch import pack_row
 from megarl.training.objective import StepNumbers, policy_objective
+from megarl.training.row_metrics import read
 from megarl.types import ConfigError, TrainingSequence
 from tests.rollout.batches import rl_batch
 
@@ -58,7 +59,8 @@ def loss_on_rank(cp: int, algorithm: dict[str, Any]) -> dict[str, Any]:
     row = pack_row(batch, multiple=1, qkv_format="packed", device=torch.device("cpu"), cp=cp, cp_rank=dist.get_rank())
     policy_logprobs = (row.per_token["values"] - 1).requires_grad_()
     output = torch.stack([policy_logprobs, torch.zeros_like(policy_logprobs)])
-    loss, _, metrics = policy_objective(config)(output, row, StepNumbers(0.0))
+    loss, _, unread = policy_objective(config)(output, row, StepNumbers(0.0))
+    [metrics] = read([unread])
     loss.backward()
     assert policy_logprobs.grad is not None
     return {

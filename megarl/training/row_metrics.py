@@ -1,0 +1,74 @@
+"""Metrics of rows, left on the device until the end of an update."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+import torch.nn.functional as F  # noqa: N812
+from torch import Tensor
+
+from megarl.tracking.metrics import Max, Mean, Metric, Sum
+
+
+@dataclass(frozen=True, slots=True)
+class RowMetric:
+    """A metric of one row that was not read from the device yet. `number` [] and `count` [] are on the device.
+
+    A metric with `needs_tokens` is left out of a row without counted tokens.
+    """
+
+    kind: type[Mean | Sum | Max]
+    number: Tensor
+    count: Tensor
+    needs_tokens: bool = False
+
+
+def mean_of(values: Tensor, is_counted: Tensor, *, needs_tokens: bool = False) -> RowMetric:
+    """Return the mean of the counted values; both tensors are [values]. Without counted values it is 0, with weight 0.
+
+    Values are selected, not multiplied: those not counted may be NaN.
+    """
+    count = is_counted.sum()
+    total = torch.where(is_counted, values.detach(), 0.0).sum(dtype=torch.float64)
+    return RowMetric(Mean, total / count.clamp(min=1), count, needs_tokens)
+
+
+def mean_of_all(values: Tensor) -> RowMetric:
+    """Return the mean of values [values]."""
+    return mean_of(values, torch.ones_like(values, dtype=torch.bool))
+
+
+def sum_of(values: Tensor) -> RowMetric:
+    """Return the sum of values [*any]."""
+    total = values.detach().sum(dtype=torch.float64)
+    return RowMetric(Sum, total, torch.ones_like(total))
+
+
+def max_of(values: Tensor, is_counted: Tensor) -> RowMetric:
+    """Return the largest of the counted values, which must not be negative; both tensors are [values].
+
+    The metric is left out without counted values.
+    """
+    # A context-parallel rank may have no token of a row, and torch refuses the maximum of nothing.
+    largest = F.pad(torch.where(is_counted, values.detach(), 0.0), (0, 1)).max()
+    return RowMetric(Max, largest, is_counted.sum(), needs_tokens=True)
+
+
+def read(rows: Sequence[Mapping[str, RowMetric]]) -> list[dict[str, Metric]]:
+    """Read the metrics of all rows from the device, in one copy. The host waits for the rows' passes here."""
+    found = [metric for row in rows for metric in row.values()]
+    if not found:
+        return [{} for _ in rows]
+    # float64 holds counts of tokens exactly.
+    numbers = torch.stack([number.double() for metric in found for number in (metric.number, metric.count)])
+    pairs = iter(numbers.view(-1, 2).tolist())
+    return [
+        {
+            name: Mean(number, count) if metric.kind is Mean else metric.kind(number)
+            for (name, metric), (number, count) in zip(row.items(), pairs, strict=False)
+            if count or not metric.needs_tokens
+        }
+        for row in rows
+    ]
