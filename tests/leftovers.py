@@ -24,7 +24,7 @@ from typing import Any, NamedTuple
 MARK = "MEGARL_TEST_RUN"
 """Names the runs of pytest that a process belongs to, each followed by a comma; a test may start pytest itself."""
 _ENDING_SECONDS = 20.0
-_POLL_SECONDS = 2.0
+_POLL_SECONDS = 8.0
 _OF_LIBRARIES = re.compile(r"torchinductor_.*|[0-9a-f]{8}(-[0-9a-f]{4}){3}-[0-9a-f]{12}|tmp\w+wandb-\w+")
 """Temporary files that are removed at the end but are nobody's fault: torch's cache, vLLM's sockets, W&B's folders."""
 _TRIAL = re.compile(r"[a-z0-9_]{8}")

@@ -45,7 +45,7 @@ trainer: {{tp: 2, pp: 2, max_tokens_per_microbatch: 512}}
 optimizer: {{learning_rate: 2e-3}}
 rollout: {{tp: 2, kv_cache_gib: 0.25, sampling: {{max_new_tokens: 12}}}}
 reward: {{functions: ["letters:share_of_digits"]}}
-train: {{steps: 3, prompts_per_step: 4, samples_per_prompt: 4}}
+train: {{steps: 2, prompts_per_step: 4, samples_per_prompt: 4}}
 """
 REWARD = """
 from megarl.types import Reward
