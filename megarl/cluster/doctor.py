@@ -76,7 +76,7 @@ def examine() -> list[Finding]:
     installed = {name: there[name] for name in ("megarl", *STACK) if name in there}
     requires = {name: importlib.metadata.requires(name) or [] for name in installed}
     shown = gpus()
-    extra = "gpu" if shown or torch.version.cuda else "cpu"
+    extra = "gpu" if shown or torch.version.cuda else cpu_extra(installed, requires)
     formats = number_formats(installed_gpus(), library_versions())
     return [
         *versions(installed, requires, extra),
@@ -143,6 +143,19 @@ def versions(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]
             yield Finding(name, "bad", f"{'; '.join(faults)}; {_SETUP}")
         elif version or name in ("transformer-engine", "flash-attn", "ray"):
             yield Finding(name, "good" if version else "absent", f"{version or 'not installed'}{untried}")
+
+
+def cpu_extra(installed: Mapping[str, str], requires: Mapping[str, Sequence[str]]) -> str:
+    """Return the extra of megarl for CPUs whose exact versions are installed: `cpu` or `cpu-next`.
+
+    The arguments are those of `versions`. It is `cpu` if neither fits better.
+    """
+
+    def num_met(extra: str) -> int:
+        asks = [(name, asked) for name in STACK for who, asked in _asks(name, requires, extra) if who == "megarl"]
+        return sum(name in installed and asked.contains(installed[name]) for name, asked in asks)
+
+    return max(("cpu", "cpu-next"), key=num_met)
 
 
 def apex(version: str | None) -> Finding:

@@ -19,7 +19,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F  # noqa: N812
 
-from megarl.platform import absent_torchvision, delta_net_on_cpu, device, vllm_drafts_on_cpu
+from megarl.platform import delta_net_on_cpu, device, media_libraries, vllm_drafts_on_cpu
 from megarl.platform.imports import without
 from megarl.types import ConfigError
 
@@ -76,6 +76,7 @@ def _adapt_to_cpu() -> None:
     logging.getLogger("torch._library.triton").setLevel(logging.ERROR)
     warnings.filterwarnings("ignore", "`torch.distributed.all_gather_into_tensor` is deprecated", FutureWarning)
 
+    media_libraries.hide_broken()
     import torch._dynamo
     from vllm import _custom_ops
     from vllm.distributed.device_communicators.cpu_communicator import CpuCommunicator
@@ -149,7 +150,7 @@ def _adapt_to_cpu() -> None:
         setattr(owner, name, replacement)
     vllm_drafts_on_cpu.install()
     # Only now: transformers, imported by vLLM above, asks for torchvision once and must not find it.
-    absent_torchvision.install()
+    media_libraries.provide_torchvision()
 
 
 def _keep_plain_weight(layer: Any, remove_weight: bool) -> None:

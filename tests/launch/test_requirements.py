@@ -56,7 +56,10 @@ def pins(name: str) -> dict[str, str]:
 @pytest.mark.parametrize("name", ["stable", "next"])
 def test_a_version_set_fits_the_project(name: str) -> None:
     ranges = {one.name: one.specifier for one in map(Requirement, PROJECT["dependencies"])}
-    ranges |= {one.name: one.specifier for one in map(Requirement, PROJECT["optional-dependencies"]["cpu"])}
+    extra = {"stable": "cpu", "next": "cpu-next"}[name]
+    pinned = {one.name: one for one in map(Requirement, PROJECT["optional-dependencies"][extra])}
+    assert all(map(is_pinned, pinned.values()))
+    assert all(f"{package}=={pins(name)[package]}" == str(one) for package, one in pinned.items())
     assert {package for package in ranges if not is_pinned(Requirement(f"{package}{ranges[package]}"))} <= pins(
         name
     ).keys()
@@ -132,7 +135,7 @@ def test_setup_installs_the_locked_versions_where_they_hold(tmp_path: Path) -> N
     [newest] = installs(tmp_path / "3.12", "3.12")
     assert "-c launch/versions-stable.txt" in newest and newest.endswith("-e .[cpu,dev]")
     [following] = installs(tmp_path / "next", "3.12", VERSIONS="next")
-    assert "-c launch/versions-next.txt" in following and following.endswith("-e .[cpu,dev]")
+    assert "-c launch/versions-next.txt" in following and following.endswith("-e .[cpu-next,dev]")
 
 
 @pytest.mark.parametrize(

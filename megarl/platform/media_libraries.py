@@ -1,0 +1,63 @@
+"""torchvision, torchaudio and torchcodec on a machine without CUDA: broken ones are hidden, a missing one is replaced.
+
+PyPI's builds of these libraries do not work with torch's build for CPUs. transformers imports those that it finds, with
+any model. vLLM 0.30's module of Qwen3.5 imports transformers' image code even if only text is processed, and this code
+needs torchvision. Processing text calls no function of torchvision. A call of one raises ImportError.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import sys
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+_MODULES = (
+    "torchvision",
+    "torchvision.transforms",
+    "torchvision.transforms.v2",
+    "torchvision.transforms.v2.functional",
+)
+
+
+class _Absent(ModuleType):
+    """A stand-in module. Accessing a public attribute raises ImportError."""
+
+    __version__ = "0"
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ImportError(f"{self.__name__}.{name}: torchvision is not installed; images are not supported")
+
+
+def hide_broken() -> None:
+    """Make those libraries unfindable whose import fails. Call it before the first import of vLLM."""
+    for library in ("torchvision", "torchaudio", "torchcodec"):
+        if library in sys.modules or importlib.util.find_spec(library) is None:
+            continue
+        try:
+            importlib.import_module(library)
+        except Exception as error:  # torch raises RuntimeError or OSError for a library built for another torch.
+            for name in [name for name in sys.modules if name.partition(".")[0] == library]:
+                del sys.modules[name]
+            # Python then takes the module for one that does not exist.
+            sys.modules[library] = None  # pyright: ignore[reportArgumentType]  (a documented value)
+            logging.getLogger(__name__).warning("%s does not work with this torch and is left out: %s", library, error)
+
+
+def provide_torchvision() -> None:
+    """Make torchvision importable if it is not installed or hidden."""
+    if importlib.util.find_spec("torchvision") is not None:
+        return
+    for name in _MODULES:
+        module = _Absent(name)
+        module.__spec__ = ModuleSpec(name, None, is_package=True)
+        module.__path__ = []
+        sys.modules[name] = module
+        parent, _, child = name.rpartition(".")
+        if parent:
+            setattr(sys.modules[parent], child, module)
