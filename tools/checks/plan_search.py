@@ -37,7 +37,7 @@ from megarl.step_cost.work import model_work
 from tools.least_squares import minimise
 from tools.measured_layouts import LAYOUTS, measure_layouts
 
-DURATION = {"full": "3 s; with --measure 6 minutes: 15 runs (not timed on quiet cores)"}
+DURATION = {"full": "3 s; with --measure 4 minutes a round: 15 runs on quiet cores"}
 SMALL: dict[str, Any] = {}
 
 ROWS = Path(__file__).resolve().parents[1] / "bench/results/published_steps.json"
