@@ -314,7 +314,7 @@ def _mismatch_metrics(trainer_logprobs: Tensor, rollout_logprobs: Tensor, is_cou
 
     The engine's log-prob of all other tokens is NaN.
     """
-    is_sampled = ~rollout_logprobs.isnan()
+    is_sampled = rollout_logprobs.isnan().logical_not()
     is_measured = is_counted & is_sampled
     trainer, engine = trainer_logprobs.double(), rollout_logprobs.double()
     logged = {
