@@ -38,8 +38,9 @@ class StageCommunicator(P2PCommunicator):
 
     def _communicate_shapes(
         self, tensor_send_next: Any, tensor_send_prev: Any, recv_prev: bool, recv_next: bool
-    ) -> tuple[Shape | None, Shape | None]:
-        """Return the shapes of the next tensors from the previous and the next stage; None without a reception.
+    ) -> Any:
+        """Return the shapes (`Shape`) of the next tensors from the previous and the next stage; None without a
+        reception.
 
         Megatron's communicator calls this method before each exchange if `variable_seq_lengths` is on.
         """
