@@ -138,8 +138,10 @@ class TrainerConfig(Section):
     """Compute a prefix shared by several sequences of a microbatch only once, such as a group's prompt. off (default):
     each sequence is computed separately. auto: prefixes are shared in each microbatch where this saves more than 5 % of
     its FLOPs; results differ by rounding only. Sharing is untried on GPUs. See megarl/loops/README.md."""
-    logprob_chunk_tokens: Annotated[PositiveInt, OnlyIf(LOGPROBS)] = 1024
-    """Log-probs are computed for this many tokens at a time, to limit the memory of the logits."""
+    # Chosen by `families.logprob_chunks`: vocabulary and hidden size, type, tokens of a row.
+    logprob_chunk_tokens: Annotated[PositiveInt | None, OnlyIf(LOGPROBS)] = None
+    """Log-probs are computed for this many tokens at a time, to limit the memory of the logits. Default on GPUs: what
+    costs at most 2 % of the head's time, within 1 GiB of logits; on CPUs: 1024. `megarl show-config` prints it."""
     # The gradient's norm, and so its clipping, counts the policy alone.
     mtp_loss_coefficient: Annotated[PositiveFloat | None, OnlyIf(LOGPROBS), Decides(megatron="mtp_num_layers "
         "mtp_loss_scaling_factor"), Foreign("mtp_loss_scaling_factor mtp_num_layers enable_mtp_training",

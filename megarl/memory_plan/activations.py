@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 from megarl.config.parallel import ParallelConfig
+from megarl.families.logprob_chunks import logit_bytes
 from megarl.families.mtp import mtp_kind_number
 from megarl.families.parts import DeltaNet, Latent, LayerKind
 from megarl.families.shape import ModelShape, padded_vocab_size
@@ -153,8 +154,8 @@ def logits_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettin
     if shape.has_value_head:
         return 0
     tokens = min(settings.chunk_tokens, settings.row_tokens // layout.cp)
-    copies = 0 if settings.has_logit_kernels else 2
-    return tokens * widths(shape, layout).rows * (settings.itemsize + copies * FLOAT32)
+    size = logit_bytes(settings.itemsize, has_kernels=settings.has_logit_kernels)
+    return tokens * widths(shape, layout).rows * size
 
 
 def backward_bytes(shape: ModelShape, layout: ParallelConfig, settings: PassSettings) -> float:

@@ -10,6 +10,7 @@ from typing import Literal
 
 from megarl.config import Recipe
 from megarl.config.parallel import ParallelConfig
+from megarl.families.logprob_chunks import has_logit_kernels, logprob_chunk_tokens
 from megarl.families.shape import ModelShape
 from megarl.memory_plan import activations, engine_bytes, trainer_bytes
 from megarl.memory_plan.activations import PassSettings
@@ -467,7 +468,7 @@ class RankMemory:
             recomputed = trainer_config.recompute_modules
         return PassSettings(
             row_tokens=trainer_config.max_tokens_per_microbatch,
-            chunk_tokens=trainer_config.logprob_chunk_tokens,
+            chunk_tokens=logprob_chunk_tokens(self.recipe, built.shape, built.layout, is_gpu=self.platform.is_gpu),
             itemsize=self.itemsize,
             sequence_parallel=built.layout.tp > 1 and trainer_config.sequence_parallel is not False,
             recomputes_layers="full" in (trainer_config.recompute, granularity),
@@ -476,17 +477,10 @@ class RankMemory:
             fuses_activation=bool(given.get("bias_activation_fusion", self.platform.is_gpu)),
             pads_attention=not self.platform.is_gpu or not is_bf16,
             lora_rank=self.recipe.lora.rank if built is self.models.policy else 0,
-            has_logit_kernels=self._has_logit_kernels,
+            has_logit_kernels=has_logit_kernels(self.recipe, is_gpu=self.platform.is_gpu),
             longest=self.recipe.trained_tokens,
             expert_load=float(given.get("moe_expert_capacity_factor") or self.expert_load),
         )
-
-    @property
-    def _has_logit_kernels(self) -> bool:
-        # Log-probs over retained tokens and divergences of whole distributions use torch's operations.
-        is_truncated = any(source.recipe.rollout.sampling.is_truncated for source in self.recipe.sources)
-        is_whole = self.recipe.loop == "distillation" and not self.recipe.has_advantages
-        return self.platform.is_gpu and not is_truncated and not is_whole
 
     @property
     def _block_tokens(self) -> int:

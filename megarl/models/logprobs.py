@@ -231,7 +231,7 @@ def vocabulary_blocks(num_tokens: int, vocabulary: int, chunk: int) -> list[rang
     """
     size = max(1, min(vocabulary, vocabulary * chunk // max(num_tokens, 1)))
     # Matrix products on a GPU are faster if rows of logits begin at multiples of 128 bytes: 64 bfloat16 elements.
-    size -= size % 64 if size > 64 else 0
+    size -= size % 64 if 64 < size < vocabulary else 0
     return [range(start, min(start + size, vocabulary)) for start in range(0, vocabulary, size)]
 
 

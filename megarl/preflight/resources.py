@@ -8,7 +8,9 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from megarl.config import Recipe
+from megarl.config.effects import unmet
 from megarl.config.parallel import ParallelConfig
+from megarl.families.logprob_chunks import logprob_chunk_tokens
 from megarl.families.shape import ModelShape, planned_shape
 from megarl.memory_plan.devices import CPU
 from megarl.memory_plan.memory_table import MemoryTable
@@ -28,13 +30,18 @@ from megarl.types import DataError
 def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: bool = True) -> Recipe:
     """Return the recipe with the sizes that it leaves out and the memory of its GPUs decides.
 
-    They are the KV cache and the row length of passes without gradients. The cache holds at least one longest sequence;
-    a later check tests whether it fits. The recipe is returned unchanged if its memory cannot be predicted, or if it
-    starts (`is_start`) on a CPU. `is_trained` False: only engines start, on all ranks.
+    They are the KV cache, the row length of passes without gradients, and the chunk of tokens for log-probs. The cache
+    holds at least one longest sequence; a later check tests whether it fits. Only the chunk is set if memory cannot be
+    predicted, and nothing if the recipe starts (`is_start`) on a CPU. `is_trained` False: only engines start, on all
+    ranks.
     """
+    if is_start and ranks_on_cpu(recipe):
+        return recipe
+    if is_trained and (chunk_tokens := _chunk_tokens(recipe)) is not None:
+        recipe = with_field_values(recipe, {_CHUNK: chunk_tokens})
     wants_cache = recipe.has_engine and not is_cache_given(recipe)
     wants_rows = is_trained and recipe.trainer.max_tokens_per_forward is None
-    if not (wants_cache or wants_rows) or (is_start and ranks_on_cpu(recipe)):
+    if not (wants_cache or wants_rows):
         return recipe
     if (gpus := gpu_memory(recipe)) is None or any(sizes.ranks(recipe)):
         return recipe
@@ -54,6 +61,25 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
     return recipe
 
 
+_CHUNK = "trainer.logprob_chunk_tokens"
+
+
+def _chunk_tokens(recipe: Recipe) -> int | None:
+    """Return the chunk of tokens for log-probs if the recipe leaves it out. It is the least of policy and teachers.
+
+    None: the recipe sets it, has no log-probs, or its models cannot be read.
+    """
+    if recipe.trainer.logprob_chunk_tokens is not None or unmet(recipe, _CHUNK) is not None or any(sizes.ranks(recipe)):
+        return None
+    try:
+        models = models_of(recipe, sizes.layout_of(recipe))
+    except DataError:
+        return None  # The checks of the model folder report it.
+    is_gpu = gpu_memory(recipe) is not None or not ranks_on_cpu(recipe)
+    scored = [models.policy, *(built for name, built in models.frozen.items() if name in recipe.teachers)]
+    return min(logprob_chunk_tokens(recipe, built.shape, built.layout, is_gpu=is_gpu) for built in scored)
+
+
 def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
     """Yield a line for each size that `with_memory_defaults` added to the recipe `written`."""
     cache, rows = completed.rollout.kv_cache_gib, completed.trainer.max_tokens_per_forward
@@ -61,6 +87,9 @@ def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
         yield f"rollout.kv_cache_gib = {cache:g} by default: the rest of a GPU's memory"
     if rows != written.trainer.max_tokens_per_forward:
         yield f"trainer.max_tokens_per_forward = {rows} by default: the longest rows within an update's memory"
+    chunk = completed.trainer.logprob_chunk_tokens
+    if chunk != written.trainer.logprob_chunk_tokens:
+        yield f"{_CHUNK} = {chunk} by default: by time and memory, at most 1 GiB of logits"
 
 
 def _engines_alone(policy: Built) -> Built:

@@ -20,6 +20,7 @@ from torch import Tensor
 from megarl.config import Recipe
 from megarl.config.parallel import FP8_BLOCK, ParallelConfig
 from megarl.data.token_batch import TokenBatch
+from megarl.families.logprob_chunks import logprob_chunk_tokens
 from megarl.families.shape import ModelShape
 from megarl.groups.megatron_ranks import permuted_ranks
 from megarl.models.configuration import transformer_config
@@ -104,7 +105,9 @@ class ModelShard:
         return kind(
             self.config,
             self.shape,
-            logprob_chunk_tokens=recipe.trainer.logprob_chunk_tokens,
+            logprob_chunk_tokens=logprob_chunk_tokens(
+                recipe, self.shape, self.layout, is_gpu=self.device.type == "cuda"
+            ),
             trains_entropy=recipe.loop == "rl" and recipe.algorithm.entropy_coefficient > 0,
             vp_stage=self._vp_stage(index),
             **settings,

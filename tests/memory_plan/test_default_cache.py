@@ -102,7 +102,7 @@ def test_rows_without_gradients_fill_the_memory_of_an_update(make: Make) -> None
     assert most == 8 * rows or taken(most + 1024)["logprobs"] > taken(most)["train"]
     # Fewer rows would leave pipeline stages idle; supervised training has no such pass in its plan.
     assert with_memory_defaults(make(*given, "trainer.pp=2")).trainer.max_tokens_per_forward is None
-    own = make(*given, f"trainer.max_tokens_per_forward={rows}")
+    own = make(*given, f"trainer.max_tokens_per_forward={rows}", "trainer.logprob_chunk_tokens=1024")
     assert with_memory_defaults(own).trainer == own.trainer
 
 

@@ -1,0 +1,92 @@
+"""Choice of `trainer.logprob_chunk_tokens`: the tokens whose logits are in memory at once, by time and memory.
+
+The logits [tokens, vocabulary] are computed in blocks of the vocabulary. A block is as large as the logits of one chunk
+of tokens over the whole vocabulary. Fewer blocks save time: each reads all hidden states, and adds to their float32
+gradient. More blocks save memory.
+"""
+
+from __future__ import annotations
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.families.shape import ModelShape, padded_vocab_size
+
+CPU_CHUNK_TOKENS = 1024
+"""Chunk of tokens on CPUs, whose caches are small."""
+LIMIT_BYTES = 1 << 30
+"""Greatest bytes of the logits in memory at once on a GPU, with the float32 copies made by torch's operations."""
+BLOCK_SHARE = 0.02
+"""Greatest share of the head's time spent on the number of blocks. Fewer blocks than this allows only cost memory."""
+
+# Seconds on an H200 in bfloat16, fitted to the rows `logprobs_forward_backward` of tools/bench/results/h200.jsonl:
+# 32,768 tokens, hidden size 2,560, vocabulary 151,936, 9 to 33 blocks. The largest error is 1.7 % with kernels, and
+# 3.7 % with torch's operations. Smaller vocabularies (tensor parallelism) are extrapolated.
+_PRODUCT_SECONDS = 8 / 783e12
+"""Per token, hidden channel and vocabulary row: four matrix products at the speed of a large one in the same run."""
+_LOGIT_SECONDS = {True: 6.0e-12, False: 26.6e-12}
+"""Per logit, by whether kernels read the logits as they are: softmax, entropy and the logits' gradients."""
+_BLOCK_SECONDS = {True: 7.5e-12, False: 5.7e-12}
+"""Per token, hidden channel and block, by the same: reads of hidden states and sums of their gradient."""
+
+
+def head_seconds(
+    num_tokens: int, hidden_size: int, vocabulary_rows: int, num_blocks: int, *, has_kernels: bool
+) -> float:
+    """Return the seconds of log-probs, entropies and their gradients on an H200 in bfloat16.
+
+    `vocabulary_rows` are the head's rows on a rank. `has_kernels`: GPU kernels read the logits as they are.
+    """
+    logits = vocabulary_rows * (_PRODUCT_SECONDS * hidden_size + _LOGIT_SECONDS[has_kernels])
+    return num_tokens * (logits + num_blocks * hidden_size * _BLOCK_SECONDS[has_kernels])
+
+
+def logit_bytes(itemsize: int, *, has_kernels: bool) -> int:
+    """Return the bytes of one logit: the head's output of `itemsize` bytes, and without kernels two float32 copies."""
+    return itemsize + (0 if has_kernels else 2 * 4)
+
+
+def chosen_chunk_tokens(
+    num_tokens: int, hidden_size: int, vocabulary_rows: int, itemsize: int, *, has_kernels: bool
+) -> int:
+    """Return the chunk with the least memory whose blocks cost at most `BLOCK_SHARE` of the head's time on a GPU.
+
+    `num_tokens` are a row's tokens on a rank, `vocabulary_rows` the head's rows there, `itemsize` bytes of a weight.
+    The logits of a chunk never exceed `LIMIT_BYTES`; then blocks may cost more time.
+    """
+    without = head_seconds(1, hidden_size, vocabulary_rows, 0, has_kernels=has_kernels)
+    of_block = head_seconds(1, hidden_size, vocabulary_rows, 1, has_kernels=has_kernels) - without
+    most_tokens = max(1, LIMIT_BYTES // (vocabulary_rows * logit_bytes(itemsize, has_kernels=has_kernels)))
+    num_blocks = max(1, int(BLOCK_SHARE * without / of_block), -(-num_tokens // most_tokens))
+    while (chunk := _even_chunk(num_tokens, vocabulary_rows, num_blocks)) > most_tokens > 1:
+        num_blocks += 1
+    return min(chunk, most_tokens)
+
+
+def _even_chunk(num_tokens: int, vocabulary_rows: int, num_blocks: int) -> int:
+    """Return the chunk that splits the vocabulary into blocks of equal size, without a small last one."""
+    # Blocks are multiples of 64 rows, as in `models.logprobs.vocabulary_blocks`.
+    rows = -(-vocabulary_rows // (64 * num_blocks)) * 64
+    return -(-min(rows, vocabulary_rows) * num_tokens // vocabulary_rows)
+
+
+def has_logit_kernels(recipe: Recipe, *, is_gpu: bool) -> bool:
+    """Return whether GPU kernels read the logits as they are. False: torch's operations make float32 copies."""
+    # Log-probs over retained tokens and divergences of whole distributions use torch's operations.
+    is_truncated = any(source.recipe.rollout.sampling.is_truncated for source in recipe.sources)
+    is_whole = recipe.loop == "distillation" and not recipe.has_advantages
+    return is_gpu and not is_truncated and not is_whole
+
+
+def logprob_chunk_tokens(recipe: Recipe, shape: ModelShape, layout: ParallelConfig, *, is_gpu: bool) -> int:
+    """Return the recipe's chunk of tokens for a model, or the chosen one if the recipe leaves it out."""
+    if (given := recipe.trainer.logprob_chunk_tokens) is not None:
+        return given
+    if not is_gpu:
+        return CPU_CHUNK_TOKENS
+    return chosen_chunk_tokens(
+        max(1, recipe.trainer.max_tokens_per_microbatch // layout.cp),
+        shape.hidden_size,
+        padded_vocab_size(shape.vocab_size, layout.tp) // layout.tp,
+        2 if recipe.model.dtype == "bfloat16" else 4,
+        has_kernels=has_logit_kernels(recipe, is_gpu=is_gpu),
+    )
