@@ -24,6 +24,7 @@ from megarl.groups.rendezvous import Meeting
 from megarl.models.configuration import refusals_named, uses_transformer_engine
 from megarl.models.teacher_student import StudentModel, target_bytes
 from megarl.platform import device
+from megarl.platform.allocator import use_expandable_segments
 from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
 from megarl.reshard.plan import RankTopology
@@ -77,6 +78,8 @@ class TrainerWorker:
 
     def _build_models(self, teacher_layout: ParallelConfig | None) -> None:
         recipe, layout = self.recipe, self.layout
+        # A colocated engine is complete by now, with its CUDA graphs and the buffers of its all-reduce.
+        use_expandable_segments()
         self.reference: FrozenModel | StartingPolicy | None = None
         if recipe.has_reference and not recipe.lora.rank:
             self.reference = self._build(FrozenModel, recipe.model.folder)

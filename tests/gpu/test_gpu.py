@@ -307,3 +307,18 @@ def test_training_in_fp8_is_training(tiny_model: Callable[..., Path], tmp_path: 
     assert fp8["norms"] != plain["norms"], "nothing was in FP8"
     assert fp8["norms"] == pytest.approx(plain["norms"], rel=0.1)
     assert fp8["resumed"] == pytest.approx(fp8["next"], rel=1e-3) and fp8["copies"][0] > 0 == fp8["copies"][1]
+
+
+def test_segments_grow_once_they_are_set_to() -> None:
+    """In a process of its own, because the setting holds for the whole process."""
+    program = (
+        "import torch; from megarl.platform.allocator import use_expandable_segments; "
+        "before = torch.ones(64 << 20, dtype=torch.uint8, device='cuda'); print(use_expandable_segments()); "
+        "after = torch.ones(64 << 20, dtype=torch.uint8, device='cuda'); "
+        "print(sorted(s['is_expandable'] for s in torch.cuda.memory_snapshot() if s['segment_type'] == 'large'))"
+    )
+    environment = {name: value for name, value in os.environ.items() if not name.endswith("ALLOC_CONF")}
+    done = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=environment, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.splitlines() == ["True", "[False, True]"]

@@ -128,6 +128,15 @@ SOURCES = (
     ),
     # FlashInfer
     Source(
+        "torch", "cuda/memory.py", "_set_allocator_settings", "return torch._C._accelerator_setAllocatorSettings(env)",
+        "platform.allocator changes the settings after the engine was built by this function",
+    ),
+    Source(
+        "vllm", "device_allocator/cumem.py", "CuMemAllocator.use_memory_pool",
+        'expandable_was_enabled = "expandable_segments:True" in conf',
+        "the pool of a sleeping engine looks at the environment alone, so the engine is built before the setting",
+    ),
+    Source(
         "flashinfer", "jit/cpp_ext.py", "get_cuda_path", 'os.environ.get("CUDA_HOME")',
         "ranks tell it the toolkit through CUDA_HOME",
     ),

@@ -1,0 +1,27 @@
+"""Setting of torch's memory allocator on this rank's GPU."""
+
+from __future__ import annotations
+
+import os
+
+from megarl.platform import device
+
+_VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_HIP_ALLOC_CONF")
+"""Environment variables with the allocator's settings; the first is torch's name since 2.9, the others older ones."""
+
+
+def use_expandable_segments() -> bool:
+    """Let segments that torch's allocator takes from now on grow and shrink (expandable_segments). Returns whether they
+    do.
+
+    Rows of varying lengths then leave little memory unused. Call it after an engine was built: vLLM's custom all-reduce
+    shares memory of the ordinary allocator with other processes, and its memory pool for sleeping needs that too. On a
+    CPU, and where the environment sets expandable_segments, nothing changes.
+    """
+    if device.current().type != "cuda" or any("expandable_segments" in os.environ.get(name, "") for name in _VARIABLES):
+        return False
+    import torch
+
+    # torch 2.13 has no public function for it. torch.cuda.memory._set_allocator_settings is deprecated and calls this.
+    torch._C._accelerator_setAllocatorSettings("expandable_segments:True")
+    return True
