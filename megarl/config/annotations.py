@@ -1,11 +1,11 @@
-"""Annotations of recipe fields: when a field has an effect, and its names in other training programs.
+"""Annotations of recipe fields: when a field has an effect, its names in other training programs, untried values.
 
 They stand in `Annotated`, after the field's type:
 
     tp: Annotated[PositiveInt, OnlyIf(SEPARATE), Foreign("vllm_tp", note="of each engine")] = 1
 
-Three things are generated from them: errors about fields without effect, hints for other programs' option names, and
-`launch/recipes/MIGRATION.md`.
+Four things are generated from them: errors about fields without effect, hints for other programs' option names,
+`launch/recipes/MIGRATION.md`, and notes about values that have not run on a GPU.
 """
 
 from __future__ import annotations
@@ -63,6 +63,20 @@ class OnlyIf:
 
     def __init__(self, *conditions: Condition | Callable[[str], Condition]) -> None:
         object.__setattr__(self, "conditions", conditions)
+
+
+@dataclass(frozen=True, slots=True)
+class UntriedOnGpu:
+    """Values of the annotated field that have not run on a GPU. tests/gpu/README.md lists the runs on GPUs.
+
+    The field's description says so, and so does a start on a GPU with such a value, which is any but the default.
+    """
+
+    values: str
+    """The values in words, for example `flex`."""
+
+    def __str__(self) -> str:
+        return f"Untried on a GPU: {self.values}."
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,9 @@ from typing import Any
 
 from pydantic.json_schema import GenerateJsonSchema
 
+from megarl.config.annotations import UntriedOnGpu
+from megarl.config.schema import all_fields, annotated_with, description, section_at
+
 _REFERENCE = {
     "title": "Reference",
     "description": "`${section.field}` of the recipe, `${oc.env:NAME}` of the environment, or `???`: an override "
@@ -27,6 +30,13 @@ def recipe_schema() -> dict[str, Any]:
     from megarl.config import Recipe
 
     made = Recipe.model_json_schema(schema_generator=_WithoutTitles)
+    for name, field in all_fields().items():
+        if annotated_with(name, UntriedOnGpu):
+            parent, _, key = name.rpartition(".")
+            section = section_at(parent)
+            assert section is not None
+            # pydantic writes the docstring alone.
+            made["$defs"][section.__name__]["properties"][key]["description"] = description(field)
     definitions = {name: _with_references(kind) for name, kind in made.pop("$defs").items()}
     # A mixture's source may give the training data, and JSON Schema cannot express "the first source's".
     definitions["DataConfig"].pop("required")

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal, Self
 from pydantic import Field, JsonValue, NonNegativeInt, PositiveFloat, PositiveInt, model_validator
 from pydantic_core import PydanticCustomError
 
-from megarl.config.annotations import Decides, Foreign, ForeignValues, OnlyIf
+from megarl.config.annotations import Decides, Foreign, ForeignValues, OnlyIf, UntriedOnGpu
 from megarl.config.conditions import (
     AGENT,
     COLOCATED,
@@ -233,7 +233,7 @@ class RolloutConfig(Section):
     # Corrections and weight versions of tokens do not change, and later requests never share the retained cache. A
     # checkpoint has no tokens of an unfinished completion: a resume samples it again, as other replicas do when its
     # engine is lost.
-    recompute_kv: Annotated[bool, OnlyIf(RL, PACED),
+    recompute_kv: Annotated[bool, OnlyIf(RL, PACED), UntriedOnGpu("false"),
         Foreign("recompute_kv_cache_after_weight_updates clear_cache flush_cache",
             note="of requests interrupted by a reshard; later ones never find old keys and values")] = True  # fmt: skip
     """Recompute the KV cache of requests interrupted by a weight update (placement separate, sampling ahead). true
@@ -259,7 +259,7 @@ class RolloutConfig(Section):
     # Embeddings, head, norms, routers and biases stay in model.dtype. A reshard moves bfloat16 weights and each rank
     # quantises its own part, with the result vLLM has for the exported model. See also logprob_gap/ess, and
     # importance/cut for the effect of a correction (tis; icepop for experts).
-    quantization: Annotated[Literal["none", "fp8", "fp8_per_channel"],
+    quantization: Annotated[Literal["none", "fp8", "fp8_per_channel"], UntriedOnGpu("fp8, fp8_per_channel"),
         Foreign("quantization vllm_cfg.precision", note="fp8, of a bfloat16 model", example="fp8",
             verl="actor_rollout_ref.rollout.quantization",
             NeMo_RL="policy.generation.vllm_cfg.precision")] = "none"  # fmt: skip

@@ -11,7 +11,7 @@ from pydantic import (
     PositiveInt,
 )
 
-from megarl.config.annotations import Foreign, OnlyIf
+from megarl.config.annotations import Foreign, OnlyIf, UntriedOnGpu
 from megarl.config.conditions import ENGINE, EVALUATED, ON_POLICY, PACED, RL, UNPACED, given, instead_of, left_out
 from megarl.config.sampling import EvaluationSamplingConfig
 from megarl.config.section import Section
@@ -143,7 +143,7 @@ class WeightsConfig(Section):
     # With max_staleness 0 the next step needs the new weights first. Engines pause for the whole transfer in any case.
     # The trainer waits for a running transfer before the next reshard, before an evaluation, after the last step, and
     # after a replica came back.
-    overlap: Annotated[bool, OnlyIf(RL, PACED)] = False
+    overlap: Annotated[bool, OnlyIf(RL, PACED), UntriedOnGpu("true")] = False
     """Send weights from a copy while the next step already samples, so that the trainer waits only for the copy
     (placement separate, max_staleness above 0). Needs memory for a second copy of a trainer rank's weights. Default:
     false. Metrics: time/reshard_hidden_seconds, time/reshard_waited_seconds."""

@@ -97,8 +97,11 @@ def value_at(recipe: Recipe, field: str) -> Any:
 
 
 def description(field: FieldInfo) -> str:
-    """Return a field's description as one line."""
-    return " ".join((field.description or "").split())
+    """Return a field's description as one line, with a note about values that have not run on a GPU."""
+    from megarl.config.annotations import UntriedOnGpu
+
+    notes = (str(item) for item in field.metadata if isinstance(item, UntriedOnGpu))
+    return " ".join([*(field.description or "").split(), *notes])
 
 
 _DEFAULT_IS_A_VALUE = ("data.system_prompt",)

@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, PositiveFloat, PositiveInt
 
-from megarl.config.annotations import Decides, Foreign, OnlyIf
+from megarl.config.annotations import Decides, Foreign, OnlyIf, UntriedOnGpu
 from megarl.config.conditions import COLOCATED, ENGINE, LOGPROBS, RL, one_of
 from megarl.config.section import Section
 
@@ -69,7 +69,7 @@ class TrainerConfig(Section):
         Foreign("use_rollout_routing_replay enable_rollout_routing_replay")] = False  # fmt: skip
     """Router replay (mixture of experts): train each token with the experts chosen by the engine when it sampled the
     token."""
-    moe_dispatcher: Annotated[Literal["alltoall", "flex"],
+    moe_dispatcher: Annotated[Literal["alltoall", "flex"], UntriedOnGpu("flex"),
         Decides(megatron="moe_token_dispatcher_type", experts="moe_flex_dispatcher_backend moe_enable_deepep"),
         Foreign("moe_token_dispatcher_type moe_enable_deepep moe_flex_dispatcher_backend enable_deepep",
             note="flex is DeepEP")] = "alltoall"  # fmt: skip
@@ -107,7 +107,7 @@ class TrainerConfig(Section):
     """Trainer states moved to host memory while the engines sample. Default: none."""
     # Host memory per parameter: 16 bytes (with the gradients) for the rank's share, and 2 for each parameter of the
     # rank, offloaded or not, as copies on their way back. Checkpoints do not depend on the fraction.
-    optimizer_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0),
+    optimizer_offload_fraction: Annotated[float, Field(ge=0.0, le=1.0), UntriedOnGpu("values above 0"),
         Foreign("optimizer_offload_fraction hybrid_optimizer_offload_fraction",
             note="above 0, Adam steps on the CPU; trainer.offload moves states to the host while the engine samples",
             example="1.0", ColossalChat="--zero_cpu_offload", slime="--optimizer-cpu-offload"),

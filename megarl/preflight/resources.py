@@ -8,8 +8,11 @@ from dataclasses import replace
 from importlib.util import find_spec
 
 from megarl.config import Recipe
+from megarl.config.annotations import UntriedOnGpu
 from megarl.config.effects import unmet
+from megarl.config.override_text import short_override
 from megarl.config.parallel import ParallelConfig
+from megarl.config.schema import all_fields, annotated_with, value_at
 from megarl.families.logprob_chunks import logprob_chunk_tokens
 from megarl.families.shape import ModelShape, planned_shape
 from megarl.memory_plan.devices import CPU
@@ -106,6 +109,8 @@ _RANKS_PER_CORE = 4
 def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
     """Yield warnings about a valid recipe on these machines, one line each."""
     yield from _weakened_sandbox(recipe)
+    if not ranks_on_cpu(recipe):
+        yield from untried_on_gpus(recipe)
     if not runs_on_cpu():
         yield from slow_delta_nets(recipe, planned_shape(recipe.model.folder, recipe.model.override_config))
     yield from small_cache(recipe, layout, table_of(recipe, layout))
@@ -138,6 +143,19 @@ def resource_warnings(recipe: Recipe, layout: ParallelConfig) -> Iterator[str]:
         )
     else:
         yield from slower_layout(recipe)
+
+
+def untried_on_gpus(recipe: Recipe) -> Iterator[str]:
+    """Yield a warning for each field whose value, other than the default, has not run on a GPU (`UntriedOnGpu`)."""
+    for name, field in all_fields().items():
+        if not annotated_with(name, UntriedOnGpu) or unmet(recipe, name) is not None:
+            continue
+        value, default = value_at(recipe, name), field.get_default(call_default_factory=True)
+        if value != default:
+            set_value = short_override(name, value).partition("=")[2]
+            yield (
+                f"{name} = {set_value}: untried on a GPU; compare the first steps with {short_override(name, default)}"
+            )
 
 
 def slower_layout(recipe: Recipe) -> Iterator[str]:

@@ -1,0 +1,57 @@
+"""Values that have not run on a GPU: in descriptions, in printed recipes, and at a start on a GPU."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+
+from megarl.config import Recipe
+from megarl.config.annotations import UntriedOnGpu
+from megarl.config.field_table import fields_markdown
+from megarl.config.json_schema import recipe_schema
+from megarl.config.recipe import to_yaml
+from megarl.config.schema import all_fields, annotated_with
+from megarl.preflight import check, resource_warnings
+from megarl.preflight.resources import untried_on_gpus
+
+ASYNCHRONOUS = {
+    "cluster": {"ranks_per_node": 4},
+    "algorithm": {"importance_sampling": "tis"},
+}
+PLACED = {"placement": "separate", "ranks": 2, "max_staleness": 1}
+CASES = {
+    "rollout.quantization": ("fp8", {"rollout": {"quantization": "fp8"}}),
+    "trainer.moe_dispatcher": ("flex", {"trainer": {"moe_dispatcher": "flex"}}),
+    "trainer.optimizer_offload_fraction": ("0.5", {"trainer": {"optimizer_offload_fraction": 0.5}}),
+    "weights.overlap": ("true", {**ASYNCHRONOUS, "rollout": PLACED, "weights": {"overlap": True}}),
+    "rollout.recompute_kv": ("false", {**ASYNCHRONOUS, "rollout": {**PLACED, "recompute_kv": False}}),
+}
+"""By field: a value that no GPU has run, and sections of a recipe with it. tests/gpu/README.md lists what has run."""
+
+
+def test_these_fields_are_marked() -> None:
+    marked = {name for name in all_fields() if annotated_with(name, UntriedOnGpu)}
+    assert marked == CASES.keys()
+    page = fields_markdown()
+    assert page.count("Untried on a GPU: ") == len(CASES)
+    schema = recipe_schema()["$defs"]
+    assert schema["WeightsConfig"]["properties"]["overlap"]["description"].endswith("Untried on a GPU: true.")
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_start_on_a_gpu_warns_once(recipe: Callable[..., Recipe], name: str) -> None:
+    value, sections = CASES[name]
+    made = recipe(**sections)
+    [warning] = untried_on_gpus(made)
+    assert warning.startswith(f"{name} = {value}: untried on a GPU;") and f"steps with {name}=" in warning
+    assert "Untried on a GPU: " in to_yaml(made, comments=True)
+    assert [*untried_on_gpus(recipe())] == []
+
+
+def test_ranks_on_cpus_are_not_warned(recipe: Callable[..., Recipe], monkeypatch: pytest.MonkeyPatch) -> None:
+    made = recipe(**CASES["weights.overlap"][1])
+    layout = check(made)
+    assert not [text for text in resource_warnings(made, layout) if "untried on a GPU" in text]
+    monkeypatch.setattr("megarl.preflight.resources.ranks_on_cpu", lambda recipe: False)
+    assert len([text for text in resource_warnings(made, layout) if "untried on a GPU" in text]) == 1
