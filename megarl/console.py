@@ -309,7 +309,7 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
     """Print the predicted GPU memory by phase and by use (weights, gradients, ...), in GiB. Host memory follows a +."""
     from rich.table import Table
 
-    from megarl.memory_plan.node_bytes import fullest_node
+    from megarl.memory_plan.node_bytes import node_terms
     from megarl.terminal import Console
 
     def shown(device_bytes: int, host_bytes: int) -> str:
@@ -337,12 +337,25 @@ def print_memory(recipe: Recipe, table: MemoryTable) -> None:
             console.width, console.measure(printed, options=console.options.update(max_width=500)).maximum
         )
     console.print(printed)
-    counts = fullest_node(recipe, table)
-    at_fullest = zip(counts, table.fullest_host, strict=False)
-    ranks = [f"{count} ranks in {phase.name}" for count, phase in at_fullest if count]
-    console.print(f"host memory of a node: up to {table.host_bytes(*counts) / 2**30:.0f} GiB, {' and '.join(ranks)}")
+    parts = node_terms(recipe, table)
+    console.print(f"host memory of a node: up to {sum(parts.values()) / 2**30:.0f} GiB, {' and '.join(parts)}")
     if table.cache is not None:
         console.print(str(table.cache))
+
+
+def print_terms(recipe: Recipe, table: MemoryTable) -> None:
+    """Print each term of the predicted memory: most GiB in a phase (host memory after a +), formula, source. Then the
+    parts of a node's host memory."""
+    from megarl.memory_plan.node_bytes import node_terms
+    from megarl.memory_plan.terms import explained
+
+    lines = []
+    for term in explained(table):
+        sizes = [f"{term.device_bytes / 2**30:.2f}"] * bool(term.device_bytes or not term.host_bytes)
+        sizes += [f"{'+' if table.is_gpu else ''}{term.host_bytes / 2**30:.2f}"] * bool(term.host_bytes)
+        lines.append(f"{term.kind}: at most {' '.join(sizes)} GiB = {term.formula} (source: {term.source})")
+    parts = (f"{name} {size / 2**30:.1f}" for name, size in node_terms(recipe, table).items())
+    print_lines([*lines, f"host memory of the fullest node in GiB: {' + '.join(parts)}"])
 
 
 def print_layouts(recipe: Recipe, result: SearchResult) -> None:

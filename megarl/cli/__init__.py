@@ -32,7 +32,15 @@ from megarl.cli.layouts import (
 )
 from megarl.cli.reading import metrics, report, samples, watch
 from megarl.cli.recipes import recipes
-from megarl.console import print_error, print_findings, print_lines, print_memory, print_plan, print_sizes
+from megarl.console import (
+    print_error,
+    print_findings,
+    print_lines,
+    print_memory,
+    print_plan,
+    print_sizes,
+    print_terms,
+)
 from megarl.terminal import Terminal, guard_logging, printable
 from megarl.types import ConfigError, MegarlError
 
@@ -314,6 +322,9 @@ def plan(
     recipe: RecipePath,
     overrides: Overrides = None,
     as_json: Annotated[bool, typer.Option("--json", help="Print one JSON object, for use by programs.")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="Also print the formula and the source of each term of the memory.")
+    ] = False,
     search: SearchOption = False,
     most: MostOption = 10,
     lengths: LengthsOption = None,
@@ -341,6 +352,7 @@ def plan(
         return
     refuse_search_options(context)
     from megarl.config.recipe import load
+    from megarl.memory_plan.terms import explained
     from megarl.preflight import (
         aligned,
         check_plan,
@@ -351,6 +363,7 @@ def plan(
         small_cache,
         table_of,
         verdict_of,
+        with_chunk_tokens,
         with_memory_defaults,
     )
     from megarl.reshard.cost_model import forecast
@@ -362,8 +375,10 @@ def plan(
     found, kind = verdict_of(loaded, layout, memory), gpu_kind(loaded)
     if not as_json:
         print_memory(loaded, memory)
-        if loaded is not as_written:
-            print_lines(list(memory_defaults(as_written, loaded)))
+        if explain:
+            print_terms(loaded, memory)
+        if defaults := list(memory_defaults(as_written, with_chunk_tokens(loaded))):
+            print_lines(defaults)
     layout = aligned(loaded, shape, layout)
     counted = forecast(
         shape,
@@ -380,6 +395,8 @@ def plan(
         head = {"recipe": loaded.name, "model": loaded.model.path, **found.as_json()}
         head["kv_cache_gib"] = loaded.rollout.kv_cache_gib if memory.cache else None
         head["notices"] = [*not_downloaded(loaded), *small_cache(loaded, layout, memory), *slower_layout(loaded)]
+        if explain:
+            head["terms"] = [term._asdict() for term in explained(memory)]
         print(json.dumps({**head, "memory": memory.as_json(), **counted}))
     else:
         print_plan(loaded, layout, counted, is_assumed=kind is None)

@@ -11,16 +11,15 @@ GPU_MEMORY_GIB = {"h100": 79.1, "h200": 139.8, "b200": 178.3}
 """Memory of each GPU as reported by torch, in GiB. Source: NVIDIA's data sheets, minus the driver's share."""
 
 MARGIN_GIB = 8.0
-"""GiB of a GPU kept free when the size of the KV cache is computed. NCCL's buffers and the allocator's waste are
-guesses."""
+"""GiB of a GPU kept free when the size of the KV cache is computed, for wrong predictions. NCCL's part was never
+measured with megarl."""
 
-CONTEXT_BYTES = int(2.2e9)
-"""GPU memory of CUDA's context, kernels, cuBLAS workspaces, and waste in the allocator's blocks, in bytes. (A
-guess.)"""
-COMMUNICATOR_BYTES = int(0.35e9)
-"""GPU memory of the buffers of one NCCL communicator, in bytes. (A rough estimate.)"""
-GRAPH_BYTES = int(2.0e9)
-"""GPU memory of an engine's CUDA graphs, in bytes. (A rough estimate.)"""
+CONTEXT_BYTES = int(2.7e9)
+"""GPU memory of CUDA's context, kernels, and workspaces of cuBLAS, cuDNN and vLLM, in bytes. Fitted to one run on an
+H200 (tools/bench/results/h200.jsonl, grpo_gpu.py): all memory in use, minus all other terms."""
+FRAGMENTATION_SHARE = 0.026
+"""Memory that torch's allocator holds unused, divided by the temporary memory of a phase. Source: `tools/check.py
+allocator`, a simulation with expandable segments. With ordinary segments it finds 0.67."""
 PINNED_BLOCK_BYTES = 1 << 30
 """Bytes of one block of page-locked host memory for staging checkpoints, equal to `training.staging.BLOCK_BYTES`."""
 LIBRARY_BYTES = 500 << 20

@@ -16,6 +16,12 @@ BATCHED_TOKENS = {"cpu": 8192, "cuda": 16384}
 """Maximum number of tokens in an engine step: vLLM's default on GPUs of 70 GiB or more, megarl's default on CPUs."""
 
 
+GRAPH_LAYER_BYTES = int(0.4 * 2**20)
+"""GPU memory of one CUDA graph per layer of the model. Source: vLLM's log lines `Graph capturing finished ... took` for
+Llama-3.2-1B (0.38 MiB, vllm pull request 11349) and Qwen3.5-35B-A3B (0.40 MiB, vllm issue 50722)."""
+_LARGEST_GRAPH = 512
+"""Most tokens of a step replayed as a graph: vLLM 0.30's default, except for Blackwell."""
+
 QUANTISED_BLOCK = 128
 """Rows and columns sharing a scale under `rollout.quantization: fp8`."""
 _SCALE_BYTES = _FLOAT32_BYTES = 4
@@ -100,6 +106,17 @@ def cache_block_bytes(model: ModelShape, tp: int, *, block_tokens: int, itemsize
 def cache_bytes(asked: int, block_bytes: int) -> int:
     """Return the bytes of vLLM's KV cache under a limit in bytes. It has whole blocks only."""
     return asked // block_bytes * block_bytes
+
+
+def graph_bytes(model: ModelShape, *, max_requests: int) -> int:
+    """Return the bytes of an engine's CUDA graphs: for each captured size one of the layers between attentions, and up
+    to `max_requests` tokens one of the whole model.
+    """
+    largest = min(2 * max_requests, _LARGEST_GRAPH)
+    # vLLM 0.30, config/vllm.py, _set_cudagraph_sizes.
+    sizes = [size for size in (1, 2, 4, *range(8, 256, 8), *range(256, largest + 1, 16)) if size <= largest]
+    num_graphs = len(sizes) + sum(size <= max_requests for size in sizes)
+    return num_graphs * model.num_layers * GRAPH_LAYER_BYTES
 
 
 def step_bytes(model: ModelShape, tp: int, *, batched_tokens: int, max_requests: int, itemsize: int) -> int:

@@ -5,7 +5,12 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from megarl.config import Recipe
+from megarl.memory_plan.devices import LIBRARY_BYTES
 from megarl.memory_plan.memory_table import MemoryTable
+
+DRIVER_BYTES = LIBRARY_BYTES + 10**9
+"""Host memory of the driver, which any node may have: its libraries, and a step's samples. Source of the second:
+tools/check.py driver_bytes, at most a gigabyte."""
 
 
 class NodeRanks(NamedTuple):
@@ -32,8 +37,19 @@ def rank_host_bytes(table: MemoryTable) -> RankHostBytes:
 
 
 def fullest_node(recipe: Recipe, table: MemoryTable) -> NodeRanks:
-    """Return the ranks of the node with most host memory. Its bytes are `table.host_bytes(*fullest_node(...))`."""
+    """Return the ranks of the node with most host memory. They take `table.host_bytes(*fullest_node(...))` bytes."""
     return max(_ranks_of_nodes(recipe), key=lambda ranks: table.host_bytes(*ranks))
+
+
+def node_terms(recipe: Recipe, table: MemoryTable) -> dict[str, int]:
+    """Return the host memory of the fullest node in bytes, by its parts in words: ranks of each kind, driver."""
+    counts = fullest_node(recipe, table)
+    parts = {
+        f"{count} ranks in {phase.name}": count * phase.host_bytes
+        for count, phase in zip(counts, table.fullest_host, strict=False)
+        if count
+    }
+    return parts | {"driver": DRIVER_BYTES}
 
 
 def _ranks_of_nodes(recipe: Recipe) -> set[NodeRanks]:

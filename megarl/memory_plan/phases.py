@@ -14,11 +14,11 @@ from megarl.families.logprob_chunks import has_logit_kernels, logprob_chunk_toke
 from megarl.families.shape import ModelShape
 from megarl.memory_plan import activations, engine_bytes, trainer_bytes
 from megarl.memory_plan.activations import PassSettings
+from megarl.memory_plan.communicators import Communicator, communicators_of
 from megarl.memory_plan.deep_ep import NUM_SMS, deep_ep_bytes
 from megarl.memory_plan.devices import (
-    COMMUNICATOR_BYTES,
     CONTEXT_BYTES,
-    GRAPH_BYTES,
+    FRAGMENTATION_SHARE,
     LIBRARY_BYTES,
     PINNED_BLOCK_BYTES,
     Platform,
@@ -31,6 +31,8 @@ from megarl.reshard.layouts.vllm_adapters import VllmAdapterLayouts
 from megarl.reshard.layouts.vllm_computed import VllmLayouts
 
 ITEM_BYTES = {"float32": 4, "bfloat16": 2}
+TEMPORARY = ("activations", "pipeline", "backward", "logits", "engine step")
+"""Uses of memory that torch's allocator takes and returns within a phase, in sizes that vary."""
 # States that may be offloaded, by the names in trainer.offload.
 _ALL = ("parameters", "gradients", "optimizer")
 
@@ -392,8 +394,10 @@ class RankMemory:
         if self.platform.is_gpu:
             yield from uses
             yield Use("CUDA", CONTEXT_BYTES)
-            yield Use("NCCL", COMMUNICATOR_BYTES * self._num_communicators)
+            yield Use("NCCL", sum(one.num_bytes for one in self.communicators))
             yield Use("CUDA graphs", self._graphs)
+            temporary = sum(use.device_bytes for use in uses if use.kind in TEMPORARY)
+            yield Use("fragmentation", int(FRAGMENTATION_SHARE * temporary))
             if self.has_trainer and self.recipe.trainer.moe_dispatcher == "flex":
                 yield Use("DeepEP", self._deep_ep)
         else:
@@ -415,24 +419,18 @@ class RankMemory:
         num_sms = given if isinstance(given, int) else NUM_SMS
         return deep_ep_bytes(widest, ITEM_BYTES[self.recipe.model.dtype], num_ranks, num_sms)
 
-    @property
-    def _num_communicators(self) -> int:
-        """Return the number of process groups with several ranks: one per axis, the world, the model-parallel ranks.
-
-        Separate engines add a world of their own, and a process group with the trainer.
-        """
-        layout = self.layout
-        cross_world = [layout.num_ranks] if layout.is_separate else []
-        if not self.has_trainer:
-            # The first two: tensor-parallel group and world of the engine, equal in size.
-            return sum(size > 1 for size in (layout.rollout_tp, layout.rollout_tp, *cross_world))
-        axes = [*cross_world, layout.tp, layout.pp, layout.dp * layout.cp, layout.cp]
-        axes += [layout.tp * layout.pp, layout.world_size]
-        if self.models.policy.shape.num_experts:
-            axes += [layout.ep, layout.etp, layout.ep * layout.etp]
-        if self.has_engine:
-            axes.append(layout.rollout_tp)
-        return sum(size > 1 for size in axes)
+    @cached_property
+    def communicators(self) -> list[Communicator]:
+        """Return NCCL's communicators of the rank."""
+        cluster, engines = self.recipe.cluster, self.recipe.cluster.groups.engines
+        own = cluster if self.has_trainer or engines is None else engines
+        return communicators_of(
+            self.layout,
+            own.ranks_per_node,
+            has_trainer=self.has_trainer,
+            has_engine=self.has_engine,
+            has_experts=bool(self.models.policy.shape.num_experts),
+        )
 
     def _trained(self, built: Built, optimizer: str, lora_rank: int) -> TrainerStates:
         layouts = built.layouts
@@ -501,11 +499,14 @@ class RankMemory:
             return int(self.recipe.rollout.kv_cache_gib * 2**30)
         if self.gpu_gib is None:
             return 0
-        others = CONTEXT_BYTES + COMMUNICATOR_BYTES * (self.layout.rollout_tp > 1) + self._graphs
+        # vLLM counts what its own group takes. The trainer's groups come later.
+        others = CONTEXT_BYTES + Communicator("engine", self.layout.rollout_tp).num_bytes + self._graphs
         return max(0, int(share * self.gpu_gib * 2**30) - self.engine_weights - self.engine_step - others)
 
     @property
     def _graphs(self) -> int:
         """Return the bytes of the engine's CUDA graphs."""
-        has_graphs = self.has_engine and not self.recipe.rollout.vllm.get("enforce_eager")
-        return GRAPH_BYTES if has_graphs else 0
+        rollout = self.recipe.rollout
+        if not self.has_engine or rollout.vllm.get("enforce_eager"):
+            return 0
+        return engine_bytes.graph_bytes(self._engine_shape, max_requests=rollout.max_concurrent_requests)

@@ -43,6 +43,7 @@ from megarl.preflight.resources import (
     resource_warnings,
     slower_layout,
     small_cache,
+    with_chunk_tokens,
     with_memory_defaults,
 )
 from megarl.preflight.rewards import check_rewards
@@ -82,6 +83,7 @@ __all__ = [
     "uncorrected",
     "uncorrected_fp8",
     "verdict_of",
+    "with_chunk_tokens",
     "with_memory_defaults",
     "with_steps",
 ]

@@ -33,18 +33,13 @@ from megarl.types import DataError
 def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: bool = True) -> Recipe:
     """Return the recipe with the sizes that it leaves out and the memory of its GPUs decides.
 
-    They are the KV cache, the row length of passes without gradients, and the chunk of tokens for log-probs. The cache
-    holds at least one longest sequence; a later check tests whether it fits. Only the chunk is set if memory cannot be
-    predicted, and nothing if the recipe starts (`is_start`) on a CPU. `is_trained` False: only engines start, on all
-    ranks.
+    They are the KV cache and the row length of passes without gradients. The cache holds at least one longest sequence;
+    a later check tests whether it fits. The recipe is returned unchanged if its memory cannot be predicted, or if it
+    starts (`is_start`) on a CPU. `is_trained` False: only engines start, on all ranks.
     """
-    if is_start and ranks_on_cpu(recipe):
-        return recipe
-    if is_trained and (chunk_tokens := _chunk_tokens(recipe)) is not None:
-        recipe = with_field_values(recipe, {_CHUNK: chunk_tokens})
     wants_cache = recipe.has_engine and not is_cache_given(recipe)
     wants_rows = is_trained and recipe.trainer.max_tokens_per_forward is None
-    if not (wants_cache or wants_rows):
+    if not (wants_cache or wants_rows) or (is_start and ranks_on_cpu(recipe)):
         return recipe
     if (gpus := gpu_memory(recipe)) is None or any(sizes.ranks(recipe)):
         return recipe
@@ -67,24 +62,26 @@ def with_memory_defaults(recipe: Recipe, *, is_start: bool = False, is_trained: 
 _CHUNK = "trainer.logprob_chunk_tokens"
 
 
-def _chunk_tokens(recipe: Recipe) -> int | None:
-    """Return the chunk of tokens for log-probs if the recipe leaves it out. It is the least of policy and teachers.
+def with_chunk_tokens(recipe: Recipe) -> Recipe:
+    """Return the recipe with the chunk of tokens for log-probs that ranks choose, the least of policy and teachers.
 
-    None: the recipe sets it, has no log-probs, or its models cannot be read.
+    It is for printing: a run leaves the field out, so that each model chooses for its own sizes. The recipe is returned
+    unchanged if it sets the field or has no log-probs, or if its models cannot be read.
     """
     if recipe.trainer.logprob_chunk_tokens is not None or unmet(recipe, _CHUNK) is not None or any(sizes.ranks(recipe)):
-        return None
+        return recipe
     try:
         models = models_of(recipe, sizes.layout_of(recipe))
     except DataError:
-        return None  # The checks of the model folder report it.
+        return recipe  # The checks of the model folder report it.
     is_gpu = gpu_memory(recipe) is not None or not ranks_on_cpu(recipe)
     scored = [models.policy, *(built for name, built in models.frozen.items() if name in recipe.teachers)]
-    return min(logprob_chunk_tokens(recipe, built.shape, built.layout, is_gpu=is_gpu) for built in scored)
+    chosen = min(logprob_chunk_tokens(recipe, built.shape, built.layout, is_gpu=is_gpu) for built in scored)
+    return with_field_values(recipe, {_CHUNK: chosen})
 
 
 def memory_defaults(written: Recipe, completed: Recipe) -> Iterator[str]:
-    """Yield a line for each size that `with_memory_defaults` added to the recipe `written`."""
+    """Yield a line for each size that `with_memory_defaults` and `with_chunk_tokens` added to the recipe `written`."""
     cache, rows = completed.rollout.kv_cache_gib, completed.trainer.max_tokens_per_forward
     if cache != written.rollout.kv_cache_gib:
         yield f"rollout.kv_cache_gib = {cache:g} by default: the rest of a GPU's memory"

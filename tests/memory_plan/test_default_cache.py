@@ -102,7 +102,7 @@ def test_rows_without_gradients_fill_the_memory_of_an_update(make: Make) -> None
     assert most == 8 * rows or taken(most + 1024)["logprobs"] > taken(most)["train"]
     # Fewer rows would leave pipeline stages idle; supervised training has no such pass in its plan.
     assert with_memory_defaults(make(*given, "trainer.pp=2")).trainer.max_tokens_per_forward is None
-    own = make(*given, f"trainer.max_tokens_per_forward={rows}", "trainer.logprob_chunk_tokens=1024")
+    own = make(*given, f"trainer.max_tokens_per_forward={rows}")
     assert with_memory_defaults(own).trainer == own.trainer
 
 
@@ -128,12 +128,12 @@ def test_where_nothing_is_left_one_longest_request_decides(make: Make) -> None:
 
 
 def test_an_evaluation_has_the_gpu_for_its_engines_alone(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
-    """14.8e9 bytes of weights a rank and 6e9 of libraries, of 79.1 GiB: the trainer's states would leave nothing."""
+    """14.8e9 bytes of weights a rank and 7e9 of libraries, of 79.1 GiB: the trainer's states would leave nothing."""
     given = ("cluster.gpu_memory_gib=h100", "cluster.ranks_per_node=2", "trainer.tp=2", "trainer.offload=[]")
     trained, alone = (
         with_memory_defaults(make(*given), is_trained=flag).rollout.kv_cache_gib for flag in (True, False)
     )
-    assert trained < 2 and 79.1 - 8 - alone == pytest.approx((14.8e9 + 6e9) / GIB, abs=1.0)
+    assert trained < 2 and 79.1 - 8 - alone == pytest.approx((14.8e9 + 7e9) / GIB, abs=1.0)
 
 
 def test_a_cache_for_few_of_the_requests_under_way_is_a_warning(

@@ -24,7 +24,7 @@ from typing import Any
 
 import numpy as np
 
-DURATION = {"small": "2 s (two steps of four layers)", "full": "60 s"}
+DURATION = {"small": "2 s (two steps of four layers)", "full": "32 s"}
 SMALL = {"steps": 2, "layers": 4}
 
 KIB, MIB, GIB = 1 << 10, 1 << 20, 1 << 30

@@ -1,0 +1,108 @@
+"""Bytes of NCCL's communicators on a GPU: how many a rank has, of which kind, and what each takes.
+
+NCCL connects peers at the first call that needs them, so a communicator takes what its calls use. Collectives connect
+rings and trees. Sends and receives (all-to-all, pipeline stages, reshards) connect each pair of ranks by more channels.
+Sources are measurements in NVIDIA/nccl's issues; nothing was measured with megarl on several GPUs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from megarl.config.parallel import ParallelConfig
+
+_MIB = 1 << 20
+PAIR_BYTES, GROUP_BYTES = 544 * _MIB, 688 * _MIB
+"""Bytes of a communicator of two ranks, and of more, after an all-reduce. Source: NVIDIA/nccl issue 964, four A100 with
+NVLink. With NCCL 2.22 and newer it is an upper bound, because unused algorithms are not connected."""
+CHANNEL_BYTES = 12 * _MIB
+"""Bytes of a channel for sends to and receives from one peer: buffers of 10 and 2 MiB. Source: NVIDIA/nccl issue
+1685."""
+CHANNELS_ON_NODE, CHANNELS_BETWEEN_NODES = 32, 2
+"""Channels to a peer of the same node, if all ranks of the group are on it, or if they are not. Sources: NVIDIA/nccl
+issues 1685 (eight H100: 3.28 GB more after the first all-to-all, so 0.47 GB a peer) and 1189."""
+NETWORK_BYTES = 512 * _MIB
+"""Bytes of the buffer shared by sends to and receives from other nodes. Source: NVIDIA/nccl issues 1450 and 2363."""
+
+
+@dataclass(frozen=True, slots=True)
+class Communicator:
+    """A process group of a rank, as NCCL uses it."""
+
+    name: str
+    num_ranks: int
+    has_collectives: bool = True
+    num_peers: int = 0
+    """Ranks of the same node that this rank sends to or receives from."""
+    spans_nodes: bool = False
+    """Whether ranks with sends and receives are on several nodes."""
+
+    @property
+    def num_bytes(self) -> int:
+        """Return its bytes on a GPU. A group of one rank has none."""
+        if self.num_ranks < 2:
+            return 0
+        collectives = (PAIR_BYTES if self.num_ranks == 2 else GROUP_BYTES) * self.has_collectives
+        channels = CHANNELS_BETWEEN_NODES if self.spans_nodes else CHANNELS_ON_NODE
+        return collectives + channels * CHANNEL_BYTES * self.num_peers + NETWORK_BYTES * self.spans_nodes
+
+
+def communicators_of(
+    layout: ParallelConfig, ranks_per_node: int, *, has_trainer: bool, has_engine: bool, has_experts: bool
+) -> list[Communicator]:
+    """Return the communicators with several ranks of a rank that trains, samples, or both."""
+    found = list(_trainer(layout, ranks_per_node, has_experts=has_experts)) if has_trainer else []
+    if has_engine:
+        found.append(Communicator("engine's tensor parallelism", layout.rollout_tp))
+        if not has_trainer:
+            found.append(Communicator("engine's world", layout.rollout_tp))
+    if has_engine or layout.is_separate:
+        found.append(_reshard(layout, ranks_per_node, has_experts=has_experts))
+    return [one for one in found if one.num_bytes]
+
+
+def _trainer(layout: ParallelConfig, ranks_per_node: int, *, has_experts: bool) -> Iterator[Communicator]:
+    yield Communicator("tensor parallelism", layout.tp)
+    yield Communicator("context parallelism", layout.cp)
+    yield Communicator("data and context parallelism", layout.dp * layout.cp)
+    yield Communicator("tensor and pipeline parallelism", layout.tp * layout.pp)
+    yield Communicator("all trainers", layout.world_size)
+    # Megatron's order puts pipeline stages as far apart as it can; rank_order may bring them closer.
+    is_near = layout.world_size <= ranks_per_node
+    yield Communicator(
+        "pipeline parallelism",
+        layout.pp,
+        has_collectives=False,
+        num_peers=min(2, layout.pp - 1) if is_near else 0,
+        spans_nodes=not is_near,
+    )
+    if has_experts:
+        experts = layout.ep * layout.etp
+        yield Communicator(
+            "expert parallelism",
+            layout.ep,
+            has_collectives=False,
+            num_peers=min(layout.ep, max(1, ranks_per_node // layout.etp)) - 1,
+            spans_nodes=experts > ranks_per_node,
+        )
+        yield Communicator("expert tensor parallelism", layout.etp)
+        yield Communicator("expert and expert tensor parallelism", experts)
+        yield Communicator("data parallelism of experts", layout.world_size // (experts * layout.pp))
+
+
+def _reshard(layout: ParallelConfig, ranks_per_node: int, *, has_experts: bool) -> Communicator:
+    """Return the reshard's sends and receives. A rank reads from as many trainers as hold parts of its weights."""
+    parts = max(layout.tp // layout.rollout_tp, layout.ep * layout.etp if has_experts else 1, 1)
+    # On a colocated rank one of the parts is its own.
+    peers = min(parts * layout.pp, layout.world_size) - (not layout.is_separate)
+    spans_nodes = layout.num_ranks > ranks_per_node
+    # Ranks are aligned so that parts come from the same node if they can. Separate engines have nodes of their own.
+    near = 0 if layout.is_separate and spans_nodes else min(peers, ranks_per_node - 1)
+    return Communicator(
+        "reshard",
+        layout.num_ranks if peers else 1,
+        has_collectives=False,
+        num_peers=near,
+        spans_nodes=spans_nodes and peers > 0,
+    )
