@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from megarl.config.schema import value_at
+from megarl.config.schema import DescriptionNote, value_at
 
 if TYPE_CHECKING:
     from megarl.config import Recipe
@@ -66,7 +66,7 @@ class OnlyIf:
 
 
 @dataclass(frozen=True, slots=True)
-class UntriedOnGpu:
+class UntriedOnGpu(DescriptionNote):
     """Values of the annotated field that have not run on a GPU. tests/gpu/README.md lists the runs on GPUs.
 
     The field's description says so, and so does a start on a GPU with such a value, which is any but the default.

@@ -16,6 +16,10 @@ if TYPE_CHECKING:
 Item = TypeVar("Item")
 
 
+class DescriptionNote:
+    """Base class of annotations that `description` appends, as text, to the description of their field."""
+
+
 # Imports of the schema are inside functions, because the schema's modules import this one.
 @cache
 def all_fields() -> dict[str, FieldInfo]:
@@ -97,10 +101,8 @@ def value_at(recipe: Recipe, field: str) -> Any:
 
 
 def description(field: FieldInfo) -> str:
-    """Return a field's description as one line, with a note about values that have not run on a GPU."""
-    from megarl.config.annotations import UntriedOnGpu
-
-    notes = (str(item) for item in field.metadata if isinstance(item, UntriedOnGpu))
+    """Return a field's description as one line, with the notes among its annotations."""
+    notes = (str(item) for item in field.metadata if isinstance(item, DescriptionNote))
     return " ".join([*(field.description or "").split(), *notes])
 
 

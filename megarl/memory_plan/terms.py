@@ -1,4 +1,4 @@
-"""What each use of memory in the plan is made of, in words, and where its numbers come from."""
+"""Explanations of a memory plan: the formula of each use of memory in words, and the source of its numbers."""
 
 from __future__ import annotations
 
