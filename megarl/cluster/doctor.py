@@ -26,7 +26,7 @@ from megarl.cluster.launchers import start_ranks
 from megarl.cluster.node_checks import NodeReport, gpus, inspect
 from megarl.config import Recipe
 from megarl.memory_plan.node_bytes import RankHostBytes
-from megarl.platform import compilers, cuda_extensions, device, transformer_engine
+from megarl.platform import compilers, cuda_extensions, device, numa, transformer_engine
 from megarl.platform.gpu_needs import field_needs, library_versions, unmet_needs
 from megarl.platform.visible_gpus import Gpu, installed_gpus
 
@@ -67,11 +67,36 @@ class Doctor(NodeReport):
 
     def examine(self) -> list[Finding] | None:
         """Return the findings about this rank's node; None on all ranks of the node except the first."""
-        return examine() if os.environ["LOCAL_RANK"] == "0" else None
+        return examine_machine() if os.environ["LOCAL_RANK"] == "0" else None
+
+    def place(self) -> list[Finding]:
+        """Return a finding on the NUMA node of this rank's GPU, if the rank is to be bound to it."""
+        if device.current().type == "cpu":
+            return []
+        local_rank = int(os.environ["LOCAL_RANK"])
+        # Each rank answers for itself, because Slurm may allow other cores to each.
+        return numa_map(numa.rank_places(numa.gpu_addresses()))[local_rank : local_rank + 1]
 
 
 def examine() -> list[Finding]:
-    """Return all findings about this machine and environment."""
+    """Return all findings about this machine and environment, with the places of one rank for each GPU."""
+    gpus_of_ranks = numa.gpu_addresses() if torch.cuda.is_available() else []
+    return [*examine_machine(), *numa_map(numa.places(gpus_of_ranks, numa.allowed_cores()))]
+
+
+def numa_map(places: Sequence[numa.Place]) -> list[Finding]:
+    """Return a finding for each rank of a machine: GPU, NUMA node, cores, network adapters.
+
+    `places` are ordered by local rank. A rank without a binding is slower, not broken, so its finding is not bad.
+    """
+    return [
+        Finding("NUMA", "absent" if place.fault else "good", f"local rank {local_rank}: {place.described}")
+        for local_rank, place in enumerate(places)
+    ]
+
+
+def examine_machine() -> list[Finding]:
+    """Return the findings that do not depend on ranks."""
     there = {str(canonicalize_name(package.name)): package.version for package in importlib.metadata.distributions()}
     installed = {name: there[name] for name in ("megarl", *STACK) if name in there}
     requires = {name: importlib.metadata.requires(name) or [] for name in installed}
@@ -109,9 +134,13 @@ async def examine_nodes(
             wrong, notices = await inspect(ranks, recipe, Path(folder).absolute(), planned)
             await asyncio.gather(*(group.construct("megarl.cluster.doctor:Doctor", {}) for group in ranks.groups))
             answers = await ranks.call("examine")
+            places = await ranks.call("place")
         finally:
             await ranks.close()
-    found = {place[0]: answer for place, answer in zip(ranks.topology, answers, strict=True) if answer}
+    nodes = [place[0] for place in ranks.topology]
+    found = {node: answer for node, answer in zip(nodes, answers, strict=True) if answer}
+    for node, findings in zip(nodes, places, strict=True):
+        found[node] += findings
     for text in wrong:
         # A fault begins with "node NAME: "; one without a known name concerns all nodes.
         named = text.removeprefix("node ").partition(": ")
@@ -290,7 +319,7 @@ def _trainer_choices(installed: Mapping[str, str]) -> Iterator[Finding]:
 def _machine() -> Iterator[Finding]:
     """Yield findings about the machine: cores, memory, limits, InfiniBand and Slurm."""
     memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    yield Finding("machine", "good", f"{len(os.sched_getaffinity(0))} cores, {memory / 2**30:.0f} GiB")
+    yield Finding("machine", "good", f"{len(numa.allowed_cores())} cores, {memory / 2**30:.0f} GiB")
     files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if 0 <= files < _LEAST_OPEN_FILES:
         yield Finding("open files", "bad", f"at most {files} (ulimit -n); allow {_LEAST_OPEN_FILES} or more")

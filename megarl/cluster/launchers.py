@@ -39,7 +39,7 @@ def importing_early(cluster: ClusterConfig) -> Iterator[None]:
 
 
 def _environment(cluster: ClusterConfig, ranks_per_node: int) -> dict[str, str]:
-    return device.rank_environment(ranks_per_node, cluster.device)
+    return device.rank_environment(ranks_per_node, cluster.device, cluster.bind_to_numa)
 
 
 def _imports() -> tuple[str, ...]:

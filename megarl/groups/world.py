@@ -8,7 +8,7 @@ from datetime import timedelta
 import torch
 
 from megarl.groups import rendezvous
-from megarl.platform import device
+from megarl.platform import device, numa
 
 
 def initialize(timeout_seconds: float) -> None:
@@ -23,6 +23,9 @@ def initialize(timeout_seconds: float) -> None:
     if here.type == "cuda":
         # Before the groups exist: NCCL takes the current device of each rank.
         torch.cuda.set_device(here)
+        numa.bind_rank(numa.gpu_addresses())
+        # More threads than cores would wait for each other. The driver counted threads by its own cores.
+        torch.set_num_threads(min(torch.get_num_threads(), len(os.sched_getaffinity(0))))
     world_size = int(os.environ["WORLD_SIZE"])
     torch.distributed.init_process_group(
         "cpu:gloo,cuda:nccl" if here.type == "cuda" else "gloo",

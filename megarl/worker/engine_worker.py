@@ -14,6 +14,7 @@ from megarl.config.parallel import ParallelConfig
 from megarl.engine.engine import RolloutEngine
 from megarl.groups import world
 from megarl.groups.rendezvous import Meeting
+from megarl.platform import numa
 from megarl.reshard.plan import RankTopology
 from megarl.tracking.metrics import Metric
 from megarl.types import Completion, ExpertsHandle, Request
@@ -39,7 +40,7 @@ class EngineWorker:
 
     def start_notices(self) -> list[str]:
         """Return texts for the user at the start, about how the engine runs."""
-        return self._transfer.copier.notices if self._transfer.copier else []
+        return [*numa.notices(), *(self._transfer.copier.notices if self._transfer.copier else [])]
 
     def advance(
         self, work: tuple[Sequence[Request], Sequence[str]], budget_seconds: float, leave_after: int | None

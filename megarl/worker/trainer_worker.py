@@ -23,7 +23,7 @@ from megarl.groups.megatron_ranks import RankGroups
 from megarl.groups.rendezvous import Meeting
 from megarl.models.configuration import refusals_named, uses_transformer_engine
 from megarl.models.teacher_student import StudentModel, target_bytes
-from megarl.platform import device
+from megarl.platform import device, numa
 from megarl.platform.allocator import use_expandable_segments
 from megarl.reshard.layouts.lora import adapter_layouts
 from megarl.reshard.layouts.megatron import MegatronLayouts, check_against, megatron_layouts, parameter_shapes
@@ -150,7 +150,8 @@ class TrainerWorker:
 
     def start_notices(self) -> list[str]:
         """Return start-up notices for the user about how this run is executed."""
-        return self.kept_notices + (self.transfer.copier.notices if self.transfer.copier else [])
+        copier = self.transfer.copier
+        return [*numa.notices(), *self.kept_notices, *(copier.notices if copier else [])]
 
     @property
     def kept_notices(self) -> list[str]:

@@ -11,7 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from megarl.cluster.doctor import Finding, _devices, apex, cpu_extra, differences, number_formats, versions
+from megarl.cluster.doctor import Finding, _devices, apex, cpu_extra, differences, numa_map, number_formats, versions
+from megarl.platform.numa import Place
 from megarl.platform.visible_gpus import Gpu, driver_version, installed_gpus
 
 pytestmark = pytest.mark.distributed
@@ -89,6 +90,15 @@ def test_number_formats_of_each_gpu_and_library() -> None:
     assert list(number_formats([], {})) == []
     (bare,) = (f for f in number_formats([Gpu("NVIDIA H200", (9, 0))], {}) if f.topic == "trainer.fp8")
     assert bare.state == "absent" and bare.text.startswith("Transformer Engine is not installed, it needs 2.3.0")
+
+
+def test_the_map_of_ranks_names_gpu_node_cores_and_adapters() -> None:
+    bound = Place("0000:0f:00.0", 0, (0, 1, 2, 8), ("mlx5_0", "mlx5_1"))
+    unbound = Place("0000:89:00.0", None, fault="/sys does not say")
+    assert numa_map([bound, unbound]) == [
+        ("NUMA", "good", "local rank 0: GPU 0000:0f:00.0, NUMA node 0, cores 0-2,8, adapters mlx5_0, mlx5_1"),
+        ("NUMA", "absent", "local rank 1: GPU 0000:89:00.0, NUMA node unknown, not bound: /sys does not say"),
+    ]
 
 
 @pytest.mark.skipif("__import__('torch').cuda.is_available()", reason="there is a GPU")

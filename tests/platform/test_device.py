@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.platform import device
+from megarl.platform import device, numa
 
 
 @pytest.fixture
@@ -78,10 +78,11 @@ def test_ranks_on_a_gpu_stay_offline_and_find_the_compiler(bare: Path, monkeypat
     assert (made["CUDA_HOME"], made["HF_HUB_OFFLINE"], made["VLLM_NO_USAGE_STATS"]) == (str(bare / "cuda"), "1", "1")
     monkeypatch.setenv("HF_HUB_OFFLINE", "0")
     assert device.rank_environment(1)["HF_HUB_OFFLINE"] == "0"
+    assert numa.VARIABLE not in made and device.rank_environment(4, binds=True)[numa.VARIABLE] == "4"
 
 
 def test_ranks_on_the_cpu_need_no_compiler(bare: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     compiler(bare / "cuda")
     monkeypatch.setattr(device, "current", lambda: torch.device("cpu"))
     names = {"OMP_NUM_THREADS", "CUDA_DEVICE_MAX_CONNECTIONS", "GLIBC_TUNABLES", "MEGARL_DEVICE"}
-    assert device.rank_environment(1).keys() == names
+    assert device.rank_environment(1, binds=True).keys() == names

@@ -1,0 +1,260 @@
+"""Binding of ranks to the cores next to their GPUs, and of NCCL to the network adapters next to them, read from /sys.
+
+Memory follows the cores. Linux allocates a page on the NUMA node of the core that first writes to it. All threads of a
+rank are bound before it allocates its buffers. A memory policy (set_mempolicy) would add nothing to this. Docker's
+default seccomp profile also denies that system call.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+SYS = Path("/sys")
+
+VARIABLE = "MEGARL_RANKS_TO_BIND"
+"""Environment variable giving ranks the number of ranks on their node. A rank without it is not bound."""
+
+NCCL_ADAPTERS = "NCCL_IB_HCA"
+"""NCCL's environment variable with the InfiniBand and RoCE adapters to use. A leading = asks for exact names."""
+
+UNKNOWN = (
+    "/sys does not name the NUMA nodes of their GPUs (numa_node is -1 or missing); cluster.bind_to_numa=false ends "
+    "this notice"
+)
+"""Reason for not binding a rank: the machine, often a virtual one, does not say where the GPU is."""
+
+OUTSIDE = (
+    "no core of their GPUs' NUMA nodes is allowed to them (by Slurm, a cgroup or taskset); allow all cores "
+    "(Slurm: cluster.srun_options=[--cpu-bind=none]), or set cluster.bind_to_numa=false"
+)
+"""Reason for not binding a rank: cores and GPUs were assigned to it on different NUMA nodes."""
+
+
+class Place(NamedTuple):
+    """Place of a GPU in its machine, and the cores for the GPU's rank.
+
+    `gpu` is a PCI address, for example 0000:0f:00.0. `cores` are numbers of logical CPUs. `adapters` are the InfiniBand
+    and RoCE adapters on the GPU's NUMA node. `fault` is the reason why the rank is not bound; it then has no cores.
+    """
+
+    gpu: str
+    node: int | None
+    cores: tuple[int, ...] = ()
+    adapters: tuple[str, ...] = ()
+    fault: str | None = None
+
+    @property
+    def described(self) -> str:
+        """Return the place as text, for example `GPU 0000:0f:00.0, NUMA node 0, cores 0-11, adapters mlx5_0`."""
+        node = f"GPU {self.gpu}, NUMA node {'unknown' if self.node is None else self.node}"
+        if self.fault is not None:
+            return f"{node}, not bound: {self.fault}"
+        return f"{node}, cores {core_ranges(self.cores)}, adapters {', '.join(self.adapters) or 'none'}"
+
+
+def places(
+    gpus: Sequence[str], allowed: Collection[int], root: Path = SYS, *, is_allowed_to_one: bool = False
+) -> list[Place]:
+    """Return the place of each GPU, one rank per GPU. Ranks of one NUMA node share its allowed cores evenly.
+
+    `gpus` are PCI addresses in the order of the ranks. `allowed` are the cores that the ranks may use. They are for all
+    ranks together, or for each alone if `is_allowed_to_one`. `root` is the folder of the kernel's view of the machine.
+    """
+    nodes = numa_nodes(root)
+    adapters = adapter_nodes(nodes, root)
+    of_gpus = [_node_of(root / "bus/pci/devices" / gpu, nodes) for gpu in gpus]
+    found = []
+    for index, (gpu, node) in enumerate(zip(gpus, of_gpus, strict=True)):
+        if node is None:
+            found.append(Place(gpu, None, fault=UNKNOWN))
+            continue
+        near = tuple(name for name, other in adapters.items() if other == node)
+        usable = nodes.get(node, frozenset()).intersection(allowed)
+        if not usable:
+            found.append(Place(gpu, node, adapters=near, fault=OUTSIDE))
+            continue
+        turn, count = of_gpus[:index].count(node), of_gpus.count(node)
+        cores = tuple(sorted(usable)) if is_allowed_to_one else _share(physical_cores(usable, root), turn, count)
+        found.append(Place(gpu, node, cores, near))
+    return found
+
+
+def nccl_adapters(found: Sequence[Place], root: Path = SYS) -> str | None:
+    """Return the value of NCCL_IB_HCA for all ranks of a machine; None: NCCL shall use all adapters.
+
+    The value excludes adapters on NUMA nodes without a rank's GPU. It is the same for all ranks of the machine: NCCL
+    plans its rings from the machine's adapters, and fails if ranks see different ones (NVIDIA/nccl issue 1478). Among
+    the adapters, NCCL itself chooses the nearest of each GPU.
+    """
+    adapters = adapter_nodes(numa_nodes(root), root)
+    used = {place.node for place in found}
+    kept = [name for name, node in adapters.items() if node is None or node in used]
+    if None in used or len(kept) == len(adapters) or used.isdisjoint(adapters.values()):
+        return None
+    return f"={','.join(kept)}"
+
+
+def numa_nodes(root: Path = SYS) -> dict[int, frozenset[int]]:
+    """Return the cores of each NUMA node; an empty dict if the kernel does not know NUMA nodes."""
+    folders = (root / "devices/system/node").glob("node[0-9]*")
+    return {
+        int(folder.name.removeprefix("node")): frozenset(parse_core_ranges((folder / "cpulist").read_text()))
+        for folder in sorted(folders)
+    }
+
+
+def adapter_nodes(nodes: Mapping[int, Collection[int]], root: Path = SYS) -> dict[str, int | None]:
+    """Return the NUMA node of each InfiniBand or RoCE adapter by name; None: it is unknown.
+
+    `nodes` are the machine's NUMA nodes.
+    """
+    folders = (root / "class/infiniband").glob("*")
+    # By length first, so that mlx5_10 comes after mlx5_9.
+    ordered = sorted(folders, key=lambda folder: (len(folder.name), folder.name))
+    return {folder.name: _node_of(folder / "device", nodes) for folder in ordered}
+
+
+def _node_of(device: Path, nodes: Mapping[int, Collection[int]]) -> int | None:
+    """Return the NUMA node of a PCI device; None: it is unknown."""
+    try:
+        number = int((device / "numa_node").read_text())
+    except (OSError, ValueError):
+        number = -1
+    if number >= 0:
+        return number
+    # The firmware of machines with one node often leaves it out.
+    with_cores = [node for node, cores in nodes.items() if cores]
+    return with_cores[0] if len(with_cores) == 1 else None
+
+
+def physical_cores(cores: Collection[int], root: Path = SYS) -> list[tuple[int, ...]]:
+    """Group logical CPUs by physical core, so that a core's hardware threads stay together."""
+    groups: dict[int, list[int]] = {}
+    for core in sorted(cores):
+        siblings = root / f"devices/system/cpu/cpu{core}/topology/thread_siblings_list"
+        first = core
+        with suppress(OSError, ValueError):
+            first = min(parse_core_ranges(siblings.read_text()), default=core)
+        groups.setdefault(first, []).append(core)
+    return [tuple(group) for group in groups.values()]
+
+
+def _share(groups: Sequence[tuple[int, ...]], turn: int, count: int) -> tuple[int, ...]:
+    """Return the logical CPUs of rank `turn` of `count`. Ranks share a physical core only if there are too few."""
+    start = turn * len(groups) // count
+    stop = max((turn + 1) * len(groups) // count, start + 1)
+    return tuple(sorted(core for group in groups[start:stop] for core in group))
+
+
+def parse_core_ranges(text: str) -> list[int]:
+    """Parse the kernel's lists of cores, for example 0-3,8. Raises ValueError for another format."""
+    cores: list[int] = []
+    for part in filter(None, text.strip().split(",")):
+        first, _, last = part.partition("-")
+        cores += range(int(first), int(last or first) + 1)
+    return cores
+
+
+def core_ranges(cores: Collection[int]) -> str:
+    """Return cores in the kernel's format, for example 0-3,8."""
+    runs: list[list[int]] = []
+    for core in sorted(cores):
+        if runs and runs[-1][1] == core - 1:
+            runs[-1][1] = core
+        else:
+            runs.append([core, core])
+    return ",".join(f"{first}-{last}" if last > first else f"{first}" for first, last in runs)
+
+
+@cache
+def allowed_cores() -> frozenset[int]:
+    """Return the cores that this process may use. The first call decides: later bindings do not change the result."""
+    return frozenset(os.sched_getaffinity(0))
+
+
+def gpu_addresses() -> list[str]:
+    """Return the PCI addresses of the GPUs visible to this process, in CUDA's order."""
+    import torch
+
+    # torch's type stubs lack the PCI fields.
+    properties: list[Any] = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    return [f"{p.pci_domain_id:04x}:{p.pci_bus_id:02x}:{p.pci_device_id:02x}.0" for p in properties]
+
+
+def has_own_cores(environment: Mapping[str, str] = os.environ) -> bool:
+    """Return whether Slurm gave the tasks of this node different cores.
+
+    SLURM_CPU_BIND_LIST has the mask of each task on the node. Equal masks mean that all tasks share the cores.
+    """
+    return len(set(environment.get("SLURM_CPU_BIND_LIST", "").split(","))) > 1
+
+
+def rank_places(gpus: Sequence[str], root: Path = SYS) -> list[Place]:
+    """Return the places of this node's ranks, by local rank; none if the ranks are not to be bound.
+
+    `gpus` are the PCI addresses of the visible GPUs. Local rank r uses the GPU number r.
+    """
+    count = int(os.environ.get(VARIABLE, "0"))
+    return places(gpus[:count], allowed_cores(), root, is_allowed_to_one=has_own_cores())
+
+
+class _Outcome:
+    """Result of `bind_rank` in this process."""
+
+    fault: str | None = None
+    """Reason why the rank was not bound; None: it was, or it was not to be bound."""
+
+
+def bind_rank(gpus: Sequence[str], root: Path = SYS) -> None:
+    """Bind this rank to the cores of its place, and NCCL to the adapters of all places of the node.
+
+    `gpus` are the PCI addresses of the visible GPUs. Call it before NCCL starts, because NCCL reads its variables only
+    once. Ranks with cluster.bind_to_numa=false stay as they are.
+    """
+    found, rank = rank_places(gpus, root), int(os.environ["LOCAL_RANK"])
+    if rank >= len(found):
+        return
+    names = nccl_adapters(found, root)
+    if names is not None and not _names_adapters():
+        os.environ[NCCL_ADAPTERS] = names
+    _Outcome.fault = found[rank].fault
+    if found[rank].fault is None:
+        try:
+            bind_threads(found[rank].cores)
+        except OSError as error:
+            # A sandbox may deny the call. An unbound rank is slower, but works.
+            _Outcome.fault = f"the system refuses to bind threads to cores ({error.strerror})"
+
+
+def bind_threads(cores: Collection[int]) -> None:
+    """Bind all threads of this process to these cores. Later threads and child processes inherit the binding.
+
+    Raises OSError if the system refuses it.
+    """
+    for thread in Path("/proc/self/task").iterdir():
+        # A thread may have ended since it was listed.
+        with suppress(ProcessLookupError):
+            os.sched_setaffinity(int(thread.name), cores)
+
+
+def _names_adapters() -> bool:
+    """Return whether the user or the site chose NCCL's adapters, by variable or in NCCL's configuration files."""
+    if NCCL_ADAPTERS in os.environ:
+        return True
+    # NCCL reads these files at its start. A variable would override them.
+    files = (os.environ.get("NCCL_CONF_FILE") or os.path.expanduser("~/.nccl.conf"), "/etc/nccl.conf")
+    for file in files:
+        with suppress(OSError):
+            if NCCL_ADAPTERS in Path(file).read_text():
+                return True
+    return False
+
+
+def notices() -> list[str]:
+    """Return a notice if this rank could not be bound to its GPU's NUMA node; equal for all ranks with one reason."""
+    return [] if _Outcome.fault is None else [f"ranks are not bound to NUMA nodes: {_Outcome.fault}"]
