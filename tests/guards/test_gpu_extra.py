@@ -14,7 +14,10 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.version import Version
 
+from tests.guards.test_gpu_environment import disk_fault
+
 ROOT = Path(__file__).resolve().parents[2]
+PYTHONS = ["3.11", "3.12", "3.13"]
 BUILT_APART = "transformer-engine-cu12\ntransformer-engine-torch\n"
 """Packages that launch/setup.sh leaves out: the other core, and the extension that it builds."""
 
@@ -48,17 +51,22 @@ def pinned() -> str:
     return pin.version
 
 
+def lock(python: str) -> str:
+    return (ROOT / f"launch/requirements-gpu-{python}.txt").read_text()
+
+
 def versions_of(text: str) -> dict[str, Version]:
     found = re.findall(r"^([a-z0-9-]+)==([a-z0-9.+]+)", text, re.MULTILINE)
     return {name: Version(version) for name, version in found}
 
 
-def test_the_lock_has_one_core_of_torchs_cuda() -> None:
-    check(versions_of((ROOT / "launch/requirements-gpu.txt").read_text()))
+@pytest.mark.parametrize("python", PYTHONS)
+def test_the_lock_has_one_core_of_torchs_cuda(python: str) -> None:
+    check(versions_of(lock(python)))
 
 
 def test_a_second_core_or_another_compiler_is_noticed() -> None:
-    versions = versions_of((ROOT / "launch/requirements-gpu.txt").read_text())
+    versions = versions_of(lock("3.11"))
     with pytest.raises(AssertionError):
         check(versions | {"transformer-engine-cu12": versions["transformer-engine"]})
     with pytest.raises(AssertionError):
@@ -69,8 +77,19 @@ def test_a_second_core_or_another_compiler_is_noticed() -> None:
         check(versions | {"transformer-engine": Version("2.20.0"), "transformer-engine-cu13": Version("2.20.0")})
 
 
+def test_a_disk_too_small_for_the_environment_is_named(tmp_path: Path) -> None:
+    venv = tmp_path / "absent/venv"
+    assert disk_fault(venv, 1) is None
+    fault = disk_fault(venv, 1 << 60)
+    assert fault is not None and fault.startswith(f"{venv}: the CUDA environment needs 1073741824 GiB")
+    assert "GPU_VENV" in fault
+    (venv / "bin").mkdir(parents=True)
+    (venv / "bin/python").touch()
+    assert disk_fault(venv, 1 << 60) is None
+
+
 @pytest.mark.gpu_environment
-@pytest.mark.parametrize("python", ["3.11", "3.12"])
+@pytest.mark.parametrize("python", PYTHONS)
 def test_the_registry_resolves_the_extra_so(tmp_path: Path, python: str) -> None:
     left_out = tmp_path / "left_out"
     left_out.write_text(BUILT_APART)
