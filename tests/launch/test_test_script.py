@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from tests.conftest import TIERS
 
@@ -134,7 +135,20 @@ def test_every_test_is_of_one_tier(request: pytest.FixtureRequest) -> None:
 
 
 def test_ci_calls_the_test_command_of_the_readme() -> None:
-    workflow = (ROOT / ".github/workflows/ci.yml").read_text()
-    assert "run: launch/test.sh --install-slurm\n" in workflow
-    assert all(re.search(r"@[0-9a-f]{40} # v", line) for line in workflow.splitlines() if "uses:" in line)
+    assert "run: launch/test.sh --install-slurm\n" in (ROOT / ".github/workflows/ci.yml").read_text()
     assert (ROOT / ".ci/run").read_text().endswith('/../launch/test.sh" --install-slurm\n')
+
+
+def test_the_cuda_environment_is_checked_once_a_week() -> None:
+    workflow = yaml.safe_load((ROOT / ".github/workflows/gpu_environment.yml").read_text())
+    # YAML 1.1 reads the key `on` as true.
+    [schedule] = workflow[True]["schedule"]
+    assert re.fullmatch(r"\d+ \d+ \* \* [0-6]", schedule["cron"])
+    commands = [step["run"] for step in workflow["jobs"]["guards"]["steps"] if "run" in step]
+    assert commands[-2:] == ["launch/setup.sh dev", ".venv/bin/pytest -m gpu_environment tests/guards"]
+
+
+def test_actions_of_all_workflows_are_pinned_to_commits() -> None:
+    files = sorted((ROOT / ".github/workflows").glob("*.yml"))
+    lines = [line for file in files for line in file.read_text().splitlines() if "uses:" in line]
+    assert len(lines) >= 3 and all(re.search(r"@[0-9a-f]{40} # v", line) for line in lines)
