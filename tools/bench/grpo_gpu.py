@@ -17,6 +17,7 @@ import argparse
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -220,6 +221,16 @@ class Training:
         return "\n".join(self._output.read_text(errors="replace").splitlines()[-20:])
 
 
+def keep_logs(folder: Path, kept: Path) -> None:
+    """Copy the run's output, logs and metrics, but no weights."""
+    weights = shutil.ignore_patterns("checkpoints", "hf", "*.safetensors")
+    kept.mkdir(parents=True, exist_ok=True)
+    shutil.copyfile(folder / "output.txt", kept / "output.txt")
+    # Absent where the run ended before it had a folder.
+    if (folder / "runs").is_dir():
+        shutil.copytree(folder / "runs", kept / "runs", ignore=weights, symlinks=True, dirs_exist_ok=True)
+
+
 def run(options: argparse.Namespace, budget: Budget) -> int:
     """Print all lines that the budget allows; the status to end with."""
     fields: dict[str, Any] = {
@@ -243,6 +254,8 @@ def run(options: argparse.Namespace, budget: Budget) -> int:
             has_failed = not training.is_running
         finally:
             status = training.end()
+            if options.keep_logs is not None:
+                keep_logs(folder, options.keep_logs)
         for line in last_lines(steps, fields) if steps else ():
             print_line(line)
         if has_failed:
@@ -264,6 +277,7 @@ def main() -> int:
     parser.add_argument("--row", type=int, default=16384, help="tokens of a packed row")
     parser.add_argument("--slots", type=int, default=256, help="requests that the engine runs at once")
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda")
+    parser.add_argument("--keep-logs", type=Path, metavar="DIR", help="copy the run's logs and metrics there")
     parser.add_argument("overrides", nargs="*", metavar="section.field=value", help="of the recipe")
     add_budget(parser)
     options = parser.parse_args()

@@ -12,6 +12,9 @@ import torch
 
 TOOLS = Path(__file__).resolve().parents[1]
 SHAPES: dict[str, dict[str, Any]] = {
+    "qwen3-0.6b": dict(
+        hidden_size=1024, intermediate_size=3072, num_hidden_layers=28, num_attention_heads=16, tie_word_embeddings=True
+    ),
     "qwen3-1.7b": dict(
         hidden_size=2048, intermediate_size=6144, num_hidden_layers=28, num_attention_heads=16, tie_word_embeddings=True
     ),
