@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch.utils._device import _device_constructors
 
-from megarl.platform import absent_triton
+from megarl.platform import absent_triton, device
 from megarl.platform.imports import without
 
 FACTORIES = ("empty", "empty_like", "full", "ones", "tensor", "zeros")
@@ -43,6 +43,8 @@ def prepare() -> None:
     """Install the patches once, before Megatron is imported. No effect if CUDA is available."""
     if torch.cuda.is_available() or hasattr(torch.Tensor.cuda, _MARK):
         return
+    # The CPU, or torch's meta device.
+    here = device.current()
     # Megatron's jit_fuser is torch.compile. On a CPU it would compile C++ code for every tiny function.
     os.environ.setdefault("TORCHDYNAMO_DISABLE", "1")
     warnings.filterwarnings("ignore", r"(?s).*(Transformer Engine|Apex).* not installed.*", UserWarning)
@@ -50,10 +52,9 @@ def prepare() -> None:
     # The patches still call them.
     _device_constructors()
     for name in FACTORIES:
-        setattr(torch, name, _on_cpu(getattr(torch, name)))
-    _replace_tensor_methods()
-    cpu = torch.device("cpu")
-    torch.cuda.current_device = lambda: cpu
+        setattr(torch, name, _on_device(getattr(torch, name), here))
+    _replace_tensor_methods(here)
+    torch.cuda.current_device = lambda: here
     torch.cuda.synchronize = lambda device=None: None
     torch.cuda.get_rng_state = torch.cuda.random.get_rng_state = lambda device="cpu": torch.get_rng_state()
     torch.cuda.set_rng_state = lambda state, device="cpu": torch.set_rng_state(state)
@@ -74,10 +75,10 @@ def prepare() -> None:
 
     megatron_random._get_cuda_rng_state = lambda *args, **kwargs: torch.get_rng_state()
     megatron_random._set_cuda_rng_state = lambda state, *args, **kwargs: torch.set_rng_state(state)
-    _adapt_experts()
+    _adapt_experts(here)
 
 
-def _adapt_experts() -> None:
+def _adapt_experts(here: torch.device) -> None:
     """Patch Megatron's mixture of experts for the CPU: CUDA streams, Transformer Engine, collectives of unequal
     sizes.
     """
@@ -92,10 +93,15 @@ def _adapt_experts() -> None:
     moe_utils.te_general_gemm = getattr(moe_utils, "te_general_gemm", None)
 
     def to_host(tensor: Any, as_numpy: bool = False, record_stream: bool = False) -> Any:
-        return tensor.numpy() if as_numpy and torch.is_tensor(tensor) else tensor
+        if not torch.is_tensor(tensor):
+            return tensor
+        return tensor.cpu().numpy() if as_numpy else tensor.cpu()
 
     moe_utils.maybe_move_tensor_to_cpu = token_dispatcher.maybe_move_tensor_to_cpu = to_host
     gather, reduce_scatter = mappings._gather_along_first_dim, mappings._reduce_scatter_along_first_dim
+
+    if here.type != "cpu":
+        return
 
     # gloo gathers and scatters only blocks of equal size, so pad each part to the largest one.
     def gather_unlike(input_: Any, group: Any, output_split_sizes: Any = None, use_global_buffer: bool = False) -> Any:
@@ -166,13 +172,13 @@ def _split_parameters(self: Any, offload_fraction: float) -> tuple[Any, ...]:
     return *groups, on_host, {copy: parameter for parameter, copy in on_host.items()}, in_float32
 
 
-def _on_cpu(factory: Any) -> Any:
-    """Return a tensor factory that replaces device "cuda" by "cpu" and pins no memory."""
+def _on_device(factory: Any, here: torch.device) -> Any:
+    """Return a tensor factory that replaces device "cuda" by `here` and pins no memory."""
 
     @functools.wraps(factory)
     def make(*args: Any, **kwargs: Any) -> Any:
         if str(kwargs.get("device")).startswith("cuda"):
-            kwargs["device"] = "cpu"
+            kwargs["device"] = here
         # Without CUDA torch has no pinned memory, on any device.
         kwargs.pop("pin_memory", None)
         return factory(*args, **kwargs)
@@ -180,18 +186,17 @@ def _on_cpu(factory: Any) -> Any:
     return make
 
 
-def _replace_tensor_methods() -> None:
+def _replace_tensor_methods(here: torch.device) -> None:
     type_of = torch.Tensor.type
 
     def cuda(self: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
-        return self
+        return self.to(here)
 
     def type_name(self: torch.Tensor, *args: Any, **kwargs: Any) -> Any:
         # Megatron's optimizer and gradient clipping recognise parameters by the string `torch.cuda.FloatTensor`.
         if args or kwargs:
             return type_of(self, *args, **kwargs)
-        # A torch function mode calls this replacement again for the type that is asked here.
-        return "torch.cuda." + type_of(self).removeprefix("torch.").removeprefix("cuda.")
+        return "torch.cuda." + type_of(self).rpartition(".")[2]
 
     setattr(cuda, _MARK, True)
     torch.Tensor.cuda = cuda
