@@ -1,0 +1,162 @@
+"""One rank's training step on an imagined device: megarl's trainer, Megatron's schedule and optimizer, unchanged."""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from megarl.config import Recipe
+from megarl.config.parallel import ParallelConfig
+from megarl.data.token_batch import TokenBatch
+from megarl.families.shape import ModelShape, padded_vocab_size
+from megarl.reshard.layouts.megatron import check_against, megatron_layouts, parameter_shapes
+from megarl.training.routed_experts import ExpertExchange
+from megarl.training.training_engine import TrainingEngine
+from megarl.types import TrainingSequence
+from tools.collectives.imagined_device import imagined_device
+from tools.collectives.programs import Group, Program
+from tools.collectives.recorded_group import Recorder, recorded_world
+
+_MOST_TOKENS = 2048
+"""Longest sequence of a row. Attention masks of longer ones take seconds on the host."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """The calls of one rank, all groups of its world, and the CPU seconds of the tracing."""
+
+    rank: int
+    program: Program
+    groups: Sequence[Group]
+    cpu_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """The step to trace: recipe, layout, model, and number of rows of each data-parallel replica."""
+
+    recipe: Recipe
+    layout: ParallelConfig
+    shape: ModelShape
+    num_rows: int
+
+    def rows(self, rank: int) -> list[TokenBatch]:
+        """Return the rows of a rank's replica. Rows differ in their numbers of tokens.
+
+        All parts of all ranks have equally many tokens for each expert, if the router chooses places in turn.
+        """
+        layout, router = self.layout, self.shape.router
+        turn = router.num_experts // math.gcd(router.num_experts, router.top_k) if router else 1
+        unit = math.lcm(2 * layout.cp, layout.cp * layout.tp) * turn
+        most = self.recipe.trainer.max_tokens_per_microbatch
+        return [self._row(unit, most, number, rank) for number in range(self.num_rows)]
+
+    def _row(self, unit: int, most: int, number: int, rank: int) -> TokenBatch:
+        longest = max(unit, min(_MOST_TOKENS, most) // unit * unit)
+        lengths = [longest] * max(1, most // longest - 1)
+        # The last sequence differs from row to row.
+        lengths.append(unit * (1 + number % max(1, longest // unit)))
+        batch = TokenBatch.from_sequences([self._sequence(length) for length in lengths])
+        if self.recipe.trainer.router_replay:
+            batch.experts = np.array([[rank, place] for place in range(len(lengths))], np.int64)
+        return batch
+
+    def _sequence(self, length: int) -> TrainingSequence:
+        values = np.zeros(length, np.float32)
+        recipe = self.recipe
+        others: dict[str, Any] = {}
+        if recipe.loop == "rl":
+            others = {"advantages": values, "rollout_logprobs": values}
+            if recipe.algorithm.old_logprobs == "trainer":
+                others["old_logprobs"] = values
+            if recipe.has_reference:
+                others["reference_logprobs"] = values
+        return TrainingSequence(
+            np.arange(length) % self.shape.vocab_size,
+            np.arange(length) > 0,
+            token_weights=values,
+            temperature=recipe.rollout.sampling.temperature if recipe.loop == "rl" else 1.0,
+            **others,
+        )
+
+
+class _BalancedExperts:
+    """Routed experts as an engine would have stored them. The tokens of a sequence take all experts in turn."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        assert shape.router is not None
+        self._num_experts, self._top_k, self._num_layers = shape.num_experts, shape.top_k, shape.num_layers
+
+    def of_tokens(self, number: int, first: int, end: int) -> NDArray[np.int16]:
+        """Return the experts of a span of tokens: [end - first, layers, top_k]."""
+        chosen = np.arange(first * self._top_k, end * self._top_k) % self._num_experts
+        shape = (end - first, self._num_layers, self._top_k)
+        return np.broadcast_to(chosen.astype(np.int16).reshape(-1, 1, self._top_k), shape)
+
+
+class _StageShapes:
+    """Answers with the shapes of hidden states, which stages send before the states if rows differ in length."""
+
+    def __init__(self, work: Work, rows: Sequence[TokenBatch]) -> None:
+        layout = work.layout
+        parts = layout.cp * (layout.tp if work.recipe.trainer.sequence_parallel is not False else 1)
+        self._shapes = [[len(row.token_ids) // parts, 1, work.shape.hidden_size] for row in rows]
+        self._num_received: Counter[int] = Counter()
+
+    def __call__(self, peer: int, tensor: Tensor) -> None:
+        if tensor.dtype == torch.int64 and tensor.numel() == 3:
+            # Both passes receive the rows in their order, from each of the two neighbours.
+            shape = self._shapes[self._num_received[peer] % len(self._shapes)]
+            self._num_received[peer] += 1
+            tensor.copy_(torch.tensor(shape))
+
+
+class _KnownLayers(ExpertExchange):
+    """Megarl's exchange of routed experts, without the first exchange of layer numbers: this rank asks itself only."""
+
+    def __init__(self, stored: Any, layers: Sequence[int], top_k: int, world_size: int) -> None:
+        self._stored, self._num_layers, self._top_k = stored, len(layers), top_k
+        self._layers_by_rank = [list(layers)] * world_size
+
+
+def prepare() -> None:
+    """Choose the imagined device for this process. Call it before megarl's trainer is imported."""
+    os.environ["MEGARL_DEVICE"] = "meta"
+    os.environ["CUDA_DEVICE_MAX_CONNECTIONS"] = "1"
+
+
+def trace(work: Work, rank: int) -> Trace:
+    """Run log-probs and one update on one rank of the trainer, and return its calls. For a process of its own."""
+    started = time.process_time()
+    torch.set_num_threads(1)
+    layout, shape, recipe = work.layout, work.shape, work.recipe
+    recorder = Recorder(rank, layout.world_size)
+
+    def check_weights(tensors: Mapping[str, Tensor]) -> None:
+        padded = padded_vocab_size(shape.vocab_size, layout.tp)
+        layouts = megatron_layouts(shape, layout, padded_vocab_size=padded)
+        check_against(parameter_shapes(layouts, layout.coordinates(rank)), tensors)
+
+    with recorded_world(recorder), imagined_device():
+        # Without a GPU Megatron makes parameters in host memory.
+        with torch.device("meta"):
+            engine = TrainingEngine(recipe, layout, shape, check_weights)
+        if recipe.trainer.router_replay:
+            stored = _BalancedExperts(shape)
+            engine.expert_exchange = _KnownLayers(stored, engine.expert_layers, shape.top_k, layout.world_size)
+        rows = work.rows(rank)
+        recorder.answer = _StageShapes(work, rows)
+        if recipe.is_on_policy:
+            engine.forward(rows)
+        engine.update(rows)
+    return Trace(rank, recorder.program(), recorder.groups, time.process_time() - started)
