@@ -1,0 +1,185 @@
+"""Build the stand-in for a GPU: `build.py ENVIRONMENT FOLDER`, with a CUDA environment of `launch/setup.sh gpu`.
+
+FOLDER becomes a Python environment of links to ENVIRONMENT. Only the libraries of the device are its own: the CUDA
+runtime and driver, NVML and NCCL. ENVIRONMENT stays as it is.
+"""
+
+from __future__ import annotations
+
+import argparse
+import re
+import shutil
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+HERE = Path(__file__).resolve().parent
+SOURCE = HERE / "source"
+CORE = ("faults", "devices", "memory", "virtual_memory", "streams", "driver")
+# torch's own headers ask for C++ 20 from 2.13 on; 2.11 compiles with it, too.
+COMPILER = ("g++", "-std=c++20", "-O1", "-fPIC", "-Wall", "-Wno-attributes", "-Wno-deprecated-declarations")
+START = "import standin_gpu_start\n"
+
+
+class BuildError(Exception):
+    """A sentence for the user."""
+
+
+def call(*command: object) -> str:
+    """Run a command and return its output. Raises BuildError with the errors of the command."""
+    done = subprocess.run([str(part) for part in command], capture_output=True, text=True)
+    if done.returncode:
+        raise BuildError(f"{command[0]} failed:\n{done.stderr[-4000:]}")
+    return done.stdout
+
+
+def site_packages(environment: Path) -> Path:
+    """Return the folder of the packages of a CUDA environment. Raises BuildError for other folders."""
+    found = sorted(environment.glob("lib/python3*/site-packages"))
+    if not found:
+        raise BuildError(f"{environment}: not a Python environment; make one: VENV={environment} launch/setup.sh gpu")
+    for needed in ("torch/lib/libtorch_cuda.so", "nvidia/cu13/include/cuda.h", "nvidia/nccl/include/nccl.h"):
+        if not (found[0] / needed).exists():
+            raise BuildError(
+                f"{environment}: {needed} is missing, so this is no CUDA environment; make one in another folder: "
+                "VENV=DIR launch/setup.sh gpu"
+            )
+    return found[0]
+
+
+def declared(include: Path, header: str, prefix: str) -> set[str]:
+    """Return the names of the functions that a header declares, in all their versions."""
+    options = ("-E", "-P", "-D__CUDA_API_VERSION_INTERNAL", f"-I{include}", "-x", "c", include / header)
+    return set(re.findall(rf"\b({prefix}[A-Z]\w*) *\(", call("gcc", *options)))
+
+
+def defined(objects: list[Path]) -> set[str]:
+    """Return the names of the functions that object files define."""
+    lines = call("nm", "--defined-only", *objects).splitlines()
+    return {fields[2] for fields in map(str.split, lines) if len(fields) == 3 and fields[1] in "TW"}
+
+
+def unknown_functions(names: set[str], file: Path, has_table: bool = False) -> None:
+    """Write C++ whose functions only report their own names. The table lists them for look-ups by name."""
+    lines = ["namespace standin { int unknown_function(const char* name); }"]
+    lines += [f'extern "C" int {name}() {{ return standin::unknown_function("{name}"); }}' for name in sorted(names)]
+    if has_table:
+        listed = "".join(f'"{name}", ' for name in sorted(names))
+        lines.append(f'extern "C" const char* const standin_unknown_names[] = {{{listed}nullptr}};')
+        # A constant of C++ is not visible in other files unless it is declared before.
+        lines.insert(0, 'extern "C" const char* const standin_unknown_names[];')
+    file.write_text("\n".join(lines) + "\n")
+
+
+def compiled(source: Path, folder: Path, *options: object) -> Path:
+    """Compile a file into the folder and return the object file."""
+    target = folder / f"{source.stem}.o"
+    call(*COMPILER, *options, f"-I{SOURCE}", "-c", source, "-o", target)
+    return target
+
+
+def build_libraries(packages: Path, target: Path, work: Path) -> None:
+    """Compile and link the libraries of the device into the folder `target`."""
+    cuda, nccl, torch = packages / "nvidia/cu13/include", packages / "nvidia/nccl/include", packages / "torch"
+    of_torch = (f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", "-Wno-all")
+    sources = dict.fromkeys((*CORE, "runtime", "kernels", "nvml"), (f"-I{cuda}", f"-I{nccl}"))
+    if (SOURCE / "nccl.cpp").exists():
+        sources["nccl"] = (f"-I{cuda}", f"-I{nccl}")
+    # The largest first: it takes as long as all others together.
+    sources = {"numerics": (f"-I{cuda}", *of_torch), **sources}
+    with ThreadPoolExecutor(4) as pool:
+        tasks = {
+            name: pool.submit(compiled, SOURCE / f"{name}.cpp", work, *options) for name, options in sources.items()
+        }
+        objects = {name: task.result() for name, task in tasks.items()}
+
+    def linked(library: str, parts: list[Path], *options: object) -> None:
+        own = ("-shared", f"-Wl,-soname,{library}", "-Wl,-rpath,$ORIGIN", f"-L{target}")
+        call("g++", *own, *parts, *options, "-o", target / library)
+
+    def rest_of(names: set[str], parts: list[Path], name: str) -> Path:
+        unknown_functions(names - defined(parts), work / f"{name}.cpp", has_table=name == "rest_of_driver")
+        return compiled(work / f"{name}.cpp", work)
+
+    core = [objects[name] for name in CORE]
+    core.append(rest_of(declared(cuda, "cuda.h", "cu"), core, "rest_of_driver"))
+    linked("libcuda.so.1", core, "-ldl")
+    device = ("-l:libcuda.so.1",)
+    runtime = [objects["runtime"], objects["kernels"]]
+    runtime.append(rest_of(declared(cuda, "cuda_runtime_api.h", "cuda"), runtime, "rest_of_runtime"))
+    # Libraries that were linked with the real runtime ask for this version of each name.
+    (work / "runtime.map").write_text("libcudart.so.13 { global: cuda*; __cuda*; local: *; };\n")
+    linked("libcudart.so.13", runtime, f"-Wl,--version-script={work}/runtime.map", *device)
+    linked("libnvidia-ml.so.1", [objects["nvml"]], *device)
+    if "nccl" in objects:
+        parts = [objects["nccl"]]
+        parts.append(rest_of(declared(nccl, "nccl.h", "nccl"), parts, "rest_of_nccl"))
+        linked("libnccl.so.2", parts, *device)
+    libraries = ("-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda", "-l:libcudart.so.13")
+    # torch's libraries are in the process already; they need the ones of the device, found beside this one.
+    allowed = (f"-L{torch}/lib", "-Wl,--allow-shlib-undefined")
+    linked("libstandin_numerics.so", [objects["numerics"]], *allowed, *libraries, *device)
+
+
+def link_environment(environment: Path, folder: Path, libraries: Path) -> None:
+    """Fill the folder with links to the environment, the libraries of the device instead of the wheels'."""
+    call("cp", "-rs", environment, folder)
+    packages = site_packages(folder)
+    for part, names in (("cu13", ["libcudart.so.13"]), ("nccl", ["libnccl.so.2"])):
+        for name in names:
+            if (libraries / name).exists():
+                place = packages / "nvidia" / part / "lib" / name
+                place.unlink(missing_ok=True)
+                place.symlink_to(libraries / name)
+    # Copies: a link would write through to the environment.
+    for name, origin in (("standin_gpu_start.py", HERE / "start.py"), ("nvidia-smi", HERE / "nvidia_smi.py")):
+        place = (folder / "bin" if name == "nvidia-smi" else packages) / name
+        place.unlink(missing_ok=True)
+        shutil.copy(origin, place)
+    (packages / "standin_gpu.pth").write_text(START)
+
+
+def build(environment: Path, folder: Path) -> None:
+    """Build the stand-in in the folder, which must not exist yet. Raises BuildError."""
+    environment, folder = environment.resolve(), folder.resolve()
+    packages = site_packages(environment)
+    if folder.exists():
+        raise BuildError(f"{folder} exists; remove it, or name another folder")
+    for program in ("g++", "nm"):
+        if shutil.which(program) is None:
+            raise BuildError(f"{program} is missing; install a C++ compiler (Debian: apt-get install g++)")
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    # Moved in the end: an aborted build leaves no folder that looks complete.
+    partial = folder.with_name(f"{folder.name}.partial")
+    shutil.rmtree(partial, ignore_errors=True)
+    work, libraries = partial / "standin_gpu/work", folder / "standin_gpu/libraries"
+    (partial / "standin_gpu/libraries").mkdir(parents=True)
+    work.mkdir()
+    build_libraries(packages, partial / "standin_gpu/libraries", work)
+    shutil.rmtree(work)
+    whole = partial / "environment"
+    link_environment(environment, whole, partial / "standin_gpu/libraries")
+    (partial / "standin_gpu").rename(whole / "standin_gpu")
+    for link in (whole / "lib").glob("python3*/site-packages/nvidia/*/lib/*"):
+        if link.is_symlink() and link.readlink().parent == partial / "standin_gpu/libraries":
+            name = link.name
+            link.unlink()
+            link.symlink_to(libraries / name)
+    whole.rename(folder)
+    partial.rmdir()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("environment", type=Path, metavar="ENVIRONMENT")
+    parser.add_argument("folder", type=Path, metavar="FOLDER")
+    arguments = parser.parse_args()
+    try:
+        build(arguments.environment, arguments.folder)
+    except BuildError as error:
+        sys.exit(f"tools/standin_gpu/build.py: {error}")
+
+
+if __name__ == "__main__":
+    main()
