@@ -48,9 +48,9 @@ def site_packages(environment: Path) -> Path:
     return found[0]
 
 
-def declared(include: Path, header: str, prefix: str) -> set[str]:
+def declared(header: Path, prefix: str, include: Path) -> set[str]:
     """Return the names of the functions that a header declares, in all their versions."""
-    options = ("-E", "-P", "-D__CUDA_API_VERSION_INTERNAL", f"-I{include}", "-x", "c", include / header)
+    options = ("-E", "-P", "-D__CUDA_API_VERSION_INTERNAL", f"-I{include}", "-x", "c++", header)
     return set(re.findall(rf"\b({prefix}[A-Z]\w*) *\(", call("gcc", *options)))
 
 
@@ -83,9 +83,8 @@ def build_libraries(packages: Path, target: Path, work: Path) -> None:
     """Compile and link the libraries of the device into the folder `target`."""
     cuda, nccl, torch = packages / "nvidia/cu13/include", packages / "nvidia/nccl/include", packages / "torch"
     of_torch = (f"-I{torch}/include", f"-I{torch}/include/torch/csrc/api/include", "-Wno-all")
-    sources = dict.fromkeys((*CORE, "runtime", "kernels", "nvml"), (f"-I{cuda}", f"-I{nccl}"))
-    if (SOURCE / "nccl.cpp").exists():
-        sources["nccl"] = (f"-I{cuda}", f"-I{nccl}")
+    others = (*CORE, "runtime", "kernels", "nvml", "nccl", "reductions")
+    sources = dict.fromkeys(others, (f"-I{cuda}", f"-I{nccl}"))
     # The largest first: it takes as long as all others together.
     sources = {"numerics": (f"-I{cuda}", *of_torch), **sources}
     with ThreadPoolExecutor(4) as pool:
@@ -103,19 +102,20 @@ def build_libraries(packages: Path, target: Path, work: Path) -> None:
         return compiled(work / f"{name}.cpp", work)
 
     core = [objects[name] for name in CORE]
-    core.append(rest_of(declared(cuda, "cuda.h", "cu"), core, "rest_of_driver"))
+    core.append(rest_of(declared(cuda / "cuda.h", "cu", cuda), core, "rest_of_driver"))
     linked("libcuda.so.1", core, "-ldl")
     device = ("-l:libcuda.so.1",)
     runtime = [objects["runtime"], objects["kernels"]]
-    runtime.append(rest_of(declared(cuda, "cuda_runtime_api.h", "cuda"), runtime, "rest_of_runtime"))
+    runtime.append(rest_of(declared(cuda / "cuda_runtime_api.h", "cuda", cuda), runtime, "rest_of_runtime"))
     # Libraries that were linked with the real runtime ask for this version of each name.
     (work / "runtime.map").write_text("libcudart.so.13 { global: cuda*; __cuda*; local: *; };\n")
     linked("libcudart.so.13", runtime, f"-Wl,--version-script={work}/runtime.map", *device)
     linked("libnvidia-ml.so.1", [objects["nvml"]], *device)
-    if "nccl" in objects:
-        parts = [objects["nccl"]]
-        parts.append(rest_of(declared(nccl, "nccl.h", "nccl"), parts, "rest_of_nccl"))
-        linked("libnccl.so.2", parts, *device)
+    parts = [objects["nccl"], objects["reductions"]]
+    # torch asks for functions of NCCL's other headers, too: the wheel's library lists all.
+    exported = call("nm", "-D", "--defined-only", packages / "nvidia/nccl/lib/libnccl.so.2")
+    parts.append(rest_of(set(re.findall(r" (nccl[A-Z]\w*)", exported)), parts, "rest_of_nccl"))
+    linked("libnccl.so.2", parts, *device)
     libraries = ("-ltorch_cpu", "-ltorch_cuda", "-lc10", "-lc10_cuda", "-l:libcudart.so.13")
     # torch's libraries are in the process already; they need the ones of the device, found beside this one.
     allowed = (f"-L{torch}/lib", "-Wl,--allow-shlib-undefined")
@@ -126,12 +126,10 @@ def link_environment(environment: Path, folder: Path, libraries: Path) -> None:
     """Fill the folder with links to the environment, the libraries of the device instead of the wheels'."""
     call("cp", "-rs", environment, folder)
     packages = site_packages(folder)
-    for part, names in (("cu13", ["libcudart.so.13"]), ("nccl", ["libnccl.so.2"])):
-        for name in names:
-            if (libraries / name).exists():
-                place = packages / "nvidia" / part / "lib" / name
-                place.unlink(missing_ok=True)
-                place.symlink_to(libraries / name)
+    for part, name in (("cu13", "libcudart.so.13"), ("nccl", "libnccl.so.2")):
+        place = packages / "nvidia" / part / "lib" / name
+        place.unlink(missing_ok=True)
+        place.symlink_to(libraries / name)
     # Copies: a link would write through to the environment.
     for name, origin in (("standin_gpu_start.py", HERE / "start.py"), ("nvidia-smi", HERE / "nvidia_smi.py")):
         place = (folder / "bin" if name == "nvidia-smi" else packages) / name
